@@ -1,0 +1,7 @@
+"""distsim: how fast a model trains on a cluster, whether it fits, and what holds it back."""
+
+from distsim import ops as _ops  # installs the operators' type rule in the IR
+
+__version__ = "0.1.0"
+__all__ = ["__version__"]
+del _ops

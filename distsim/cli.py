@@ -1,0 +1,156 @@
+"""The command line: ``distsim simulate``, ``distsim show`` and ``distsim clusters``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+from distsim.errors import DistsimError, PlanError
+from distsim.executor import CostModel, Simulation, Simulator
+from distsim.hardware import describe, load_cluster, presets
+from distsim.ir import Function, cpprint, count_ops
+from distsim.importer import load_model
+from distsim.parallelize import parallelize
+from distsim.plan import Plan
+from distsim.report.progress import Progress
+from distsim.report import plot_timeline, summarize, write_trace
+from distsim.transforms import add_loss, differentiate, optimizer_named, set_precision, steady_state_transform
+from distsim.transforms.roles import batch_inputs, roles
+
+EPILOG = """examples:
+  distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --bind seq=1024
+  distsim simulate mlp:layers=16,width=8192 --cluster dgx-2 --plan dp=16 --batch 8192
+  distsim show gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100 --batch 8 --cluster dgx-a100 --plan tp=2,pp=2
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status (2 for bad input, with the reason on stderr)."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except DistsimError as error:
+        print(f"distsim: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="distsim",
+        description="How fast a model trains on a cluster, whether it fits, and what holds it back.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    simulate = commands.add_parser("simulate", help="simulate one training step", epilog=EPILOG)
+    simulate.formatter_class = argparse.RawDescriptionHelpFormatter
+    _model_options(simulate)
+    simulate.add_argument("--cluster", required=True, help="a preset such as dgx-a100 or dgx-h100:4, or a .toml")
+    simulate.add_argument("--plan", default="dp=1", help="dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b")
+    simulate.add_argument("--strict", action="store_true", help="refuse operators without a work rule")
+    simulate.add_argument("--no-overlap", action="store_true", help="one stream per device: nothing overlaps")
+    simulate.add_argument("--trace", type=Path, metavar="JSON", help="write a trace for Perfetto")
+    simulate.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline")
+    simulate.set_defaults(run=_simulate)
+    show = commands.add_parser("show", help="print the function, also after a transform")
+    _model_options(show)
+    show.add_argument("--training", action="store_true", help="with loss, backward pass and optimizer")
+    show.add_argument("--cluster", help="with --plan: the cluster to place it on")
+    show.add_argument("--plan", help="print the parallel, scheduled step (implies --training)")
+    show.set_defaults(run=_show)
+    clusters = commands.add_parser("clusters", help="list the presets, or the figures of one")
+    clusters.add_argument("name", nargs="?")
+    clusters.set_defaults(run=_clusters)
+    return parser
+
+
+def _model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="an .onnx file, gpt2, mlp:layers=16,width=8192 or gpt:layers=12,hidden=768")
+    parser.add_argument("--batch", type=int, help="global batch: samples per step")
+    parser.add_argument("--bind", default="", help="sizes of symbolic dimensions, seq=128,...")
+    parser.add_argument("--parameters", default="", help="patterns of graph inputs that are parameters: p_*,...")
+    parser.add_argument("--loss", default="auto", help="auto, mse or cross_entropy")
+    parser.add_argument("--optimizer", default="adam", help="adam or sgd")
+    parser.add_argument("--dtype", default="float32", help="what float32 tensors become, e.g. bfloat16")
+
+
+def _forward(options: argparse.Namespace) -> Function:
+    patterns = tuple(p for p in options.parameters.split(",") if p)
+    function = load_model(options.model, options.batch, options.bind, patterns)
+    return set_precision(function, _dtype(options.dtype))
+
+
+def _dtype(name: str):
+    from distsim.ir.type import dtype_named
+
+    return dtype_named(name)
+
+
+def _training(options: argparse.Namespace, progress: Progress) -> Function:
+    function = progress.run(f"reading {options.model}", lambda: _forward(options))
+    if options.parameters:  # the model brings its own backward pass
+        return function
+    return progress.run(
+        "differentiating",
+        lambda: differentiate(add_loss(function, options.loss), optimizer_named(options.optimizer)),
+    )
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    progress = Progress(sys.stderr)
+    plan = Plan.parse(options.plan)
+    topology = load_cluster(options.cluster)
+    function = _training(options, progress)
+    program = progress.run(f"parallelizing: {plan}", lambda: parallelize(function, plan, topology))
+    step, inputs = steady_state_transform(program.to_function())
+    cost_model = CostModel(topology, strict=options.strict)
+    simulator = Simulator(cost_model, overlap=not options.no_overlap)
+    simulation = progress.run(
+        f"simulating {count_ops(step):,} ops", lambda: simulator.interpret(step, inputs)
+    )
+    samples = _samples(function)
+    title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
+    print(f"{title}\n\n{summarize(simulation, samples)}")
+    _write(options, simulation, progress)
+
+
+def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> None:
+    if options.trace:
+        progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace))
+        print(f"trace: {options.trace} (open it at ui.perfetto.dev)")
+    if options.plot:
+        progress.run(f"drawing {options.plot}", lambda: plot_timeline(simulation, options.plot))
+        print(f"timeline: {options.plot}")
+
+
+def _samples(function: Function) -> int:
+    data = batch_inputs(function, roles(function))
+    if not data:
+        raise PlanError(f"{function.name} has no data input, so no batch to count samples by")
+    return getattr(data[0].type, "shape", (0,))[0]
+
+
+def _show(options: argparse.Namespace) -> None:
+    progress = Progress(sys.stderr)
+    if not options.plan and not options.training:
+        cpprint(progress.run(f"reading {options.model}", lambda: _forward(options)))
+        return
+    function = _training(options, progress)
+    if options.plan:
+        if not options.cluster:
+            raise PlanError("--plan needs --cluster: the devices to place the plan on")
+        program = parallelize(function, Plan.parse(options.plan), load_cluster(options.cluster))
+        function = steady_state_transform(program.to_function())[0]
+    cpprint(function)
+
+
+def _clusters(options: argparse.Namespace) -> None:
+    print(describe(options.name) if options.name else "\n".join(presets()))
+
+

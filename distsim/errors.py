@@ -1,0 +1,48 @@
+"""The errors of the library: each names the thing, the numbers and the way out.
+
+Every error is a :class:`DistsimError` and a subclass of the built-in error it resembles, so that
+both ``except DistsimError`` and ``except ValueError`` do what a reader expects.
+"""
+
+
+class DistsimError(Exception):
+    """Base of every error that distsim raises on purpose."""
+
+
+class IRError(DistsimError, ValueError):
+    """A function breaks a rule of the IR (order, producers, arity, devices)."""
+
+
+class TypeRuleError(DistsimError, TypeError):
+    """The types of an op's inputs do not fit its operator."""
+
+
+class UnknownOperatorError(DistsimError, KeyError):
+    """An operator, or one of its rules, is not known."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class ImportModelError(DistsimError, ValueError):
+    """A model file cannot be read as a function."""
+
+
+class TopologyError(DistsimError, ValueError):
+    """A device, a link or a preset is missing or makes no sense."""
+
+
+class CostError(DistsimError, ValueError):
+    """An op has no usable cost."""
+
+
+class PlanError(DistsimError, ValueError):
+    """A plan does not fit the model or the cluster."""
+
+
+class ScheduleError(DistsimError, ValueError):
+    """A pipeline schedule is incomplete or would deadlock."""
+
+
+class SimulationError(DistsimError, ValueError):
+    """A function cannot be simulated or computed with what was given."""

@@ -1,0 +1,99 @@
+"""Program: the stages of a pipeline, each held once, and the order in which they run.
+
+A stage is up to three kinds of blocks: ``forward`` and ``backward``, run once per microbatch, and
+``updates``, run once per step. Values pass between blocks under *keys*: the values of the joint
+function from which the stages were cut. What is in flight is what a block reads of an earlier one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distsim.executor.unroll import Unroller
+from distsim.ir import Function, Mesh, Value
+from distsim.schedule import Schedule
+
+Shards = tuple[tuple[int, str, tuple[int, ...] | None], ...]
+"""(dimension, mesh axis, pieces): what ``MPIScatter`` does to a global value."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A Function of one stage and the keys of its inputs and outputs.
+
+    ``accumulated`` are the keys whose values are summed over microbatches. ``accumulating`` is the
+    variant for every microbatch but the first: it takes the sums so far as further inputs, after
+    ``inputs``, and returns them, in the places of the accumulated outputs, with its part added.
+    """
+
+    function: Function
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    accumulated: tuple[Value, ...] = ()
+    accumulating: Function | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline rank runs; ``mesh`` is its slice, with the axes dp and tp.
+
+    ``updates`` are (round, block): a block of round r reads what other stages made in rounds before r.
+    """
+
+    mesh: Mesh
+    forward: Block
+    backward: Block
+    updates: tuple[tuple[int, Block], ...]
+
+
+@dataclass(frozen=True)
+class ProgramInput:
+    """A global input: its value in the function that was parallelised, its key, and its division.
+
+    ``microbatched``: dimension 0 is divided over microbatches as well. ``stages``: who holds it.
+    """
+
+    source: Value
+    key: Value
+    shards: Shards
+    microbatched: bool
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ProgramOutput:
+    """A global output: its key, its division, and the stage that makes it.
+
+    ``microbatched``: there is one value per microbatch, which make up dimension 0. ``copies`` are
+    stages to which the new value of a parameter that they share is sent.
+    """
+
+    key: Value
+    shards: Shards
+    microbatched: bool
+    stage: int
+    copies: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A scheduled, parallelised training step: the thing that is simulated.
+
+    ``mesh`` has the axes pp, dp and tp. :meth:`to_function` writes it out as one Function.
+    """
+
+    name: str
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    schedule: Schedule
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ProgramOutput, ...]
+
+    def to_function(self) -> Function:
+        """Return the whole step as one flat Function of Calls, Sends and collectives.
+
+        It starts from the global inputs on the device on which their types say they are and brings
+        them to their ranks; :func:`distsim.transforms.steady_state_transform` drops that part.
+        Its outputs are those of the program in order, then the copies.
+        """
+        return Unroller(self).function()

@@ -1,0 +1,148 @@
+"""Writing a Program out: one flat Function of Calls in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from distsim.ir import Function, FunctionMaker, Value
+from distsim.schedule import Phase, Task
+
+if TYPE_CHECKING:
+    from distsim.executor.program import Block, Program, ProgramInput, Stage
+
+Home = tuple[Value, int | None, int]
+"""(key, microbatch or None, stage): one value of the unrolled function."""
+
+
+class Unroller:
+    """Emits the tasks of ``program.schedule`` step by step, and after each step its Sends."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.maker = FunctionMaker(program.name)
+        self.microbatches = program.schedule.num_microbatches
+        self.env: dict[Home, Value] = {}
+        self.origin: dict[tuple[Value, int | None], int] = {}
+        self.last: dict[Value, int | None] = {}
+        self.readers = _readers(program)
+
+    def function(self) -> Function:
+        """Return the function."""
+        for given in self.program.inputs:
+            self.distribute(given)
+        for step in self.program.schedule.order():
+            made = [home for task in step for home in self.run(task)]
+            for key, microbatch, stage in made:
+                for target in self.readers.get(key, ()):
+                    if target != stage:
+                        self.fetch(key, microbatch, target)
+        self.update()
+        self.maker.set_outputs([*self.outputs(), *self.copies()])
+        return self.maker.finalize()
+
+    def distribute(self, given: ProgramInput) -> None:
+        """Bring a global input to every stage that reads it."""
+        value = self.maker.add_input_value(given.source.name, given.source.type, given.source.role)
+        for stage in given.stages:
+            mesh = self.program.stages[stage].mesh
+            kind = "MPIScatter" if given.shards else "MPIBroadcast"
+            attributes = {"to": mesh, "shards": given.shards} if given.shards else {"to": mesh}
+            local = self.maker.add(kind, [value], attributes, output_names=[value.name])[0]
+            if not given.microbatched:
+                self.put(given.key, None, stage, local)
+                continue
+            parts = self.split(local)
+            for microbatch, part in enumerate(parts):
+                self.put(given.key, microbatch, stage, part)
+
+    def split(self, local: Value) -> tuple[Value, ...]:
+        count = self.microbatches
+        if count == 1:
+            return (local,)
+        names = [f"{local.name}.{i}" for i in range(count)]
+        return self.maker.add("Split", [local], {"axis": 0, "num_outputs": count}, output_names=names)
+
+    def put(self, key: Value, microbatch: int | None, stage: int, value: Value) -> None:
+        self.env[key, microbatch, stage] = value
+        self.origin.setdefault((key, microbatch), stage)
+        self.last[key] = microbatch
+
+    def fetch(self, key: Value, microbatch: int | None, stage: int) -> Value:
+        """Return a value on a stage, sent there from where it was made if need be."""
+        if (key, microbatch) not in self.origin:
+            microbatch = None if (key, None) in self.origin else self.last[key]
+        found = self.env.get((key, microbatch, stage))
+        if found is None:
+            source = self.env[key, microbatch, self.origin[key, microbatch]]
+            to = self.program.stages[stage].mesh
+            found = self.maker.add("Send", [source], {"to": to}, output_names=[source.name])[0]
+            self.env[key, microbatch, stage] = found
+        return found
+
+    def run(self, task: Task) -> list[Home]:
+        """Emit one task; return what it made."""
+        stage = self.program.stages[task.stage]
+        block = stage.forward if task.phase is Phase.FORWARD else stage.backward
+        if not block.function.ops:
+            return []
+        inputs = [self.fetch(key, task.microbatch, task.stage) for key in block.inputs]
+        sums = [self.env.get((key, None, task.stage)) for key in block.accumulated]
+        first = not any(sums)
+        function = block.function if first or block.accumulating is None else block.accumulating
+        inputs += [value for value in sums if value is not None]
+        return self.call(function, block, inputs, task.microbatch, task.stage, str(task))
+
+    def call(
+        self, function: Function, block: Block, inputs: list[Value], microbatch: int | None, stage: int, name: str
+    ) -> list[Home]:
+        suffix = "" if microbatch is None else f".{microbatch}"
+        sums = set(block.accumulated)
+        names = [key.name if key in sums else key.name + suffix for key in block.outputs]
+        made = self.maker.add("Call", inputs, None, (function,), names, None, name)
+        homes: list[Home] = []
+        for key, value in zip(block.outputs, made, strict=True):
+            home = (key, None if key in sums else microbatch, stage)
+            self.put(*home, value)
+            if key not in sums:
+                homes.append(home)
+        return homes
+
+    def update(self) -> None:
+        """Emit what runs once per step, round by round."""
+        rounds = sorted({number for stage in self.program.stages for number, _ in stage.updates})
+        for number in rounds:
+            for index, stage in enumerate(self.program.stages):
+                for own, block in stage.updates:
+                    if own == number and block.function.ops:
+                        inputs = [self.fetch(key, None, index) for key in block.inputs]
+                        self.call(block.function, block, inputs, None, index, f"U@{index}")
+
+    def outputs(self) -> Iterator[Value]:
+        """Yield the outputs; what came out per microbatch is put together on its ranks."""
+        for output in self.program.outputs:
+            if output.microbatched and self.microbatches > 1:
+                parts = [self.fetch(output.key, i, output.stage) for i in range(self.microbatches)]
+                yield self.maker.add("Concat", parts, {"axis": 0}, output_names=[output.key.name])[0]
+            else:
+                yield self.fetch(output.key, 0 if output.microbatched else None, output.stage)
+
+    def copies(self) -> Iterator[Value]:
+        """Yield the new values of shared parameters on the other stages that hold them."""
+        for output in self.program.outputs:
+            for stage in output.copies:
+                yield self.fetch(output.key, None, stage)
+
+
+def _readers(program: Program) -> dict[Value, tuple[int, ...]]:
+    """Return the stages whose per-microbatch blocks read each key."""
+    readers: dict[Value, dict[int, None]] = {}
+
+    def note(stage: Stage, index: int) -> None:
+        for block in (stage.forward, stage.backward):
+            for key in block.inputs:
+                readers.setdefault(key, {})[index] = None
+
+    for index, stage in enumerate(program.stages):
+        note(stage, index)
+    return {key: tuple(stages) for key, stages in readers.items()}

@@ -1,0 +1,227 @@
+"""Clusters as TOML files, in which every figure has a unit and says where it comes from.
+
+``load_cluster("dgx-a100")`` is one node, ``"dgx-h100:4"`` four of them; a path that ends in ``.toml`` is
+a file of the reader's own, with the same fields (``distsim/hardware/presets/dgx-a100.toml`` is a model).
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from distsim.errors import TopologyError
+from distsim.ir.device import Device
+from distsim.ir.topology import Level, Link, Topology
+
+MAX_FILE_BYTES = 1 << 20
+MAX_DEVICES = 1 << 20
+
+_FLOPS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
+_RATE = {"B/s": 1.0, "GB/s": 1e9, "TB/s": 1e12, "Gbit/s": 1e9 / 8}
+_BYTES = {"B": 1.0, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SHARE = {"1": 1.0, "%": 0.01}
+
+# A peak for any other name would be read and never used.
+_DTYPES = ("float64", "float32", "float16", "bfloat16", "int8")
+
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
+_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of the file: a field that is not known is an error."""
+
+
+class _Figure(_Strict, frozen=True):
+    value: Annotated[float, msgspec.Meta(ge=0)]
+    unit: str
+    source: _Text
+
+
+class _DeviceTable(_Strict, frozen=True):
+    model: _Text
+    throughput: _Figure
+    memory: _Figure
+    dram_bandwidth: _Figure
+    kernel_launch_overhead: _Figure
+    flops_efficiency: _Figure
+    bytes_efficiency: _Figure
+    peaks: dict[str, _Figure] = {}
+    kind: _Text = "gpu"
+
+
+class _LevelTable(_Strict, frozen=True):
+    name: _Text
+    bandwidth: _Figure
+    latency: _Figure
+    efficiency: _Figure
+    group_size: _Count | None = None
+
+
+class _Cluster(_Strict, frozen=True):
+    name: _Text
+    description: _Text
+    devices_per_node: _Count
+    device: _DeviceTable
+    levels: Annotated[tuple[_LevelTable, ...], msgspec.Meta(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A figure of a preset as its file gives it, and its value in SI units."""
+
+    name: str
+    value: float
+    unit: str
+    si_value: float
+    source: str
+
+
+def presets() -> tuple[str, ...]:
+    """The names that :func:`load_cluster` knows.
+
+    >>> presets()
+    ('dgx-2', 'dgx-a100', 'dgx-b200', 'dgx-h100', 'dgx-h200')
+    """
+    names = (entry.name for entry in _folder().iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
+
+
+def load_cluster(name: str) -> Topology:
+    """The topology of a preset or of a ``.toml`` file, as one node or, with ``:count``, as several.
+
+    Raises :class:`TopologyError` for an unknown name, for a file that cannot be read (1 MiB at most) or
+    has an unknown field, a missing one or a wrong unit, and for more than 1,048,576 devices.
+
+    >>> load_cluster("dgx-a100:2")
+    Topology(16 devices; nvlink of 8, infiniband of all)
+    """
+    origin, cluster, nodes = _read(name)
+    count = cluster.devices_per_node * nodes
+    if count > MAX_DEVICES:
+        raise TopologyError(f"{name}: {nodes} nodes are {count} devices; at most {MAX_DEVICES} are supported")
+    si = {figure.name: figure.si_value for figure in _figures(origin, cluster)}
+    try:
+        device = Device(
+            0,
+            cluster.device.kind,
+            si["device.throughput"],
+            si["device.dram_bandwidth"],
+            si["device.kernel_launch_overhead"],
+            si["device.memory"],
+            tuple((dtype, si[f"device.peaks.{dtype}"]) for dtype in cluster.device.peaks),
+            si["device.flops_efficiency"],
+            si["device.bytes_efficiency"],
+        )
+        levels = tuple(
+            Level(
+                level.name,
+                Link(*(si[f"levels.{level.name}.{part}"] for part in ("bandwidth", "latency", "efficiency"))),
+                level.group_size,
+            )
+            for level in cluster.levels
+        )
+        return Topology.hierarchical(device, count, levels)
+    except TopologyError as error:
+        raise TopologyError(f"{origin}: {error}") from error
+
+
+def figures(name: str) -> tuple[Figure, ...]:
+    """Every figure of a preset or of a ``.toml`` file, with its unit and source."""
+    origin, cluster, _ = _read(name)
+    return tuple(_figures(origin, cluster))
+
+
+def describe(name: str) -> str:
+    """A preset as text: one line per figure, with where it comes from."""
+    origin, cluster, nodes = _read(name)
+    shape = f"{nodes} x {cluster.devices_per_node} {cluster.device.model}"
+    rows = list(_figures(origin, cluster))
+    width = max(len(row.name) for row in rows)
+    lines = [f"{row.name:{width}}  {f'{row.value:g} {row.unit}':>14}  {row.source}" for row in rows]
+    return "\n".join([f"{cluster.name}: {cluster.description} ({shape})", *lines])
+
+
+def _folder() -> Traversable:
+    return files("distsim.hardware") / "presets"
+
+
+def _read(name: str) -> tuple[str, _Cluster, int]:
+    match = re.fullmatch(r"(.+?)(?::([0-9]{1,9}))?", name, re.DOTALL)
+    if match is None:
+        raise TopologyError(f"no cluster is named {name!r}; choose one of {', '.join(presets())}")
+    base, nodes = match[1], 1 if match[2] is None else int(match[2])
+    if nodes < 1:
+        raise TopologyError(f"{name}: a cluster has at least one node")
+    if base.endswith(".toml"):
+        data = _bytes_of(Path(base))
+    elif base in presets():
+        data = (_folder() / f"{base}.toml").read_bytes()
+    else:
+        raise TopologyError(
+            f"no cluster is named {base!r}; choose one of {', '.join(presets())}, "
+            "with :count for several nodes, or give the path of a .toml file"
+        )
+    return base, _parse(base, data), nodes
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise TopologyError(f"{path} is not a file; give the path of a cluster's .toml file")
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TopologyError(f"{path} cannot be read: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise TopologyError(
+            f"{path} is larger than {MAX_FILE_BYTES} bytes; a cluster's file is a page of text"
+        )
+    return data
+
+
+def _parse(origin: str, data: bytes) -> _Cluster:
+    try:
+        table = tomllib.loads(data.decode())
+        return msgspec.convert(table, _Cluster)
+    except RecursionError as error:
+        raise TopologyError(f"{origin}: nested too deeply to be a cluster's file") from error
+    except msgspec.ValidationError as error:
+        raise TopologyError(f"{origin}: {error}") from error
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise TopologyError(f"{origin} is not a TOML file: {error}") from error
+
+
+def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
+    device = cluster.device
+    for dtype in device.peaks:
+        if dtype not in _DTYPES:
+            raise TopologyError(f"{origin}: device.peaks: {dtype!r} is not one of {', '.join(_DTYPES)}")
+    fields: list[tuple[str, _Figure, dict[str, float]]] = [
+        ("device.throughput", device.throughput, _FLOPS),
+        *((f"device.peaks.{dtype}", peak, _FLOPS) for dtype, peak in device.peaks.items()),
+        ("device.flops_efficiency", device.flops_efficiency, _SHARE),
+        ("device.memory", device.memory, _BYTES),
+        ("device.dram_bandwidth", device.dram_bandwidth, _RATE),
+        ("device.bytes_efficiency", device.bytes_efficiency, _SHARE),
+        ("device.kernel_launch_overhead", device.kernel_launch_overhead, _SECONDS),
+    ]
+    for level in cluster.levels:
+        fields += [
+            (f"levels.{level.name}.bandwidth", level.bandwidth, _RATE),
+            (f"levels.{level.name}.efficiency", level.efficiency, _SHARE),
+            (f"levels.{level.name}.latency", level.latency, _SECONDS),
+        ]
+    for name, figure, units in fields:
+        if figure.unit not in units:
+            raise TopologyError(f"{origin}: {name}: unit {figure.unit!r} is not one of {', '.join(units)}")
+        yield Figure(name, figure.value, figure.unit, figure.value * units[figure.unit], figure.source)

@@ -1,0 +1,107 @@
+"""The types of a model's inputs: symbolic dimensions and what they are bound to."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distsim.errors import ImportModelError
+from distsim.importer.tensors import MAX_ELEMENTS, dtype_of
+from distsim.ir.type import Tensor
+
+MAX_SIZE = 2**31 - 1
+"""The largest size that a symbolic dimension may be bound to."""
+
+
+def symbols_of(inputs: Sequence[Any]) -> tuple[str, ...]:
+    """Return the names of the symbolic dimensions of these inputs, in order, each once."""
+    return tuple(dict.fromkeys(dim.dim_param for info in inputs for dim in _dims(info) if dim.dim_param))
+
+
+def check_bindings(inputs: Sequence[Any], bindings: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bindings as integers; raise unless they are exactly the symbols, with usable sizes."""
+    symbols = symbols_of(inputs)
+    unknown = [name for name in bindings if name not in symbols]
+    if unknown:
+        shapes = "; ".join(f"{info.name} {_written(info)}" for info in inputs[:8])
+        there = f"the symbolic dimensions are {', '.join(symbols)}" if symbols else "all dimensions are fixed"
+        raise ImportModelError(
+            f"there is no symbolic dimension {', '.join(unknown)}: {there} ({shapes}). A fixed dimension "
+            "is built into the model's arithmetic and cannot be changed here; export again with it dynamic"
+        )
+    sizes = {name: _size(name, value) for name, value in bindings.items()}
+    unbound = [name for name in symbols if name not in sizes]
+    if unbound:
+        shapes = "; ".join(f"{info.name} {_written(info)}" for info in inputs if symbols_of([info]))
+        keywords = [f"{name}=..." if name.isidentifier() else f"**{{{name!r}: ...}}" for name in unbound]
+        raise ImportModelError(
+            f"the symbolic dimensions {', '.join(unbound)} have no size ({shapes}): "
+            f"bind them with import_from_onnx(path, {', '.join(keywords)})"
+        )
+    return sizes
+
+
+def input_type(info: Any, sizes: Mapping[str, int]) -> Tensor:
+    """Return the type of a graph input with its symbols bound."""
+    what = f"input {info.name!r}"
+    kind = info.type.WhichOneof("value")
+    if kind != "tensor_type":
+        raise ImportModelError(f"{what} is a {kind or 'value without a type'}; only tensors can be imported")
+    if not info.type.tensor_type.HasField("shape"):
+        raise ImportModelError(f"{what} has no shape, not even a rank; export the model with one")
+    shape: list[int] = []
+    for axis, dim in enumerate(_dims(info)):
+        if dim.dim_param:
+            shape.append(sizes[dim.dim_param])
+        elif dim.HasField("dim_value") and dim.dim_value >= 0:
+            shape.append(int(dim.dim_value))
+        else:
+            found = f"the size {dim.dim_value}" if dim.HasField("dim_value") else "neither a size nor a name"
+            raise ImportModelError(
+                f"{what}: dimension {axis} of {_written(info)} has {found}, so nothing can be bound to it; "
+                "give it a size or a name (dim_param) in the file"
+            )
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise ImportModelError(f"{what} would have the shape {shape}: more than 2^46 elements")
+    return Tensor(dtype_of(info.type.tensor_type.elem_type, what), tuple(shape))
+
+
+def check_declared(info: Any, type_: Tensor, sizes: Mapping[str, int]) -> None:
+    """Raise when an output's declared type contradicts the type that its ops give."""
+    declared = info.type.tensor_type
+    if info.type.WhichOneof("value") != "tensor_type" or not declared.elem_type:
+        return
+    what = f"output {info.name!r}"
+    if dtype_of(declared.elem_type, what) != type_.dtype:
+        raise ImportModelError(f"{what} is declared {_written(info)} of another element type than {type_}")
+    if not declared.HasField("shape"):
+        return
+    dims = _dims(info)
+    told = [sizes.get(d.dim_param, -1) if d.dim_param else d.dim_value or -1 for d in dims]
+    if len(dims) != type_.rank or any(t not in (-1, n) for t, n in zip(told, type_.shape, strict=True)):
+        bound = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        raise ImportModelError(
+            f"{what} is declared {_written(info)}, but with {bound or 'its fixed sizes'} its ops give "
+            f"{type_}: the model does not keep the meaning of its dimensions, so its sizes cannot be trusted"
+        )
+
+
+def _dims(info: Any) -> Any:
+    return info.type.tensor_type.shape.dim
+
+
+def _written(info: Any) -> str:
+    names = [d.dim_param or (str(d.dim_value) if d.HasField("dim_value") else "?") for d in _dims(info)]
+    return f"[{', '.join(names)}]"
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        size = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        size = None
+    if size is None or not 1 <= size <= MAX_SIZE:
+        raise ImportModelError(f"{name}={value!r} must be an integer from 1 to {MAX_SIZE}")
+    return size

@@ -1,0 +1,374 @@
+"""One pass over a model: what is known is computed, what is not becomes an op.
+
+All sizes are known, so the shape of every value is a constant, and the arithmetic that exporters
+write around shapes is computed here and never becomes an op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from distsim.errors import ImportModelError, TypeRuleError
+from distsim.importer.folding import (
+    FOLD_ELEMENTS,
+    Folder,
+    repeated_axes,
+    shape_constant,
+    shrink,
+    without_repeats,
+)
+from distsim.importer.nodes import FunctionKey, check_node, describe, key_of, op_name, operator_name, resolved
+from distsim.importer.operands import (
+    NEEDED,
+    Entry,
+    attributes_of,
+    constant_array,
+    formals_of,
+    function_body,
+    output_count,
+    split_operands,
+)
+from distsim.importer.tensors import (
+    MAX_ELEMENTS,
+    check_embedded,
+    is_external,
+    stored_array,
+    stored_type,
+)
+from distsim.ir.maker import FunctionMaker
+from distsim.ir.op import Attributes, Literal, Role, Value
+from distsim.ir.type import Tensor, as_tensor, from_numpy
+from distsim.ops.onnx_bridge import house_version
+from distsim.ops.operator import Array, operator
+
+
+@dataclass
+class Scope:
+    """The names of one graph or one call of a local function."""
+
+    nodes: Sequence[Any]
+    opsets: Mapping[str, int]
+    used: Mapping[str, int]
+    entries: ChainMap[str, Entry] = field(default_factory=lambda: ChainMap[str, Entry]())
+    prefix: str = ""
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    attributes: Mapping[str, Any] | None = None
+
+    def get(self, name: str) -> Entry | None:
+        """Return what a name stands for; None for an operand left out."""
+        if not name:
+            return None
+        entry = self.entries.get(name)
+        if entry is None:
+            later = any(name in node.output for node in self.nodes)
+            how = (
+                "a later node makes; the nodes form a cycle or are not in order" if later else "nothing makes"
+            )
+            raise ImportModelError(f"reads {name!r}, which {how}")
+        return entry
+
+    def define(self, name: str, entry: Entry) -> None:
+        """Give a name its meaning; each name has one."""
+        if name in self.entries:
+            raise ImportModelError(f"makes {name!r}, which is already the name of another value")
+        self.entries[name] = entry
+
+    def name(self, name: str) -> str:
+        """Return what to call a value: as the caller does, or under the prefix of the call."""
+        return self.names.get(name) or self.prefix + name
+
+
+def used_names(nodes: Sequence[Any], outputs: Sequence[str]) -> dict[str, int]:
+    """Return the names that nodes read, in their subgraphs too, or that are outputs."""
+    found = dict.fromkeys(outputs, 1)
+    for node in nodes:
+        found.update(dict.fromkeys(node.input, 1))
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                inner = [info.name for info in attribute.g.output]
+                found.update(used_names(attribute.g.node, inner))
+    return found
+
+
+class PartialEvaluator:
+    """Runs the nodes of a model on known arrays and on values of the function being made."""
+
+    def __init__(
+        self, maker: FunctionMaker, functions: Mapping[FunctionKey, Any], folder: Path, open_external: bool
+    ) -> None:
+        self.maker = maker
+        self.functions = functions
+        self.folder = folder
+        self.open_external = open_external
+        self.stored: dict[Value, Callable[[], Array]] = {}
+        """How to get the values of the function's inputs that the file has values for."""
+        self._embedded: set[Value] = set()
+        self._folder = Folder()
+        self._literals: dict[Literal, Value] = {}
+        self._constants: dict[int, Value] = {}  # by id of an array that _kept keeps alive
+        self._kept: list[Array] = []
+        self._written: dict[int, Array] = {}  # by id: constants that the file holds, not computed ones
+
+    def add_stored(self, name: str, tensor: Any, scope: Scope, limit: int = 1) -> None:
+        """Define an initializer: an input of the function, or a constant when small.
+
+        ``limit``: a floating-point tensor of rank 1 or more with more elements is a parameter.
+        """
+        what = f"initializer {name!r}"
+        type_ = stored_type(tensor, what)
+        external = is_external(tensor)
+        if not external:
+            check_embedded(tensor, type_, what)
+        weight = type_.dtype.is_floating and type_.rank > 0 and type_.size > limit
+        if not weight and not external and type_.size <= FOLD_ELEMENTS:
+            array = stored_array(tensor, what, self.folder)
+            self._written[id(array)] = array
+            scope.define(name, array)
+            return
+        role = Role.PARAMETER if weight else Role.CONSTANT
+        value = self.maker.add_input_value(scope.name(name), type_, role)
+        self.stored[value] = partial(stored_array, tensor, what, self.folder)
+        if not external:
+            self._embedded.add(value)
+        scope.define(name, value)
+
+    def run(self, scope: Scope) -> None:
+        """Evaluate the nodes of a scope in order."""
+        for node in scope.nodes:
+            try:
+                self._run_node(resolved(node, scope.attributes), scope)
+            except ImportModelError as error:
+                if str(error).startswith("node "):
+                    raise
+                raise ImportModelError(f"{describe(node, scope.prefix)} {error}") from error
+            except Exception as error:  # whatever a malformed node provokes in onnx or NumPy
+                raise ImportModelError(f"{describe(node, scope.prefix)}: {error}") from error
+
+    def value_of(self, entry: Entry, name: str) -> Value:
+        """Return a value that holds the entry; a constant gets a ``Constant`` op, made once."""
+        if isinstance(entry, Value):
+            return entry
+        value = self._constants.get(id(entry))
+        if value is None:
+            axes = repeated_axes(entry) if entry.size > FOLD_ELEMENTS else ()
+            literal = Literal(without_repeats(entry) if axes else entry)
+            value = self._literals.get(literal) or self._constant_op(literal, name)
+            if axes:
+                attributes = {"shape": Literal(np.asarray(entry.shape, np.int64))}
+                value = self.maker.add(
+                    "Expand", [value], attributes, output_names=[name], name=f"Expand_{name}"
+                )[0]
+            self._constants[id(entry)] = value
+            self._kept.append(entry)
+        return value
+
+    def _constant_op(self, literal: Literal, name: str) -> Value:
+        attributes = {"value": literal}
+        made = self.maker.add("Constant", (), attributes, output_names=[name], name=f"Constant_{name}")
+        self._literals[literal] = made[0]
+        return made[0]
+
+    def _run_node(self, node: Any, scope: Scope) -> None:
+        function = self.functions.get(key_of(node))
+        if function is not None:
+            return self._call(function, node, scope)
+        op_type = operator_name(node)
+        if op_type == "If":
+            return self._branch(node, scope)
+        opset = scope.opsets.get("", 0)
+        check_node(node, scope.opsets)
+        attributes = attributes_of(node)
+        if op_type == "Constant":
+            return self._constant(node, attributes, scope)
+        inputs = [scope.get(name) for name in node.input]
+        if op_type == "Identity" and inputs[0] is not None:
+            return scope.define(node.output[0], inputs[0])
+        if op_type in ("Shape", "Size") and inputs[0] is not None:
+            return scope.define(node.output[0], shape_constant(op_type, inputs[0], attributes))
+        if op_type == "ConstantOfShape" and self._is_weight(inputs, attributes):
+            return self._weight(node, attributes, inputs, scope)
+        if op_type == "Gather":
+            _check_indices(inputs, attributes)
+        try:
+            return self._apply(node, op_type, house_version(op_type, opset), inputs, attributes, scope)
+        except TypeRuleError:
+            body = function_body(node, op_type, opset, inputs)
+            if body is None or operator(op_type).types is not None:
+                raise
+            return self._call(body, node, scope)
+
+    def _apply(
+        self,
+        node: Any,
+        op_type: str,
+        version: int | None,
+        inputs: Sequence[Entry | None],
+        attributes: dict[str, Any],
+        scope: Scope,
+    ) -> None:
+        formals = formals_of(op_type, version)
+        if op_type == "Range":  # exporters write vectors of one element where ONNX wants scalars
+            inputs = [e.reshape(()) if isinstance(e, np.ndarray) and e.size == 1 else e for e in inputs]
+        for index, entry in enumerate(inputs):
+            name = formals.name(index) if formals is not None and index < len(formals.names) else None
+            if name in NEEDED.get(op_type, ()) and isinstance(entry, Value) and entry in self.stored:
+                inputs = [*inputs[:index], self._read_needed(entry, str(name)), *inputs[index + 1 :]]
+        operands, static = split_operands(op_type, formals, shrink(op_type, inputs))
+        count = output_count(formals, node.output, scope.used)
+        attributes |= static
+        if (
+            count > (1 if formals is None else max(1, formals.min_outputs))
+            and "num_outputs" not in attributes
+        ):
+            attributes["outputs"] = count
+        frozen = Attributes(attributes)
+        made: Sequence[Entry] | None = self._folder.fold(op_type, frozen, version, operands, count)
+        if made is None:
+            names = [scope.name(name) for name in node.input if name]
+            stems = [*names, *[node.name or op_type] * len(operands)]
+            values = [self.value_of(entry, stem) for entry, stem in zip(operands, stems, strict=False)]
+            outputs = self._output_names(node, count, scope)
+            made = self.maker.add(
+                op_type,
+                values,
+                frozen,
+                output_names=outputs,
+                version=version,
+                name=op_name(node, scope.prefix),
+            )
+            for value in made:
+                _check_size(as_tensor(value.type, value.name))
+        for name, entry in zip(node.output, made, strict=False):
+            if name:
+                scope.define(name, entry)
+
+    def _output_names(self, node: Any, count: int, scope: Scope) -> list[str]:
+        stem = node.name or node.op_type
+        given = [*node.output[:count], *[""] * (count - len(node.output))]
+        return [scope.name(name) if name else f"{stem}_output_{i}" for i, name in enumerate(given)]
+
+    def _read_needed(self, value: Value, formal: str) -> Array:
+        if value not in self._embedded and not self.open_external:
+            raise ImportModelError(
+                f"needs the numbers of its operand {formal} ({value.name}), which are in another file: "
+                "import with load_values=True"
+            )
+        return self.stored[value]()
+
+    def _constant(self, node: Any, attributes: dict[str, Any], scope: Scope) -> None:
+        array = constant_array(attributes)
+        if array.size > FOLD_ELEMENTS:  # too large to be written into an op: an input, as an initializer
+            tensor = next(a.t for a in node.attribute)
+            return self.add_stored(node.output[0], tensor, scope, FOLD_ELEMENTS)
+        self._written[id(array)] = array
+        return scope.define(node.output[0], array)
+
+    def _is_weight(self, inputs: Sequence[Entry | None], attributes: Mapping[str, Any]) -> bool:
+        """Whether a ConstantOfShape stands for weights left out of the file.
+
+        ``onnx``'s light models fill theirs with 0.02. The fills that programs compute with are told
+        apart by their value: 0, 1, -1, and the large or infinite ones of masks.
+        """
+        shape, value = inputs[0], attributes.get("value")
+        if not isinstance(shape, np.ndarray) or id(shape) not in self._written or value is None:
+            return False
+        fill = value.array
+        if shape.size == 0 or fill.size != 1 or not from_numpy(fill.dtype).is_floating:
+            return False
+        return 0 < abs(float(fill.reshape(-1)[0])) < 1 and math.prod(map(int, shape)) > 1
+
+    def _weight(
+        self, node: Any, attributes: Mapping[str, Any], inputs: Sequence[Entry | None], scope: Scope
+    ) -> None:
+        fill: Array = attributes["value"].array.reshape(-1)[0]
+        shape = tuple(int(size) for size in np.asarray(inputs[0]).reshape(-1))
+        type_ = Tensor(from_numpy(fill.dtype), shape)
+        _check_size(type_)
+        name = node.output[0]
+        value = self.maker.add_input_value(scope.name(name), type_, Role.PARAMETER)
+        self.stored[value] = partial(np.broadcast_to, fill, shape)  # takes no memory
+        self._embedded.add(value)
+        scope.define(name, value)
+
+    def _call(self, function: Any, node: Any, scope: Scope) -> None:
+        if len(node.input) > len(function.input) or len(node.output) > len(function.output):
+            raise ImportModelError(
+                f"calls {function.name!r} with {len(node.input)} operands for {len(node.output)} outputs; "
+                f"it takes {len(function.input)} and makes {len(function.output)}"
+            )
+        opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in function.opset_import}
+        prefix = f"{scope.prefix}{node.name or next(iter(node.output), node.op_type)}/"
+        given = {a.name: a for a in function.attribute_proto} | {a.name: a for a in node.attribute}
+        names = {i: scope.name(o) for i, o in zip(function.output, node.output, strict=False) if o}
+        used = used_names(function.node, function.output)
+        inner = Scope(
+            function.node, opsets or scope.opsets, used, prefix=prefix, names=names, attributes=given
+        )
+        for formal, name in zip(function.input, node.input, strict=False):
+            entry = scope.get(name)
+            if entry is not None:
+                inner.define(formal, entry)
+        self.run(inner)
+        self._hand_out(node, inner, function.output, scope)
+
+    def _branch(self, node: Any, scope: Scope) -> None:
+        condition = scope.get(node.input[0]) if node.input else None
+        if not isinstance(condition, np.ndarray) or condition.size != 1:
+            raise ImportModelError(
+                "chooses its branch by data; distsim needs to know every op before the model runs: export "
+                "the model with the branch decided"
+            )
+        wanted = "then_branch" if condition.reshape(-1)[0] else "else_branch"
+        graphs = [a.g for a in node.attribute if a.name == wanted and a.type == onnx.AttributeProto.GRAPH]
+        if len(graphs) != 1:
+            raise ImportModelError(f"has {len(graphs)} graphs named {wanted}")
+        graph, outputs = graphs[0], [info.name for info in graphs[0].output]
+        names = {i: scope.name(o) for i, o in zip(outputs, node.output, strict=False) if o}
+        prefix = f"{scope.prefix}{node.name or 'If'}/"
+        used = used_names(graph.node, outputs)
+        entries = scope.entries.new_child()
+        inner = Scope(graph.node, scope.opsets, used, entries, prefix, names, scope.attributes)
+        for tensor in graph.initializer:
+            self.add_stored(tensor.name, tensor, inner)
+        self.run(inner)
+        self._hand_out(node, inner, outputs, scope)
+
+    def _hand_out(self, node: Any, inner: Scope, outputs: Sequence[str], scope: Scope) -> None:
+        if len(node.output) > len(outputs):
+            raise ImportModelError(f"has {len(node.output)} outputs, its body makes {len(outputs)}")
+        for formal, name in zip(outputs, node.output, strict=False):
+            entry = inner.get(formal)
+            if name and entry is not None:
+                scope.define(name, entry)
+
+
+def _check_indices(inputs: Sequence[Entry | None], attributes: Mapping[str, Any]) -> None:
+    """Known indices must be inside: positions beyond the table, say, when ``seq`` is too long."""
+    data, indices = inputs[0], inputs[1]
+    if not isinstance(data, Value) or not isinstance(indices, np.ndarray) or not indices.size:
+        return
+    shape = as_tensor(data.type, data.name).shape
+    axis = attributes.get("axis", 0)
+    if not -len(shape) <= axis < len(shape):
+        raise ImportModelError(f"gathers along axis {axis} of {data!r}")
+    indices = without_repeats(indices)
+    low, high = int(indices.min()), int(indices.max())
+    if low < -shape[axis] or high >= shape[axis]:
+        raise ImportModelError(
+            f"takes the indices {low} to {high} of {data!r}, which has {shape[axis]} entries on axis {axis}; "
+            "a symbolic dimension is bound to more than the model was made for"
+        )
+
+
+def _check_size(type_: Tensor) -> None:
+    if type_.size > MAX_ELEMENTS:
+        raise ImportModelError(f"makes a tensor of shape {list(type_.shape)}: more than 2^46 elements")

@@ -1,0 +1,166 @@
+"""Computing what is known at import: shape arithmetic, masks, positions; with a limit on time and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distsim.importer.operands import Entry
+from distsim.ir.op import Attributes, Value
+from distsim.ir.registry import output_types
+from distsim.ir.type import Tensor, as_tensor, from_numpy
+from distsim.ops import compute
+from distsim.ops.operator import Array
+
+FOLD_ELEMENTS = 2**16
+"""Constants up to this size are computed at import; larger ones are computed when the model runs."""
+
+ELEMENTWISE_ELEMENTS = 2**22
+"""The same for element-wise ops, which NumPy does fast: a mask of 2048 by 2048 positions."""
+
+TOTAL_ELEMENTS = 2**26
+"""All constants of one import together; beyond, only those of a few elements are computed."""
+
+_ELEMENTWISE = frozenset(
+    {"Abs", "Add", "And", "Cast", "Ceil", "Cos", "Div", "Equal", "Erf", "Exp", "Floor", "Greater"}
+    | {"GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Log", "Max", "Mean", "Min", "Mod", "Mul"}
+    | {"Neg", "Not", "Or", "Pow", "Reciprocal", "Round", "Sigmoid", "Sign", "Sin", "Sqrt", "Sub", "Sum"}
+    | {"Tanh", "Where", "Xor"}
+)
+_OTHER = frozenset(
+    {"ArgMax", "ArgMin", "CastLike", "Clip", "Compress", "Concat", "ConstantOfShape", "CumSum", "Expand"}
+    | {"EyeLike", "Flatten", "Gather", "GatherElements", "GatherND", "NonZero", "OneHot", "Pad", "Range"}
+    | {"ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Reshape", "ScatterElements"}
+    | {"ScatterND", "Slice", "Split", "Squeeze", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze"}
+)
+"""All take time in proportion to their operands and results; others (MatMul, Einsum) are not folded."""
+
+_DATA_SIZED = frozenset({"NonZero", "Compress"})
+"""Computed without a type rule: the size of the output is at most that of the operand."""
+
+
+class Folder:
+    """Computes ops on known operands, as long as results stay small, one by one and together."""
+
+    def __init__(self) -> None:
+        self._left = TOTAL_ELEMENTS
+
+    def fold(
+        self, op_type: str, attributes: Attributes, version: int | None, operands: Sequence[Entry], count: int
+    ) -> Sequence[Array] | None:
+        """Return the results of an op; None when an operand is unknown, or a result large."""
+        known = [entry for entry in operands if not isinstance(entry, Value)]
+        elementwise = op_type in _ELEMENTWISE
+        if len(known) < len(operands) or not (elementwise or op_type in _OTHER):
+            return None
+        if op_type in _DATA_SIZED:
+            size = sum(array.size * max(1, array.ndim) for array in known)
+            return self._compute(op_type, attributes, version, known, count) if self._affords(size) else None
+        types = tuple([Tensor(from_numpy(array.dtype), array.shape) for array in known])
+        made = [as_tensor(t, op_type) for t in output_types(op_type, attributes, types, (), version)]
+        if op_type == "Expand":
+            return [np.broadcast_to(known[0], made[0].shape)]  # takes no memory
+        if elementwise:
+            known = [_compact(array, known) for array in known]
+            size = math.prod(
+                np.broadcast_shapes(*[array.shape for array in known], _static_shape(attributes))
+            )
+            if not self._affords(size, ELEMENTWISE_ELEMENTS):
+                return None
+            result = self._compute(op_type, attributes, version, known, count)[0]
+            return [np.broadcast_to(result, made[0].shape)]
+        if not self._affords(sum(t.size for t in made) + sum(array.size for array in known)):
+            return None
+        return self._compute(op_type, attributes, version, known, count)
+
+    def _affords(self, size: int, limit: int | None = None) -> bool:
+        limit = FOLD_ELEMENTS if limit is None else limit
+        if size > limit or (size > self._left and size > 64):
+            return False
+        self._left -= size
+        return True
+
+    def _compute(
+        self,
+        op_type: str,
+        attributes: Attributes,
+        version: int | None,
+        known: Sequence[Array],
+        count: int,
+    ) -> Sequence[Array]:
+        with np.errstate(all="ignore"):
+            return compute(op_type, attributes, version, known, count)
+
+
+def shape_constant(op_type: str, entry: Entry, attributes: Mapping[str, Any]) -> Array:
+    """Return the result of ``Shape`` or ``Size``, which all values have."""
+    shape = as_tensor(entry.type, entry.name).shape if isinstance(entry, Value) else entry.shape
+    if op_type == "Size":
+        return np.asarray(math.prod(shape), np.int64)
+    return np.asarray(shape[attributes.get("start", 0) : attributes.get("end")], np.int64)
+
+
+def shrink(op_type: str, inputs: Sequence[Entry | None]) -> Sequence[Entry | None]:
+    """Return the operands with constants that repeat along an axis shortened where the op repeats them.
+
+    A mask of [batch, 1, s, s] added to scores of [batch, heads, s, s] becomes [1, 1, s, s]: it takes
+    less memory and does not tie the function to its batch.
+    """
+    values = [as_tensor(entry.type, entry.name).shape for entry in inputs if isinstance(entry, Value)]
+    if op_type not in _ELEMENTWISE or not values:
+        return inputs
+    made: list[Entry | None] = []
+    for entry in inputs:
+        if isinstance(entry, np.ndarray):
+            full = [
+                k
+                for k in range(1, entry.ndim + 1)
+                if any(len(s) >= k and s[-k] == entry.shape[-k] for s in values)
+            ]
+            entry = _shortened(entry, full)
+        made.append(entry)
+    return made
+
+
+def repeated_axes(array: Array) -> tuple[int, ...]:
+    """Return the axes, counted from the end (1 is the last), along which a large view repeats itself."""
+    return tuple(k for k in range(1, array.ndim + 1) if array.shape[-k] > 1 and array.strides[-k] == 0)
+
+
+def without_repeats(array: Array) -> Array:
+    """Return the part of a view that :func:`repeated_axes` repeat."""
+    return _shortened(array, repeated_axes(array))
+
+
+def _compact(array: Array, together: Sequence[Array]) -> Array:
+    """Return the array shortened along the axes on which all operands repeat themselves."""
+    axes: list[int] = []
+    for k in range(1, array.ndim + 1):
+        if all(other.ndim < k or other.shape[-k] == 1 or _repeats(other, k) for other in together):
+            axes.append(k)
+    return _shortened(array, axes)
+
+
+def _shortened(array: Array, axes: Sequence[int]) -> Array:
+    index = [slice(None)] * array.ndim
+    for k in axes:
+        if array.shape[-k] > 1 and _repeats(array, k):
+            index[-k] = slice(0, 1)
+    return array[tuple(index)] if slice(0, 1) in index else array
+
+
+def _repeats(array: Array, k: int) -> bool:
+    if array.shape[-k] <= 1 or array.strides[-k] == 0:
+        return True
+    if array.size > ELEMENTWISE_ELEMENTS:
+        return False
+    first = array[tuple(slice(0, 1) if axis == array.ndim - k else slice(None) for axis in range(array.ndim))]
+    return bool((array == first).all())
+
+
+def _static_shape(attributes: Attributes) -> tuple[int, ...]:
+    sizes = [value.array.size for value in attributes.values() if hasattr(value, "array")]
+    return (max(sizes),) if sizes and max(sizes) > 1 else ()

@@ -1,0 +1,56 @@
+"""Types, values, ops and functions; devices, meshes and topologies."""
+
+from distsim.ir.device import Device, Mesh
+from distsim.ir.function import Function, all_ops, callees, count_ops
+from distsim.ir.maker import FunctionMaker
+from distsim.ir.op import NO_ATTRIBUTES, Attributes, Literal, Op, Role, Value
+from distsim.ir.printing import cpprint, pformat
+from distsim.ir.topology import Link, Topology
+from distsim.ir.type import (
+    BFloat16,
+    Bool,
+    DType,
+    Float,
+    Float16,
+    Float32,
+    Float64,
+    Int32,
+    Int64,
+    Tensor,
+    TupleType,
+    Type,
+)
+from distsim.ir.verify import verify
+
+__all__ = [
+    "NO_ATTRIBUTES",
+    "Attributes",
+    "BFloat16",
+    "Bool",
+    "DType",
+    "Device",
+    "Float",
+    "Float16",
+    "Float32",
+    "Float64",
+    "Function",
+    "FunctionMaker",
+    "Int32",
+    "Int64",
+    "Link",
+    "Literal",
+    "Mesh",
+    "Op",
+    "Role",
+    "Tensor",
+    "Topology",
+    "TupleType",
+    "Type",
+    "Value",
+    "all_ops",
+    "callees",
+    "count_ops",
+    "cpprint",
+    "pformat",
+    "verify",
+]

@@ -1,0 +1,235 @@
+"""Devices, and the named grids that ranks are laid out on.
+
+A :class:`Device` is physical (what a kernel runs on); a :class:`Mesh` is logical (which devices play
+which rank along the axes ``dp``, ``pp``, ``tp``, ...). Both are values: equal content is equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from distsim.errors import TopologyError
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Device:
+    """One accelerator (or host), with the figures a roofline needs.
+
+    ``throughput`` is in FLOP/s and holds for every dtype that ``peaks`` does not name; ``peaks`` gives the
+    FLOP/s of matrix operations by dtype name. ``dram_bandwidth`` is in bytes/s, ``kernel_launch_overhead``
+    in seconds, ``memory`` in bytes (infinite: never full). The efficiencies, in (0, 1], are the achieved
+    share of the peak FLOP/s and of the DRAM bandwidth. The defaults are those of the DistIR notebooks.
+
+    Raises :class:`TopologyError` for a figure that is not positive and finite.
+
+    >>> gpu = Device(3, "gpu", throughput=19.5e12, peaks=(("bfloat16", 312e12),))
+    >>> gpu, gpu.peak("bfloat16"), gpu.peak("float32")
+    (gpu:3, 312000000000000.0, 19500000000000.0)
+    """
+
+    id: int
+    kind: str
+    throughput: float = 1.4e13
+    dram_bandwidth: float = 9e11
+    kernel_launch_overhead: float = 1e-5
+    memory: float = math.inf
+    peaks: tuple[tuple[str, float], ...] = ()
+    flops_efficiency: float = 1.0
+    bytes_efficiency: float = 1.0
+    _hash: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.id < 0:
+            raise TopologyError(f"a device's id counts up from 0, not {self.id}")
+        for name in ("throughput", "dram_bandwidth"):
+            self._check(name, getattr(self, name))
+        for dtype, flops in self.peaks:
+            self._check(f"peaks[{dtype}]", flops)
+        for name in ("flops_efficiency", "bytes_efficiency"):
+            self._check(name, getattr(self, name), at_most=1.0)
+        # A launch may be free, as in a machine that is all roofline; nothing else may be zero.
+        if self.kernel_launch_overhead != 0:
+            self._check("kernel_launch_overhead", self.kernel_launch_overhead)
+        if self.memory != math.inf:
+            self._check("memory", self.memory)
+        # Numbers only: the hash of a string differs between processes, and a pickled device keeps this one.
+        object.__setattr__(self, "_hash", hash((self.id, self.throughput, self.dram_bandwidth, self.memory)))
+
+    def _check(self, name: str, value: float, at_most: float = math.inf) -> None:
+        if not (math.isfinite(value) and 0 < value <= at_most):
+            bound = "" if at_most == math.inf else f", at most {at_most:g}"
+            raise TopologyError(f"device {self}: {name}={value} must be positive and finite{bound}")
+
+    def peak(self, dtype_name: str) -> float:
+        """FLOP/s of matrix operations in a dtype: its entry in ``peaks``, or else ``throughput``."""
+        for name, flops in self.peaks:
+            if name == dtype_name:
+                return flops
+        return self.throughput
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"{self.kind}:{self.id}"
+
+
+class Mesh:
+    """Devices with named axes, in row-major order: the last axis varies fastest.
+
+    Immutable, compared and hashed by value. Raises :class:`TopologyError` when the axis sizes do not
+    multiply to the number of devices, or when a device occurs twice.
+
+    >>> mesh = Mesh([Device(i, "gpu") for i in range(8)], dp=2, tp=4)
+    >>> mesh
+    Mesh(dp=2, tp=4)[gpu:0..gpu:7]
+    >>> mesh.at(tp=1)
+    Mesh(dp=2)[gpu:1, gpu:5]
+    >>> mesh.groups("dp")[0]
+    (gpu:0, gpu:4)
+    """
+
+    __slots__ = ("_axes", "_devices", "_groups", "_hash", "_index", "_slices", "_strides")
+
+    def __init__(self, devices: Sequence[Device], /, **axes: int) -> None:
+        self._devices = tuple(devices)
+        self._axes = tuple(axes.items())
+        self._index = {device: position for position, device in enumerate(self._devices)}
+        self._groups: dict[tuple[str, ...], tuple[tuple[Device, ...], ...]] = {}
+        self._slices: dict[tuple[tuple[str, int], ...], Mesh] = {}
+        self._strides: dict[str, int] = {}
+        stride = 1
+        for name, size in reversed(self._axes):
+            if size < 1:
+                raise TopologyError(f"mesh axis {name}={size} must be at least 1")
+            self._strides[name] = stride
+            stride *= size
+        if stride != len(self._devices):
+            shape = ", ".join(f"{name}={size}" for name, size in self._axes) or "no axes"
+            raise TopologyError(f"a mesh of {shape} needs {stride} devices, not {len(self._devices)}")
+        if len(self._index) != len(self._devices):
+            twice = next(d for i, d in enumerate(self._devices) if self._index[d] != i)
+            raise TopologyError(f"{twice} occurs twice in a mesh; each device has one place in it")
+        # Numbers only, for the reason given in Device.
+        self._hash = hash((self._devices, tuple(size for _, size in self._axes)))
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices in row-major order of the axes."""
+        return self._devices
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the axes, slowest first."""
+        return self._axes
+
+    def has_axis(self, name: str) -> bool:
+        """Whether the mesh has an axis of this name."""
+        return name in self._strides
+
+    def axis_size(self, name: str) -> int:
+        """The size of an axis; :class:`TopologyError` if the mesh has none of this name."""
+        for axis, size in self._axes:
+            if axis == name:
+                return size
+        raise self._no_axis(name)
+
+    def at(self, **coordinates: int) -> Mesh:
+        """The slice at these coordinates: a mesh without those axes."""
+        key = tuple(sorted(coordinates.items()))
+        found = self._slices.get(key)
+        if found is not None:
+            return found
+        base = 0
+        for name, coordinate in coordinates.items():
+            size = self.axis_size(name)
+            if not 0 <= coordinate < size:
+                raise TopologyError(f"{name}={coordinate} lies outside of the mesh axis {name}={size}")
+            base += coordinate * self._strides[name]
+        rest = {name: size for name, size in self._axes if name not in coordinates}
+        made = Mesh([self._devices[base + offset] for offset in self._offsets(tuple(rest))], **rest)
+        self._slices[key] = made
+        return made
+
+    def groups(self, *axis_names: str) -> tuple[tuple[Device, ...], ...]:
+        """The groups of devices that a collective along these axes runs over.
+
+        Devices in a group are in rank order along the axes as named (the last fastest); the groups are in
+        row-major order of the other axes. Without a name, every device is a group of its own.
+        """
+        found = self._groups.get(axis_names)
+        if found is not None:
+            return found
+        if len(dict.fromkeys(axis_names)) != len(axis_names):
+            raise TopologyError(f"mesh axes {list(axis_names)} name an axis twice")
+        along = self._offsets(axis_names)
+        rest = self._offsets(tuple(name for name, _ in self._axes if name not in axis_names))
+        made = tuple(tuple(self._devices[base + offset] for offset in along) for base in rest)
+        self._groups[axis_names] = made
+        return made
+
+    def coordinates(self, device: Device) -> dict[str, int]:
+        """Where a device stands on each axis; :class:`TopologyError` if it is not in the mesh."""
+        position = self._index.get(device)
+        if position is None:
+            raise TopologyError(f"{device} is not in {self}")
+        return {name: position // self._strides[name] % size for name, size in self._axes}
+
+    def _offsets(self, names: tuple[str, ...]) -> list[int]:
+        offsets = [0]
+        for name in names:
+            size, stride = self.axis_size(name), self._strides[name]
+            offsets = [offset + i * stride for offset in offsets for i in range(size)]
+        return offsets
+
+    def _no_axis(self, name: str) -> TopologyError:
+        names = ", ".join(axis for axis, _ in self._axes) or "none"
+        return TopologyError(f"{self} has no axis {name!r}; its axes: {names}")
+
+    def __len__(self) -> int:
+        return len(self._devices)
+
+    def __iter__(self) -> Iterator[Device]:
+        return iter(self._devices)
+
+    def __contains__(self, device: object) -> bool:
+        return device in self._index
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self._hash == other._hash and self._axes == other._axes and self._devices == other._devices
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _mesh, (self._devices, self._axes)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{name}={size}" for name, size in self._axes)
+        return f"Mesh({axes})[{_span(self._devices)}]"
+
+
+def devices_of(device: Device | Mesh | None) -> tuple[Device, ...]:
+    """The devices that a tensor placed here lies on: none, one, or all of a mesh."""
+    if device is None:
+        return ()
+    return device.devices if isinstance(device, Mesh) else (device,)
+
+
+def _mesh(devices: tuple[Device, ...], axes: tuple[tuple[str, int], ...]) -> Mesh:
+    return Mesh(devices, **dict(axes))
+
+
+def _span(devices: tuple[Device, ...]) -> str:
+    first, last = devices[0], devices[-1]
+    if len(devices) > 2 and all(d.id == first.id + i for i, d in enumerate(devices)):
+        return f"{first}..{last}"
+    if len(devices) <= 4:
+        return ", ".join(map(str, devices))
+    return f"{first}, {devices[1]}, ..., {last}"

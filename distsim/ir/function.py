@@ -1,0 +1,71 @@
+"""Functions: frozen, typed, in topological order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from distsim.ir.op import Op, Role, Value
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Function:
+    """A list of ops in topological order, from ``inputs`` to ``outputs``.
+
+    Made by :meth:`distsim.ir.FunctionMaker.finalize`, which verifies it; a function built by hand is
+    checked with :func:`distsim.ir.verify`.
+    """
+
+    name: str
+    inputs: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Value, ...]
+
+    def inputs_with(self, *roles: Role) -> tuple[Value, ...]:
+        """Return the inputs that have one of these roles, in order."""
+        return tuple(value for value in self.inputs if value.role in roles)
+
+    @property
+    def parameters(self) -> tuple[Value, ...]:
+        """The inputs marked as parameters."""
+        return self.inputs_with(Role.PARAMETER)
+
+    def __repr__(self) -> str:
+        return (
+            f"Function({self.name!r}, {len(self.inputs)} inputs, {len(self.ops)} ops, "
+            f"{len(self.outputs)} outputs)"
+        )
+
+
+def callees(function: Function) -> tuple[Function, ...]:
+    """Return every distinct function reached through Calls, callees before their callers."""
+    found: dict[int, Function] = {}
+
+    def visit(current: Function) -> None:
+        for op in current.ops:
+            for callee in op.subfunctions:
+                if id(callee) not in found:
+                    visit(callee)
+                    found[id(callee)] = callee
+
+    visit(function)
+    return tuple(found.values())
+
+
+def all_ops(function: Function) -> Iterator[Op]:
+    """Yield the ops in order with every Call replaced by the ops of its callee."""
+    for op in function.ops:
+        if op.op_type == "Call":
+            yield from all_ops(op.callee)
+        else:
+            yield op
+
+
+def count_ops(function: Function) -> int:
+    """Return the number of ops when every Call is written out."""
+    sizes: dict[int, int] = {}
+    for callee in (*callees(function), function):
+        sizes[id(callee)] = sum(
+            sizes[id(op.callee)] if op.op_type == "Call" else 1 for op in callee.ops
+        )
+    return sizes[id(function)]

@@ -1,0 +1,128 @@
+"""The one place where functions are built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distsim.errors import DistsimError, IRError
+from distsim.ir.function import Function
+from distsim.ir.op import NO_ATTRIBUTES, Attributes, Op, Role, Value
+from distsim.ir.registry import output_types
+from distsim.ir.type import Type
+from distsim.ir.verify import verify_one
+
+
+class FunctionMaker:
+    """Builds a :class:`Function`: add inputs and ops, then :meth:`finalize`.
+
+    >>> from distsim.ir.type import Float, Tensor
+    >>> maker = FunctionMaker("double")
+    >>> x = maker.add_input_value("x", Tensor(Float(), (2,)))
+    >>> y = maker.add_op("Add", inputs=[x, x])
+    >>> maker.finalize()
+    Function('double', 1 inputs, 1 ops, 1 outputs)
+    """
+
+    def __init__(self, name: str = "function") -> None:
+        self.name = name
+        self.inputs: list[Value] = []
+        self.ops: list[Op] = []
+        self.outputs: list[Value] = []
+        self._defined: set[Value] = set()
+
+    def add_input_value(self, name: str, type: Type, role: Role = Role.INPUT) -> Value:
+        """Add an input of a type and a role, and return its value."""
+        value = Value(name, type, role)
+        self.inputs.append(value)
+        self._defined.add(value)
+        return value
+
+    def add_op(
+        self,
+        op_type: str,
+        name: str = "",
+        inputs: Sequence[Value] = (),
+        attributes: Mapping[str, Any] | None = None,
+        subfunctions: Sequence[Function] = (),
+        output_names: Sequence[str] | None = None,
+        version: int | None = None,
+    ) -> Any:
+        """Add an op and return its output, or the tuple of its outputs when there are several.
+
+        The types of the outputs follow from the operator's type rule. Raises an error that names
+        the op when an input is not of this function or the rule refuses the inputs.
+        """
+        outputs = self.add(op_type, inputs, attributes, subfunctions, output_names, version, name)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def add(
+        self,
+        op_type: str,
+        inputs: Sequence[Value] = (),
+        attributes: Mapping[str, Any] | None = None,
+        subfunctions: Sequence[Function] = (),
+        output_names: Sequence[str] | None = None,
+        version: int | None = None,
+        name: str = "",
+    ) -> tuple[Value, ...]:
+        """Like :meth:`add_op`, but always return a tuple."""
+        attrs = attributes if isinstance(attributes, Attributes) else _attributes(attributes)
+        for value in inputs:
+            if value not in self._defined:
+                raise IRError(
+                    f"{self.name}: {op_type} ({name or 'unnamed'}) reads {value!r}, which is not a "
+                    "value of this function; add its producer, or an input, first"
+                )
+        values = tuple(inputs)
+        types = tuple([value.type for value in values])
+        callees = tuple(subfunctions)
+        try:
+            made = output_types(op_type, attrs, types, callees, version)
+        except DistsimError as error:
+            arguments = ", ".join(map(repr, values))
+            raise type(error)(f"{self.name}: {op_type}({arguments}): {error}") from error
+        names = self._names(op_type, output_names, len(made))
+        outputs = tuple([Value(n, t) for n, t in zip(names, made, strict=True)])
+        self.ops.append(Op(op_type, values, outputs, attrs, callees, version, name))
+        self._defined.update(outputs)
+        return outputs
+
+    def adopt_inputs(self, values: Sequence[Value]) -> None:
+        """Take over the inputs of another function: the same values, not copies."""
+        self.inputs.extend(values)
+        self._defined.update(values)
+
+    def adopt(self, op: Op) -> None:
+        """Take over an op of another function as it is; :meth:`finalize` checks it."""
+        self.ops.append(op)
+        self._defined.update(op.outputs)
+
+    def set_outputs(self, outputs: Sequence[Value]) -> None:
+        """Say what the function returns; without this, all values that no op reads."""
+        self.outputs = list(outputs)
+
+    def finalize(self) -> Function:
+        """Return the frozen function, after checking every rule of the IR (:func:`verify`)."""
+        outputs = self.outputs or self._unread()
+        function = Function(self.name, tuple(self.inputs), tuple(self.ops), tuple(outputs))
+        verify_one(function)  # callees were verified when they were made
+        return function
+
+    def _unread(self) -> list[Value]:
+        read = {value for op in self.ops for value in op.inputs}
+        return [value for op in self.ops for value in op.outputs if value not in read]
+
+    def _names(self, op_type: str, given: Sequence[str] | None, count: int) -> Sequence[str]:
+        if given is None:
+            stem = f"{op_type.lower()}{len(self.ops)}"
+            return [stem] if count == 1 else [f"{stem}_{i}" for i in range(count)]
+        if len(given) != count:
+            raise IRError(
+                f"{self.name}: {op_type} makes {count} outputs, {len(given)} names given: {list(given)}"
+            )
+        return given
+
+
+def _attributes(items: Mapping[str, Any] | None) -> Attributes:
+    return Attributes(items) if items else NO_ATTRIBUTES

@@ -1,0 +1,127 @@
+"""Values and the ops that produce them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distsim.ir.type import Type
+
+if TYPE_CHECKING:
+    from distsim.ir.function import Function
+
+
+class Role(enum.Enum):
+    """What a function's input is to training; memory and parallelism ask for it."""
+
+    INPUT = "input"
+    PARAMETER = "parameter"
+    STATE = "state"
+    CONSTANT = "constant"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """One typed value. Identity matters; the name is for people and need not be unique."""
+
+    name: str
+    type: Type
+    role: Role = Role.INPUT
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {self.type}"
+
+
+class Literal:
+    """A constant array that can be compared, hashed and printed, hence be an attribute."""
+
+    __slots__ = ("_key", "array")
+
+    def __init__(self, array: npt.ArrayLike) -> None:
+        self.array: npt.NDArray[Any] = np.array(array)
+        self.array.flags.writeable = False
+        self._key = (str(self.array.dtype), self.array.shape, self.array.tobytes())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Literal) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        if self.array.size > 8:
+            return f"<{self.array.dtype}{list(self.array.shape)}>"
+        return str(self.array.tolist())
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return Literal(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_freeze(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+class Attributes(Mapping[str, Any]):
+    """The attributes of an op: an immutable, hashable mapping; lists become tuples, arrays Literals."""
+
+    __slots__ = ("_hash", "_items")
+
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        self._items: dict[str, Any] = {k: _freeze(v) for k, v in sorted((items or {}).items())}
+        self._hash = hash(tuple(self._items.items()))
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Attributes) and self._hash == other._hash and self._items == other._items
+
+    def __repr__(self) -> str:
+        return f"Attributes({self._items})"
+
+
+NO_ATTRIBUTES = Attributes()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """One application of an operator. A ``Call`` carries its callee in ``subfunctions``.
+
+    ``version`` is the ONNX operator-set version whose meaning the op has; None is the house version
+    (``distsim.ops.OPSET``).
+    """
+
+    op_type: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    attributes: Attributes = NO_ATTRIBUTES
+    subfunctions: tuple[Function, ...] = ()
+    version: int | None = None
+    name: str = field(default="")
+
+    @property
+    def callee(self) -> Function:
+        """The function that a ``Call`` runs."""
+        return self.subfunctions[0]
+
+    def __repr__(self) -> str:
+        outputs = ", ".join(value.name for value in self.outputs)
+        inputs = ", ".join(value.name for value in self.inputs)
+        return f"{outputs} = {self.op_type}({inputs})"

@@ -1,0 +1,58 @@
+"""Where the IR asks for an operator's type rule.
+
+The operators live one floor up (``distsim.ops``); they hand their rule down through
+:func:`set_type_rule`, so that the IR can check every op without importing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from distsim.errors import IRError, TypeRuleError, UnknownOperatorError
+from distsim.ir.function import Function
+from distsim.ir.op import Attributes
+from distsim.ir.type import Type
+
+TypeRule = Callable[[str, Attributes, tuple[Type, ...], int | None], tuple[Type, ...]]
+
+_rule: list[TypeRule] = []
+
+
+def set_type_rule(rule: TypeRule) -> None:
+    """Install the rule ``(op_type, attributes, input types, version) -> output types``."""
+    _rule[:] = [rule]
+
+
+def output_types(
+    op_type: str,
+    attributes: Attributes,
+    inputs: tuple[Type, ...],
+    subfunctions: tuple[Function, ...] = (),
+    version: int | None = None,
+) -> tuple[Type, ...]:
+    """Return the types of an op's outputs.
+
+    Raises :class:`TypeRuleError` when the inputs do not fit and :class:`UnknownOperatorError` when
+    there is no such operator.
+    """
+    if op_type == "Call":
+        return _call_types(inputs, subfunctions)
+    if not _rule:
+        raise UnknownOperatorError("no operators are installed: import distsim.ops first")
+    return _rule[0](op_type, attributes, inputs, version)
+
+
+def _call_types(inputs: tuple[Type, ...], subfunctions: tuple[Function, ...]) -> tuple[Type, ...]:
+    if len(subfunctions) != 1:
+        raise IRError(f"a Call has exactly one callee, this one has {len(subfunctions)}")
+    callee = subfunctions[0]
+    if len(inputs) != len(callee.inputs):
+        raise TypeRuleError(
+            f"callee {callee.name!r} takes {len(callee.inputs)} inputs, this call gives {len(inputs)}"
+        )
+    for given, formal in zip(inputs, callee.inputs, strict=True):
+        if given != formal.type:
+            raise TypeRuleError(
+                f"callee {callee.name!r} takes {formal.name}: {formal.type}, this call gives {given}"
+            )
+    return tuple(value.type for value in callee.outputs)

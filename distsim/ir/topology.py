@@ -1,0 +1,226 @@
+"""What joins the devices: links between pairs, and levels of a hierarchy.
+
+A pair table (``set_bandwidth``) describes a few devices. A cluster of thousands is described by levels:
+each level cuts the devices, in the order of their ids, into groups of equal size, and two devices are
+joined by the link of the smallest level whose group holds both. A pair that was set overrides the levels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from distsim.errors import TopologyError
+from distsim.ir.device import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one device can send to another: bytes/s one way, and seconds before the first byte arrives.
+
+    ``efficiency``, in (0, 1], is the achieved share of ``bandwidth``; see :attr:`achieved`.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+    efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise TopologyError(f"a link's bandwidth={self.bandwidth} must be positive and finite (bytes/s)")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise TopologyError(f"a link's latency={self.latency} must be finite and not negative (seconds)")
+        if not 0 < self.efficiency <= 1:
+            raise TopologyError(f"a link's efficiency={self.efficiency} must lie in (0, 1]")
+
+    @property
+    def achieved(self) -> float:
+        """The bytes/s that large messages reach."""
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A level of the hierarchy, for example ``Level("nvlink", Link(300e9), 8)``.
+
+    ``group_size`` is the number of devices in one group, ``None`` for all devices of the topology. The
+    link is that of each device on its own: a switch whose ports all run at this bandwidth.
+    """
+
+    name: str
+    link: Link
+    group_size: int | None = None
+
+
+class Topology:
+    """Devices and the links between them.
+
+    >>> topology = Topology()
+    >>> a, b = topology.add_device("gpu"), topology.add_device("gpu")
+    >>> topology.set_bandwidth(a, b, gbps=200)
+    >>> topology.link(a, b).bandwidth
+    25000000000.0
+    """
+
+    def __init__(self) -> None:
+        self._devices: list[Device] = []
+        self._links: dict[tuple[int, int], Link] = {}
+        self._levels: tuple[Level, ...] = ()
+        self._version = 0
+
+    @classmethod
+    def hierarchical(cls, device: Device, count: int, levels: Iterable[Level]) -> Topology:
+        """``count`` copies of a device (ids from 0), joined by levels from the smallest to the largest.
+
+        >>> Topology.hierarchical(Device(0, "gpu"), 1024, [Level("nvlink", Link(3e11), 8),
+        ...     Level("infiniband", Link(25e9))])
+        Topology(1024 devices; nvlink of 8, infiniband of all)
+        """
+        if count < 1:
+            raise TopologyError(f"a topology needs at least one device, not {count}")
+        topology = cls()
+        topology._devices = [dataclasses.replace(device, id=i) for i in range(count)]
+        for level in levels:
+            topology.add_level(level.name, level.link, level.group_size)
+        return topology
+
+    def add_device(
+        self,
+        kind: str,
+        throughput: float = 1.4e13,
+        dram_bandwidth: float = 9e11,
+        kernel_launch_overhead: float = 1e-5,
+        *,
+        memory: float = math.inf,
+        peaks: Sequence[tuple[str, float]] = (),
+        flops_efficiency: float = 1.0,
+        bytes_efficiency: float = 1.0,
+    ) -> Device:
+        """Add a device, with the next id, and return it. Figures and units as in :class:`Device`."""
+        device = Device(
+            len(self._devices),
+            kind,
+            throughput,
+            dram_bandwidth,
+            kernel_launch_overhead,
+            memory,
+            tuple(peaks),
+            flops_efficiency,
+            bytes_efficiency,
+        )
+        self._devices.append(device)
+        self._version += 1
+        return device
+
+    @property
+    def devices(self) -> list[Device]:
+        """All devices in the order of their ids (a fresh list)."""
+        return list(self._devices)
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels of the hierarchy, smallest groups first; empty for a plain pair table."""
+        return self._levels
+
+    @property
+    def has_pair_links(self) -> bool:
+        """Whether some pair was set on its own."""
+        return bool(self._links)
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each change, so that what is derived can be cached."""
+        return self._version
+
+    def set_bandwidth(self, a: Device, b: Device, gbps: float, latency: float = 0.0) -> None:
+        """Join two devices, both ways, at ``gbps`` Gbit/s (1e9 bits/s) and ``latency`` seconds."""
+        self.set_link(a, b, Link(gbps * 1e9 / 8, latency))
+
+    def set_link(self, a: Device, b: Device, link: Link) -> None:
+        """Join two devices, both ways, by this link; it overrides the levels."""
+        self._check(a)
+        self._check(b)
+        if a.id == b.id:
+            raise TopologyError(f"{a} needs no link to itself")
+        self._links[a.id, b.id] = self._links[b.id, a.id] = link
+        self._version += 1
+
+    def add_level(self, name: str, link: Link, group_size: int | None = None) -> Level:
+        """Add a level above those there are; ``group_size`` is a multiple of theirs, ``None`` for all."""
+        below = self._levels[-1] if self._levels else None
+        if any(level.name == name for level in self._levels):
+            raise TopologyError(f"there is a level {name!r} already; give each level its own name")
+        if group_size is not None and group_size < 2:
+            raise TopologyError(f"level {name!r}: groups of {group_size} have nothing to join; use 2 or more")
+        if below is not None:
+            if below.group_size is None:
+                raise TopologyError(f"level {below.name!r} holds all devices: add {name!r} before it")
+            if group_size is not None and (group_size <= below.group_size or group_size % below.group_size):
+                raise TopologyError(
+                    f"level {name!r}: groups of {group_size} must be a multiple of, and larger than, "
+                    f"the {below.group_size} of {below.name!r}"
+                )
+        level = Level(name, link, group_size)
+        self._levels = (*self._levels, level)
+        self._version += 1
+        return level
+
+    def link(self, a: Device, b: Device) -> Link:
+        """The link between two devices; :class:`TopologyError` when nothing joins them."""
+        self._check(a)
+        self._check(b)
+        pair = self._links.get((a.id, b.id))
+        if pair is not None:
+            return pair
+        if a.id == b.id:
+            raise TopologyError(f"{a} has no link to itself; nothing has to be sent")
+        level = self._level(a.id, b.id)
+        if level is None:
+            raise TopologyError(
+                f"no link between {a} and {b}: call set_bandwidth({a}, {b}, gbps) "
+                "or add_level(name, link) to join all devices"
+            )
+        return level.link
+
+    def link_name(self, a: Device, b: Device) -> str:
+        """The name of the level that joins two devices, or ``"link"`` for a pair that was set."""
+        self.link(a, b)
+        level = None if (a.id, b.id) in self._links else self._level(a.id, b.id)
+        return "link" if level is None else level.name
+
+    def groups_by_level(self, devices: Sequence[Device]) -> dict[str, tuple[tuple[Device, ...], ...]]:
+        """These devices as each level cuts them; groups and members in the order given."""
+        for device in devices:
+            self._check(device)
+        return {level.name: _cut(devices, level.group_size) for level in self._levels}
+
+    def _level(self, a: int, b: int) -> Level | None:
+        for level in self._levels:
+            if level.group_size is None or a // level.group_size == b // level.group_size:
+                return level
+        return None
+
+    def _check(self, device: Device) -> None:
+        count = len(self._devices)
+        if device.id >= count or (
+            self._devices[device.id] is not device and self._devices[device.id] != device
+        ):
+            raise TopologyError(
+                f"{device} is not one of the {count} devices of this topology; use what add_device returned"
+            )
+
+    def __repr__(self) -> str:
+        levels = ", ".join(f"{level.name} of {level.group_size or 'all'}" for level in self._levels)
+        pairs = f"{len(self._links) // 2} links" if self._links or not levels else ""
+        return f"Topology({len(self._devices)} devices; {', '.join(filter(None, (levels, pairs)))})"
+
+
+def _cut(devices: Sequence[Device], group_size: int | None) -> tuple[tuple[Device, ...], ...]:
+    if group_size is None:
+        return (tuple(devices),)
+    groups: dict[int, list[Device]] = {}
+    for device in devices:
+        groups.setdefault(device.id // group_size, []).append(device)
+    return tuple(map(tuple, groups.values()))

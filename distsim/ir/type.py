@@ -1,0 +1,202 @@
+"""The types of values: element types, tensors and tuples.
+
+A :class:`Tensor` on a :class:`~distsim.ir.device.Mesh` has the *local* shape: every device of the
+mesh holds one tensor of exactly this shape.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from distsim.errors import TypeRuleError
+from distsim.ir.device import Device, Mesh
+
+
+class Type:
+    """Base of all types."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one value of this type takes on each device that holds it."""
+        raise TypeError(f"{type(self).__name__} has no size")
+
+
+class DType(Type):
+    """An element type; instances of one class are equal, so ``Float() == Float32()``."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+    short: ClassVar[str]
+    numpy: ClassVar[npt.DTypeLike]
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @property
+    def np(self) -> np.dtype[Any]:
+        """The NumPy element type."""
+        return np.dtype(self.numpy)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return self.np.itemsize
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether elements are real numbers, hence have gradients."""
+        return self.short.startswith(("f", "bf"))
+
+
+def _dtype(class_name: str, short: str, numpy: npt.DTypeLike) -> type[DType]:
+    namespace = {"name": class_name.lower(), "short": short, "numpy": numpy, "__slots__": ()}
+    return type(class_name, (DType,), {**namespace, "__doc__": f"Element type {class_name.lower()}."})
+
+
+Bool = _dtype("Bool", "bool", np.bool_)
+Int8 = _dtype("Int8", "i8", np.int8)
+Int16 = _dtype("Int16", "i16", np.int16)
+Int32 = _dtype("Int32", "i32", np.int32)
+Int64 = _dtype("Int64", "i64", np.int64)
+UInt8 = _dtype("UInt8", "u8", np.uint8)
+UInt16 = _dtype("UInt16", "u16", np.uint16)
+UInt32 = _dtype("UInt32", "u32", np.uint32)
+UInt64 = _dtype("UInt64", "u64", np.uint64)
+Float16 = _dtype("Float16", "f16", np.float16)
+BFloat16 = _dtype("BFloat16", "bf16", ml_dtypes.bfloat16)
+Float32 = _dtype("Float32", "f32", np.float32)
+Float64 = _dtype("Float64", "f64", np.float64)
+Float = Float32
+
+DTYPES: tuple[DType, ...] = tuple(
+    cls()
+    for cls in (Bool, Int8, Int16, Int32, Int64, UInt8, UInt16, UInt32, UInt64, Float16, BFloat16)
+    + (Float32, Float64)
+)
+_BY_NUMPY = {dtype.np: dtype for dtype in DTYPES}
+_BY_NAME = {dtype.name: dtype for dtype in DTYPES} | {dtype.short: dtype for dtype in DTYPES}
+
+
+def from_numpy(dtype: npt.DTypeLike) -> DType:
+    """Return the element type of a NumPy dtype.
+
+    >>> from_numpy("float32")
+    Float32()
+    """
+    found = _BY_NUMPY.get(np.dtype(dtype))
+    if found is None:
+        raise TypeRuleError(f"element type {np.dtype(dtype)} is not one of {', '.join(_names())}")
+    return found
+
+
+def dtype_named(name: str) -> DType:
+    """Return the element type with a name such as ``bfloat16`` or ``bf16``."""
+    found = _BY_NAME.get(name.lower())
+    if found is None:
+        raise TypeRuleError(f"element type {name!r} is not one of {', '.join(_names())}")
+    return found
+
+
+def _names() -> list[str]:
+    return [dtype.name for dtype in DTYPES]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tensor(Type):
+    """An array of ``shape`` elements of ``dtype`` on ``device`` (None: not placed yet).
+
+    >>> Tensor(Float(), (2, 3)).nbytes
+    24
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    device: Device | Mesh | None = None
+    _hash: int = 0
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.shape)
+        if not all(type(n) is int and n >= 0 for n in shape):
+            if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in shape):
+                raise TypeRuleError(f"shape {shape} must be non-negative integers")
+            shape = tuple(int(n) for n in shape)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "_hash", hash((self.dtype, shape, self.device)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Tensor):
+            return NotImplemented
+        return (
+            self._hash == other._hash
+            and self.shape == other.shape
+            and self.dtype == other.dtype
+            and self.device == other.device
+        )
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on each device that holds it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def on(self, device: Device | Mesh | None) -> Tensor:
+        """Return this type on another device or mesh."""
+        return self if device is self.device else replace(self, device=device)
+
+    def with_shape(self, shape: tuple[int, ...]) -> Tensor:
+        """Return this type with another shape."""
+        return replace(self, shape=shape)
+
+    def __str__(self) -> str:
+        where = "" if self.device is None else f" @ {self.device}"
+        return f"{self.dtype.short}[{', '.join(map(str, self.shape))}]{where}"
+
+
+@dataclass(frozen=True, slots=True)
+class TupleType(Type):
+    """A tuple of values, one type each."""
+
+    types: tuple[Type, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all members."""
+        return sum(member.nbytes for member in self.types)
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.types))})"
+
+
+def as_tensor(type_: Type | None, what: str) -> Tensor:
+    """Return ``type_`` when it is a tensor type; ``what`` names the value in the error."""
+    if not isinstance(type_, Tensor):
+        raise TypeRuleError(f"{what} must be a tensor, not {type_}")
+    return type_

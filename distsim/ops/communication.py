@@ -1,0 +1,230 @@
+"""Communication operators. Each carries the mesh axis it runs over; sizes are per device.
+
+``MPIAllreduce(x; axis)``, ``MPIAllgather(x; axis, dim)``, ``MPIReduceScatter(x; axis, dim)``,
+``MPIAlltoall(x; axis, split, concat)`` run inside a mesh. ``LocalSlice(x; axis, dim)`` keeps the own
+part and moves nothing. ``Send(x; to)`` goes from a mesh to another of the same axes, rank by rank.
+``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to a mesh,
+``MPIGather(x; to, shards)`` back. ``shards`` lists (dim, axis, pieces).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
+from distsim.ir.device import Device, Mesh
+from distsim.ir.op import Attributes
+from distsim.ir.type import Tensor
+from distsim.ops.operator import (
+    Array,
+    Communication,
+    Operator,
+    Signature,
+    arity,
+    memory_bound,
+    register,
+)
+
+
+def take_part(array: Array, dim: int, index: int, count: int, pieces: tuple[int, ...] | None) -> Array:
+    """Return part ``index`` of ``count`` along ``dim``: of each of the ``pieces`` in turn, if given."""
+    sizes = pieces or (array.shape[dim],)
+    starts = np.cumsum((0, *sizes[:-1]))
+    picks = [np.arange(n // count) + start + index * (n // count) for n, start in zip(sizes, starts, strict=True)]
+    return np.take(array, np.concatenate(picks), axis=dim)
+
+
+def join_parts(parts: Sequence[Array], dim: int, pieces: tuple[int, ...] | None) -> Array:
+    """Return the whole of which ``parts`` were taken (the inverse of :func:`take_part`)."""
+    if not pieces:
+        return np.concatenate(parts, axis=dim)
+    ends = np.cumsum([n // len(parts) for n in pieces])[:-1]
+    split = [np.split(part, ends, axis=dim) for part in parts]
+    return np.concatenate([part[i] for i in range(len(pieces)) for part in split], axis=dim)
+
+
+def _mesh(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+    arity(op_type, inputs, 1)
+    tensor = inputs[0]
+    if not isinstance(tensor.device, Mesh):
+        raise TypeRuleError(f"{op_type} runs over a mesh axis; its input is on {tensor.device}")
+    return tensor, tensor.device.axis_size(attributes["axis"])
+
+
+def _resized(tensor: Tensor, dim: int, size: int) -> tuple[Tensor, ...]:
+    return (tensor.with_shape((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])),)
+
+
+def _part(op_type: str, tensor: Tensor, dim: int, count: int, pieces: tuple[int, ...] | None) -> int:
+    if not 0 <= dim < tensor.rank:
+        raise TypeRuleError(f"{op_type}: there is no dimension {dim} in {tensor}")
+    sizes = pieces or (tensor.shape[dim],)
+    if any(size % count for size in sizes) or sum(sizes) != tensor.shape[dim]:
+        raise TypeRuleError(
+            f"{op_type}: {count} ranks do not divide dimension {dim} of {tensor} (pieces {sizes})"
+        )
+    return tensor.shape[dim] // count
+
+
+def _allreduce_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensor, _ = _mesh("MPIAllreduce", attributes, inputs)
+    return (tensor,)
+
+
+def _allgather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensor, count = _mesh("MPIAllgather", attributes, inputs)
+    return _resized(tensor, attributes["dim"], tensor.shape[attributes["dim"]] * count)
+
+
+def _slice_types(op_type: str) -> object:
+    def rule(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        tensor, count = _mesh(op_type, attributes, inputs)
+        dim = attributes["dim"]
+        return _resized(tensor, dim, _part(op_type, tensor, dim, count, attributes.get("pieces")))
+
+    return rule
+
+
+def _alltoall_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensor, count = _mesh("MPIAlltoall", attributes, inputs)
+    split, concat = attributes["split"], attributes["concat"]
+    part = _part("MPIAlltoall", tensor, split, count, None)
+    (half,) = _resized(tensor, split, part)
+    return _resized(half, concat, half.shape[concat] * count)
+
+
+def _allreduce(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    total = np.sum(np.stack(ranks), axis=0, dtype=ranks[0].dtype)
+    return [total] * len(ranks)
+
+
+def _allgather(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    return [join_parts(ranks, attributes["dim"], attributes.get("pieces"))] * len(ranks)
+
+
+def _reduce_scatter(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    return _local_slice(attributes, _allreduce(attributes, ranks))
+
+
+def _local_slice(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    dim, pieces = attributes["dim"], attributes.get("pieces")
+    return [take_part(array, dim, i, len(ranks), pieces) for i, array in enumerate(ranks)]
+
+
+def _alltoall(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    split = [np.split(array, len(ranks), axis=attributes["split"]) for array in ranks]
+    return [np.concatenate([s[i] for s in split], axis=attributes["concat"]) for i in range(len(ranks))]
+
+
+def _send_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("Send", inputs, 1)
+    source, target = inputs[0].device, attributes["to"]
+    if isinstance(source, Mesh) != isinstance(target, Mesh) or (
+        isinstance(source, Mesh) and isinstance(target, Mesh) and source.axes != target.axes
+    ):
+        raise TypeRuleError(f"Send goes between devices, or meshes of equal axes; not {source} to {target}")
+    return (inputs[0].on(target),)
+
+
+def _to_mesh(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Mesh]:
+    arity(op_type, inputs, 1)
+    target = attributes["to"]
+    if isinstance(inputs[0].device, Mesh) or not isinstance(target, Mesh):
+        raise TypeRuleError(f"{op_type} goes from one device to a mesh, not {inputs[0].device} to {target}")
+    return inputs[0], target
+
+
+def _broadcast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensor, target = _to_mesh("MPIBroadcast", attributes, inputs)
+    return (tensor.on(target),)
+
+
+def _scatter_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensor, target = _to_mesh("MPIScatter", attributes, inputs)
+    for dim, axis, pieces in attributes["shards"]:
+        (tensor,) = _resized(tensor, dim, _part("MPIScatter", tensor, dim, target.axis_size(axis), pieces))
+    return (tensor.on(target),)
+
+
+def _gather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("MPIGather", inputs, 1)
+    tensor, target = inputs[0], attributes["to"]
+    if not isinstance(tensor.device, Mesh) or not isinstance(target, Device):
+        raise TypeRuleError(f"MPIGather goes from a mesh to one device, not {tensor.device} to {target}")
+    for dim, axis, _ in attributes["shards"]:
+        (tensor,) = _resized(tensor, dim, tensor.shape[dim] * inputs[0].device.axis_size(axis))  # pyright: ignore
+    return (tensor.on(target),)
+
+
+def scatter(array: Array, mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int, ...] | None]]) -> list[Array]:
+    """Return the local array of every device of ``mesh``, in the order of its devices."""
+    made: list[Array] = []
+    for device in mesh.devices:
+        place, local = mesh.coordinates(device), array
+        for dim, axis, pieces in shards:
+            local = take_part(local, dim, place[axis], mesh.axis_size(axis), pieces)
+        made.append(local)
+    return made
+
+
+def gather(ranks: Sequence[Array], mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int, ...] | None]]) -> Array:
+    """Return the whole array of which the devices of ``mesh`` hold parts (inverse of scatter)."""
+    by_place = {tuple(mesh.coordinates(d).items()): a for d, a in zip(mesh.devices, ranks, strict=True)}
+    place = dict.fromkeys((name for name, _ in mesh.axes), 0)
+
+    def assemble(remaining: Sequence[tuple[int, str, tuple[int, ...] | None]]) -> Array:
+        if not remaining:
+            return by_place[tuple(place.items())]
+        dim, axis, pieces = remaining[0]
+        parts: list[Array] = []
+        for index in range(mesh.axis_size(axis)):
+            place[axis] = index
+            parts.append(assemble(remaining[1:]))
+        place[axis] = 0
+        return join_parts(parts, dim, pieces)
+
+    return assemble(shards)
+
+
+def _input_bytes(signature: Signature) -> int:
+    return signature.inputs[0].nbytes
+
+
+def _output_bytes(signature: Signature) -> int:
+    return signature.outputs[0].nbytes
+
+
+def _scatter_group(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    return scatter(ranks[0], attributes["to"], attributes.get("shards", ()))
+
+
+def _gather_group(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    return [gather(ranks, attributes["from_mesh"], attributes["shards"])]
+
+
+def _same(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    return list(ranks)
+
+
+def _register(name: str, types: object, meaning: Communication) -> None:
+    register(Operator(name, types=types, communication=meaning))  # pyright: ignore[reportArgumentType]
+
+
+_register("MPIAllreduce", _allreduce_types, Communication("all_reduce", _allreduce, _input_bytes))
+_register("MPIAllgather", _allgather_types, Communication("all_gather", _allgather, _output_bytes))
+_register(
+    "MPIReduceScatter",
+    _slice_types("MPIReduceScatter"),
+    Communication("reduce_scatter", _reduce_scatter, _input_bytes),
+)
+_register("MPIAlltoall", _alltoall_types, Communication("all_to_all", _alltoall, _input_bytes))
+_register("Send", _send_types, Communication("send", _same, _input_bytes, transfers=True))
+_register("MPIBroadcast", _broadcast_types, Communication("broadcast", _scatter_group, _input_bytes, True))
+_register("MPIScatter", _scatter_types, Communication("scatter", _scatter_group, _input_bytes, True))
+_register("MPIGather", _gather_types, Communication("gather", _gather_group, _output_bytes, True))
+_register("LocalSlice", _slice_types("LocalSlice"), Communication("local", _local_slice, lambda _: 0))
+register(Operator("LocalSlice", work=lambda s: memory_bound(Signature(s.op_type, s.attributes, s.outputs, s.outputs), 0.0)))
+__all__ = ["gather", "join_parts", "math", "scatter", "take_part"]

@@ -1,0 +1,259 @@
+"""What an operator is: one definition with its type rule, meaning, work, gradient and sharding rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distsim.errors import TypeRuleError, UnknownOperatorError
+from distsim.ir.device import Device, Mesh
+from distsim.ir.maker import FunctionMaker
+from distsim.ir.op import Attributes, Op, Value
+from distsim.ir.type import Tensor
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one execution of an op asks of a device.
+
+    ``flops`` counts a multiply-add as two; ``bytes_read`` and ``bytes_written`` go to device memory;
+    ``matrix`` says that the flops run on the matrix units (tensor cores).
+    """
+
+    flops: float
+    bytes_read: float
+    bytes_written: float
+    matrix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """An op without its values: all that its work and its sharding rule may depend on."""
+
+    op_type: str
+    attributes: Attributes
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A dimension that is several pieces side by side, each of which is sharded by ``factor``.
+
+    The input of a ``Split`` is the example: rank 0 of two holds the first half of *each* piece.
+    """
+
+    factor: str
+    sizes: tuple[int, ...]
+
+
+Dim = str | Pieces | None
+"""The factor of a dimension; None: every rank needs (or makes) the whole dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingRule:
+    """How an op may be split over ranks, in factors (the notation of XLA's Shardy).
+
+    Each dimension of each input and output is labelled with a factor. When a factor is sharded, so
+    is every dimension labelled with it; an output that lacks the factor comes out *partial*: a sum
+    over the ranks not yet taken. ``MatMul`` of [m, k] and [k, n] is
+    ``ShardingRule((("m", "k"), ("k", "n")), (("m", "n"),))``; sharding k makes the output partial.
+
+    ``linear`` lists sets of inputs in which the op is jointly linear: when exactly the inputs of one
+    set are partial and the others are not, the outputs are partial. ``Add`` has ``((0, 1),)``,
+    ``Mul`` has ``((0,), (1,))``. Every output must be linear in the set.
+    ``mean`` names factors over which the op averages: each rank's result is divided by the number of
+    ranks to make it partial. ``localize`` rewrites the attributes for the local shapes.
+    """
+
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    linear: tuple[tuple[int, ...], ...] = ()
+    mean: tuple[str, ...] = ()
+    localize: Callable[[Attributes, tuple[tuple[int, ...], ...]], Attributes] | None = None
+    """(attributes, local output shapes) -> local attributes."""
+
+
+def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:
+    """Return ``rank`` distinct factor names."""
+    return tuple(f"{prefix}{i}" for i in range(rank))
+
+
+@dataclass
+class GradientContext:
+    """What a gradient rule sees: the forward op, the gradients of its outputs, and a maker.
+
+    ``outputs[i]`` may be read too (it is then saved). ``grads[i]`` is None when output i does not
+    influence the loss. ``wanted[i]`` tells whether input i needs a gradient.
+    """
+
+    maker: FunctionMaker
+    op: Op
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    grads: tuple[Value | None, ...]
+    wanted: tuple[bool, ...]
+
+    @property
+    def grad(self) -> Value:
+        """The gradient of the first output."""
+        grad = self.grads[0]
+        if grad is None:
+            raise TypeRuleError(f"{self.op!r}: the first output has no gradient")
+        return grad
+
+    @property
+    def attributes(self) -> Attributes:
+        """The attributes of the forward op."""
+        return self.op.attributes
+
+    def add(self, op_type: str, *inputs: Value, **attributes: Any) -> Value:
+        """Add an op with one output to the backward function."""
+        return self.maker.add(op_type, inputs, attributes)[0]
+
+    def add_many(self, op_type: str, *inputs: Value, **attributes: Any) -> tuple[Value, ...]:
+        """Add an op with several outputs."""
+        return self.maker.add(op_type, inputs, attributes)
+
+
+TypesRule = Callable[[Attributes, tuple[Tensor, ...]], tuple[Tensor, ...]]
+ComputeRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
+WorkRule = Callable[[Signature], Work]
+GradientRule = Callable[[GradientContext], Sequence[Value | None]]
+ShardRule = Callable[[Signature], ShardingRule]
+GroupRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
+"""(attributes, the input on each rank of one group) -> the output on each rank."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What a communication op moves.
+
+    ``kind`` names the collective algorithm (``distsim.hardware.collectives``), ``compute`` is its
+    meaning over the ranks of one group, ``nbytes`` the size that the algorithm's formula takes.
+    ``transfers``: the op moves its value to another device or mesh (attribute ``to``).
+    """
+
+    kind: str
+    compute: GroupRule
+    nbytes: Callable[[Signature], int]
+    transfers: bool = False
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator. Rules that are None are unknown: asking for them is an error that says so."""
+
+    name: str
+    types: TypesRule | None = None
+    compute: ComputeRule | None = None
+    work: WorkRule | None = None
+    gradient: GradientRule | None = None
+    sharding: ShardRule | None = None
+    communication: Communication | None = None
+    in_place: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Output index -> index of the input whose memory it takes over."""
+    seeds_gradient: bool = False
+    """A loss: its gradient rule starts the backward pass and reads no gradient of its output."""
+    view: bool = False
+    """The output is input 0 under another shape: no kernel runs and no memory is taken."""
+
+
+_OPERATORS: dict[str, Operator] = {}
+
+
+def register(operator: Operator) -> Operator:
+    """Add an operator, or the missing rules of one (each rule may be given once)."""
+    known = _OPERATORS.get(operator.name)
+    if known is not None:
+        rules = ("types", "compute", "work", "gradient", "sharding", "communication", "in_place", "view", "seeds_gradient")
+        given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
+        twice = [name for name in given if getattr(known, name)]
+        if twice:
+            raise ValueError(f"operator {operator.name}: {', '.join(twice)} defined twice")
+        operator = replace(known, **given)
+    _OPERATORS[operator.name] = operator
+    return operator
+
+
+def operator(op_type: str) -> Operator:
+    """Return the operator of that name; an ONNX operator without own rules has only its name."""
+    found = _OPERATORS.get(op_type)
+    return found if found is not None else Operator(op_type)
+
+
+def registered() -> tuple[str, ...]:
+    """Return the names of all operators that have rules of their own, sorted."""
+    return tuple(sorted(_OPERATORS))
+
+
+def common_device(op_type: str, inputs: Sequence[Tensor]) -> Device | Mesh | None:
+    """Return where the inputs are; inputs on different devices are an error."""
+    device = None
+    for tensor in inputs:
+        if tensor.device is None or tensor.device is device or tensor.device == device:
+            continue
+        if device is not None:
+            raise TypeRuleError(
+                f"{op_type} reads from {device} and from {tensor.device}; move one with Send, or with "
+                "a collective, first"
+            )
+        device = tensor.device
+    return device
+
+
+def arity(op_type: str, inputs: Sequence[Any], count: int) -> None:
+    """Raise unless there are ``count`` inputs."""
+    if len(inputs) != count:
+        raise TypeRuleError(f"{op_type} takes {count} inputs, {len(inputs)} given")
+
+
+def signature_of(op: Op) -> Signature:
+    """Return the signature of an op whose values are all tensors."""
+    return Signature(
+        op.op_type,
+        op.attributes,
+        tuple([_tensor(op, value) for value in op.inputs]),
+        tuple([_tensor(op, value) for value in op.outputs]),
+        op.version,
+    )
+
+
+def _tensor(op: Op, value: Value) -> Tensor:
+    if isinstance(value.type, Tensor):
+        return value.type
+    raise TypeRuleError(f"{op!r}: {value.name} must be a tensor, not {value.type}")
+
+
+def sharding_rule(signature: Signature) -> ShardingRule | None:
+    """Return the sharding rule of an op, or None when its operator has none."""
+    rule = operator(signature.op_type).sharding
+    return None if rule is None else rule(signature)
+
+
+def bytes_of(tensors: Sequence[Tensor]) -> float:
+    """Return the bytes of all tensors together."""
+    return float(sum(tensor.nbytes for tensor in tensors))
+
+
+def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:
+    """Return the work of an op that reads its inputs once and writes its outputs once."""
+    elements = sum(tensor.size for tensor in signature.outputs)
+    flops = flops_per_element * elements
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs))
+
+
+def require_compute(op_type: str) -> UnknownOperatorError:
+    """Return the error for an operator whose meaning is unknown."""
+    return UnknownOperatorError(f"operator {op_type} has no NumPy meaning here; register one in distsim.ops")
+
+
+__all__ = [name for name in dir() if not name.startswith("_") and name not in ("np", "npt", "annotations")]

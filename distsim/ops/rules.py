@@ -1,0 +1,53 @@
+"""Asking for the rules of an op: types, meaning, work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
+from distsim.ir.op import Attributes
+from distsim.ir.type import Tensor, Type
+from distsim.ops.onnx_bridge import onnx_compute, onnx_types
+from distsim.ops.operator import Array, Signature, Work, operator
+
+
+def types(
+    op_type: str, attributes: Attributes, inputs: tuple[Type, ...], version: int | None
+) -> tuple[Type, ...]:
+    """Return the output types of an op; the rule that the IR asks through its registry."""
+    return _types(op_type, attributes, inputs, version)
+
+
+@lru_cache(maxsize=65536)
+def _types(
+    op_type: str, attributes: Attributes, inputs: tuple[Type, ...], version: int | None
+) -> tuple[Tensor, ...]:
+    tensors: list[Tensor] = []
+    for index, type_ in enumerate(inputs):
+        if not isinstance(type_, Tensor):
+            raise TypeRuleError(f"{op_type}: input {index} must be a tensor, not {type_}")
+        tensors.append(type_)
+    rule = operator(op_type).types
+    if rule is None:
+        return onnx_types(op_type, attributes, tuple(tensors), version)
+    return rule(attributes, tuple(tensors))
+
+
+def compute(
+    op_type: str, attributes: Attributes, version: int | None, arrays: Sequence[Array], outputs: int
+) -> tuple[Array, ...]:
+    """Compute one op on one device with NumPy; ``outputs`` is how many results are wanted."""
+    rule = operator(op_type).compute
+    if rule is None:
+        return onnx_compute(op_type, attributes, version, arrays, outputs)
+    return tuple(np.asarray(array) for array in rule(attributes, arrays))
+
+
+@lru_cache(maxsize=65536)
+def work(signature: Signature) -> Work | None:
+    """Return the work of an op, or None when its operator has no work rule."""
+    rule = operator(signature.op_type).work
+    return None if rule is None else rule(signature)

@@ -1,0 +1,217 @@
+"""Operators that keep every element and change the shape, or repeat what is there.
+
+``Reshape``, ``Flatten``, ``Squeeze`` and ``Unsqueeze`` are views. ``Transpose``, ``Expand`` and ``Tile``
+write a new tensor. ``Shape`` and ``Size`` are folded at import and cost nothing where one is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from distsim.ir.op import Attributes, Value
+from distsim.ops.operator import (
+    Array,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    bytes_of,
+    letters,
+    register,
+)
+from distsim.ops.places import Localize, fill_work, ints, resizing, shape_of, view_work
+
+
+def reshape_labels(
+    source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+    """Return the labels of the dimensions of a reshape from ``source`` to ``target``.
+
+    Both shapes are cut into the smallest groups of equal size. The leading dimension of a group
+    carries its factor on both sides: parts of it are the same contiguous elements. The dimensions
+    behind it are not labelled, nor is anything of an empty tensor.
+
+    >>> reshape_labels((8, 5, 6), (40, 2, 3))
+    (('d0', None, 'd1'), ('d0', 'd1', None))
+    """
+    left: list[Dim] = [None] * len(source)
+    right: list[Dim] = [None] * len(target)
+    i = j = 0
+    names = iter(letters(len(source)))
+    while 0 not in source and i < len(source) and j < len(target):
+        if source[i] != target[j] and 1 in (source[i], target[j]):
+            i, j = i + (source[i] == 1), j + (target[j] == 1)
+            continue
+        left[i] = right[j] = next(names)
+        size_left, size_right = source[i], target[j]
+        i, j = i + 1, j + 1
+        while size_left != size_right:
+            if size_left < size_right:
+                size_left, i = size_left * source[i], i + 1
+            else:
+                size_right, j = size_right * target[j], j + 1
+    return tuple(left), tuple(right)
+
+
+def reshaped(ctx: GradientContext, value: Value, shape: tuple[int, ...]) -> Value:
+    """Return ``value`` under another shape."""
+    if shape_of(value) == shape:
+        return value
+    zero = {"allowzero": 1} if 0 in shape else {}
+    return ctx.add("Reshape", value, shape=shape, **zero)
+
+
+def summed(ctx: GradientContext, value: Value, shape: tuple[int, ...]) -> Value:
+    """Return ``value`` summed over the dimensions along which ``shape`` was broadcast to its shape."""
+    full = shape_of(value)
+    lead = len(full) - len(shape)
+    axes = tuple(i for i, n in enumerate(full) if i < lead or (shape[i - lead] == 1 and n != 1))
+    if axes:
+        value = ctx.add("ReduceSum", value, axes=axes, keepdims=1)
+    return reshaped(ctx, value, shape)
+
+
+def _reshape_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    return [reshaped(ctx, ctx.grad, shape_of(ctx.inputs[0]))]
+
+
+def _reshape_localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
+    zero = {"allowzero": 1} if 0 in outputs[0] else {}
+    return Attributes({**attributes, "shape": outputs[0], **zero})
+
+
+def _view_rule(signature: Signature, localize: Localize | None = None) -> ShardingRule:
+    source, target = reshape_labels(signature.inputs[0].shape, signature.outputs[0].shape)
+    return ShardingRule((source,), (target,), ((0,),), localize=localize)
+
+
+def _squeeze_rule(signature: Signature) -> ShardingRule:
+    # Without axes every dimension of size 1 goes, on a rank also those that became 1 by division.
+    axes = tuple(i for i, n in enumerate(signature.inputs[0].shape) if n == 1)
+
+    def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
+        return attributes if "axes" in attributes else Attributes({**attributes, "axes": axes})
+
+    return _view_rule(signature, localize)
+
+
+def _transpose_perm(attributes: Attributes, rank: int) -> tuple[int, ...]:
+    return ints(attributes["perm"]) if "perm" in attributes else tuple(reversed(range(rank)))
+
+
+def _transpose_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    perm = _transpose_perm(ctx.attributes, len(shape_of(ctx.inputs[0])))
+    inverse = tuple(perm.index(i) for i in range(len(perm)))
+    return [ctx.add("Transpose", ctx.grad, perm=inverse)]
+
+
+def _transpose(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return [arrays[0].transpose(_transpose_perm(attributes, arrays[0].ndim))]
+
+
+def _transpose_rule(signature: Signature) -> ShardingRule:
+    dims = letters(signature.inputs[0].rank)
+    perm = _transpose_perm(signature.attributes, len(dims))
+    return ShardingRule((dims,), (tuple(dims[i] for i in perm),), ((0,),))
+
+
+def _move_work(signature: Signature) -> Work:
+    return Work(0.0, bytes_of(signature.inputs), bytes_of(signature.outputs))
+
+
+# Expand and Tile: a dimension made by repeating one element may be divided; nothing of the input is.
+
+
+def _repeat_labels(
+    source: tuple[int, ...], target: tuple[int, ...]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+    names = letters(len(target))
+    padded = (1,) * (len(target) - len(source)) + source
+    same = [a == b for a, b in zip(padded, target, strict=True)]
+    left = tuple(name if equal else None for name, equal in zip(names, same, strict=True))
+    right = tuple(
+        name if equal or a == 1 else None for name, equal, a in zip(names, same, padded, strict=True)
+    )
+    return left[len(target) - len(source) :], right
+
+
+def _expand_rule(signature: Signature) -> ShardingRule:
+    source, target = _repeat_labels(signature.inputs[0].shape, signature.outputs[0].shape)
+    return ShardingRule((source,), (target,), ((0,),), localize=resizing("shape"))
+
+
+def _expand_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    return [summed(ctx, ctx.grad, shape_of(ctx.inputs[0]))]
+
+
+def _tile_rule(signature: Signature) -> ShardingRule:
+    given = signature.inputs[0].shape
+    source, target = _repeat_labels(given, signature.outputs[0].shape)
+    if "repeats" not in signature.attributes:  # Tile of opset 1 repeats one axis
+        target = tuple(b if a == b else None for a, b in zip(source, target, strict=True))
+        return ShardingRule((source,), (target,), ((0,),))
+    repeats = ints(signature.attributes["repeats"])
+
+    def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
+        local = [
+            made if size == 1 else count for size, made, count in zip(given, outputs[0], repeats, strict=True)
+        ]
+        return Attributes({**attributes, "repeats": local})
+
+    return ShardingRule((source,), (target,), ((0,),), localize=localize)
+
+
+def _tile_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    shape, full = shape_of(ctx.inputs[0]), shape_of(ctx.grad)
+    if math.prod(shape) == 0:
+        return [reshaped(ctx, ctx.grad, shape)]
+    repeats = [b // a for a, b in zip(shape, full, strict=True)]
+    repeated = tuple(i for i, count in enumerate(repeats) if count > 1)
+    if not repeated:
+        return [ctx.grad]
+    split: list[int] = []
+    axes: list[int] = []
+    for size, count in zip(shape, repeats, strict=True):
+        if count > 1:
+            axes.append(len(split))
+            split.append(count)
+        split.append(size)
+    parts = reshaped(ctx, ctx.grad, tuple(split))
+    return [ctx.add("ReduceSum", parts, axes=tuple(axes), keepdims=0)]
+
+
+def _whole_rule(signature: Signature) -> ShardingRule:
+    whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
+    return ShardingRule(whole, tuple((None,) * tensor.rank for tensor in signature.outputs))
+
+
+def _reshape_rule(signature: Signature) -> ShardingRule:
+    return _view_rule(signature, _reshape_localize)
+
+
+register(
+    Operator("Reshape", work=view_work, gradient=_reshape_gradient, sharding=_reshape_rule, view=True)
+)
+register(Operator("Flatten", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
+register(
+    Operator("Squeeze", work=view_work, gradient=_reshape_gradient, sharding=_squeeze_rule, view=True)
+)
+register(Operator("Unsqueeze", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
+register(
+    Operator(
+        "Transpose",
+        compute=_transpose,
+        work=_move_work,
+        gradient=_transpose_gradient,
+        sharding=_transpose_rule,
+    )
+)
+register(Operator("Expand", work=_move_work, gradient=_expand_gradient, sharding=_expand_rule))
+register(Operator("Tile", work=_move_work, gradient=_tile_gradient, sharding=_tile_rule))
+# Metadata: what they give is known from the type.
+register(Operator("Shape", work=view_work, sharding=_whole_rule))
+register(Operator("Size", work=view_work, sharding=_whole_rule))
+register(Operator("EyeLike", work=fill_work, gradient=lambda ctx: [None], sharding=_whole_rule))

@@ -1,0 +1,230 @@
+"""Losses, optimizers and what training adds to a model.
+
+``N`` is the number of samples (tokens) in the *global* batch, so a loss over part of the batch is a
+part of the sum: partial over data-parallel ranks and over microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.operator import (
+    Array,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    arity,
+    common_device,
+    letters,
+    memory_bound,
+    register,
+)
+
+
+def _same_shapes(op_type: str, inputs: tuple[Tensor, ...], count: int) -> None:
+    arity(op_type, inputs, count)
+    for tensor in inputs[1:]:
+        if tensor.shape != inputs[0].shape:
+            raise TypeRuleError(f"{op_type}: shapes {inputs[0].shape} and {tensor.shape} must agree")
+        if tensor.dtype != inputs[0].dtype:
+            raise TypeRuleError(f"{op_type}: {inputs[0].dtype.name} and {tensor.dtype.name} must agree")
+
+
+def elementwise_rule(signature: Signature, linear: tuple[tuple[int, ...], ...] = ()) -> ShardingRule:
+    """Return the rule of an op whose inputs and outputs all have one shape."""
+    dims = letters(signature.outputs[0].rank)
+    return ShardingRule((dims,) * len(signature.inputs), (dims,) * len(signature.outputs), linear)
+
+
+# Loss: mean squared error, sum((y - z)^2) / N.
+
+
+def _loss_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _same_shapes("Loss", inputs, 2)
+    return (Tensor(inputs[0].dtype, (), common_device("Loss", inputs)),)
+
+
+def _loss(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return [np.asarray(np.square(arrays[0] - arrays[1]).sum() / attributes["N"], arrays[0].dtype)]
+
+
+def _loss_sharding(signature: Signature) -> ShardingRule:
+    dims = letters(signature.inputs[0].rank)
+    return ShardingRule((dims, dims), ((),))
+
+
+def _loss_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    return [ctx.add("LossGrad", *ctx.inputs, **ctx.attributes), None]
+
+
+def _loss_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _same_shapes("LossGrad", inputs, 2)
+    return (inputs[0].on(common_device("LossGrad", inputs)),)
+
+
+register(
+    Operator(
+        "Loss",
+        types=_loss_types,
+        compute=_loss,
+        work=lambda s: memory_bound(s, 3.0 * s.inputs[0].size),
+        gradient=_loss_gradient,
+        seeds_gradient=True,
+        sharding=_loss_sharding,
+    )
+)
+register(
+    Operator(
+        "LossGrad",
+        types=_loss_grad_types,
+        compute=lambda a, x: [(2.0 / a["N"]) * (x[0] - x[1])],
+        work=lambda s: memory_bound(s, 2.0),
+        sharding=lambda s: elementwise_rule(s, ((0, 1),)),
+    )
+)
+
+
+# CrossEntropyLoss: -sum over positions of log softmax(logits)[label] / N.
+
+
+def _check_labels(op_type: str, inputs: tuple[Tensor, ...]) -> None:
+    arity(op_type, inputs, 2)
+    logits, labels = inputs
+    if logits.shape[:-1] != labels.shape or labels.dtype.is_floating:
+        raise TypeRuleError(
+            f"{op_type} takes logits [..., classes] and integer labels [...], not {logits} and {labels}"
+        )
+
+
+def _cross_entropy_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _check_labels("CrossEntropyLoss", inputs)
+    return (Tensor(inputs[0].dtype, (), common_device("CrossEntropyLoss", inputs)),)
+
+
+def _cross_entropy_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _check_labels("CrossEntropyLossGrad", inputs)
+    return (inputs[0].on(common_device("CrossEntropyLossGrad", inputs)),)
+
+
+def _log_softmax(logits: Array) -> Array:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def _cross_entropy(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logits, labels = arrays
+    picked = np.take_along_axis(_log_softmax(logits), labels[..., None].astype(np.int64), axis=-1)
+    return [np.asarray(-picked.sum() / attributes["N"], logits.dtype)]
+
+
+def _cross_entropy_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logits, labels = arrays
+    grad = np.exp(_log_softmax(logits))
+    index = labels[..., None].astype(np.int64)
+    np.put_along_axis(grad, index, np.take_along_axis(grad, index, axis=-1) - 1, axis=-1)
+    return [(grad / attributes["N"]).astype(logits.dtype)]
+
+
+def _cross_entropy_sharding(signature: Signature) -> ShardingRule:
+    labels = letters(signature.inputs[1].rank)
+    outputs = tuple((*labels, None) if tensor.rank else () for tensor in signature.outputs)
+    return ShardingRule(((*labels, None), labels), outputs)
+
+
+register(
+    Operator(
+        "CrossEntropyLoss",
+        types=_cross_entropy_types,
+        compute=_cross_entropy,
+        work=lambda s: memory_bound(s, 5.0 * s.inputs[0].size),
+        gradient=lambda ctx: [ctx.add("CrossEntropyLossGrad", *ctx.inputs, **ctx.attributes), None],
+        seeds_gradient=True,
+        sharding=_cross_entropy_sharding,
+    )
+)
+register(
+    Operator(
+        "CrossEntropyLossGrad",
+        types=_cross_entropy_grad_types,
+        compute=_cross_entropy_grad,
+        work=lambda s: memory_bound(s, 5.0),
+        sharding=_cross_entropy_sharding,
+    )
+)
+
+
+# Optimizers. They write where they read: no second copy of the parameters.
+
+
+def _sgd_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _same_shapes("SGDOptimizer", inputs, 2)
+    return (inputs[0].on(common_device("SGDOptimizer", inputs)),)
+
+
+register(
+    Operator(
+        "SGDOptimizer",
+        types=_sgd_types,
+        compute=lambda a, x: [x[0] - a["lr"] * x[1]],
+        work=lambda s: memory_bound(s, 2.0),
+        sharding=elementwise_rule,
+        in_place={0: 0},
+    )
+)
+
+
+def _adam_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("AdamOptimizer", inputs, 4)
+    for tensor in inputs[1:]:
+        if tensor.shape != inputs[0].shape:
+            raise TypeRuleError(f"AdamOptimizer: shapes {inputs[0].shape} and {tensor.shape} must agree")
+    device = common_device("AdamOptimizer", inputs)
+    return (inputs[0].on(device), inputs[2].on(device), inputs[3].on(device))
+
+
+def _adam(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    """Kingma & Ba 2015, algorithm 1, at step ``step`` (1 at first)."""
+    weight, grad, mean, square = arrays
+    beta1, beta2, step = attributes["beta1"], attributes["beta2"], attributes["step"]
+    mean = beta1 * mean + (1 - beta1) * grad
+    square = beta2 * square + (1 - beta2) * grad * grad
+    change = (mean / (1 - beta1**step)) / (np.sqrt(square / (1 - beta2**step)) + attributes["eps"])
+    return [weight - attributes["lr"] * change, mean, square]
+
+
+register(
+    Operator(
+        "AdamOptimizer",
+        types=_adam_types,
+        compute=_adam,
+        work=lambda s: memory_bound(s, 4.0),
+        sharding=elementwise_rule,
+        in_place={0: 0, 1: 2, 2: 3},
+    )
+)
+
+
+def _sum_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _same_shapes("AccumulateInto", inputs, 2)
+    return (inputs[0].on(common_device("AccumulateInto", inputs)),)
+
+
+register(
+    Operator(
+        "AccumulateInto",
+        types=_sum_types,
+        compute=lambda a, x: [x[0] + x[1]],
+        work=lambda s: memory_bound(s, 1.0),
+        sharding=lambda s: elementwise_rule(s, ((0, 1),)),
+        in_place={0: 0},
+    )
+)
+
+LOSSES = ("CrossEntropyLoss", "CrossEntropyLossGrad", "Loss", "LossGrad")
+"""Operators whose inputs carry the batch in dimension 0 and whose ``N`` counts the global batch."""

@@ -1,0 +1,30 @@
+"""Function -> Function: differentiate, shard, pipeline, and the calls of the DistIR notebooks."""
+
+from distsim.transforms.differentiate import differentiate
+from distsim.transforms.loss import add_loss
+from distsim.transforms.optimizers import SGD, Adam, optimizer_named
+from distsim.transforms.parallel_3d import (
+    PipeDreamScheduler,
+    build_program,
+    parallel_transform_3d,
+    steady_state_transform,
+)
+from distsim.transforms.pipeline import pipeline
+from distsim.transforms.precision import set_precision
+from distsim.transforms.shard import Sharded, shard
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "PipeDreamScheduler",
+    "Sharded",
+    "add_loss",
+    "build_program",
+    "differentiate",
+    "optimizer_named",
+    "parallel_transform_3d",
+    "pipeline",
+    "set_precision",
+    "shard",
+    "steady_state_transform",
+]

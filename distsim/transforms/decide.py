@@ -1,0 +1,259 @@
+"""Choosing how every op and value is placed along one axis of ranks, all at once.
+
+One variable per op (its strategy) and one per value (the state in which it is handed on: a partial
+sum is taken once, for all readers). A function that is called many times has its variables once, so
+all of its calls are placed alike. The objective is, in this order of weight: matrix flops that are
+not divided, bytes that the collectives move, bytes that the kernels touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from distsim.errors import PlanError
+from distsim.ir import Function, Op, Tensor, Value
+from distsim.ir.function import callees
+from distsim.ops import Pieces, operator, signature_of, work
+from distsim.transforms.eliminate import Problem, Solution, Table, solve
+from distsim.transforms.placement import FORBIDDEN, PARTIAL, REPLICATED, State, divisible, moved_bytes
+from distsim.transforms.strategies import Strategy, rule_of, strategies
+
+FLOPS_WEIGHT = 1e4
+"""A matmul of share F of the flops is divided unless that moves 1e4 F times the bytes of all values."""
+TOUCH_WEIGHT = 1e-4
+READER_WEIGHT = 1e-9
+START_BYTES = 65536.0
+"""A collective costs its start besides its bytes: some 10 us, in which a slow link moves 64 KiB."""
+INNER_SUM = 1e6
+"""Times dearer is a sum taken inside a callee where the caller can take it, once for all calls."""
+"""Breaks ties: a collective that one reader asks for is run where the value is made, so early."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How ops and values are placed along one axis; ``moved`` is the bytes sent per rank and step."""
+
+    strategies: Mapping[Op, Strategy]
+    states: Mapping[Value, State]
+    moved: float
+    proven: bool
+
+    def state(self, value: Value) -> State:
+        """Return the state in which a value is handed on."""
+        return self.states.get(value, REPLICATED)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What the choice may do: ``ranks`` ranks, factors that may be divided, states that are given."""
+
+    ranks: int
+    allowed: Callable[[Op], Callable[[str], bool]]
+    given: Mapping[Value, State]
+    outer_sums: bool = False
+    """Partial sums should leave a callee untaken (those over microbatches)."""
+
+
+def decide(function: Function, axis: Axis) -> Decision:
+    """Return the least-cost placement of every op and value of ``function`` and of its callees."""
+    return _Chooser(function, axis).decide()
+
+
+class _Chooser:
+    def __init__(self, function: Function, axis: Axis) -> None:
+        self.function, self.axis = function, axis
+        self.functions = (*callees(function), function)
+        self.times = _times_called(function)
+        self.problem = Problem()
+        self.pieces = _pieces(self.functions)
+        self.options: dict[Op, tuple[Strategy, ...]] = {}
+        self.op_variable: dict[Op, int] = {}
+        self.domains: dict[Value, tuple[State, ...]] = {}
+        self.value_variable: dict[Value, int] = {}
+        ops = [(op, self.times[id(f)]) for f in self.functions for op in f.ops if op.op_type != "Call"]
+        self.top = frozenset(function.ops)
+        self.flops = sum(t * _matrix_flops(op) for op, t in ops) or 1.0
+        self.bytes = sum(t * _touched(op) for op, t in ops) or 1.0
+        self.ops = ops
+
+    def decide(self) -> Decision:
+        self._options()
+        self._domains()
+        for op, times in self.ops:
+            self._add_op(op, times)
+        for current in self.functions:
+            for op in current.ops:
+                if op.op_type == "Call":
+                    self._add_call(op, self.times[id(current)])
+        self._ends()
+        solution = solve(self.problem)
+        if not np.isfinite(solution.cost):
+            raise PlanError(
+                f"{self.function.name}: no way to run it on {self.axis.ranks} ranks agrees with the "
+                "placements that are given"
+            )
+        return self._result(solution)
+
+    def _options(self) -> None:
+        axis = self.axis
+        for op, _ in self.ops:
+            signature = signature_of(op)
+            allowed = axis.allowed(op)
+            outputs_only = _outputs_only(op)
+            found = strategies(
+                signature, axis.ranks, lambda f, a=allowed, o=outputs_only: a(f) or f in o, self.pieces
+            )
+            self.options[op] = found
+
+    def _domains(self) -> None:
+        """A value may be in any state that its producer makes or that a reader asks for."""
+        wanted: dict[Value, dict[State, None]] = {}
+        made: dict[Value, dict[State, None]] = {}
+        for op, _ in self.ops:
+            for strategy in self.options[op]:
+                for value, state in zip(op.inputs, strategy.inputs, strict=True):
+                    wanted.setdefault(value, {})[state] = None
+                for value, state in zip(op.outputs, strategy.outputs, strict=True):
+                    made.setdefault(value, {})[state] = None
+        calls = [op for f in self.functions for op in f.ops if op.op_type == "Call"]
+        for call in (*calls, *reversed(calls)):  # states travel through calls both ways
+            for outer, inner in zip(call.inputs, call.callee.inputs, strict=True):
+                wanted.setdefault(outer, {}).update(wanted.get(inner, {}))
+                made.setdefault(inner, {}).update(made.get(outer, {}))
+            for outer, inner in zip(call.outputs, call.callee.outputs, strict=True):
+                made.setdefault(outer, {}).update(made.get(inner, {}))
+                wanted.setdefault(inner, {}).update(wanted.get(outer, {}))
+        inputs = set(self.function.inputs)
+        for value in (v for f in self.functions for v in (*f.inputs, *(o for op in f.ops for o in op.outputs))):
+            states = {REPLICATED: None, **made.get(value, {}), **wanted.get(value, {})}
+            if value in inputs:
+                states.pop(PARTIAL, None)
+            fits = tuple(s for s in states if divisible(_tensor(value).shape, s, self.axis.ranks))
+            given = self.axis.given.get(value)
+            self.domains[value] = fits if given is None else (given,)
+            self.value_variable[value] = self.problem.variable(np.zeros(len(self.domains[value])))
+
+    def _add_op(self, op: Op, times: int) -> None:
+        options, ranks = self.options[op], self.axis.ranks
+        flops, touched = _matrix_flops(op) / self.flops, _touched(op) / self.bytes
+        whole = FLOPS_WEIGHT * flops + TOUCH_WEIGHT * touched
+        costs = [times * (whole / ranks if s.factor is not None else whole) for s in options]
+        variable = self.problem.variable(costs)
+        self.op_variable[op] = variable
+        scale = times / self.bytes
+        for index, value in enumerate(op.outputs):
+            raw = tuple(s.outputs[index] for s in options)
+            moves = _moves(_tensor(value), raw, self.domains[value], ranks) * scale
+            self._pair(variable, value, moves * self._dearer(op, raw))
+        for index, value in enumerate(op.inputs):
+            asked, states = tuple(s.inputs[index] for s in options), self.domains[value]
+            table = _moves(_tensor(value), states, asked, ranks) * (scale * (1 + READER_WEIGHT))
+            self._pair(variable, value, (table * self._dearer(op, states)).T)
+
+    def _dearer(self, op: Op, sources: tuple[State, ...]) -> Table:
+        inner = self.axis.outer_sums and op not in self.top
+        return np.array([[INNER_SUM if inner and s is PARTIAL else 1.0] for s in sources])
+
+    def _add_call(self, op: Op, times: int) -> None:
+        scale, ranks = times / self.bytes, self.axis.ranks
+        sources = (*op.inputs, *op.callee.outputs)
+        targets = (*op.callee.inputs, *op.outputs)
+        for source, target in zip(sources, targets, strict=True):
+            table = _moves(_tensor(source), self.domains[source], self.domains[target], ranks) * scale
+            self._pair(self.value_variable[source], target, table)
+
+    def _pair(self, variable: int, value: Value, table: Table) -> None:
+        self.problem.pair(variable, self.value_variable[value], table)
+
+    def _ends(self) -> None:
+        """Outputs are not partial; what is updated in place stays where it is."""
+        producer = {value: op for op in self.function.ops for value in op.outputs}
+        inputs = set(self.function.inputs)
+        for value in self.function.outputs:
+            domain = self.domains[value]
+            self.problem.unary[self.value_variable[value]] += [
+                FORBIDDEN if state is PARTIAL else 0.0 for state in domain
+            ]
+            op = producer.get(value)
+            place = None if op is None else operator(op.op_type).in_place.get(op.outputs.index(value))
+            if op is not None and place is not None and op.inputs[place] in inputs:
+                source = op.inputs[place]
+                same = [[0.0 if a == b else FORBIDDEN for b in domain] for a in self.domains[source]]
+                self._pair(self.value_variable[source], value, np.array(same))
+
+    def _result(self, solution: Solution) -> Decision:
+        chosen = {op: self.options[op][solution.choices[v]] for op, v in self.op_variable.items()}
+        states = {v: self.domains[v][solution.choices[n]] for v, n in self.value_variable.items()}
+        return Decision(chosen, states, self._moved(chosen, states), solution.proven)
+
+    def _moved(self, chosen: Mapping[Op, Strategy], states: Mapping[Value, State]) -> float:
+        """Return the bytes sent per rank; a state that several readers ask for is made once."""
+        moved = 0.0
+        for function in self.functions:
+            moves: dict[tuple[Value, State, State], None] = {}
+            for op in function.ops:
+                if op.op_type == "Call":
+                    inputs = [states[v] for v in op.callee.inputs]
+                    outputs = [states[v] for v in op.callee.outputs]
+                else:
+                    inputs, outputs = list(chosen[op].inputs), list(chosen[op].outputs)
+                moves |= {(v, s, states[v]): None for v, s in zip(op.outputs, outputs, strict=True)}
+                moves |= {(v, states[v], s): None for v, s in zip(op.inputs, inputs, strict=True)}
+            sent = sum(moved_bytes(_tensor(v), s, t, self.axis.ranks) for v, s, t in moves)
+            moved += self.times[id(function)] * sent
+        return moved
+
+
+@lru_cache(maxsize=65536)
+def _moves(tensor: Tensor, sources: tuple[State, ...], targets: tuple[State, ...], ranks: int) -> Table:
+    # Forbidden moves stay infinite whatever the scale; 0 * inf does not occur as scales are positive.
+    ranks = max(ranks, 2)
+    table = np.array([[moved_bytes(tensor, s, t, ranks) for t in targets] for s in sources])
+    return np.where(table > 0, table + START_BYTES, table)
+
+
+def _times_called(function: Function) -> dict[int, int]:
+    times = {id(function): 1}
+    for current in (function, *reversed(callees(function))):
+        for op in current.ops:
+            if op.op_type == "Call":
+                times[id(op.callee)] = times.get(id(op.callee), 0) + times[id(current)]
+    return times
+
+
+def _pieces(functions: tuple[Function, ...]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    found: dict[int, dict[tuple[int, ...], None]] = {}
+    for op in (op for f in functions for op in f.ops if op.op_type != "Call"):
+        rule = rule_of(signature_of(op))
+        for dim in (dim for dims in (*rule.inputs, *rule.outputs) for dim in dims) if rule else ():
+            if isinstance(dim, Pieces):
+                found.setdefault(sum(dim.sizes), {})[dim.sizes] = None
+    return {size: tuple(pieces) for size, pieces in found.items()}
+
+
+def _outputs_only(op: Op) -> frozenset[str]:
+    """Factors that no input has: the op makes the same numbers on every rank, so may make fewer."""
+    rule = rule_of(signature_of(op))
+    if rule is None:
+        return frozenset()
+    inputs = {dim for dims in rule.inputs for dim in dims}
+    return frozenset(d for dims in rule.outputs for d in dims if isinstance(d, str) and d not in inputs)
+
+
+def _matrix_flops(op: Op) -> float:
+    found = work(signature_of(op))
+    return found.flops if found is not None and found.matrix else 0.0
+
+
+def _touched(op: Op) -> float:
+    return float(sum(_tensor(value).nbytes for value in (*op.inputs, *op.outputs)))
+
+
+def _tensor(value: Value) -> Tensor:
+    if not isinstance(value.type, Tensor):
+        raise PlanError(f"{value.name} must be a tensor, not {value.type}")
+    return value.type

@@ -1,0 +1,268 @@
+"""differentiate: forward function -> joint function (forward, backward, optimizer)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distsim.errors import PlanError, UnknownOperatorError
+from distsim.ir import Function, FunctionMaker, Literal, Op, Tensor, Value
+from distsim.ir.type import as_tensor
+from distsim.ops import GradientContext, operator
+from distsim.transforms.optimizers import SGD, Optimizer
+
+Mask = tuple[bool, ...]
+
+
+def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Function:  # noqa: B008
+    """Return the function that runs ``function``, its backward pass and ``optimizer``.
+
+    The first output of ``function`` is the loss, a floating-point scalar (see :func:`add_loss`).
+    Outputs: the loss, then per parameter in order its new value, then its new optimizer state; with
+    ``optimizer=None``, the gradients instead. Optimizer state comes in as inputs of role STATE. A
+    parameter that does not influence the loss keeps its value and is not an output.
+
+    Reverse accumulation over the ops and through Calls: a callee is differentiated once per set of
+    wanted gradients, into a forward function that also returns what backward needs, and a backward
+    function. Raises :class:`UnknownOperatorError` for an operator without a gradient.
+    """
+    loss = function.outputs[0]
+    if not (isinstance(loss.type, Tensor) and loss.type.shape == () and loss.type.dtype.is_floating):
+        raise PlanError(
+            f"{function.name}: the first output, {loss}, must be a scalar loss; append one with add_loss"
+        )
+    parameters = function.parameters
+    if not parameters:
+        raise PlanError(f"{function.name} has no input marked as a parameter (Role.PARAMETER)")
+    pass_ = _Pass(FunctionMaker(f"{function.name}_training"), _Callees())
+    for value in function.inputs:
+        pass_.copies[value] = pass_.maker.add_input_value(value.name, value.type, value.role)
+    wanted = _influenced(function, parameters)
+    pass_.plan_calls(function, wanted, [loss])
+    pass_.forward(function)
+    pass_.backward(function, wanted, {loss: None})
+    pairs = [(pass_.copies[p], pass_.grads[p]) for p in parameters if p in pass_.grads]
+    outputs = [pass_.copies[loss]]
+    if optimizer is None:
+        outputs += [grad for _, grad in pairs]
+    else:
+        outputs += optimizer.apply(pass_.maker, pairs)
+    pass_.maker.set_outputs(outputs)
+    return pass_.maker.finalize()
+
+
+def _influenced(function: Function, sources: Sequence[Value]) -> set[Value]:
+    """Return the floating-point values that depend on ``sources``: those that need a gradient."""
+    found = set(sources)
+    for op in function.ops:
+        if any(value in found for value in op.inputs):
+            found.update(v for v in op.outputs if _floating(v))
+    return found
+
+
+def _floating(value: Value) -> bool:
+    return isinstance(value.type, Tensor) and value.type.dtype.is_floating
+
+
+@dataclass(frozen=True)
+class _Linearized:
+    """A callee's forward function with saved outputs, and its backward function.
+
+    ``saved`` are the callee's values that backward reads: inputs first, then those that ``forward``
+    returns after the callee's own outputs. ``inputs`` tells which inputs backward makes gradients of.
+    """
+
+    forward: Function
+    backward: Function
+    saved_inputs: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    num_saved: int
+    inputs: tuple[int, ...]
+
+
+class _Callees:
+    """Differentiates every callee once per (wanted inputs, given output gradients)."""
+
+    def __init__(self) -> None:
+        self._done: dict[tuple[int, Mask, Mask], _Linearized] = {}
+
+    def linearize(self, callee: Function, wanted: Mask, given: Mask) -> _Linearized:
+        key = (id(callee), wanted, given)
+        if key not in self._done:
+            self._done[key] = self._linearize(callee, wanted, given)
+        return self._done[key]
+
+    def _linearize(self, callee: Function, wanted: Mask, given: Mask) -> _Linearized:
+        influenced = _influenced(callee, [v for v, w in zip(callee.inputs, wanted, strict=True) if w])
+        forward = FunctionMaker(callee.name)
+        ahead = _Pass(forward, self)
+        for value in callee.inputs:
+            ahead.copies[value] = forward.add_input_value(value.name, value.type, value.role)
+        ahead.plan_calls(callee, influenced, [v for v, g in zip(callee.outputs, given, strict=True) if g])
+        ahead.forward(callee)
+
+        backward = FunctionMaker(f"{callee.name}_backward")
+        behind = _Pass(backward, self)
+        behind.linearized = ahead.linearized
+        everything = [*callee.inputs, *(v for op in callee.ops for v in op.outputs)]
+        back_of: dict[Value, Value] = {}
+        for value in everything:
+            behind.copies[value] = backward.add_input_value(value.name, value.type, value.role)
+            back_of[behind.copies[value]] = ahead.copies[value]
+        for op, values in ahead.extras.items():
+            own = tuple(backward.add_input_value(v.name, v.type) for v in values)
+            behind.extras[op] = own
+            back_of.update(zip(own, values, strict=True))
+        seeds: dict[Value, Value | None] = {}
+        for value, has in zip(callee.outputs, given, strict=True):
+            if has and value in influenced:
+                seeds[value] = backward.add_input_value(f"d{value.name}", value.type)
+        behind.backward(callee, influenced, seeds)
+        targets = [i for i, v in enumerate(callee.inputs) if wanted[i] and v in behind.grads]
+        backward.set_outputs([behind.grads[callee.inputs[i]] for i in targets])
+        return self._wire(callee, ahead, backward, back_of, tuple(targets))
+
+    def _wire(
+        self,
+        callee: Function,
+        ahead: _Pass,
+        backward: FunctionMaker,
+        back_of: dict[Value, Value],
+        targets: tuple[int, ...],
+    ) -> _Linearized:
+        """Keep only the forward values that backward reads, and return them from forward."""
+        read = {value for op in backward.ops for value in op.inputs} | set(backward.outputs)
+        backward.inputs = [v for v in backward.inputs if v in read or v not in back_of]
+        own_inputs = [ahead.copies[v] for v in callee.inputs]
+        own_outputs = [ahead.copies[v] for v in callee.outputs]
+        saved = [back_of[v] for v in backward.inputs if v in back_of]
+        from_inputs = tuple(own_inputs.index(v) for v in saved if v in own_inputs)
+        rest = [v for v in saved if v not in own_inputs]
+        extra = [v for v in dict.fromkeys(rest) if v not in own_outputs]
+        outputs = [*own_outputs, *extra]
+        ahead.maker.set_outputs(outputs)
+        order = {v: i for i, v in enumerate([*own_inputs, *rest])}
+        grads = [v for v in backward.inputs if v not in back_of]
+        kept = sorted((v for v in backward.inputs if v in back_of), key=lambda v: order[back_of[v]])
+        backward.inputs = [*kept, *grads]
+        return _Linearized(
+            ahead.maker.finalize(),
+            backward.finalize(),
+            tuple(sorted(from_inputs)),
+            tuple(outputs.index(v) for v in rest),
+            len(extra),
+            targets,
+        )
+
+
+class _Pass:
+    """Copies a function forward into a maker, and emits its backward pass into one."""
+
+    def __init__(self, maker: FunctionMaker, callees: _Callees) -> None:
+        self.maker, self.callees = maker, callees
+        self.copies: dict[Value, Value] = {}
+        self.grads: dict[Value, Value] = {}
+        self.linearized: dict[Op, _Linearized] = {}
+        self.extras: dict[Op, tuple[Value, ...]] = {}
+
+    def plan_calls(self, function: Function, wanted: set[Value], outputs: Sequence[Value]) -> None:
+        """Decide how each Call is differentiated: which of its outputs will have a gradient."""
+        live = set(outputs) & wanted
+        for op in reversed(function.ops):
+            if not any(v in live for v in op.outputs):
+                continue
+            if op.op_type == "Call":
+                mask = tuple(v in wanted for v in op.inputs)
+                given = tuple(v in live for v in op.outputs)
+                self.linearized[op] = self.callees.linearize(op.callee, mask, given)
+            live.update(v for v in op.inputs if v in wanted)
+
+    def forward(self, function: Function) -> None:
+        """Copy the ops; a Call that is differentiated also returns what its backward reads."""
+        for op in function.ops:
+            inputs = [self.copies[v] for v in op.inputs]
+            names = [v.name for v in op.outputs]
+            plan = self.linearized.get(op)
+            subfunctions = op.subfunctions
+            if plan is not None:
+                subfunctions = (plan.forward,)
+                names += [v.name for v in plan.forward.outputs[len(op.outputs) :]]
+            made = self.maker.add(op.op_type, inputs, op.attributes, subfunctions, names, op.version, op.name)
+            self.copies.update(zip(op.outputs, made, strict=False))
+            self.extras[op] = made[len(op.outputs) :]
+
+    def backward(self, function: Function, wanted: set[Value], seeds: dict[Value, Value | None]) -> None:
+        """Emit the gradients; a seed of None is the loss itself, whose gradient is one."""
+        ones = {value for value, grad in seeds.items() if grad is None}
+        for value, grad in seeds.items():
+            if grad is not None:
+                self.accumulate(value, grad)
+        for op in reversed(function.ops):
+            has = any(v in self.grads for v in op.outputs)
+            needs = any(v in wanted for v in op.inputs)
+            if needs and op.op_type == "Call" and has:
+                self.call(op)
+            elif needs and (has or any(v in ones for v in op.outputs)):
+                self.op(op, wanted, seeded=any(v in ones for v in op.outputs))
+
+    def accumulate(self, value: Value, grad: Value) -> None:
+        known = self.grads.get(value)
+        if known is not None:
+            grad = self.maker.add("Add", [known, grad], output_names=[f"d{value.name}"])[0]
+        self.grads[value] = grad
+
+    def op(self, op: Op, wanted: set[Value], seeded: bool) -> None:
+        rule = operator(op.op_type).gradient
+        if rule is None:
+            raise UnknownOperatorError(
+                f"operator {op.op_type} ({op!r}) has no gradient rule; give it one in distsim.ops, or "
+                "differentiate a function without it"
+            )
+        grads = tuple(self.grads.get(v) for v in op.outputs)
+        if seeded and grads[0] is None and not operator(op.op_type).seeds_gradient:
+            grads = (self._one(op.outputs[0]), *grads[1:])
+        context = GradientContext(
+            self.maker,
+            op,
+            tuple(self.copies[v] for v in op.inputs),
+            tuple(self.copies[v] for v in op.outputs),
+            grads,
+            tuple(v in wanted for v in op.inputs),
+        )
+        self._take(op.inputs, rule(context), wanted.__contains__, op)
+
+    def _one(self, loss: Value) -> Value:
+        """The gradient of the loss with respect to itself."""
+        type_ = as_tensor(loss.type, loss.name)
+        one = {"value": Literal(np.ones((), type_.dtype.np)), "device": type_.device}
+        return self.maker.add("Constant", (), one, output_names=["one"])[0]
+
+    def call(self, op: Op) -> None:
+        plan = self.linearized[op]
+        saved = [self.copies[op.inputs[i]] for i in plan.saved_inputs]
+        results = [*(self.copies[v] for v in op.outputs), *self.extras[op]]
+        saved += [results[i] for i in plan.saved_outputs]
+        grads = [self.grads[v] for v in op.outputs if v in self.grads]
+        inputs = [*saved, *grads]
+        names = [f"d{op.inputs[i].name}" for i in plan.inputs]
+        made = self.maker.add("Call", inputs, op.attributes, (plan.backward,), names, None, op.name)
+        for index, grad in zip(plan.inputs, made, strict=True):
+            self.accumulate(op.inputs[index], grad)
+
+    def _take(
+        self, inputs: Sequence[Value], made: Sequence[Value | None], wanted: Callable[[Value], bool], op: Op
+    ) -> None:
+        if len(made) != len(inputs):
+            raise UnknownOperatorError(
+                f"the gradient rule of {op.op_type} made {len(made)} gradients for {len(inputs)} inputs"
+            )
+        for value, grad in zip(inputs, made, strict=True):
+            if grad is None or not wanted(value):
+                continue
+            if grad.type != value.type:
+                raise UnknownOperatorError(
+                    f"the gradient rule of {op.op_type} made {grad} for {value}: the types must agree"
+                )
+            self.accumulate(value, grad)

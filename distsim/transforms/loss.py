@@ -1,0 +1,67 @@
+"""add_loss: append a loss to a function that ends in predictions."""
+
+from __future__ import annotations
+
+from distsim.errors import PlanError
+from distsim.ir import Function, FunctionMaker, Int64, Role, Tensor, Value
+
+LOSSES = ("auto", "cross_entropy", "mse")
+
+
+def add_loss(function: Function, kind: str = "auto") -> Function:
+    """Return ``function`` with a scalar loss of its first floating-point output as its only output.
+
+    ``"mse"`` adds a target of the output's type and takes the mean over the batch of the squared
+    error; ``"cross_entropy"`` adds integer labels and takes the mean over positions of the cross
+    entropy over the last dimension. ``"auto"`` returns a function that ends in a scalar unchanged,
+    takes cross entropy for models of token ids or images (an integer input, or one of rank 4), and
+    mean squared error otherwise.
+    """
+    if kind not in LOSSES:
+        raise PlanError(f"loss {kind!r} is not one of {', '.join(LOSSES)}")
+    output = _prediction(function)
+    if output is None:
+        raise PlanError(f"{function.name} has no floating-point output to take a loss of")
+    type_ = output.type
+    if kind == "auto" and type_.shape == ():
+        return function
+    if kind == "auto":
+        kind = "cross_entropy" if _classifies(function) and type_.rank >= 2 else "mse"
+    if type_.rank == 0 or (kind == "cross_entropy" and type_.rank < 2):
+        raise PlanError(f"{function.name}: a {kind} loss needs predictions with a batch, not {type_}")
+    maker = FunctionMaker(function.name)
+    copies: dict[Value, Value] = {}
+    for value in function.inputs:
+        copies[value] = maker.add_input_value(value.name, value.type, value.role)
+    if kind == "cross_entropy":
+        labels = Tensor(Int64(), type_.shape[:-1], type_.device)
+        target = maker.add_input_value("labels", labels, Role.INPUT)
+        op_type, count = "CrossEntropyLoss", labels.size
+    else:
+        target = maker.add_input_value("target", type_, Role.INPUT)
+        op_type, count = "Loss", type_.shape[0]
+    for op in function.ops:
+        inputs = [copies[v] for v in op.inputs]
+        names = [v.name for v in op.outputs]
+        made = maker.add(op.op_type, inputs, op.attributes, op.subfunctions, names, op.version, op.name)
+        copies.update(zip(op.outputs, made, strict=True))
+    loss = maker.add(op_type, [copies[output.value], target], {"N": max(count, 1)}, output_names=["loss"])
+    maker.set_outputs(loss)
+    return maker.finalize()
+
+
+class _Prediction:
+    def __init__(self, value: Value, type_: Tensor) -> None:
+        self.value, self.type = value, type_
+
+
+def _prediction(function: Function) -> _Prediction | None:
+    for value in function.outputs:
+        if isinstance(value.type, Tensor) and value.type.dtype.is_floating:
+            return _Prediction(value, value.type)
+    return None
+
+
+def _classifies(function: Function) -> bool:
+    data = [v.type for v in function.inputs_with(Role.INPUT) if isinstance(v.type, Tensor)]
+    return any(not tensor.dtype.is_floating or tensor.rank == 4 for tensor in data)

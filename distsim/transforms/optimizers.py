@@ -1,0 +1,77 @@
+"""How parameters are updated from their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from distsim.errors import PlanError
+from distsim.ir import FunctionMaker, Role, Value
+
+Pairs = Sequence[tuple[Value, Value]]
+"""(parameter, gradient) in the order of the parameters."""
+
+
+class Optimizer(Protocol):
+    """Adds the update of every parameter to a function."""
+
+    def apply(self, maker: FunctionMaker, pairs: Pairs) -> list[Value]:
+        """Return the new parameters, then the new optimizer state."""
+        ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Stochastic gradient descent: ``w - lr * g``, no state."""
+
+    lr: float = 0.01
+
+    def apply(self, maker: FunctionMaker, pairs: Pairs) -> list[Value]:
+        """Return the new parameters."""
+        return [
+            maker.add("SGDOptimizer", [w, g], {"lr": self.lr}, output_names=[f"{w.name}.new"])[0]
+            for w, g in pairs
+        ]
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma and Ba 2015): two moments per parameter, of the parameter's type."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    step: int = 1
+
+    def apply(self, maker: FunctionMaker, pairs: Pairs) -> list[Value]:
+        """Return the new parameters, then the new moments."""
+        attributes = {
+            "lr": self.lr,
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "eps": self.eps,
+            "step": self.step,
+        }
+        parameters: list[Value] = []
+        states: list[Value] = []
+        for weight, grad in pairs:
+            moments = [
+                maker.add_input_value(f"{weight.name}.{name}", weight.type, Role.STATE) for name in ("m", "v")
+            ]
+            names = [f"{weight.name}.new", f"{weight.name}.m.new", f"{weight.name}.v.new"]
+            made = maker.add("AdamOptimizer", [weight, grad, *moments], attributes, output_names=names)
+            parameters.append(made[0])
+            states += made[1:]
+        return [*parameters, *states]
+
+
+OPTIMIZERS: dict[str, type[SGD] | type[Adam]] = {"adam": Adam, "sgd": SGD}
+
+
+def optimizer_named(name: str) -> Optimizer:
+    """Return the optimizer of that name with its usual settings."""
+    if name not in OPTIMIZERS:
+        raise PlanError(f"optimizer {name!r} is not one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]()

@@ -1,0 +1,109 @@
+"""The calls of the DistIR notebooks: parallel_transform_3d, steady_state_transform, PipeDreamScheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distsim.errors import PlanError
+from distsim.executor.program import Program
+from distsim.ir import Device, Function, FunctionMaker, Mesh, Value
+from distsim.ir.device import devices_of
+from distsim.ir.type import Tensor
+from distsim.schedule import Schedule, one_f_one_b
+from distsim.transforms.pipeline import pipeline
+from distsim.transforms.shard import shard
+
+
+@dataclass(frozen=True)
+class PipeDreamScheduler:
+    """1F1B with a flush (PipeDream-flush, Narayanan et al. 2021) over ``num_microbatches``."""
+
+    num_microbatches: int
+
+    def schedule(self, num_stages: int) -> Schedule:
+        """Return the order in which each of ``num_stages`` pipeline ranks runs its tasks."""
+        return one_f_one_b(num_stages, self.num_microbatches)
+
+
+def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program:
+    """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
+
+    The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize`.
+    """
+    local = shard(function, mesh.at(pp=0), schedule.num_microbatches)
+    return pipeline(local, mesh, schedule)
+
+
+def parallel_transform_3d(
+    function: Function,
+    dp_degree: int,
+    hp_degree: int,
+    pp_degree: int,
+    devices: Sequence[Device],
+    num_microbatches: int,
+) -> Function:
+    """Rewrite a joint function for data, horizontal (tensor) and pipeline parallelism, under 1F1B.
+
+    ``devices`` are the workers, and before them may stand the device that holds the inputs (as in the
+    notebooks); the first dp*hp*pp of those that hold no input are used, or, when there are too few of
+    them, of all. Tensor-parallel neighbours come first, then data-parallel ones, then stages.
+
+    Returns a flat Function that starts by distributing the inputs. Raises :class:`PlanError` naming
+    the numbers when the degrees do not fit the devices, the batch or the function.
+    """
+    degrees = {"dp_degree": dp_degree, "hp_degree": hp_degree, "pp_degree": pp_degree}
+    for name, degree in {**degrees, "num_microbatches": num_microbatches}.items():
+        if degree < 1:
+            raise PlanError(f"{name}={degree} must be at least 1")
+    needed = dp_degree * hp_degree * pp_degree
+    holders = {d for v in function.inputs if isinstance(v.type, Tensor) for d in devices_of(v.type.device)}
+    free = [device for device in devices if device not in holders]
+    workers = (free if len(free) >= needed else list(devices))[:needed]
+    if len(workers) < needed:
+        raise PlanError(
+            f"dp={dp_degree} x hp={hp_degree} x pp={pp_degree} needs {needed} devices, {len(devices)} given"
+        )
+    mesh = Mesh(workers, pp=pp_degree, dp=dp_degree, tp=hp_degree)
+    schedule = PipeDreamScheduler(num_microbatches).schedule(pp_degree)
+    return build_program(function, mesh, schedule).to_function()
+
+
+DISTRIBUTES = ("MPIBroadcast", "MPIScatter")
+
+
+def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, ...]]:
+    """Return the function without its first distribution of inputs, and its inputs.
+
+    In steady state parameters and data are where they are used: the scatters, broadcasts and splits
+    that only bring function inputs there are dropped, and what they made becomes an input, of the
+    same role. The function may be of any origin; one that distributes nothing is returned as it is.
+    """
+    moved: dict[Value, Value] = {value: value for value in function.inputs}
+    arrived: set[Value] = set()
+    rest = []
+    for op in function.ops:
+        first = op.inputs[0] if op.inputs else None
+        starts = op.op_type in DISTRIBUTES and first in moved
+        if first is not None and (starts or (op.op_type == "Split" and first in arrived)):
+            moved.update(dict.fromkeys(op.outputs, moved[first]))
+            arrived.update(op.outputs)
+        else:
+            rest.append(op)
+    if len(rest) == len(function.ops):
+        return function, function.inputs
+    maker = FunctionMaker(function.name)
+    read = dict.fromkeys([*(v for op in rest for v in op.inputs), *function.outputs])
+    made = {value for op in rest for value in op.outputs}
+    copies: dict[Value, Value] = {}
+    for value in read:
+        if value not in made:
+            copies[value] = maker.add_input_value(value.name, value.type, moved[value].role)
+    for op in rest:
+        inputs = [copies[value] for value in op.inputs]
+        names = [value.name for value in op.outputs]
+        new = maker.add(op.op_type, inputs, op.attributes, op.subfunctions, names, op.version, op.name)
+        copies.update(zip(op.outputs, new, strict=True))
+    maker.set_outputs([copies[value] for value in function.outputs])
+    steady = maker.finalize()
+    return steady, steady.inputs

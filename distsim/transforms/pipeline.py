@@ -1,0 +1,228 @@
+"""pipeline: cut a joint function into the stages of a Program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
+from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
+from distsim.ir.type import as_tensor
+from distsim.schedule import Schedule
+from distsim.transforms.shard import Sharded
+from distsim.transforms.stages import StageMap, assign_stages, is_sum
+
+
+def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
+    """Cut what :func:`shard` made into stages on the slices of ``mesh`` (axes pp, dp, tp).
+
+    Each stage becomes a forward and a backward function of one microbatch (with a variant that adds to
+    the sums of earlier microbatches) and the functions that run once per step. Raises
+    :class:`PlanError` when the function has fewer forward ops than there are stages.
+    """
+    function, assigned = _untie(local.function, mesh.axis_size("pp"))
+    return _Cutter(local, function, assigned, mesh, schedule).program()
+
+
+def _untie(function: Function, num_stages: int) -> tuple[Function, StageMap]:
+    """Sum over microbatches before adding gradients that come from two stages.
+
+    A parameter that two stages read (tied embeddings) gets a gradient from each; adding them per
+    microbatch would send one of them every time.
+    """
+    assigned = assign_stages(function, num_stages)
+    producer = {value: op for op in function.ops for value in op.outputs}
+    counts: dict[Value, int] = {}
+    for value in (*(v for op in function.ops for v in op.inputs), *function.outputs):
+        counts[value] = counts.get(value, 0) + 1
+
+    def split(op: Op) -> bool:
+        added = producer.get(op.inputs[0]) if is_sum(op) else None
+        if added is None or added.op_type != "Add" or counts[op.inputs[0]] > 1 or len(added.inputs) < 2:
+            return False
+        return len({assigned.stage[producer[v]] for v in added.inputs if v in producer}) > 1
+
+    tied = {op: producer[op.inputs[0]] for op in function.ops if split(op)}
+    if not tied:
+        return function, assigned
+    maker = FunctionMaker(function.name)
+    maker.adopt_inputs(function.inputs)
+    gone = set(tied.values())
+    for op in function.ops:
+        if op in tied:
+            sums = [maker.add("Accumulate", [v], output_names=[v.name])[0] for v in tied[op].inputs]
+            maker.adopt(Op("Add", tuple(sums), op.outputs))
+        elif op not in gone:
+            maker.adopt(op)
+    maker.set_outputs(function.outputs)
+    untied = maker.finalize()
+    return untied, assign_stages(untied, num_stages)
+
+
+class _Cutter:
+    def __init__(
+        self, local: Sharded, function: Function, assigned: StageMap, mesh: Mesh, schedule: Schedule
+    ) -> None:
+        self.local, self.function, self.assigned = local, function, assigned
+        self.mesh, self.schedule = mesh, schedule
+        self.count = mesh.axis_size("pp")
+        self.producer = {value: op for op in function.ops for value in op.outputs}
+        self.step_stage: dict[Op, int] = {}
+        self.step_round: dict[Op, int] = {}
+        for op in function.ops:
+            if op in assigned.step_ops:
+                self._place_step(op)
+
+    def _place_step(self, op: Op) -> None:
+        homes = self.assigned.homes
+        owned = [homes[v][0] for v in op.inputs if v in homes]
+        made = [self.producer[v] for v in op.inputs if v in self.producer]
+        stage = min(owned or [self._stage(m) for m in made] or [0])
+        self.step_stage[op] = stage
+        before = [
+            self.step_round[m] + (self.step_stage[m] != stage) for m in made if m in self.step_round
+        ]
+        self.step_round[op] = max(before, default=0)
+
+    def _stage(self, op: Op) -> int:
+        return self.step_stage[op] if op in self.step_stage else self.assigned.stage[op]
+
+    def program(self) -> Program:
+        groups = self._groups()
+        outside = _read_outside(groups.values(), self.function)
+        stages: list[Stage] = []
+        for index in range(self.count):
+            mesh = self.mesh.at(pp=index)
+            rounds = sorted(r for s, phase, r in groups if s == index and phase == "U")
+            build = _Builder(f"stage{index}", self.local.mesh, mesh, outside)
+            stages.append(
+                Stage(
+                    mesh,
+                    build.block("forward", groups.get((index, "F", 0), [])),
+                    build.block("backward", groups.get((index, "B", 0), [])),
+                    tuple((r, build.block("update", groups[index, "U", r])) for r in rounds),
+                )
+            )
+        return Program(
+            self.function.name, self.mesh, tuple(stages), self.schedule, self._inputs(stages), self._outputs()
+        )
+
+    def _groups(self) -> dict[tuple[int, str, int], list[Op]]:
+        groups: dict[tuple[int, str, int], list[Op]] = {}
+        for op in self.function.ops:
+            if op in self.assigned.step_ops:
+                key = (self.step_stage[op], "U", self.step_round[op])
+            else:
+                key = (self.assigned.stage[op], "F" if op in self.assigned.forward else "B", 0)
+            groups.setdefault(key, []).append(op)
+        return groups
+
+    def _inputs(self, stages: Sequence[Stage]) -> tuple[ProgramInput, ...]:
+        found: list[ProgramInput] = []
+        returned = set(self.function.outputs)
+        for key, source, place in zip(
+            self.function.inputs, self.local.sources, self.local.inputs, strict=True
+        ):
+            readers = [
+                index
+                for index, stage in enumerate(stages)
+                for block in (stage.forward, stage.backward, *(b for _, b in stage.updates))
+                if key in block.inputs
+            ]
+            if key in returned and not readers:
+                readers = [0]
+            microbatched = place.batch.sharded
+            typed = Value(source.name, source.type, key.role)
+            found.append(
+                ProgramInput(typed, key, place.shards(), microbatched, tuple(dict.fromkeys(readers)))
+            )
+        return tuple(found)
+
+    def _outputs(self) -> tuple[ProgramOutput, ...]:
+        found: list[ProgramOutput] = []
+        for key, place in zip(self.function.outputs, self.local.outputs, strict=True):
+            op = self.producer.get(key)
+            stage = 0 if op is None else self._stage(op)
+            copies: tuple[int, ...] = ()
+            if op is not None and op in self.step_stage:
+                shared = [v for v in op.inputs if v.role is Role.PARAMETER and v.type == key.type]
+                homes = self.assigned.homes.get(shared[0], ()) if shared else ()
+                copies = tuple(s for s in homes if s != stage)
+            microbatched = place.batch.sharded and op not in self.step_stage
+            found.append(ProgramOutput(key, place.shards(), microbatched, stage, copies))
+        return tuple(found)
+
+
+def _read_outside(groups: Iterable[list[Op]], function: Function) -> frozenset[Value]:
+    """Return the values that some other block, or the caller, reads."""
+    found = set(function.outputs)
+    for ops in groups:
+        own = {value for op in ops for value in op.outputs}
+        found.update(v for op in ops for v in op.inputs if v not in own)
+    return frozenset(found)
+
+
+class _Builder:
+    """Makes the blocks of one stage: the same ops, on the stage's slice of the mesh."""
+
+    def __init__(self, name: str, source: Mesh, mesh: Mesh, outside: frozenset[Value]) -> None:
+        self.name, self.source, self.mesh, self.outside = name, source, mesh, outside
+        self.moved: dict[int, Function] = {}
+
+    def block(self, phase: str, ops: Sequence[Op]) -> Block:
+        made = {value for op in ops for value in op.outputs}
+        inputs = tuple(dict.fromkeys(v for op in ops for v in op.inputs if v not in made))
+        outputs = tuple(v for op in ops for v in op.outputs if v in self.outside)
+        sums = tuple(op.outputs[0] for op in ops if is_sum(op))
+        function = self._write(f"{self.name}_{phase}", ops, inputs, outputs, ())
+        more = self._write(f"{self.name}_{phase}_next", ops, inputs, outputs, sums) if sums else None
+        return Block(function, inputs, outputs, sums, more)
+
+    def _write(
+        self,
+        name: str,
+        ops: Sequence[Op],
+        inputs: Sequence[Value],
+        outputs: Sequence[Value],
+        sums: Sequence[Value],
+    ) -> Function:
+        maker = FunctionMaker(name)
+        env: dict[Value, Value] = {}
+        for value in inputs:
+            env[value] = maker.add_input_value(value.name, self._type(value), value.role)
+        so_far = {v: maker.add_input_value(f"{v.name}.sum", self._type(v)) for v in sums}
+        for op in ops:
+            if not is_sum(op):
+                self._copy(maker, op, env)
+                continue
+            key, part = op.outputs[0], env[op.inputs[0]]
+            if key in so_far:
+                part = maker.add("AccumulateInto", [so_far[key], part], output_names=[key.name])[0]
+            env[key] = part
+        maker.set_outputs([env[value] for value in outputs])
+        return maker.finalize()
+
+    def _copy(self, maker: FunctionMaker, op: Op, env: dict[Value, Value]) -> None:
+        callees = tuple(self._relocate(callee) for callee in op.subfunctions)
+        attributes = op.attributes
+        if attributes.get("device") == self.source:
+            attributes = {**attributes, "device": self.mesh}
+        names = [value.name for value in op.outputs]
+        inputs = [env[value] for value in op.inputs]
+        made = maker.add(op.op_type, inputs, attributes, callees, names, op.version, op.name)
+        env.update(zip(op.outputs, made, strict=True))
+
+    def _relocate(self, callee: Function) -> Function:
+        if id(callee) not in self.moved:
+            maker = FunctionMaker(callee.name)
+            env: dict[Value, Value] = {}
+            for value in callee.inputs:
+                env[value] = maker.add_input_value(value.name, self._type(value), value.role)
+            for op in callee.ops:
+                self._copy(maker, op, env)
+            maker.set_outputs([env[value] for value in callee.outputs])
+            self.moved[id(callee)] = maker.finalize()
+        return self.moved[id(callee)]
+
+    def _type(self, value: Value) -> Tensor:
+        return as_tensor(value.type, value.name).on(self.mesh)
+

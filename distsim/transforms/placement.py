@@ -1,0 +1,97 @@
+"""Where a value is along one mesh axis, and what it costs to move it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distsim.ir.type import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The placement of a value along one axis of ranks.
+
+    Replicated (every rank holds the whole), sharded (``dim`` is divided; with ``pieces``, each piece
+    of the dimension is divided), or partial (the value is the sum over the ranks, not yet taken).
+    """
+
+    kind: str
+    dim: int = -1
+    pieces: tuple[int, ...] | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a dimension is divided."""
+        return self.kind == "S"
+
+    def __str__(self) -> str:
+        if not self.sharded:
+            return self.kind
+        return f"S{self.dim}" + (f"{list(self.pieces)}" if self.pieces else "")
+
+
+REPLICATED = State("R")
+PARTIAL = State("P")
+FORBIDDEN = float("inf")
+
+
+def sharded(dim: int, pieces: tuple[int, ...] | None = None) -> State:
+    """Return the state in which ``dim`` is divided over the ranks."""
+    return State("S", dim, pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The states of a value along the batch axis (microbatches and dp) and along the tp axis."""
+
+    batch: State = REPLICATED
+    tp: State = REPLICATED
+
+    def shards(self) -> tuple[tuple[int, str, tuple[int, ...] | None], ...]:
+        """Return (dimension, mesh axis, pieces) of what is divided, for ``MPIScatter`` and ``MPIGather``."""
+        states = (("dp", self.batch), ("tp", self.tp))
+        return tuple((state.dim, axis, state.pieces) for axis, state in states if state.sharded)
+
+    def __str__(self) -> str:
+        return f"dp:{self.batch} tp:{self.tp}"
+
+
+def divisible(shape: tuple[int, ...], state: State, ranks: int) -> bool:
+    """Return whether ``ranks`` ranks can hold equal parts of a tensor of that shape."""
+    if not state.sharded:
+        return True
+    sizes = state.pieces or (shape[state.dim],)
+    return sum(sizes) == shape[state.dim] and all(size and size % ranks == 0 for size in sizes)
+
+
+def local_shape(shape: tuple[int, ...], state: State, ranks: int) -> tuple[int, ...]:
+    """Return the shape of the part of one rank."""
+    if not state.sharded:
+        return shape
+    return (*shape[: state.dim], shape[state.dim] // ranks, *shape[state.dim + 1 :])
+
+
+def moved_bytes(tensor: Tensor, source: State, target: State, ranks: int) -> float:
+    """Return the bytes each rank sends to bring ``tensor`` (global type) from one state to another.
+
+    Ring algorithms (Patarasuk and Yuan 2009): an all-reduce moves 2 (n-1)/n of the size, a
+    reduce-scatter or an all-gather (n-1)/n, an all-to-all (n-1)/n of a rank's part. Taking the own
+    part of what is replicated moves nothing. Nothing becomes partial.
+    """
+    if source == target:
+        return 0.0
+    share = (ranks - 1) / ranks * tensor.nbytes
+    if target.kind == "P":
+        return FORBIDDEN
+    if source.kind == "P":
+        return share if target.sharded else 2 * share
+    if source.kind == "R":
+        return 0.0
+    if not target.sharded:
+        return share
+    return share / ranks if exchangeable(source, target) else share
+
+
+def exchangeable(source: State, target: State) -> bool:
+    """Return whether one all-to-all turns one sharded state into the other."""
+    return source.dim != target.dim and not source.pieces and not target.pieces

@@ -1,0 +1,273 @@
+"""Which pipeline stage each op of a joint function belongs to.
+
+The forward ops (those that the loss depends on) are cut, in order, into contiguous stages of least
+bottleneck. A backward op lives where its forward op lives: on the last stage on which everything is
+at hand that it reads, going down from the stage that its gradients come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distsim.errors import PlanError
+from distsim.ir import Function, Op, Role, Tensor, Value, all_ops
+from distsim.ops import operator, signature_of, work
+
+BYTES_PER_FLOP = 1 / 100
+"""Machine balance for weighing ops against each other: 100 flops take as long as one byte of memory.
+A100: 312e12 FLOP/s to 2.0e12 byte/s (NVIDIA A100 datasheet) is 156, V100 and H100 139 and 295."""
+SEND_PER_BYTE = 10
+"""A link is about ten times slower than device memory (A100: NVLink 300 GB/s one way)."""
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """The stage of every per-microbatch op, and which of them are forward ops.
+
+    ``homes`` are the stages that read a parameter or constant in forward (the first one updates it).
+    ``step_ops`` run once per step, after the sums over microbatches.
+    """
+
+    stage: Mapping[Op, int]
+    forward: frozenset[Op]
+    step_ops: frozenset[Op]
+    homes: Mapping[Value, tuple[int, ...]]
+
+
+def assign_stages(function: Function, num_stages: int) -> StageMap:
+    """Cut a (sharded, joint) function into ``num_stages`` stages.
+
+    Raises :class:`PlanError` when there are fewer forward ops than stages.
+    """
+    producer = {value: op for op in function.ops for value in op.outputs}
+    step_ops = _step_ops(function, producer)
+    forward = _forward_ops(function, producer, step_ops)
+    stage = _cut(function, [op for op in function.ops if op in forward], num_stages)
+    held = {v for v in function.inputs if v.role is not Role.INPUT}
+    homes = _homes(function, stage, held)
+    reach = _reach(function, stage, held)
+    rest = [op for op in function.ops if op not in forward and op not in step_ops]
+    for op in rest:
+        bound = num_stages - 1
+        for value in op.inputs:
+            made = producer.get(value)
+            if made is not None and made not in forward:
+                bound = min(bound, stage[made])
+            elif value in held:
+                bound = min(bound, homes.get(value, (bound,))[-1])
+            elif made is not None:
+                bound = min(bound, reach[value])
+        stage[op] = bound
+    for value in held:  # read in backward only
+        readers = [stage[op] for op in rest if value in op.inputs]
+        if value not in homes and readers:
+            homes[value] = (min(readers),)
+    _sink(function, rest, forward, stage, step_ops, homes)
+    return StageMap(stage, forward, step_ops, homes)
+
+
+def _step_ops(function: Function, producer: Mapping[Value, Op]) -> frozenset[Op]:
+    """Return the ops that come after a sum over microbatches.
+
+    They may read such sums, what other step ops make, and what is the same for every microbatch.
+    """
+    found: set[Op] = set()
+    held = {v for v in function.inputs if v.role is not Role.INPUT}
+    fixed = set(held)
+    for op in function.ops:
+        if any(producer.get(v) in found or is_sum(producer.get(v)) for v in op.inputs):
+            found.add(op)
+        elif all(v in fixed for v in op.inputs):
+            fixed.update(op.outputs)
+    for op in function.ops:
+        for value in op.inputs if op in found else ():
+            made = producer.get(value)
+            if made not in found and not is_sum(made) and value not in fixed:
+                raise PlanError(
+                    f"{op!r} needs a sum over the whole batch and also {value.name!r} of one microbatch; "
+                    "such a function cannot be pipelined over microbatches"
+                )
+    return frozenset(found)
+
+
+def is_sum(op: Op | None) -> bool:
+    """Whether an op marks the sum over microbatches."""
+    return op is not None and op.op_type == "Accumulate"
+
+
+def _forward_ops(function: Function, producer: Mapping[Value, Op], step: frozenset[Op]) -> frozenset[Op]:
+    """Ancestors of the loss, the first scalar output; every op when there is no such output."""
+    losses = [v for v in function.outputs if isinstance(v.type, Tensor) and v.type.shape == ()]
+    if not losses:
+        return frozenset(op for op in function.ops if op not in step)
+    found: set[Op] = set()
+    todo = [losses[0]]
+    while todo:
+        op = producer.get(todo.pop())
+        if op is not None and op not in found:
+            found.add(op)
+            todo.extend(op.inputs)
+    return frozenset(found - step)
+
+
+def cost_of(op: Op) -> float:
+    """Return a device-independent weight of an op (flops; bytes counted at the machine balance)."""
+    total = 0.0
+    ops = all_ops(op.callee) if op.op_type == "Call" else (op,)
+    for inner in ops:
+        if operator(inner.op_type).communication is not None:
+            continue
+        found = work(signature_of(inner))
+        touched = sum(v.type.nbytes for v in (*inner.inputs, *inner.outputs))
+        if found is not None:
+            touched = found.bytes_read + found.bytes_written
+        total += max(found.flops if found else 0.0, touched / BYTES_PER_FLOP)
+    return total
+
+
+def _cut(function: Function, ops: Sequence[Op], num_stages: int) -> dict[Op, int]:
+    """Least bottleneck of (work + sends) over contiguous stages, by dynamic programming."""
+    if len(ops) < num_stages:
+        raise PlanError(
+            f"pp={num_stages}, but {function.name} has only {len(ops)} forward ops to cut; use pp of at "
+            f"most {max(len(ops), 1)}"
+        )
+    if num_stages == 1:
+        return dict.fromkeys(ops, 0)
+    costs: dict[int, float] = {}
+    weights = np.array([_cached_cost(op, costs) for op in ops])
+    prefix = np.concatenate([[0.0], np.cumsum(weights)])
+    cuts = _cut_points(len(ops), prefix, num_stages)
+    sends = _crossing(function, ops)[cuts] * (SEND_PER_BYTE / BYTES_PER_FLOP)
+    sends[0] = sends[-1] = 0.0
+    done = prefix[cuts]
+    best = done + sends
+    best[0] = np.inf
+    choice: list[np.ndarray] = []
+    for _ in range(1, num_stages):
+        new, pick = np.full(len(cuts), np.inf), np.zeros(len(cuts), int)
+        for j in range(1, len(cuts)):
+            costs_j = np.maximum(best[:j], done[j] - done[:j] + sends[:j] + sends[j])
+            # The later of equal cuts: a cheap op stays with the op it follows.
+            pick[j] = j - 1 - int(np.argmin(costs_j[::-1]))
+            new[j] = costs_j[pick[j]]
+        best = new
+        choice.append(pick)
+    ends = [len(cuts) - 1]
+    for pick in reversed(choice):
+        ends.append(int(pick[ends[-1]]))
+    bounds = [int(cuts[i]) for i in reversed(ends)]
+    return {op: int(np.searchsorted(bounds, i, side="right")) for i, op in enumerate(ops)}
+
+
+def _cached_cost(op: Op, costs: dict[int, float]) -> float:
+    if op.op_type != "Call":
+        return cost_of(op)
+    if id(op.callee) not in costs:
+        costs[id(op.callee)] = cost_of(op)
+    return costs[id(op.callee)]
+
+
+MAX_CUTS = 2000
+
+
+def _cut_points(count: int, prefix: np.ndarray, num_stages: int) -> np.ndarray:
+    """Return the places where a cut may be: all, or for very long functions evenly spread by work."""
+    if count <= MAX_CUTS:
+        return np.arange(count + 1)
+    targets = np.linspace(0, prefix[-1], max(MAX_CUTS, 4 * num_stages))
+    return np.unique(np.concatenate([[0, count], np.searchsorted(prefix, targets)]))
+
+
+def _crossing(function: Function, ops: Sequence[Op]) -> np.ndarray:
+    """Return, per cut before op i, the bytes made before it and read at or after it."""
+    place = {op: i for i, op in enumerate(ops)}
+    made = {value: i for op, i in place.items() for value in op.outputs}
+    last: dict[Value, int] = {}
+    for op, i in place.items():
+        for value in op.inputs:
+            last[value] = i
+    change = np.zeros(len(ops) + 2)
+    for value, i in made.items():
+        if value in last:
+            change[i + 1] += value.type.nbytes
+            change[last[value] + 1] -= value.type.nbytes
+    del function
+    return np.cumsum(change)[: len(ops) + 1]
+
+
+def _homes(function: Function, stage: Mapping[Op, int], held: set[Value]) -> dict[Value, tuple[int, ...]]:
+    found: dict[Value, set[int]] = {}
+    for op in function.ops:
+        for value in op.inputs:
+            if value in held and op in stage:
+                found.setdefault(value, set()).add(stage[op])
+    return {value: tuple(sorted(stages)) for value, stages in found.items()}
+
+
+def _reach(function: Function, stage: Mapping[Op, int], held: set[Value]) -> dict[Value, int]:
+    """Return the last stage on which each forward value is at hand: made or received there."""
+    reach: dict[Value, int] = {}
+    for op in function.ops:
+        if op in stage:
+            for value in (*op.outputs, *(v for v in op.inputs if v not in held)):
+                reach[value] = max(reach.get(value, 0), stage[op])
+    return reach
+
+
+def _sink(
+    function: Function,
+    rest: Sequence[Op],
+    forward: frozenset[Op],
+    stage: dict[Op, int],
+    step: frozenset[Op],
+    homes: Mapping[Value, tuple[int, ...]],
+) -> None:
+    """Move an op that reads gradients only down to where its result is used, if fewer bytes travel so.
+
+    The gradient of a bias is the example: its forward op is on the stage below the cut, to which the
+    gradient that it sums up is sent anyway.
+    """
+    readers: dict[Value, list[Op]] = {}
+    for op in function.ops:
+        for value in op.inputs:
+            readers.setdefault(value, []).append(op)
+    held = set(homes)
+    made_late = {value for op in rest for value in op.outputs}
+    for op in reversed(rest):
+        if not op.inputs or not all(v in made_late for v in op.inputs):
+            continue
+        users = [u for v in op.outputs for u in _users(v, readers)]
+        places = [_place(u, stage, step, homes, held) for u in users]
+        known = [p for p in places if p is not None]
+        target = max(known, default=stage[op])
+        if len(known) < len(places) or target >= stage[op]:
+            continue
+        extra = sum(
+            v.type.nbytes
+            for v in op.inputs
+            if not any(stage.get(u) == target for u in readers[v] if u is not op and u not in forward)
+        )
+        if extra < sum(v.type.nbytes for v in op.outputs):
+            stage[op] = target
+
+
+def _users(value: Value, readers: Mapping[Value, list[Op]]) -> list[Op]:
+    """Return the ops that read a value, looking through the sum over microbatches and collectives."""
+    found: list[Op] = []
+    for op in readers.get(value, ()):
+        through = is_sum(op) or operator(op.op_type).communication is not None
+        found.extend(_users(op.outputs[0], readers) if through else [op])
+    return found
+
+
+def _place(
+    op: Op, stage: Mapping[Op, int], step: frozenset[Op], homes: Mapping[Value, tuple[int, ...]], held: set[Value]
+) -> int | None:
+    if op not in step:
+        return stage[op]
+    owned = [homes[v][0] for v in op.inputs if v in held]
+    return min(owned) if owned else None

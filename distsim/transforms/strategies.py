@@ -1,0 +1,115 @@
+"""The ways in which one op can run on the ranks of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
+from distsim.ops.operator import Dim
+from distsim.transforms.placement import PARTIAL, REPLICATED, State, divisible, sharded
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The states of an op's inputs and outputs; ``factor`` is what is divided, None: nothing is."""
+
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+    factor: str | None = None
+    mean: bool = False
+
+
+def replicated(signature: Signature) -> Strategy:
+    """Return the strategy in which every rank does all of the work."""
+    return Strategy((REPLICATED,) * len(signature.inputs), (REPLICATED,) * len(signature.outputs))
+
+
+@lru_cache(maxsize=65536)
+def rule_of(signature: Signature) -> ShardingRule | None:
+    """Return the op's sharding rule (cached: rules are asked for once per signature)."""
+    return sharding_rule(signature)
+
+
+def factor_of(dim: Dim) -> str | None:
+    """Return the factor that a dimension is labelled with."""
+    return dim.factor if isinstance(dim, Pieces) else dim
+
+
+def factors(rule: ShardingRule) -> tuple[str, ...]:
+    """Return the factors of a rule in order of appearance."""
+    labels = (factor_of(dim) for dims in (*rule.inputs, *rule.outputs) for dim in dims)
+    return tuple(dict.fromkeys(label for label in labels if label is not None))
+
+
+def strategies(
+    signature: Signature,
+    ranks: int,
+    allowed: Callable[[str], bool],
+    pieces: dict[int, tuple[tuple[int, ...], ...]],
+) -> tuple[Strategy, ...]:
+    """Return the ways to run an op on ``ranks`` ranks: replicated, by factor, and on partial sums.
+
+    ``allowed`` tells which factors may be divided; ``pieces`` lists, by size of a dimension, the
+    pieces that some Split or Concat makes of such a dimension.
+    """
+    found = [replicated(signature)]
+    rule = rule_of(signature)
+    if rule is None:
+        return tuple(found)
+    for factor in factors(rule):
+        if allowed(factor):
+            found.extend(_by_factor(signature, rule, factor, ranks, pieces))
+    if all(tensor.dtype.is_floating for tensor in signature.outputs):
+        for members in rule.linear:
+            inputs = tuple(PARTIAL if i in members else REPLICATED for i in range(len(signature.inputs)))
+            found.append(Strategy(inputs, (PARTIAL,) * len(signature.outputs)))
+    return tuple(found)
+
+
+def _by_factor(
+    signature: Signature,
+    rule: ShardingRule,
+    factor: str,
+    ranks: int,
+    pieces: dict[int, tuple[tuple[int, ...], ...]],
+) -> Iterable[Strategy]:
+    dims = [dim for group in (*rule.inputs, *rule.outputs) for dim in group if factor_of(dim) == factor]
+    choices: list[tuple[int, ...] | None] = [None]
+    if not any(isinstance(dim, Pieces) for dim in dims):
+        size = _size_of(signature, rule, factor)
+        choices += pieces.get(size, ())
+    for choice in choices:
+        inputs = tuple(_state(group, factor, choice) for group in rule.inputs)
+        outputs = tuple(_state(group, factor, choice) or PARTIAL for group in rule.outputs)
+        strategy = Strategy(tuple(s or REPLICATED for s in inputs), outputs, factor, factor in rule.mean)
+        if _fits(signature, strategy, ranks):
+            yield strategy
+
+
+def _size_of(signature: Signature, rule: ShardingRule, factor: str) -> int:
+    for tensors, groups in ((signature.inputs, rule.inputs), (signature.outputs, rule.outputs)):
+        for tensor, dims in zip(tensors, groups, strict=True):
+            for size, dim in zip(tensor.shape, dims, strict=True):
+                if factor_of(dim) == factor:
+                    return size
+    return 0
+
+
+def _state(dims: tuple[Dim, ...], factor: str, choice: tuple[int, ...] | None) -> State | None:
+    for index, dim in enumerate(dims):
+        if factor_of(dim) == factor:
+            return sharded(index, dim.sizes if isinstance(dim, Pieces) else choice)
+    return None
+
+
+def _fits(signature: Signature, strategy: Strategy, ranks: int) -> bool:
+    tensors = (*signature.inputs, *signature.outputs)
+    states = (*strategy.inputs, *strategy.outputs)
+    for tensor, state in zip(tensors, states, strict=True):
+        if not divisible(tensor.shape, state, ranks):
+            return False
+        if state.kind == "P" and not tensor.dtype.is_floating:
+            return False
+    return True

@@ -1,0 +1,242 @@
+"""The plan of the house, checked on the source: floors, circles, sizes, names, what an import loads."""
+
+import ast
+import graphlib
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "distsim"
+
+FLOORS = {
+    "errors": 0,
+    "ir": 1,
+    "schedule": 1,
+    "plan": 1,
+    "ops": 2,
+    "hardware": 2,
+    "models": 2,
+    "executor": 3,
+    "importer": 3,
+    "partition": 4,
+    "report": 4,
+    "transforms": 5,
+    "parallelize": 6,
+    "search": 7,
+    "cli": 8,
+    "__main__": 9,
+    "distsim": 9,  # distsim/__init__.py hands the names on
+}
+
+# What the DistIR notebooks import, and the nouns that this library adds.
+PUBLIC_NAMES = {
+    "distsim.ir": [
+        "Device",
+        "FunctionMaker",
+        "Topology",
+        "Value",
+        "cpprint",
+        "pformat",
+        "Function",
+        "Mesh",
+        "Op",
+    ],
+    "distsim.ir.type": ["Bool", "Float", "Int64", "Tensor"],
+    "distsim.importer": ["import_from_onnx", "parse_tensor_from_file"],
+    "distsim.executor": ["SequentialExecutor", "Simulator", "infer_types"],
+    "distsim.executor.cost_model": ["CostModel"],
+    "distsim.transforms": ["PipeDreamScheduler", "parallel_transform_3d", "steady_state_transform"],
+    "distsim.schedule": ["SCHEDULES", "Phase", "Schedule", "Task", "gpipe", "one_f_one_b", "schedule"],
+    "distsim.plan": ["Plan"],
+    "distsim.hardware": ["collective_time", "load_cluster", "presets"],
+    "distsim.models": ["gpt", "llama", "mlp", "moe"],
+}
+
+# Slow to import, or extras: imported by the functions that use them.
+NOT_LOADED = ["matplotlib.pyplot", "numba", "onnxruntime", "onnxscript", "pandas"]
+
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
+
+
+def top(module: str) -> str:
+    """The package or module right under distsim that a module belongs to."""
+    return module.split(".")[1] if "." in module else module
+
+
+def statements(node: ast.AST, at_import_time: bool) -> Iterator[ast.stmt]:
+    """Import statements below `node`; at import time means outside functions and TYPE_CHECKING."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child
+        skipped = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+            isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+        )
+        if not (at_import_time and skipped):
+            yield from statements(child, at_import_time)
+
+
+def imports(module: str, at_import_time: bool) -> list[tuple[int, str]]:
+    """(line, module) for each module of distsim that `module` imports, submodules told from names."""
+    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+    found: list[tuple[int, str]] = []
+    for statement in statements(TREES[module], at_import_time):
+        if isinstance(statement, ast.Import):
+            found += [(statement.lineno, alias.name) for alias in statement.names]
+            continue
+        source = statement.module or ""
+        if statement.level:
+            base = package.split(".")[: len(package.split(".")) - statement.level + 1]
+            source = ".".join([*base, *filter(None, [source])])
+        for alias in statement.names:
+            submodule = f"{source}.{alias.name}"
+            found.append((statement.lineno, submodule if submodule in MODULES else source))
+    return [(line, name) for line, name in found if name.split(".")[0] == "distsim"]
+
+
+def assert_no_circle(graph: dict[str, set[str]]) -> None:
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("imports go in a circle: " + " <- ".join(error.args[1]))
+
+
+def test_every_package_has_a_floor():
+    assert {top(module) for module in MODULES} <= set(FLOORS)
+
+
+def test_imports_only_point_down():
+    upward = [
+        f"{MODULES[module].relative_to(ROOT)}:{line}: {top(module)} (floor {FLOORS[top(module)]}) "
+        f"imports {target} (floor {FLOORS[top(target)]})"
+        for module in MODULES
+        for line, target in imports(module, at_import_time=False)
+        if FLOORS[top(target)] > FLOORS[top(module)]
+    ]
+    assert upward == []
+
+
+def test_every_import_names_a_module_that_exists():
+    unknown = [
+        f"{module}:{line}: {target}"
+        for module in MODULES
+        for line, target in imports(module, at_import_time=False)
+        if target not in MODULES
+    ]
+    assert unknown == []
+
+
+def test_packages_do_not_import_each_other_in_a_circle():
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        targets = {top(target) for _, target in imports(module, at_import_time=False)}
+        graph.setdefault(top(module), set()).update(targets - {top(module)})
+    assert_no_circle(graph)
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    assert_no_circle(
+        {module: {name for _, name in imports(module, at_import_time=True)} for module in MODULES}
+    )
+
+
+def test_no_file_is_over_400_lines():
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES
+    }
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_no_function_is_over_70_lines():
+    long = [
+        f"{module}.{node.name}: {node.end_lineno - node.lineno + 1}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 70
+    ]
+    assert long == []
+
+
+def test_nothing_is_called_utils():
+    assert [module for module in MODULES if {"util", "utils"} & set(module.split("."))] == []
+
+
+def test_init_files_only_hand_names_on():
+    def hands_on(statement: ast.stmt) -> bool:
+        if isinstance(statement, ast.Assign):
+            return ast.unparse(statement.targets[0]) in ("__all__", "__version__")
+        is_docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        return is_docstring or isinstance(statement, ast.Import | ast.ImportFrom)
+
+    other = [
+        f"{path.relative_to(ROOT)}:{statement.lineno}: {ast.unparse(statement)[:60]}"
+        for module, path in MODULES.items()
+        if path.name == "__init__.py"
+        for statement in TREES[module].body
+        if not hands_on(statement)
+    ]
+    assert other == []
+
+
+def test_library_code_asserts_nothing_and_stubs_nothing():
+    found = [
+        f"{MODULES[module].relative_to(ROOT)}:{node.lineno}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id == "NotImplementedError")
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("module", PUBLIC_NAMES)
+def test_public_names(module):
+    loaded = importlib.import_module(module)
+    missing = [name for name in PUBLIC_NAMES[module] if isinstance(getattr(loaded, name, sys), type(sys))]
+    assert missing == []  # a submodule of the same name does not count
+    offered = getattr(loaded, "__all__", PUBLIC_NAMES[module])
+    assert [name for name in PUBLIC_NAMES[module] if name not in offered] == []
+    assert [name for name in offered if not hasattr(loaded, name)] == []
+
+
+def test_importing_distsim_loads_nothing_slow():
+    code = f"import sys, distsim; print([name for name in {NOT_LOADED} if name in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (result.stdout, result.stderr, result.returncode) == ("[]\n", "", 0)
+
+
+@pytest.mark.parametrize(
+    ("statement", "module", "expected"),
+    [
+        ("import distsim.ir.type", "distsim.plan", "distsim.ir.type"),
+        ("from distsim.schedule import task", "distsim.plan", "distsim.schedule.task"),
+        ("from distsim.schedule import Task", "distsim.plan", "distsim.schedule"),
+        ("from .task import Task", "distsim.schedule.generate", "distsim.schedule.task"),
+        ("from .. import plan", "distsim.schedule.generate", "distsim.plan"),
+        ("from .task import Task", "distsim.schedule", "distsim.schedule.task"),
+        ("def f():\n    from distsim.plan import Plan", "distsim.schedule.task", "distsim.plan"),
+    ],
+)
+def test_the_checks_see_every_kind_of_import(monkeypatch, statement, module, expected):
+    monkeypatch.setitem(TREES, module, ast.parse(statement))
+    assert imports(module, at_import_time=False) == [(statement.count("\n") + 1, expected)]
+    assert (imports(module, at_import_time=True) == []) == statement.startswith("def")
+
+
+def test_a_circle_is_reported_by_name():
+    with pytest.raises(pytest.fail.Exception, match="a <- b <- a|b <- a <- b"):
+        assert_no_circle({"a": {"b"}, "b": {"a"}})

@@ -1,0 +1,393 @@
+"""Devices, meshes, topologies and the closed forms of collectives."""
+
+import dataclasses
+import math
+import pickle
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsim.errors import CostError, TopologyError
+from distsim.hardware import (
+    COLLECTIVES,
+    collective_algorithms,
+    collective_time,
+    load_cluster,
+)
+from distsim.ir.device import Device, Mesh, devices_of
+from distsim.ir.topology import Level, Link, Topology
+
+
+def gpus(count: int) -> list[Device]:
+    return [Device(i, "gpu") for i in range(count)]
+
+
+def pair_table(count: int, gbps: float = 200.0, latency: float = 0.0) -> Topology:
+    topology = Topology()
+    devices = [topology.add_device("gpu") for _ in range(count)]
+    for a in devices:
+        for b in devices[: a.id]:
+            topology.set_bandwidth(a, b, gbps, latency)
+    return topology
+
+
+def cluster(nodes: int, per_node: int, inside: Link, across: Link) -> Topology:
+    levels = [Level("inside", inside, per_node), Level("across", across)]
+    return Topology.hierarchical(Device(0, "gpu"), nodes * per_node, levels)
+
+
+class TestDevice:
+    def test_defaults_are_those_of_the_notebooks(self):
+        device = Topology().add_device("gpu")
+        assert (device.throughput, device.dram_bandwidth, device.kernel_launch_overhead) == (
+            1.4e13,
+            9e11,
+            1e-5,
+        )
+        assert device.memory == math.inf
+        assert device.flops_efficiency == device.bytes_efficiency == 1.0
+
+    def test_value_semantics(self):
+        a, b = Device(3, "gpu", memory=8e10), Device(3, "gpu", memory=8e10)
+        assert a == b
+        assert hash(a) == hash(b)
+        assert a != dataclasses.replace(a, kind="cpu")
+        assert str(a) == repr(a) == "gpu:3"
+        assert {pickle.loads(pickle.dumps(a)): 1}[b] == 1
+
+    def test_hash_does_not_depend_on_the_process(self):
+        # Numbers hash alike in every process, strings do not; a pickled device keeps its hash.
+        assert hash(Device(3, "gpu")) == hash(Device(3, "cpu")) == hash((3, 1.4e13, 9e11, math.inf))
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"throughput": 0.0},
+            {"dram_bandwidth": math.inf},
+            {"dram_bandwidth": math.nan},
+            {"kernel_launch_overhead": -1e-6},
+            {"memory": -1.0},
+            {"memory": math.nan},
+            {"flops_efficiency": 1.5},
+            {"bytes_efficiency": 0.0},
+            {"peaks": (("float32", -1.0),)},
+        ],
+    )
+    def test_refuses_figures_without_meaning(self, change: dict[str, object]):
+        with pytest.raises(TopologyError, match=f"gpu:0.*{next(iter(change))}"):
+            Device(0, "gpu", **change)  # type: ignore[arg-type]
+
+
+class TestMesh:
+    def test_row_major_last_axis_fastest(self):
+        mesh = Mesh(gpus(16), dp=2, pp=2, tp=4)
+        assert mesh.coordinates(mesh.devices[13]) == {"dp": 1, "pp": 1, "tp": 1}
+        assert mesh.axes == (("dp", 2), ("pp", 2), ("tp", 4))
+        assert mesh.axis_size("tp") == 4
+        assert len(mesh) == 16
+        assert list(mesh) == gpus(16)
+
+    def test_slice_drops_the_axis(self):
+        mesh = Mesh(gpus(16), dp=2, pp=2, tp=4)
+        stage = mesh.at(pp=1)
+        assert stage.axes == (("dp", 2), ("tp", 4))
+        assert [d.id for d in stage] == [4, 5, 6, 7, 12, 13, 14, 15]
+        assert stage.at(dp=1) == mesh.at(dp=1, pp=1) == mesh.at(pp=1).at(dp=1)
+        assert not stage.has_axis("pp")
+        assert mesh.at(dp=0, pp=0, tp=2).devices == (Device(2, "gpu"),)
+
+    def test_groups(self):
+        mesh = Mesh(gpus(8), dp=2, pp=2, tp=2)
+        ids = [[d.id for d in group] for group in mesh.groups("dp")]
+        assert ids == [[0, 4], [1, 5], [2, 6], [3, 7]]
+        assert [[d.id for d in g] for g in mesh.groups("dp", "tp")] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+        assert [[d.id for d in g] for g in mesh.groups("tp", "dp")] == [[0, 4, 1, 5], [2, 6, 3, 7]]
+        assert mesh.groups() == tuple((d,) for d in mesh)
+        assert mesh.groups("dp") is mesh.groups("dp")
+
+    @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+    def test_groups_partition_the_mesh(self, sizes: list[int], data: st.DataObject):
+        axes = {f"a{i}": size for i, size in enumerate(sizes)}
+        mesh = Mesh(gpus(math.prod(sizes)), **axes)
+        names = data.draw(st.lists(st.sampled_from(list(axes)), unique=True))
+        groups = mesh.groups(*names)
+        assert sorted(d.id for group in groups for d in group) == list(range(len(mesh)))
+        rest = [name for name in axes if name not in names]
+        for group in groups:
+            assert len(group) == math.prod(axes[name] for name in names)
+            assert len({tuple(mesh.coordinates(d)[name] for name in rest) for d in group}) == 1
+
+    def test_value_semantics(self):
+        a, b = Mesh(gpus(4), dp=2, tp=2), Mesh(gpus(4), dp=2, tp=2)
+        assert a == b == pickle.loads(pickle.dumps(a))
+        assert hash(a) == hash(b)
+        assert a != Mesh(gpus(4), tp=2, dp=2)
+        assert a != Mesh(gpus(4), dp=4)
+
+    def test_repr(self):
+        mesh = Mesh(gpus(8), dp=2, tp=4)
+        assert repr(mesh) == "Mesh(dp=2, tp=4)[gpu:0..gpu:7]"
+        assert repr(mesh.at(tp=0)) == "Mesh(dp=2)[gpu:0, gpu:4]"
+        assert repr(Mesh(gpus(16), dp=8, tp=2).at(tp=1)) == "Mesh(dp=8)[gpu:1, gpu:3, ..., gpu:15]"
+
+    def test_errors(self):
+        with pytest.raises(TopologyError, match="dp=2, tp=4 needs 8 devices, not 6"):
+            Mesh(gpus(6), dp=2, tp=4)
+        with pytest.raises(TopologyError, match="gpu:1 occurs twice"):
+            Mesh([Device(1, "gpu"), Device(1, "gpu")], dp=2)
+        with pytest.raises(TopologyError, match="tp=0 must be at least 1"):
+            Mesh([], tp=0)
+        mesh = Mesh(gpus(4), dp=2, tp=2)
+        with pytest.raises(TopologyError, match=r"no axis 'pp'; its axes: dp, tp"):
+            mesh.axis_size("pp")
+        with pytest.raises(TopologyError, match="tp=2 lies outside"):
+            mesh.at(tp=2)
+        with pytest.raises(TopologyError, match="gpu:9 is not in"):
+            mesh.coordinates(Device(9, "gpu"))
+        with pytest.raises(TopologyError, match="twice"):
+            mesh.groups("dp", "dp")
+
+    def test_devices_of(self):
+        assert devices_of(None) == ()
+        assert devices_of(Device(1, "gpu")) == (Device(1, "gpu"),)
+        assert devices_of(Mesh(gpus(2), dp=2)) == tuple(gpus(2))
+
+
+class TestTopology:
+    def test_gbps_are_gigabits(self):
+        topology = pair_table(2, gbps=200, latency=3e-6)
+        a, b = topology.devices
+        assert topology.link(a, b) == topology.link(b, a) == Link(25e9, 3e-6)
+        assert topology.link_name(a, b) == "link"
+
+    def test_missing_link_says_how_to_set_it(self):
+        topology = Topology()
+        a, b = topology.add_device("cpu"), topology.add_device("gpu")
+        with pytest.raises(TopologyError, match=r"cpu:0 and gpu:1: call set_bandwidth\(cpu:0, gpu:1, gbps\)"):
+            topology.link(a, b)
+
+    def test_both_ends_must_belong(self):
+        topology = pair_table(2)
+        for stranger in (Device(7, "gpu"), Device(0, "cpu")):
+            with pytest.raises(TopologyError, match=f"{stranger} is not one of the 2 devices"):
+                topology.set_bandwidth(topology.devices[1], stranger, 100)
+        with pytest.raises(TopologyError, match="itself"):
+            topology.set_bandwidth(topology.devices[0], topology.devices[0], 100)
+
+    def test_devices_is_a_copy(self):
+        topology = pair_table(2)
+        topology.devices.clear()
+        assert len(topology.devices) == 2
+
+    def test_smallest_level_that_holds_both(self):
+        inside, pod, across = Link(3e11), Link(5e10), Link(1e10)
+        levels = [Level("node", inside, 8), Level("pod", pod, 64), Level("cluster", across)]
+        topology = Topology.hierarchical(Device(0, "gpu"), 256, levels)
+        d = topology.devices
+        assert topology.link(d[0], d[7]) == inside
+        assert topology.link(d[7], d[8]) == pod
+        assert topology.link(d[63], d[64]) == across
+        assert topology.link_name(d[7], d[8]) == "pod"
+        topology.set_bandwidth(d[0], d[7], 8)
+        assert topology.link(d[7], d[0]).bandwidth == 1e9
+        cut = topology.groups_by_level([d[0], d[9], d[1], d[65]])
+        assert cut["node"] == ((d[0], d[1]), (d[9],), (d[65],))
+        assert cut["pod"] == ((d[0], d[9], d[1]), (d[65],))
+        assert cut["cluster"] == ((d[0], d[9], d[1], d[65]),)
+
+    def test_without_a_top_level_nothing_joins_the_groups(self):
+        topology = Topology.hierarchical(Device(0, "gpu"), 4, [Level("node", Link(1e9), 2)])
+        with pytest.raises(TopologyError, match="gpu:1 and gpu:2"):
+            topology.link(topology.devices[1], topology.devices[2])
+
+    def test_levels_must_nest(self):
+        topology = Topology.hierarchical(Device(0, "gpu"), 24, [Level("node", Link(1e9), 8)])
+        with pytest.raises(TopologyError, match="12 must be a multiple"):
+            topology.add_level("pod", Link(1e9), 12)
+        with pytest.raises(TopologyError, match="already"):
+            topology.add_level("node", Link(1e9), 16)
+        topology.add_level("all", Link(1e9))
+        with pytest.raises(TopologyError, match="before"):
+            topology.add_level("more", Link(1e9), 32)
+
+    @pytest.mark.parametrize(
+        "bad", [(0.0, 0.0, 1.0), (1e9, -1.0, 1.0), (1e9, 0.0, 1.1), (math.nan, 0.0, 1.0)]
+    )
+    def test_link_refuses(self, bad: tuple[float, float, float]):
+        with pytest.raises(TopologyError):
+            Link(*bad)
+
+
+class TestClosedForms:
+    @pytest.mark.parametrize("n", [2, 3, 8])
+    def test_flat(self, n: int):
+        topology = pair_table(n, gbps=80, latency=2e-6)
+        group, size, b, a = tuple(topology.devices), 6e8, 1e10, 2e-6
+        one_pass = (n - 1) / n * size / b + (n - 1) * a
+        expected = {
+            "all_reduce": 2 * one_pass,
+            "broadcast": size / b + (n - 1) * a,
+            **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "scatter", "gather"), one_pass),
+        }
+        for kind, seconds in expected.items():
+            assert collective_time(kind, size, group, topology) == pytest.approx(seconds, rel=1e-12), kind
+        sent = collective_time("send", size, group[:2], topology)
+        assert sent == pytest.approx(size / b + a, rel=1e-12)
+
+    @pytest.mark.parametrize("kind", COLLECTIVES)
+    def test_one_rank_costs_nothing(self, kind: str):
+        topology = pair_table(2)
+        assert collective_time(kind, 1e9, (topology.devices[0],), topology) == 0
+
+    def test_all_reduce_is_reduce_scatter_and_all_gather(self):
+        topology = pair_table(5, latency=1e-6)
+        group = tuple(topology.devices)
+        parts = [collective_time(k, 7e6, group, topology) for k in ("reduce_scatter", "all_gather")]
+        assert collective_time("all_reduce", 7e6, group, topology) == pytest.approx(sum(parts))
+
+    def test_slowest_link_of_the_ring_counts(self):
+        topology = pair_table(4, gbps=80)
+        a, b, c, d = topology.devices
+        topology.set_bandwidth(a, c, 8)  # not between neighbours: a ring does not use it
+        assert collective_time("all_gather", 4e9, (a, b, c, d), topology) == pytest.approx(0.3)
+        assert collective_time("all_gather", 4e9, (a, c, b, d), topology) == pytest.approx(3.0)
+        # An exchange uses every pair: a and c need 1 s for theirs and 0.1 s for each of two others.
+        assert collective_time("all_to_all", 4e9, (a, b, c, d), topology) == pytest.approx(1.2)
+
+    def test_efficiency_scales_bandwidth(self):
+        group = tuple(gpus(2))
+        for efficiency in (1.0, 0.5):
+            topology = Topology.hierarchical(group[0], 2, [Level("l", Link(1e9, 0.0, efficiency))])
+            assert collective_time("all_reduce", 1e9, group, topology) == pytest.approx(1 / efficiency)
+
+    def test_a_changed_topology_is_costed_anew(self):
+        topology = pair_table(2, gbps=8)
+        group = tuple(topology.devices)
+        assert collective_time("send", 1e9, group, topology) == 1
+        topology.set_bandwidth(*group, 16)
+        assert collective_time("send", 1e9, group, topology) == 0.5
+
+    def test_errors(self):
+        topology = pair_table(3)
+        group = tuple(topology.devices)
+        with pytest.raises(CostError, match="unknown collective 'reduce'"):
+            collective_time("reduce", 1, group, topology)
+        for size in (-1, math.nan, math.inf):
+            with pytest.raises(CostError, match="bytes"):
+                collective_time("all_reduce", size, group, topology)
+        with pytest.raises(CostError, match="group has 3"):
+            collective_time("send", 1, group, topology)
+        with pytest.raises(CostError, match="empty"):
+            collective_time("send", 1, (), topology)
+        with pytest.raises(CostError, match="twice"):
+            collective_time("all_reduce", 1, (group[0], group[0]), topology)
+
+
+class TestHierarchy:
+    inside, across = Link(1e11), Link(1e10)
+
+    def test_algorithms_of_an_all_reduce(self):
+        topology = cluster(4, 8, self.inside, self.across)
+        times = collective_algorithms("all_reduce", 3.2e9, tuple(topology.devices), topology)
+        assert times["ring"] == pytest.approx(2 * 31 / 32 * 3.2e9 / 1e10)
+        assert times["rails"] == pytest.approx(2 * 31 / 32 * 3.2e9 / min(1e11, 8 * 1e10))
+        inside = 2 * 7 / 8 * 3.2e9 / 1e11
+        assert times["hierarchical"] == pytest.approx(inside + 2 * 3 / 4 * 3.2e9 / 8 / 1e10)
+        assert collective_time("all_reduce", 3.2e9, tuple(topology.devices), topology) == times["rails"]
+
+    def test_inside_a_node_only_the_ring(self):
+        topology = cluster(4, 8, self.inside, self.across)
+        node = tuple(topology.devices[8:16])
+        assert collective_algorithms("all_reduce", 8e9, node, topology) == {
+            "ring": pytest.approx(2 * 7 / 8 * 8e9 / 1e11)
+        }
+
+    def test_latency_decides_for_small_messages(self):
+        topology = cluster(64, 8, Link(1e11, 1e-6), Link(1e10, 1e-5))
+        group = tuple(topology.devices)
+        times = collective_algorithms("all_reduce", 1024, group, topology)
+        # inside: 2 x 7 steps; across: a tree of depth 6, down and up
+        latency = 14 * 1e-6 + 12 * 1e-5
+        assert min(times, key=lambda name: times[name]) == "hierarchical"
+        assert times["hierarchical"] == pytest.approx(latency, rel=0.01)
+        one_a_node = collective_algorithms("all_reduce", 1024, group[::8], topology)
+        assert one_a_node["tree"] == pytest.approx(12 * 1e-5, rel=0.01)
+        assert one_a_node["tree"] < one_a_node["ring"]
+
+    def test_uneven_groups_fall_back_to_the_ring(self):
+        topology = cluster(2, 4, self.inside, self.across)
+        group = tuple(topology.devices[:5])
+        assert list(collective_algorithms("all_gather", 1e9, group, topology)) == ["ring"]
+
+    def test_three_levels(self):
+        levels = [Level("node", Link(1e11), 4), Level("pod", Link(1e10), 16), Level("all", Link(1e9))]
+        topology = Topology.hierarchical(Device(0, "gpu"), 64, levels)
+        times = collective_algorithms("reduce_scatter", 1.6e9, tuple(topology.devices), topology)
+        # S over 4 inside, S/4 over 16 across, of which 4 to a pod; by rails: min(1e10, 4 x 1e9).
+        assert times["hierarchical"] == pytest.approx(
+            3 / 4 * 1.6e9 / 1e11 + min(15 / 16 * 4e8 / 4e9, 3 / 4 * 4e8 / 1e10 + 3 / 4 * 1e8 / 1e9)
+        )
+
+    def test_exchange_counts_peers_by_level(self):
+        topology = cluster(2, 4, self.inside, self.across)
+        group = tuple(topology.devices)
+        times = collective_algorithms("all_to_all", 8e9, group, topology)
+        assert times["pairwise"] == pytest.approx(3 * 1e9 / 1e11 + 4 * 1e9 / 1e10)
+        assert times["hierarchical"] == pytest.approx(3 / 4 * 8e9 / 1e11 + 1 / 2 * 8e9 / 1e10)
+        table = Topology()
+        devices = [table.add_device("gpu") for _ in range(8)]
+        for a in devices:
+            for b in devices[: a.id]:
+                table.set_link(a, b, topology.link(a, b))
+        flat = collective_algorithms("all_to_all", 8e9, tuple(devices), table)
+        assert flat["pairwise"] == pytest.approx(times["pairwise"])
+
+    @given(
+        kind=st.sampled_from(COLLECTIVES),
+        nodes=st.integers(1, 5),
+        per_node=st.sampled_from([2, 3, 8]),
+        size=st.floats(0, 1e12),
+        speeds=st.tuples(st.floats(1e6, 1e12), st.floats(1e6, 1e12)),
+        latencies=st.tuples(st.floats(0, 1e-3), st.floats(0, 1e-3)),
+        faster=st.tuples(st.floats(1, 10), st.floats(1, 10)),
+    )
+    def test_more_bandwidth_is_never_slower(
+        self,
+        kind: str,
+        nodes: int,
+        per_node: int,
+        size: float,
+        speeds: tuple[float, float],
+        latencies: tuple[float, float],
+        faster: tuple[float, float],
+    ):
+        def seconds(factors: tuple[float, float]) -> float:
+            links = [Link(s * f, a) for s, a, f in zip(speeds, latencies, factors, strict=True)]
+            topology = cluster(nodes, per_node, *links)
+            devices = tuple(topology.devices)
+            group = (devices[0], devices[-1]) if kind == "send" else devices
+            return collective_time(kind, size, group, topology)
+
+        assert seconds(faster) <= seconds((1.0, 1.0)) * (1 + 1e-12)
+
+    @given(st.sampled_from([k for k in COLLECTIVES if k != "send"]), st.floats(0, 1e11), st.floats(0, 1e11))
+    def test_more_bytes_are_never_faster(self, kind: str, a: float, b: float):
+        topology = cluster(3, 4, Link(1e11, 1e-6), Link(1e10, 1e-5))
+        group = tuple(topology.devices)
+        small, large = (collective_time(kind, size, group, topology) for size in sorted((a, b)))
+        assert small <= large
+
+    def test_a_thousand_ranks_are_quick(self):
+        topology = load_cluster("dgx-h100:128")
+        group = tuple(topology.devices)
+        start = time.perf_counter()
+        for kind in ("all_reduce", "all_to_all"):
+            collective_time(kind, 1e9, group, topology)
+        first = time.perf_counter() - start
+        start = time.perf_counter()
+        for size in range(100):
+            collective_time("all_reduce", size, group, topology)
+        assert first < 2.0
+        assert time.perf_counter() - start < 1.0

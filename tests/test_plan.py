@@ -1,0 +1,101 @@
+"""A plan's text parses back to it, and what is no plan is refused with the field, value and choices."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distsim.errors import DistsimError, PlanError
+from distsim.plan import MAX_DEGREE, Plan
+from distsim.schedule import SCHEDULES
+
+counts = st.integers(1, MAX_DEGREE)
+plans = st.builds(Plan, counts, counts, counts, counts, st.sampled_from(list(SCHEDULES)))
+
+
+def test_parse_the_example():
+    plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b")
+    assert plan == Plan(dp=2, tp=4, pp=2, microbatches=8, schedule="1f1b")
+    assert plan.devices == 16
+
+
+def test_a_field_left_out_has_its_default_and_spaces_do_not_count():
+    assert Plan.parse(" pp = 4 , schedule = gpipe ") == Plan(pp=4, schedule="gpipe")
+    assert str(Plan()) == "dp=1,tp=1,pp=1,microbatches=1,schedule=1f1b"
+    assert Plan().devices == 1
+
+
+@settings(deadline=None)
+@given(plans)
+def test_the_text_parses_back_to_the_plan(plan):
+    assert Plan.parse(str(plan)) == plan
+    assert hash(Plan.parse(str(plan))) == hash(plan)
+    assert plan.devices == plan.dp * plan.tp * plan.pp
+
+
+@settings(deadline=None)
+@given(plans, st.randoms(use_true_random=False))
+def test_the_order_of_the_items_does_not_matter(plan, random):
+    items = str(plan).split(",")
+    random.shuffle(items)
+    assert Plan.parse(",".join(items)) == plan
+
+
+@settings(deadline=None)
+@given(st.text() | st.lists(st.sampled_from([*"dtp=,-0123456789 ", "dp=", "schedule="])).map("".join))
+def test_any_text_is_a_plan_or_a_plan_error(text):
+    try:
+        plan = Plan.parse(text)
+    except PlanError as error:
+        assert len(str(error)) < 300
+    else:
+        assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("hp=4", ["unknown field 'hp'", "dp, tp, pp, microbatches, schedule"]),
+        ("DP=4", ["unknown field 'DP'", "dp, tp, pp, microbatches, schedule"]),
+        ("dp=two", ["dp='two' is not an integer", f"1..{MAX_DEGREE}"]),
+        ("dp=2.0", ["dp='2.0' is not an integer"]),
+        ("dp=1_0", ["dp='1_0' is not an integer"]),
+        ("dp=٣", ["is not an integer"]),
+        ("dp=", ["dp='' is not an integer"]),
+        ("tp=0", ["tp=0 is out of range", f"1..{MAX_DEGREE}"]),
+        ("microbatches=-3", ["microbatches=-3 is out of range"]),
+        (f"pp={MAX_DEGREE + 1}", [f"pp={MAX_DEGREE + 1} is out of range"]),
+        ("pp=1" + "0" * 6000, ["pp='1000", "is out of range"]),
+        ("dp=2,tp=1,dp=4", ["dp is given twice", "2 and '4'"]),
+        ("schedule=pipedream", ["schedule='pipedream' is unknown", "choose one of 1f1b, gpipe"]),
+        ("schedule=", ["schedule='' is unknown", "choose one of 1f1b, gpipe"]),
+        ("", ["'' is not key=value", str(Plan())]),
+        ("dp=2,,tp=1", ["'' is not key=value"]),
+        ("dp:2", ["'dp:2' is not key=value"]),
+        ("dp=2=2", ["dp='2=2' is not an integer"]),
+    ],
+)
+def test_bad_text_is_refused(text, parts):
+    with pytest.raises(PlanError) as caught:
+        Plan.parse(text)
+    for part in parts:
+        assert part in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"dp": 0}, "dp=0 is out of range"),
+        ({"tp": 2.0}, "tp=2.0 is not an integer"),
+        ({"pp": True}, "pp=True is not an integer"),
+        ({"microbatches": "8"}, "microbatches='8' is not an integer"),
+        ({"dp": 10**5000}, "more than 20 digits is out of range"),
+        ({"schedule": "zb"}, "schedule='zb' is unknown"),
+        ({"schedule": ["1f1b"]}, r"schedule=['1f1b'] is unknown"),
+    ],
+)
+def test_a_bad_field_is_refused(fields, part):
+    with pytest.raises(PlanError) as caught:
+        Plan(**fields)
+    assert part in str(caught.value)
+    assert isinstance(caught.value, DistsimError) and isinstance(caught.value, ValueError)

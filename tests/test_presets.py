@@ -1,0 +1,110 @@
+"""Cluster presets: every figure with its unit and source, near measurements, and files of one's own."""
+
+from pathlib import Path
+
+import pytest
+
+import distsim.hardware
+from distsim.errors import TopologyError
+from distsim.hardware import collective_time, describe, figures, load_cluster, presets
+
+
+class TestPresets:
+    def test_names(self):
+        assert presets() == ("dgx-2", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200")
+
+    @pytest.mark.parametrize("name", presets())
+    def test_loads_and_every_figure_has_unit_and_source(self, name: str):
+        topology = load_cluster(name)
+        assert len(topology.devices) == (16 if name == "dgx-2" else 8)
+        rows = figures(name)
+        assert len(rows) >= 15
+        assert all(row.unit and len(row.source) > 10 and row.si_value > 0 for row in rows)
+        text = describe(name)
+        assert all(row.name in text and row.source in text for row in rows)
+        device = topology.devices[0]
+        assert 30e9 < device.memory < 200e9
+        assert device.peak("float16") > device.peak("float32") >= device.peak("float64")
+        assert device.peak("uint4") == device.throughput
+
+    def test_figures_in_si_units(self):
+        topology = load_cluster("dgx-a100:2")
+        a100 = topology.devices[9]
+        assert (a100.id, a100.peak("bfloat16"), a100.dram_bandwidth) == (9, 312e12, 2e12)
+        assert topology.link(topology.devices[0], topology.devices[7]).bandwidth == 300e9
+        assert topology.link(topology.devices[0], a100).bandwidth == 200e9 / 8
+
+    @pytest.mark.parametrize(
+        ("name", "ranks", "gigabytes_per_second"),
+        # Large-message all-reduce bus bandwidth as measured: NVIDIA's GTC 2024 NCCL chart; across nodes,
+        # stas00/ml-engineering's table for 4 x 8 B200 on 400 Gbit/s ports.
+        [("dgx-2", 8, 122), ("dgx-a100", 8, 232), ("dgx-h100", 8, 370), ("dgx-a100:4", 32, 192),
+         ("dgx-h100:4", 32, 380), ("dgx-b200:4", 32, 382)],
+    )  # fmt: skip
+    def test_bus_bandwidth_near_measurements(self, name: str, ranks: int, gigabytes_per_second: float):
+        topology = load_cluster(name)
+        size = 16 * 2**30
+        seconds = collective_time("all_reduce", size, tuple(topology.devices[:ranks]), topology)
+        bus = 2 * (ranks - 1) / ranks * size / seconds
+        assert bus == pytest.approx(gigabytes_per_second * 1e9, rel=0.05)
+
+    def test_unknown_names(self):
+        with pytest.raises(TopologyError, match=r"'dgx-1'; choose one of dgx-2, dgx-a100"):
+            load_cluster("dgx-1")
+        for name in ("", "dgx-a100:", "dgx-a100:x", "../presets/dgx-2"):
+            with pytest.raises(TopologyError, match="choose one of"):
+                load_cluster(name)
+        with pytest.raises(TopologyError, match="at least one node"):
+            load_cluster("dgx-a100:0")
+        with pytest.raises(TopologyError, match="at most 1048576"):
+            load_cluster("dgx-a100:999999999")
+
+
+class TestOwnFile:
+    @pytest.fixture
+    def text(self) -> str:
+        folder = Path(distsim.hardware.__file__).parent / "presets"
+        return (folder / "dgx-a100.toml").read_text()
+
+    def write(self, folder: Path, text: str | bytes) -> str:
+        path = folder / "mine.toml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return str(path)
+
+    def test_same_as_the_preset(self, tmp_path: Path, text: str):
+        path = self.write(tmp_path, text)
+        assert load_cluster(f"{path}:3").devices == load_cluster("dgx-a100:3").devices
+
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [
+            ("devices_per_node = 8", "devices_per_node = 8\ncolour = 1", "colour"),
+            ("devices_per_node = 8", "", "devices_per_node"),
+            ("devices_per_node = 8", "devices_per_node = true", r"\$\.devices_per_node"),
+            ("value = 81920", 'value = "many"', r"\$\.device\.memory\.value"),
+            ("value = 81920", "value = nan", r"\$\.device\.memory\.value"),
+            ("value = 2.0", "value = inf", "dram_bandwidth=inf"),
+            ("value = 81920", "value = -1", r"\$\.device\.memory\.value"),
+            ('unit = "MiB"', 'unit = "furlong"', "device.memory: unit 'furlong'"),
+            ("value = 0.869", "value = 86.9", "flops_efficiency=86.9"),
+            ("bfloat16 =", "bfloat61 =", "'bfloat61' is not one of"),
+            ("group_size = 8", "group_size = 0", r"\$\.levels\[0\]\.group_size"),
+            ("[device]", "[device", "not a TOML file"),
+        ],
+    )
+    def test_errors_name_the_place(self, tmp_path: Path, text: str, old: str, new: str, message: str):
+        assert old in text
+        path = self.write(tmp_path, text.replace(old, new, 1))
+        with pytest.raises(TopologyError, match=f"mine.toml.*{message}"):
+            load_cluster(path)
+
+    @pytest.mark.parametrize(
+        "data", [b"\xff\xfe", b"a = " + b"[" * 5000, b"a = 1" + b"0" * 5000, b"#" * (1 << 21)]
+    )
+    def test_hostile_bytes(self, tmp_path: Path, data: bytes):
+        with pytest.raises(TopologyError, match="mine.toml"):
+            load_cluster(self.write(tmp_path, data))
+
+    def test_missing_file(self, tmp_path: Path):
+        with pytest.raises(TopologyError, match="is not a file"):
+            load_cluster(str(tmp_path / "none.toml"))

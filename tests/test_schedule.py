@@ -1,0 +1,215 @@
+"""Pipeline schedules against their closed forms, and hand-made schedules that must be refused."""
+
+import itertools
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distsim.errors import DistsimError, ScheduleError
+from distsim.schedule import SCHEDULES, Phase, Schedule, Task, gpipe, one_f_one_b, schedule
+
+SIZES = list(itertools.product(range(1, 9), range(1, 17)))
+sizes = st.tuples(st.integers(1, 10), st.integers(1, 20))
+
+
+def F(stage: int, microbatch: int) -> Task:
+    return Task(Phase.FORWARD, stage, microbatch)
+
+
+def B(stage: int, microbatch: int) -> Task:
+    return Task(Phase.BACKWARD, stage, microbatch)
+
+
+def finish_times(plan: Schedule, forward: int, backward: int) -> dict[Task, int]:
+    """Longest path over data and rank order, written apart from Schedule.inputs and Schedule.order."""
+    last = plan.num_stages - 1
+    before = {task: earlier for tasks in plan.ranks for earlier, task in itertools.pairwise(tasks)}
+    end: dict[Task, int] = {}
+
+    def visit(task: Task) -> int:
+        stack = [task]
+        while stack:
+            task = stack[-1]
+            needs = [before[task]] if task in before else []
+            if task.phase is Phase.FORWARD:
+                needs += [F(task.stage - 1, task.microbatch)] if task.stage else []
+            else:
+                needs += [F(task.stage, task.microbatch)]
+                needs += [B(task.stage + 1, task.microbatch)] if task.stage < last else []
+            waiting = [need for need in needs if need not in end]
+            stack += waiting
+            if not waiting:
+                duration = forward if task.phase is Phase.FORWARD else backward
+                end[task] = max((end[need] for need in needs), default=0) + duration
+                stack.pop()
+        return end[task]
+
+    for tasks in plan.ranks:
+        for task in tasks:
+            visit(task)
+    return end
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (3, 2)])
+def test_makespan_and_bubble_have_the_closed_form(name, forward, backward):
+    for p, m in SIZES:
+        makespan = max(finish_times(schedule(name, p, m), forward, backward).values())
+        assert makespan == (m + p - 1) * (forward + backward), (p, m)
+        bubble = 1 - Fraction(m * (forward + backward), makespan)
+        assert bubble == Fraction(p - 1, m + p - 1), (p, m)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_task_is_run_once_on_the_rank_of_its_stage(name):
+    for p, m in SIZES:
+        made = schedule(name, p, m)
+        made.check()
+        assert (made.name, made.num_stages, made.num_microbatches) == (name, p, m)
+        for stage, tasks in enumerate(made.ranks):
+            assert sorted(tasks) == [phase(stage, i) for phase in (F, B) for i in range(m)]
+
+
+def test_gpipe_holds_every_microbatch_and_1f1b_only_as_many_as_stages_remain():
+    for p, m in SIZES:
+        for stage in range(p):
+            assert gpipe(p, m).in_flight(stage) == m
+            assert one_f_one_b(p, m).in_flight(stage) == min(m, p - stage)
+
+
+def test_unit_steps_are_the_unit_time_makespan():
+    for name, (p, m) in itertools.product(SCHEDULES, SIZES):
+        assert len(schedule(name, p, m).order()) == 2 * (m + p - 1), (name, p, m)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(SCHEDULES)), sizes)
+def test_order_agrees_with_every_rank_and_with_the_data(name, size):
+    made = schedule(name, *size)
+    steps = made.order()
+    when = {task: at for at, step in enumerate(steps) for task in step}
+    assert len(when) == sum(map(len, steps)) == 2 * size[0] * size[1]
+    assert all(when[need] < when[task] for task in when for need in made.inputs(task))
+    for rank, tasks in enumerate(made.ranks):
+        assert tasks == tuple(task for step in steps for task in step if task.stage == rank)
+    # Eager: nothing could have run a step sooner.
+    finish = finish_times(made, 1, 1)
+    assert all(when[task] + 1 == finish[task] for task in when)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(list(SCHEDULES)), sizes, st.data())
+def test_any_order_of_the_tasks_either_runs_or_names_a_true_circle(name, size, data):
+    made = schedule(name, *size)
+    rank = data.draw(st.integers(0, size[0] - 1))
+    shuffled = tuple(data.draw(st.permutations(made.ranks[rank])))
+    other = Schedule("shuffled", *size, (*made.ranks[:rank], shuffled, *made.ranks[rank + 1 :]))
+    try:
+        steps = other.order()
+    except ScheduleError as error:
+        waits = re.findall(
+            r"(\w+@\d+) waits for (\w+@\d+)(?:, which rank \d+ runs after (\w+@\d+))?", str(error)
+        )
+        assert waits
+        place = {str(task): (task, at) for tasks in other.ranks for at, task in enumerate(tasks)}
+        followers = [*waits[1:], waits[0]]
+        for (waiter, wanted, blocker), follower in zip(waits, followers, strict=True):
+            assert place[wanted][0] in other.inputs(place[waiter][0])
+            assert follower[0] == (blocker or wanted)
+            if blocker:
+                assert place[blocker][0].stage == place[wanted][0].stage
+                assert place[blocker][1] < place[wanted][1]
+    else:
+        assert sum(map(len, steps)) == 2 * size[0] * size[1]
+
+
+def test_a_large_schedule_is_ordered():
+    assert len(schedule("1f1b", 64, 512).order()) == 2 * (512 + 64 - 1)
+
+
+def test_text_is_a_row_per_rank():
+    assert str(one_f_one_b(2, 3)) == "\n".join(
+        ["1f1b: 2 stages, 3 microbatches", "rank 0: F0 F1 B0 F2 B1 B2", "rank 1: F0 B0 F1 B1 F2 B2"]
+    )
+    assert str(gpipe(1, 1)) == "gpipe: 1 stage, 1 microbatch\nrank 0: F0 B0"
+
+
+def test_tasks_sort_by_phase_then_stage_then_microbatch():
+    in_order = [F(0, 0), F(0, 1), F(1, 0), B(0, 0), B(0, 1), B(1, 0)]
+    assert sorted([B(1, 0), F(1, 0), B(0, 1), F(0, 1), B(0, 0), F(0, 0)]) == in_order
+    assert Phase.FORWARD < Phase.BACKWARD and Phase.BACKWARD >= Phase.FORWARD
+    assert [phase.value for phase in Phase] == ["F", "B"]
+
+
+def test_inputs_of_the_last_stage_and_the_first():
+    made = gpipe(2, 1)
+    assert made.inputs(F(0, 0)) == ()
+    assert made.inputs(F(1, 0)) == (F(0, 0),)
+    assert made.inputs(B(1, 0)) == (F(1, 0),)
+    assert made.inputs(B(0, 0)) == (F(0, 0), B(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("num_microbatches", "ranks", "message"),
+    [
+        (1, ((F(0, 0), B(0, 0)), (F(1, 0),)), "missing B0@1"),
+        (1, ((), ()), "missing F0@0, F0@1, B0@0, B0@1;"),
+        (9, ((), ()), "missing F0@0, F1@0, F2@0, F3@0, F4@0 and 31 more"),
+        (1, ((F(0, 0), F(0, 0), B(0, 0)), (F(1, 0), B(1, 0))), "task F0@0 is listed twice"),
+        (1, ((F(0, 0), B(1, 0)), (F(1, 0), B(0, 0))), "rank 0 lists B0@1, which belongs on rank 1"),
+        (1, ((F(0, 0), B(0, 0)), (F(1, 0), B(1, 1))), "rank 1 lists B1@1, but stages are 0..1 and"),
+        (1, ((F(0, 0), B(0, 0)), (F(1, -1), B(1, 0))), "rank 1 lists F-1@1, but stages are 0..1 and"),
+        (1, ((F(0, 0), B(0, 0)),), "2 stages but task orders for 1 rank;"),
+        (1, ((B(0, 0), F(0, 0)), (F(1, 0), B(1, 0))), "B0@0 waits for F0@0, which rank 0 runs after B0@0;"),
+        (
+            2,
+            ((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 0), F(1, 1), B(1, 0), B(1, 1))),
+            "deadlocks after 2 tasks: B0@0 waits for B0@1, which rank 1 runs after F1@1; "
+            "F1@1 waits for F1@0, which rank 0 runs after B0@0; reorder",
+        ),
+    ],
+)
+def test_a_broken_schedule_is_refused_by_name(num_microbatches, ranks, message):
+    broken = Schedule("mine", 2, num_microbatches, ranks)
+    with pytest.raises(ScheduleError, match="^mine") as caught:
+        broken.check()
+    assert message in str(caught.value)
+
+
+def test_a_deadlock_names_only_its_circle_not_the_ranks_that_wait_for_it():
+    # Rank 0 waits for ranks 1 and 2, which wait for each other.
+    ranks = (
+        (F(0, 0), F(0, 1), B(0, 0), B(0, 1)),
+        (F(1, 0), B(1, 0), F(1, 1), B(1, 1)),
+        (F(2, 0), F(2, 1), B(2, 0), B(2, 1)),
+    )
+    with pytest.raises(ScheduleError) as caught:
+        Schedule("mine", 3, 2, ranks).order()
+    assert "B0@1 waits for B0@2" in str(caught.value)
+    assert "F1@2 waits for F1@1" in str(caught.value)
+    assert "@0" not in str(caught.value)
+
+
+def test_an_unknown_name_lists_the_choices():
+    with pytest.raises(ScheduleError, match=r"unknown schedule 'pipedream'; choose one of 1f1b, gpipe"):
+        schedule("pipedream", 2, 2)
+    assert issubclass(ScheduleError, DistsimError) and issubclass(ScheduleError, ValueError)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("p", "m", "message"),
+    [(0, 1, "num_stages=0"), (1, 0, "num_microbatches=0"), (2.0, 1, "num_stages=2.0"), (1, True, "=True")],
+)
+def test_sizes_are_integers_of_at_least_one(name, p, m, message):
+    with pytest.raises(ScheduleError, match=f"^{name}: .*{re.escape(message)}"):
+        schedule(name, p, m)
+
+
+@pytest.mark.parametrize("stage", [-1, 2])
+def test_in_flight_of_no_stage(stage):
+    with pytest.raises(ScheduleError, match=rf"no stage {stage}; choose one of 0\.\.1"):
+        gpipe(2, 2).in_flight(stage)
