@@ -94,7 +94,13 @@ class Unroller:
         return self.call(function, block, inputs, task.microbatch, task.stage, str(task))
 
     def call(
-        self, function: Function, block: Block, inputs: list[Value], microbatch: int | None, stage: int, name: str
+        self,
+        function: Function,
+        block: Block,
+        inputs: list[Value],
+        microbatch: int | None,
+        stage: int,
+        name: str,
     ) -> list[Home]:
         suffix = "" if microbatch is None else f".{microbatch}"
         sums = set(block.accumulated)

@@ -17,7 +17,11 @@ MAX_SIZE = 2**31 - 1
 
 def symbols_of(inputs: Sequence[Any]) -> tuple[str, ...]:
     """Return the names of the symbolic dimensions of these inputs, in order, each once."""
-    return tuple(dict.fromkeys(dim.dim_param for info in inputs for dim in _dims(info) if dim.dim_param))
+    names = dict.fromkeys(dim.dim_param for info in inputs for dim in _dims(info) if dim.dim_param)
+    for name in names:
+        if not isinstance(name, str):  # protobuf hands out bytes that are not UTF-8 as they are
+            raise ImportModelError(f"the name of the symbolic dimension {name!r} is not text")
+    return tuple(names)
 
 
 def check_bindings(inputs: Sequence[Any], bindings: Mapping[str, Any]) -> dict[str, int]:

@@ -7,9 +7,7 @@ write around shapes is computed here and never becomes an op.
 from __future__ import annotations
 
 import math
-from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from distsim.importer.folding import (
     shrink,
     without_repeats,
 )
+from distsim.importer.meaning import check_indices, check_legacy, check_reshape, check_size
 from distsim.importer.nodes import FunctionKey, check_node, describe, key_of, op_name, operator_name, resolved
 from distsim.importer.operands import (
     NEEDED,
@@ -37,8 +36,8 @@ from distsim.importer.operands import (
     output_count,
     split_operands,
 )
+from distsim.importer.scope import Scope, used_names
 from distsim.importer.tensors import (
-    MAX_ELEMENTS,
     check_embedded,
     is_external,
     stored_array,
@@ -49,54 +48,6 @@ from distsim.ir.op import Attributes, Literal, Role, Value
 from distsim.ir.type import Tensor, as_tensor, from_numpy
 from distsim.ops.onnx_bridge import house_version
 from distsim.ops.operator import Array, operator
-
-
-@dataclass
-class Scope:
-    """The names of one graph or one call of a local function."""
-
-    nodes: Sequence[Any]
-    opsets: Mapping[str, int]
-    used: Mapping[str, int]
-    entries: ChainMap[str, Entry] = field(default_factory=lambda: ChainMap[str, Entry]())
-    prefix: str = ""
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
-    attributes: Mapping[str, Any] | None = None
-
-    def get(self, name: str) -> Entry | None:
-        """Return what a name stands for; None for an operand left out."""
-        if not name:
-            return None
-        entry = self.entries.get(name)
-        if entry is None:
-            later = any(name in node.output for node in self.nodes)
-            how = (
-                "a later node makes; the nodes form a cycle or are not in order" if later else "nothing makes"
-            )
-            raise ImportModelError(f"reads {name!r}, which {how}")
-        return entry
-
-    def define(self, name: str, entry: Entry) -> None:
-        """Give a name its meaning; each name has one."""
-        if name in self.entries:
-            raise ImportModelError(f"makes {name!r}, which is already the name of another value")
-        self.entries[name] = entry
-
-    def name(self, name: str) -> str:
-        """Return what to call a value: as the caller does, or under the prefix of the call."""
-        return self.names.get(name) or self.prefix + name
-
-
-def used_names(nodes: Sequence[Any], outputs: Sequence[str]) -> dict[str, int]:
-    """Return the names that nodes read, in their subgraphs too, or that are outputs."""
-    found = dict.fromkeys(outputs, 1)
-    for node in nodes:
-        found.update(dict.fromkeys(node.input, 1))
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                inner = [info.name for info in attribute.g.output]
-                found.update(used_names(attribute.g.node, inner))
-    return found
 
 
 class PartialEvaluator:
@@ -197,14 +148,19 @@ class PartialEvaluator:
         if op_type == "ConstantOfShape" and self._is_weight(inputs, attributes):
             return self._weight(node, attributes, inputs, scope)
         if op_type == "Gather":
-            _check_indices(inputs, attributes)
+            check_indices(inputs, attributes)
+        if attributes.get("broadcast") and "axis" in attributes:
+            check_legacy(inputs, attributes["axis"])
         try:
             return self._apply(node, op_type, house_version(op_type, opset), inputs, attributes, scope)
-        except TypeRuleError:
+        except TypeRuleError as error:
             body = function_body(node, op_type, opset, inputs)
             if body is None or operator(op_type).types is not None:
                 raise
-            return self._call(body, node, scope)
+            try:
+                return self._call(body, node, scope)
+            except ImportModelError:
+                raise error from None  # of the node that the model has
 
     def _apply(
         self,
@@ -246,7 +202,9 @@ class PartialEvaluator:
                 name=op_name(node, scope.prefix),
             )
             for value in made:
-                _check_size(as_tensor(value.type, value.name))
+                check_size(as_tensor(value.type, value.name))
+            if op_type == "Reshape":
+                check_reshape(values, made)
         for name, entry in zip(node.output, made, strict=False):
             if name:
                 scope.define(name, entry)
@@ -292,7 +250,7 @@ class PartialEvaluator:
         fill: Array = attributes["value"].array.reshape(-1)[0]
         shape = tuple(int(size) for size in np.asarray(inputs[0]).reshape(-1))
         type_ = Tensor(from_numpy(fill.dtype), shape)
-        _check_size(type_)
+        check_size(type_)
         name = node.output[0]
         value = self.maker.add_input_value(scope.name(name), type_, Role.PARAMETER)
         self.stored[value] = partial(np.broadcast_to, fill, shape)  # takes no memory
@@ -349,26 +307,3 @@ class PartialEvaluator:
             entry = inner.get(formal)
             if name and entry is not None:
                 scope.define(name, entry)
-
-
-def _check_indices(inputs: Sequence[Entry | None], attributes: Mapping[str, Any]) -> None:
-    """Known indices must be inside: positions beyond the table, say, when ``seq`` is too long."""
-    data, indices = inputs[0], inputs[1]
-    if not isinstance(data, Value) or not isinstance(indices, np.ndarray) or not indices.size:
-        return
-    shape = as_tensor(data.type, data.name).shape
-    axis = attributes.get("axis", 0)
-    if not -len(shape) <= axis < len(shape):
-        raise ImportModelError(f"gathers along axis {axis} of {data!r}")
-    indices = without_repeats(indices)
-    low, high = int(indices.min()), int(indices.max())
-    if low < -shape[axis] or high >= shape[axis]:
-        raise ImportModelError(
-            f"takes the indices {low} to {high} of {data!r}, which has {shape[axis]} entries on axis {axis}; "
-            "a symbolic dimension is bound to more than the model was made for"
-        )
-
-
-def _check_size(type_: Tensor) -> None:
-    if type_.size > MAX_ELEMENTS:
-        raise ImportModelError(f"makes a tensor of shape {list(type_.shape)}: more than 2^46 elements")

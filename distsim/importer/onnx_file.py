@@ -12,10 +12,11 @@ from typing import Any, Literal, overload
 import onnx
 from google.protobuf.message import DecodeError
 
-from distsim.errors import ImportModelError
+from distsim.errors import DistsimError, ImportModelError
 from distsim.importer.checks import check_operators, local_functions, opsets_of
 from distsim.importer.dimensions import check_bindings, check_declared, input_type, symbols_of
-from distsim.importer.evaluate import PartialEvaluator, Scope, used_names
+from distsim.importer.evaluate import PartialEvaluator
+from distsim.importer.scope import Scope, used_names
 from distsim.importer.tensors import MAX_FILE_BYTES, read_bytes
 from distsim.ir.function import Function
 from distsim.ir.maker import FunctionMaker
@@ -73,15 +74,30 @@ def import_from_onnx(
     something that distsim cannot represent, or when bindings and symbolic dimensions do not match.
     Files larger than ``max_bytes`` are refused.
     """
-    model = _read_model(path, max_bytes)
+    try:
+        return _import(_read_model(path, max_bytes), Path(path), parameters, load_values, name, bindings)
+    except DistsimError:
+        raise
+    except Exception as error:  # protobuf hands out text that is not UTF-8 as bytes, for one
+        raise ImportModelError(f"{path} is malformed: {type(error).__name__}: {error}") from error
+
+
+def _import(
+    model: Any,
+    path: Path,
+    parameters: Sequence[str],
+    load_values: bool,
+    name: str | None,
+    bindings: Mapping[str, int],
+) -> Any:
     graph = model.graph
     opsets = opsets_of(model)
     functions = local_functions(model)
     check_operators(model, opsets, functions)
     inputs = _graph_inputs(model)
     sizes = check_bindings(inputs, bindings)
-    maker = FunctionMaker(name if name is not None else Path(path).stem)
-    evaluator = PartialEvaluator(maker, functions, Path(path).parent, load_values)
+    maker = FunctionMaker(name if name is not None else path.stem)
+    evaluator = PartialEvaluator(maker, functions, path.parent, load_values)
     scope = Scope(graph.node, opsets, used_names(graph.node, [info.name for info in graph.output]))
     marked = _marked(inputs, parameters)
     for info in inputs:

@@ -32,7 +32,9 @@ def load_model(
     name, _, options = source.partition(":")
     if name in BUILDERS:
         if sizes or parameters:
-            raise ImportModelError(f"{source}: a builder takes its sizes as options, {name}:option=number,...")
+            raise ImportModelError(
+                f"{source}: a builder takes its sizes as options, {name}:option=number,..."
+            )
         return _build(name, options, batch)
     if source in BUNDLED:
         with as_file(files("distsim.models") / "data" / f"{source}.onnx") as path:

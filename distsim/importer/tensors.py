@@ -74,7 +74,7 @@ def dtype_of(element_type: int, what: str) -> DType:
         raise ImportModelError(f"{what}: there is no element type of number {element_type}")
     name: str = names.Name(element_type)
     try:
-        return dtype_named(_NAMES.get(name, name))
+        return dtype_named(_NAMES.get(name, name.lower()))
     except TypeRuleError as error:
         raise ImportModelError(f"{what}: {error}") from error
 

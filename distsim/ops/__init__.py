@@ -1,7 +1,7 @@
 """The operators, one definition each; importing this installs their type rule in the IR."""
 
 from distsim.ir.registry import set_type_rule
-from distsim.ops import communication, training
+from distsim.ops import communication, matmul, training
 from distsim.ops.onnx_bridge import OPSET
 from distsim.ops.operator import (
     Communication,

@@ -22,7 +22,7 @@ from distsim.ops.operator import (
     letters,
     register,
 )
-from distsim.ops.places import Localize, fill_work, ints, resizing, shape_of, view_work
+from distsim.ops.places import Localize, ints, resizing, shape_of, view_work
 
 
 def reshape_labels(
@@ -214,4 +214,3 @@ register(Operator("Tile", work=_move_work, gradient=_tile_gradient, sharding=_ti
 # Metadata: what they give is known from the type.
 register(Operator("Shape", work=view_work, sharding=_whole_rule))
 register(Operator("Size", work=view_work, sharding=_whole_rule))
-register(Operator("EyeLike", work=fill_work, gradient=lambda ctx: [None], sharding=_whole_rule))

@@ -1,6 +1,7 @@
 """Function -> Function: differentiate, shard, pipeline, and the calls of the DistIR notebooks."""
 
 from distsim.transforms.differentiate import differentiate
+from distsim.transforms.inline import inline
 from distsim.transforms.loss import add_loss
 from distsim.transforms.optimizers import SGD, Adam, optimizer_named
 from distsim.transforms.parallel_3d import (
@@ -21,6 +22,7 @@ __all__ = [
     "add_loss",
     "build_program",
     "differentiate",
+    "inline",
     "optimizer_named",
     "parallel_transform_3d",
     "pipeline",

@@ -11,8 +11,10 @@ from distsim.ir import Device, Function, FunctionMaker, Mesh, Value
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.schedule import Schedule, one_f_one_b
+from distsim.transforms.inline import inline
 from distsim.transforms.pipeline import pipeline
 from distsim.transforms.shard import shard
+from distsim.transforms.stages import coarse
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,11 @@ class PipeDreamScheduler:
 def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program:
     """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
 
-    The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize`.
+    The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
+    Calls that are too large to make balanced stages are written out first.
     """
+    while coarse(function, mesh.axis_size("pp")):
+        function = inline(function)
     local = shard(function, mesh.at(pp=0), schedule.num_microbatches)
     return pipeline(local, mesh, schedule)
 

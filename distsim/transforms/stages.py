@@ -19,8 +19,9 @@ from distsim.ops import operator, signature_of, work
 BYTES_PER_FLOP = 1 / 100
 """Machine balance for weighing ops against each other: 100 flops take as long as one byte of memory.
 A100: 312e12 FLOP/s to 2.0e12 byte/s (NVIDIA A100 datasheet) is 156, V100 and H100 139 and 295."""
-SEND_PER_BYTE = 10
-"""A link is about ten times slower than device memory (A100: NVLink 300 GB/s one way)."""
+SLACK = 0.02
+"""How much more work than the least bottleneck a stage may have, to send less."""
+COARSE = 1.25
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def assign_stages(function: Function, num_stages: int) -> StageMap:
     producer = {value: op for op in function.ops for value in op.outputs}
     step_ops = _step_ops(function, producer)
     forward = _forward_ops(function, producer, step_ops)
-    stage = _cut(function, [op for op in function.ops if op in forward], num_stages)
+    stage = _cut([op for op in function.ops if op in forward], num_stages, function.name)
     held = {v for v in function.inputs if v.role is not Role.INPUT}
     homes = _homes(function, stage, held)
     reach = _reach(function, stage, held)
@@ -128,39 +129,69 @@ def cost_of(op: Op) -> float:
     return total
 
 
-def _cut(function: Function, ops: Sequence[Op], num_stages: int) -> dict[Op, int]:
-    """Least bottleneck of (work + sends) over contiguous stages, by dynamic programming."""
+def _cut(ops: Sequence[Op], num_stages: int, name: str) -> dict[Op, int]:
+    """Contiguous stages of least bottleneck in work; among those within SLACK, of fewest bytes sent."""
     if len(ops) < num_stages:
         raise PlanError(
-            f"pp={num_stages}, but {function.name} has only {len(ops)} forward ops to cut; use pp of at "
+            f"pp={num_stages}, but {name} has only {len(ops)} forward ops to cut; use pp of at "
             f"most {max(len(ops), 1)}"
         )
-    if num_stages == 1:
-        return dict.fromkeys(ops, 0)
-    costs: dict[int, float] = {}
-    weights = np.array([_cached_cost(op, costs) for op in ops])
-    prefix = np.concatenate([[0.0], np.cumsum(weights)])
+    prefix = _prefix(ops)
     cuts = _cut_points(len(ops), prefix, num_stages)
-    sends = _crossing(function, ops)[cuts] * (SEND_PER_BYTE / BYTES_PER_FLOP)
-    sends[0] = sends[-1] = 0.0
     done = prefix[cuts]
-    best = done + sends
+    limit = _bottleneck(done, num_stages) * (1 + SLACK)
+    sends = _crossing(ops)[cuts]
+    within = np.tril(done[:, None] - done[None, :] <= limit, -1)  # [end, start] of one stage
+    best = np.where(done <= limit, sends, np.inf)
     best[0] = np.inf
     choice: list[np.ndarray] = []
     for _ in range(1, num_stages):
-        new, pick = np.full(len(cuts), np.inf), np.zeros(len(cuts), int)
-        for j in range(1, len(cuts)):
-            costs_j = np.maximum(best[:j], done[j] - done[:j] + sends[:j] + sends[j])
-            # The later of equal cuts: a cheap op stays with the op it follows.
-            pick[j] = j - 1 - int(np.argmin(costs_j[::-1]))
-            new[j] = costs_j[pick[j]]
-        best = new
+        costs = np.where(within, best[None, :], np.inf)
+        # The later of equal cuts: a cheap op stays with the op it follows.
+        pick = len(cuts) - 1 - np.argmin(costs[:, ::-1], axis=1)
+        best = costs[np.arange(len(cuts)), pick] + sends
         choice.append(pick)
     ends = [len(cuts) - 1]
     for pick in reversed(choice):
         ends.append(int(pick[ends[-1]]))
     bounds = [int(cuts[i]) for i in reversed(ends)]
     return {op: int(np.searchsorted(bounds, i, side="right")) for i, op in enumerate(ops)}
+
+
+def _prefix(ops: Sequence[Op]) -> np.ndarray:
+    costs: dict[int, float] = {}
+    return np.concatenate([[0.0], np.cumsum([_cached_cost(op, costs) for op in ops])])
+
+
+def _bottleneck(done: np.ndarray, num_stages: int) -> float:
+    """Return the least work of the heaviest of ``num_stages`` contiguous, non-empty stages."""
+
+    def fits(limit: float) -> bool:
+        at = 0
+        for stage in range(num_stages):
+            last = len(done) - (num_stages - stage)  # leaves a cut for every later stage
+            at = min(int(np.searchsorted(done, done[at] + limit, side="right")) - 1, last)
+        return at == len(done) - 1
+
+    low, high = float(np.diff(done).max()), float(done[-1])
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def coarse(function: Function, num_stages: int) -> bool:
+    """Return whether Calls are too large to make balanced stages: the heaviest is COARSE over its share."""
+    if num_stages == 1 or not any(op.op_type == "Call" for op in function.ops):
+        return False
+    producer = {value: op for op in function.ops for value in op.outputs}
+    forward = _forward_ops(function, producer, frozenset())
+    ops = [op for op in function.ops if op in forward]
+    if len(ops) < num_stages:
+        return True
+    prefix = _prefix(ops)
+    done = prefix[_cut_points(len(ops), prefix, num_stages)]
+    return _bottleneck(done, num_stages) > COARSE * prefix[-1] / num_stages
 
 
 def _cached_cost(op: Op, costs: dict[int, float]) -> float:
@@ -182,7 +213,7 @@ def _cut_points(count: int, prefix: np.ndarray, num_stages: int) -> np.ndarray:
     return np.unique(np.concatenate([[0, count], np.searchsorted(prefix, targets)]))
 
 
-def _crossing(function: Function, ops: Sequence[Op]) -> np.ndarray:
+def _crossing(ops: Sequence[Op]) -> np.ndarray:
     """Return, per cut before op i, the bytes made before it and read at or after it."""
     place = {op: i for i, op in enumerate(ops)}
     made = {value: i for op, i in place.items() for value in op.outputs}
@@ -195,7 +226,6 @@ def _crossing(function: Function, ops: Sequence[Op]) -> np.ndarray:
         if value in last:
             change[i + 1] += value.type.nbytes
             change[last[value] + 1] -= value.type.nbytes
-    del function
     return np.cumsum(change)[: len(ops) + 1]
 
 

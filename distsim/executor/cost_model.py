@@ -1,0 +1,226 @@
+"""What an op costs, in seconds: compute by a roofline, communication by what its collective costs.
+
+A compute op takes ``launch + max(flops / (peak * flops_efficiency), bytes / (dram_bandwidth *
+bytes_efficiency))`` (Williams, Waterman and Patterson, "Roofline", 2009). The peak of matrix work
+(``Work.matrix``) is that of the device for the element type; all other work runs on the vector units,
+at ``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from distsim.errors import CostError
+from distsim.executor.distir_costs import DistIRRules
+from distsim.hardware import collective_time
+from distsim.ir import Device, Tensor, Topology
+from distsim.ops import Signature, Work, operator, work
+from distsim.ops.operator import memory_bound
+
+Group = tuple[Device, ...]
+
+
+class UncostedOperatorWarning(UserWarning):
+    """An operator without a work rule is costed by the bytes that it reads and writes."""
+
+
+class CostRules(Protocol):
+    """How a :class:`CostModel` turns work into seconds."""
+
+    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
+        """Seconds of a compute op that asks for ``demand`` on a device."""
+        ...
+
+    def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
+        """Seconds of a collective; kind, size and group as in :func:`collective_time`."""
+        ...
+
+
+class RooflineRules:
+    """The rules of this module's docstring."""
+
+    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
+        """Seconds by the roofline of the device."""
+        peak = device.peak(_element_type(signature)) if demand.matrix else device.throughput
+        flops = demand.flops / (peak * device.flops_efficiency)
+        moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * device.bytes_efficiency)
+        # Not max(): it would let a NaN pass in one of the two places.
+        return device.kernel_launch_overhead + (flops if not flops <= moved else moved)
+
+    def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
+        """Seconds by the cheapest algorithm for the group."""
+        return collective_time(kind, nbytes, group, topology)
+
+
+class CostModel:
+    """Turns an op and its types into seconds, on the devices and links of ``topology``.
+
+    Views and constants run no kernel. An op without a work rule is costed by its bytes, with one
+    :class:`UncostedOperatorWarning` per operator name, and listed in :attr:`uncosted`; ``strict``
+    refuses it with a :class:`CostError`. Everything is cached by signature, so share one cost model
+    between simulations.
+
+    >>> from distsim.ir import Attributes, Float
+    >>> topology = Topology()
+    >>> gpu = topology.add_device("gpu", dram_bandwidth=1e12, kernel_launch_overhead=0)
+    >>> x = Tensor(Float(), (1000, 1000), gpu)
+    >>> CostModel(topology).seconds(Signature("LossGrad", Attributes(), (x, x), (x,)), (gpu,))
+    1.2e-05
+    """
+
+    def __init__(self, topology: Topology, strict: bool = False, rules: CostRules | None = None) -> None:
+        self.topology = topology
+        self.strict = strict
+        self._rules: CostRules = rules or RooflineRules()
+        self._uncosted: dict[str, None] = {}
+        self._specs: dict[Device, int] = {}
+        self._spec_ids: dict[tuple[object, ...], int] = {}
+        self._compute: dict[tuple[Signature, int], float] = {}
+        self._communication: dict[tuple[str, float, Group], float] = {}
+        self._alike: dict[tuple[Group, ...], bool] = {}
+        self._version = topology.version
+
+    @classmethod
+    def distir(cls, topology: Topology, strict: bool = False) -> CostModel:
+        """The cost model of the DistIR notebooks: see :class:`DistIRRules`."""
+        return cls(topology, strict, DistIRRules())
+
+    @property
+    def uncosted(self) -> tuple[str, ...]:
+        """The operators that were costed by their bytes for want of a work rule, in order of appearance."""
+        return tuple(self._uncosted)
+
+    def seconds(self, signature: Signature, where: Group) -> float:
+        """Seconds of a compute op that runs on each of these devices: those of the slowest.
+
+        0 for what runs no kernel (:func:`runs_kernel`). Raises :class:`CostError` for an op without a
+        work rule under ``strict``, and for a cost that is negative, infinite or not a number.
+        """
+        if not where:
+            raise CostError(f"{_describe(signature)} runs on no device; place its inputs")
+        return max([self._on_device(signature, device) for device in where])
+
+    def communication_seconds(self, signature: Signature, group: Group) -> float:
+        """Seconds of a communication op over one group; for a transfer, the group's first is the root.
+
+        Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
+        ``TopologyError`` when nothing links two devices of the group.
+        """
+        meaning = operator(signature.op_type).communication
+        if meaning is None or meaning.kind == "local":
+            raise CostError(f"{_describe(signature)} moves nothing; ask seconds() for its cost")
+        nbytes = float(meaning.nbytes(signature))
+        if meaning.kind in ("scatter", "gather"):
+            # The formula wants the size of which each rank of the group, the root too, has an equal part.
+            nbytes = float(min(signature.inputs[0].nbytes, signature.outputs[0].nbytes) * len(group))
+        self._forget_old_topology()
+        key = (meaning.kind, nbytes, group)
+        found = self._communication.get(key)
+        if found is None:
+            cost = self._rules.communicate(meaning.kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
+            found = self._communication[key] = _checked(signature, cost)
+        return found
+
+    def spec(self, device: Device) -> int:
+        """A number that two devices share when every op takes equally long on both."""
+        found = self._specs.get(device)
+        if found is None:
+            key = (
+                device.throughput,
+                device.dram_bandwidth,
+                device.kernel_launch_overhead,
+                device.peaks,
+                device.flops_efficiency,
+                device.bytes_efficiency,
+            )
+            found = self._specs[device] = self._spec_ids.setdefault(key, len(self._spec_ids))
+        return found
+
+    def same_seconds(self, signature: Signature, groups: Sequence[Group]) -> bool:
+        """Whether a communication op takes equally long over each of these groups."""
+        self._forget_old_topology()
+        key = tuple(groups)
+        alike = self._alike.get(key)
+        if alike is None:
+            alike = self._alike[key] = _translated(key, self.topology)
+        if alike:
+            return True
+        first = self.communication_seconds(signature, key[0])
+        return all(self.communication_seconds(signature, group) == first for group in key[1:])
+
+    def _on_device(self, signature: Signature, device: Device) -> float:
+        key = (signature, self.spec(device))
+        found = self._compute.get(key)
+        if found is None:
+            cost = 0.0
+            if runs_kernel(signature.op_type):
+                cost = self._rules.compute(signature, self._demand(signature), device)
+            found = self._compute[key] = _checked(signature, cost)
+        return found
+
+    def _demand(self, signature: Signature) -> Work:
+        demand = work(signature)
+        if demand is not None:
+            return demand
+        name = signature.op_type
+        if self.strict:
+            raise CostError(f"{_describe(signature)} has no work rule; register one, or allow strict=False")
+        if name not in self._uncosted:
+            self._uncosted[name] = None
+            warnings.warn(
+                f"operator {name} has no work rule: it is costed by the bytes it reads and writes",
+                UncostedOperatorWarning,
+                stacklevel=2,
+            )
+        return memory_bound(signature, 0.0)
+
+    def _forget_old_topology(self) -> None:
+        if self._version != self.topology.version:
+            self._communication.clear()
+            self._alike.clear()
+            self._version = self.topology.version
+
+
+def runs_kernel(op_type: str) -> bool:
+    """Whether an op runs on the device at all: views only rename, constants are there already."""
+    return op_type != "Constant" and not operator(op_type).view
+
+
+def _translated(groups: tuple[Group, ...], topology: Topology) -> bool:
+    """Whether every level of the hierarchy cuts all groups alike: then they cost the same.
+
+    Sufficient, not necessary: the first group is moved by whole groups of each level.
+    """
+    if topology.has_pair_links or len({len(group) for group in groups}) != 1:
+        return len(groups) == 1
+    ids = np.array([[device.id for device in group] for group in groups])
+    for level in topology.levels:
+        if level.group_size is not None:
+            cut = ids // level.group_size
+            cut = cut - cut[:, :1]
+            if not (cut == cut[:1]).all():
+                return False
+    return True
+
+
+def _element_type(signature: Signature) -> str:
+    """The element type that decides which matrix unit is used: that of the first real operand."""
+    for tensor in (*signature.inputs, *signature.outputs):
+        if tensor.dtype.is_floating:
+            return tensor.dtype.name
+    return signature.outputs[0].dtype.name
+
+
+def _checked(signature: Signature, cost: float) -> float:
+    if not (math.isfinite(cost) and cost >= 0):
+        raise CostError(f"{_describe(signature)} costs {cost} s; its work rule must be finite and not negative")
+    return float(cost)
+
+
+def _describe(signature: Signature) -> str:
+    return f"{signature.op_type}({', '.join(map(str, signature.inputs))})"

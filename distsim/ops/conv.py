@@ -1,0 +1,260 @@
+"""Convolutions: ``Conv``, ``ConvGrad`` and ``ConvTranspose``.
+
+Factors: the batch ``n``; output channels ``co`` (rows of the weight, the bias); input channels ``ci``,
+over which the output is a sum. With groups, the groups ``g`` are divided, where each rank then has
+whole groups. Spatial dimensions are whole: dividing them needs an exchange of borders.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.operator import (
+    Array,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    arity,
+    bytes_of,
+    common_device,
+    register,
+)
+from distsim.ops.places import Localize, by_place, operands, picked, places, shape_of, wanted
+from distsim.ops.windows import Windows, windows
+
+_CONV = ("X", "W", "B")
+_GRAD = ("x", "w", "dy")
+_OPTIONS = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+def _columns(x: Array, where: Windows, group: int) -> Array:
+    """Return [group, ci * kernel, n * counts]: im2col (Chellapilla, Puri and Simard 2006), per group."""
+    seen = where.stack(where.pad(x, 0))
+    rank = len(where.kernel)
+    seen = seen.reshape(seen.shape[0], group, -1, *seen.shape[2:])
+    order = (1, 2, *range(3 + rank, 3 + 2 * rank), 0, *range(3, 3 + rank))
+    return seen.transpose(order).reshape(group, -1, x.shape[0] * math.prod(where.counts))
+
+
+def _rows(y: Array, group: int) -> Array:
+    """Return [group, co, n * counts] of [n, group * co, *counts]."""
+    n, channels = y.shape[:2]
+    split = y.reshape(n, group, channels // group, -1)
+    return split.transpose(1, 2, 0, 3).reshape(group, channels // group, -1)
+
+
+def _wide(array: Array) -> Array:
+    """Return half-precision numbers as float32: sums are taken in float32, as on the matrix units."""
+    return array.astype(np.float32) if array.dtype.itemsize == 2 else array
+
+
+def conv(x: Array, w: Array, where: Windows, group: int) -> Array:
+    """Return the convolution [n, co, *counts] of x [n, ci, *sizes] and w [co, ci / group, *kernel]."""
+    weight = _wide(w).reshape(group, w.shape[0] // group, -1)
+    made = weight @ _columns(_wide(x), where, group)
+    made = made.reshape(group, -1, x.shape[0], *where.counts)
+    order = (2, 0, 1, *range(3, made.ndim))
+    return made.transpose(order).reshape(x.shape[0], w.shape[0], *where.counts).astype(x.dtype)
+
+
+def conv_dx(w: Array, dy: Array, where: Windows, group: int) -> Array:
+    """Return the gradient [n, ci, *sizes] of ``conv`` with respect to x; this is ConvTranspose."""
+    weight = _wide(w).reshape(group, w.shape[0] // group, -1)
+    columns = weight.transpose(0, 2, 1) @ _rows(_wide(dy), group)
+    channels, rank = w.shape[1], len(where.kernel)
+    columns = columns.reshape(group, channels, *where.kernel, dy.shape[0], *where.counts)
+    order = (2 + rank, 0, 1, *range(3 + rank, 3 + 2 * rank), *range(2, 2 + rank))
+    stacked = columns.transpose(order).reshape(dy.shape[0], -1, *where.counts, *where.kernel)
+    return where.unstack(stacked).astype(dy.dtype)
+
+
+def conv_dw(x: Array, dy: Array, where: Windows, group: int) -> Array:
+    """Return the gradient [co, ci / group, *kernel] of ``conv`` with respect to w."""
+    made = _rows(_wide(dy), group) @ _columns(_wide(x), where, group).transpose(0, 2, 1)
+    return made.reshape(dy.shape[1], x.shape[1] // group, *where.kernel).astype(dy.dtype)
+
+
+def _conv(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_CONV, attributes, arrays)
+    x, w = given["X"], given["W"]
+    where = windows(attributes, x.shape[2:], w.shape[2:])
+    made = conv(x, w, where, attributes.get("group", 1))
+    return [_biased(made, given.get("B"))]
+
+
+def _biased(made: Array, bias: Array | None) -> Array:
+    if bias is None:
+        return made
+    return made + bias.astype(made.dtype).reshape(-1, *(1,) * (made.ndim - 2))
+
+
+def _weight_shape(signature: Signature) -> tuple[int, ...]:
+    index = places(_CONV, signature.attributes, len(signature.inputs))
+    if "W" in index:
+        return signature.inputs[index["W"]].shape
+    return (1,) * signature.outputs[0].rank  # a static weight is one number
+
+
+def _conv_work(signature: Signature) -> Work:
+    """2 n co out ci/group kernel: one multiply-add per output element and weight of its channel."""
+    elements = signature.outputs[0].size
+    flops = 2.0 * elements * math.prod(_weight_shape(signature)[1:])
+    bias = elements if "B" in places(_CONV, signature.attributes, len(signature.inputs)) else 0
+    return Work(flops + bias, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+
+
+def _groups_divide(group: int, weight: tuple[int, ...], transposed: bool = False) -> bool:
+    """Return whether every number of ranks that divides both channel counts divides the groups."""
+    rows, columns = weight[0], weight[1] * group
+    return group > 1 and math.gcd(rows, columns) == group
+
+
+def _channel_labels(group: int, weight: tuple[int, ...]) -> tuple[Dim, tuple[Dim, Dim], Dim]:
+    """Return the labels of the input's channels, the weight's first two dimensions, the output's channels."""
+    if group == 1:
+        return "ci", ("co", "ci"), "co"
+    if _groups_divide(group, weight):
+        return "g", ("g", None), "g"
+    return None, (None, None), None
+
+
+def _fewer_groups(whole: int, output: int, dim: int) -> Localize:
+    """Return the ``localize`` that keeps as many groups as the rank has of the ``whole`` channels."""
+
+    def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
+        return Attributes({**attributes, "group": attributes["group"] * outputs[output][dim] // whole})
+
+    return localize
+
+
+def _conv_rule(signature: Signature) -> ShardingRule:
+    index = places(_CONV, signature.attributes, len(signature.inputs))
+    group = signature.attributes.get("group", 1)
+    source, weight, target = _channel_labels(group, _weight_shape(signature))
+    if "W" not in index or ("B" not in index and "B" in signature.attributes):
+        source = target = None
+        weight = (None, None)
+    rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
+    labels = {"X": ("n", source, *rest), "W": (*weight, *rest), "B": (target,)}
+    biased = "B" in index or "B" in signature.attributes
+    if biased and group == 1:  # the bias is added once, so the sum over ci cannot be left open
+        labels["X"], labels["W"] = ("n", None, *rest), (weight[0], None, *rest)
+    localize = _fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
+    linear = () if biased else tuple((index[name],) for name in ("X", "W") if name in index)
+    inputs = tuple(labels[name] for name in index)
+    return ShardingRule(inputs, (("n", target, *rest),), linear, localize=localize)
+
+
+def _conv_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    index = places(_CONV, ctx.attributes, len(ctx.inputs))
+    kept = picked(ctx.attributes, *_OPTIONS)
+    grads: dict[str, Value | None] = {}
+    if "W" not in index:
+        raise TypeRuleError(f"{ctx.op!r}: the gradient needs the weight as a value, not as an attribute")
+    names = tuple(gradient for name, gradient in (("X", "dx"), ("W", "dw")) if wanted(_CONV, ctx, name))
+    if names:
+        inputs = (ctx.inputs[index["X"]], ctx.inputs[index["W"]], ctx.grad)
+        made = ctx.add_many("ConvGrad", *inputs, wanted=names, **kept)
+        grads = {name[1].upper(): grad for name, grad in zip(names, made, strict=True)}
+    if wanted(_CONV, ctx, "B"):
+        grads["B"] = _bias_gradient(ctx)
+    return by_place(_CONV, ctx, grads)
+
+
+def _bias_gradient(ctx: GradientContext) -> Value:
+    axes = (0, *range(2, len(shape_of(ctx.grad))))
+    return ctx.add("ReduceSum", ctx.grad, axes=axes, keepdims=0)
+
+
+# ConvGrad(x, w, dy) -> dx, dw: those of the two that the attribute wanted names. The gradient of the
+# bias is a ReduceSum of its own, as it is a kernel of its own.
+
+
+def _grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("ConvGrad", inputs, 3)
+    device = common_device("ConvGrad", inputs)
+    x, w, dy = inputs
+    counts = windows(attributes, x.shape[2:], w.shape[2:]).counts
+    if dy.shape != (x.shape[0], w.shape[0], *counts) or x.shape[1] != w.shape[1] * attributes.get("group", 1):
+        raise TypeRuleError(f"ConvGrad: {dy} is not the gradient of the convolution of {x} with {w}")
+    made = {"dx": x.on(device), "dw": w.on(device)}
+    return tuple(made[name] for name in attributes.get("wanted", ("dx", "dw")))
+
+
+def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    x, w, dy = arrays
+    where = windows(attributes, x.shape[2:], w.shape[2:])
+    group = attributes.get("group", 1)
+    names = attributes.get("wanted", ("dx", "dw"))
+    return [conv_dx(w, dy, where, group) if n == "dx" else conv_dw(x, dy, where, group) for n in names]
+
+
+def _grad_work(signature: Signature) -> Work:
+    """Each of dx and dw takes as many multiply-adds as the convolution."""
+    _, w, dy = signature.inputs
+    flops = 2.0 * dy.size * math.prod(w.shape[1:]) * len(signature.outputs)
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+
+
+def _grad_rule(signature: Signature) -> ShardingRule:
+    x, w, _ = signature.inputs
+    source, weight, target = _channel_labels(signature.attributes.get("group", 1), w.shape)
+    rest: tuple[Dim, ...] = (None,) * (x.rank - 2)
+    labels = {"dx": ("n", source, *rest), "dw": (*weight, *rest)}
+    names = signature.attributes.get("wanted", ("dx", "dw"))
+    localize = None
+    if target == "g":
+        dim = 1 if names[0] == "dx" else 0
+        localize = _fewer_groups(signature.outputs[0].shape[dim], 0, dim)
+    inputs = (labels["dx"], labels["dw"], ("n", target, *rest))
+    return ShardingRule(inputs, tuple(labels[name] for name in names), ((2,),), localize=localize)
+
+
+# ConvTranspose is the dx of a convolution whose x is its output: w is [ci, co / group, *kernel].
+
+
+def _transposed(attributes: Attributes, x: tuple[int, ...], w: tuple[int, ...], sizes: tuple[int, ...]) -> Windows:
+    """Return the windows of that convolution over the output's ``sizes``, with the pads that ONNX means."""
+    rank = len(sizes)
+    plain = windows(Attributes(picked(attributes, "dilations", "strides", "pads")), sizes, w[2:])
+    before, after = plain.before, plain.after
+    auto = attributes.get("auto_pad", "NOTSET")
+    if auto == "VALID":
+        before = after = (0,) * rank
+    if "output_shape" in attributes or auto in ("SAME_UPPER", "SAME_LOWER"):
+        extra = attributes.get("output_padding", (0,) * rank)
+        total = [
+            max(0, s * (n - 1) + e + (k - 1) * d + 1 - size)
+            for s, n, e, k, d, size in zip(
+                plain.strides, x[2:], extra, w[2:], plain.dilations, sizes, strict=True
+            )
+        ]
+        small, large = tuple(t // 2 for t in total), tuple(t - t // 2 for t in total)
+        # ONNX gives the odd element to the end for SAME_UPPER and to the beginning otherwise.
+        before, after = (small, large) if auto == "SAME_UPPER" else (large, small)
+    return Windows(sizes, w[2:], plain.strides, plain.dilations, before, after, x[2:])
+
+
+def _transpose_sizes(attributes: Attributes, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
+    rank = len(x) - 2
+    if "output_shape" in attributes:
+        return tuple(attributes["output_shape"][-rank:])
+    strides, dilations = attributes.get("strides", (1,) * rank), attributes.get("dilations", (1,) * rank)
+    auto = attributes.get("auto_pad", "NOTSET")
+    if auto in ("SAME_UPPER", "SAME_LOWER"):
+        return tuple(n * s for n, s in zip(x[2:], strides, strict=True))
+    pads = attributes.get("pads", (0,) * (2 * rank)) if auto == "NOTSET" else (0,) * (2 * rank)
+    extra = attributes.get("output_padding", (0,) * rank)
+    return tuple(
+        s * (n - 1) + e + (k - 1) * d + 1 - pads[i] - pads[rank + i]
+        for i, (s, n, e, k, d) in enumerate(zip(strides, x[2:], extra, w[2:], dilations, strict=True))
+    )

@@ -1,0 +1,281 @@
+"""Operators that read or write where integer tensors say: Gather and Scatter in their ONNX kinds.
+
+The axis that indices point along is whole on every rank; dimensions of the data that are copied, and
+dimensions of the indices, may be divided. The gradient of a gather adds into zeros, so dividing the
+indices makes it partial: the gradient of an embedding is all-reduced over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.ir.op import Attributes, Value
+from distsim.ops.operator import (
+    Array,
+    ComputeRule,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    ShardRule,
+    Signature,
+    Work,
+    bytes_of,
+    letters,
+    register,
+)
+from distsim.ops.onnx_bridge import static_array
+from distsim.ops.places import (
+    by_place,
+    like_shape,
+    operands,
+    picked,
+    places,
+    resizing,
+    shape_of,
+    wanted,
+)
+
+_DATA = ("data", "indices")
+_GRAD = ("indices", "dy")
+
+
+def _static_rank(attributes: Attributes, name: str) -> int:
+    return static_array(attributes[name], None).ndim
+
+
+def select(
+    names: tuple[str, ...], signature: Signature, **dims: tuple[Dim, ...]
+) -> tuple[tuple[Dim, ...], ...]:
+    """Return the labels of those operands that are values, in order."""
+    index = places(names, signature.attributes, len(signature.inputs))
+    return tuple(dims[name] for name in index)
+
+
+def linear_in(
+    names: tuple[str, ...], signature: Signature, *members: str
+) -> tuple[tuple[int, ...], ...]:
+    """Return the linear set of these operands; none when one of them is static."""
+    index = places(names, signature.attributes, len(signature.inputs))
+    if not all(name in index for name in members):
+        return ()
+    return (tuple(index[name] for name in members),)
+
+
+def _gather_work(signature: Signature) -> Work:
+    """Only what is taken is read, and the indices."""
+    written = bytes_of(signature.outputs)
+    indices = sum(tensor.nbytes for tensor in signature.inputs if not tensor.dtype.is_floating)
+    return Work(0.0, written + indices, written)
+
+
+def _scatter_add_work(signature: Signature) -> Work:
+    """Write zeros, then read, add and write back one element for every element of dy (the last input)."""
+    grad = signature.inputs[-1]
+    read = bytes_of(signature.inputs) + grad.nbytes
+    return Work(float(grad.size), read, bytes_of(signature.outputs) + grad.nbytes)
+
+
+# Gather: data[..., indices, ...] along one axis; an embedding along axis 0.
+
+
+def _gather_labels(
+    attributes: Attributes, data_rank: int, indices_rank: int
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]:
+    """Return the labels of the data, the indices and the output. Static indices are whole."""
+    axis = attributes.get("axis", 0) % data_rank
+    data: list[Dim] = list(letters(data_rank))
+    if "data" in attributes:
+        data = [None] * data_rank
+    data[axis] = None
+    indices: tuple[Dim, ...] = letters(indices_rank, "i")
+    if "indices" in attributes:
+        indices = (None,) * indices_rank
+    return tuple(data), indices, (*data[:axis], *indices, *data[axis + 1 :])
+
+
+def _gather_rule(signature: Signature) -> ShardingRule:
+    attributes = signature.attributes
+    index = places(_DATA, attributes, len(signature.inputs))
+    ranks = [
+        signature.inputs[index[name]].rank if name in index else _static_rank(attributes, name) for name in _DATA
+    ]
+    data, indices, output = _gather_labels(attributes, ranks[0], ranks[1])
+    inputs = select(_DATA, signature, data=data, indices=indices)
+    return ShardingRule(inputs, (output,), linear_in(_DATA, signature, "data"))
+
+
+def _gather(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_DATA, attributes, arrays)
+    return [np.take(given["data"], given["indices"], axis=attributes.get("axis", 0))]
+
+
+def _scattered(ctx: GradientContext, op_type: str, option: str) -> Value | None:
+    """Return the gradient of the data of a gather: the output's, added where it was taken from."""
+    if not wanted(_DATA, ctx, "data"):
+        return None
+    index = places(_DATA, ctx.attributes, len(ctx.inputs))
+    shape = shape_of(ctx.inputs[index["data"]])
+    indices = (ctx.inputs[index["indices"]],) if "indices" in index else ()
+    return ctx.add(op_type, *indices, ctx.grad, shape=shape, **picked(ctx.attributes, option, "indices"))
+
+
+def _gather_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_GRAD, attributes, arrays)
+    shape, indices, dy = attributes["shape"], given["indices"], given["dy"]
+    axis = attributes.get("axis", 0) % len(shape)
+    # Bring the dimensions of the indices to the front: rows of dy are added to rows of the data.
+    rows = np.moveaxis(dy, range(axis, axis + indices.ndim), range(indices.ndim))
+    made = np.zeros((shape[axis], *shape[:axis], *shape[axis + 1 :]), dy.dtype)
+    np.add.at(made, indices, rows)
+    return [np.moveaxis(made, 0, axis)]
+
+
+def _gather_grad_rule(signature: Signature) -> ShardingRule:
+    attributes = signature.attributes
+    rank = len(attributes["shape"])
+    data, indices, output = _gather_labels(attributes, rank, signature.inputs[-1].rank - rank + 1)
+    inputs = select(_GRAD, signature, indices=indices, dy=output)
+    return ShardingRule(inputs, (data,), linear_in(_GRAD, signature, "dy"), localize=resizing("shape"))
+
+
+# GatherElements: data and indices have one rank; out[i][j] = data[indices[i][j]][j] for axis 0.
+
+
+def elements_labels(
+    attributes: Attributes, data: tuple[int, ...], indices: tuple[int, ...]
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...]]:
+    """Return the labels of the data, and of the indices and whatever has their shape."""
+    axis = attributes.get("axis", 0) % len(data)
+    names = letters(len(data))
+    # A dimension that the indices do not cover is read from its beginning: all ranks would read there.
+    same = [i != axis and a == b for i, (a, b) in enumerate(zip(data, indices, strict=True))]
+    source = tuple(name if equal else None for name, equal in zip(names, same, strict=True))
+    target = tuple(
+        name if equal or i == axis else None for i, (name, equal) in enumerate(zip(names, same, strict=True))
+    )
+    if "indices" in attributes:
+        return (None,) * len(data), (None,) * len(data)
+    return source, target
+
+
+def _gather_elements_rule(signature: Signature) -> ShardingRule:
+    output = signature.outputs[0].shape
+    index = places(_DATA, signature.attributes, len(signature.inputs))
+    shape = signature.inputs[index["data"]].shape if "data" in index else (-1,) * len(output)
+    data, indices = elements_labels(signature.attributes, shape, output)
+    inputs = select(_DATA, signature, data=data, indices=indices)
+    return ShardingRule(inputs, (indices,), linear_in(_DATA, signature, "data"))
+
+
+def positions(indices: Array, axis: int) -> tuple[Array, ...]:
+    """Return for each element of ``indices`` where in the data it points, one array per dimension."""
+    where = list(np.indices(indices.shape, sparse=True))
+    where[axis] = indices
+    return tuple(where)
+
+
+def _gather_elements(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_DATA, attributes, arrays)
+    return [given["data"][positions(given["indices"], attributes.get("axis", 0) % given["data"].ndim)]]
+
+
+def _gather_elements_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_GRAD, attributes, arrays)
+    made = np.zeros(attributes["shape"], given["dy"].dtype)
+    np.add.at(made, positions(given["indices"], attributes.get("axis", 0) % made.ndim), given["dy"])
+    return [made]
+
+
+def _gather_elements_grad_rule(signature: Signature) -> ShardingRule:
+    attributes = signature.attributes
+    data, indices = elements_labels(attributes, attributes["shape"], signature.inputs[-1].shape)
+    inputs = select(_GRAD, signature, indices=indices, dy=indices)
+    return ShardingRule(inputs, (data,), linear_in(_GRAD, signature, "dy"), localize=resizing("shape"))
+
+
+# GatherND: out[b, i, j, k] = data[b, indices[b, i, j], k], the last dimension of the indices being a tuple.
+
+
+def _nd_labels(
+    batch: int, data_rank: int, indices_rank: int, depth: int
+) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]:
+    first = letters(batch, "b")
+    middle = letters(indices_rank - 1 - batch, "i")
+    rest = letters(data_rank - batch - depth)
+    return (*first, *(None,) * depth, *rest), (*first, *middle, None), (*first, *middle, *rest)
+
+
+def _nd_rule(signature: Signature) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]:
+    data, indices = signature.inputs
+    return _nd_labels(signature.attributes.get("batch_dims", 0), data.rank, indices.rank, indices.shape[-1])
+
+
+def _gather_nd_rule(signature: Signature) -> ShardingRule:
+    if len(signature.inputs) == 2:
+        data, indices, output = _nd_rule(signature)
+        return ShardingRule((data, indices), (output,), ((0,),))
+    whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
+    return ShardingRule(whole, ((None,) * signature.outputs[0].rank,))
+
+
+def nd_positions(indices: Array, batch: int) -> tuple[Array, ...]:
+    """Return an index of the data for each index tuple."""
+    lead = np.indices(indices.shape[:-1], sparse=True)[:batch]
+    return (*lead, *np.moveaxis(indices, -1, 0))
+
+
+def _gather_nd(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_DATA, attributes, arrays)
+    return [given["data"][nd_positions(given["indices"], attributes.get("batch_dims", 0))]]
+
+
+def _gather_nd_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_GRAD, attributes, arrays)
+    made = np.zeros(attributes["shape"], given["dy"].dtype)
+    np.add.at(made, nd_positions(given["indices"], attributes.get("batch_dims", 0)), given["dy"])
+    return [made]
+
+
+def _gather_nd_grad_rule(signature: Signature) -> ShardingRule:
+    if "indices" in signature.attributes:
+        whole = (None,) * signature.inputs[0].rank
+        return ShardingRule((whole,), ((None,) * signature.outputs[0].rank,), ((0,),))
+    indices, _ = signature.inputs
+    batch, rank = signature.attributes.get("batch_dims", 0), signature.outputs[0].rank
+    data, where, output = _nd_labels(batch, rank, indices.rank, indices.shape[-1])
+    return ShardingRule((where, output), (data,), ((1,),), localize=resizing("shape"))
+
+
+def _register_gather(
+    name: str, option: str, meanings: tuple[ComputeRule, ComputeRule], rules: tuple[ShardRule, ShardRule]
+) -> None:
+    def gradient(ctx: GradientContext) -> Sequence[Value | None]:
+        return by_place(_DATA, ctx, {"data": _scattered(ctx, f"{name}Grad", option)})
+
+    register(
+        Operator(name, compute=meanings[0], work=_gather_work, gradient=gradient, sharding=rules[0])
+    )
+    register(
+        Operator(
+            f"{name}Grad",
+            types=like_shape(f"{name}Grad", 2),
+            compute=meanings[1],
+            work=_scatter_add_work,
+            sharding=rules[1],
+        )
+    )
+
+
+_register_gather("Gather", "axis", (_gather, _gather_grad), (_gather_rule, _gather_grad_rule))
+_register_gather(
+    "GatherElements",
+    "axis",
+    (_gather_elements, _gather_elements_grad),
+    (_gather_elements_rule, _gather_elements_grad_rule),
+)
+_register_gather(
+    "GatherND", "batch_dims", (_gather_nd, _gather_nd_grad), (_gather_nd_rule, _gather_nd_grad_rule)
+)

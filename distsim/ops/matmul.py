@@ -1,0 +1,395 @@
+"""Matrix products: ``MatMul`` and ``Gemm``, and their gradients.
+
+A product of [m, k] and [k, n] takes 2 m k n flops. The gradients are two such products, so the fused
+``MatMulGrad`` and ``GemmGrad`` read the gradient of the output twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.onnx_bridge import static_array
+from distsim.ops.operator import (
+    Array,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    arity,
+    bytes_of,
+    common_device,
+    letters,
+    register,
+)
+from distsim.ops.places import by_place, operands, picked, places, resizing, shape_of, wanted
+from distsim.ops.shape import summed
+
+Shape = tuple[int, ...]
+Dims = tuple[Dim, ...]
+
+_AB = ("A", "B")
+_ABC = ("A", "B", "C")
+
+
+def matmul_shape(a: Shape, b: Shape) -> Shape:
+    """Return the shape of the product of arrays of two shapes, by the rules of ``numpy.matmul``.
+
+    >>> matmul_shape((8, 1, 2, 3), (5, 3, 4))
+    (8, 5, 2, 4)
+    """
+    if not a or not b:
+        raise TypeRuleError(f"MatMul multiplies vectors, matrices and stacks of them, not {a} by {b}")
+    inner = b[-2] if len(b) > 1 else b[0]
+    if a[-1] != inner:
+        raise TypeRuleError(f"MatMul of {a} by {b}: {a[-1]} columns do not fit {inner} rows")
+    try:
+        batch = np.broadcast_shapes(a[:-2], b[:-2])
+    except ValueError as error:
+        raise TypeRuleError(f"MatMul of {a} by {b}: {a[:-2]} and {b[:-2]} do not broadcast") from error
+    return (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+def matmul_labels(a: Shape, b: Shape) -> tuple[Dims, Dims, Dims]:
+    """Return the labels of the dimensions of two operands and of their product.
+
+    The factors are m, k, n and one for each dimension of the stack; a dimension of size 1 that is
+    repeated has none.
+    """
+    batch = np.broadcast_shapes(a[:-2], b[:-2])
+    names = letters(len(batch), "b")
+
+    def stack(shape: Shape) -> Dims:
+        own = shape[:-2]
+        start = len(batch) - len(own)
+        pairs = zip(own, batch[start:], names[start:], strict=True)
+        return tuple(name if size == whole else None for size, whole, name in pairs)
+
+    rows, columns = ("m",) * (len(a) > 1), ("n",) * (len(b) > 1)
+    return (*stack(a), *rows, "k"), (*stack(b), "k", *columns), (*names, *rows, *columns)
+
+
+def _shapes(names: Sequence[str], attributes: Mapping[str, Any], values: Sequence[Shape]) -> dict[str, Shape]:
+    """Return the shapes of the operands, static or not."""
+    index = places(names, attributes, len(values))
+    shapes = {name: values[i] for name, i in index.items()}
+    static = {name: static_array(attributes[name], None).shape for name in names if name in attributes}
+    return shapes | static
+
+
+def _signature_shapes(names: Sequence[str], signature: Signature) -> dict[str, Shape]:
+    return _shapes(names, signature.attributes, [tensor.shape for tensor in signature.inputs])
+
+
+def _values(names: Sequence[str], signature: Signature, **dims: Dims) -> tuple[Dims, ...]:
+    """Return the labels of the operands that are values, in order. Static operands stay whole."""
+    return tuple(dims[name] for name in places(names, signature.attributes, len(signature.inputs)))
+
+
+def _unlabel(dims: Dims, static: Dims) -> Dims:
+    """Take away the factors of a static operand, which every rank has whole."""
+    return tuple(None if dim in static else dim for dim in dims)
+
+
+def _to_matrices(a: Array, b: Array, dy: Array) -> tuple[Array, Array, Array]:
+    """Return operands and gradient with the dimensions that a vector lacks."""
+    if b.ndim == 1:
+        b, dy = b[:, None], dy[..., None]
+    if a.ndim == 1:
+        a, dy = a[None, :], dy[..., None, :]
+    return a, b, dy
+
+
+def _sum_to(array: Array, shape: Shape) -> Array:
+    """Return ``array`` summed over the dimensions along which ``shape`` was repeated."""
+    array = array.sum(axis=tuple(range(array.ndim - len(shape))))
+    axes = tuple(i for i, n in enumerate(shape) if n == 1 and array.shape[i] != 1)
+    return array.sum(axis=axes, keepdims=True).reshape(shape)
+
+
+def _grad_a(b: Array, dy: Array, shape: Shape) -> Array:
+    _, b, dy = _to_matrices(np.empty(shape, bool), b, dy)
+    full = shape if len(shape) > 1 else (1, *shape)
+    return _sum_to(dy @ np.swapaxes(b, -1, -2), full).reshape(shape)
+
+
+def _grad_b(a: Array, dy: Array, shape: Shape) -> Array:
+    a, _, dy = _to_matrices(a, np.empty(shape, bool), dy)
+    full = shape if len(shape) > 1 else (*shape, 1)
+    return _sum_to(np.swapaxes(a, -1, -2) @ dy, full).reshape(shape)
+
+
+# MatMul
+
+
+def _matmul(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_AB, attributes, arrays)
+    return [np.matmul(given["A"], given["B"])]
+
+
+def _matmul_work(signature: Signature) -> Work:
+    inner = _signature_shapes(_AB, signature)["A"][-1]
+    flops = 2.0 * signature.outputs[0].size * inner
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+
+
+def _matmul_sharding(signature: Signature) -> ShardingRule:
+    shapes = _signature_shapes(_AB, signature)
+    labels = dict(zip((*_AB, "Y"), matmul_labels(shapes["A"], shapes["B"]), strict=True))
+    for name in _AB:
+        if name in signature.attributes:
+            static = labels[name]
+            labels = {key: _unlabel(dims, static) for key, dims in labels.items()}
+    inputs = _values(_AB, signature, A=labels["A"], B=labels["B"])
+    return ShardingRule(inputs, (labels["Y"],), tuple((i,) for i in range(len(inputs))))
+
+
+def _matmul_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    index = places(_AB, ctx.attributes, len(ctx.inputs))
+    if all(ctx.wanted) and len(index) == 2:
+        return ctx.add_many("MatMulGrad", *ctx.inputs, ctx.grad)
+    grads: dict[str, Value | None] = {}
+    for name, other in (("A", "B"), ("B", "A")):
+        if wanted(_AB, ctx, name):
+            values = [ctx.inputs[index[other]]] if other in index else []
+            shape = shape_of(ctx.inputs[index[name]])
+            static = picked(ctx.attributes, other)
+            grads[name] = ctx.add(f"MatMulGrad{name}", *values, ctx.grad, shape=shape, **static)
+    return by_place(_AB, ctx, grads)
+
+
+register(
+    Operator(
+        "MatMul",
+        compute=_matmul,
+        work=_matmul_work,
+        gradient=_matmul_gradient,
+        sharding=_matmul_sharding,
+    )
+)
+
+
+# MatMulGrad(x, w, dy) -> (dx, dw)
+
+
+def _matmul_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("MatMulGrad", inputs, 3)
+    x, w, dy = inputs
+    made = matmul_shape(x.shape, w.shape)
+    if dy.shape != made:
+        raise TypeRuleError(f"MatMulGrad: the product has shape {made}, its gradient {dy.shape}")
+    device = common_device("MatMulGrad", inputs)
+    return (x.on(device), w.on(device))
+
+
+def _matmul_grad_work(signature: Signature) -> Work:
+    x, _, dy = signature.inputs
+    flops = 4.0 * dy.size * x.shape[-1]
+    return Work(flops, bytes_of(signature.inputs) + dy.nbytes, bytes_of(signature.outputs), matrix=True)
+
+
+def _matmul_grad_sharding(signature: Signature) -> ShardingRule:
+    x, w, dy = matmul_labels(signature.inputs[0].shape, signature.inputs[1].shape)
+    return ShardingRule((x, w, dy), (x, w), ((2,),))
+
+
+register(
+    Operator(
+        "MatMulGrad",
+        types=_matmul_grad_types,
+        compute=lambda attributes, a: [_grad_a(a[1], a[2], a[0].shape), _grad_b(a[0], a[2], a[1].shape)],
+        work=_matmul_grad_work,
+        sharding=_matmul_grad_sharding,
+    )
+)
+
+
+# MatMulGradA(b, dy; shape) -> da and MatMulGradB(a, dy; shape) -> db: where only one is wanted.
+
+
+def _register_half(name: str, other: str) -> None:
+    op_type = f"MatMulGrad{name}"
+    formals = (other, "dy")
+
+    def shapes(attributes: Attributes, inputs: Sequence[Tensor]) -> dict[str, Shape]:
+        found = _shapes(formals, attributes, [tensor.shape for tensor in inputs])
+        return {**found, name: tuple(attributes["shape"])}
+
+    def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        arity(op_type, inputs, 2 - (other in attributes))
+        found = shapes(attributes, inputs)
+        made = matmul_shape(found["A"], found["B"])
+        if found["dy"] != made:
+            raise TypeRuleError(f"{op_type}: the product has shape {made}, its gradient {found['dy']}")
+        return (Tensor(inputs[-1].dtype, found[name], common_device(op_type, inputs)),)
+
+    def meaning(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        given = operands(formals, attributes, arrays)
+        rule = _grad_a if name == "A" else _grad_b
+        return [rule(given[other], given["dy"], tuple(attributes["shape"]))]
+
+    def work(signature: Signature) -> Work:
+        inner = shapes(signature.attributes, signature.inputs)["A"][-1]
+        flops = 2.0 * signature.inputs[-1].size * inner
+        return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+
+    def sharding(signature: Signature) -> ShardingRule:
+        found = shapes(signature.attributes, signature.inputs)
+        labels = dict(zip((*_AB, "dy"), matmul_labels(found["A"], found["B"]), strict=True))
+        if other in signature.attributes:
+            static = labels[other]
+            labels = {key: _unlabel(dims, static) for key, dims in labels.items()}
+        inputs = _values(formals, signature, **{key: labels[key] for key in formals})
+        linear = tuple((i,) for i in range(len(inputs)))
+        return ShardingRule(inputs, (labels[name],), linear, localize=resizing("shape"))
+
+    register(Operator(op_type, types=types, compute=meaning, work=work, sharding=sharding))
+
+
+_register_half("A", "B")
+_register_half("B", "A")
+
+
+# Gemm: alpha A' B' + beta C, where ' is the transpose if transA, transB say so.
+
+
+def _gemm_flags(attributes: Mapping[str, Any]) -> tuple[bool, bool, float, float]:
+    flags = bool(attributes.get("transA", 0)), bool(attributes.get("transB", 0))
+    return (*flags, float(attributes.get("alpha", 1.0)), float(attributes.get("beta", 1.0)))
+
+
+def _gemm(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    trans_a, trans_b, alpha, beta = _gemm_flags(attributes)
+    given = operands(_ABC, attributes, arrays)
+    a = given["A"].T if trans_a else given["A"]
+    b = given["B"].T if trans_b else given["B"]
+    made = a @ b if alpha == 1 else alpha * (a @ b)
+    if "C" in given:
+        made = made + (given["C"] if beta == 1 else beta * given["C"])
+    return [made.astype(arrays[0].dtype, copy=False)]
+
+
+def _gemm_inner(attributes: Mapping[str, Any], a: Shape) -> int:
+    return a[0 if attributes.get("transA", 0) else 1]
+
+
+def _gemm_work(signature: Signature) -> Work:
+    """The bias is added, and the product scaled, as it is written: an epilogue of the same kernel."""
+    shapes = _signature_shapes(_ABC, signature)
+    inner = _gemm_inner(signature.attributes, shapes["A"])
+    size = signature.outputs[0].size
+    flops = 2.0 * size * inner + (size if "C" in shapes else 0)
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+
+
+def _gemm_labels(attributes: Mapping[str, Any]) -> tuple[Dims, Dims]:
+    trans_a, trans_b, _, _ = _gemm_flags(attributes)
+    return (("k", "m") if trans_a else ("m", "k")), (("n", "k") if trans_b else ("k", "n"))
+
+
+def _gemm_sharding(signature: Signature) -> ShardingRule:
+    shapes = _signature_shapes(_ABC, signature)
+    a, b = _gemm_labels(signature.attributes)
+    out: Dims = ("m", "n")
+    bias: Dims = ()
+    if "C" in shapes:
+        # Ranks that divide k would each add the whole bias: k stays whole.
+        a, b = _unlabel(a, ("k",)), _unlabel(b, ("k",))
+        lead = 2 - len(shapes["C"])
+        whole = signature.outputs[0].shape
+        bias = tuple(out[lead + i] if n == whole[lead + i] else None for i, n in enumerate(shapes["C"]))
+    labels = {"A": a, "B": b, "C": bias, "Y": out}
+    for name in _ABC:
+        if name in signature.attributes:
+            static = labels[name]
+            labels = {key: _unlabel(dims, static) for key, dims in labels.items()}
+    index = places(_ABC, signature.attributes, len(signature.inputs))
+    inputs = tuple(labels[name] for name in index)
+    added = (index["C"],) if "C" in index else ()
+    linear = () if "C" in signature.attributes else tuple((index[n], *added) for n in _AB if n in index)
+    return ShardingRule(inputs, (labels["Y"],), linear)
+
+
+def _gemm_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    trans_a, trans_b, alpha, beta = _gemm_flags(ctx.attributes)
+    index = places(_ABC, ctx.attributes, len(ctx.inputs))
+    grads: dict[str, Value | None] = {}
+    both = wanted(_ABC, ctx, "A") and wanted(_ABC, ctx, "B")
+    options = picked(ctx.attributes, "transA", "transB", "alpha")
+    if both:
+        pair = (ctx.inputs[index["A"]], ctx.inputs[index["B"]])
+        grads["A"], grads["B"] = ctx.add_many("GemmGrad", *pair, ctx.grad, **options)
+    elif wanted(_ABC, ctx, "A") and "B" in index:
+        b = ctx.inputs[index["B"]]
+        if trans_a:
+            grads["A"] = ctx.add("Gemm", b, ctx.grad, transA=int(trans_b), transB=1, alpha=alpha)
+        else:
+            grads["A"] = ctx.add("Gemm", ctx.grad, b, transB=int(not trans_b), alpha=alpha)
+    elif wanted(_ABC, ctx, "B") and "A" in index:
+        a = ctx.inputs[index["A"]]
+        if trans_b:
+            grads["B"] = ctx.add("Gemm", ctx.grad, a, transA=1, transB=int(trans_a), alpha=alpha)
+        else:
+            grads["B"] = ctx.add("Gemm", a, ctx.grad, transA=int(not trans_a), alpha=alpha)
+    if wanted(_ABC, ctx, "C"):
+        total = summed(ctx, ctx.grad, shape_of(ctx.inputs[index["C"]]))
+        grads["C"] = total if beta == 1 else ctx.add("Mul", total, B=beta)
+    return by_place(_ABC, ctx, grads)
+
+
+def _gemm_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    trans_a, trans_b, alpha, _ = _gemm_flags(attributes)
+    a, b, dy = arrays
+    da = dy @ (b if trans_b else b.T)
+    db = (a if trans_a else a.T) @ dy
+    made = (da.T if trans_a else da), (db.T if trans_b else db)
+    return [grad if alpha == 1 else (alpha * grad).astype(grad.dtype, copy=False) for grad in made]
+
+
+def _gemm_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("GemmGrad", inputs, 3)
+    a, b, dy = inputs
+    trans_a, trans_b, _, _ = _gemm_flags(attributes)
+    left, right = (t.shape[::-1] if flip else t.shape for t, flip in ((a, trans_a), (b, trans_b)))
+    if len(left) != 2 or len(right) != 2 or left[1] != right[0] or dy.shape != (left[0], right[1]):
+        raise TypeRuleError(f"GemmGrad: gradient {dy.shape} does not fit the product of {left} by {right}")
+    device = common_device("GemmGrad", inputs)
+    return (a.on(device), b.on(device))
+
+
+def _gemm_grad_work(signature: Signature) -> Work:
+    dy = signature.inputs[2]
+    flops = 4.0 * dy.size * _gemm_inner(signature.attributes, signature.inputs[0].shape)
+    return Work(flops, bytes_of(signature.inputs) + dy.nbytes, bytes_of(signature.outputs), matrix=True)
+
+
+def _gemm_grad_sharding(signature: Signature) -> ShardingRule:
+    a, b = _gemm_labels(signature.attributes)
+    return ShardingRule((a, b, ("m", "n")), (a, b), ((2,),))
+
+
+register(
+    Operator(
+        "Gemm",
+        compute=_gemm,
+        work=_gemm_work,
+        gradient=_gemm_gradient,
+        sharding=_gemm_sharding,
+    )
+)
+register(
+    Operator(
+        "GemmGrad",
+        types=_gemm_grad_types,
+        compute=_gemm_grad,
+        work=_gemm_grad_work,
+        sharding=_gemm_grad_sharding,
+    )
+)

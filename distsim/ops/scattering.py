@@ -1,0 +1,183 @@
+"""``ScatterND`` and ``ScatterElements``: a copy of the data in which some places are replaced or added to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.errors import UnknownOperatorError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.indexing import elements_labels, linear_in, nd_positions, positions, select
+from distsim.ops.onnx_bridge import static_array
+from distsim.ops.operator import (
+    Array,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    arity,
+    bytes_of,
+    common_device,
+    letters,
+    register,
+)
+from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
+
+_SCATTER = ("data", "indices", "updates")
+_GRAD = ("indices", "dy")
+
+
+def _work(signature: Signature) -> Work:
+    """Copy the data, then read the updates and write them (in a reduction, read the places too)."""
+    index = places(_SCATTER, signature.attributes, len(signature.inputs))
+    updates = signature.inputs[index["updates"]] if "updates" in index else None
+    added = float(updates.nbytes) if updates is not None else 0.0
+    reduces = signature.attributes.get("reduction", "none") != "none"
+    flops = float(updates.size) if updates is not None and reduces else 0.0
+    read = bytes_of(signature.inputs) + (added if reduces else 0.0)
+    return Work(flops, read, bytes_of(signature.outputs) + added)
+
+
+def _gradient(ctx: GradientContext, gather: str) -> Sequence[Value | None]:
+    """The data's gradient is zero where it was replaced; the updates' is gathered from there."""
+    reduction = ctx.attributes.get("reduction", "none")
+    if reduction not in ("none", "add"):
+        raise UnknownOperatorError(
+            f"{ctx.op!r}: there is no gradient for reduction={reduction!r}, only for none and add"
+        )
+    index = places(_SCATTER, ctx.attributes, len(ctx.inputs))
+    indices = (ctx.inputs[index["indices"]],) if "indices" in index else ()
+    kept = picked(ctx.attributes, "axis", "indices")
+    grads: dict[str, Value | None] = {}
+    if wanted(_SCATTER, ctx, "data"):
+        replaced = reduction == "none"
+        grads["data"] = ctx.add(f"{ctx.op.op_type}Grad", *indices, ctx.grad, **kept) if replaced else ctx.grad
+    if wanted(_SCATTER, ctx, "updates"):
+        grads["updates"] = ctx.add(gather, ctx.grad, *indices, **kept)
+    return by_place(_SCATTER, ctx, grads)
+
+
+def _grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("the gradient of a scatter", inputs, 2 - ("indices" in attributes))
+    return (inputs[-1].on(common_device("the gradient of a scatter", inputs)),)
+
+
+def _grad_work(signature: Signature) -> Work:
+    index = places(_GRAD, signature.attributes, len(signature.inputs))
+    indices = float(signature.inputs[index["indices"]].nbytes) if "indices" in index else 0.0
+    moved = bytes_of(signature.outputs)
+    return Work(0.0, moved + indices, moved)
+
+
+def _linear(signature: Signature) -> tuple[tuple[int, ...], ...]:
+    if signature.attributes.get("reduction", "none") not in ("none", "add"):
+        return ()
+    return linear_in(_SCATTER, signature, "data", "updates")
+
+
+# ScatterND: the dimensions of the data that an index tuple does not reach may be divided.
+
+
+def _nd_depth(signature: Signature, names: tuple[str, ...]) -> int:
+    index = places(names, signature.attributes, len(signature.inputs))
+    if "indices" in index:
+        return signature.inputs[index["indices"]].shape[-1]
+    return static_array(signature.attributes["indices"], None).shape[-1]
+
+
+def _nd_labels(signature: Signature, names: tuple[str, ...]) -> dict[str, tuple[Dim, ...]]:
+    rank, depth = signature.outputs[0].rank, _nd_depth(signature, names)
+    rest = letters(rank - depth)
+    index = places(names, signature.attributes, len(signature.inputs))
+    made: dict[str, tuple[Dim, ...]] = {name: (*(None,) * depth, *rest) for name in ("data", "dy")}
+    if "indices" in index:
+        made["indices"] = (None,) * signature.inputs[index["indices"]].rank
+    if "updates" in index:
+        lead = signature.inputs[index["updates"]].rank - len(rest)
+        made["updates"] = (*(None,) * lead, *rest)
+    return made
+
+
+def _nd_rule(signature: Signature) -> ShardingRule:
+    labels = _nd_labels(signature, _SCATTER)
+    if "updates" in signature.attributes:  # one number has one shape: nothing can be divided
+        labels = {name: (None,) * len(dims) for name, dims in labels.items()}
+    return ShardingRule(select(_SCATTER, signature, **labels), (labels["data"],), _linear(signature))
+
+
+def _nd_grad_rule(signature: Signature) -> ShardingRule:
+    labels = _nd_labels(signature, _GRAD)
+    return ShardingRule(
+        select(_GRAD, signature, **labels), (labels["dy"],), linear_in(_GRAD, signature, "dy")
+    )
+
+
+def _nd_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_GRAD, attributes, arrays)
+    made = given["dy"].copy()
+    made[nd_positions(given["indices"], 0)] = 0
+    return [made]
+
+
+# ScatterElements: every dimension may be divided but the axis.
+
+
+def _elements(signature: Signature, names: tuple[str, ...]) -> dict[str, tuple[Dim, ...]]:
+    index = places(names, signature.attributes, len(signature.inputs))
+    data = signature.outputs[0].shape
+    whole: tuple[Dim, ...] = (None,) * len(data)
+    if len(index) < len(names):
+        return dict.fromkeys(("data", "dy", "indices", "updates"), whole)
+    shape = signature.inputs[index["indices"]].shape
+    axis = signature.attributes.get("axis", 0) % len(data)
+    source, small = elements_labels(signature.attributes, data, shape)
+    small = (*small[:axis], None, *small[axis + 1 :])
+    return {"data": source, "dy": source, "indices": small, "updates": small}
+
+
+def _elements_rule(signature: Signature) -> ShardingRule:
+    labels = _elements(signature, _SCATTER)
+    return ShardingRule(select(_SCATTER, signature, **labels), (labels["data"],), _linear(signature))
+
+
+def _elements_grad_rule(signature: Signature) -> ShardingRule:
+    labels = _elements(signature, _GRAD)
+    return ShardingRule(
+        select(_GRAD, signature, **labels), (labels["dy"],), linear_in(_GRAD, signature, "dy")
+    )
+
+
+def _elements_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_GRAD, attributes, arrays)
+    made = given["dy"].copy()
+    made[positions(given["indices"], attributes.get("axis", 0) % made.ndim)] = 0
+    return [made]
+
+
+register(
+    Operator("ScatterND", work=_work, gradient=lambda ctx: _gradient(ctx, "GatherND"), sharding=_nd_rule)
+)
+register(
+    Operator("ScatterNDGrad", types=_grad_types, compute=_nd_grad, work=_grad_work, sharding=_nd_grad_rule)
+)
+register(
+    Operator(
+        "ScatterElements",
+        work=_work,
+        gradient=lambda ctx: _gradient(ctx, "GatherElements"),
+        sharding=_elements_rule,
+    )
+)
+register(
+    Operator(
+        "ScatterElementsGrad",
+        types=_grad_types,
+        compute=_elements_grad,
+        work=_grad_work,
+        sharding=_elements_grad_rule,
+    )
+)

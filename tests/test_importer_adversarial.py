@@ -1,0 +1,517 @@
+"""Malformed and hostile files: an error that names the thing, never a crash, a hang or a gigabyte."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from distsim.errors import DistsimError, ImportModelError
+from distsim.importer import import_from_onnx, parse_tensor_from_file, symbolic_dimensions
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def info(name, shape, kind=FLOAT):
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def constant(name, array):
+    return numpy_helper.from_array(np.asarray(array), name)
+
+
+def model_of(nodes, inputs=None, outputs=None, stored=(), opset=20, functions=(), domains=()):
+    inputs = [info("x", [2, 3])] if inputs is None else inputs
+    outputs = [info("y", None)] if outputs is None else outputs
+    graph = helper.make_graph(nodes, "g", inputs, outputs, list(stored))
+    opsets = [helper.make_opsetid("", opset), *[helper.make_opsetid(domain, 1) for domain in domains]]
+    return helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
+
+
+RELU = helper.make_node("Relu", ["x"], ["y"], "act")
+
+
+@pytest.fixture
+def put(tmp_path):
+    def write(model):
+        path = tmp_path / "m.onnx"
+        path.write_bytes(model if isinstance(model, bytes) else model.SerializeToString())
+        return path
+
+    return write
+
+
+def refused(path, *words, **arguments):
+    """Import must fail with an ImportModelError whose text has all the words."""
+    with pytest.raises(ImportModelError) as caught:
+        import_from_onnx(path, **arguments)
+    text = str(caught.value)
+    assert [word for word in words if word not in text] == [], text
+
+
+# Files
+
+
+def test_files_that_are_not_models(put, tmp_path):
+    refused(tmp_path / "none.onnx", "none.onnx", "No such file")
+    refused(tmp_path, "not a regular file")
+    refused(put(b""), "empty")
+    refused(put(b"\x08\x0a"), "graph")
+    refused(put(b"hello, this is not protobuf at all"), "not an ONNX model")
+    refused("a\0b", "cannot read")
+    whole = model_of([RELU]).SerializeToString()
+    refused(put(whole[:-5]), "m.onnx")
+    refused(put(whole), "max_bytes=10", max_bytes=10)
+    with pytest.raises(ImportModelError, match="empty"):
+        symbolic_dimensions(put(b""))
+
+
+def test_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe.onnx")
+    refused(tmp_path / "pipe.onnx", "not a regular file")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"nonsense",
+        TensorProto(dims=[3], data_type=FLOAT, raw_data=b"12").SerializeToString(),
+        TensorProto(dims=[-1], data_type=FLOAT).SerializeToString(),
+        TensorProto(dims=[1], data_type=99, raw_data=b"1234").SerializeToString(),
+        TensorProto(dims=[2**40, 2**40], data_type=FLOAT).SerializeToString(),
+        helper.make_tensor("s", TensorProto.STRING, [1], [b"text"]).SerializeToString(),
+        TensorProto(dims=[1], data_type=FLOAT, data_location=TensorProto.EXTERNAL).SerializeToString(),
+    ],
+)
+def test_files_that_are_not_tensors(tmp_path, content):
+    (tmp_path / "t.pb").write_bytes(content)
+    with pytest.raises(ImportModelError, match=r"t\.pb"):
+        parse_tensor_from_file(tmp_path / "t.pb")
+
+
+# Dimensions
+
+
+def test_bindings(put):
+    dynamic = put(model_of([RELU], [info("x", ["batch", "seq", 4])]))
+    refused(dynamic, "batch, seq", "batch=..., seq=...", "x [batch, seq, 4]")
+    refused(dynamic, "seq=...", batch=2)
+    refused(dynamic, "no symbolic dimension heads", "batch, seq", batch=1, seq=1, heads=2)
+    for wrong in (0, -1, 2**31, 1.5, "3", True, None):
+        refused(dynamic, f"batch={wrong!r}", "integer", batch=wrong, seq=1)
+    assert import_from_onnx(dynamic, batch=np.int64(2), seq=1).outputs[0].type.shape == (2, 1, 4)
+    refused(dynamic, "2^46", batch=2**31 - 1, seq=2**31 - 1)
+
+
+def test_a_static_export_is_not_given_another_batch(put):
+    path = put(model_of([RELU], [info("x", [1, 128])]))
+    refused(path, "no symbolic dimension batch", "all dimensions are fixed", "x [1, 128]", batch=8)
+
+
+def test_a_batch_that_the_model_does_not_keep(put):
+    # The exporter wrote the batch into a Reshape: it fits only the batch it was exported with.
+    nodes = [helper.make_node("Reshape", ["x", "to"], ["y"])]
+    stored = [constant("to", np.array([1, -1]))]
+    outputs = [info("y", ["batch", 6])]
+    path = put(model_of(nodes, [info("x", ["batch", 2, 3])], outputs, stored))
+    assert import_from_onnx(path, batch=1).outputs[0].type.shape == (1, 6)
+    refused(path, "output 'y'", "batch=4", "[1, 24]", batch=4)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (info("x", [None, 3]), ("'x'", "dimension 0", "neither a size nor a name")),
+        (info("x", [-1, 3]), ("'x'", "dimension 0", "-1")),
+        (info("x", None), ("'x'", "no shape")),
+        (info("x", [2**40, 2**40]), ("'x'", "2^46")),
+        (info("x", [2], TensorProto.STRING), ("'x'", "string")),
+        (info("x", [2], TensorProto.FLOAT8E4M3FN), ("'x'", "float8")),
+        (helper.make_tensor_sequence_value_info("x", FLOAT, [2]), ("'x'", "sequence_type")),
+        (onnx.ValueInfoProto(name="x"), ("'x'", "without a type")),
+    ],
+)
+def test_inputs_without_a_usable_type(put, value, words):
+    refused(put(model_of([RELU], [value])), *words)
+
+
+# Graphs
+
+
+def node(op_type, inputs, outputs, name="bad", **attributes):
+    return helper.make_node(op_type, inputs, outputs, name, **attributes)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "words"),
+    [
+        ([node("Add", ["x", "b"], ["a"]), node("Neg", ["a"], ["b"]), RELU], ("'bad' (Add)", "'b'", "cycle")),
+        ([node("Relu", ["nothing"], ["y"])], ("'bad' (Relu)", "'nothing'", "nothing makes")),
+        ([RELU, node("Neg", ["x"], ["y"])], ("'bad' (Neg)", "'y'", "already")),
+        ([node("Neg", ["x"], ["x"]), RELU], ("'bad' (Neg)", "'x'", "already")),
+        ([node("Neg", ["x"], ["z"])], ("output 'y'", "no node")),
+        ([node("Flux", ["x"], ["y"])], ("Flux", "'bad'", "neither")),
+        ([node("Fused", ["x"], ["y"], domain="com.microsoft")], ("com.microsoft.Fused", "1 times")),
+        ([node("SGDOptimizer", ["x", "x"], ["y"])], ("SGDOptimizer",)),
+        ([node("Call", ["x"], ["y"])], ("Call", "neither")),
+        ([node("MatMul", ["x", "x"], ["y"])], ("'bad' (MatMul)",)),
+        ([node("And", ["x", "x"], ["y"])], ("'bad' (And)",)),
+        ([node("Add", ["x"], ["y"])], ("'bad' (Add)",)),
+        ([node("Add", ["x", "x", "x"], ["y"])], ("'bad' (Add)",)),
+        ([node("Relu", ["x"], ["y", "z"])], ("'bad' (Relu)",)),
+        ([node("Relu", ["x"], ["y"], slope=1.0)], ("'bad' (Relu)", "slope")),
+        ([node("Softmax", ["x"], ["y"], axis="one")], ("'bad' (Softmax)", "axis")),
+        ([node("Softmax", ["x"], ["y"], axis=7)], ("'bad' (Softmax)",)),
+        ([node("Cast", ["x"], ["y"])], ("'bad' (Cast)", "to")),
+        ([node("Cast", ["x"], ["y"], to=99)], ("'bad' (Cast)",)),
+        ([node("Cast", ["x"], ["y"], to=TensorProto.STRING)], ("'bad' (Cast)",)),
+        ([node("Transpose", ["x"], ["y"], perm=[0, 0])], ("'bad' (Transpose)",)),
+        ([node("Concat", ["x", ""], ["y"], axis=0)], ("'bad' (Concat)",)),
+        ([node("NonZero", ["x"], ["y"])], ("'bad' (NonZero)", "depends on data")),
+        ([node("SequenceConstruct", ["x"], ["y"])], ("'bad' (SequenceConstruct)",)),
+        ([node("Constant", [], ["y"], value_string="text")], ("'bad' (Constant)",)),
+        ([node("Constant", [], ["y"])], ("'bad' (Constant)",)),
+        ([node("Gather", ["x", "big"], ["y"], axis=0)], ("'bad' (Gather)", "indices 5 to 5")),
+        ([node("Gather", ["x", "big"], ["y"], axis=9)], ("'bad' (Gather)", "axis 9")),
+        ([node("Reshape", ["x", "big"], ["y"])], ("'bad' (Reshape)",)),
+        ([node("Div", ["big", "zero"], ["d"], "div"), node("Reshape", ["x", "d"], ["y"])], ("(",)),
+    ],
+    ids=lambda value: value[-1].op_type + str(len(value)) if isinstance(value, list) else "",
+)
+def test_nodes_that_make_no_sense(put, nodes, words):
+    refused(put(model_of(nodes, stored=[constant("big", [5]), constant("zero", [0])])), *words)
+
+
+def test_control_flow_that_data_decide(put):
+    branch = helper.make_graph([helper.make_node("Neg", ["x"], ["o"])], "b", [], [info("o", [2, 3])])
+    conditional = node("If", ["c"], ["y"], then_branch=branch, else_branch=branch)
+    inputs = [info("x", [2, 3]), info("c", [], TensorProto.BOOL)]
+    refused(put(model_of([conditional], inputs)), "'bad' (If)", "by data")
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Neg", ["v"], ["w"])],
+        "body",
+        [info("i", [], INT64), info("c", [], TensorProto.BOOL), info("v", [2, 3])],
+        [info("d", [], TensorProto.BOOL), info("w", [2, 3])],
+    )
+    loop = node("Loop", ["n", "", "x"], ["y"], body=body)
+    refused(put(model_of([loop], stored=[constant("n", 3)])), "'bad' (Loop)", "graph of its own")
+
+
+def test_nested_conditions(put):
+    def nested(depth):
+        inner = helper.make_node("Neg", ["x"], [f"o{depth}"])
+        for level in range(depth):
+            graph = helper.make_graph([inner], "g", [], [info(inner.output[0], None)])
+            inner = helper.make_node("If", ["c"], [f"i{level}"], then_branch=graph, else_branch=graph)
+        inner.output[0] = "y"
+        return put(model_of([inner], stored=[constant("c", True)]))
+
+    assert [op.op_type for op in import_from_onnx(nested(5)).ops] == ["Neg"]
+
+    # Thousands: written as bytes, since building them doubles the size at each level.
+    def field(number, content):
+        size, length = len(content), b""
+        while size >= 128:
+            length, size = length + bytes([size % 128 + 128]), size // 128
+        return bytes([number * 8 + 2]) + length + bytes([size]) + content
+
+    graph = b""
+    for _ in range(3000):
+        attribute = field(1, b"then_branch") + field(6, graph) + b"\xa0\x01\x05"
+        graph = field(1, field(1, b"c") + field(2, b"y") + field(4, b"If") + field(5, attribute))
+    refused(put(field(7, graph + field(12, field(1, b"y")))), "not an ONNX model")
+
+
+def test_operator_sets(put):
+    refused(put(model_of([RELU], opset=99)), "operator set 99", "1 to")
+    refused(put(model_of([RELU], opset=0)), "operator set 0")
+    twice = model_of([RELU])
+    twice.opset_import.append(helper.make_opsetid("", 13))
+    refused(put(twice), "20", "13")
+    none = model_of([RELU])
+    del none.opset_import[:]
+    refused(put(none), "Relu")
+    add = node("Add", ["x", "column"], ["y"], broadcast=1, axis=0)
+    legacy = model_of([add], [info("x", [2, 3]), info("column", [2])], opset=6)
+    refused(put(legacy), "'bad' (Add)", "axis 0", "version_converter")
+
+
+# Local functions
+
+
+def function(name, nodes, inputs=("a",), outputs=("b",)):
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("loc", 1)]
+    return helper.make_function("loc", name, list(inputs), list(outputs), nodes, opsets)
+
+
+def call(name, inputs, outputs):
+    return helper.make_node(name, inputs, outputs, f"call_{name}", domain="loc")
+
+
+def test_functions_that_do_not_end(put):
+    loop = [function("F", [call("G", ["a"], ["b"])]), function("G", [call("F", ["a"], ["b"])])]
+    path = put(model_of([call("F", ["x"], ["y"])], functions=loop, domains=["loc"]))
+    refused(path, "loc.F", "calls itself", "loc.F -> loc.G -> loc.F")
+    chain = [function(f"F{i}", [call(f"F{i + 1}", ["a"], ["b"])]) for i in range(500)]
+    path = put(model_of([call("F0", ["x"], ["y"])], functions=chain, domains=["loc"]))
+    refused(path, "64 deep")
+    wide = [
+        function(f"F{i}", [call(f"F{i + 1}", ["a"], [f"b{j}"]) for j in range(10)], outputs=["b0"])
+        for i in range(30)
+    ]
+    wide.append(function("F30", [helper.make_node("Neg", ["a"], ["b"])]))
+    refused(put(model_of([call("F0", ["x"], ["y"])], functions=wide, domains=["loc"])), "nodes", "limit")
+
+
+def test_functions_that_make_no_sense(put):
+    one = function("F", [helper.make_node("Neg", ["a"], ["b"], "neg")])
+    for nodes, functions, words in [
+        ([call("F", ["x"], ["y"])], [one, one], ("loc.F", "twice")),
+        ([call("F", ["x", "x"], ["y"])], [one], ("'call_F'", "2 operands")),
+        ([call("F", ["x"], ["y", "z"])], [one], ("'call_F'", "2 outputs")),
+        ([call("F", [], ["y"])], [one], ("'call_F/neg'", "'a'")),
+        ([call("F", ["x"], ["y"])], [function("F", [])], ("'call_F'", "'b'")),
+        ([call("F", ["x"], ["y"])], [function("F", [call("G", ["a"], ["b"])])], ("loc.G",)),
+        ([call("F", ["x"], ["y"])], [function("F", one.node, inputs=["a", "a"])], ("loc.F", "same name")),
+    ]:
+        refused(put(model_of(nodes, functions=functions, domains=["loc"])), *words)
+
+
+# Stored values
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (
+            TensorProto(name="w", dims=[4], data_type=FLOAT, raw_data=b"12345678"),
+            ("'w'", "16 bytes", "holds 8"),
+        ),
+        (TensorProto(name="w", dims=[4], data_type=FLOAT, float_data=[1.0]), ("'w'", "4 values", "holds 1")),
+        (TensorProto(name="w", dims=[2, 3], data_type=INT64), ("'w'", "6 values", "holds 0")),
+        (TensorProto(name="w", dims=[-4], data_type=FLOAT), ("'w'", "-4")),
+        (TensorProto(name="w", dims=[2**60], data_type=FLOAT), ("'w'", "2^46")),
+        (TensorProto(name="w", dims=[1], data_type=77, raw_data=b"1"), ("'w'", "77")),
+        (TensorProto(name="w", dims=[1], raw_data=b"1"), ("'w'", "number 0")),
+        (helper.make_tensor("w", TensorProto.STRING, [1], [b"s"]), ("'w'", "string")),
+        (constant("x", np.zeros((2, 2), np.float32)), ("node 'act'",)),
+    ],
+)
+def test_initializers_that_make_no_sense(put, tensor, words):
+    stored = [tensor] if tensor.name != "x" else [tensor, tensor]
+    refused(
+        put(model_of([RELU], [info("z", [2])], stored=stored)), *(words if tensor.name != "x" else ("'x'",))
+    )
+
+
+def external(**entries):
+    tensor = TensorProto(name="w", dims=[2, 3], data_type=FLOAT, data_location=TensorProto.EXTERNAL)
+    for key, value in entries.items():
+        tensor.external_data.add(key=key, value=str(value))
+    return model_of([node("Add", ["x", "w"], ["y"])], stored=[tensor])
+
+
+def test_external_data_outside_the_folder_is_not_opened(put, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "secret.bin").write_bytes(bytes(24))
+    (folder / "link.bin").symlink_to(tmp_path / "secret.bin")
+    (folder / "up").symlink_to(tmp_path)
+    (folder / "loop.bin").symlink_to(folder / "loop.bin")
+    os.mkfifo(folder / "pipe.bin")
+    path = folder / "m.onnx"
+    for location in (
+        "../secret.bin",
+        "a/../../secret.bin",
+        str(tmp_path / "secret.bin"),
+        "..\\secret.bin",
+        "C:\\secret.bin",
+        "\\\\host\\share",
+        "link.bin",
+        "up/secret.bin",
+        "loop.bin",
+        "pipe.bin",
+        "missing.bin",
+        ".",
+        "",
+        "a\0b",
+    ):
+        path.write_bytes(external(location=location).SerializeToString())
+        assert len(import_from_onnx(path).parameters) == 1  # nothing is opened for the types
+        refused(path, "'w'", load_values=True)
+
+
+def test_external_data_that_do_not_fit(put, tmp_path):
+    (tmp_path / "w.bin").write_bytes(np.arange(8, dtype=np.float32).tobytes())
+    function, values = import_from_onnx(put(external(location="w.bin", offset=8)), load_values=True)
+    assert values["w"].tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert function.parameters[0].name == "w"
+    for entries in ({"offset": 16}, {"length": 4}, {"offset": -1}, {"offset": "1e3"}, {"length": "9" * 30}):
+        refused(put(external(location="w.bin", **entries)), "'w'", load_values=True)
+
+
+def test_attributes_do_not_open_files(put):
+    tensor = TensorProto(dims=[1], data_type=FLOAT, data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="/etc/passwd")
+    refused(put(model_of([node("Constant", [], ["y"], value=tensor)])), "'bad' (Constant)", "another file")
+
+
+# Bombs: small files that would take gigabytes, or hours
+
+
+def bomb(kind):
+    """Nodes that make a huge constant `h`, which then is used as a shape."""
+    big = 2**44
+    stored = [
+        constant("n", [big]),
+        constant("s", np.int64(big)),
+        constant("0", np.int64(0)),
+        constant("1", [1]),
+    ]
+    stored += [constant("one", np.int64(1)), constant("pads", [0, big])]
+    operands = {
+        "ConstantOfShape": ["n"],
+        "Expand": ["1", "n"],
+        "Tile": ["1", "n"],
+        "Range": ["0", "s", "one"],
+        "Pad": ["1", "pads"],
+        "OneHot": ["1", "s", "pads"],
+    }
+    value = {"value": constant("v", np.array([1]))} if kind == "ConstantOfShape" else {}
+    return helper.make_node(kind, operands[kind], ["h"], "bomb", **value), stored
+
+
+BOMBS = ["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot"]
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+from distsim.errors import DistsimError
+from distsim.importer import import_from_onnx
+for path in sys.argv[1:]:
+    try:
+        function = import_from_onnx(path)
+        print(path, "ok", [op.op_type for op in function.ops])
+    except DistsimError as error:
+        print(path, type(error).__name__, error)
+"""
+
+
+def test_bombs_take_no_memory(tmp_path):
+    paths = []
+    for kind in BOMBS:
+        big, stored = bomb(kind)
+        users = {
+            "shape": [node("Reshape", ["x", "h"], ["y"])],
+            "gather": [node("Gather", ["x", "h"], ["y"])],
+            "sum": [node("ReduceSum", ["h"], ["t"]), node("Expand", ["x", "t"], ["y"])],
+            "chain": [
+                node("Add", ["h", "h"], ["t"]),
+                node("Mul", ["t", "h"], ["u"]),
+                node("Neg", ["u"], ["y"]),
+            ],
+            "output": [node("Identity", ["h"], ["y"])],
+        }
+        for use, nodes in users.items():
+            paths.append(tmp_path / f"{kind}_{use}.onnx")
+            paths[-1].write_bytes(model_of([big, *nodes], stored=stored).SerializeToString())
+    doubled = [helper.make_node("Concat", [f"d{i}", f"d{i}"], [f"d{i + 1}"], axis=0) for i in range(60)]
+    stored = [constant("d0", np.ones(1000, np.int64))]
+    paths.append(tmp_path / "doubled.onnx")
+    paths[-1].write_bytes(
+        model_of([*doubled, node("Reshape", ["x", "d60"], ["y"])], stored=stored).SerializeToString()
+    )
+    many = [helper.make_node("Add", ["d0", f"e{i}"], [f"e{i + 1}"]) for i in range(3000)]
+    stored = [constant("d0", np.ones(60_000, np.int64)), constant("e0", np.ones(60_000, np.int64))]
+    paths.append(tmp_path / "many.onnx")
+    paths[-1].write_bytes(model_of([*many, node("Neg", ["e3000"], ["y"])], stored=stored).SerializeToString())
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OPENBLAS_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", LIMITED, *map(str, paths)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.stderr == "" and result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(paths)
+    assert not [line for line in lines if "MemoryError" in line or "allocate" in line]
+
+
+def test_importing_writes_nothing(put, tmp_path):
+    path = put(external(location="w.bin"))
+    before = sorted(tmp_path.rglob("*"))
+    import_from_onnx(path)
+    refused(path, "'w'", load_values=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# Random damage
+
+WHOLE = model_of(
+    [
+        helper.make_node("Shape", ["x"], ["s"]),
+        helper.make_node("Gather", ["s", "zero"], ["n"]),
+        helper.make_node("Concat", ["n", "rest"], ["to"], axis=0),
+        helper.make_node("Conv", ["x", "w"], ["c"], "conv", kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        helper.make_node("F", ["c"], ["r"], domain="loc"),
+        helper.make_node("Reshape", ["r", "to"], ["f"]),
+        helper.make_node("Slice", ["f", "zero", "two"], ["l"]),
+        helper.make_node("Gemm", ["l", "v"], ["g"], alpha=0.5),
+        helper.make_node("Split", ["g"], ["y", "z"], axis=1, num_outputs=2),
+    ],
+    [info("x", ["n", 2, 4, 4])],
+    [info("y", ["k", 4]), info("z", None)],
+    [
+        constant("zero", [0]),
+        constant("two", [2]),
+        constant("rest", [-1]),
+        constant("w", np.ones((2, 2, 3, 3), np.float32)),
+        constant("v", np.ones((32, 8), np.float32)),
+    ],
+    functions=[function("F", [helper.make_node("Relu", ["a"], ["b"])])],
+    domains=["loc"],
+).SerializeToString()
+
+
+def attempt(path, content):
+    path.write_bytes(content)
+    try:
+        names = symbolic_dimensions(path)
+        function, _ = import_from_onnx(path, load_values=True, **dict.fromkeys(names, 2))
+    except DistsimError:
+        return None
+    return function
+
+
+def test_the_undamaged_model(tmp_path):
+    function = attempt(tmp_path / "m.onnx", WHOLE)
+    assert [op.op_type for op in function.ops] == ["Conv", "Relu", "Reshape", "Slice", "Gemm", "Split"]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cut=st.integers(0, len(WHOLE) - 1))
+def test_truncation(tmp_path, cut):
+    attempt(tmp_path / "m.onnx", WHOLE[:cut])
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    flips=st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=6),
+    moved=st.tuples(st.integers(0, len(WHOLE)), st.integers(0, 40)),
+)
+def test_damaged_bytes(tmp_path, flips, moved):
+    content = bytearray(WHOLE)
+    for place, value in flips:
+        content[place] = value
+    start, length = moved
+    attempt(tmp_path / "m.onnx", bytes(content[:start] + content[start + length :]))
+    attempt(tmp_path / "m.onnx", bytes(content))

@@ -1,0 +1,426 @@
+"""The IR: every rule that a function may break is an error that names the op and the value."""
+
+import dataclasses
+import io
+import pickle
+
+import numpy as np
+import pytest
+
+from distsim.errors import DistsimError, IRError, TypeRuleError, UnknownOperatorError
+from distsim.ir import (
+    Attributes,
+    BFloat16,
+    Device,
+    Float,
+    Float16,
+    Float32,
+    Float64,
+    Function,
+    FunctionMaker,
+    Int64,
+    Literal,
+    Mesh,
+    Op,
+    Role,
+    Tensor,
+    TupleType,
+    Value,
+    all_ops,
+    callees,
+    count_ops,
+    cpprint,
+    pformat,
+    verify,
+)
+from distsim.ir.type import DTYPES, dtype_named, from_numpy
+
+F23 = Tensor(Float(), (2, 3))
+
+
+def devices(count: int) -> list[Device]:
+    return [Device(i, "gpu") for i in range(count)]
+
+
+def relu(x: Value, name: str = "y") -> Op:
+    return Op("Relu", (x,), (Value(name, x.type),))
+
+
+def function(inputs, ops, outputs) -> Function:
+    """A function made by hand, which nothing has checked yet."""
+    return Function("f", tuple(inputs), tuple(ops), tuple(outputs))
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def test_a_correct_function_passes():
+    x = Value("x", F23)
+    op = relu(x)
+    verify(function([x], [op], op.outputs))
+
+
+def test_an_op_reads_only_what_is_defined_before_it():
+    x = Value("x", F23)
+    first = relu(x, "first")
+    second = relu(first.outputs[0], "second")
+    with pytest.raises(IRError, match=r"f: op 0 \(second = Relu\(first\)\) reads 'first'"):
+        verify(function([x], [second, first], second.outputs))
+
+
+def test_a_value_has_one_producer():
+    x, y = Value("x", F23), Value("y", F23)
+    ops = [Op("Relu", (x,), (y,)), Op("Neg", (x,), (y,))]
+    with pytest.raises(IRError, match=r"'y' is produced by op 1 \(y = Neg\(x\)\).*op 0 \(y = Relu\(x\)\)"):
+        verify(function([x], ops, [y]))
+
+
+def test_an_op_does_not_produce_an_input():
+    x, y = Value("x", F23), Value("y", F23)
+    with pytest.raises(IRError, match=r"'y' is produced by op 0 \(y = Relu\(x\)\) and before that by an input"):
+        verify(function([x, y], [Op("Relu", (x,), (y,))], [y]))
+
+
+def test_an_input_is_listed_once():
+    x = Value("x", F23)
+    with pytest.raises(IRError, match="'x' is produced by an input and before that by an input"):
+        verify(function([x, x], [], [x]))
+
+
+def test_outputs_are_defined():
+    x, y = Value("x", F23), Value("y", F23)
+    with pytest.raises(IRError, match="f: output 'y' is defined by no op or input"):
+        verify(function([x], [], [y]))
+
+
+def test_the_number_of_outputs_is_that_of_the_operator():
+    x, y, z = (Value(name, F23) for name in "xyz")
+    with pytest.raises(IRError, match=r"op 0 \(y, z = Relu\(x\)\) has 2 outputs, Relu makes 1"):
+        verify(function([x], [Op("Relu", (x,), (y, z))], [y]))
+
+
+def test_the_type_of_an_output_is_that_of_the_rule():
+    x, y = Value("x", F23), Value("y", Tensor(Float(), (3, 2)))
+    op = Op("Relu", (x,), (y,))
+    with pytest.raises(IRError, match=r"'y' of type f32\[3, 2\]; the rule of Relu says f32\[2, 3\]"):
+        verify(function([x], [op], [y]))
+
+
+A, B = Value("a", F23), Value("b", F23)
+GPU0, GPU1 = devices(2)
+BAD_OPS = {
+    "too few operands": (Op("MatMul", (A,), (Value("y", F23),)), TypeRuleError, "MatMul"),
+    "too many operands": (Op("Relu", (A, B), (Value("y", F23),)), TypeRuleError, "Relu"),
+    "shapes do not fit": (Op("MatMul", (A, B), (Value("y", F23),)), TypeRuleError, "MatMul"),
+    "element types differ": (
+        Op("Add", (A, Value("b", Tensor(Float64(), (2, 3)))), (Value("y", F23),)),
+        TypeRuleError,
+        "double|float64",
+    ),
+    "devices differ": (
+        Op("Add", (Value("a", F23.on(GPU0)), Value("b", F23.on(GPU1))), (Value("y", F23.on(GPU0)),)),
+        TypeRuleError,
+        "gpu:0.*gpu:1",
+    ),
+    "unknown operator": (Op("Frobnicate", (A,), (Value("y", F23),)), UnknownOperatorError, "'Frobnicate'"),
+    "a Call without a callee": (Op("Call", (A,), (Value("y", F23),)), IRError, "exactly one callee"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_OPS)
+def test_verify_names_the_op_whose_operands_do_not_fit(case):
+    op, error, words = BAD_OPS[case]
+    with pytest.raises(error, match=words) as caught:
+        verify(function(op.inputs, [op], op.outputs))
+    assert isinstance(caught.value, DistsimError)
+    assert repr(op) in str(caught.value), f"{case}: the op is not named in: {caught.value}"
+
+
+@pytest.mark.parametrize("case", BAD_OPS)
+def test_the_maker_names_the_op_whose_operands_do_not_fit(case):
+    op, error, words = BAD_OPS[case]
+    maker = FunctionMaker("f")
+    inputs = [maker.add_input_value(value.name, value.type) for value in op.inputs]
+    with pytest.raises(error, match=words) as caught:
+        maker.add_op(op.op_type, inputs=inputs)
+    message = str(caught.value)
+    assert message.startswith(f"f: {op.op_type}("), message
+    assert all(repr(value) in message for value in op.inputs), message
+
+
+def callee(type_: Tensor = F23) -> Function:
+    maker = FunctionMaker("inner")
+    x = maker.add_input_value("x", type_)
+    maker.add_op("Relu", inputs=[x], output_names=["y"])
+    return maker.finalize()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [((A, B), "'inner' takes 1 inputs, this call gives 2"), ((), "'inner' takes 1 inputs, this call gives 0")],
+)
+def test_a_call_gives_what_its_callee_takes(inputs, words):
+    op = Op("Call", inputs, (Value("y", F23),), subfunctions=(callee(),))
+    with pytest.raises(TypeRuleError, match=words):
+        verify(function(inputs, [op], op.outputs))
+
+
+def test_a_call_gives_the_types_its_callee_takes():
+    x = Value("x", Tensor(Float(), (3, 2)))
+    op = Op("Call", (x,), (Value("y", F23),), subfunctions=(callee(),))
+    with pytest.raises(TypeRuleError, match=r"'inner' takes x: f32\[2, 3\], this call gives f32\[3, 2\]"):
+        verify(function([x], [op], op.outputs))
+
+
+def test_verify_looks_into_callees():
+    y = Value("y", Tensor(Float(), (3, 2)))
+    inner = Function("inner", (A,), (Op("Relu", (A,), (y,)),), (y,))
+    op = Op("Call", (B,), (Value("z", y.type),), subfunctions=(inner,))
+    with pytest.raises(IRError, match="inner: op 0"):
+        verify(function([B], [op], op.outputs))
+
+
+def test_an_input_of_an_op_must_be_of_the_function():
+    maker, other = FunctionMaker("f"), FunctionMaker("g")
+    foreign = other.add_input_value("foreign", F23)
+    with pytest.raises(IRError, match=r"f: Relu .* reads foreign: f32\[2, 3\], which is not a value"):
+        maker.add_op("Relu", inputs=[foreign])
+
+
+def test_names_are_given_for_all_outputs_or_none():
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", F23)
+    with pytest.raises(IRError, match=r"Relu makes 1 outputs, 2 names given"):
+        maker.add_op("Relu", inputs=[x], output_names=["a", "b"])
+
+
+# --- the maker ------------------------------------------------------------------------------------
+
+
+def test_add_op_returns_one_value_or_a_tuple():
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (2, 4)))
+    assert isinstance(maker.add_op("Relu", inputs=[x]), Value)
+    parts = maker.add_op("Split", inputs=[x], attributes={"axis": 1, "num_outputs": 2})
+    assert [part.type.shape for part in parts] == [(2, 2), (2, 2)]
+
+
+def test_without_set_outputs_what_nobody_reads_is_returned():
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", F23)
+    y = maker.add_op("Relu", inputs=[x])
+    z, w = maker.add_op("Neg", inputs=[y]), maker.add_op("Abs", inputs=[y])
+    assert maker.finalize().outputs == (z, w)
+    maker.set_outputs([y, x])
+    assert maker.finalize().outputs == (y, x)
+
+
+def test_functions_values_and_ops_are_frozen():
+    f = callee()
+    for thing, name in ((f, "ops"), (f.ops[0], "inputs"), (f.inputs[0], "type"), (F23, "shape")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, name, ())
+    assert isinstance(f.ops, tuple) and isinstance(f.inputs, tuple) and isinstance(f.outputs, tuple)
+
+
+def test_a_finalized_function_does_not_change_with_its_maker():
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", F23)
+    y = maker.add_op("Relu", inputs=[x])
+    f = maker.finalize()
+    maker.add_op("Neg", inputs=[y])
+    assert (len(f.ops), f.outputs) == (1, (y,))
+
+
+def test_roles_select_inputs():
+    maker = FunctionMaker("f")
+    made = {role: maker.add_input_value(role.value, F23, role) for role in Role}
+    maker.set_outputs(list(made.values()))
+    f = maker.finalize()
+    assert f.parameters == (made[Role.PARAMETER],)
+    assert f.inputs_with(Role.STATE, Role.INPUT) == (made[Role.INPUT], made[Role.STATE])
+
+
+def nested() -> Function:
+    """top calls outer twice, outer calls inner twice and has an op of its own: 2 * (2 * 1 + 1) ops."""
+    inner = callee()
+    outer = FunctionMaker("outer")
+    x = outer.add_input_value("x", F23)
+    for _ in range(2):
+        x = outer.add_op("Call", inputs=[x], subfunctions=[inner])
+    outer.add_op("Neg", inputs=[x])
+    middle, top = outer.finalize(), FunctionMaker("top")
+    x = top.add_input_value("x", F23)
+    for _ in range(2):
+        x = top.add_op("Call", inputs=[x], subfunctions=[middle])
+    return top.finalize()
+
+
+def test_calls_are_counted_written_out_and_callees_listed_once():
+    f = nested()
+    assert count_ops(f) == 6
+    assert [op.op_type for op in all_ops(f)] == ["Relu", "Relu", "Neg"] * 2
+    assert [g.name for g in callees(f)] == ["inner", "outer"]
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_small_function():
+    maker = FunctionMaker("small")
+    x = maker.add_input_value("x", F23)
+    w = maker.add_input_value("w", Tensor(Float(), (3, 4)), Role.PARAMETER)
+    y = maker.add_op("MatMul", inputs=[x, w], output_names=["y"])
+    y = maker.add_op("Softmax", inputs=[y], attributes={"axis": -1}, output_names=["y"])
+    maker.add_op("Split", inputs=[y], attributes={"axis": 1, "split": [1, 3]}, output_names=["a", "b"])
+    assert pformat(maker.finalize()) == (
+        "function small(\n"
+        "  x: f32[2, 3],\n"
+        "  w: f32[3, 4],  # parameter\n"
+        ") {\n"
+        "  y: f32[2, 4] = MatMul(x, w)\n"
+        "  y.1: f32[2, 4] = Softmax(y, axis=-1)\n"
+        "  a: f32[2, 1], b: f32[2, 3] = Split(y.1, axis=1, split=(1, 3))\n"
+        "  return a, b\n"
+        "}"
+    )
+
+
+def test_the_text_of_a_function_with_calls_prints_each_callee_once():
+    text = pformat(nested())
+    assert text == (
+        "function top(\n"
+        "  x: f32[2, 3],\n"
+        ") {\n"
+        "  call0: f32[2, 3] = Call outer(x)\n"
+        "  call1: f32[2, 3] = Call outer(call0)\n"
+        "  return call1\n"
+        "}\n"
+        "\n"
+        "function outer(\n"
+        "  x: f32[2, 3],\n"
+        ") {\n"
+        "  call0: f32[2, 3] = Call inner(x)\n"
+        "  call1: f32[2, 3] = Call inner(call0)\n"
+        "  neg2: f32[2, 3] = Neg(call1)\n"
+        "  return neg2\n"
+        "}\n"
+        "\n"
+        "function inner(\n"
+        "  x: f32[2, 3],\n"
+        ") {\n"
+        "  y: f32[2, 3] = Relu(x)\n"
+        "  return y\n"
+        "}"
+    )
+
+
+def test_the_text_of_a_function_on_a_mesh():
+    mesh = Mesh(devices(4), dp=2, tp=2)
+    maker = FunctionMaker("sharded")
+    x = maker.add_input_value("x", F23.on(mesh))
+    w = maker.add_input_value("w", Tensor(Float(), (3, 4), mesh), Role.PARAMETER)
+    y = maker.add_op("MatMul", inputs=[x, w], output_names=["y"])
+    maker.add_op("MPIAllgather", inputs=[y], attributes={"axis": "tp", "dim": 1}, output_names=["z"])
+    assert pformat(maker.finalize()) == (
+        "function sharded(\n"
+        "  x: f32[2, 3] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3],\n"
+        "  w: f32[3, 4] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3],  # parameter\n"
+        ") {\n"
+        "  y: f32[2, 4] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3] = MatMul(x, w)\n"
+        "  z: f32[2, 8] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3] = MPIAllgather(y, axis=tp, dim=1)\n"
+        "  return z\n"
+        "}"
+    )
+
+
+def test_cpprint_writes_the_text_and_no_colour_to_a_file():
+    out = io.StringIO()
+    cpprint(callee(), out)
+    assert out.getvalue() == pformat(callee()) + "\n"
+    assert "\033" in pformat(callee(), colour=True)
+
+
+# --- types, literals, attributes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_an_element_type_is_found_by_both_names_and_by_numpy(dtype):
+    assert dtype_named(dtype.name) == dtype_named(dtype.short) == dtype == from_numpy(dtype.np)
+    assert hash(dtype_named(dtype.name)) == hash(dtype)
+    assert dtype.itemsize == dtype.np.itemsize
+    assert [other for other in DTYPES if other == dtype] == [dtype]
+
+
+def test_element_types():
+    assert Float() == Float32() != Float64()
+    assert (Float16().itemsize, BFloat16().itemsize, Float32().itemsize, Float64().itemsize) == (2, 2, 4, 8)
+    assert [d.name for d in DTYPES if d.is_floating] == ["float16", "bfloat16", "float32", "float64"]
+    for wrong in (lambda: dtype_named("float33"), lambda: from_numpy(np.complex64)):
+        with pytest.raises(TypeRuleError, match=r"is not one of bool, .*float64"):
+            wrong()
+
+
+def test_tensors_are_compared_and_hashed_by_content():
+    mesh = Mesh(devices(2), dp=2)
+    same = [Tensor(Float(), (2, 3), mesh), Tensor(Float32(), (np.int64(2), 3), Mesh(devices(2), dp=2))]
+    assert same[0] == same[1] and hash(same[0]) == hash(same[1])
+    others = [
+        Tensor(Float64(), (2, 3), mesh),
+        Tensor(Float(), (3, 2), mesh),
+        Tensor(Float(), (2, 3)),
+        Tensor(Float(), (2, 3), mesh.devices[0]),
+        Tensor(Float(), (2, 3), Mesh(devices(2), tp=2)),
+    ]
+    assert all(same[0] != other for other in others)
+    assert len({*same, *others}) == 6
+    assert same[0] != "f32[2, 3]"
+
+
+def test_tensors_survive_pickling_with_their_hash():
+    type_ = Tensor(Float(), (2, 3), Mesh(devices(4), dp=2, tp=2))
+    again = pickle.loads(pickle.dumps(type_))
+    assert again == type_ and hash(again) == hash(type_) and {type_: 1}[again] == 1
+
+
+def test_sizes():
+    assert (Tensor(Float(), (2, 3)).nbytes, Tensor(Float(), (2, 3)).size, Tensor(Float(), ()).nbytes) == (24, 6, 4)
+    assert TupleType((F23, Tensor(Int64(), (2,)))).nbytes == 24 + 16
+    assert str(TupleType((F23, Tensor(Int64(), (2,))))) == "(f32[2, 3], i64[2])"
+    assert F23.on(None) is F23 and F23.on(GPU0).on(None) == F23
+    for wrong in ((-1,), (2.5,), ("n",)):
+        with pytest.raises(TypeRuleError, match="must be non-negative integers"):
+            Tensor(Float(), wrong)
+
+
+def test_literals_are_compared_by_shape_element_type_and_content():
+    ones = Literal(np.ones((2, 2), np.float32))
+    assert ones == Literal(np.ones((2, 2), np.float32)) and hash(ones) == hash(Literal(ones.array.copy()))
+    for other in (np.ones((2, 2)), np.ones(4, np.float32), np.zeros((2, 2), np.float32)):
+        assert ones != Literal(other)
+    assert (repr(Literal([1, 2])), repr(Literal(np.zeros((3, 3))))) == ("[1, 2]", "<float64[3, 3]>")
+
+
+def test_a_literal_does_not_change_with_its_source_nor_in_place():
+    source = np.ones(3)
+    literal = Literal(source)
+    source[0] = 5
+    assert literal.array.tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        literal.array[0] = 5
+
+
+def test_attributes_are_hashed_whatever_the_order_and_kind_of_what_was_given():
+    first = Attributes({"perm": [1, 0], "value": np.arange(3), "axis": np.int64(1)})
+    second = Attributes({"axis": 1, "value": Literal(np.arange(3)), "perm": (1, 0)})
+    assert first == second and hash(first) == hash(second) and list(first) == ["axis", "perm", "value"]
+    assert first != Attributes({**second, "axis": 2}) and {**second}["perm"] == (1, 0)
+    with pytest.raises(TypeError):
+        first["axis"] = 2  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False), (0.0, -0.0)])
+def test_attributes_that_print_differently_differ(one, other):
+    """Rules are cached by attributes: equal must mean the same to every rule."""
+    assert Attributes({"a": one}) != Attributes({"a": other})
+    assert Attributes({"a": (one,)}) != Attributes({"a": (other,)})
