@@ -1,7 +1,6 @@
 """distsim: how fast a model trains on a cluster, whether it fits, and what holds it back."""
 
-from distsim import ops as _ops  # installs the operators' type rule in the IR
+from distsim import ops
 
 __version__ = "0.1.0"
-__all__ = ["__version__"]
-del _ops
+__all__ = ["__version__", "ops"]

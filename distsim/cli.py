@@ -12,6 +12,7 @@ from distsim.errors import DistsimError, PlanError
 from distsim.executor import CostModel, Simulation, Simulator
 from distsim.hardware import describe, load_cluster, presets
 from distsim.ir import Function, cpprint, count_ops
+from distsim.ir.type import dtype_named
 from distsim.importer import load_model
 from distsim.parallelize import parallelize
 from distsim.plan import Plan
@@ -51,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser("simulate", help="simulate one training step", epilog=EPILOG)
     simulate.formatter_class = argparse.RawDescriptionHelpFormatter
     _model_options(simulate)
-    simulate.add_argument("--cluster", required=True, help="a preset such as dgx-a100 or dgx-h100:4, or a .toml")
+    simulate.add_argument(
+        "--cluster", required=True, help="a preset such as dgx-a100 or dgx-h100:4, or a .toml"
+    )
     simulate.add_argument("--plan", default="dp=1", help="dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b")
     simulate.add_argument("--strict", action="store_true", help="refuse operators without a work rule")
     simulate.add_argument("--no-overlap", action="store_true", help="one stream per device: nothing overlaps")
@@ -71,10 +74,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="an .onnx file, gpt2, mlp:layers=16,width=8192 or gpt:layers=12,hidden=768")
+    parser.add_argument(
+        "model", help="an .onnx file, gpt2, mlp:layers=16,width=8192 or gpt:layers=12,hidden=768"
+    )
     parser.add_argument("--batch", type=int, help="global batch: samples per step")
     parser.add_argument("--bind", default="", help="sizes of symbolic dimensions, seq=128,...")
-    parser.add_argument("--parameters", default="", help="patterns of graph inputs that are parameters: p_*,...")
+    parser.add_argument(
+        "--parameters", default="", help="patterns of graph inputs that are parameters: p_*,..."
+    )
     parser.add_argument("--loss", default="auto", help="auto, mse or cross_entropy")
     parser.add_argument("--optimizer", default="adam", help="adam or sgd")
     parser.add_argument("--dtype", default="float32", help="what float32 tensors become, e.g. bfloat16")
@@ -83,13 +90,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
 def _forward(options: argparse.Namespace) -> Function:
     patterns = tuple(p for p in options.parameters.split(",") if p)
     function = load_model(options.model, options.batch, options.bind, patterns)
-    return set_precision(function, _dtype(options.dtype))
-
-
-def _dtype(name: str):
-    from distsim.ir.type import dtype_named
-
-    return dtype_named(name)
+    return set_precision(function, dtype_named(options.dtype))
 
 
 def _training(options: argparse.Namespace, progress: Progress) -> Function:
@@ -152,5 +153,3 @@ def _show(options: argparse.Namespace) -> None:
 
 def _clusters(options: argparse.Namespace) -> None:
     print(describe(options.name) if options.name else "\n".join(presets()))
-
-

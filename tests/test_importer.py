@@ -12,9 +12,9 @@ from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 
 from distsim.errors import ImportModelError
+from distsim.executor.sequential import SequentialExecutor
 from distsim.importer import import_from_onnx, parse_tensor_from_file, symbolic_dimensions
 from distsim.ir import Role, verify
-from distsim.ops import compute
 
 DATA = Path(__file__).parent / "data"
 GPT2 = Path(__file__).parents[1] / "distsim" / "models" / "data" / "gpt2.onnx"
@@ -46,13 +46,7 @@ def save(path, nodes, inputs, outputs, stored=None, opset=20, functions=(), extr
 
 
 def run(function, values):
-    """Compute a function op by op."""
-    known = {value: values[value.name] for value in function.inputs}
-    for op in function.ops:
-        arrays = [known[value] for value in op.inputs]
-        made = compute(op.op_type, op.attributes, op.version, arrays, len(op.outputs))
-        known.update(zip(op.outputs, made, strict=True))
-    return [known[value] for value in function.outputs]
+    return SequentialExecutor().compute(function, [values[value.name] for value in function.inputs])
 
 
 def assert_same(path, feeds, **bindings):

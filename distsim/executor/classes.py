@@ -115,7 +115,9 @@ def exchanges(op: Op) -> tuple[Exchange, ...]:
     source, target = place_of(op.inputs[0]), place_of(op.outputs[0])
     meaning = operator(op.op_type).communication
     if source is None or target is None or meaning is None:
-        raise SimulationError(f"{op!r} moves from {source} to {target}; place its input on a device or a mesh")
+        raise SimulationError(
+            f"{op!r} moves from {source} to {target}; place its input on a device or a mesh"
+        )
     if not meaning.transfers:
         if not isinstance(source, Mesh):
             raise SimulationError(f"{op!r} runs over a mesh axis; its input is on {source}")

@@ -18,7 +18,7 @@ import numpy as np
 from distsim.errors import CostError
 from distsim.executor.distir_costs import DistIRRules
 from distsim.hardware import collective_time
-from distsim.ir import Device, Tensor, Topology
+from distsim.ir import Device, Topology
 from distsim.ops import Signature, Work, operator, work
 from distsim.ops.operator import memory_bound
 
@@ -65,7 +65,7 @@ class CostModel:
     refuses it with a :class:`CostError`. Everything is cached by signature, so share one cost model
     between simulations.
 
-    >>> from distsim.ir import Attributes, Float
+    >>> from distsim.ir import Attributes, Float, Tensor
     >>> topology = Topology()
     >>> gpu = topology.add_device("gpu", dram_bandwidth=1e12, kernel_launch_overhead=0)
     >>> x = Tensor(Float(), (1000, 1000), gpu)
@@ -122,7 +122,9 @@ class CostModel:
         key = (meaning.kind, nbytes, group)
         found = self._communication.get(key)
         if found is None:
-            cost = self._rules.communicate(meaning.kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
+            cost = (
+                self._rules.communicate(meaning.kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
+            )
             found = self._communication[key] = _checked(signature, cost)
         return found
 
@@ -218,7 +220,9 @@ def _element_type(signature: Signature) -> str:
 
 def _checked(signature: Signature, cost: float) -> float:
     if not (math.isfinite(cost) and cost >= 0):
-        raise CostError(f"{_describe(signature)} costs {cost} s; its work rule must be finite and not negative")
+        raise CostError(
+            f"{_describe(signature)} costs {cost} s; its work rule must be finite and not negative"
+        )
     return float(cost)
 
 

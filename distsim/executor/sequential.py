@@ -157,14 +157,14 @@ def _check_input(function: Function, value: Value, given: Any) -> Ranks:
         raise SimulationError(f"{where} has type {value.type}; only tensors can be computed")
     mesh = value.type.device
     if not isinstance(mesh, Mesh):
-        if isinstance(given, (list, tuple)) and _holds_arrays(given):
+        if isinstance(given, (list, tuple)) and any(isinstance(item, np.ndarray) for item in _listed(given)):
             raise SimulationError(
                 f"{where} is on {mesh}, which takes one array, not a list of {len(given)}"  # pyright: ignore
             )
         return _check_array(where, value.type, given)
     if not isinstance(given, (list, tuple)):
         return [_check_array(where, value.type, given)] * len(mesh)
-    ranks: list[Any] = list(given)  # pyright: ignore[reportUnknownArgumentType]
+    ranks = _listed(given)
     if len(ranks) != len(mesh):
         raise SimulationError(
             f"{where} is on {mesh}: give one array for all, or {len(mesh)}, not {len(ranks)}"
@@ -175,8 +175,8 @@ def _check_input(function: Function, value: Value, given: Any) -> Ranks:
     ]
 
 
-def _holds_arrays(given: Sequence[Any]) -> bool:
-    return any(isinstance(item, np.ndarray) for item in given)
+def _listed(given: Any) -> list[Any]:
+    return list(given)
 
 
 def _check_array(where: str, expected: Tensor, given: Any) -> Array:

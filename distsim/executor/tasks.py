@@ -69,7 +69,7 @@ class Tasks:
 
     def op_of(self, task: int) -> Op:
         """Return the op that a task runs."""
-        return self.op_table[self.op[task]]
+        return self.op_table[int(self.op[task])]
 
     def path(self, task: int) -> tuple[Op, ...]:
         """Return the calls that lead to a task, outermost first."""
@@ -84,17 +84,15 @@ class Tasks:
 
     def streams_of(self, task: int) -> tuple[Stream, ...]:
         """Return the streams that a task occupies."""
-        numbers = self.streams[self.stream_start[task] : self.stream_start[task + 1]]
-        return tuple(self.stream_table[number] for number in numbers)
+        numbers: list[int] = self.streams[self.stream_start[task] : self.stream_start[task + 1]].tolist()
+        return tuple([self.stream_table[number] for number in numbers])
 
     def describe(self, task: int) -> str:
         """Return the name of a task for an error: its calls and its op."""
         return " / ".join([*(op.callee.name for op in self.path(task)), repr(self.op_of(task))])
 
 
-def lower(
-    function: Function, cost_model: CostModel, overlap: bool = True, lockstep: bool = True
-) -> Tasks:
+def lower(function: Function, cost_model: CostModel, overlap: bool = True, lockstep: bool = True) -> Tasks:
     """Return the tasks of ``function``, which must be placed on devices.
 
     ``overlap``: each rank class has a compute stream, a stream per mesh axis, and a send and a receive

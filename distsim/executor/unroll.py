@@ -50,20 +50,20 @@ class Unroller:
             attributes = {"to": mesh, "shards": given.shards} if given.shards else {"to": mesh}
             local = self.maker.add(kind, [value], attributes, output_names=[value.name])[0]
             if not given.microbatched:
-                self.put(given.key, None, stage, local)
+                self._put(given.key, None, stage, local)
                 continue
-            parts = self.split(local)
+            parts = self._split(local)
             for microbatch, part in enumerate(parts):
-                self.put(given.key, microbatch, stage, part)
+                self._put(given.key, microbatch, stage, part)
 
-    def split(self, local: Value) -> tuple[Value, ...]:
+    def _split(self, local: Value) -> tuple[Value, ...]:
         count = self.microbatches
         if count == 1:
             return (local,)
         names = [f"{local.name}.{i}" for i in range(count)]
         return self.maker.add("Split", [local], {"axis": 0, "num_outputs": count}, output_names=names)
 
-    def put(self, key: Value, microbatch: int | None, stage: int, value: Value) -> None:
+    def _put(self, key: Value, microbatch: int | None, stage: int, value: Value) -> None:
         self.env[key, microbatch, stage] = value
         self.origin.setdefault((key, microbatch), stage)
         self.last[key] = microbatch
@@ -91,9 +91,9 @@ class Unroller:
         first = not any(sums)
         function = block.function if first or block.accumulating is None else block.accumulating
         inputs += [value for value in sums if value is not None]
-        return self.call(function, block, inputs, task.microbatch, task.stage, str(task))
+        return self._call(function, block, inputs, task.microbatch, task.stage, str(task))
 
-    def call(
+    def _call(
         self,
         function: Function,
         block: Block,
@@ -109,7 +109,7 @@ class Unroller:
         homes: list[Home] = []
         for key, value in zip(block.outputs, made, strict=True):
             home = (key, None if key in sums else microbatch, stage)
-            self.put(*home, value)
+            self._put(*home, value)
             if key not in sums:
                 homes.append(home)
         return homes
@@ -122,7 +122,7 @@ class Unroller:
                 for own, block in stage.updates:
                     if own == number and block.function.ops:
                         inputs = [self.fetch(key, None, index) for key in block.inputs]
-                        self.call(block.function, block, inputs, None, index, f"U@{index}")
+                        self._call(block.function, block, inputs, None, index, f"U@{index}")
 
     def outputs(self) -> Iterator[Value]:
         """Yield the outputs; what came out per microbatch is put together on its ranks."""

@@ -1,6 +1,7 @@
 """Reading models from files: ONNX."""
 
 from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
+from distsim.importer.source import load_model
 from distsim.importer.tensors import parse_tensor_from_file
 
-__all__ = ["import_from_onnx", "parse_tensor_from_file", "symbolic_dimensions"]
+__all__ = ["import_from_onnx", "load_model", "parse_tensor_from_file", "symbolic_dimensions"]

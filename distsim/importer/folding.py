@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from distsim.errors import ImportModelError
 from distsim.importer.operands import Entry
 from distsim.ir.op import Attributes, Value
 from distsim.ir.registry import output_types
@@ -71,10 +72,14 @@ class Folder:
             if not self._affords(size, ELEMENTWISE_ELEMENTS):
                 return None
             result = self._compute(op_type, attributes, version, known, count)[0]
-            return [np.broadcast_to(result, made[0].shape)]
+            return [np.broadcast_to(result.astype(made[0].dtype.np, copy=False), made[0].shape)]
         if not self._affords(sum(t.size for t in made) + sum(array.size for array in known)):
             return None
-        return self._compute(op_type, attributes, version, known, count)
+        results = self._compute(op_type, attributes, version, known, count)
+        for type_, result in zip(made, results, strict=False):
+            if result.shape != type_.shape:
+                raise ImportModelError(f"computes to shape {list(result.shape)}, its type is {type_}")
+        return [r.astype(t.dtype.np, copy=False) for t, r in zip(made, results, strict=False)]
 
     def _affords(self, size: int, limit: int | None = None) -> bool:
         limit = FOLD_ELEMENTS if limit is None else limit

@@ -28,7 +28,7 @@ def load_model(
     that name (of an export) or the builder's option; ``bindings`` (``seq=128,...``) binds others.
     ``parameters`` are patterns of graph inputs that are parameters.
     """
-    sizes = _pairs(bindings, "--bind")
+    sizes = _pairs(bindings, "the sizes to bind")
     name, _, options = source.partition(":")
     if name in BUILDERS:
         if sizes or parameters:
@@ -54,7 +54,9 @@ def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Seq
                 f"{', '.join(symbols)} with --bind instead of --batch"
             )
         sizes = {**sizes, "batch": batch}
-    return import_from_onnx(path, parameters=tuple(parameters), **sizes)
+    options: dict[str, Any] = {**sizes, "parameters": tuple(parameters)}
+    function: Function = import_from_onnx(path, **options)
+    return function
 
 
 def _build(name: str, options: str, batch: int | None) -> Function:

@@ -65,7 +65,5 @@ def count_ops(function: Function) -> int:
     """Return the number of ops when every Call is written out."""
     sizes: dict[int, int] = {}
     for callee in (*callees(function), function):
-        sizes[id(callee)] = sum(
-            sizes[id(op.callee)] if op.op_type == "Call" else 1 for op in callee.ops
-        )
+        sizes[id(callee)] = sum(sizes[id(op.callee)] if op.op_type == "Call" else 1 for op in callee.ops)
     return sizes[id(function)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,10 +61,10 @@ class Literal:
 
 def _freeze(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return Literal(value)
+        return Literal(cast(npt.NDArray[Any], value))
     if isinstance(value, (list, tuple)):
-        return tuple(_freeze(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
-    return value.item() if isinstance(value, np.generic) else value
+        return tuple(_freeze(item) for item in cast(Sequence[Any], value))
+    return cast(Any, value).item() if isinstance(value, np.generic) else value
 
 
 class Attributes(Mapping[str, Any]):

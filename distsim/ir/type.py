@@ -7,6 +7,7 @@ mesh holds one tensor of exactly this shape.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -84,8 +85,10 @@ Float = Float32
 
 DTYPES: tuple[DType, ...] = tuple(
     cls()
-    for cls in (Bool, Int8, Int16, Int32, Int64, UInt8, UInt16, UInt32, UInt64, Float16, BFloat16)
-    + (Float32, Float64)
+    for cls in (
+        *(Bool, Int8, Int16, Int32, Int64, UInt8, UInt16, UInt32, UInt64),
+        *(Float16, BFloat16, Float32, Float64),
+    )
 )
 _BY_NUMPY = {dtype.np: dtype for dtype in DTYPES}
 _BY_NAME = {dtype.name: dtype for dtype in DTYPES} | {dtype.short: dtype for dtype in DTYPES}
@@ -129,11 +132,14 @@ class Tensor(Type):
     _hash: int = 0
 
     def __post_init__(self) -> None:
-        shape = tuple(self.shape)
+        shape: tuple[Any, ...] = tuple(self.shape)
         if not all(type(n) is int and n >= 0 for n in shape):
-            if not all(isinstance(n, (int, np.integer)) and n >= 0 for n in shape):
-                raise TypeRuleError(f"shape {shape} must be non-negative integers")
-            shape = tuple(int(n) for n in shape)
+            try:
+                shape = tuple(operator.index(n) for n in shape)  # NumPy's integers
+            except TypeError:
+                shape = (-1,)
+            if any(n < 0 for n in shape):
+                raise TypeRuleError(f"shape {self.shape} must be non-negative integers")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "_hash", hash((self.dtype, shape, self.device)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from distsim.errors import PlanError
 from distsim.ir import DType, Float32, Function, FunctionMaker, Role, Tensor
 
@@ -32,7 +34,7 @@ def mlp(
     widths = [first, *[width] * (layers - 1), last]
     x = maker.add_input_value("x", Tensor(dtype, (batch, first)))
     target = maker.add_input_value("target", Tensor(dtype, (batch, last)))
-    shapes = list(zip(widths, widths[1:], strict=False))
+    shapes = list(pairwise(widths))
     weights = [
         maker.add_input_value(f"w{i}", Tensor(dtype, shape), Role.PARAMETER) for i, shape in enumerate(shapes)
     ]
@@ -42,7 +44,9 @@ def mlp(
         if block not in made:
             made[block] = _block(batch, block, dtype)
         inputs = [x, *weights[start : start + 2]]
-        x = maker.add("Call", inputs, None, (made[block],), [f"a{start + len(block) - 1}"], None, f"block{start}")[0]
+        x = maker.add(
+            "Call", inputs, None, (made[block],), [f"a{start + len(block) - 1}"], None, f"block{start}"
+        )[0]
     loss = maker.add("Loss", [x, target], {"N": batch}, output_names=["loss"])
     maker.set_outputs(loss)
     return maker.finalize()

@@ -1,7 +1,22 @@
 """The operators, one definition each; importing this installs their type rule in the IR."""
 
-from distsim.ir.registry import set_type_rule
-from distsim.ops import communication, matmul, training
+from distsim.ops import (
+    accumulate,
+    communication,
+    constants,
+    conv,
+    conv_transpose,
+    einsum,
+    gemm,
+    indexing,
+    matmul,
+    movement,
+    pool,
+    resize,
+    scattering,
+    shape,
+    training,
+)
 from distsim.ops.onnx_bridge import OPSET
 from distsim.ops.operator import (
     Communication,
@@ -19,8 +34,6 @@ from distsim.ops.operator import (
 )
 from distsim.ops.rules import compute, types, work
 
-set_type_rule(types)
-
 __all__ = [
     "OPSET",
     "Communication",
@@ -30,11 +43,22 @@ __all__ = [
     "ShardingRule",
     "Signature",
     "Work",
+    "accumulate",
     "communication",
     "compute",
+    "constants",
+    "conv",
+    "conv_transpose",
+    "einsum",
+    "indexing",
+    "movement",
     "operator",
+    "pool",
     "register",
     "registered",
+    "resize",
+    "scattering",
+    "shape",
     "sharding_rule",
     "signature_of",
     "training",

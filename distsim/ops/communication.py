@@ -9,7 +9,6 @@ part and moves nothing. ``Send(x; to)`` goes from a mesh to another of the same 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,6 +22,7 @@ from distsim.ops.operator import (
     Communication,
     Operator,
     Signature,
+    TypesRule,
     arity,
     memory_bound,
     register,
@@ -33,7 +33,9 @@ def take_part(array: Array, dim: int, index: int, count: int, pieces: tuple[int,
     """Return part ``index`` of ``count`` along ``dim``: of each of the ``pieces`` in turn, if given."""
     sizes = pieces or (array.shape[dim],)
     starts = np.cumsum((0, *sizes[:-1]))
-    picks = [np.arange(n // count) + start + index * (n // count) for n, start in zip(sizes, starts, strict=True)]
+    picks = [
+        np.arange(n // count) + start + index * (n // count) for n, start in zip(sizes, starts, strict=True)
+    ]
     return np.take(array, np.concatenate(picks), axis=dim)
 
 
@@ -76,10 +78,11 @@ def _allreduce_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tupl
 
 def _allgather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, count = _mesh("MPIAllgather", attributes, inputs)
-    return _resized(tensor, attributes["dim"], tensor.shape[attributes["dim"]] * count)
+    dim: int = attributes["dim"]
+    return _resized(tensor, dim, tensor.shape[dim] * count)
 
 
-def _slice_types(op_type: str) -> object:
+def _slice_types(op_type: str) -> TypesRule:
     def rule(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         tensor, count = _mesh(op_type, attributes, inputs)
         dim = attributes["dim"]
@@ -90,7 +93,8 @@ def _slice_types(op_type: str) -> object:
 
 def _alltoall_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, count = _mesh("MPIAlltoall", attributes, inputs)
-    split, concat = attributes["split"], attributes["concat"]
+    split: int = attributes["split"]
+    concat: int = attributes["concat"]
     part = _part("MPIAlltoall", tensor, split, count, None)
     (half,) = _resized(tensor, split, part)
     return _resized(half, concat, half.shape[concat] * count)
@@ -159,7 +163,9 @@ def _gather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[T
     return (tensor.on(target),)
 
 
-def scatter(array: Array, mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int, ...] | None]]) -> list[Array]:
+def scatter(
+    array: Array, mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int, ...] | None]]
+) -> list[Array]:
     """Return the local array of every device of ``mesh``, in the order of its devices."""
     made: list[Array] = []
     for device in mesh.devices:
@@ -170,7 +176,9 @@ def scatter(array: Array, mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int
     return made
 
 
-def gather(ranks: Sequence[Array], mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int, ...] | None]]) -> Array:
+def gather(
+    ranks: Sequence[Array], mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int, ...] | None]]
+) -> Array:
     """Return the whole array of which the devices of ``mesh`` hold parts (inverse of scatter)."""
     by_place = {tuple(mesh.coordinates(d).items()): a for d, a in zip(mesh.devices, ranks, strict=True)}
     place = dict.fromkeys((name for name, _ in mesh.axes), 0)
@@ -209,8 +217,8 @@ def _same(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
     return list(ranks)
 
 
-def _register(name: str, types: object, meaning: Communication) -> None:
-    register(Operator(name, types=types, communication=meaning))  # pyright: ignore[reportArgumentType]
+def _register(name: str, types: TypesRule, meaning: Communication) -> None:
+    register(Operator(name, types=types, communication=meaning))
 
 
 _register("MPIAllreduce", _allreduce_types, Communication("all_reduce", _allreduce, _input_bytes))
@@ -226,5 +234,9 @@ _register("MPIBroadcast", _broadcast_types, Communication("broadcast", _scatter_
 _register("MPIScatter", _scatter_types, Communication("scatter", _scatter_group, _input_bytes, True))
 _register("MPIGather", _gather_types, Communication("gather", _gather_group, _output_bytes, True))
 _register("LocalSlice", _slice_types("LocalSlice"), Communication("local", _local_slice, lambda _: 0))
-register(Operator("LocalSlice", work=lambda s: memory_bound(Signature(s.op_type, s.attributes, s.outputs, s.outputs), 0.0)))
-__all__ = ["gather", "join_parts", "math", "scatter", "take_part"]
+register(
+    Operator(
+        "LocalSlice",
+        work=lambda s: memory_bound(Signature(s.op_type, s.attributes, s.outputs, s.outputs), 0.0),
+    )
+)

@@ -1,4 +1,4 @@
-"""Convolutions: ``Conv``, ``ConvGrad`` and ``ConvTranspose``.
+"""Convolutions: ``Conv`` and ``ConvGrad``.
 
 Factors: the batch ``n``; output channels ``co`` (rows of the weight, the bias); input channels ``ci``,
 over which the output is a sum. With groups, the groups ``g`` are divided, where each rank then has
@@ -33,7 +33,7 @@ from distsim.ops.windows import Windows, windows
 
 _CONV = ("X", "W", "B")
 _GRAD = ("x", "w", "dy")
-_OPTIONS = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+OPTIONS = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
 
 def _columns(x: Array, where: Windows, group: int) -> Array:
@@ -88,10 +88,11 @@ def _conv(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     x, w = given["X"], given["W"]
     where = windows(attributes, x.shape[2:], w.shape[2:])
     made = conv(x, w, where, attributes.get("group", 1))
-    return [_biased(made, given.get("B"))]
+    return [biased(made, given.get("B"))]
 
 
-def _biased(made: Array, bias: Array | None) -> Array:
+def biased(made: Array, bias: Array | None) -> Array:
+    """Return [n, co, *counts] with the bias [co], if any, added."""
     if bias is None:
         return made
     return made + bias.astype(made.dtype).reshape(-1, *(1,) * (made.ndim - 2))
@@ -112,22 +113,22 @@ def _conv_work(signature: Signature) -> Work:
     return Work(flops + bias, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
 
 
-def _groups_divide(group: int, weight: tuple[int, ...], transposed: bool = False) -> bool:
+def groups_divide(group: int, weight: tuple[int, ...]) -> bool:
     """Return whether every number of ranks that divides both channel counts divides the groups."""
     rows, columns = weight[0], weight[1] * group
     return group > 1 and math.gcd(rows, columns) == group
 
 
-def _channel_labels(group: int, weight: tuple[int, ...]) -> tuple[Dim, tuple[Dim, Dim], Dim]:
+def channel_labels(group: int, weight: tuple[int, ...]) -> tuple[Dim, tuple[Dim, Dim], Dim]:
     """Return the labels of the input's channels, the weight's first two dimensions, the output's channels."""
     if group == 1:
         return "ci", ("co", "ci"), "co"
-    if _groups_divide(group, weight):
+    if groups_divide(group, weight):
         return "g", ("g", None), "g"
     return None, (None, None), None
 
 
-def _fewer_groups(whole: int, output: int, dim: int) -> Localize:
+def fewer_groups(whole: int, output: int, dim: int) -> Localize:
     """Return the ``localize`` that keeps as many groups as the rank has of the ``whole`` channels."""
 
     def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
@@ -139,24 +140,24 @@ def _fewer_groups(whole: int, output: int, dim: int) -> Localize:
 def _conv_rule(signature: Signature) -> ShardingRule:
     index = places(_CONV, signature.attributes, len(signature.inputs))
     group = signature.attributes.get("group", 1)
-    source, weight, target = _channel_labels(group, _weight_shape(signature))
+    source, weight, target = channel_labels(group, _weight_shape(signature))
     if "W" not in index or ("B" not in index and "B" in signature.attributes):
         source = target = None
         weight = (None, None)
     rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
     labels = {"X": ("n", source, *rest), "W": (*weight, *rest), "B": (target,)}
-    biased = "B" in index or "B" in signature.attributes
-    if biased and group == 1:  # the bias is added once, so the sum over ci cannot be left open
+    has_bias = "B" in index or "B" in signature.attributes
+    if has_bias and group == 1:  # the bias is added once, so the sum over ci cannot be left open
         labels["X"], labels["W"] = ("n", None, *rest), (weight[0], None, *rest)
-    localize = _fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
-    linear = () if biased else tuple((index[name],) for name in ("X", "W") if name in index)
+    localize = fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
+    linear = () if has_bias else tuple((index[name],) for name in ("X", "W") if name in index)
     inputs = tuple(labels[name] for name in index)
     return ShardingRule(inputs, (("n", target, *rest),), linear, localize=localize)
 
 
 def _conv_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     index = places(_CONV, ctx.attributes, len(ctx.inputs))
-    kept = picked(ctx.attributes, *_OPTIONS)
+    kept = picked(ctx.attributes, *OPTIONS)
     grads: dict[str, Value | None] = {}
     if "W" not in index:
         raise TypeRuleError(f"{ctx.op!r}: the gradient needs the weight as a value, not as an attribute")
@@ -166,11 +167,12 @@ def _conv_gradient(ctx: GradientContext) -> Sequence[Value | None]:
         made = ctx.add_many("ConvGrad", *inputs, wanted=names, **kept)
         grads = {name[1].upper(): grad for name, grad in zip(names, made, strict=True)}
     if wanted(_CONV, ctx, "B"):
-        grads["B"] = _bias_gradient(ctx)
+        grads["B"] = bias_gradient(ctx)
     return by_place(_CONV, ctx, grads)
 
 
-def _bias_gradient(ctx: GradientContext) -> Value:
+def bias_gradient(ctx: GradientContext) -> Value:
+    """Return the gradient of the bias: the output's, summed over all but the channels."""
     axes = (0, *range(2, len(shape_of(ctx.grad))))
     return ctx.add("ReduceSum", ctx.grad, axes=axes, keepdims=0)
 
@@ -207,54 +209,17 @@ def _grad_work(signature: Signature) -> Work:
 
 def _grad_rule(signature: Signature) -> ShardingRule:
     x, w, _ = signature.inputs
-    source, weight, target = _channel_labels(signature.attributes.get("group", 1), w.shape)
+    source, weight, target = channel_labels(signature.attributes.get("group", 1), w.shape)
     rest: tuple[Dim, ...] = (None,) * (x.rank - 2)
     labels = {"dx": ("n", source, *rest), "dw": (*weight, *rest)}
     names = signature.attributes.get("wanted", ("dx", "dw"))
     localize = None
     if target == "g":
         dim = 1 if names[0] == "dx" else 0
-        localize = _fewer_groups(signature.outputs[0].shape[dim], 0, dim)
+        localize = fewer_groups(signature.outputs[0].shape[dim], 0, dim)
     inputs = (labels["dx"], labels["dw"], ("n", target, *rest))
     return ShardingRule(inputs, tuple(labels[name] for name in names), ((2,),), localize=localize)
 
 
-# ConvTranspose is the dx of a convolution whose x is its output: w is [ci, co / group, *kernel].
-
-
-def _transposed(attributes: Attributes, x: tuple[int, ...], w: tuple[int, ...], sizes: tuple[int, ...]) -> Windows:
-    """Return the windows of that convolution over the output's ``sizes``, with the pads that ONNX means."""
-    rank = len(sizes)
-    plain = windows(Attributes(picked(attributes, "dilations", "strides", "pads")), sizes, w[2:])
-    before, after = plain.before, plain.after
-    auto = attributes.get("auto_pad", "NOTSET")
-    if auto == "VALID":
-        before = after = (0,) * rank
-    if "output_shape" in attributes or auto in ("SAME_UPPER", "SAME_LOWER"):
-        extra = attributes.get("output_padding", (0,) * rank)
-        total = [
-            max(0, s * (n - 1) + e + (k - 1) * d + 1 - size)
-            for s, n, e, k, d, size in zip(
-                plain.strides, x[2:], extra, w[2:], plain.dilations, sizes, strict=True
-            )
-        ]
-        small, large = tuple(t // 2 for t in total), tuple(t - t // 2 for t in total)
-        # ONNX gives the odd element to the end for SAME_UPPER and to the beginning otherwise.
-        before, after = (small, large) if auto == "SAME_UPPER" else (large, small)
-    return Windows(sizes, w[2:], plain.strides, plain.dilations, before, after, x[2:])
-
-
-def _transpose_sizes(attributes: Attributes, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
-    rank = len(x) - 2
-    if "output_shape" in attributes:
-        return tuple(attributes["output_shape"][-rank:])
-    strides, dilations = attributes.get("strides", (1,) * rank), attributes.get("dilations", (1,) * rank)
-    auto = attributes.get("auto_pad", "NOTSET")
-    if auto in ("SAME_UPPER", "SAME_LOWER"):
-        return tuple(n * s for n, s in zip(x[2:], strides, strict=True))
-    pads = attributes.get("pads", (0,) * (2 * rank)) if auto == "NOTSET" else (0,) * (2 * rank)
-    extra = attributes.get("output_padding", (0,) * rank)
-    return tuple(
-        s * (n - 1) + e + (k - 1) * d + 1 - pads[i] - pads[rank + i]
-        for i, (s, n, e, k, d) in enumerate(zip(strides, x[2:], extra, w[2:], dilations, strict=True))
-    )
+register(Operator("Conv", compute=_conv, work=_conv_work, gradient=_conv_gradient, sharding=_conv_rule))
+register(Operator("ConvGrad", types=_grad_types, compute=_grad, work=_grad_work, sharding=_grad_rule))

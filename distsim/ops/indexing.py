@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distsim.ir.op import Attributes, Value
+from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
     ComputeRule,
@@ -26,7 +27,6 @@ from distsim.ops.operator import (
     letters,
     register,
 )
-from distsim.ops.onnx_bridge import static_array
 from distsim.ops.places import (
     by_place,
     like_shape,
@@ -54,9 +54,7 @@ def select(
     return tuple(dims[name] for name in index)
 
 
-def linear_in(
-    names: tuple[str, ...], signature: Signature, *members: str
-) -> tuple[tuple[int, ...], ...]:
+def linear_in(names: tuple[str, ...], signature: Signature, *members: str) -> tuple[tuple[int, ...], ...]:
     """Return the linear set of these operands; none when one of them is static."""
     index = places(names, signature.attributes, len(signature.inputs))
     if not all(name in index for name in members):
@@ -100,7 +98,8 @@ def _gather_rule(signature: Signature) -> ShardingRule:
     attributes = signature.attributes
     index = places(_DATA, attributes, len(signature.inputs))
     ranks = [
-        signature.inputs[index[name]].rank if name in index else _static_rank(attributes, name) for name in _DATA
+        signature.inputs[index[name]].rank if name in index else _static_rank(attributes, name)
+        for name in _DATA
     ]
     data, indices, output = _gather_labels(attributes, ranks[0], ranks[1])
     inputs = select(_DATA, signature, data=data, indices=indices)
@@ -172,7 +171,7 @@ def _gather_elements_rule(signature: Signature) -> ShardingRule:
 
 def positions(indices: Array, axis: int) -> tuple[Array, ...]:
     """Return for each element of ``indices`` where in the data it points, one array per dimension."""
-    where = list(np.indices(indices.shape, sparse=True))
+    where: list[Array] = list(np.indices(indices.shape, sparse=True))
     where[axis] = indices
     return tuple(where)
 
@@ -255,9 +254,7 @@ def _register_gather(
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:
         return by_place(_DATA, ctx, {"data": _scattered(ctx, f"{name}Grad", option)})
 
-    register(
-        Operator(name, compute=meanings[0], work=_gather_work, gradient=gradient, sharding=rules[0])
-    )
+    register(Operator(name, compute=meanings[0], work=_gather_work, gradient=gradient, sharding=rules[0]))
     register(
         Operator(
             f"{name}Grad",

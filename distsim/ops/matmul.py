@@ -1,7 +1,8 @@
-"""Matrix products: ``MatMul`` and ``Gemm``, and their gradients.
+"""``MatMul`` of vectors, matrices and stacks of them, and its gradients.
 
 A product of [m, k] and [k, n] takes 2 m k n flops. The gradients are two such products, so the fused
-``MatMulGrad`` and ``GemmGrad`` read the gradient of the output twice.
+``MatMulGrad`` reads the gradient of the output twice. Where only one is wanted, ``MatMulGradA`` or
+``MatMulGradB`` makes it.
 """
 
 from __future__ import annotations
@@ -30,13 +31,11 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, resizing, shape_of, wanted
-from distsim.ops.shape import summed
 
 Shape = tuple[int, ...]
 Dims = tuple[Dim, ...]
 
 _AB = ("A", "B")
-_ABC = ("A", "B", "C")
 
 
 def matmul_shape(a: Shape, b: Shape) -> Shape:
@@ -47,7 +46,7 @@ def matmul_shape(a: Shape, b: Shape) -> Shape:
     """
     if not a or not b:
         raise TypeRuleError(f"MatMul multiplies vectors, matrices and stacks of them, not {a} by {b}")
-    inner = b[-2] if len(b) > 1 else b[0]
+    inner = b[max(len(b) - 2, 0)]
     if a[-1] != inner:
         raise TypeRuleError(f"MatMul of {a} by {b}: {a[-1]} columns do not fit {inner} rows")
     try:
@@ -76,7 +75,9 @@ def matmul_labels(a: Shape, b: Shape) -> tuple[Dims, Dims, Dims]:
     return (*stack(a), *rows, "k"), (*stack(b), "k", *columns), (*names, *rows, *columns)
 
 
-def _shapes(names: Sequence[str], attributes: Mapping[str, Any], values: Sequence[Shape]) -> dict[str, Shape]:
+def operand_shapes(
+    names: Sequence[str], attributes: Mapping[str, Any], values: Sequence[Shape]
+) -> dict[str, Shape]:
     """Return the shapes of the operands, static or not."""
     index = places(names, attributes, len(values))
     shapes = {name: values[i] for name, i in index.items()}
@@ -84,8 +85,9 @@ def _shapes(names: Sequence[str], attributes: Mapping[str, Any], values: Sequenc
     return shapes | static
 
 
-def _signature_shapes(names: Sequence[str], signature: Signature) -> dict[str, Shape]:
-    return _shapes(names, signature.attributes, [tensor.shape for tensor in signature.inputs])
+def signature_shapes(names: Sequence[str], signature: Signature) -> dict[str, Shape]:
+    """Return the shapes of the operands of a signature, static or not."""
+    return operand_shapes(names, signature.attributes, [tensor.shape for tensor in signature.inputs])
 
 
 def _values(names: Sequence[str], signature: Signature, **dims: Dims) -> tuple[Dims, ...]:
@@ -93,7 +95,7 @@ def _values(names: Sequence[str], signature: Signature, **dims: Dims) -> tuple[D
     return tuple(dims[name] for name in places(names, signature.attributes, len(signature.inputs)))
 
 
-def _unlabel(dims: Dims, static: Dims) -> Dims:
+def unlabel(dims: Dims, static: Dims) -> Dims:
     """Take away the factors of a static operand, which every rank has whole."""
     return tuple(None if dim in static else dim for dim in dims)
 
@@ -135,18 +137,18 @@ def _matmul(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
 
 
 def _matmul_work(signature: Signature) -> Work:
-    inner = _signature_shapes(_AB, signature)["A"][-1]
+    inner = signature_shapes(_AB, signature)["A"][-1]
     flops = 2.0 * signature.outputs[0].size * inner
     return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
 
 
 def _matmul_sharding(signature: Signature) -> ShardingRule:
-    shapes = _signature_shapes(_AB, signature)
+    shapes = signature_shapes(_AB, signature)
     labels = dict(zip((*_AB, "Y"), matmul_labels(shapes["A"], shapes["B"]), strict=True))
     for name in _AB:
         if name in signature.attributes:
             static = labels[name]
-            labels = {key: _unlabel(dims, static) for key, dims in labels.items()}
+            labels = {key: unlabel(dims, static) for key, dims in labels.items()}
     inputs = _values(_AB, signature, A=labels["A"], B=labels["B"])
     return ShardingRule(inputs, (labels["Y"],), tuple((i,) for i in range(len(inputs))))
 
@@ -219,7 +221,7 @@ def _register_half(name: str, other: str) -> None:
     formals = (other, "dy")
 
     def shapes(attributes: Attributes, inputs: Sequence[Tensor]) -> dict[str, Shape]:
-        found = _shapes(formals, attributes, [tensor.shape for tensor in inputs])
+        found = operand_shapes(formals, attributes, [tensor.shape for tensor in inputs])
         return {**found, name: tuple(attributes["shape"])}
 
     def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -242,10 +244,10 @@ def _register_half(name: str, other: str) -> None:
 
     def sharding(signature: Signature) -> ShardingRule:
         found = shapes(signature.attributes, signature.inputs)
-        labels = dict(zip((*_AB, "dy"), matmul_labels(found["A"], found["B"]), strict=True))
+        labels: dict[str, Dims] = dict(zip((*_AB, "dy"), matmul_labels(found["A"], found["B"]), strict=True))
         if other in signature.attributes:
             static = labels[other]
-            labels = {key: _unlabel(dims, static) for key, dims in labels.items()}
+            labels = {key: unlabel(dims, static) for key, dims in labels.items()}
         inputs = _values(formals, signature, **{key: labels[key] for key in formals})
         linear = tuple((i,) for i in range(len(inputs)))
         return ShardingRule(inputs, (labels[name],), linear, localize=resizing("shape"))
@@ -255,141 +257,3 @@ def _register_half(name: str, other: str) -> None:
 
 _register_half("A", "B")
 _register_half("B", "A")
-
-
-# Gemm: alpha A' B' + beta C, where ' is the transpose if transA, transB say so.
-
-
-def _gemm_flags(attributes: Mapping[str, Any]) -> tuple[bool, bool, float, float]:
-    flags = bool(attributes.get("transA", 0)), bool(attributes.get("transB", 0))
-    return (*flags, float(attributes.get("alpha", 1.0)), float(attributes.get("beta", 1.0)))
-
-
-def _gemm(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    trans_a, trans_b, alpha, beta = _gemm_flags(attributes)
-    given = operands(_ABC, attributes, arrays)
-    a = given["A"].T if trans_a else given["A"]
-    b = given["B"].T if trans_b else given["B"]
-    made = a @ b if alpha == 1 else alpha * (a @ b)
-    if "C" in given:
-        made = made + (given["C"] if beta == 1 else beta * given["C"])
-    return [made.astype(arrays[0].dtype, copy=False)]
-
-
-def _gemm_inner(attributes: Mapping[str, Any], a: Shape) -> int:
-    return a[0 if attributes.get("transA", 0) else 1]
-
-
-def _gemm_work(signature: Signature) -> Work:
-    """The bias is added, and the product scaled, as it is written: an epilogue of the same kernel."""
-    shapes = _signature_shapes(_ABC, signature)
-    inner = _gemm_inner(signature.attributes, shapes["A"])
-    size = signature.outputs[0].size
-    flops = 2.0 * size * inner + (size if "C" in shapes else 0)
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
-
-
-def _gemm_labels(attributes: Mapping[str, Any]) -> tuple[Dims, Dims]:
-    trans_a, trans_b, _, _ = _gemm_flags(attributes)
-    return (("k", "m") if trans_a else ("m", "k")), (("n", "k") if trans_b else ("k", "n"))
-
-
-def _gemm_sharding(signature: Signature) -> ShardingRule:
-    shapes = _signature_shapes(_ABC, signature)
-    a, b = _gemm_labels(signature.attributes)
-    out: Dims = ("m", "n")
-    bias: Dims = ()
-    if "C" in shapes:
-        # Ranks that divide k would each add the whole bias: k stays whole.
-        a, b = _unlabel(a, ("k",)), _unlabel(b, ("k",))
-        lead = 2 - len(shapes["C"])
-        whole = signature.outputs[0].shape
-        bias = tuple(out[lead + i] if n == whole[lead + i] else None for i, n in enumerate(shapes["C"]))
-    labels = {"A": a, "B": b, "C": bias, "Y": out}
-    for name in _ABC:
-        if name in signature.attributes:
-            static = labels[name]
-            labels = {key: _unlabel(dims, static) for key, dims in labels.items()}
-    index = places(_ABC, signature.attributes, len(signature.inputs))
-    inputs = tuple(labels[name] for name in index)
-    added = (index["C"],) if "C" in index else ()
-    linear = () if "C" in signature.attributes else tuple((index[n], *added) for n in _AB if n in index)
-    return ShardingRule(inputs, (labels["Y"],), linear)
-
-
-def _gemm_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    trans_a, trans_b, alpha, beta = _gemm_flags(ctx.attributes)
-    index = places(_ABC, ctx.attributes, len(ctx.inputs))
-    grads: dict[str, Value | None] = {}
-    both = wanted(_ABC, ctx, "A") and wanted(_ABC, ctx, "B")
-    options = picked(ctx.attributes, "transA", "transB", "alpha")
-    if both:
-        pair = (ctx.inputs[index["A"]], ctx.inputs[index["B"]])
-        grads["A"], grads["B"] = ctx.add_many("GemmGrad", *pair, ctx.grad, **options)
-    elif wanted(_ABC, ctx, "A") and "B" in index:
-        b = ctx.inputs[index["B"]]
-        if trans_a:
-            grads["A"] = ctx.add("Gemm", b, ctx.grad, transA=int(trans_b), transB=1, alpha=alpha)
-        else:
-            grads["A"] = ctx.add("Gemm", ctx.grad, b, transB=int(not trans_b), alpha=alpha)
-    elif wanted(_ABC, ctx, "B") and "A" in index:
-        a = ctx.inputs[index["A"]]
-        if trans_b:
-            grads["B"] = ctx.add("Gemm", ctx.grad, a, transA=1, transB=int(trans_a), alpha=alpha)
-        else:
-            grads["B"] = ctx.add("Gemm", a, ctx.grad, transA=int(not trans_a), alpha=alpha)
-    if wanted(_ABC, ctx, "C"):
-        total = summed(ctx, ctx.grad, shape_of(ctx.inputs[index["C"]]))
-        grads["C"] = total if beta == 1 else ctx.add("Mul", total, B=beta)
-    return by_place(_ABC, ctx, grads)
-
-
-def _gemm_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    trans_a, trans_b, alpha, _ = _gemm_flags(attributes)
-    a, b, dy = arrays
-    da = dy @ (b if trans_b else b.T)
-    db = (a if trans_a else a.T) @ dy
-    made = (da.T if trans_a else da), (db.T if trans_b else db)
-    return [grad if alpha == 1 else (alpha * grad).astype(grad.dtype, copy=False) for grad in made]
-
-
-def _gemm_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("GemmGrad", inputs, 3)
-    a, b, dy = inputs
-    trans_a, trans_b, _, _ = _gemm_flags(attributes)
-    left, right = (t.shape[::-1] if flip else t.shape for t, flip in ((a, trans_a), (b, trans_b)))
-    if len(left) != 2 or len(right) != 2 or left[1] != right[0] or dy.shape != (left[0], right[1]):
-        raise TypeRuleError(f"GemmGrad: gradient {dy.shape} does not fit the product of {left} by {right}")
-    device = common_device("GemmGrad", inputs)
-    return (a.on(device), b.on(device))
-
-
-def _gemm_grad_work(signature: Signature) -> Work:
-    dy = signature.inputs[2]
-    flops = 4.0 * dy.size * _gemm_inner(signature.attributes, signature.inputs[0].shape)
-    return Work(flops, bytes_of(signature.inputs) + dy.nbytes, bytes_of(signature.outputs), matrix=True)
-
-
-def _gemm_grad_sharding(signature: Signature) -> ShardingRule:
-    a, b = _gemm_labels(signature.attributes)
-    return ShardingRule((a, b, ("m", "n")), (a, b), ((2,),))
-
-
-register(
-    Operator(
-        "Gemm",
-        compute=_gemm,
-        work=_gemm_work,
-        gradient=_gemm_gradient,
-        sharding=_gemm_sharding,
-    )
-)
-register(
-    Operator(
-        "GemmGrad",
-        types=_gemm_grad_types,
-        compute=_gemm_grad,
-        work=_gemm_grad_work,
-        sharding=_gemm_grad_sharding,
-    )
-)

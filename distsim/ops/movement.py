@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -49,9 +50,7 @@ def _concat_rule(signature: Signature) -> ShardingRule:
     axis = _concat_axis(signature.attributes, signature.outputs[0].rank)
     pieces = Pieces("part", tuple(tensor.shape[axis] for tensor in signature.inputs))
     inputs = (_along(signature, axis, "part"),) * len(signature.inputs)
-    return ShardingRule(
-        inputs, (_along(signature, axis, pieces),), (tuple(range(len(signature.inputs))),)
-    )
+    return ShardingRule(inputs, (_along(signature, axis, pieces),), (tuple(range(len(signature.inputs))),))
 
 
 def _concat_gradient(ctx: GradientContext) -> Sequence[Value | None]:
@@ -69,7 +68,7 @@ def _concat_gradient(ctx: GradientContext) -> Sequence[Value | None]:
 
 
 def _split_rule(signature: Signature) -> ShardingRule:
-    axis = signature.attributes.get("axis", 0) % signature.outputs[0].rank
+    axis: int = signature.attributes.get("axis", 0) % signature.outputs[0].rank
     sizes = tuple(tensor.shape[axis] for tensor in signature.outputs)
 
     def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
@@ -86,7 +85,7 @@ def _split_rule(signature: Signature) -> ShardingRule:
 def _split_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     """Concat of the gradients; where some are missing, each run of the others is padded with zeros."""
     rank = len(shape_of(ctx.inputs[0]))
-    axis = ctx.attributes.get("axis", 0) % rank
+    axis: int = ctx.attributes.get("axis", 0) % rank
     total, start = shape_of(ctx.inputs[0])[axis], 0
     runs: list[tuple[int, list[Value]]] = []
     open_run = False
@@ -126,7 +125,9 @@ def slices(attributes: Attributes, shape: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the slice that a ``Slice`` takes of each dimension."""
     missing = [name for name in ("starts", "ends") if name not in attributes]
     if missing:
-        raise TypeRuleError(f"Slice: {', '.join(missing)} must be known; distsim needs every size before it runs")
+        raise TypeRuleError(
+            f"Slice: {', '.join(missing)} must be known; distsim needs every size before it runs"
+        )
     starts, ends = ints(attributes["starts"]), ints(attributes["ends"])
     axes = ints(attributes["axes"]) if "axes" in attributes else tuple(range(len(starts)))
     steps = ints(attributes["steps"]) if "steps" in attributes else (1,) * len(starts)
@@ -196,7 +197,8 @@ def _pad_map(size: int, before: int, after: int, mode: str) -> Array:
     added = (max(0, before), max(0, after))
     if mode == "constant":
         return np.pad(kept, added, constant_values=-1)
-    return np.pad(kept, added, mode=mode)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    pad: Any = np.pad  # its stubs want the mode as a literal
+    return pad(kept, added, mode=mode)
 
 
 def _pad_maps(attributes: Attributes, shape: tuple[int, ...]) -> list[tuple[int, Array]]:
@@ -259,9 +261,7 @@ def _pad_grad_rule(signature: Signature) -> ShardingRule:
     return ShardingRule((dims,), (dims,), ((0,),), localize=resizing("shape"))
 
 
-register(
-    Operator("Pad", compute=_pad, work=_move_work, gradient=_pad_gradient, sharding=_pad_rule)
-)
+register(Operator("Pad", compute=_pad, work=_move_work, gradient=_pad_gradient, sharding=_pad_rule))
 register(
     Operator(
         "PadGrad",

@@ -8,7 +8,7 @@ newer ones that have it as an input thus look the same to every rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def split_name(op_type: str) -> tuple[str, str]:
     return domain, name
 
 
-@lru_cache(maxsize=None)
+@cache
 def schema_of(op_type: str, version: int | None) -> Any:
     """Return the ONNX schema, or None when ONNX has no such operator at that version."""
     domain, name = split_name(op_type)
@@ -136,7 +136,9 @@ def _node(
     variadic = schema.inputs and schema.inputs[-1].option == onnx.defs.OpSchema.FormalParameterOption.Variadic
     for formal in schema.inputs[: -1 if variadic else None]:
         if formal.name in attributes and formal.name not in schema.attributes:
-            static[formal.name] = static_array(attributes[formal.name], first if formal.type_str == "T" else None)
+            static[formal.name] = static_array(
+                attributes[formal.name], first if formal.type_str == "T" else None
+            )
             names.append(formal.name)
         elif left and formal.name not in absent:
             names.append(f"in{count - left}")
@@ -222,7 +224,7 @@ def _check_constraints(schema: Any, node: Any, dtypes: dict[str, DType]) -> None
                 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _type_str(dtype: DType) -> str:
     names = {"float32": "float", "float64": "double"}
     return f"tensor({names.get(dtype.name, dtype.name)})"

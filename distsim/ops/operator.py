@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import TypeRuleError, UnknownOperatorError
@@ -174,7 +173,17 @@ def register(operator: Operator) -> Operator:
     """Add an operator, or the missing rules of one (each rule may be given once)."""
     known = _OPERATORS.get(operator.name)
     if known is not None:
-        rules = ("types", "compute", "work", "gradient", "sharding", "communication", "in_place", "view", "seeds_gradient")
+        rules = (
+            "types",
+            "compute",
+            "work",
+            "gradient",
+            "sharding",
+            "communication",
+            "in_place",
+            "view",
+            "seeds_gradient",
+        )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
         twice = [name for name in given if getattr(known, name)]
         if twice:
@@ -254,6 +263,3 @@ def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:
 def require_compute(op_type: str) -> UnknownOperatorError:
     """Return the error for an operator whose meaning is unknown."""
     return UnknownOperatorError(f"operator {op_type} has no NumPy meaning here; register one in distsim.ops")
-
-
-__all__ = [name for name in dir() if not name.startswith("_") and name not in ("np", "npt", "annotations")]

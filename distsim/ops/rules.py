@@ -9,6 +9,7 @@ import numpy as np
 
 from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes
+from distsim.ir.registry import set_type_rule
 from distsim.ir.type import Tensor, Type
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types
 from distsim.ops.operator import Array, Signature, Work, operator
@@ -51,3 +52,6 @@ def work(signature: Signature) -> Work | None:
     """Return the work of an op, or None when its operator has no work rule."""
     rule = operator(signature.op_type).work
     return None if rule is None else rule(signature)
+
+
+set_type_rule(types)

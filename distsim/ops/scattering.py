@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from distsim.errors import UnknownOperatorError
 from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
@@ -25,7 +23,7 @@ from distsim.ops.operator import (
     letters,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
+from distsim.ops.places import by_place, operands, picked, places, wanted
 
 _SCATTER = ("data", "indices", "updates")
 _GRAD = ("indices", "dy")
@@ -93,7 +91,7 @@ def _nd_labels(signature: Signature, names: tuple[str, ...]) -> dict[str, tuple[
     rank, depth = signature.outputs[0].rank, _nd_depth(signature, names)
     rest = letters(rank - depth)
     index = places(names, signature.attributes, len(signature.inputs))
-    made: dict[str, tuple[Dim, ...]] = {name: (*(None,) * depth, *rest) for name in ("data", "dy")}
+    made: dict[str, tuple[Dim, ...]] = dict.fromkeys(("data", "dy"), (*((None,) * depth), *rest))
     if "indices" in index:
         made["indices"] = (None,) * signature.inputs[index["indices"]].rank
     if "updates" in index:

@@ -192,13 +192,9 @@ def _reshape_rule(signature: Signature) -> ShardingRule:
     return _view_rule(signature, _reshape_localize)
 
 
-register(
-    Operator("Reshape", work=view_work, gradient=_reshape_gradient, sharding=_reshape_rule, view=True)
-)
+register(Operator("Reshape", work=view_work, gradient=_reshape_gradient, sharding=_reshape_rule, view=True))
 register(Operator("Flatten", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
-register(
-    Operator("Squeeze", work=view_work, gradient=_reshape_gradient, sharding=_squeeze_rule, view=True)
-)
+register(Operator("Squeeze", work=view_work, gradient=_reshape_gradient, sharding=_squeeze_rule, view=True))
 register(Operator("Unsqueeze", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
 register(
     Operator(

@@ -97,8 +97,8 @@ def windows(attributes: Attributes, sizes: tuple[int, ...], kernel: tuple[int, .
     pads = ints(attributes.get("pads", (0,) * (2 * rank)))
     if not len(kernel) == len(strides) == len(dilations) == rank or len(pads) != 2 * rank:
         raise TypeRuleError(
-            f"kernel {kernel}, strides {strides}, dilations {dilations}, pads {pads} do not fit {rank} spatial "
-            "dimensions"
+            f"kernel {kernel}, strides {strides}, dilations {dilations}, pads {pads} do not fit {rank} "
+            "spatial dimensions"
         )
     before, after = pads[:rank], pads[rank:]
     spans = tuple((k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True))

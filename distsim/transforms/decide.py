@@ -128,14 +128,21 @@ class _Chooser:
                 made.setdefault(outer, {}).update(made.get(inner, {}))
                 wanted.setdefault(inner, {}).update(wanted.get(outer, {}))
         inputs = set(self.function.inputs)
-        for value in (v for f in self.functions for v in (*f.inputs, *(o for op in f.ops for o in op.outputs))):
+        for value in (
+            v for f in self.functions for v in (*f.inputs, *(o for op in f.ops for o in op.outputs))
+        ):
             states = {REPLICATED: None, **made.get(value, {}), **wanted.get(value, {})}
             if value in inputs:
                 states.pop(PARTIAL, None)
             fits = tuple(s for s in states if divisible(_tensor(value).shape, s, self.axis.ranks))
             given = self.axis.given.get(value)
             self.domains[value] = fits if given is None else (given,)
-            self.value_variable[value] = self.problem.variable(np.zeros(len(self.domains[value])))
+            self.value_variable[value] = self.problem.variable(self._held(value, value in inputs))
+
+    def _held(self, value: Value, is_input: bool) -> list[float]:
+        """What it costs to keep an input, so that a rank keeps only the part that it uses."""
+        whole = TOUCH_WEIGHT * _tensor(value).nbytes / self.bytes if is_input else 0.0
+        return [whole / self.axis.ranks if state.sharded else whole for state in self.domains[value]]
 
     def _add_op(self, op: Op, times: int) -> None:
         options, ranks = self.options[op], self.axis.ranks
@@ -213,7 +220,9 @@ def _moves(tensor: Tensor, sources: tuple[State, ...], targets: tuple[State, ...
     # Forbidden moves stay infinite whatever the scale; 0 * inf does not occur as scales are positive.
     ranks = max(ranks, 2)
     table = np.array([[moved_bytes(tensor, s, t, ranks) for t in targets] for s in sources])
-    return np.where(table > 0, table + START_BYTES, table)
+    table = np.where(table > 0, table + START_BYTES, table)
+    own_part = np.array([[s is REPLICATED and t.sharded for t in targets] for s in sources])
+    return np.where(own_part, TOUCH_WEIGHT * 2 * tensor.nbytes / ranks, table)  # a copy on the device
 
 
 def _times_called(function: Function) -> dict[int, int]:

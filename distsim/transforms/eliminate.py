@@ -123,7 +123,11 @@ def solve(problem: Problem, limit: int = 300_000) -> Solution:
 
 
 def _combine(
-    variable: int, scope: tuple[int, ...], factors: dict[int, Factor], touching: list[set[int]], sizes: list[int]
+    variable: int,
+    scope: tuple[int, ...],
+    factors: dict[int, Factor],
+    touching: list[set[int]],
+    sizes: list[int],
 ) -> Table:
     """Return the sum of all costs that touch ``variable``, over (*scope, variable)."""
     axes = {v: i for i, v in enumerate((*scope, variable))}

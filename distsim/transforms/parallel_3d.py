@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distsim.errors import PlanError
 from distsim.executor.program import Program
-from distsim.ir import Device, Function, FunctionMaker, Mesh, Value
+from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Value
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.schedule import Schedule, one_f_one_b
@@ -86,7 +86,7 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
     """
     moved: dict[Value, Value] = {value: value for value in function.inputs}
     arrived: set[Value] = set()
-    rest = []
+    rest: list[Op] = []
     for op in function.ops:
         first = op.inputs[0] if op.inputs else None
         starts = op.op_type in DISTRIBUTES and first in moved

@@ -78,9 +78,7 @@ class _Cutter:
         made = [self.producer[v] for v in op.inputs if v in self.producer]
         stage = min(owned or [self._stage(m) for m in made] or [0])
         self.step_stage[op] = stage
-        before = [
-            self.step_round[m] + (self.step_stage[m] != stage) for m in made if m in self.step_round
-        ]
+        before = [self.step_round[m] + (self.step_stage[m] != stage) for m in made if m in self.step_round]
         self.step_round[op] = max(before, default=0)
 
     def _stage(self, op: Op) -> int:
@@ -225,4 +223,3 @@ class _Builder:
 
     def _type(self, value: Value) -> Tensor:
         return as_tensor(value.type, value.name).on(self.mesh)
-

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx.helper
+
 from distsim.ir import Attributes, DType, Float32, Function, FunctionMaker, Literal, Op, Tensor, Type, Value
 
 
@@ -64,6 +66,4 @@ class _Precision:
 
 
 def _onnx_number(dtype: DType) -> int:
-    import onnx.helper
-
     return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))

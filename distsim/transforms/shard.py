@@ -206,9 +206,7 @@ class _Body:
         batch, tp = lowering.batch.strategies.get(op), lowering.tp.strategies.get(op)
         ins_b = batch.inputs if batch else (REPLICATED,) * count
         ins_t = tp.inputs if tp else (REPLICATED,) * count
-        inputs = [
-            self.read(v, Placement(b, t)) for v, b, t in zip(op.inputs, ins_b, ins_t, strict=True)
-        ]
+        inputs = [self.read(v, Placement(b, t)) for v, b, t in zip(op.inputs, ins_b, ins_t, strict=True)]
         outs_b = batch.outputs if batch else (REPLICATED,) * len(op.outputs)
         outs_t = tp.outputs if tp else (REPLICATED,) * len(op.outputs)
         raw = [Placement(b, t) for b, t in zip(outs_b, outs_t, strict=True)]

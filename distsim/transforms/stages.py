@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Tensor, Value, all_ops
 from distsim.ops import operator, signature_of, work
+
+Numbers = npt.NDArray[Any]
 
 BYTES_PER_FLOP = 1 / 100
 """Machine balance for weighing ops against each other: 100 flops take as long as one byte of memory.
@@ -144,7 +148,7 @@ def _cut(ops: Sequence[Op], num_stages: int, name: str) -> dict[Op, int]:
     within = np.tril(done[:, None] - done[None, :] <= limit, -1)  # [end, start] of one stage
     best = np.where(done <= limit, sends, np.inf)
     best[0] = np.inf
-    choice: list[np.ndarray] = []
+    choice: list[Numbers] = []
     for _ in range(1, num_stages):
         costs = np.where(within, best[None, :], np.inf)
         # The later of equal cuts: a cheap op stays with the op it follows.
@@ -158,12 +162,12 @@ def _cut(ops: Sequence[Op], num_stages: int, name: str) -> dict[Op, int]:
     return {op: int(np.searchsorted(bounds, i, side="right")) for i, op in enumerate(ops)}
 
 
-def _prefix(ops: Sequence[Op]) -> np.ndarray:
+def _prefix(ops: Sequence[Op]) -> Numbers:
     costs: dict[int, float] = {}
     return np.concatenate([[0.0], np.cumsum([_cached_cost(op, costs) for op in ops])])
 
 
-def _bottleneck(done: np.ndarray, num_stages: int) -> float:
+def _bottleneck(done: Numbers, num_stages: int) -> float:
     """Return the least work of the heaviest of ``num_stages`` contiguous, non-empty stages."""
 
     def fits(limit: float) -> bool:
@@ -173,7 +177,8 @@ def _bottleneck(done: np.ndarray, num_stages: int) -> float:
             at = min(int(np.searchsorted(done, done[at] + limit, side="right")) - 1, last)
         return at == len(done) - 1
 
-    low, high = float(np.diff(done).max()), float(done[-1])
+    steps: Numbers = done[1:] - done[:-1]
+    low, high = float(steps.max()), float(done[-1])
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -205,15 +210,16 @@ def _cached_cost(op: Op, costs: dict[int, float]) -> float:
 MAX_CUTS = 2000
 
 
-def _cut_points(count: int, prefix: np.ndarray, num_stages: int) -> np.ndarray:
+def _cut_points(count: int, prefix: Numbers, num_stages: int) -> Numbers:
     """Return the places where a cut may be: all, or for very long functions evenly spread by work."""
     if count <= MAX_CUTS:
         return np.arange(count + 1)
-    targets = np.linspace(0, prefix[-1], max(MAX_CUTS, 4 * num_stages))
-    return np.unique(np.concatenate([[0, count], np.searchsorted(prefix, targets)]))
+    targets = np.linspace(0.0, float(prefix[-1]), max(MAX_CUTS, 4 * num_stages))
+    places = np.searchsorted(prefix, targets).tolist()
+    return np.array(sorted({0, count, *places}))
 
 
-def _crossing(ops: Sequence[Op]) -> np.ndarray:
+def _crossing(ops: Sequence[Op]) -> Numbers:
     """Return, per cut before op i, the bytes made before it and read at or after it."""
     place = {op: i for i, op in enumerate(ops)}
     made = {value: i for op, i in place.items() for value in op.outputs}
@@ -295,7 +301,11 @@ def _users(value: Value, readers: Mapping[Value, list[Op]]) -> list[Op]:
 
 
 def _place(
-    op: Op, stage: Mapping[Op, int], step: frozenset[Op], homes: Mapping[Value, tuple[int, ...]], held: set[Value]
+    op: Op,
+    stage: Mapping[Op, int],
+    step: frozenset[Op],
+    homes: Mapping[Value, tuple[int, ...]],
+    held: set[Value],
 ) -> int | None:
     if op not in step:
         return stage[op]

@@ -1,0 +1,17 @@
+"""The ways to execute a function: types, NumPy, and simulated time and memory."""
+
+from distsim.executor.cost_model import CostModel, UncostedOperatorWarning
+from distsim.executor.infer import infer_types
+from distsim.executor.sequential import SequentialExecutor
+from distsim.executor.simulation import Shares, Simulation
+from distsim.executor.simulator import Simulator
+
+__all__ = [
+    "CostModel",
+    "SequentialExecutor",
+    "Shares",
+    "Simulation",
+    "Simulator",
+    "UncostedOperatorWarning",
+    "infer_types",
+]

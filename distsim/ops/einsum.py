@@ -1,0 +1,146 @@
+"""``Einsum``: products and sums named by letters, which are also the factors of its sharding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distsim.errors import TypeRuleError, UnknownOperatorError
+from distsim.ir.op import Attributes, Value
+from distsim.ops.operator import (
+    Array,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    bytes_of,
+    register,
+)
+from distsim.ops.places import shape_of
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """The letters of each operand and of the output; every dimension has one, also behind an ellipsis."""
+
+    terms: tuple[str, ...]
+    output: str
+
+    def __str__(self) -> str:
+        return f"{','.join(self.terms)}->{self.output}"
+
+
+def parse(equation: str, ranks: Sequence[int]) -> Equation:
+    """Return the equation with letters in place of ellipses (aligned at the right, as ONNX has it).
+
+    >>> str(parse("...ij,jk", (4, 2)))
+    'ABij,jk->ABik'
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if len(terms) != len(ranks):
+        raise TypeRuleError(f"Einsum {equation!r} names {len(terms)} operands, {len(ranks)} are given")
+    hidden = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True)]
+    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
+    widest = "".join(free[: max(h if "..." in t else 0 for t, h in zip(terms, hidden, strict=True))])
+    full = tuple(
+        term.replace("...", widest[len(widest) - count :]) for term, count in zip(terms, hidden, strict=True)
+    )
+    if arrow:
+        return Equation(full, right.replace("...", widest))
+    once = sorted(c for c in set("".join(full)) if "".join(full).count(c) == 1 and c not in widest)
+    return Equation(full, widest + "".join(once))
+
+
+def _parsed(attributes: Attributes, shapes: Sequence[tuple[int, ...]]) -> Equation:
+    return parse(attributes["equation"], [len(shape) for shape in shapes])
+
+
+def _sizes(equation: Equation, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for term, shape in zip(equation.terms, shapes, strict=True):
+        for letter, size in zip(term, shape, strict=True):
+            sizes[letter] = max(size, sizes.get(letter, 0))
+    return sizes
+
+
+def _einsum(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    made = np.einsum(str(_parsed(attributes, [a.shape for a in arrays])), *arrays, optimize="greedy")
+    return [made.astype(arrays[0].dtype)]
+
+
+def _work(signature: Signature) -> Work:
+    """Operands are contracted from left to right; each contraction is a multiply-add per combination."""
+    shapes = [tensor.shape for tensor in signature.inputs]
+    equation = _parsed(signature.attributes, shapes)
+    sizes = _sizes(equation, shapes)
+    held = set(equation.terms[0])
+    # One operand: an addition for each element that is summed.
+    flops = float(signature.inputs[0].size) if held - set(equation.output) and len(shapes) == 1 else 0.0
+    for i, term in enumerate(equation.terms[1:], 1):
+        held |= set(term)
+        later = set(equation.output).union(*equation.terms[i + 1 :])
+        flops += (2.0 if held - later else 1.0) * math.prod(sizes[letter] for letter in sorted(held))
+        held &= later
+    summed = set("".join(equation.terms)) - set(equation.output)
+    matrix = len(shapes) > 1 and bool(summed)
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix)
+
+
+def _rule(signature: Signature) -> ShardingRule:
+    shapes = [tensor.shape for tensor in signature.inputs]
+    equation = _parsed(signature.attributes, shapes)
+    sizes = _sizes(equation, shapes)
+    twice = {c for term in equation.terms for c in term if term.count(c) > 1}
+
+    def labels(term: str, shape: tuple[int, ...]) -> tuple[Dim, ...]:
+        return tuple(
+            c if size == sizes[c] and c not in twice else None for c, size in zip(term, shape, strict=True)
+        )
+
+    inputs = tuple(labels(term, shape) for term, shape in zip(equation.terms, shapes, strict=True))
+    linear = tuple((i,) for i in range(len(shapes)))
+    return ShardingRule(inputs, (labels(equation.output, signature.outputs[0].shape),), linear)
+
+
+def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    shapes = [shape_of(value) for value in ctx.inputs]
+    equation = _parsed(ctx.attributes, shapes)
+    sizes = _sizes(equation, shapes)
+    made: list[Value | None] = [None] * len(shapes)
+    for i, (term, shape) in enumerate(zip(equation.terms, shapes, strict=True)):
+        if not ctx.wanted[i]:
+            continue
+        if len(set(term)) < len(term):
+            raise UnknownOperatorError(
+                f"{ctx.op!r}: there is no gradient for the diagonal {term!r} in {equation}; use another op"
+            )
+        made[i] = _operand_gradient(ctx, equation, sizes, i, shape)
+    return made
+
+
+def _operand_gradient(
+    ctx: GradientContext, equation: Equation, sizes: dict[str, int], i: int, shape: tuple[int, ...]
+) -> Value:
+    """Contract dy with the other operands; give back what was broadcast or summed in operand i alone."""
+    others = [j for j in range(len(equation.terms)) if j != i]
+    seen = set(equation.output).union(*(equation.terms[j] for j in others))
+    term = equation.terms[i]
+    kept = "".join(c for c, n in zip(term, shape, strict=True) if c in seen and n == sizes[c])
+    terms = [equation.output, *(equation.terms[j] for j in others)]
+    grad = ctx.add(
+        "Einsum", ctx.grad, *(ctx.inputs[j] for j in others), equation=f"{','.join(terms)}->{kept}"
+    )
+    if kept == term:
+        return grad
+    flat = tuple(n if c in kept else 1 for c, n in zip(term, shape, strict=True))
+    grad = ctx.add("Reshape", grad, shape=flat)
+    return grad if flat == shape else ctx.add("Expand", grad, shape=shape)
+
+
+register(Operator("Einsum", compute=_einsum, work=_work, gradient=_gradient, sharding=_rule))

@@ -1,0 +1,177 @@
+"""``Gemm``: alpha A' B' + beta C, where ' transposes if transA, transB say so; and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from distsim.errors import TypeRuleError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.matmul import Dims, Shape, signature_shapes, unlabel
+from distsim.ops.operator import (
+    Array,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    arity,
+    bytes_of,
+    common_device,
+    register,
+)
+from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
+from distsim.ops.shape import summed
+
+_ABC = ("A", "B", "C")
+
+
+def _gemm_flags(attributes: Mapping[str, Any]) -> tuple[bool, bool, float, float]:
+    flags = bool(attributes.get("transA", 0)), bool(attributes.get("transB", 0))
+    return (*flags, float(attributes.get("alpha", 1.0)), float(attributes.get("beta", 1.0)))
+
+
+def _gemm(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    trans_a, trans_b, alpha, beta = _gemm_flags(attributes)
+    given = operands(_ABC, attributes, arrays)
+    a = given["A"].T if trans_a else given["A"]
+    b = given["B"].T if trans_b else given["B"]
+    made = a @ b if alpha == 1 else alpha * (a @ b)
+    if "C" in given:
+        made = made + (given["C"] if beta == 1 else beta * given["C"])
+    return [made.astype(arrays[0].dtype, copy=False)]
+
+
+def _gemm_inner(attributes: Mapping[str, Any], a: Shape) -> int:
+    return a[0 if attributes.get("transA", 0) else 1]
+
+
+def _gemm_work(signature: Signature) -> Work:
+    """The bias is added, and the product scaled, as it is written: an epilogue of the same kernel."""
+    shapes = signature_shapes(_ABC, signature)
+    inner = _gemm_inner(signature.attributes, shapes["A"])
+    size = signature.outputs[0].size
+    flops = 2.0 * size * inner + (size if "C" in shapes else 0)
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+
+
+def _gemm_labels(attributes: Mapping[str, Any]) -> tuple[Dims, Dims]:
+    trans_a, trans_b, _, _ = _gemm_flags(attributes)
+    return (("k", "m") if trans_a else ("m", "k")), (("n", "k") if trans_b else ("k", "n"))
+
+
+def _gemm_sharding(signature: Signature) -> ShardingRule:
+    shapes = signature_shapes(_ABC, signature)
+    a, b = _gemm_labels(signature.attributes)
+    out: Dims = ("m", "n")
+    bias: Dims = ()
+    if "C" in shapes:
+        # Ranks that divide k would each add the whole bias: k stays whole.
+        a, b = unlabel(a, ("k",)), unlabel(b, ("k",))
+        lead = 2 - len(shapes["C"])
+        whole = signature.outputs[0].shape
+        bias = tuple(out[lead + i] if n == whole[lead + i] else None for i, n in enumerate(shapes["C"]))
+    labels = {"A": a, "B": b, "C": bias, "Y": out}
+    for name in _ABC:
+        if name in signature.attributes:
+            static = labels[name]
+            labels = {key: unlabel(dims, static) for key, dims in labels.items()}
+    index = places(_ABC, signature.attributes, len(signature.inputs))
+    inputs = tuple(labels[name] for name in index)
+    added = (index["C"],) if "C" in index else ()
+    linear = () if "C" in signature.attributes else tuple((index[n], *added) for n in ("A", "B") if n in index)
+    return ShardingRule(inputs, (labels["Y"],), linear)
+
+
+def _product(
+    ctx: GradientContext, left: tuple[str | Value, int], right: tuple[str | Value, int], alpha: float
+) -> Value:
+    """Add alpha L R; L and R are an operand of the op or a value, and whether to transpose it."""
+    index = places(_ABC, ctx.attributes, len(ctx.inputs))
+    values: list[Value] = []
+    options: dict[str, Any] = {}
+    for name, (operand, flag) in (("A", left), ("B", right)):
+        if flag:
+            options[f"trans{name}"] = 1
+        if not isinstance(operand, str):
+            values.append(operand)
+        elif operand in index:
+            values.append(ctx.inputs[index[operand]])
+        else:
+            options[name] = ctx.attributes[operand]
+    if alpha != 1:
+        options["alpha"] = alpha
+    return ctx.add("Gemm", *values, **options)
+
+
+def _gemm_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    trans_a, trans_b, alpha, beta = _gemm_flags(ctx.attributes)
+    index = places(_ABC, ctx.attributes, len(ctx.inputs))
+    grads: dict[str, Value | None] = {}
+    for_a, for_b, for_c = (wanted(_ABC, ctx, name) for name in _ABC)
+    if for_a and for_b:
+        pair = (ctx.inputs[index["A"]], ctx.inputs[index["B"]])
+        options = picked(ctx.attributes, "transA", "transB", "alpha")
+        grads["A"], grads["B"] = ctx.add_many("GemmGrad", *pair, ctx.grad, **options)
+    elif for_a:  # dA' = alpha dy B'^T
+        dy, b = (ctx.grad, int(trans_a)), ("B", int(trans_b == trans_a))
+        grads["A"] = _product(ctx, b, dy, alpha) if trans_a else _product(ctx, dy, b, alpha)
+    elif for_b:  # dB' = alpha A'^T dy
+        dy, a = (ctx.grad, int(trans_b)), ("A", int(trans_a == trans_b))
+        grads["B"] = _product(ctx, dy, a, alpha) if trans_b else _product(ctx, a, dy, alpha)
+    if for_c:
+        total = summed(ctx, ctx.grad, shape_of(ctx.inputs[index["C"]]))
+        grads["C"] = total if beta == 1 else ctx.add("Mul", total, B=beta)
+    return by_place(_ABC, ctx, grads)
+
+
+def _gemm_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    trans_a, trans_b, alpha, _ = _gemm_flags(attributes)
+    a, b, dy = arrays
+    da = dy @ (b if trans_b else b.T)
+    db = (a if trans_a else a.T) @ dy
+    made = (da.T if trans_a else da), (db.T if trans_b else db)
+    return [grad if alpha == 1 else (alpha * grad).astype(grad.dtype, copy=False) for grad in made]
+
+
+def _gemm_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("GemmGrad", inputs, 3)
+    a, b, dy = inputs
+    trans_a, trans_b, _, _ = _gemm_flags(attributes)
+    left, right = (t.shape[::-1] if flip else t.shape for t, flip in ((a, trans_a), (b, trans_b)))
+    if len(left) != 2 or len(right) != 2 or left[1] != right[0] or dy.shape != (left[0], right[1]):
+        raise TypeRuleError(f"GemmGrad: gradient {dy.shape} does not fit the product of {left} by {right}")
+    device = common_device("GemmGrad", inputs)
+    return (a.on(device), b.on(device))
+
+
+def _gemm_grad_work(signature: Signature) -> Work:
+    dy = signature.inputs[2]
+    flops = 4.0 * dy.size * _gemm_inner(signature.attributes, signature.inputs[0].shape)
+    return Work(flops, bytes_of(signature.inputs) + dy.nbytes, bytes_of(signature.outputs), matrix=True)
+
+
+def _gemm_grad_sharding(signature: Signature) -> ShardingRule:
+    a, b = _gemm_labels(signature.attributes)
+    return ShardingRule((a, b, ("m", "n")), (a, b), ((2,),))
+
+
+register(
+    Operator(
+        "Gemm",
+        compute=_gemm,
+        work=_gemm_work,
+        gradient=_gemm_gradient,
+        sharding=_gemm_sharding,
+    )
+)
+register(
+    Operator(
+        "GemmGrad",
+        types=_gemm_grad_types,
+        compute=_gemm_grad,
+        work=_gemm_grad_work,
+        sharding=_gemm_grad_sharding,
+    )
+)

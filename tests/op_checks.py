@@ -1,0 +1,323 @@
+"""Checks that hold for every operator, given samples of it.
+
+A :class:`Sample` is an op and arrays for its values. The checks compare the operator's rules with what
+the operator computes: types with results, gradients with finite differences, sharding rules with the
+result put together from parts. The ops that a gradient rule emits are samples too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distsim.ir import FunctionMaker, Op, Tensor, Value
+from distsim.ir.op import Attributes
+from distsim.ir.registry import output_types
+from distsim.ir.type import from_numpy
+from distsim.ops import GradientContext, Pieces, ShardingRule, Signature, compute, operator, sharding_rule, work
+from distsim.ops.communication import join_parts, take_part
+from distsim.transforms.strategies import factor_of, factors
+
+RANKS = 2
+RTOL = 1e-6
+"""Relative error of a central difference against the gradient; float64, step 1e-6."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An op: its values, attributes and operator set. ``grads`` are the outputs that carry a gradient."""
+
+    op_type: str
+    arrays: tuple[np.ndarray, ...]
+    attributes: Attributes = field(default_factory=Attributes)
+    version: int | None = None
+    grads: tuple[int, ...] = (0,)
+
+    @property
+    def types(self) -> tuple[Tensor, ...]:
+        return tuple(Tensor(from_numpy(array.dtype), array.shape) for array in self.arrays)
+
+    @property
+    def signature(self) -> Signature:
+        made = output_types(self.op_type, self.attributes, self.types, (), self.version)
+        return Signature(self.op_type, self.attributes, self.types, made, self.version)
+
+    def __str__(self) -> str:
+        shapes = ",".join("x".join(map(str, a.shape)) or "-" for a in self.arrays)
+        options = ",".join(f"{k}={v}" for k, v in self.attributes.items())
+        return f"{self.op_type}({shapes};{options}){'' if self.version is None else self.version}"
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal numbers, none within 0.05 of zero, where many functions have a kink."""
+    array = np.random.default_rng((seed, *shape)).normal(size=shape)
+    return np.asarray(array + np.copysign(0.05, array))
+
+
+def positive(*shape: int, seed: int = 0) -> np.ndarray:
+    """Numbers from 0.5 to 2."""
+    return np.asarray(np.random.default_rng((seed, 1, *shape)).uniform(0.5, 2.0, size=shape))
+
+
+def unit(*shape: int, seed: int = 0) -> np.ndarray:
+    """Numbers from -0.9 to 0.9, none within 0.01 of zero."""
+    array = np.random.default_rng((seed, 2, *shape)).uniform(-0.89, 0.89, size=shape)
+    return np.asarray(array + np.copysign(0.01, array))
+
+
+def integers(*shape: int, high: int = 4, low: int = 0, seed: int = 0) -> np.ndarray:
+    """Integers from low to high - 1."""
+    return np.asarray(np.random.default_rng((seed, 3, *shape)).integers(low, high, size=shape))
+
+
+def sample(
+    op_type: str,
+    *arrays: np.ndarray | tuple[int, ...],
+    version: int | None = None,
+    grads: tuple[int, ...] = (0,),
+    **attributes: Any,
+) -> Sample:
+    """Return a sample; a tuple stands for normal numbers of that shape, others at every place."""
+    made = (
+        normal(*item, seed=place) if isinstance(item, tuple) else np.asarray(item)
+        for place, item in enumerate(arrays)
+    )
+    return Sample(op_type, tuple(made), Attributes(attributes), version, grads)
+
+
+def run(of: Sample, arrays: Sequence[np.ndarray] | None = None) -> tuple[np.ndarray, ...]:
+    """Compute the op on the sample's arrays, or on others."""
+    given = of.arrays if arrays is None else arrays
+    return compute(of.op_type, of.attributes, of.version, given, len(of.signature.outputs))
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, what: str) -> None:
+    if expected.dtype.kind == "f":
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-12, err_msg=what)
+    else:
+        np.testing.assert_array_equal(actual, expected, err_msg=what)
+
+
+# --- types and work ----------------------------------------------------------------------------------
+
+
+def check_types(of: Sample) -> None:
+    """What is computed has the types that the type rule says; the work is known and not negative."""
+    signature = of.signature
+    results = run(of)
+    assert len(results) == len(signature.outputs)
+    for result, type_ in zip(results, signature.outputs, strict=True):
+        assert (result.shape, result.dtype) == (type_.shape, type_.dtype.np), f"{of}: {result.dtype}, {type_}"
+    asked = work(signature)
+    assert asked is not None, f"{of.op_type} has no work rule"
+    assert min(asked.flops, asked.bytes_read, asked.bytes_written) >= 0
+    if operator(of.op_type).view:
+        assert (asked.flops, asked.bytes_read, asked.bytes_written) == (0, 0, 0)
+        assert_close(results[0].reshape(-1), of.arrays[0].reshape(-1), f"{of} is no view")
+
+
+# --- gradients ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a gradient rule emitted, with all values computed."""
+
+    inputs: tuple[Value, ...]
+    grads: tuple[Value | None, ...]
+    env: dict[Value, np.ndarray]
+    ops: tuple[Op, ...]
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Every op that was emitted, as a sample of its own."""
+        return tuple(
+            Sample(op.op_type, tuple(self.env[v] for v in op.inputs), op.attributes, op.version, ())
+            for op in self.ops
+        )
+
+
+def _seeds(of: Sample) -> list[np.ndarray | None]:
+    outputs = of.signature.outputs
+    return [normal(*t.shape, seed=100 + i) if i in of.grads else None for i, t in enumerate(outputs)]
+
+
+def backward(of: Sample, wanted: Sequence[bool] | None = None) -> Backward:
+    """Build the op and its gradient, and compute both."""
+    maker = FunctionMaker("sample")
+    inputs = tuple(maker.add_input_value(f"x{i}", type_) for i, type_ in enumerate(of.types))
+    outputs = maker.add(of.op_type, inputs, of.attributes, version=of.version)
+    env = dict(zip(inputs, of.arrays, strict=True))
+    seeds: list[Value | None] = []
+    for value, seed in zip(outputs, _seeds(of), strict=True):
+        seeds.append(None if seed is None else maker.add_input_value(f"d{value.name}", value.type))
+        if seed is not None:
+            env[seeds[-1]] = seed.astype(value.type.dtype.np)
+    op = maker.ops[-1]
+    if wanted is None:
+        wanted = [type_.dtype.is_floating for type_ in of.types]
+    rule = operator(of.op_type).gradient
+    assert rule is not None, f"{of.op_type} has no gradient rule"
+    made = tuple(rule(GradientContext(maker, op, inputs, outputs, tuple(seeds), tuple(wanted))))
+    maker.finalize()
+    for step in maker.ops:
+        arrays = [env[value] for value in step.inputs]
+        results = compute(step.op_type, step.attributes, step.version, arrays, len(step.outputs))
+        for value, result in zip(step.outputs, results, strict=True):
+            assert result.shape == value.type.shape, f"{of}: {step!r} computes {result.shape}"
+        env.update(zip(step.outputs, results, strict=True))
+    return Backward(inputs, made, env, tuple(maker.ops[1:]))
+
+
+def check_gradient(of: Sample, rtol: float = RTOL) -> Backward:
+    """The gradients equal central differences, and do not depend on which others are wanted."""
+    floating = [type_.dtype.is_floating for type_ in of.types]
+    whole = backward(of)
+    assert len(whole.grads) == len(of.arrays)
+    for place, grad in enumerate(whole.grads):
+        assert grad is None or floating[place], f"{of}: a gradient of integers"
+        if grad is None:
+            if floating[place]:
+                _check_difference(of, place, None, rtol)
+            continue
+        assert grad.type == whole.inputs[place].type, f"{of}: {grad!r} for {whole.inputs[place]!r}"
+        _check_difference(of, place, whole.env[grad], rtol)
+        alone = backward(of, [i == place for i in range(len(of.arrays))])
+        assert alone.grads[place] is not None, f"{of}: no gradient when only input {place} wants one"
+        assert_close(alone.env[alone.grads[place]], whole.env[grad], f"{of}: input {place} alone")
+    return whole
+
+
+def _check_difference(of: Sample, place: int, grad: np.ndarray | None, rtol: float) -> None:
+    array, step = of.arrays[place], 1e-6
+    direction = np.random.default_rng(7).normal(size=array.shape)
+
+    def moved(by: float) -> float:
+        arrays = list(of.arrays)
+        arrays[place] = array + by * direction
+        pairs = zip(run(of, arrays), _seeds(of), strict=True)
+        return float(sum((result * seed).sum() for result, seed in pairs if seed is not None))
+
+    expected = (moved(step) - moved(-step)) / (2 * step)
+    actual = 0.0 if grad is None else float((grad * direction).sum())
+    # Central differences lose about eps |f| / step of absolute precision.
+    noise = 1e-9 * (1 + abs(moved(0.0)))
+    assert abs(actual - expected) <= rtol * abs(expected) + noise, (
+        f"{of}: input {place}: gradient rule {actual}, central difference {expected}"
+    )
+
+
+# --- sharding ----------------------------------------------------------------------------------------
+
+
+def _split(array: np.ndarray, dims: Sequence[Any], factor: str, rank: int) -> np.ndarray:
+    for axis, dim in enumerate(dims):
+        if factor_of(dim) == factor:
+            array = take_part(array, axis, rank, RANKS, dim.sizes if isinstance(dim, Pieces) else None)
+    return array
+
+
+def _local(shape: tuple[int, ...], dims: Sequence[Any], factor: str) -> tuple[int, ...]:
+    return tuple(n // RANKS if factor_of(dim) == factor else n for n, dim in zip(shape, dims, strict=True))
+
+
+def _join(parts: Sequence[np.ndarray], dims: Sequence[Any], factor: str, mean: bool) -> np.ndarray:
+    axes = [axis for axis, dim in enumerate(dims) if factor_of(dim) == factor]
+    assert len(axes) <= 1, f"factor {factor} labels two dimensions of one value: {dims}"
+    if not axes:
+        return np.sum(parts, axis=0) / (RANKS if mean else 1)
+    dim = dims[axes[0]]
+    return join_parts(parts, axes[0], dim.sizes if isinstance(dim, Pieces) else None)
+
+
+def _fits(signature: Signature, rule: ShardingRule, factor: str) -> bool:
+    """Whether the solver may divide the factor (distsim.transforms.strategies)."""
+    groups = [*zip(signature.inputs, rule.inputs, strict=True), *zip(signature.outputs, rule.outputs, strict=True)]
+    for tensor, dims in groups:
+        for size, dim in zip(tensor.shape, dims, strict=True):
+            sizes = dim.sizes if isinstance(dim, Pieces) else (size,)
+            if factor_of(dim) == factor and (sum(sizes) != size or any(n % RANKS or not n for n in sizes)):
+                return False
+    for tensor, dims in zip(signature.outputs, rule.outputs, strict=True):
+        if factor not in map(factor_of, dims) and not tensor.dtype.is_floating:
+            return False
+    return True
+
+
+def check_sharding(of: Sample) -> tuple[str, ...]:
+    """Dividing any one factor over two ranks gives the same result; return the factors that were divided."""
+    signature = of.signature
+    rule = sharding_rule(signature)
+    if rule is None:
+        return ()
+    _check_labels(of, signature, rule)
+    whole = run(of)
+    done = [factor for factor in factors(rule) if _fits(signature, rule, factor)]
+    for factor in done:
+        shapes = tuple(_local(t.shape, d, factor) for t, d in zip(signature.outputs, rule.outputs, strict=True))
+        attributes = of.attributes if rule.localize is None else rule.localize(of.attributes, shapes)
+        ranks: list[tuple[np.ndarray, ...]] = []
+        for rank in range(RANKS):
+            pairs = zip(of.arrays, rule.inputs, strict=True)
+            arrays = tuple(_split(array, dims, factor, rank) for array, dims in pairs)
+            local = Sample(of.op_type, arrays, attributes, of.version)
+            assert tuple(t.shape for t in local.signature.outputs) == shapes, f"{of}: local types, {factor}"
+            ranks.append(run(local))
+        for index, dims in enumerate(rule.outputs):
+            parts = [results[index] for results in ranks]
+            joined = _join(parts, dims, factor, factor in rule.mean)
+            assert_close(joined, whole[index], f"{of}: output {index}, factor {factor}, rule {rule}")
+    return tuple(done)
+
+
+def _check_labels(of: Sample, signature: Signature, rule: ShardingRule) -> None:
+    for tensors, groups in ((signature.inputs, rule.inputs), (signature.outputs, rule.outputs)):
+        assert len(tensors) == len(groups), f"{of}: {rule}"
+        for tensor, dims in zip(tensors, groups, strict=True):
+            assert tensor.rank == len(dims), f"{of}: {tensor} has labels {dims}"
+    assert set(rule.mean) <= set(factors(rule)), f"{of}: {rule}"
+
+
+def check_linear(of: Sample) -> int:
+    """The op maps a sum in each of its linear sets to the sum of the results; return how many there are."""
+    signature = of.signature
+    rule = sharding_rule(signature)
+    if rule is None or not all(tensor.dtype.is_floating for tensor in signature.outputs):
+        return 0
+    for members in rule.linear:
+        assert all(signature.inputs[i].dtype.is_floating for i in members), f"{of}: a sum of integers"
+        first, second = list(of.arrays), list(of.arrays)
+        for i in members:
+            part = normal(*of.arrays[i].shape, seed=50 + i).astype(of.arrays[i].dtype)
+            first[i], second[i] = of.arrays[i] - part, part
+        for a, b, both in zip(run(of, first), run(of, second), run(of), strict=True):
+            assert_close(a + b, both, f"{of}: linear in {members}")
+    return len(rule.linear)
+
+
+def check_all(of: Sample) -> None:
+    """Check every rule of a sample's operator, and of the ops that its gradient rule emits."""
+    check_types(of)
+    check_sharding(of)
+    check_linear(of)
+    if operator(of.op_type).gradient is not None and of.grads:
+        for emitted in check_gradient(of).samples():
+            check_types(emitted)
+            check_sharding(emitted)
+            check_linear(emitted)
+
+
+def divided(samples: Iterable[Sample]) -> dict[str, set[str]]:
+    """Return, by operator, the factors that some sample can divide (also of emitted ops)."""
+    found: dict[str, set[str]] = {}
+    for of in samples:
+        group = [of]
+        if operator(of.op_type).gradient is not None and of.grads:
+            group.extend(backward(of).samples())
+        for one in group:
+            rule = sharding_rule(one.signature)
+            names = () if rule is None else (f for f in factors(rule) if _fits(one.signature, rule, f))
+            found.setdefault(one.op_type, set()).update(names)
+    return found

@@ -1,0 +1,232 @@
+"""Placements and what moving between them costs; the least-cost assignment against brute force."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distsim.hardware import collective_time
+from distsim.ir import Device, Float, Mesh, Tensor, Topology
+from distsim.ops.communication import gather, join_parts, scatter, take_part
+from distsim.transforms.eliminate import Problem, solve
+from distsim.transforms.placement import (
+    PARTIAL,
+    REPLICATED,
+    Placement,
+    State,
+    divisible,
+    local_shape,
+    moved_bytes,
+    sharded,
+)
+
+TENSOR = Tensor(Float(), (8, 24))
+STATES = [REPLICATED, PARTIAL, sharded(0), sharded(1), sharded(1, (8, 16))]
+
+
+# --- placements -----------------------------------------------------------------------------------
+
+
+def test_states_print_short():
+    assert [str(state) for state in STATES] == ["R", "P", "S0", "S1", "S1[8, 16]"]
+    assert str(Placement(sharded(0), PARTIAL)) == "dp:S0 tp:P"
+
+
+def test_a_placement_says_what_is_scattered():
+    assert Placement().shards() == Placement(PARTIAL, PARTIAL).shards() == ()
+    placed = Placement(sharded(0), sharded(1, (8, 16)))
+    assert placed.shards() == ((0, "dp", None), (1, "tp", (8, 16)))
+
+
+@pytest.mark.parametrize(
+    ("state", "ranks", "fits"),
+    [
+        (REPLICATED, 7, True),
+        (PARTIAL, 7, True),
+        (sharded(0), 8, True),
+        (sharded(0), 3, False),
+        (sharded(0), 16, False),
+        (sharded(1, (8, 16)), 8, True),
+        (sharded(1, (6, 18)), 4, False),  # 24 is divisible by 4, its pieces are not
+        (sharded(1, (8, 8)), 4, False),  # pieces of another dimension
+        (sharded(1, (0, 24)), 4, False),
+    ],
+)
+def test_equal_parts_or_none(state, ranks, fits):
+    assert divisible(TENSOR.shape, state, ranks) is fits
+
+
+def test_local_shapes():
+    assert local_shape((8, 24), REPLICATED, 4) == local_shape((8, 24), PARTIAL, 4) == (8, 24)
+    assert local_shape((8, 24), sharded(0), 4) == (2, 24)
+    assert local_shape((8, 24), sharded(1, (8, 16)), 8) == (8, 3)
+
+
+# --- what moves -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize(("source", "target"), list(itertools.product(STATES, STATES)), ids=str)
+def test_moved_bytes_are_those_of_the_ring_algorithms(source, target, ranks):
+    """Set beside the seconds of the collectives on links of one byte per second."""
+    size, found = TENSOR.nbytes, moved_bytes(TENSOR, source, target, ranks)
+    topology = Topology()
+    group = tuple(topology.add_device("gpu") for _ in range(ranks))
+    for a, b in itertools.combinations(group, 2):
+        topology.set_bandwidth(a, b, gbps=8e-9)
+
+    def seconds(kind: str, nbytes: float) -> float:
+        return collective_time(kind, nbytes, group, topology)
+
+    if source == target or (source is REPLICATED and target is not PARTIAL):
+        expected = 0.0
+    elif target is PARTIAL:
+        expected = math.inf
+    elif source is PARTIAL:
+        expected = seconds("reduce_scatter" if target.sharded else "all_reduce", size)
+    elif target.sharded and source.dim != target.dim and not source.pieces and not target.pieces:
+        expected = seconds("all_to_all", size / ranks)
+    else:
+        expected = seconds("all_gather", size)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_moves_obey_the_triangle_inequality_up_to_the_all_gather():
+    """No detour is cheaper than the direct move, so a value is brought to each state straight away."""
+    for a, b, c in itertools.product(STATES, repeat=3):
+        direct = moved_bytes(TENSOR, a, c, 4)
+        detour = moved_bytes(TENSOR, a, b, 4) + moved_bytes(TENSOR, b, c, 4)
+        assert direct <= detour + 1e-9, f"{a} to {c} directly {direct}, by way of {b} {detour}"
+
+
+@st.composite
+def scattered(draw):
+    """(whole array, mesh, shards): each dimension divided by at most one axis, perhaps in pieces."""
+    sizes = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    mesh = Mesh([Device(i, "gpu") for i in range(math.prod(sizes))], dp=sizes[0], tp=sizes[1])
+    dims = draw(st.permutations(range(3)))[: draw(st.integers(0, 2))]
+    shape, shards = [draw(st.integers(1, 3)) for _ in range(3)], []
+    for dim, axis in zip(dims, draw(st.permutations(["dp", "tp"])), strict=False):
+        pieces = draw(st.none() | st.lists(st.integers(1, 3), min_size=2, max_size=3))
+        count = mesh.axis_size(axis)
+        pieces = pieces and tuple(n * count for n in pieces)
+        shape[dim] = sum(pieces) if pieces else shape[dim] * count
+        shards.append((dim, axis, pieces))
+    return np.arange(math.prod(shape)).reshape(shape), mesh, tuple(shards)
+
+
+@given(scattered())
+@settings(max_examples=60)
+def test_gather_is_the_inverse_of_scatter(case):
+    whole, mesh, shards = case
+    ranks = scatter(whole, mesh, shards)
+    sizes = {dim: mesh.axis_size(axis) for dim, axis, _ in shards}
+    local = tuple(n // sizes.get(dim, 1) for dim, n in enumerate(whole.shape))
+    assert [rank.shape for rank in ranks] == [local] * len(mesh)
+    np.testing.assert_array_equal(gather(ranks, mesh, shards), whole)
+
+
+def test_pieces_are_divided_each():
+    array = np.arange(12)
+    assert take_part(array, 0, 1, 2, (4, 8)).tolist() == [2, 3, 8, 9, 10, 11]
+    parts = [take_part(array, 0, i, 2, (4, 8)) for i in range(2)]
+    assert join_parts(parts, 0, (4, 8)).tolist() == array.tolist()
+
+
+# --- the least-cost assignment ---------------------------------------------------------------------
+
+
+def cost_of(problem: Problem, choices) -> float:
+    unary = sum(float(table[c]) for table, c in zip(problem.unary, choices, strict=True))
+    return unary + sum(float(table[choices[a], choices[b]]) for (a, b), table in problem.pairs.items())
+
+
+def brute_force(problem: Problem) -> float:
+    return min(cost_of(problem, choices) for choices in itertools.product(*map(range, problem.sizes)))
+
+
+@st.composite
+def problems(draw) -> Problem:
+    """Up to seven variables of up to four choices, some pairs of them with costs, some forbidden."""
+    costs = st.integers(0, 20).map(float) | st.just(math.inf)
+    problem = Problem()
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=7))
+    for size in sizes:
+        problem.variable(draw(st.lists(costs, min_size=size, max_size=size)))
+    count = draw(st.integers(0, 2 * len(sizes)))
+    for _ in range(count):
+        a, b = (draw(st.integers(0, len(sizes) - 1)) for _ in range(2))
+        table = draw(st.lists(costs, min_size=sizes[a] * sizes[b], max_size=sizes[a] * sizes[b]))
+        problem.pair(a, b, np.array(table).reshape(sizes[a], sizes[b]))
+    return problem
+
+
+@given(problems())
+@settings(max_examples=200)
+def test_the_assignment_is_the_cheapest(problem):
+    found = solve(problem)
+    assert found.proven
+    assert found.cost == brute_force(problem)
+    assert [0 <= c < n for c, n in zip(found.choices, problem.sizes, strict=True)] == [True] * len(problem.sizes)
+    assert cost_of(problem, found.choices) == found.cost
+
+
+@given(problems(), st.integers(1, 30))
+@settings(max_examples=200)
+def test_with_small_tables_the_assignment_is_valid_and_does_not_claim_too_much(problem, limit):
+    found, optimum = solve(problem, limit=limit), brute_force(problem)
+    assert cost_of(problem, found.choices) == found.cost
+    assert found.cost >= optimum
+    assert found.cost == optimum or not found.proven
+
+
+def test_costs_of_a_pair_are_given_in_either_order_and_add_up():
+    problem = Problem()
+    a, b = problem.variable([0, 0]), problem.variable([0, 0, 0])
+    table = np.array([[5.0, 4, 3], [2, 1, 6]])
+    problem.pair(a, b, table)
+    problem.pair(b, a, table.T)
+    assert (solve(problem).choices, solve(problem).cost) == ((1, 1), 2.0)
+
+
+def test_a_pair_of_a_variable_with_itself_costs_its_diagonal():
+    problem = Problem()
+    a = problem.variable([0, 1])
+    problem.pair(a, a, np.array([[7.0, 0], [0, 2]]))
+    assert (solve(problem).choices, solve(problem).cost) == ((1,), 3.0)
+
+
+def test_a_long_chain_is_proven_and_is_the_dynamic_program():
+    rng, problem, size, length = np.random.default_rng(0), Problem(), 5, 2000
+    tables = rng.random((length - 1, size, size))
+    for _ in range(length):
+        problem.variable(np.zeros(size))
+    best = np.zeros(size)
+    for i, table in enumerate(tables):
+        problem.pair(i, i + 1, table)
+        best = (best[:, None] + table).min(axis=0)
+    found = solve(problem)
+    assert found.proven and found.cost == pytest.approx(best.min(), rel=1e-12)
+    assert cost_of(problem, found.choices) == pytest.approx(found.cost, rel=1e-12)
+
+
+def test_solving_leaves_the_problem_as_it_was():
+    problem = Problem()
+    a, b = problem.variable([1, 2]), problem.variable([3, 4])
+    problem.pair(a, b, np.eye(2))
+    assert solve(problem) == solve(problem)
+    assert solve(problem, limit=1) == solve(problem, limit=1)
+
+
+def test_contradictory_demands_cost_infinity():
+    problem = Problem()
+    a, b = problem.variable([0, math.inf]), problem.variable([0, math.inf])
+    problem.pair(a, b, np.array([[math.inf, 0], [0, 0]]))
+    assert solve(problem).cost == math.inf
+
+
+def test_a_state_is_a_value():
+    assert State("S", 1) == sharded(1) != sharded(1, (8, 16)) and len({*STATES, *STATES}) == 5
