@@ -196,7 +196,9 @@ def test_half_precision_keeps_its_type_and_sums_in_float32():
 def test_conv_flops():
     # ResNet-50's first convolution: 2 * 64 * 112 * 112 * 3 * 7 * 7 (He et al. 2016, table 1: 118 M
     # multiply-adds).
-    first = signature("Conv", [np.empty((1, 3, 224, 224)), np.empty((64, 3, 7, 7))], strides=(2, 2), pads=(3,) * 4)
+    first = signature(
+        "Conv", [np.empty((1, 3, 224, 224)), np.empty((64, 3, 7, 7))], strides=(2, 2), pads=(3,) * 4
+    )
     done = work(first)
     assert done.flops == 2 * 118_013_952
     assert done.matrix
@@ -312,7 +314,9 @@ def test_embedding_gradient_is_partial_over_the_tokens():
 
 def test_a_constant_is_where_it_is_said_to_be():
     device = Device(0, "gpu")
-    made = types("Constant", Attributes({"value": Literal(np.ones((2, 3), np.float32)), "device": device}), (), None)
+    made = types(
+        "Constant", Attributes({"value": Literal(np.ones((2, 3), np.float32)), "device": device}), (), None
+    )
     assert made == (Tensor(Float(), (2, 3), device),)
     with pytest.raises(TypeRuleError, match=r"attribute value, an ir.Literal, not None"):
         types("Constant", Attributes(), (), None)

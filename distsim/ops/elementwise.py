@@ -17,6 +17,7 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ops.onnx_bridge import schema_of
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -131,8 +132,13 @@ def _hard_swish_slope(x: Any, a: Attributes) -> Any:
     return np.where(x >= 3, 1.0, np.where(x <= -3, 0.0, x / 3 + 0.5))
 
 
+def _hinge(x: Any) -> Any:
+    made: Any = np.maximum(x, 0)
+    return made
+
+
 def _softplus(x: Any) -> Any:
-    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))
+    return _hinge(x) + np.log1p(np.exp(-np.abs(x)))
 
 
 def _mish_slope(x: Any, a: Attributes) -> Any:
@@ -154,7 +160,7 @@ def _is_inf(x: Any, a: Attributes) -> Any:
 # --- the table ---------------------------------------------------------------------------------------
 
 UNARY: tuple[Unary, ...] = (
-    Unary("Relu", lambda x, a: np.maximum(x, 0), lambda x, a: x > 0),
+    Unary("Relu", lambda x, a: _hinge(x), lambda x, a: x > 0),
     Unary("Neg", lambda x, a: -x, linear=True),
     Unary("Abs", lambda x, a: np.abs(x), lambda x, a: np.sign(x)),
     Unary("Exp", lambda x, a: np.exp(x), lambda y, a: y, saves_output=True),
@@ -223,6 +229,12 @@ UNARY: tuple[Unary, ...] = (
 _BOOLEAN = ("IsNaN", "IsInf")
 
 
+def _same_type(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The type rule of operators that are newer than the house operator set (Swish: 24)."""
+    arity("a function of one number", inputs, 1)
+    return inputs
+
+
 def _register(entry: Unary) -> None:
     grad_name = f"{entry.name}Grad"
 
@@ -232,7 +244,7 @@ def _register(entry: Unary) -> None:
 
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:
         saved = ctx.outputs[0] if entry.saves_output else ctx.inputs[0]
-        return [ctx.add(grad_name, saved, ctx.grad, **ctx.attributes)]
+        return [ctx.maker.add(grad_name, (saved, ctx.grad), ctx.attributes)[0]]
 
     def compute_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
         saved, dy = arrays
@@ -243,12 +255,14 @@ def _register(entry: Unary) -> None:
     def sharding(signature: Signature) -> ShardingRule:
         return same_shape_rule(signature, ((0,),) if entry.linear else ())
 
-    rule = gradient if entry.df is not None else no_gradient
-    if entry.linear:
-        rule = lambda ctx: [ctx.maker.add(entry.name, (ctx.grad,), ctx.attributes)[0]]  # noqa: E731
+    def linear_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+        return [ctx.maker.add(entry.name, (ctx.grad,), ctx.attributes)[0]]
+
+    rule = gradient if entry.df is not None else linear_gradient if entry.linear else no_gradient
     register(
         Operator(
             entry.name,
+            types=None if schema_of(entry.name, None) else _same_type,
             compute=compute,
             work=lambda s: memory_bound(s, entry.flops),
             gradient=rule,

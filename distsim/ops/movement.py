@@ -32,6 +32,7 @@ from distsim.ops.places import (
     places,
     resizing,
     shape_of,
+    wanted,
 )
 
 # Concat and Split: every piece of the axis is divided.
@@ -43,7 +44,7 @@ def _along(signature: Signature, axis: int, middle: str | Pieces | None) -> tupl
 
 
 def _concat_axis(attributes: Attributes, rank: int) -> int:
-    return attributes.get("axis", 1) % rank  # only opset 1 has a default
+    return attributes["axis"] % rank
 
 
 def _concat_rule(signature: Signature) -> ShardingRule:
@@ -57,11 +58,11 @@ def _concat_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     axis = _concat_axis(ctx.attributes, len(shape_of(ctx.grad)))
     sizes = tuple(shape_of(value)[axis] for value in ctx.inputs)
     ends = np.cumsum(sizes)
-    wanted = [i for i, want in enumerate(ctx.wanted) if want]
-    if len(wanted) > 1:
+    needed = [i for i, want in enumerate(ctx.wanted) if want]
+    if len(needed) > 1:
         return ctx.add_many("Split", ctx.grad, axis=axis, split=sizes)
     made: list[Value | None] = [None] * len(sizes)
-    for i in wanted:
+    for i in needed:
         bounds = {"starts": (int(ends[i]) - sizes[i],), "ends": (int(ends[i]),), "axes": (axis,)}
         made[i] = ctx.add("Slice", ctx.grad, **bounds)
     return made
@@ -242,8 +243,11 @@ def _pad_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     index = places(_PAD, ctx.attributes, len(ctx.inputs))
     data = ctx.inputs[index["data"]]
     kept = picked(ctx.attributes, "pads", "paddings", "axes", "mode")
-    grad = ctx.add("PadGrad", ctx.grad, shape=shape_of(data), **kept)
-    return by_place(_PAD, ctx, {"data": grad})
+    grads = {"data": ctx.add("PadGrad", ctx.grad, shape=shape_of(data), **kept)}
+    if wanted(_PAD, ctx, "constant_value"):  # it went where no element of the data did
+        whole, copied = (ctx.add("ReduceSum", grad, keepdims=0) for grad in (ctx.grad, grads["data"]))
+        grads["constant_value"] = ctx.add("Sub", whole, copied)
+    return by_place(_PAD, ctx, grads)
 
 
 def _pad_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:

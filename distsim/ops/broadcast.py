@@ -1,0 +1,312 @@
+"""Functions of several numbers, element by element, with ONNX's broadcasting.
+
+An operand may be static (a number in the attributes). The gradient of an operand that was repeated is
+the sum over what it was repeated along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distsim.errors import UnknownOperatorError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.elementwise import no_gradient
+from distsim.ops.onnx_bridge import static_array
+from distsim.ops.operator import (
+    Array,
+    ComputeRule,
+    Dim,
+    GradientContext,
+    GradientRule,
+    Operator,
+    ShardingRule,
+    Signature,
+    arity,
+    common_device,
+    letters,
+    memory_bound,
+    register,
+)
+from distsim.ops.places import by_place, places, shape_of, wanted
+from distsim.ops.shape import summed
+
+Shape = tuple[int, ...]
+Linear = tuple[tuple[str, ...], ...]
+
+AB = ("A", "B")
+
+
+def aligned(shape: Shape, whole: Shape, names: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """Return the labels of an operand that is broadcast to ``whole``, whose labels are ``names``.
+
+    >>> aligned((4, 1), (2, 4, 3), ("a", "b", "c"))
+    ('b', None)
+    """
+    lead = len(whole) - len(shape)
+    pairs = zip(shape, whole[lead:], names[lead:], strict=True)
+    return tuple(name if size == full else None for size, full, name in pairs)
+
+
+def broadcast_rule(
+    signature: Signature, formals: tuple[str, ...] = (), linear: Linear = (), static: Linear = ()
+) -> ShardingRule:
+    """Return the rule of an op whose operands are broadcast to the shape of its outputs.
+
+    ``linear`` names sets of operands in which the op is jointly linear when all of them are values;
+    ``static`` sets of which the values are linear even when others are static. Without ``formals``
+    the operands are all values. A dimension that a static array fills is whole.
+    """
+    whole = signature.outputs[0].shape
+    names: tuple[Dim, ...] = letters(len(whole))
+    for name in formals:
+        if name in signature.attributes:
+            taken = aligned(static_array(signature.attributes[name], None).shape, whole, names)
+            # A size of 1 in both needs no part.
+            names = tuple(None if n in taken and size != 1 else n for n, size in zip(names, whole, strict=True))
+    index = places(formals, signature.attributes, len(signature.inputs))
+    sets = [tuple(index[n] for n in group) for group in linear if all(n in index for n in group)]
+    sets += [tuple(index[n] for n in group if n in index) for group in static]
+    inputs = tuple(aligned(tensor.shape, whole, names) for tensor in signature.inputs)
+    return ShardingRule(inputs, (names,) * len(signature.outputs), tuple(s for s in sets if s))
+
+
+def static_operand(attributes: Attributes, name: str, like: Array) -> Array:
+    """Return a static operand in the element type of a value (a Literal keeps its own)."""
+    made = static_array(attributes[name], None)
+    return made if isinstance(attributes[name], bool) else made.astype(like.dtype, copy=False)
+
+
+def all_operands(
+    formals: tuple[str, ...], attributes: Attributes, arrays: Sequence[Array]
+) -> list[Array | None]:
+    """Return the operands in order, static or not; None where there is none."""
+    index = places(formals, attributes, len(arrays))
+    given: list[Array | None] = []
+    for name in formals:
+        if name in index:
+            given.append(arrays[index[name]])
+        elif name in attributes:
+            number = np.asarray(attributes[name]) if isinstance(attributes[name], (int, float)) else None
+            literal = static_array(attributes[name], None)
+            given.append(literal if number is None else number.astype(arrays[0].dtype))
+        else:
+            given.append(None)
+    return given
+
+
+def refuse(op_type: str, formals: tuple[str, ...], ctx: GradientContext, *names: str) -> None:
+    """Raise when an operand that has no gradient here needs one."""
+    for name in names:
+        if wanted(formals, ctx, name):
+            raise UnknownOperatorError(f"{op_type} has no gradient of its operand {name}; make it a constant")
+
+
+def operand(formals: tuple[str, ...], ctx: GradientContext, name: str) -> Value | None:
+    """Return an operand's value, or None when it is static."""
+    index = places(formals, ctx.attributes, len(ctx.inputs)).get(name)
+    return None if index is None else ctx.inputs[index]
+
+
+def scaled(ctx: GradientContext, op_type: str, value: Value, name: str) -> Value:
+    """Return ``op_type(value, operand name of the op)`` for an op of the operands A and B."""
+    other = operand(AB, ctx, name)
+    if other is None:
+        return ctx.add(op_type, value, B=ctx.attributes[name])
+    return ctx.add(op_type, value, other)
+
+
+def _sum_for(ctx: GradientContext, formals: tuple[str, ...], name: str, value: Value) -> Value:
+    target = operand(formals, ctx, name)
+    return value if target is None else summed(ctx, value, shape_of(target))
+
+
+# --- Add, Sub, Mul, Div ------------------------------------------------------------------------------
+
+
+def _add_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    return by_place(
+        AB, ctx, {n: _sum_for(ctx, AB, n, ctx.grad) for n in AB if wanted(AB, ctx, n)}
+    )
+
+
+def _sub_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    grads: dict[str, Value | None] = {}
+    if wanted(AB, ctx, "A"):
+        grads["A"] = _sum_for(ctx, AB, "A", ctx.grad)
+    if wanted(AB, ctx, "B"):
+        grads["B"] = ctx.add("Neg", _sum_for(ctx, AB, "B", ctx.grad))
+    return by_place(AB, ctx, grads)
+
+
+def _mul_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    grads: dict[str, Value | None] = {}
+    for name, other in (("A", "B"), ("B", "A")):
+        if wanted(AB, ctx, name):
+            grads[name] = _sum_for(ctx, AB, name, scaled(ctx, "Mul", ctx.grad, other))
+    return by_place(AB, ctx, grads)
+
+
+def _div_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    grads: dict[str, Value | None] = {}
+    if wanted(AB, ctx, "A"):
+        grads["A"] = _sum_for(ctx, AB, "A", scaled(ctx, "Div", ctx.grad, "B"))
+    if wanted(AB, ctx, "B"):  # d(a / b) / db = -(a / b) / b
+        change = scaled(ctx, "Div", ctx.add("Mul", ctx.grad, ctx.outputs[0]), "B")
+        grads["B"] = ctx.add("Neg", _sum_for(ctx, AB, "B", change))
+    return by_place(AB, ctx, grads)
+
+
+def _divide(a: Array, b: Array) -> Array:
+    if a.dtype.kind not in "iu":
+        return np.asarray(a / b)
+    # ONNX rounds integer quotients toward zero, NumPy's // toward minus infinity.
+    quotient = np.abs(a) // np.abs(b)
+    return np.where((a < 0) != (b < 0), -quotient, quotient).astype(a.dtype)
+
+
+def _mod(a: Array, b: Array, attributes: Attributes) -> Array:
+    return np.asarray(np.fmod(a, b) if attributes.get("fmod", 0) else np.mod(a, b))
+
+
+def _mod_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    refuse("Mod", AB, ctx, "B")
+    grads = {"A": _sum_for(ctx, AB, "A", ctx.grad)} if wanted(AB, ctx, "A") else {}
+    return by_place(AB, ctx, grads)
+
+
+def _binary(function: Any, boolean: bool = False) -> ComputeRule:
+    def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        left, right = all_operands(AB, attributes, arrays)
+        made = np.asarray(function(left, right, attributes))
+        return [made if boolean else made.astype(arrays[0].dtype, copy=False)]
+
+    return compute
+
+
+def _register_binary(
+    name: str,
+    function: Any,
+    gradient: GradientRule = no_gradient,
+    linear: Linear = (),
+    static: Linear = (),
+    boolean: bool = False,
+) -> None:
+    register(
+        Operator(
+            name,
+            compute=_binary(function, boolean),
+            work=memory_bound,
+            gradient=gradient,
+            sharding=lambda s: broadcast_rule(s, AB, linear, static),
+        )
+    )
+
+
+_register_binary("Add", lambda a, b, _: a + b, _add_gradient, linear=(AB,))
+_register_binary("Sub", lambda a, b, _: a - b, _sub_gradient, linear=(AB,))
+_register_binary("Mul", lambda a, b, _: a * b, _mul_gradient, static=(("A",), ("B",)))
+_register_binary("Div", lambda a, b, _: _divide(a, b), _div_gradient, static=(("A",),))
+_register_binary("Mod", _mod, _mod_gradient)
+for _name, _function in (
+    ("And", np.logical_and),
+    ("Or", np.logical_or),
+    ("Xor", np.logical_xor),
+    ("Equal", np.equal),
+    ("Greater", np.greater),
+    ("GreaterOrEqual", np.greater_equal),
+    ("Less", np.less),
+    ("LessOrEqual", np.less_equal),
+):
+    _register_binary(_name, lambda a, b, _, f=_function: f(a, b), boolean=True)
+for _name, _function in (
+    ("BitwiseAnd", np.bitwise_and),
+    ("BitwiseOr", np.bitwise_or),
+    ("BitwiseXor", np.bitwise_xor),
+):
+    _register_binary(_name, lambda a, b, _, f=_function: f(a, b))
+
+
+def _shift(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    left, right = all_operands(("X", "Y"), attributes, arrays)
+    shift: Any = np.left_shift if attributes["direction"] == "LEFT" else np.right_shift
+    return [np.asarray(shift(left, right)).astype(arrays[0].dtype, copy=False)]
+
+
+register(
+    Operator(
+        "BitShift",
+        compute=_shift,
+        work=memory_bound,
+        gradient=no_gradient,
+        sharding=lambda s: broadcast_rule(s, ("X", "Y")),
+    )
+)
+
+
+# --- Pow ---------------------------------------------------------------------------------------------
+
+_XY = ("X", "Y")
+_POW_GRAD = ("X", "Y", "dy")
+
+
+def _pow(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    base, exponent = all_operands(_XY, attributes, arrays)
+    return [np.power(base, exponent).astype(base.dtype if base is not None else None, copy=False)]  # pyright: ignore
+
+
+def _pow_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    grads: dict[str, Value | None] = {}
+    if wanted(_XY, ctx, "X"):
+        options = {"Y": ctx.attributes["Y"]} if "Y" in ctx.attributes else {}
+        grads["X"] = _sum_for(ctx, _XY, "X", ctx.add("PowGrad", *ctx.inputs, ctx.grad, **options))
+    if wanted(_XY, ctx, "Y"):  # d(x^y) / dy = x^y log x
+        base = operand(_XY, ctx, "X")
+        change = ctx.add("Mul", ctx.grad, ctx.outputs[0])
+        if base is None:
+            rate = np.log(static_array(ctx.attributes["X"], None).astype(np.float64))
+            change = ctx.add("Mul", change, B=rate.astype(_dtype(ctx.grad)))
+        else:
+            change = ctx.add("Mul", change, ctx.add("Log", base))
+        grads["Y"] = _sum_for(ctx, _XY, "Y", change)
+    return by_place(_XY, ctx, grads)
+
+
+def _dtype(value: Value) -> np.dtype[Any]:
+    if not isinstance(value.type, Tensor):
+        raise UnknownOperatorError(f"{value!r} is no tensor")
+    return value.type.dtype.np
+
+
+def _pow_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("PowGrad", inputs, 3 - ("Y" in attributes))
+    return (inputs[-1].on(common_device("PowGrad", inputs)),)
+
+
+def _pow_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    base, exponent, dy = all_operands(_POW_GRAD, attributes, arrays)
+    slope: Any = exponent * np.power(base, exponent - 1)  # pyright: ignore
+    return [np.asarray(dy * slope).astype(dy.dtype, copy=False)]  # pyright: ignore
+
+
+register(
+    Operator(
+        "Pow",
+        compute=_pow,
+        work=memory_bound,
+        gradient=_pow_gradient,
+        sharding=lambda s: broadcast_rule(s, _XY),
+    )
+)
+register(
+    Operator(
+        "PowGrad",
+        types=_pow_grad_types,
+        compute=_pow_grad,
+        work=lambda s: memory_bound(s, 3.0),
+        sharding=lambda s: broadcast_rule(s, _POW_GRAD, static=(("dy",),)),
+    )
+)
