@@ -17,9 +17,19 @@ from distsim.ir import FunctionMaker, Op, Tensor, Value
 from distsim.ir.op import Attributes
 from distsim.ir.registry import output_types
 from distsim.ir.type import from_numpy
-from distsim.ops import GradientContext, Pieces, ShardingRule, Signature, compute, operator, sharding_rule, work
+from distsim.ops import (
+    GradientContext,
+    Pieces,
+    ShardingRule,
+    Signature,
+    compute,
+    operator,
+    sharding_rule,
+    work,
+)
 from distsim.ops.communication import join_parts, take_part
-from distsim.transforms.strategies import factor_of, factors
+from distsim.ops.operator import Label, label_of
+from distsim.transforms.strategies import factors
 
 RANKS = 2
 RTOL = 1e-6
@@ -212,36 +222,56 @@ def _check_difference(of: Sample, place: int, grad: np.ndarray | None, rtol: flo
 # --- sharding ----------------------------------------------------------------------------------------
 
 
+def factor_of(dim: Any) -> str | None:
+    return dim.factor if isinstance(dim, Pieces) else dim
+
+
+def factors(rule: ShardingRule) -> tuple[str, ...]:
+    """The factors of a rule, in order of appearance."""
+    labels = (factor_of(dim) for dims in (*rule.inputs, *rule.outputs) for dim in dims)
+    return tuple(dict.fromkeys(label for label in labels if label is not None))
+
+
 def _split(array: np.ndarray, dims: Sequence[Any], factor: str, rank: int) -> np.ndarray:
     for axis, dim in enumerate(dims):
-        if factor_of(dim) == factor:
-            array = take_part(array, axis, rank, RANKS, dim.sizes if isinstance(dim, Pieces) else None)
+        label = label_of(dim, factor)
+        if label is not None:
+            array = take_part(array, axis, rank, RANKS, _pieces(label))
     return array
 
 
 def _local(shape: tuple[int, ...], dims: Sequence[Any], factor: str) -> tuple[int, ...]:
-    return tuple(n // RANKS if factor_of(dim) == factor else n for n, dim in zip(shape, dims, strict=True))
+    return tuple(n // RANKS if label_of(dim, factor) else n for n, dim in zip(shape, dims, strict=True))
 
 
 def _join(parts: Sequence[np.ndarray], dims: Sequence[Any], factor: str, mean: bool) -> np.ndarray:
-    axes = [axis for axis, dim in enumerate(dims) if factor_of(dim) == factor]
+    axes = [axis for axis, dim in enumerate(dims) if label_of(dim, factor)]
     assert len(axes) <= 1, f"factor {factor} labels two dimensions of one value: {dims}"
     if not axes:
         return np.sum(parts, axis=0) / (RANKS if mean else 1)
-    dim = dims[axes[0]]
-    return join_parts(parts, axes[0], dim.sizes if isinstance(dim, Pieces) else None)
+    label = label_of(dims[axes[0]], factor)
+    assert label is not None
+    return join_parts(parts, axes[0], _pieces(label))
+
+
+def _pieces(label: Label) -> tuple[int, ...] | None:
+    return label.sizes if isinstance(label, Pieces) else None
 
 
 def _fits(signature: Signature, rule: ShardingRule, factor: str) -> bool:
-    """Whether the solver may divide the factor (distsim.transforms.strategies)."""
-    groups = [*zip(signature.inputs, rule.inputs, strict=True), *zip(signature.outputs, rule.outputs, strict=True)]
+    """Whether the solver may divide the factor (the rule of distsim.transforms)."""
+    groups = [
+        *zip(signature.inputs, rule.inputs, strict=True),
+        *zip(signature.outputs, rule.outputs, strict=True),
+    ]
     for tensor, dims in groups:
         for size, dim in zip(tensor.shape, dims, strict=True):
-            sizes = dim.sizes if isinstance(dim, Pieces) else (size,)
-            if factor_of(dim) == factor and (sum(sizes) != size or any(n % RANKS or not n for n in sizes)):
+            label = label_of(dim, factor)
+            sizes = (label and _pieces(label)) or (size,)
+            if label and (sum(sizes) != size or any(n % RANKS or not n for n in sizes)):
                 return False
     for tensor, dims in zip(signature.outputs, rule.outputs, strict=True):
-        if factor not in map(factor_of, dims) and not tensor.dtype.is_floating:
+        if not any(label_of(dim, factor) for dim in dims) and not tensor.dtype.is_floating:
             return False
     return True
 
@@ -256,7 +286,9 @@ def check_sharding(of: Sample) -> tuple[str, ...]:
     whole = run(of)
     done = [factor for factor in factors(rule) if _fits(signature, rule, factor)]
     for factor in done:
-        shapes = tuple(_local(t.shape, d, factor) for t, d in zip(signature.outputs, rule.outputs, strict=True))
+        shapes = tuple(
+            _local(t.shape, d, factor) for t, d in zip(signature.outputs, rule.outputs, strict=True)
+        )
         attributes = of.attributes if rule.localize is None else rule.localize(of.attributes, shapes)
         ranks: list[tuple[np.ndarray, ...]] = []
         for rank in range(RANKS):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from onnx import TensorProto
 from op_checks import Sample, integers, normal, positive, sample, unit
+
+from distsim.ops.elementwise import UNARY, Unary
 
 MATMUL: tuple[Sample, ...] = (
     sample("MatMul", (4, 6), (6, 8)),
@@ -26,4 +29,157 @@ MATMUL: tuple[Sample, ...] = (
     sample("Gemm", (4, 6), (6, 8), C=np.array([3.0])),
     sample("Gemm", (4, 6), (6, 8), ()),
 )
-SAMPLES: tuple[Sample, ...] = MATMUL
+
+# Where f is defined and smooth; a range other than the normal numbers needs its own entry.
+_RANGES = {
+    "Log": positive,
+    "Sqrt": positive,
+    "Asin": unit,
+    "Acos": unit,
+    "Atanh": unit,
+    "Tan": unit,
+}
+_OPTIONS: dict[str, tuple[dict[str, object], ...]] = {
+    "Gelu": ({}, {"approximate": "tanh"}),
+    "LeakyRelu": ({}, {"alpha": 0.3}),
+    "ThresholdedRelu": ({}, {"alpha": 0.3}),
+    "Elu": ({}, {"alpha": 0.3}),
+    "Celu": ({"alpha": 0.7},),
+    "Selu": ({}, {"alpha": 1.5, "gamma": 2.0}),
+    "HardSigmoid": ({}, {"alpha": 0.7, "beta": 0.1}),
+    "Swish": ({}, {"alpha": 0.7}),
+    "IsInf": ({}, {"detect_negative": 0}),
+}
+
+
+def _unary(entry: Unary) -> tuple[Sample, ...]:
+    array = _RANGES.get(entry.name, normal)(2, 4)
+    if entry.name == "Acosh":
+        array = positive(2, 4) + 0.6
+    elif entry.name == "Not":
+        array = array > 0
+    elif entry.name == "BitwiseNot":
+        array = integers(2, 4)
+    elif entry.name in ("IsNaN", "IsInf"):
+        array = np.array([[1.0, np.nan], [-np.inf, np.inf]])
+    elif entry.name in ("HardSigmoid", "HardSwish"):
+        array = 2.1 * array  # on both sides of both kinks
+    grads = () if entry.name in ("Not", "BitwiseNot", "IsNaN", "IsInf") else (0,)
+    made = _OPTIONS.get(entry.name, ({},))
+    return tuple(sample(entry.name, array, grads=grads, **options) for options in made)
+
+
+UNARY_SAMPLES: tuple[Sample, ...] = (
+    *(one for entry in UNARY for one in _unary(entry)),
+    sample("Neg", integers(2, 4), grads=()),
+    sample("Abs", integers(2, 4, low=-3), grads=()),
+    sample("Sign", ()),
+)
+
+_MASK = normal(2, 4) > 0
+BROADCAST: tuple[Sample, ...] = (
+    *(
+        one
+        for name in ("Add", "Sub", "Mul", "Div")
+        for one in (
+            sample(name, (2, 4), (2, 4)),
+            sample(name, (2, 4), (4,)),
+            sample(name, (4, 1), (2, 1, 6)),
+            sample(name, (), (2, 4)),
+            sample(name, (2, 4), B=0.1),
+            sample(name, (2, 4), A=0.1),
+            sample(name, (2, 4), B=np.array([[2.0], [3.0]])),
+            sample(name, (2, 1), A=np.array([2.0, 3.0, 4.0, 5.0])),
+            sample(name, integers(2, 4, low=-5, high=6), integers(4, low=1), grads=()),
+        )
+    ),
+    sample("Mod", (2, 4), B=0.7, fmod=1),
+    sample("Mod", integers(2, 4, low=-9, high=9), integers(4, low=1), grads=()),
+    *(sample(name, normal(2, 4) > 0, normal(4, seed=1) > 0, grads=()) for name in ("And", "Or", "Xor")),
+    *(
+        sample(name, integers(2, 4), integers(4, seed=1), grads=())
+        for name in ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual")
+    ),
+    sample("Less", (2, 4), B=0.1, grads=()),
+    *(
+        sample(name, integers(2, 4), integers(4, seed=1), grads=())
+        for name in ("BitwiseAnd", "BitwiseOr", "BitwiseXor")
+    ),
+    sample("BitShift", integers(2, 4).astype(np.uint8), Y=2, direction="LEFT", grads=()),
+    sample("Pow", positive(2, 4), Y=2.5),
+    sample("Pow", (2, 4), Y=3.0),
+    sample("Pow", (2, 4), Y=0.0),
+    sample("Pow", (2, 4), integers(4, seed=1)),
+    sample("Pow", positive(2, 4), normal(4, seed=1)),
+    sample("Pow", (2, 4), X=np.array(3.0)),
+)
+CHOICE: tuple[Sample, ...] = (
+    sample("Where", _MASK, normal(2, 4, seed=1), normal(4, seed=2)),
+    sample("Where", _MASK, normal(4, seed=1), Y=np.array(-1e4)),
+    sample("Where", _MASK, normal(2, 1, seed=1), X=np.array(0.0)),
+    sample("Where", normal(2, 4), normal(4, seed=2), condition=_MASK),
+    sample("Clip", (2, 4), min=-0.5, max=0.5),
+    sample("Clip", (2, 4), max=0.5),
+    sample("Clip", (2, 4), max=np.array(0.5), absent=("min",)),
+    sample("Clip", (2, 4), version=6, min=-0.5, max=0.5),
+    sample("Clip", integers(2, 4), np.array(1), np.array(2), grads=()),
+    *(
+        one
+        for name in ("Max", "Min", "Sum", "Mean")
+        for one in (
+            sample(name, (2, 4)),
+            sample(name, (2, 4), (4,)),
+            sample(name, (2, 1), (4,), (2, 4)),
+        )
+    ),
+    sample("PRelu", (2, 4), (4,)),
+    sample("PRelu", (2, 4), slope=0.25),
+)
+CONVERSION: tuple[Sample, ...] = (
+    sample("Identity", (2, 4)),
+    sample("Cast", (2, 4), to=TensorProto.DOUBLE),
+    sample("Cast", (2, 4), to=TensorProto.INT32, grads=()),
+    sample("Cast", integers(2, 4), to=TensorProto.FLOAT, grads=()),
+    sample("CastLike", (2, 4), (3,)),
+    sample("Dropout", (2, 4)),
+    sample("Dropout", (2, 4), outputs=2),
+    sample("Dropout", (2, 4), version=7, ratio=0.3),
+)
+DRAWN: tuple[Sample, ...] = (
+    sample("Dropout", (4, 6), ratio=0.3, training_mode=np.array(True), seed=3),
+    sample("Dropout", (4, 6), ratio=0.3, training_mode=np.array(True), seed=3, outputs=2),
+    sample("Dropout", (4, 6), np.array(0.3), np.array(True), seed=3, grads=()),
+)
+"""Samples whose numbers depend on a drawn mask: divided, every rank draws its own."""
+
+_SIMPLE = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2")
+_REDUCTIONS = (*_SIMPLE, "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
+REDUCTION: tuple[Sample, ...] = (
+    *(
+        one
+        for name in _REDUCTIONS
+        for one in (
+            sample(name, positive(2, 4, 6), axes=(1,)),
+            sample(name, positive(2, 4, 6), axes=(0, -1), keepdims=0),
+            sample(name, positive(2, 4), keepdims=0),
+            sample(name, positive(2, 4), version=11, axes=(1,)),
+        )
+    ),
+    *(sample(name, (2, 4), axes=(0,)) for name in (*_SIMPLE, "ReduceSumSquare", "ReduceLogSumExp")),
+    sample("ReduceProd", np.array([[0.0, 2.0, 3.0, 4.0], [0.0, 2.0, 0.0, 4.0]]), axes=(1,)),
+    sample("ReduceSum", integers(2, 4), axes=(1,), grads=()),
+    sample("ReduceSum", (2, 4), noop_with_empty_axes=1),
+    sample("ReduceMax", integers(2, 4), axes=(1,), grads=()),
+    sample("ArgMax", (2, 4), grads=()),
+    sample("ArgMax", integers(2, 4, high=2), axis=-1, keepdims=0, select_last_index=1, grads=()),
+    sample("ArgMin", integers(2, 4, high=2), axis=1, grads=()),
+    sample("TopK", (4, 6), K=np.array([2])),
+    sample("TopK", (4, 6), K=np.array([3]), axis=0, largest=0),
+    sample("TopK", (4, 6), version=1, k=2),
+    sample("CumSum", (4, 6), axis=1),
+    sample("CumSum", (4, 6), axis=0, exclusive=1),
+    sample("CumSum", (4, 6), axis=-1, reverse=1),
+    sample("CumSum", (4, 6), np.array(1), reverse=1, exclusive=1),
+)
+
+SAMPLES: tuple[Sample, ...] = (*MATMUL, *UNARY_SAMPLES, *BROADCAST, *CHOICE, *CONVERSION, *REDUCTION)

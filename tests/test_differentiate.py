@@ -1,5 +1,7 @@
 """Gradients against central finite differences, updates against the optimizers' formulas."""
 
+import itertools
+
 import numpy as np
 import pytest
 from training_models import (
@@ -242,7 +244,7 @@ def test_training_lowers_the_loss():
         loss, *weights = compute(joint, inputs)
         losses.append(float(loss))
         inputs[2:] = weights
-    assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False)), losses
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses)), losses
 
 
 def test_optimizers_by_name():
@@ -257,7 +259,9 @@ def test_optimizers_by_name():
 def test_the_first_output_must_be_a_scalar_loss():
     make = Maker("predictions")
     x, w = make.data("x", 3, 4), make.parameter("w", 4, 4)
-    with pytest.raises(PlanError, match=r"predictions: the first output, y: f64\[3, 4\], must be a scalar loss.*add_loss"):
+    with pytest.raises(
+        PlanError, match=r"predictions: the first output, y: f64\[3, 4\], must be a scalar loss.*add_loss"
+    ):
         differentiate(make.end(make.add_op("MatMul", inputs=[x, w], output_names=["y"])))
 
 
@@ -279,7 +283,9 @@ def test_something_must_be_trained():
 def test_an_operator_without_a_gradient_is_named_with_its_op():
     make = Maker("counted")
     x, target, w = make.data("x", 3, 4), make.data("target", 3, 4), make.parameter("w", 4, 4)
-    y = make.add_op("Det", inputs=[make.add_op("MatMul", inputs=[make.parameter("v", 4, 4), w])], output_names=["d"])
+    y = make.add_op(
+        "Det", inputs=[make.add_op("MatMul", inputs=[make.parameter("v", 4, 4), w])], output_names=["d"]
+    )
     y = make("Mul", make("MatMul", x, w), y)
     with pytest.raises(UnknownOperatorError, match=r"operator Det \(d = Det\(.*\)\) has no gradient rule"):
         differentiate(make.end(make("Loss", y, target, N=3)))

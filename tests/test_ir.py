@@ -77,7 +77,9 @@ def test_a_value_has_one_producer():
 
 def test_an_op_does_not_produce_an_input():
     x, y = Value("x", F23), Value("y", F23)
-    with pytest.raises(IRError, match=r"'y' is produced by op 0 \(y = Relu\(x\)\) and before that by an input"):
+    with pytest.raises(
+        IRError, match=r"'y' is produced by op 0 \(y = Relu\(x\)\) and before that by an input"
+    ):
         verify(function([x, y], [Op("Relu", (x,), (y,))], [y]))
 
 
@@ -157,7 +159,10 @@ def callee(type_: Tensor = F23) -> Function:
 
 @pytest.mark.parametrize(
     ("inputs", "words"),
-    [((A, B), "'inner' takes 1 inputs, this call gives 2"), ((), "'inner' takes 1 inputs, this call gives 0")],
+    [
+        ((A, B), "'inner' takes 1 inputs, this call gives 2"),
+        ((), "'inner' takes 1 inputs, this call gives 0"),
+    ],
 )
 def test_a_call_gives_what_its_callee_takes(inputs, words):
     op = Op("Call", inputs, (Value("y", F23),), subfunctions=(callee(),))
@@ -384,7 +389,11 @@ def test_tensors_survive_pickling_with_their_hash():
 
 
 def test_sizes():
-    assert (Tensor(Float(), (2, 3)).nbytes, Tensor(Float(), (2, 3)).size, Tensor(Float(), ()).nbytes) == (24, 6, 4)
+    assert (Tensor(Float(), (2, 3)).nbytes, Tensor(Float(), (2, 3)).size, Tensor(Float(), ()).nbytes) == (
+        24,
+        6,
+        4,
+    )
     assert TupleType((F23, Tensor(Int64(), (2,)))).nbytes == 24 + 16
     assert str(TupleType((F23, Tensor(Int64(), (2,))))) == "(f32[2, 3], i64[2])"
     assert F23.on(None) is F23 and F23.on(GPU0).on(None) == F23

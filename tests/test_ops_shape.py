@@ -1,17 +1,20 @@
 """Operators of shapes, movement, indexing, convolution: against onnx.reference and closed forms."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import op_samples_shape as samples
 import pytest
-from op_checks import check_all, divided
+from op_checks import check_all
+from op_checks import divided as divided_factors
 
-from distsim.errors import TypeRuleError, UnknownOperatorError
+from distsim import ops
+from distsim.errors import TypeRuleError
 from distsim.ir import Device, FunctionMaker, Literal
 from distsim.ir.op import Attributes
 from distsim.ir.type import Float, Float64, Tensor, from_numpy
-from distsim.ops import Signature, compute, operator, sharding_rule, types, work
+from distsim.ops import Signature, compute, operator, registered, sharding_rule, types, work
 from distsim.ops.einsum import parse
 from distsim.ops.onnx_bridge import onnx_compute
 from distsim.ops.operator import Pieces
@@ -338,3 +341,51 @@ def test_what_does_not_fit_is_refused():
         parse("ij,jk", [2])
     with pytest.raises(TypeRuleError, match="do not fit 2 spatial dimensions"):
         windows(Attributes({"strides": (1,)}), (4, 4), (2, 2))
+
+
+# What the samples cover.
+
+DIVIDED = {
+    "AveragePool": "c n",
+    "Concat": "d0 d1 d2 part",
+    "ConstantOfShape": "d0 d1",
+    "Conv": "ci co g n",
+    "ConvGrad": "ci co g n",
+    "ConvTranspose": "ci co g n",
+    "DepthToSpace": "c h n w",
+    "Gather": "d0 d1 d2 i0 i1",
+    "GatherGrad": "d0 d1 d2 i0 i1",
+    "GatherND": "b0 d0 i0 i1",
+    "GlobalAveragePool": "c n s0",
+    "MaxPoolGrad": "c n",
+    "Pad": "d0 d1 d2",
+    "ScatterElements": "d0",
+    "ScatterND": "d0",
+    "Slice": "d0 d1 d2",
+    "SpaceToDepth": "c h n w",
+    "Split": "d0 d1 d2 part",
+    "Transpose": "d0 d1 d2 d3 d4 d5",
+    "Trilu": "d0",
+}
+
+
+def test_these_factors_have_been_divided():
+    found = divided_factors(samples.SAMPLES)
+    assert {name: " ".join(sorted(found[name])) for name in DIVIDED} == DIVIDED
+
+
+def test_every_operator_of_these_files_has_samples():
+    files = ("accumulate", "constants", "conv", "conv_transpose", "einsum", "indexing", "movement", "pool")
+    files += ("resize", "scattering", "shape")
+    sources = [Path(ops.__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in files]
+    sampled = divided_factors(samples.SAMPLES)
+    # Upsample is Resize under its old name, deprecated in the house opset.
+    names = [name for name in registered() if any(f'"{name}"' in source for source in sources)]
+    assert [name for name in names if name not in sampled] == ["Upsample"]
+
+
+def test_only_what_has_no_gradient_lacks_its_rule():
+    without = [name for name in divided_factors(samples.SAMPLES) if operator(name).gradient is None]
+    forward = [name for name in without if not name.endswith("Grad")]
+    makers = ["Accumulate", "Constant", "ConstantOfShape", "OneHot", "Range", "Resize", "Shape", "Size"]
+    assert sorted(set(forward) - {"Add", "ReduceSum", "Sub"}) == makers

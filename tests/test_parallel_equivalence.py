@@ -200,7 +200,9 @@ def test_parallelize_is_the_same_composition():
     from training_models import topology_of
 
     known, plan = case("mlp"), Plan(2, 2, 2, 2)
-    assert_same_step(known.joint, parallelize(known.joint, plan, topology_of(9)), known.inputs, known.expected)
+    assert_same_step(
+        known.joint, parallelize(known.joint, plan, topology_of(9)), known.inputs, known.expected
+    )
 
 
 # --- whatever comes -------------------------------------------------------------------------------
@@ -258,7 +260,9 @@ def random_models(draw):
         return draw(st.sampled_from(pool))
 
     for index in range(draw(st.integers(1, 8))):
-        kind = draw(st.sampled_from(("linear", "tied", "binary", "unary", "norm", "softmax", "split", "heads")))
+        kind = draw(
+            st.sampled_from(("linear", "tied", "binary", "unary", "norm", "softmax", "split", "heads"))
+        )
         if kind == "linear":
             y = make.linear(pick(), f"l{index}", width, width)
         elif kind == "tied":

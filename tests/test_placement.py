@@ -170,7 +170,9 @@ def test_the_assignment_is_the_cheapest(problem):
     found = solve(problem)
     assert found.proven
     assert found.cost == brute_force(problem)
-    assert [0 <= c < n for c, n in zip(found.choices, problem.sizes, strict=True)] == [True] * len(problem.sizes)
+    assert [0 <= c < n for c, n in zip(found.choices, problem.sizes, strict=True)] == [True] * len(
+        problem.sizes
+    )
     assert cost_of(problem, found.choices) == found.cost
 
 

@@ -11,7 +11,19 @@ from onnx import TensorProto, helper, numpy_helper, save
 from distsim.executor import SequentialExecutor
 from distsim.executor.program import Program
 from distsim.importer import import_from_onnx
-from distsim.ir import Device, Float64, Function, FunctionMaker, Int64, Literal, Mesh, Role, Tensor, Topology, Value
+from distsim.ir import (
+    Device,
+    Float64,
+    Function,
+    FunctionMaker,
+    Int64,
+    Literal,
+    Mesh,
+    Role,
+    Tensor,
+    Topology,
+    Value,
+)
 from distsim.models import gpt, mlp
 from distsim.ops.communication import gather, scatter
 from distsim.plan import Plan
@@ -257,7 +269,9 @@ def assemble(program: Program, results: list) -> list[Placed]:
         whole = whole_of(ranks, program.stages[output.stage].mesh, output.shards, f"{name}@{output.stage}")
         for stage in output.copies:
             other = whole_of(next(copies), program.stages[stage].mesh, output.shards, f"{name}@{stage}")
-            np.testing.assert_allclose(other, whole, rtol=1e-12, atol=1e-12, err_msg=f"copy of {name} on {stage}")
+            np.testing.assert_allclose(
+                other, whole, rtol=1e-12, atol=1e-12, err_msg=f"copy of {name} on {stage}"
+            )
         made.append(Placed(name, whole))
     assert next(copies, None) is None, "the function has more outputs than the program says"
     return made

@@ -46,7 +46,7 @@ class RooflineRules:
 
     def compute(self, signature: Signature, demand: Work, device: Device) -> float:
         """Seconds by the roofline of the device."""
-        peak = device.peak(_element_type(signature)) if demand.matrix else device.throughput
+        peak = device.peak(element_type(signature)) if demand.matrix else device.throughput
         flops = demand.flops / (peak * device.flops_efficiency)
         moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * device.bytes_efficiency)
         # Not max(): it would let a NaN pass in one of the two places.
@@ -210,7 +210,7 @@ def _translated(groups: tuple[Group, ...], topology: Topology) -> bool:
     return True
 
 
-def _element_type(signature: Signature) -> str:
+def element_type(signature: Signature) -> str:
     """The element type that decides which matrix unit is used: that of the first real operand."""
     for tensor in (*signature.inputs, *signature.outputs):
         if tensor.dtype.is_floating:

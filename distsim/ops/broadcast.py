@@ -6,12 +6,12 @@ the sum over what it was repeated along.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from distsim.errors import UnknownOperatorError
+from distsim.errors import TypeRuleError, UnknownOperatorError
 from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
 from distsim.ops.elementwise import no_gradient
@@ -36,8 +36,10 @@ from distsim.ops.shape import summed
 
 Shape = tuple[int, ...]
 Linear = tuple[tuple[str, ...], ...]
+Binary = Callable[[Any, Any, Attributes], Any]
 
 AB = ("A", "B")
+_XY = ("X", "Y")
 
 
 def aligned(shape: Shape, whole: Shape, names: tuple[Dim, ...]) -> tuple[Dim, ...]:
@@ -62,40 +64,46 @@ def broadcast_rule(
     """
     whole = signature.outputs[0].shape
     names: tuple[Dim, ...] = letters(len(whole))
-    for name in formals:
-        if name in signature.attributes:
-            taken = aligned(static_array(signature.attributes[name], None).shape, whole, names)
+    for formal in formals:
+        if formal in signature.attributes:
+            taken = aligned(static_array(signature.attributes[formal], None).shape, whole, names)
             # A size of 1 in both needs no part.
-            names = tuple(None if n in taken and size != 1 else n for n, size in zip(names, whole, strict=True))
-    index = places(formals, signature.attributes, len(signature.inputs))
+            names = tuple(
+                None if n in taken and size != 1 else n for n, size in zip(names, whole, strict=True)
+            )
+    index = places(formals, signature.attributes, len(signature.inputs)) if formals else {}
     sets = [tuple(index[n] for n in group) for group in linear if all(n in index for n in group)]
     sets += [tuple(index[n] for n in group if n in index) for group in static]
     inputs = tuple(aligned(tensor.shape, whole, names) for tensor in signature.inputs)
     return ShardingRule(inputs, (names,) * len(signature.outputs), tuple(s for s in sets if s))
 
 
-def static_operand(attributes: Attributes, name: str, like: Array) -> Array:
-    """Return a static operand in the element type of a value (a Literal keeps its own)."""
-    made = static_array(attributes[name], None)
-    return made if isinstance(attributes[name], bool) else made.astype(like.dtype, copy=False)
-
-
 def all_operands(
     formals: tuple[str, ...], attributes: Attributes, arrays: Sequence[Array]
 ) -> list[Array | None]:
-    """Return the operands in order, static or not; None where there is none."""
+    """Return the operands in order, static or not; None where there is none.
+
+    A plain number takes the element type of the first value, as the type rules have it.
+    """
     index = places(formals, attributes, len(arrays))
     given: list[Array | None] = []
     for name in formals:
         if name in index:
             given.append(arrays[index[name]])
         elif name in attributes:
-            number = np.asarray(attributes[name]) if isinstance(attributes[name], (int, float)) else None
-            literal = static_array(attributes[name], None)
-            given.append(literal if number is None else number.astype(arrays[0].dtype))
+            plain = isinstance(attributes[name], (int, float))
+            made = np.asarray(attributes[name]) if plain else static_array(attributes[name], None)
+            given.append(made.astype(arrays[0].dtype) if plain else made)
         else:
             given.append(None)
     return given
+
+
+def _both(formals: tuple[str, str], attributes: Attributes, arrays: Sequence[Array]) -> tuple[Array, Array]:
+    left, right = all_operands(formals, attributes, arrays)
+    if left is None or right is None:
+        raise TypeRuleError(f"operands {formals} must both be given")
+    return left, right
 
 
 def refuse(op_type: str, formals: tuple[str, ...], ctx: GradientContext, *names: str) -> None:
@@ -119,7 +127,8 @@ def scaled(ctx: GradientContext, op_type: str, value: Value, name: str) -> Value
     return ctx.add(op_type, value, other)
 
 
-def _sum_for(ctx: GradientContext, formals: tuple[str, ...], name: str, value: Value) -> Value:
+def sum_for(ctx: GradientContext, formals: tuple[str, ...], name: str, value: Value) -> Value:
+    """Return ``value`` summed to the shape of an operand."""
     target = operand(formals, ctx, name)
     return value if target is None else summed(ctx, value, shape_of(target))
 
@@ -128,17 +137,15 @@ def _sum_for(ctx: GradientContext, formals: tuple[str, ...], name: str, value: V
 
 
 def _add_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    return by_place(
-        AB, ctx, {n: _sum_for(ctx, AB, n, ctx.grad) for n in AB if wanted(AB, ctx, n)}
-    )
+    return by_place(AB, ctx, {n: sum_for(ctx, AB, n, ctx.grad) for n in AB if wanted(AB, ctx, n)})
 
 
 def _sub_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     grads: dict[str, Value | None] = {}
     if wanted(AB, ctx, "A"):
-        grads["A"] = _sum_for(ctx, AB, "A", ctx.grad)
+        grads["A"] = sum_for(ctx, AB, "A", ctx.grad)
     if wanted(AB, ctx, "B"):
-        grads["B"] = ctx.add("Neg", _sum_for(ctx, AB, "B", ctx.grad))
+        grads["B"] = ctx.add("Neg", sum_for(ctx, AB, "B", ctx.grad))
     return by_place(AB, ctx, grads)
 
 
@@ -146,17 +153,17 @@ def _mul_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     grads: dict[str, Value | None] = {}
     for name, other in (("A", "B"), ("B", "A")):
         if wanted(AB, ctx, name):
-            grads[name] = _sum_for(ctx, AB, name, scaled(ctx, "Mul", ctx.grad, other))
+            grads[name] = sum_for(ctx, AB, name, scaled(ctx, "Mul", ctx.grad, other))
     return by_place(AB, ctx, grads)
 
 
 def _div_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     grads: dict[str, Value | None] = {}
     if wanted(AB, ctx, "A"):
-        grads["A"] = _sum_for(ctx, AB, "A", scaled(ctx, "Div", ctx.grad, "B"))
+        grads["A"] = sum_for(ctx, AB, "A", scaled(ctx, "Div", ctx.grad, "B"))
     if wanted(AB, ctx, "B"):  # d(a / b) / db = -(a / b) / b
         change = scaled(ctx, "Div", ctx.add("Mul", ctx.grad, ctx.outputs[0]), "B")
-        grads["B"] = ctx.add("Neg", _sum_for(ctx, AB, "B", change))
+        grads["B"] = ctx.add("Neg", sum_for(ctx, AB, "B", change))
     return by_place(AB, ctx, grads)
 
 
@@ -168,19 +175,23 @@ def _divide(a: Array, b: Array) -> Array:
     return np.where((a < 0) != (b < 0), -quotient, quotient).astype(a.dtype)
 
 
+def _plain(function: Callable[[Any, Any], Any]) -> Binary:
+    return lambda a, b, attributes: function(a, b)
+
+
 def _mod(a: Array, b: Array, attributes: Attributes) -> Array:
     return np.asarray(np.fmod(a, b) if attributes.get("fmod", 0) else np.mod(a, b))
 
 
 def _mod_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     refuse("Mod", AB, ctx, "B")
-    grads = {"A": _sum_for(ctx, AB, "A", ctx.grad)} if wanted(AB, ctx, "A") else {}
+    grads = {"A": sum_for(ctx, AB, "A", ctx.grad)} if wanted(AB, ctx, "A") else {}
     return by_place(AB, ctx, grads)
 
 
-def _binary(function: Any, boolean: bool = False) -> ComputeRule:
+def _binary(function: Binary, boolean: bool = False) -> ComputeRule:
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-        left, right = all_operands(AB, attributes, arrays)
+        left, right = _both(AB, attributes, arrays)
         made = np.asarray(function(left, right, attributes))
         return [made if boolean else made.astype(arrays[0].dtype, copy=False)]
 
@@ -189,7 +200,7 @@ def _binary(function: Any, boolean: bool = False) -> ComputeRule:
 
 def _register_binary(
     name: str,
-    function: Any,
+    function: Binary,
     gradient: GradientRule = no_gradient,
     linear: Linear = (),
     static: Linear = (),
@@ -209,7 +220,7 @@ def _register_binary(
 _register_binary("Add", lambda a, b, _: a + b, _add_gradient, linear=(AB,))
 _register_binary("Sub", lambda a, b, _: a - b, _sub_gradient, linear=(AB,))
 _register_binary("Mul", lambda a, b, _: a * b, _mul_gradient, static=(("A",), ("B",)))
-_register_binary("Div", lambda a, b, _: _divide(a, b), _div_gradient, static=(("A",),))
+_register_binary("Div", _plain(_divide), _div_gradient, static=(("A",),))
 _register_binary("Mod", _mod, _mod_gradient)
 for _name, _function in (
     ("And", np.logical_and),
@@ -221,17 +232,17 @@ for _name, _function in (
     ("Less", np.less),
     ("LessOrEqual", np.less_equal),
 ):
-    _register_binary(_name, lambda a, b, _, f=_function: f(a, b), boolean=True)
+    _register_binary(_name, _plain(_function), boolean=True)
 for _name, _function in (
     ("BitwiseAnd", np.bitwise_and),
     ("BitwiseOr", np.bitwise_or),
     ("BitwiseXor", np.bitwise_xor),
 ):
-    _register_binary(_name, lambda a, b, _, f=_function: f(a, b))
+    _register_binary(_name, _plain(_function))
 
 
 def _shift(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    left, right = all_operands(("X", "Y"), attributes, arrays)
+    left, right = _both(_XY, attributes, arrays)
     shift: Any = np.left_shift if attributes["direction"] == "LEFT" else np.right_shift
     return [np.asarray(shift(left, right)).astype(arrays[0].dtype, copy=False)]
 
@@ -242,27 +253,26 @@ register(
         compute=_shift,
         work=memory_bound,
         gradient=no_gradient,
-        sharding=lambda s: broadcast_rule(s, ("X", "Y")),
+        sharding=lambda s: broadcast_rule(s, _XY),
     )
 )
 
 
 # --- Pow ---------------------------------------------------------------------------------------------
 
-_XY = ("X", "Y")
 _POW_GRAD = ("X", "Y", "dy")
 
 
 def _pow(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    base, exponent = all_operands(_XY, attributes, arrays)
-    return [np.power(base, exponent).astype(base.dtype if base is not None else None, copy=False)]  # pyright: ignore
+    base, exponent = _both(_XY, attributes, arrays)
+    return [np.asarray(np.power(base, exponent)).astype(base.dtype, copy=False)]
 
 
 def _pow_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     grads: dict[str, Value | None] = {}
     if wanted(_XY, ctx, "X"):
         options = {"Y": ctx.attributes["Y"]} if "Y" in ctx.attributes else {}
-        grads["X"] = _sum_for(ctx, _XY, "X", ctx.add("PowGrad", *ctx.inputs, ctx.grad, **options))
+        grads["X"] = sum_for(ctx, _XY, "X", ctx.add("PowGrad", *ctx.inputs, ctx.grad, **options))
     if wanted(_XY, ctx, "Y"):  # d(x^y) / dy = x^y log x
         base = operand(_XY, ctx, "X")
         change = ctx.add("Mul", ctx.grad, ctx.outputs[0])
@@ -271,7 +281,7 @@ def _pow_gradient(ctx: GradientContext) -> Sequence[Value | None]:
             change = ctx.add("Mul", change, B=rate.astype(_dtype(ctx.grad)))
         else:
             change = ctx.add("Mul", change, ctx.add("Log", base))
-        grads["Y"] = _sum_for(ctx, _XY, "Y", change)
+        grads["Y"] = sum_for(ctx, _XY, "Y", change)
     return by_place(_XY, ctx, grads)
 
 
@@ -287,9 +297,10 @@ def _pow_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple
 
 
 def _pow_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    base, exponent, dy = all_operands(_POW_GRAD, attributes, arrays)
-    slope: Any = exponent * np.power(base, exponent - 1)  # pyright: ignore
-    return [np.asarray(dy * slope).astype(dy.dtype, copy=False)]  # pyright: ignore
+    base, exponent, dy = *_both(_XY, attributes, arrays[:-1]), arrays[-1]
+    # x^0 has no slope, also at 0, where x^-1 is infinite.
+    slope = exponent * np.power(base, np.where(exponent == 0, 1, exponent - 1))
+    return [np.asarray(dy * slope).astype(dy.dtype, copy=False)]
 
 
 register(

@@ -17,7 +17,6 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
-from distsim.ops.onnx_bridge import schema_of
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -82,7 +81,12 @@ def erf(x: Any) -> Any:
 
 def sigmoid(x: Any) -> Any:
     """Return 1 / (1 + exp(-x)), without overflow."""
-    return 0.5 * (1 + np.tanh(0.5 * x))
+    made: Any = 0.5 * (1 + np.tanh(0.5 * x))
+    return made
+
+
+def _where(condition: Any, x: Any, y: Any) -> Array:
+    return np.where(np.asarray(condition), np.asarray(x), np.asarray(y))
 
 
 # --- formulas that need more than a line -------------------------------------------------------------
@@ -107,11 +111,11 @@ def _gelu_slope(x: Any, a: Attributes) -> Any:
 
 def _exponential_unit(x: Any, scale: float, alpha: float, rate: float = 1.0) -> Any:
     """Return scale x for x > 0 and scale alpha (exp(x / rate) - 1) below (ELU, SELU, CELU)."""
-    return scale * np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0) / rate))
+    return scale * _where(x > 0, x, alpha * np.expm1(np.minimum(x, 0) / rate))
 
 
 def _exponential_slope(x: Any, scale: float, alpha: float, rate: float = 1.0) -> Any:
-    return scale * np.where(x > 0, 1.0, alpha / rate * np.exp(np.minimum(x, 0) / rate))
+    return scale * _where(x > 0, 1.0, alpha / rate * np.exp(np.minimum(x, 0) / rate))
 
 
 def _selu(a: Attributes) -> tuple[float, float]:
@@ -129,7 +133,7 @@ def _hard_sigmoid_slope(x: Any, a: Attributes) -> Any:
 
 
 def _hard_swish_slope(x: Any, a: Attributes) -> Any:
-    return np.where(x >= 3, 1.0, np.where(x <= -3, 0.0, x / 3 + 0.5))
+    return _where(x >= 3, 1.0, _where(x <= -3, 0.0, x / 3 + 0.5))
 
 
 def _hinge(x: Any) -> Any:
@@ -177,12 +181,12 @@ UNARY: tuple[Unary, ...] = (
     Unary("Swish", lambda x, a: x * sigmoid(a.get("alpha", 1.0) * x), _swish_slope, flops=5),
     Unary(
         "LeakyRelu",
-        lambda x, a: np.where(x < 0, a.get("alpha", 0.01) * x, x),
-        lambda x, a: np.where(x < 0, a.get("alpha", 0.01), 1.0),
+        lambda x, a: _where(x < 0, a.get("alpha", 0.01) * x, x),
+        lambda x, a: _where(x < 0, a.get("alpha", 0.01), 1.0),
     ),
     Unary(
         "ThresholdedRelu",
-        lambda x, a: np.where(x > a.get("alpha", 1.0), x, 0.0),
+        lambda x, a: _where(x > a.get("alpha", 1.0), x, 0.0),
         lambda x, a: x > a.get("alpha", 1.0),
     ),
     Unary(
@@ -227,10 +231,11 @@ UNARY: tuple[Unary, ...] = (
 )
 
 _BOOLEAN = ("IsNaN", "IsInf")
+_OWN_TYPES = ("Celu", "Swish")
+"""ONNX has Celu for float32 only, and Swish since operator set 24."""
 
 
 def _same_type(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The type rule of operators that are newer than the house operator set (Swish: 24)."""
     arity("a function of one number", inputs, 1)
     return inputs
 
@@ -262,7 +267,7 @@ def _register(entry: Unary) -> None:
     register(
         Operator(
             entry.name,
-            types=None if schema_of(entry.name, None) else _same_type,
+            types=_same_type if entry.name in _OWN_TYPES else None,
             compute=compute,
             work=lambda s: memory_bound(s, entry.flops),
             gradient=rule,

@@ -53,8 +53,33 @@ class Pieces:
     sizes: tuple[int, ...]
 
 
-Dim = str | Pieces | None
-"""The factor of a dimension; None: every rank needs (or makes) the whole dimension."""
+Label = str | Pieces
+Dim = Label | tuple[Label, ...] | None
+"""The factor of a dimension; None: every rank needs (or makes) the whole dimension.
+
+A dimension that merges several has a label for each that can be divided: [batch, heads] merged into one
+is ``("batch", Pieces("heads", (heads,) * batch))``.
+"""
+
+
+def labels_of(dim: Dim) -> tuple[Label, ...]:
+    """Return the labels of a dimension."""
+    if dim is None:
+        return ()
+    return dim if isinstance(dim, tuple) else (dim,)
+
+
+def factors_of(dim: Dim) -> tuple[str, ...]:
+    """Return the factors that a dimension is labelled with."""
+    return tuple(label.factor if isinstance(label, Pieces) else label for label in labels_of(dim))
+
+
+def label_of(dim: Dim, factor: str) -> Label | None:
+    """Return the label by which a dimension carries ``factor``, if it does."""
+    for label in labels_of(dim):
+        if (label.factor if isinstance(label, Pieces) else label) == factor:
+            return label
+    return None
 
 
 @dataclass(frozen=True, slots=True)

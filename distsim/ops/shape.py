@@ -14,7 +14,9 @@ from distsim.ops.operator import (
     Array,
     Dim,
     GradientContext,
+    Label,
     Operator,
+    Pieces,
     ShardingRule,
     Signature,
     Work,
@@ -31,11 +33,12 @@ def reshape_labels(
     """Return the labels of the dimensions of a reshape from ``source`` to ``target``.
 
     Both shapes are cut into the smallest groups of equal size. The leading dimension of a group
-    carries its factor on both sides: parts of it are the same contiguous elements. The dimensions
-    behind it are not labelled, nor is anything of an empty tensor.
+    carries its factor on both sides: parts of it are the same contiguous elements. Where one side of a
+    group is a single dimension, those behind the leading one on the other side are divided as pieces
+    of it. Nothing of an empty tensor is labelled.
 
-    >>> reshape_labels((8, 5, 6), (40, 2, 3))
-    (('d0', None, 'd1'), ('d0', 'd1', None))
+    >>> reshape_labels((2, 6, 5), (12, 5))
+    (('d0', 'd0.1', 'd1'), (('d0', Pieces(factor='d0.1', sizes=(6, 6))), 'd1'))
     """
     left: list[Dim] = [None] * len(source)
     right: list[Dim] = [None] * len(target)
@@ -45,7 +48,7 @@ def reshape_labels(
         if source[i] != target[j] and 1 in (source[i], target[j]):
             i, j = i + (source[i] == 1), j + (target[j] == 1)
             continue
-        left[i] = right[j] = next(names)
+        start, begin = i, j
         size_left, size_right = source[i], target[j]
         i, j = i + 1, j + 1
         while size_left != size_right:
@@ -53,7 +56,28 @@ def reshape_labels(
                 size_left, i = size_left * source[i], i + 1
             else:
                 size_right, j = size_right * target[j], j + 1
+        name = next(names)
+        left[start] = right[begin] = name
+        if j == begin + 1:
+            right[begin] = _merged(name, source, start, i, left)
+        elif i == start + 1:
+            left[start] = _merged(name, target, begin, j, right)
     return tuple(left), tuple(right)
+
+
+MOST_PIECES = 4096
+
+
+def _merged(name: str, shape: tuple[int, ...], start: int, end: int, labels: list[Dim]) -> Dim:
+    """Label the dimensions behind the leading one of a group; return the label of their merged dimension."""
+    found: list[Label] = [name]
+    for place in range(start + 1, end):
+        count = math.prod(shape[start:place])
+        if shape[place] > 1 and count <= MOST_PIECES:
+            own = f"{name}.{place - start}"
+            labels[place] = own
+            found.append(Pieces(own, (math.prod(shape[place:end]),) * count))
+    return tuple(found) if len(found) > 1 else name
 
 
 def reshaped(ctx: GradientContext, value: Value, shape: tuple[int, ...]) -> Value:

@@ -18,9 +18,10 @@ from distsim.errors import PlanError
 from distsim.ir import Function, Op, Tensor, Value
 from distsim.ir.function import callees
 from distsim.ops import Pieces, operator, signature_of, work
+from distsim.ops.operator import factors_of, labels_of
 from distsim.transforms.eliminate import Problem, Solution, Table, solve
 from distsim.transforms.placement import FORBIDDEN, PARTIAL, REPLICATED, State, divisible, moved_bytes
-from distsim.transforms.strategies import Strategy, rule_of, strategies
+from distsim.transforms.strategies import Allowed, Strategy, rule_of, strategies
 
 FLOPS_WEIGHT = 1e4
 """A matmul of share F of the flops is divided unless that moves 1e4 F times the bytes of all values."""
@@ -52,7 +53,7 @@ class Axis:
     """What the choice may do: ``ranks`` ranks, factors that may be divided, states that are given."""
 
     ranks: int
-    allowed: Callable[[Op], Callable[[str], bool]]
+    allowed: Callable[[Op], Allowed]
     given: Mapping[Value, State]
     outer_sums: bool = False
     """Partial sums should leave a callee untaken (those over microbatches)."""
@@ -105,7 +106,7 @@ class _Chooser:
             allowed = axis.allowed(op)
             outputs_only = _outputs_only(op)
             found = strategies(
-                signature, axis.ranks, lambda f, a=allowed, o=outputs_only: a(f) or f in o, self.pieces
+                signature, axis.ranks, lambda f, p, a=allowed, o=outputs_only: f in o or a(f, p), self.pieces
             )
             self.options[op] = found
 
@@ -239,8 +240,9 @@ def _pieces(functions: tuple[Function, ...]) -> dict[int, tuple[tuple[int, ...],
     for op in (op for f in functions for op in f.ops if op.op_type != "Call"):
         rule = rule_of(signature_of(op))
         for dim in (dim for dims in (*rule.inputs, *rule.outputs) for dim in dims) if rule else ():
-            if isinstance(dim, Pieces):
-                found.setdefault(sum(dim.sizes), {})[dim.sizes] = None
+            for label in labels_of(dim):
+                if isinstance(label, Pieces):
+                    found.setdefault(sum(label.sizes), {})[label.sizes] = None
     return {size: tuple(pieces) for size, pieces in found.items()}
 
 
@@ -249,8 +251,9 @@ def _outputs_only(op: Op) -> frozenset[str]:
     rule = rule_of(signature_of(op))
     if rule is None:
         return frozenset()
-    inputs = {dim for dims in rule.inputs for dim in dims}
-    return frozenset(d for dims in rule.outputs for d in dims if isinstance(d, str) and d not in inputs)
+    inputs = {factor for dims in rule.inputs for dim in dims for factor in factors_of(dim)}
+    outputs = {factor for dims in rule.outputs for dim in dims for factor in factors_of(dim)}
+    return frozenset(outputs - inputs)
 
 
 def _matrix_flops(op: Op) -> float:

@@ -8,7 +8,8 @@ from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Tensor, Value
 from distsim.ops import signature_of
 from distsim.ops.training import LOSSES
-from distsim.transforms.strategies import factor_of, rule_of
+from distsim.ops.operator import Dim, factors_of, labels_of
+from distsim.transforms.strategies import rule_of
 
 Marks = dict[Value, frozenset[int]]
 """The marked dimensions of values; a value that is absent has none."""
@@ -49,10 +50,11 @@ def batch_inputs(function: Function, known: Mapping[Value, Role]) -> tuple[Value
     return found
 
 
-def propagate(function: Function, seeds: Marks) -> Marks:
+def propagate(function: Function, seeds: Marks, pieces: bool = False) -> Marks:
     """Return the marks that follow forward from ``seeds``, in ``function`` and in its callees.
 
-    A dimension of an output is marked when its factor labels a marked dimension of an input.
+    A dimension of an output is marked when a factor of it labels a marked dimension of an input.
+    ``pieces``: also by labels of pieces; without it a mark stands for whole, contiguous division.
     """
     marks = dict(seeds)
 
@@ -64,7 +66,7 @@ def propagate(function: Function, seeds: Marks) -> Marks:
                 for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
                     _mark(marks, outer, marks.get(inner, frozenset()))
             else:
-                _mark_op(op, marks)
+                _mark_op(op, marks, pieces)
 
     visit(function)
     return marks
@@ -78,20 +80,24 @@ def propagate_back(function: Function, seeds: Marks) -> Marks:
         if rule is None:
             continue
         labels = {
-            factor_of(rule.outputs[i][dim]) for i, v in enumerate(op.outputs) for dim in marks.get(v, ())
-        } - {None}
+            label
+            for i, v in enumerate(op.outputs)
+            for dim in marks.get(v, ())
+            for label in _labels(rule.outputs[i][dim], pieces=False)
+        }
         for value, dims in zip(op.inputs, rule.inputs, strict=True):
-            _mark(marks, value, frozenset(i for i, dim in enumerate(dims) if factor_of(dim) in labels))
+            found = (i for i, dim in enumerate(dims) if labels.intersection(_labels(dim, pieces=False)))
+            _mark(marks, value, frozenset(found))
     return marks
 
 
-def marked(op: Op, marks: Marks) -> Callable[[str], bool]:
+def marked(op: Op, marks: Marks, pieces: bool = False) -> Callable[[str], bool]:
     """Return the test whether a factor of ``op`` labels a marked dimension of an input."""
     rule = rule_of(signature_of(op))
-    labels: set[str | None] = set()
+    labels: set[str] = set()
     if rule is not None:
         for value, dims in zip(op.inputs, rule.inputs, strict=True):
-            labels |= {factor_of(dims[i]) for i in marks.get(value, ())}
+            labels.update(name for i in marks.get(value, ()) for name in _labels(dims[i], pieces))
     return lambda factor: factor in labels
 
 
@@ -106,14 +112,19 @@ def _pass_down(op: Op, marks: Marks) -> bool:
     return changed or not op.callee.inputs
 
 
-def _mark_op(op: Op, marks: Marks) -> None:
+def _labels(dim: Dim, pieces: bool) -> tuple[str, ...]:
+    return factors_of(dim) if pieces else tuple(n for n in labels_of(dim) if isinstance(n, str))
+
+
+def _mark_op(op: Op, marks: Marks, pieces: bool) -> None:
     rule = rule_of(signature_of(op))
     if rule is None:
         return
-    test = marked(op, marks)
+    test = marked(op, marks, pieces)
     for value, dims in zip(op.outputs, rule.outputs, strict=True):
-        labels = [factor_of(dim) for dim in dims]
-        _mark(marks, value, frozenset(i for i, name in enumerate(labels) if name is not None and test(name)))
+        _mark(
+            marks, value, frozenset(i for i, dim in enumerate(dims) if any(map(test, _labels(dim, pieces))))
+        )
 
 
 def _mark(marks: Marks, value: Value, dims: frozenset[int]) -> None:

@@ -27,7 +27,7 @@ from distsim.transforms.placement import (
     sharded,
 )
 from distsim.transforms.roles import Marks, batch_inputs, marked, propagate, roles
-from distsim.transforms.strategies import Strategy, rule_of
+from distsim.transforms.strategies import Allowed, Strategy, rule_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1) -> Sharded:
     _check_batch(function, data, dp, microbatches)
     batch_marks = propagate(function, {value: frozenset((0,)) for value in data})
     batch = decide(function, _batch_axis(function, data, batch_marks, dp * microbatches))
-    tensor = _tensor_decision(function, known, batch_marks, tp)
+    tensor = _tensor_decision(function, known, batch_marks, tp, dp * microbatches)
     return _Lowering(function, mesh, microbatches, known, batch, tensor).result()
 
 
@@ -93,10 +93,17 @@ def _divisors(n: int) -> str:
 
 def _batch_axis(function: Function, data: tuple[Value, ...], marks: Marks, parts: int) -> Axis:
     given = dict.fromkeys(function.inputs, REPLICATED) | dict.fromkeys(data, sharded(0))
-    return Axis(parts, lambda op: marked(op, marks), given, outer_sums=True)
+    
+    def allowed(op: Op) -> Allowed:
+        of_batch = marked(op, marks)
+        return lambda factor, pieces: pieces is None and of_batch(factor)
+
+    return Axis(parts, allowed, given, outer_sums=True)
 
 
-def _tensor_decision(function: Function, known: Mapping[Value, Role], batch: Marks, tp: int) -> Decision:
+def _tensor_decision(
+    function: Function, known: Mapping[Value, Role], batch: Marks, tp: int, parts: int
+) -> Decision:
     """Tensor parallelism divides what derives from parameters and does not carry the batch."""
     if tp == 1:
         return Decision({}, {}, 0.0, True)
@@ -105,11 +112,16 @@ def _tensor_decision(function: Function, known: Mapping[Value, Role], batch: Mar
         for value in function.inputs
         if known[value] in (Role.PARAMETER, Role.STATE)
     }
-    marks = propagate(function, seeds)
+    marks = propagate(function, seeds, pieces=True)
 
-    def allowed(op: Op) -> Callable[[str], bool]:
-        of_parameter, of_batch = marked(op, marks), marked(op, batch)
-        return lambda factor: of_parameter(factor) and not of_batch(factor)
+    def allowed(op: Op) -> Allowed:
+        of_parameter, of_batch = marked(op, marks, pieces=True), marked(op, batch)
+
+        def test(factor: str, pieces: tuple[int, ...] | None) -> bool:
+            within = pieces is not None and len(pieces) % parts == 0  # below the batch in a merged dimension
+            return of_parameter(factor) and (within or not of_batch(factor))
+
+        return test
 
     data = {v: REPLICATED for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT)}
     return decide(function, Axis(tp, allowed, data))
@@ -254,10 +266,18 @@ def _move(body: _Body, value: Value, local: Value, source: Placement, target: Pl
     lowering = body.lowering
     if source.batch != target.batch:
         local = _in_time(body, value, local, source.batch)
-    local = _collective(body.maker, local, source.tp, target.tp, "tp")
+    within = [_within(state, source.batch, lowering.parts) for state in (source.tp, target.tp)]
+    local = _collective(body.maker, local, within[0], within[1], "tp")
     if lowering.mesh.axis_size("dp") == 1:
         return local
     return _collective(body.maker, local, source.batch, target.batch, "dp")
+
+
+def _within(state: State, batch: State, parts: int) -> State:
+    """Return the state of one rank's part of the batch: of a merged dimension it has fewer pieces."""
+    if not (state.pieces and batch.sharded and batch.dim == state.dim):
+        return state
+    return sharded(state.dim, state.pieces[: len(state.pieces) // parts])
 
 
 def _in_time(body: _Body, value: Value, local: Value, source: State) -> Value:

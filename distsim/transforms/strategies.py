@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
-from distsim.ops.operator import Dim
+from distsim.ops.operator import Dim, factors_of, label_of
 from distsim.transforms.placement import PARTIAL, REPLICATED, State, divisible, sharded
+
+
+Allowed = Callable[[str, tuple[int, ...] | None], bool]
+"""(factor, pieces): may this factor be divided, the whole dimension or each of its pieces?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,26 +36,21 @@ def rule_of(signature: Signature) -> ShardingRule | None:
     return sharding_rule(signature)
 
 
-def factor_of(dim: Dim) -> str | None:
-    """Return the factor that a dimension is labelled with."""
-    return dim.factor if isinstance(dim, Pieces) else dim
-
-
 def factors(rule: ShardingRule) -> tuple[str, ...]:
     """Return the factors of a rule in order of appearance."""
-    labels = (factor_of(dim) for dims in (*rule.inputs, *rule.outputs) for dim in dims)
-    return tuple(dict.fromkeys(label for label in labels if label is not None))
+    dims = (dim for dims in (*rule.inputs, *rule.outputs) for dim in dims)
+    return tuple(dict.fromkeys(factor for dim in dims for factor in factors_of(dim)))
 
 
 def strategies(
     signature: Signature,
     ranks: int,
-    allowed: Callable[[str], bool],
+    allowed: Allowed,
     pieces: dict[int, tuple[tuple[int, ...], ...]],
 ) -> tuple[Strategy, ...]:
     """Return the ways to run an op on ``ranks`` ranks: replicated, by factor, and on partial sums.
 
-    ``allowed`` tells which factors may be divided; ``pieces`` lists, by size of a dimension, the
+    ``allowed`` tells which factors may be divided, and into which pieces; ``pieces`` lists, by size of a dimension, the
     pieces that some Split or Concat makes of such a dimension.
     """
     found = [replicated(signature)]
@@ -59,8 +58,7 @@ def strategies(
     if rule is None:
         return tuple(found)
     for factor in factors(rule):
-        if allowed(factor):
-            found.extend(_by_factor(signature, rule, factor, ranks, pieces))
+        found.extend(_by_factor(signature, rule, factor, ranks, allowed, pieces))
     if all(tensor.dtype.is_floating for tensor in signature.outputs):
         for members in rule.linear:
             inputs = tuple(PARTIAL if i in members else REPLICATED for i in range(len(signature.inputs)))
@@ -73,14 +71,17 @@ def _by_factor(
     rule: ShardingRule,
     factor: str,
     ranks: int,
+    allowed: Allowed,
     pieces: dict[int, tuple[tuple[int, ...], ...]],
 ) -> Iterable[Strategy]:
-    dims = [dim for group in (*rule.inputs, *rule.outputs) for dim in group if factor_of(dim) == factor]
+    labels = [label_of(dim, factor) for group in (*rule.inputs, *rule.outputs) for dim in group]
     choices: list[tuple[int, ...] | None] = [None]
-    if not any(isinstance(dim, Pieces) for dim in dims):
+    if not any(isinstance(label, Pieces) for label in labels):
         size = _size_of(signature, rule, factor)
         choices += pieces.get(size, ())
     for choice in choices:
+        if not allowed(factor, choice):
+            continue
         inputs = tuple(_state(group, factor, choice) for group in rule.inputs)
         outputs = tuple(_state(group, factor, choice) or PARTIAL for group in rule.outputs)
         strategy = Strategy(tuple(s or REPLICATED for s in inputs), outputs, factor, factor in rule.mean)
@@ -92,15 +93,16 @@ def _size_of(signature: Signature, rule: ShardingRule, factor: str) -> int:
     for tensors, groups in ((signature.inputs, rule.inputs), (signature.outputs, rule.outputs)):
         for tensor, dims in zip(tensors, groups, strict=True):
             for size, dim in zip(tensor.shape, dims, strict=True):
-                if factor_of(dim) == factor:
+                if label_of(dim, factor) is not None:
                     return size
     return 0
 
 
 def _state(dims: tuple[Dim, ...], factor: str, choice: tuple[int, ...] | None) -> State | None:
     for index, dim in enumerate(dims):
-        if factor_of(dim) == factor:
-            return sharded(index, dim.sizes if isinstance(dim, Pieces) else choice)
+        label = label_of(dim, factor)
+        if label is not None:
+            return sharded(index, label.sizes if isinstance(label, Pieces) else choice)
     return None
 
 

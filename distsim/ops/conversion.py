@@ -1,0 +1,142 @@
+"""Operators that leave the numbers as they are: Identity, Cast, CastLike, and Dropout, which hides some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx.helper
+
+from distsim.errors import TypeRuleError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor, as_tensor
+from distsim.ops.elementwise import same_shape_rule
+from distsim.ops.onnx_bridge import static_array
+from distsim.ops.operator import (
+    Array,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    bytes_of,
+    common_device,
+    letters,
+    memory_bound,
+    register,
+)
+from distsim.ops.places import operands, picked, view_work
+
+register(
+    Operator(
+        "Identity",
+        compute=lambda attributes, arrays: [arrays[0]],
+        work=view_work,
+        gradient=lambda ctx: [ctx.grad],
+        sharding=lambda s: same_shape_rule(s, ((0,),)),
+        view=True,
+    )
+)
+
+# --- Cast(input; to), CastLike(input, target_type) ---------------------------------------------------
+
+
+def _cast_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    type_ = as_tensor(ctx.inputs[0].type, ctx.inputs[0].name)
+    rest = [None] * (len(ctx.inputs) - 1)
+    if not type_.dtype.is_floating:
+        return [None, *rest]
+    if as_tensor(ctx.grad.type, "the gradient").dtype == type_.dtype:
+        return [ctx.grad, *rest]
+    number = int(onnx.helper.np_dtype_to_tensor_dtype(type_.dtype.np))
+    return [ctx.add("Cast", ctx.grad, to=number), *rest]
+
+
+def _cast_work(signature: Signature) -> Work:
+    """CastLike reads the type of its second operand, not its elements."""
+    return Work(0.0, float(signature.inputs[0].nbytes), bytes_of(signature.outputs))
+
+
+def _cast_sharding(signature: Signature) -> ShardingRule:
+    dims = letters(signature.outputs[0].rank)
+    real = all(t.dtype.is_floating for t in (signature.inputs[0], signature.outputs[0]))
+    others = tuple((None,) * tensor.rank for tensor in signature.inputs[1:])
+    return ShardingRule((dims, *others), (dims,), ((0,),) if real else ())
+
+
+register(Operator("Cast", work=_cast_work, gradient=_cast_gradient, sharding=_cast_sharding))
+register(Operator("CastLike", work=_cast_work, gradient=_cast_gradient, sharding=_cast_sharding))
+
+# --- Dropout(data, ratio, training_mode; seed) -> (output, mask) -------------------------------------
+# Which elements go is a function of seed and shape; kept ones are scaled by 1 / (1 - ratio) (Srivastava
+# et al. 2014). Backward makes the mask again unless forward hands it on: nothing is saved for it.
+
+_DROPOUT = ("data", "ratio", "training_mode")
+
+
+def _in_training(attributes: Attributes) -> bool:
+    return bool(static_array(attributes.get("training_mode", 0), None).any())
+
+
+def _masked(attributes: Attributes, arrays: Sequence[Array]) -> tuple[Array, Array]:
+    """Return what is left of the first array, and where."""
+    given = operands(_DROPOUT, attributes, arrays)
+    data, ratio = given["data"], float(given.get("ratio", 0.5))
+    if not given.get("training_mode", False) or ratio == 0:
+        return data, np.ones(data.shape, bool)
+    keep = np.random.default_rng(int(attributes.get("seed", 0))).uniform(size=data.shape) >= ratio
+    return (data * keep / (1.0 - ratio)).astype(data.dtype, copy=False), keep
+
+
+def _dropout(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    made = _masked(attributes, arrays)
+    return made[: int(attributes.get("outputs", 1))]
+
+
+def _dropout_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    rest = [None] * (len(ctx.inputs) - 1)
+    if len(ctx.inputs) == 1 and not _in_training(ctx.attributes):
+        return [ctx.grad]
+    options = picked(ctx.attributes, "ratio", "training_mode", "seed", "absent")
+    return [ctx.maker.add("DropoutGrad", (ctx.grad, *ctx.inputs[1:]), options)[0], *rest]
+
+
+def _dropout_work(signature: Signature) -> Work:
+    """Inference copies nothing. In training a number is drawn, compared, and the element scaled."""
+    if len(signature.inputs) == 1 and not _in_training(signature.attributes):
+        return view_work(signature)
+    return memory_bound(signature, 3.0)
+
+
+def _dropout_sharding(signature: Signature) -> ShardingRule:
+    """In training every rank draws its own mask: as good a one, but not the undivided op's."""
+    dims = letters(signature.inputs[0].rank)
+    scalars = tuple((None,) * tensor.rank for tensor in signature.inputs[1:])
+    linear = ((0,),) if len(signature.outputs) == 1 and not _in_training(signature.attributes) else ()
+    return ShardingRule((dims, *scalars), (dims,) * len(signature.outputs), linear)
+
+
+def _dropout_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if not inputs:
+        raise TypeRuleError("DropoutGrad takes the gradient of the output")
+    return (inputs[0].on(common_device("DropoutGrad", inputs)),)
+
+
+register(
+    Operator(
+        "Dropout",
+        compute=_dropout,
+        work=_dropout_work,
+        gradient=_dropout_gradient,
+        sharding=_dropout_sharding,
+    )
+)
+register(
+    Operator(
+        "DropoutGrad",
+        types=_dropout_grad_types,
+        compute=lambda attributes, arrays: [_masked(attributes, arrays)[0]],
+        work=lambda s: memory_bound(s, 3.0),
+        sharding=_dropout_sharding,
+    )
+)

@@ -1,0 +1,32 @@
+"""Writing a file whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from distsim.errors import SimulationError
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
+    """Yield a file that takes the place of ``path`` when the block ends well, and goes away otherwise.
+
+    Raises :class:`SimulationError` when ``path`` is something else than a file, or has no folder.
+    """
+    target = Path(path)
+    if target.is_dir() or (target.exists() and not target.is_file()):
+        raise SimulationError(f"{target} is not a file; name a file to write")
+    if not target.parent.is_dir():
+        raise SimulationError(f"{target}: there is no folder {target.parent}; make it first")
+    draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with draft.open("xb") as file:
+            yield file
+        os.replace(draft, target)
+    finally:
+        draft.unlink(missing_ok=True)

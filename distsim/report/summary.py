@@ -1,0 +1,155 @@
+"""What a simulation says, as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from distsim.executor import Simulation
+from distsim.executor.classes import communicates
+from distsim.executor.cost_model import element_type
+from distsim.ir import Device
+from distsim.ops import signature_of, work
+from distsim.report.labels import ranks_label
+
+_MOST_ROWS = 32
+_MOST_OPS = 10
+
+
+def summarize(simulation: Simulation, samples: float | None = None, model_flops: float | None = None) -> str:
+    """Return a text: step time, speed, how each device spends the step, memory, and the top operators.
+
+    ``samples`` is what one step processes; ``model_flops`` the FLOPs that the model itself needs for
+    them, for the model utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B). Both may be left
+    out, and so are then the lines that need them.
+    """
+    lines = [f"{simulation.function.name}: {_count(len(simulation.timestamps), 'device')}"]
+    lines.append(f"step time     {_seconds(simulation.step_time)}")
+    if samples is not None and simulation.step_time > 0:
+        lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s")
+    lines += _utilisation(simulation, model_flops)
+    lines += [_memory_line(simulation), "", *_device_table(simulation), "", *_operator_table(simulation)]
+    return "\n".join(lines) + "\n"
+
+
+def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:
+    dtype = _matrix_type(simulation)
+    if dtype is None or not simulation.step_time > 0:
+        return []
+    peak = sum(device.peak(dtype) for device in simulation.timestamps)
+    shares = {"MFU": model_flops, "HFU": simulation.flops}
+    return [
+        f"{name}           {flops / (simulation.step_time * peak):.1%} of {peak / 1e12:.4g} TFLOP/s ({dtype})"
+        for name, flops in shares.items()
+        if flops is not None
+    ]
+
+
+def _matrix_type(simulation: Simulation) -> str | None:
+    """The element type in which most FLOPs of matrix ops are done."""
+    flops: dict[str, float] = {}
+    for op in simulation.tasks.op_table:
+        signature = signature_of(op)
+        demand = work(signature)
+        if demand is not None and demand.matrix:
+            name = element_type(signature)
+            flops[name] = flops.get(name, 0.0) + demand.flops
+    return max(flops, key=lambda name: flops[name]) if flops else None
+
+
+def _memory_line(simulation: Simulation) -> str:
+    over = {d: use.peak - d.memory for d, use in simulation.memory.items() if use.peak > d.memory}
+    worst = max(over or simulation.memory, key=lambda d: over.get(d, simulation.memory[d].peak), default=None)
+    if worst is None:
+        return "memory        none in use"
+    use = simulation.memory[worst]
+    parts = ", ".join(f"{name} {_bytes(n)}" for name, n in use.by_kind.items() if n)
+    if over:
+        return (
+            f"memory        OUT OF MEMORY on {_count(len(over), 'device')}: {worst} needs "
+            f"{_bytes(use.peak)}, {_bytes(over[worst])} more than it has ({parts})"
+        )
+    return f"memory        fits; the most is {_bytes(use.peak)} on {worst} ({parts})"
+
+
+def _device_table(simulation: Simulation) -> list[str]:
+    groups: list[tuple[list[Device], tuple[str, ...]]] = []
+    for members in simulation.tasks.classes.members:
+        row = _device_row(simulation, members[0])
+        if groups and len(members) == 1 and groups[-1][1] == row:
+            groups[-1][0].extend(members)  # each device on its own: neighbours that do the same share a row
+        else:
+            groups.append((list(members), row))
+    header = ("devices", "busy", "exposed", "bubble", "peak memory", "of")
+    rows = [(ranks_label(devices), *row) for devices, row in groups]
+    lines = _table(header, rows[:_MOST_ROWS])
+    return [*lines, f"... and {len(rows) - _MOST_ROWS} more rows"] if len(rows) > _MOST_ROWS else lines
+
+
+def _device_row(simulation: Simulation, device: Device) -> tuple[str, ...]:
+    shares = simulation.shares(device)
+    total = simulation.step_time or 1.0
+    use = simulation.memory.get(device)
+    capacity = "unlimited" if device.memory == math.inf else _bytes(device.memory)
+    if use is not None and use.peak > device.memory:
+        capacity += " OUT OF MEMORY"
+    parts = (shares.busy, shares.exposed_communication, shares.bubble)
+    return (*(f"{part / total:.1%}" for part in parts), _bytes(use.peak if use else 0), capacity)
+
+
+def _operator_table(simulation: Simulation) -> list[str]:
+    seconds: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    members = simulation.tasks.classes.members
+    for span in simulation.spans():
+        name = span.op.op_type
+        devices = len(members[span.stream.rank_class])
+        seconds[name] = seconds.get(name, 0.0) + (span.end - span.start) * devices
+        counts[name] = counts.get(name, 0) + devices
+    moving = {op.op_type for op in simulation.tasks.op_table if communicates(op)}
+    total = sum(seconds.values()) or 1.0
+    names = sorted(seconds, key=lambda name: -seconds[name])
+    rows = [
+        (
+            name,
+            "communication" if name in moving else "compute",
+            str(counts[name]),
+            _seconds(seconds[name]),
+            f"{seconds[name] / total:.1%}",
+        )
+        for name in names[:_MOST_OPS]
+    ]
+    lines = _table(("operator", "kind", "runs", "device time", "share"), rows)
+    return [*lines, f"... and {len(names) - _MOST_OPS} more"] if len(names) > _MOST_OPS else lines
+
+
+# --- text --------------------------------------------------------------------------------------------
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay out columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines: list[str] = []
+    for row in (header, *rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _seconds(seconds: float) -> str:
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.4g} {unit}"
+    return f"{seconds / 1e-9:.4g} ns"
+
+
+def _bytes(number: float) -> str:
+    for scale, unit in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
+        if number >= scale:
+            return f"{number / scale:.2f} {unit}"
+    return f"{number:.0f} B"

@@ -1,0 +1,303 @@
+"""Stages of a pipeline: what is on each, what is sent between them, and the programs they make."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from training_models import (
+    Maker,
+    flat_mlp,
+    mesh_of,
+    random_inputs,
+    small_gpt,
+    small_mlp,
+    tied,
+)
+
+from distsim.errors import PlanError
+from distsim.executor import SequentialExecutor
+from distsim.executor.program import Program
+from distsim.ir import Device, Function, Role, all_ops, verify
+from distsim.models import gpt, mlp
+from distsim.ops.communication import scatter
+from distsim.schedule import SCHEDULES, schedule
+from distsim.transforms import (
+    SGD,
+    Adam,
+    PipeDreamScheduler,
+    build_program,
+    differentiate,
+    parallel_transform_3d,
+    steady_state_transform,
+)
+
+
+def program_of(joint: Function, pp: int, microbatches: int = 1, name: str = "1f1b", dp=1, tp=1) -> Program:
+    return build_program(joint, mesh_of(dp, tp, pp), schedule(name, pp, microbatches))
+
+
+def calls(function: Function) -> Counter:
+    return Counter(op.callee.name for op in function.ops if op.op_type == "Call")
+
+
+def sends(function: Function) -> list[tuple[Device, Device, tuple[int, ...]]]:
+    """(first device of the source, of the target, shape) of every Send."""
+    found = []
+    for op in function.ops:
+        if op.op_type == "Send":
+            source, target = op.inputs[0].type, op.outputs[0].type
+            found.append((source.device.devices[0].id, target.device.devices[0].id, source.shape))
+    return found
+
+
+# --- which stage ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+def test_equal_layers_make_equal_stages(pp):
+    program = program_of(differentiate(mlp(layers=16, width=64, batch=8)), pp)
+    for stage in program.stages:
+        assert calls(stage.forward.function).total() == calls(stage.backward.function).total() == 8 // pp
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_equal_transformer_layers_make_equal_stages(pp):
+    joint = differentiate(gpt(layers=8, hidden=64, heads=4, seq=64, batch=4, vocab=16))
+    program = program_of(joint, pp)
+    for stage in program.stages:
+        assert calls(stage.forward.function)["layer"] == 8 // pp
+        assert calls(stage.backward.function)["layer_backward"] == 8 // pp
+
+
+def test_a_heavy_head_leaves_the_last_stage_fewer_layers():
+    """A vocabulary that costs as much as several layers: the bottleneck is balanced, not the count."""
+    joint = differentiate(gpt(layers=8, hidden=64, heads=4, seq=64, batch=4, vocab=4096))
+    layers = [calls(stage.forward.function)["layer"] for stage in program_of(joint, 4).stages]
+    assert sum(layers) == 8 and layers[-1] < 2 and layers[0] >= 2
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), Adam()], ids=str)
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_a_parameter_its_gradient_and_its_update_are_on_one_stage(pp, optimizer):
+    joint = differentiate(small_mlp(layers=8), optimizer)
+    program = program_of(joint, pp, 2)
+    for stage in program.stages:
+        names = [v.name for v in stage.forward.inputs if v.role is Role.PARAMETER]
+        summed = [v.name for v in stage.backward.accumulated]
+        assert sorted(summed) == sorted(f"d{name}" for name in names)
+        updated = [v.name for _, block in stage.updates for v in block.outputs if v.name.endswith(".new")]
+        assert {name.split(".")[0] for name in updated} == set(names)
+
+
+def test_every_op_of_the_joint_function_is_on_exactly_one_stage():
+    joint = differentiate(small_gpt(layers=4), Adam())
+    kinds = Counter(op.op_type for op in all_ops(joint))
+    for pp in (1, 2, 4):
+        found: Counter = Counter()
+        for stage in program_of(joint, pp).stages:
+            for block in (stage.forward, stage.backward, *(b for _, b in stage.updates)):
+                found += Counter(op.op_type for op in all_ops(block.function))
+        assert found == kinds, f"pp={pp}"
+
+
+def test_stages_are_on_the_slices_of_the_mesh():
+    mesh = mesh_of(dp=2, tp=2, pp=2)
+    program = build_program(differentiate(small_mlp()), mesh, schedule("gpipe", 2, 2))
+    for index, stage in enumerate(program.stages):
+        assert stage.mesh == mesh.at(pp=index)
+        for block in (stage.forward, stage.backward, *(b for _, b in stage.updates)):
+            values = [*block.function.inputs, *(v for op in block.function.ops for v in op.outputs)]
+            assert {v.type.device for v in values} == {stage.mesh}
+
+
+def test_data_goes_only_to_the_stages_that_read_it():
+    program = program_of(differentiate(small_mlp(layers=8)), 4, 2)
+    stages = {given.source.name: given.stages for given in program.inputs}
+    assert stages["x"] == (0,) and stages["target"] == (3,)
+    assert [stages[f"w{i}"] for i in range(8)] == [(i // 2,) for i in range(8)]
+
+
+def test_more_stages_than_ops_are_refused_with_the_numbers():
+    joint = differentiate(small_mlp(layers=4))  # two calls and the loss
+    program_of(joint, 3)
+    with pytest.raises(PlanError, match=r"pp=4.*mlp_training has only 3 forward ops.*at most 3"):
+        program_of(joint, 4)
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("pp", "m"), [(2, 1), (2, 4), (4, 2), (4, 8)])
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_boundary_is_crossed_once_forward_and_once_backward_per_microbatch(calls, pp, m, name):
+    width, batch = 8, 16
+    joint = differentiate(small_mlp(8, width, batch)) if calls else flat_mlp(8, width, batch, optimizer=True)
+    found = Counter(sends(program_of(joint, pp, m, name).to_function()))
+    shape = (batch // m, width)
+    expected = {(s, s + 1, shape): m for s in range(pp - 1)} | {(s + 1, s, shape): m for s in range(pp - 1)}
+    assert found == expected
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_transformer_stages_send_the_residual_stream_and_its_gradient(m):
+    joint = differentiate(small_gpt(layers=4))
+    found = Counter(sends(program_of(joint, 2, m).to_function()))
+    shape = (8 // m, 4, 8)
+    assert found == {(0, 1, shape): m, (1, 0, shape): m}
+
+
+def test_sends_go_between_equal_ranks_of_two_stages():
+    flat = program_of(differentiate(small_mlp()), 2, 2, dp=2, tp=2).to_function()
+    for op in flat.ops:
+        if op.op_type == "Send":
+            source, target = op.inputs[0].type.device, op.outputs[0].type.device
+            assert source.axes == target.axes and not set(source) & set(target)
+
+
+def test_a_value_skipping_a_stage_is_sent_straight_to_its_reader():
+    make = Maker("skip")
+    x, target = make.data("x", 4, 8), make.data("target", 4, 8)
+    first = y = make("Relu", make("MatMul", x, make.parameter("w0", 8, 8)))
+    for index in range(1, 6):
+        y = make("Relu", make("MatMul", y, make.parameter(f"w{index}", 8, 8)))
+    joint = differentiate(make.end(make("Loss", make("Add", y, first), target, N=4)))
+    pairs = Counter((a, b) for a, b, _ in sends(program_of(joint, 3).to_function()))
+    assert pairs == {(0, 1): 1, (0, 2): 1, (1, 2): 1, (2, 1): 1, (1, 0): 1, (2, 0): 1}
+
+
+@pytest.mark.parametrize("m", [1, 4])
+def test_a_tied_gradient_is_sent_once_a_step_however_many_microbatches(m):
+    """The embedding and the head share a table: its two gradients are added after the microbatches."""
+    flat = program_of(differentiate(tied(layers=2), SGD()), 2, m).to_function()
+    found = Counter((a, b, shape) for a, b, shape in sends(flat) if len(shape) == 2)
+    assert found == {(1, 0, (16, 8)): 1, (0, 1, (16, 8)): 1}, "its gradient down, its new value up"
+
+
+def test_nothing_is_sent_within_one_stage():
+    assert not sends(program_of(differentiate(small_gpt()), 1, 4).to_function())
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+MODELS = {"mlp": lambda: small_mlp(layers=8), "gpt": small_gpt, "tied": lambda: tied(batch=8)}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_written_out_function_is_correct_ir(model, name):
+    for pp, m, dp, tp in ((1, 1, 1, 1), (2, 4, 1, 2), (4, 2, 2, 1)):
+        program = program_of(differentiate(MODELS[model](), Adam()), pp, m, name, dp, tp)
+        flat = program.to_function()
+        verify(flat)
+        assert [v.name for v in flat.inputs] == [given.source.name for given in program.inputs]
+        assert len(flat.outputs) == len(program.outputs) + sum(len(o.copies) for o in program.outputs)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("pp", "m"), [(1, 4), (2, 4), (4, 8)])
+def test_the_schedules_run_the_same_calls_in_another_order(model, pp, m):
+    joint = differentiate(MODELS[model](), Adam())
+    orders = {}
+    for name in SCHEDULES:
+        flat = program_of(joint, pp, m, name).to_function()
+        orders[name] = [(op.callee.name, op.name) for op in flat.ops if op.op_type == "Call"]
+    assert Counter(orders["gpipe"]) == Counter(orders["1f1b"])
+    assert orders["gpipe"] != orders["1f1b"]
+    names = Counter(name for _, name in orders["gpipe"])
+    tasks = [f"{kind}{i}@{s}" for kind in "FB" for s in range(pp) for i in range(m)]
+    assert {n: names[n] for n in tasks} == dict.fromkeys(tasks, 1)
+
+
+def test_blocks_run_in_the_order_of_the_schedule_on_each_stage():
+    order = schedule("1f1b", 4, 8)
+    flat = program_of(differentiate(small_mlp(layers=8)), 4, 8).to_function()
+    ran = [op.name for op in flat.ops if op.op_type == "Call" and op.name[0] in "FB"]
+    for rank, tasks in enumerate(order.ranks):
+        assert [name for name in ran if name.endswith(f"@{rank}")] == [str(task) for task in tasks]
+
+
+def test_every_stage_is_held_once_however_many_microbatches():
+    joint = differentiate(small_mlp(layers=8, batch=16), None)
+    sizes = {
+        m: {op.callee.name for op in program_of(joint, 4, m).to_function().ops if op.op_type == "Call"}
+        for m in (2, 16)
+    }
+    assert sizes[2] == sizes[16] and len(sizes[2]) == 4 * 3 + len([n for n in sizes[2] if "update" in n])
+
+
+def test_sums_over_microbatches_start_with_the_first_and_are_added_in_place():
+    flat = program_of(differentiate(small_mlp(layers=4)), 2, 4).to_function()
+    names = {op.name: op.callee.name for op in flat.ops if op.op_type == "Call"}
+    assert [names[f"B{i}@0"] for i in range(4)] == ["stage0_backward", *["stage0_backward_next"] * 3]
+    adds = Counter(op.op_type for op in all_ops(flat))["AccumulateInto"]
+    assert adds == (4 + 1) * 3  # four weights and the loss, for all microbatches but the first
+
+
+# --- steady state -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_steady_state_has_no_distribution_and_computes_the_same(model):
+    joint = differentiate(MODELS[model](), SGD(lr=0.1))
+    flat = program_of(joint, 2, 2, dp=2, tp=2).to_function()
+    steady, inputs = steady_state_transform(flat)
+    verify(steady)
+    kinds = Counter(op.op_type for op in steady.ops)
+    assert not kinds.keys() & {"MPIScatter", "MPIBroadcast", "Split"}
+    assert inputs == steady.inputs
+    roles = {
+        value.name.split(".")[0] if value.role is Role.INPUT else value.name: value.role
+        for value in steady.inputs
+    }
+    assert roles == {value.name: value.role for value in joint.inputs}
+    values = random_inputs(joint)
+    expected = SequentialExecutor().compute(flat, values)
+    made = SequentialExecutor().compute(steady, local_inputs(flat, steady, values))
+    for value, a, b in zip(flat.outputs, expected, made, strict=True):
+        for left, right in zip(a, b, strict=True):
+            np.testing.assert_allclose(right, left, rtol=1e-12, err_msg=value.name)
+
+
+def local_inputs(flat: Function, steady: Function, values) -> list[list[np.ndarray]]:
+    """What the dropped ops would have made, by name and mesh."""
+    known = dict(zip(flat.inputs, values, strict=True))
+    made: dict[tuple[str, object], list[np.ndarray]] = {}
+    for op in flat.ops:
+        if op.op_type in ("MPIScatter", "MPIBroadcast"):
+            mesh = op.attributes["to"]
+            known[op.outputs[0]] = scatter(known[op.inputs[0]], mesh, op.attributes.get("shards", ()))
+        elif op.op_type == "Split":
+            parts = [np.split(array, len(op.outputs)) for array in known[op.inputs[0]]]
+            known.update({v: [part[i] for part in parts] for i, v in enumerate(op.outputs)})
+        else:
+            continue
+        made.update({(v.name, v.type.device): known[v] for v in op.outputs})
+    return [made[v.name, v.type.device] for v in steady.inputs]
+
+
+def test_steady_state_of_what_distributes_nothing_is_the_function_itself():
+    joint = differentiate(small_mlp())
+    assert steady_state_transform(joint) == (joint, joint.inputs)
+
+
+# --- parallel_transform_3d ---------------------------------------------------------------------------
+
+
+def test_degrees_must_be_positive_and_fit_the_devices():
+    joint, devices = flat_mlp(), [Device(i, "gpu") for i in range(4)]
+    for degrees, words in (
+        ((0, 1, 1, 1), "dp_degree=0 must be at least 1"),
+        ((1, -1, 1, 1), "hp_degree=-1"),
+        ((1, 1, 1, 0), "num_microbatches=0"),
+    ):
+        dp, hp, pp, m = degrees
+        with pytest.raises(PlanError, match=words):
+            parallel_transform_3d(joint, dp, hp, pp, devices, m)
+    with pytest.raises(PlanError, match=r"dp=2 x hp=2 x pp=2 needs 8 devices, 4 given"):
+        parallel_transform_3d(joint, 2, 2, 2, devices, 1)
+
+
+def test_the_pipedream_scheduler_is_1f1b_with_its_flush():
+    assert PipeDreamScheduler(4).schedule(3) == schedule("1f1b", 3, 4)
