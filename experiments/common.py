@@ -27,7 +27,7 @@ def options(description: str | None) -> argparse.Namespace:
     """Parse ``--small`` and ``--out``; small results go to a folder of their own."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="small sizes, done in seconds")
-    parser.add_argument("--out", type=Path, help="folder for the CSV and PNG (default: results, next to this)")
+    parser.add_argument("--out", type=Path, help="folder for what is written (default: results)")
     given = parser.parse_args()
     given.out = given.out or (RESULTS / "small" if given.small else RESULTS)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -167,9 +167,7 @@ def joint_mlp(
 
 def steady_step(function: Function, layout: Layout, devices: Sequence[Device]) -> Function:
     """Return one training step of ``layout`` in steady state, typed: the notebook's four calls."""
-    step = parallel_transform_3d(
-        function, layout.dp, layout.hp, layout.pp, devices, layout.microbatches
-    )
+    step = parallel_transform_3d(function, layout.dp, layout.hp, layout.pp, devices, layout.microbatches)
     step, inputs = steady_state_transform(infer_types(step, step.inputs))
     return infer_types(step, inputs)
 

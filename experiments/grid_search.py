@@ -12,8 +12,6 @@ import common
 
 from distsim.executor.cost_model import CostModel
 from distsim.ir import Function, Topology
-from distsim.models import mlp
-from distsim.transforms import SGD, differentiate
 
 DEVICES = 16
 
@@ -25,7 +23,7 @@ def main() -> None:
     (rows, figure), seconds = common.cpu_seconds(lambda: run(layers, width, batch))
     common.write_csv(given.out / "grid_search.csv", rows)
     common.save(figure, given.out / "grid_search.png")
-    print(f"{'dp':>3} {'hp':>3} {'pp':>3} {'microbatches':>12} {'samples/s':>10} {'no overlap':>10} {'peak GB':>8}")
+    print(" dp  hp  pp microbatches  samples/s no overlap  peak GB")
     for row in sorted(rows, key=lambda row: -row["throughput"])[:5]:
         print(
             f"{row['dp']:3} {row['hp']:3} {row['pp']:3} {row['microbatches']:12} {row['throughput']:10.0f} "
@@ -39,7 +37,7 @@ def run(layers: int, width: int, batch: int) -> tuple[list[dict[str, Any]], Any]
     """Return the rows of the table and the figure."""
     topology = common.uniform_topology(DEVICES)
     cost_model = CostModel(topology)
-    function = differentiate(mlp(layers, width, batch), SGD())
+    function = common.joint_mlp(layers, width, batch, topology.devices[0], learning_rate=0.01)
     grid = common.layouts(DEVICES, layers, batch)
     rows = [evaluate(function, layout, topology, cost_model, batch) for layout in common.progress(grid)]
     return rows, draw(rows)
@@ -82,14 +80,17 @@ def draw(rows: list[dict[str, Any]]) -> Any:
             )
             if line:
                 label = "no pipeline" if count == 1 else f"{count} microbatches"
-                axis.plot(*zip(*line, strict=True), marker="oDvs<x^"[index % 7], color=f"C{index}", label=label)
+                marker = "oDvs<x^"[index % 7]
+                axis.plot(*zip(*line, strict=True), marker=marker, color=f"C{index}", label=label)
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted({row["hp"] for row in rows}), sorted({row["hp"] for row in rows}))
         axis.set_title("no data parallelism" if dp == 1 else f"{dp} data-parallel replicas", fontsize=11)
     axes[0].set_ylabel("throughput (samples/s)")
     axes[0].set_ylim(bottom=0)
-    figure.supxlabel("horizontal (tensor) parallel degree; the pipeline takes the rest of the 16 devices", fontsize=11)
-    lines = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    label = f"horizontal (tensor) parallel degree; the pipeline takes the rest of the {DEVICES} devices"
+    figure.supxlabel(label, fontsize=11)
+    pairs = [zip(*axis.get_legend_handles_labels(), strict=True) for axis in axes]
+    lines = {label: line for pair in pairs for line, label in pair}
     figure.legend(lines.values(), lines.keys(), loc="outside upper center", ncols=len(lines), frameon=False)
     return figure
 

@@ -13,8 +13,6 @@ from typing import Any
 import common
 
 from distsim.executor.cost_model import CostModel
-from distsim.models import mlp
-from distsim.transforms import SGD, differentiate
 
 KINDS = {"dp": "data parallel", "hp": "horizontal (tensor) parallel", "pp": "pipeline parallel"}
 
@@ -68,7 +66,8 @@ def points(curve: Curve) -> list[dict[str, Any]]:
     """Simulate one curve: samples/s with overlap and without, and what each device holds at most."""
     topology = common.uniform_topology(max(curve.devices))
     cost_model = CostModel(topology)
-    function = differentiate(mlp(curve.layers, curve.width, curve.batch), SGD())
+    holder = topology.devices[0]
+    function = common.joint_mlp(curve.layers, curve.width, curve.batch, holder, learning_rate=0.01)
     rows: list[dict[str, Any]] = []
     for count in curve.devices:
         degrees = {"dp": 1, "hp": 1, "pp": 1, curve.kind: count}
@@ -103,9 +102,9 @@ def draw(rows: list[dict[str, Any]]) -> Any:
         ticks = sorted({row["devices"] for row in rows if row["kind"] == kind})
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, ticks)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.3 * axis.get_ylim()[1])
         axis.set(title=title, xlabel="devices")
-        axis.legend(frameon=False, fontsize=9)
+        axis.legend(loc="upper left", ncols=2, frameon=False, fontsize=9)
     axes[0].set_ylabel("throughput (samples/s)\ndotted: nothing overlaps")
     return figure
 

@@ -43,7 +43,7 @@ class Run:
 def cells(text: str) -> list[str]:
     """Return the code cells in order, without headings and ``%%`` magics, renamed to distsim.
 
-    >>> cells("In [None]:\\\\n%%time\\\\nimport dist_ir\\\\n\\\\n## Heading\\\\n\\\\nIn [None]:\\\\nx = 1\\\\n")
+    >>> cells("In [None]:\\n%%time\\nimport dist_ir\\n\\n## B\\n\\nIn [None]:\\nx = 1\\n")
     ['import distsim', 'x = 1']
     """
     found: list[str] = []

@@ -67,7 +67,7 @@ def evaluate(
     """Simulate one plan. Seconds, samples/s, bytes of the fullest device."""
 
     def work() -> dict[str, Any]:
-        step, inputs = steady_state_transform(parallelize(function, plan, topology).to_function())
+        step = steady_state_transform(parallelize(function, plan, topology).to_function())[0]
         simulation = common.simulate(step, cost_model, overlap=True)
         peak = max(simulation.peak_memory.values())
         return {

@@ -28,8 +28,7 @@ from distsim.ops import (
     work,
 )
 from distsim.ops.communication import join_parts, take_part
-from distsim.ops.operator import Label, label_of
-from distsim.transforms.strategies import factors
+from distsim.ops.operator import Label, factors_of, label_of
 
 RANKS = 2
 RTOL = 1e-6
@@ -45,6 +44,8 @@ class Sample:
     attributes: Attributes = field(default_factory=Attributes)
     version: int | None = None
     grads: tuple[int, ...] = (0,)
+    skip: tuple[int, ...] = ()
+    """Inputs that have no gradient on purpose: what is never trained, such as running statistics."""
 
     @property
     def types(self) -> tuple[Tensor, ...]:
@@ -88,6 +89,7 @@ def sample(
     *arrays: np.ndarray | tuple[int, ...],
     version: int | None = None,
     grads: tuple[int, ...] = (0,),
+    skip: tuple[int, ...] = (),
     **attributes: Any,
 ) -> Sample:
     """Return a sample; a tuple stands for normal numbers of that shape, others at every place."""
@@ -95,7 +97,7 @@ def sample(
         normal(*item, seed=place) if isinstance(item, tuple) else np.asarray(item)
         for place, item in enumerate(arrays)
     )
-    return Sample(op_type, tuple(made), Attributes(attributes), version, grads)
+    return Sample(op_type, tuple(made), Attributes(attributes), version, grads, skip)
 
 
 def run(of: Sample, arrays: Sequence[np.ndarray] | None = None) -> tuple[np.ndarray, ...]:
@@ -189,7 +191,7 @@ def check_gradient(of: Sample, rtol: float = RTOL) -> Backward:
     for place, grad in enumerate(whole.grads):
         assert grad is None or floating[place], f"{of}: a gradient of integers"
         if grad is None:
-            if floating[place]:
+            if floating[place] and place not in of.skip:
                 _check_difference(of, place, None, rtol)
             continue
         assert grad.type == whole.inputs[place].type, f"{of}: {grad!r} for {whole.inputs[place]!r}"
@@ -222,14 +224,10 @@ def _check_difference(of: Sample, place: int, grad: np.ndarray | None, rtol: flo
 # --- sharding ----------------------------------------------------------------------------------------
 
 
-def factor_of(dim: Any) -> str | None:
-    return dim.factor if isinstance(dim, Pieces) else dim
-
-
 def factors(rule: ShardingRule) -> tuple[str, ...]:
     """The factors of a rule, in order of appearance."""
-    labels = (factor_of(dim) for dims in (*rule.inputs, *rule.outputs) for dim in dims)
-    return tuple(dict.fromkeys(label for label in labels if label is not None))
+    dims = (dim for dims in (*rule.inputs, *rule.outputs) for dim in dims)
+    return tuple(dict.fromkeys(factor for dim in dims for factor in factors_of(dim)))
 
 
 def _split(array: np.ndarray, dims: Sequence[Any], factor: str, rank: int) -> np.ndarray:
@@ -292,8 +290,7 @@ def check_sharding(of: Sample) -> tuple[str, ...]:
         attributes = of.attributes if rule.localize is None else rule.localize(of.attributes, shapes)
         ranks: list[tuple[np.ndarray, ...]] = []
         for rank in range(RANKS):
-            pairs = zip(of.arrays, rule.inputs, strict=True)
-            arrays = tuple(_split(array, dims, factor, rank) for array, dims in pairs)
+            arrays = tuple(_part(of, rule, place, factor, rank) for place in range(len(of.arrays)))
             local = Sample(of.op_type, arrays, attributes, of.version)
             assert tuple(t.shape for t in local.signature.outputs) == shapes, f"{of}: local types, {factor}"
             ranks.append(run(local))
@@ -302,6 +299,16 @@ def check_sharding(of: Sample) -> tuple[str, ...]:
             joined = _join(parts, dims, factor, factor in rule.mean)
             assert_close(joined, whole[index], f"{of}: output {index}, factor {factor}, rule {rule}")
     return tuple(done)
+
+
+def _part(of: Sample, rule: ShardingRule, place: int, factor: str, rank: int) -> np.ndarray:
+    """What a rank holds of an input; an addend of a partial result is split into two summands."""
+    array, dims = of.arrays[place], rule.inputs[place]
+    partial = any(not any(label_of(dim, factor) for dim in group) for group in rule.outputs)
+    if partial and place in rule.addends and not any(label_of(dim, factor) for dim in dims):
+        summand = normal(*array.shape, seed=60 + place)
+        return summand if rank else array - summand
+    return _split(array, dims, factor, rank)
 
 
 def _check_labels(of: Sample, signature: Signature, rule: ShardingRule) -> None:

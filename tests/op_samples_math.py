@@ -145,12 +145,31 @@ CONVERSION: tuple[Sample, ...] = (
     sample("Dropout", (2, 4), outputs=2),
     sample("Dropout", (2, 4), version=7, ratio=0.3),
 )
+_STATS = ((4,), (4,), (4,), positive(4))
+CHANNEL_NORMS: tuple[Sample, ...] = (
+    sample("BatchNormalization", (2, 4, 2, 6), *_STATS, skip=(3, 4)),
+    sample("BatchNormalization", (2, 4), *_STATS, skip=(3, 4), version=9, epsilon=1e-3),
+    sample("BatchNormalization", (2, 1, 4), (1,), (1,), positive(1), skip=(3,), input_mean=np.array([0.5])),
+    sample("BatchNormalization", (2, 1, 4), (1,), (1,), (1,), skip=(3,), version=9, var=np.array([0.5])),
+    sample("InstanceNormalization", (2, 4, 6), (4,), (4,)),
+    sample("InstanceNormalization", (2, 4, 2, 3), (4,), (4,), epsilon=1e-3),
+    sample("GroupNormalization", (2, 8, 3), (4,), (4,), num_groups=4),
+    sample("GroupNormalization", (2, 8, 3), (8,), (8,), num_groups=4, version=21),
+    sample("GroupNormalization", (2, 8, 2, 3), (8,), (8,), num_groups=2, version=21),
+    sample("LRN", (2, 6, 4), size=3, alpha=0.5, beta=0.7, bias=1.5),
+    sample("LRN", (2, 6, 4), size=4, alpha=0.5),
+)
+
 DRAWN: tuple[Sample, ...] = (
     sample("Dropout", (4, 6), ratio=0.3, training_mode=np.array(True), seed=3),
     sample("Dropout", (4, 6), ratio=0.3, training_mode=np.array(True), seed=3, outputs=2),
     sample("Dropout", (4, 6), np.array(0.3), np.array(True), seed=3, grads=()),
+    sample("BatchNormalization", (4, 4, 3), *_STATS, skip=(3, 4), training_mode=1),
+    sample("BatchNormalization", (4, 4, 3), *_STATS, skip=(3, 4), training_mode=1, outputs=3),
+    sample("BatchNormalization", (4, 4, 3), *_STATS, skip=(3, 4), version=9, outputs=5),
 )
-"""Samples whose numbers depend on a drawn mask: divided, every rank draws its own."""
+"""Samples whose numbers change, and only they, when the op is divided: every rank draws a mask of its
+own, or takes the statistics of its own part of the batch."""
 
 _SIMPLE = ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2")
 _REDUCTIONS = (*_SIMPLE, "ReduceSumSquare", "ReduceLogSum", "ReduceLogSumExp")
@@ -182,4 +201,50 @@ REDUCTION: tuple[Sample, ...] = (
     sample("CumSum", (4, 6), np.array(1), reverse=1, exclusive=1),
 )
 
-SAMPLES: tuple[Sample, ...] = (*MATMUL, *UNARY_SAMPLES, *BROADCAST, *CHOICE, *CONVERSION, *REDUCTION)
+_LABELS = integers(4, high=6)
+SOFTMAX: tuple[Sample, ...] = (
+    *(
+        one
+        for name in ("Softmax", "LogSoftmax")
+        for one in (sample(name, (4, 6)), sample(name, (2, 4, 6), axis=1), sample(name, (6,), axis=0))
+    ),
+    *(
+        one
+        for reduction in ("mean", "sum", "none")
+        for one in (
+            sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, reduction=reduction),
+            sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, reduction=reduction, outputs=2),
+            sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, reduction=reduction, ignore_index=2),
+            sample("SoftmaxCrossEntropyLoss", (2, 6, 4), integers(2, 4, high=6), reduction=reduction),
+            sample("NegativeLogLikelihoodLoss", (4, 6), _LABELS, reduction=reduction),
+            sample("NegativeLogLikelihoodLoss", (2, 6, 4), integers(2, 4, high=6), reduction=reduction),
+        )
+    ),
+    *(
+        sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, positive(6), reduction=reduction, skip=(2,))
+        for reduction in ("mean", "sum", "none")
+    ),
+)
+NORMALIZATION: tuple[Sample, ...] = (
+    sample("LayerNormalization", (2, 4, 6), (6,)),
+    sample("LayerNormalization", (2, 4, 6), (6,), (6,)),
+    sample("LayerNormalization", (2, 4, 6), (4, 6), (4, 6), axis=1, epsilon=1e-3),
+    sample("LayerNormalization", (2, 4, 6), (6,), (6,), outputs=3),
+    sample("LayerNormalization", (2, 4, 6), (4, 6), (6,), axis=-2),
+    sample("LayerNormalization", (2, 4, 6), (6,), Scale=np.array([2.0])),
+    sample("LayerNormalization", (2, 4, 6), (6,), B=np.array([2.0])),
+    sample("RMSNormalization", (2, 4, 6), (6,)),
+    sample("RMSNormalization", (2, 4, 6), (4, 6), axis=1, version=23),
+)
+
+SAMPLES: tuple[Sample, ...] = (
+    *MATMUL,
+    *UNARY_SAMPLES,
+    *BROADCAST,
+    *CHOICE,
+    *CONVERSION,
+    *REDUCTION,
+    *SOFTMAX,
+    *NORMALIZATION,
+    *CHANNEL_NORMS,
+)

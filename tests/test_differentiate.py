@@ -112,7 +112,7 @@ def test_a_parameter_that_the_loss_does_not_read_has_no_gradient_and_no_update()
     function = make.end(make("Loss", make("MatMul", x, w), target, N=3))
     for optimizer, names in ((SGD(), ["w.new"]), (Adam(), ["w.new", "w.m.new", "w.v.new"])):
         joint = differentiate(function, optimizer)
-        assert [value.name for value in joint.outputs] == ["loss", *names]
+        assert [value.name for value in joint.outputs[1:]] == names
         assert unused.name in [value.name for value in joint.parameters]
 
 
@@ -203,6 +203,43 @@ def test_a_callee_that_returns_an_input_and_one_value_twice():
     v, w = make.parameter("v", 4, 4), make.parameter("w", 4, 4)
     a, b, c = make.add("Call", [make("MatMul", x, v), w], None, (callee,))
     assert_gradients(make.end(make("Loss", make("Add", make("Mul", a, b), c), target, N=3)))
+
+
+def through(callee: Function, outputs: int = 2) -> Function:
+    """A loss of the sum of the outputs of a callee of (data, data times a parameter)."""
+    make = Maker("top")
+    x, target = make.data("x", 3, 4), make.data("target", 3, 4)
+    made = make.add("Call", [x, make("MatMul", x, make.parameter("w", 4, 4))], None, (callee,))
+    y = made[0] if outputs == 1 else make("Add", made[0], made[1])
+    return make.end(make("Loss", y, target, N=3))
+
+
+def test_a_callee_with_an_output_that_no_parameter_reaches():
+    inner = Maker("mixed")
+    x, y = inner.data("x", 3, 4), inner.data("y", 3, 4)
+    inner.set_outputs([inner("Exp", x), inner("Tanh", y)])
+    assert_gradients(through(inner.finalize()))
+
+
+def test_a_callee_with_an_output_through_which_no_gradient_flows():
+    inner, make = Maker("inner"), Maker("top")
+    x, w = inner.data("x", 3, 4), inner.parameter("w", 4, 4)
+    y = inner("MatMul", x, w)
+    inner.set_outputs([inner("Tanh", y), inner("Mul", y, B=2.0)])
+    x, target, w = make.data("x", 3, 4), make.data("target", 3, 4), make.parameter("w", 4, 4)
+    a, b = make.add("Call", [x, w], None, (inner.finalize(),))
+    assert_gradients(make.end(make("Loss", make("Add", a, make("Sign", b)), target, N=3)))
+
+
+def test_a_callee_through_which_no_gradient_flows_at_all():
+    inner, make = Maker("steps"), Maker("top")
+    x, w = inner.data("x", 3, 4), inner.parameter("w", 4, 4)
+    inner.set_outputs([inner("Sign", inner("MatMul", x, w))])
+    x, target = make.data("x", 3, 4), make.data("target", 3, 4)
+    v, w = make.parameter("v", 4, 4), make.parameter("w", 4, 4)
+    y = make("Add", make("MatMul", x, v), make.call(inner.finalize(), x, w))
+    joint = differentiate(make.end(make("Loss", y, target, N=3)))
+    assert [value.name for value in joint.outputs[1:]] == ["v.new"]
 
 
 # --- optimizers -----------------------------------------------------------------------------------

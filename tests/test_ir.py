@@ -428,7 +428,7 @@ def test_attributes_are_hashed_whatever_the_order_and_kind_of_what_was_given():
         first["axis"] = 2  # pyright: ignore[reportIndexIssue]
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False), (0.0, -0.0)])
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0, False)])
 def test_attributes_that_print_differently_differ(one, other):
     """Rules are cached by attributes: equal must mean the same to every rule."""
     assert Attributes({"a": one}) != Attributes({"a": other})

@@ -4,20 +4,22 @@ import importlib
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
 from distsim.executor import Simulator, infer_types
 from distsim.executor.cost_model import CostModel
 from distsim.ir import FunctionMaker, Topology
 from distsim.ir.type import Float, Tensor
 from distsim.transforms import parallel_transform_3d, steady_state_transform
-from experiments import common
-from experiments.distir_agreement import compare
-from experiments.notebook_cells import cells, run_cells
 
 ROOT = Path(__file__).parents[1]
+with pytest.MonkeyPatch.context() as patch:
+    # The experiments are scripts: each finds the others next to itself.
+    patch.syspath_prepend(str(ROOT / "experiments"))
+    common, distir_agreement, notebook_cells = map(
+        importlib.import_module, ("common", "distir_agreement", "notebook_cells")
+    )
+cells, run_cells = notebook_cells.cells, notebook_cells.run_cells
 # The notebook itself, where a copy lies next to the repository.
 NOTEBOOKS = sorted(ROOT.parent.glob("shared/seeds/001*"))
 
@@ -39,7 +41,7 @@ def test_names_that_the_notebook_imports(module, names):
 
 
 def perceptron(layers, width, batch, device):
-    """Forward, loss and backward as the notebook writes them: weights interleave with nothing, no optimizer."""
+    """Forward, loss and backward in the order in which the notebook adds them; no optimizer."""
     maker = FunctionMaker(name="mlp")
     x = maker.add_input_value("x", Tensor(dtype=Float(), shape=(batch, width), device=device))
     z = maker.add_input_value("z", Tensor(dtype=Float(), shape=(batch, width), device=device))
@@ -99,25 +101,27 @@ def distributed(dp, hp, pp, microbatches, layers=4, width=64, batch=32):
 
 
 @pytest.mark.parametrize(
-    ("degrees", "expected"),
+    ("degrees", "sends", "collectives"),
     [
-        ((1, 1, 1, 1), set()),
-        ((4, 1, 1, 1), {"MPIAllreduce"}),
-        ((1, 4, 1, 1), {"MPIAllreduce"}),
-        ((1, 1, 4, 2), {"Send"}),
-        ((2, 2, 2, 4), {"MPIAllreduce", "Send"}),
+        ((1, 1, 1, 1), False, False),
+        ((4, 1, 1, 1), False, True),
+        ((1, 4, 1, 1), False, True),
+        ((1, 1, 4, 2), True, False),
+        ((2, 2, 2, 4), True, True),
     ],
 )
-def test_the_inputs_device_stays_out_of_a_steady_step(degrees, expected):
+def test_the_inputs_device_stays_out_of_a_steady_step(degrees, sends, collectives):
     devices, simulation = distributed(*degrees)
-    workers = devices[1:]
-    assert list(simulation.timestamps) == workers
+    assert list(simulation.timestamps) == devices[1:]
     assert max(simulation.timestamps.values()) == simulation.step_time > 0
-    moving = {e["name"] for e in simulation.trace if e["name"] == "Send" or "MPI" in e["name"]}
-    assert moving == expected
-    assert all(e["dur"] > 0 for e in simulation.trace if e["name"] in expected)
+    names = {event["name"] for event in simulation.trace}
+    assert ("Send" in names) == sends
+    # The grid's gradients and horizontal sums are all-reduced; nothing is left to bring from the holder.
+    assert ("MPIAllreduce" in names) == collectives == any("MPI" in name for name in names)
+    assert not names & {"MPIBroadcast", "MPIScatter"}
+    assert all(event["dur"] > 0 for event in simulation.trace if event["name"] in ("Send", "MPIAllreduce"))
     share = common.communication_share(simulation)
-    assert (0 < share < 1) if expected else share == 0
+    assert 0 < share < 1 if sends or collectives else share == 0
 
 
 def test_the_grid_is_the_notebooks():
@@ -128,7 +132,7 @@ def test_the_grid_is_the_notebooks():
     limits = {1: 32, 2: 32, 4: 16, 8: 16}
     assert {dp: max(g.microbatches for g in grid if g.dp == dp) for dp in limits} == limits
     assert [g for g in grid if g.pp == 1] == [common.Layout(d, 16 // d, 1, 1) for d in (1, 2, 4, 8, 16)]
-    assert len(common.layouts(16, 4, 8192)) == 52 - 5 * (1 + 2) - 5 * 1  # no pipelines of 8 and 16 stages
+    assert len(common.layouts(16, 4, 8192)) == 52 - 5 * 3  # without 1,1,16; 1,2,8 and 2,1,8
 
 
 SMALLER = [
@@ -153,7 +157,9 @@ def test_the_notebook_itself_runs_with_fewer_layers_and_devices():
         code = [cell for cell, _ in changed]
     done = run_cells(code)
     assert done.configurations == len(common.layouts(16, 4, 8192))
-    assert all(x > 0 for by_dp in done.variables["results"].values() for k in by_dp.values() for x in k.values())
+    assert all(
+        x > 0 for by_dp in done.variables["results"].values() for k in by_dp.values() for x in k.values()
+    )
     assert set(done.figures) == {
         "grid_search.pdf",
         "simulator_scaling.pdf",
@@ -171,10 +177,8 @@ def test_cells_are_cut_at_headings_and_lose_their_magics():
 
 
 def test_step_times_agree_with_distirs():
-    """25 of the 52 layouts, all that were measured, at full size; DistIR's cost rules, nothing overlaps."""
-    rows = compare(common.read_csv(common.DATA / "distir_grid.csv"))
-    assert len(rows) == 25
-    far = {str(row): row["ratio"] for row in rows if abs(row["ratio"] - 1) > 0.05}
-    assert far == {}
-    ours, theirs = np.array([[row["throughput"], row["distir_throughput"]] for row in rows]).T
-    assert spearmanr(ours, theirs).statistic >= 0.98
+    """26 of the 52 layouts, all that were measured, at full size; DistIR's cost rules, nothing overlaps."""
+    rows = distir_agreement.compare(common.read_csv(common.DATA / "distir_grid.csv"))
+    assert len(rows) == 26
+    assert {str(row): row["ratio"] for row in rows if distir_agreement.error(row) > 0.05} == {}
+    assert distir_agreement.rank_correlation(rows) >= 0.98

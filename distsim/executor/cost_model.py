@@ -49,8 +49,7 @@ class RooflineRules:
         peak = device.peak(element_type(signature)) if demand.matrix else device.throughput
         flops = demand.flops / (peak * device.flops_efficiency)
         moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * device.bytes_efficiency)
-        # Not max(): it would let a NaN pass in one of the two places.
-        return device.kernel_launch_overhead + (flops if not flops <= moved else moved)
+        return device.kernel_launch_overhead + max(flops, moved)
 
     def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
         """Seconds by the cheapest algorithm for the group."""
@@ -168,6 +167,13 @@ class CostModel:
     def _demand(self, signature: Signature) -> Work:
         demand = work(signature)
         if demand is not None:
+            # Checked before the rules: a maximum would hide a negative or undefined part.
+            for part in (demand.flops, demand.bytes_read, demand.bytes_written):
+                if not (math.isfinite(part) and part >= 0):
+                    raise CostError(
+                        f"{_describe(signature)} has {demand}; its work rule must give finite figures, "
+                        "none negative"
+                    )
             return demand
         name = signature.op_type
         if self.strict:
@@ -220,9 +226,7 @@ def element_type(signature: Signature) -> str:
 
 def _checked(signature: Signature, cost: float) -> float:
     if not (math.isfinite(cost) and cost >= 0):
-        raise CostError(
-            f"{_describe(signature)} costs {cost} s; its work rule must be finite and not negative"
-        )
+        raise CostError(f"{_describe(signature)} costs {cost} s; a cost must be finite and not negative")
     return float(cost)
 
 

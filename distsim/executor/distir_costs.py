@@ -57,7 +57,7 @@ class DistIRRules:
 
     def _matmul(self, signature: Signature, device: Device) -> float:
         a, b = signature.inputs[:2]
-        flops = 2 * a.size * b.shape[-1]
+        flops = 2 * a.size * (b.shape[-1] if b.rank > 1 else 1)
         moved = (a.nbytes + b.nbytes) / device.dram_bandwidth
         return device.kernel_launch_overhead + moved + flops / device.throughput
 

@@ -9,8 +9,7 @@ the call), and its (net change, peak) composes: of two in order it is (n1 + n2, 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distsim.executor.classes import RankClasses, communicates, place_of, placement_classes
@@ -60,7 +59,7 @@ def peak_memory(function: Function) -> dict[Device, MemoryUse]:
         resident = value.role in _RESIDENT
         kind = _KIND_OF_ROLE[value.role]
         first.change(value, kind, +1, ())
-        arguments.append(_Argument(kind, dies=not resident and value not in function.outputs))
+        arguments.append(_Argument(kind, dies=not resident, same=len(arguments)))
     first.append(walk.use(function, tuple(arguments)).use, ())
     found: dict[Device, MemoryUse] = {}
     for rank_class, group in enumerate(classes.members):
@@ -73,10 +72,12 @@ def peak_memory(function: Function) -> dict[Device, MemoryUse]:
 
 @dataclass(frozen=True, slots=True)
 class _Argument:
-    """How an input of a callee is held: what kind of memory it is, and whether it dies in this call."""
+    """How an input is held: what kind of memory it is, whether it dies in this call, and which input is
+    the first in the same memory (itself, as a rule)."""
 
     kind: int
     dies: bool
+    same: int
 
 
 class _Use:
@@ -151,13 +152,15 @@ class _Walk:
 
     def __init__(self, classes: RankClasses) -> None:
         self.classes = classes
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[tuple[int, tuple[int, ...]], _Plan] = {}
         self._summaries: dict[tuple[int, tuple[_Argument, ...]], _Summary] = {}
 
-    def plan(self, function: Function) -> _Plan:
-        found = self._plans.get(id(function))
+    def plan(self, function: Function, same: tuple[int, ...]) -> _Plan:
+        """Return the plan of a function whose input i is in the memory of its input ``same[i]``."""
+        key = (id(function), same)
+        found = self._plans.get(key)
         if found is None:
-            found = self._plans[id(function)] = _Planner(function, self).plan()
+            found = self._plans[key] = _Planner(function, self, same).plan()
         return found
 
     def use(self, function: Function, arguments: tuple[_Argument, ...]) -> _Summary:
@@ -168,7 +171,7 @@ class _Walk:
         return found
 
     def _walk(self, function: Function, arguments: tuple[_Argument, ...]) -> _Summary:
-        plan = self.plan(function)
+        plan = self.plan(function, tuple([argument.same for argument in arguments]))
         use = _Use(self.classes)
         given = dict(zip(function.inputs, arguments, strict=True))
         kinds = {value: argument.kind for value, argument in given.items()}
@@ -194,19 +197,20 @@ class _Walk:
         self, op: Op, plan: _Plan, kinds: dict[Value, int], free: list[Value], use: _Use
     ) -> list[Value]:
         """Run a call; return what is left to free after it."""
-        callee = self.plan(op.callee)
         homes = [plan.home[value] for value in op.inputs]
+        same = _first_places(homes)
+        callee = self.plan(op.callee, same)
         copies: dict[int, Value] = {}  # arguments that the callee overwrites, but that are read later
         for value, source in zip(op.outputs, callee.sources, strict=True):
             if source is not None and plan.home[value] is value:
                 copies[source] = value
                 kinds[value] = kinds[homes[source]]
                 use.change(value, kinds[value], +1, (op,))
-        ends, times = set(free), Counter(homes)
+        ends = set(free)
         arguments = tuple(
             [
-                _Argument(kinds[home], dies=home in ends and times[home] == 1 and i not in copies)
-                for i, home in enumerate(homes)
+                _Argument(kinds[home], dies=home in ends and i not in copies, same=i)
+                for i, home in zip(same, homes, strict=True)
             ]
         )
         summary = self.use(op.callee, arguments)
@@ -218,6 +222,12 @@ class _Walk:
         return [value for value in free if value not in gone]
 
 
+def _first_places(homes: Sequence[Value]) -> tuple[int, ...]:
+    """Return for each place the first one with the same value."""
+    first: dict[Value, int] = {}
+    return tuple([first.setdefault(home, place) for place, home in enumerate(homes)])
+
+
 def _kind_of_results(op: Op) -> int:
     if op.op_type == "Constant":
         return _KIND_OF_ROLE[Role.CONSTANT]
@@ -227,9 +237,10 @@ def _kind_of_results(op: Op) -> int:
 class _Planner:
     """Makes the plan of one function."""
 
-    def __init__(self, function: Function, walk: _Walk) -> None:
+    def __init__(self, function: Function, walk: _Walk, same: tuple[int, ...]) -> None:
         self.function = function
         self.walk = walk
+        self.same = same
         self.home: dict[Value, Value] = {}
         self.until: dict[Value, int] = {}  # home -> the last op that reads what it holds so far
         self.overwritten: set[Value] = set()
@@ -240,8 +251,8 @@ class _Planner:
 
     def plan(self) -> _Plan:
         function = self.function
-        for value in function.inputs:
-            self._put(value, value, -1)
+        for value, first in zip(function.inputs, self.same, strict=True):
+            self._put(value, function.inputs[first], -1)
         for number, op in enumerate(function.ops):
             for index, value in enumerate(op.outputs):
                 shared = self._shared_with(op, index, number)
@@ -256,7 +267,7 @@ class _Planner:
         return _Plan(
             self.home,
             tuple(map(tuple, dying)),
-            tuple([value for value in function.inputs if self.until[value] < 0]),
+            tuple([owner for owner, number in self.until.items() if number < 0]),
             tuple([number_of.get(owner) for owner in homes]),
             tuple([homes.index(owner) if owner in homes[:i] else None for i, owner in enumerate(homes)]),
             frozenset([number_of[value] for value in self.overwritten if value in number_of]),
@@ -269,7 +280,7 @@ class _Planner:
     def _shared_with(self, op: Op, index: int, number: int) -> Value | None:
         """Return the value whose memory an output takes over, or shows under another shape."""
         if op.op_type == "Call":
-            callee = self.walk.plan(op.callee)
+            callee = self.walk.plan(op.callee, _first_places([self.home[value] for value in op.inputs]))
             source, twin = callee.sources[index], callee.twins[index]
             if source is None:
                 return None if twin is None else op.outputs[twin]

@@ -17,12 +17,13 @@ from distsim.ops import compute
 from distsim.ops.operator import Array
 
 FOLD_ELEMENTS = 2**16
-"""Constants up to this size are computed at import; larger ones are computed when the model runs."""
+"""Constants up to this size are read from the file and written into the function."""
 
-ELEMENTWISE_ELEMENTS = 2**22
-"""The same for element-wise ops, which NumPy does fast: a mask of 2048 by 2048 positions."""
+COMPUTED_ELEMENTS = 2**24
+"""Constants up to this size are computed at import; larger ones are computed when the model runs. The
+mask arithmetic of an export touches a few times batch x positions elements: 2,048 x 2,048 is 2**22."""
 
-TOTAL_ELEMENTS = 2**26
+TOTAL_ELEMENTS = 2**28
 """All constants of one import together; beyond, only those of a few elements are computed."""
 
 _ELEMENTWISE = frozenset(
@@ -69,7 +70,7 @@ class Folder:
             size = math.prod(
                 np.broadcast_shapes(*[array.shape for array in known], _static_shape(attributes))
             )
-            if not self._affords(size, ELEMENTWISE_ELEMENTS):
+            if not self._affords(size):
                 return None
             result = self._compute(op_type, attributes, version, known, count)[0]
             return [np.broadcast_to(result.astype(made[0].dtype.np, copy=False), made[0].shape)]
@@ -81,9 +82,8 @@ class Folder:
                 raise ImportModelError(f"computes to shape {list(result.shape)}, its type is {type_}")
         return [r.astype(t.dtype.np, copy=False) for t, r in zip(made, results, strict=False)]
 
-    def _affords(self, size: int, limit: int | None = None) -> bool:
-        limit = FOLD_ELEMENTS if limit is None else limit
-        if size > limit or (size > self._left and size > 64):
+    def _affords(self, size: int) -> bool:
+        if size > COMPUTED_ELEMENTS or (size > self._left and size > 64):
             return False
         self._left -= size
         return True
@@ -160,7 +160,7 @@ def _shortened(array: Array, axes: Sequence[int]) -> Array:
 def _repeats(array: Array, k: int) -> bool:
     if array.shape[-k] <= 1 or array.strides[-k] == 0:
         return True
-    if array.size > ELEMENTWISE_ELEMENTS:
+    if array.size > COMPUTED_ELEMENTS:
         return False
     first = array[tuple(slice(0, 1) if axis == array.ndim - k else slice(None) for axis in range(array.ndim))]
     return bool((array == first).all())

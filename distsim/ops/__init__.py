@@ -3,6 +3,7 @@
 from distsim.ops import (
     accumulate,
     broadcast,
+    channel_norms,
     choice,
     communication,
     constants,
@@ -15,12 +16,14 @@ from distsim.ops import (
     indexing,
     matmul,
     movement,
+    normalization,
     pool,
     reduction,
     resize,
     scattering,
     selection,
     shape,
+    softmax,
     training,
 )
 from distsim.ops.onnx_bridge import OPSET

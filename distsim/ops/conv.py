@@ -146,13 +146,12 @@ def _conv_rule(signature: Signature) -> ShardingRule:
         weight = (None, None)
     rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
     labels = {"X": ("n", source, *rest), "W": (*weight, *rest), "B": (target,)}
-    has_bias = "B" in index or "B" in signature.attributes
-    if has_bias and group == 1:  # the bias is added once, so the sum over ci cannot be left open
-        labels["X"], labels["W"] = ("n", None, *rest), (weight[0], None, *rest)
     localize = fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
-    linear = () if has_bias else tuple((index[name],) for name in ("X", "W") if name in index)
+    added = (index["B"],) if "B" in index else ()
+    fixed = "B" in signature.attributes
+    linear = () if fixed else tuple((index[name], *added) for name in ("X", "W") if name in index)
     inputs = tuple(labels[name] for name in index)
-    return ShardingRule(inputs, (("n", target, *rest),), linear, localize=localize)
+    return ShardingRule(inputs, (("n", target, *rest),), linear, addends=added, localize=localize)
 
 
 def _conv_gradient(ctx: GradientContext) -> Sequence[Value | None]:

@@ -67,8 +67,8 @@ def _gemm_sharding(signature: Signature) -> ShardingRule:
     out: Dims = ("m", "n")
     bias: Dims = ()
     if "C" in shapes:
-        # Ranks that divide k would each add the whole bias: k stays whole.
-        a, b = unlabel(a, ("k",)), unlabel(b, ("k",))
+        if "C" in signature.attributes:  # ranks that divide k would each add the whole bias
+            a, b = unlabel(a, ("k",)), unlabel(b, ("k",))
         lead = 2 - len(shapes["C"])
         whole = signature.outputs[0].shape
         bias = tuple(out[lead + i] if n == whole[lead + i] else None for i, n in enumerate(shapes["C"]))
@@ -81,7 +81,7 @@ def _gemm_sharding(signature: Signature) -> ShardingRule:
     inputs = tuple(labels[name] for name in index)
     added = (index["C"],) if "C" in index else ()
     linear = () if "C" in signature.attributes else tuple((index[n], *added) for n in ("A", "B") if n in index)
-    return ShardingRule(inputs, (labels["Y"],), linear)
+    return ShardingRule(inputs, (labels["Y"],), linear, addends=added)
 
 
 def _product(

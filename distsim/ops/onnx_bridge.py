@@ -65,7 +65,7 @@ def onnx_types(
             f"operator {op_type!r} is neither ONNX's (opset {version or OPSET}) nor distsim's; register "
             "it in distsim.ops or check the spelling"
         )
-    device = common_device(op_type, inputs)
+    device = common_device(op_type, inputs) or attributes.get("device")
     node, static = _node(schema, op_type, attributes, len(inputs), inputs[0].dtype if inputs else None)
     names = [name for name in node.input if name]
     given = dict(zip([n for n in names if n not in static], inputs, strict=True))

@@ -95,13 +95,16 @@ class ShardingRule:
     set are partial and the others are not, the outputs are partial. ``Add`` has ``((0, 1),)``,
     ``Mul`` has ``((0,), (1,))``. Every output must be linear in the set.
     ``mean`` names factors over which the op averages: each rank's result is divided by the number of
-    ranks to make it partial. ``localize`` rewrites the attributes for the local shapes.
+    ranks to make it partial. ``addends`` are inputs that are added to the result (the bias of a
+    ``Gemm``): where dividing a factor makes the outputs partial, they have to be partial as well.
+    ``localize`` rewrites the attributes for the local shapes.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
     linear: tuple[tuple[int, ...], ...] = ()
     mean: tuple[str, ...] = ()
+    addends: tuple[int, ...] = ()
     localize: Callable[[Attributes, tuple[tuple[int, ...], ...]], Attributes] | None = None
     """(attributes, local output shapes) -> local attributes."""
 

@@ -57,6 +57,8 @@ class Axis:
     given: Mapping[Value, State]
     outer_sums: bool = False
     """Partial sums should leave a callee untaken (those over microbatches)."""
+    repeats: Mapping[Value, float] | None = None
+    """How often a value is moved: in parts of the batch it is once in all, a weight every time anew."""
 
 
 def decide(function: Function, axis: Axis) -> Decision:
@@ -70,7 +72,7 @@ class _Chooser:
         self.functions = (*callees(function), function)
         self.times = _times_called(function)
         self.problem = Problem()
-        self.pieces = _pieces(self.functions)
+        self.pieces = pieces_of(self.functions)
         self.options: dict[Op, tuple[Strategy, ...]] = {}
         self.op_variable: dict[Op, int] = {}
         self.domains: dict[Value, tuple[State, ...]] = {}
@@ -152,12 +154,13 @@ class _Chooser:
         costs = [times * (whole / ranks if s.factor is not None else whole) for s in options]
         variable = self.problem.variable(costs)
         self.op_variable[op] = variable
-        scale = times / self.bytes
         for index, value in enumerate(op.outputs):
+            scale = times * self._repeats(value) / self.bytes
             raw = tuple(s.outputs[index] for s in options)
             moves = _moves(_tensor(value), raw, self.domains[value], ranks) * scale
             self._pair(variable, value, moves * self._dearer(op, raw))
         for index, value in enumerate(op.inputs):
+            scale = times * self._repeats(value) / self.bytes
             asked, states = tuple(s.inputs[index] for s in options), self.domains[value]
             table = _moves(_tensor(value), states, asked, ranks) * (scale * (1 + READER_WEIGHT))
             self._pair(variable, value, (table * self._dearer(op, states)).T)
@@ -167,12 +170,16 @@ class _Chooser:
         return np.array([[INNER_SUM if inner and s is PARTIAL else 1.0] for s in sources])
 
     def _add_call(self, op: Op, times: int) -> None:
-        scale, ranks = times / self.bytes, self.axis.ranks
+        ranks = self.axis.ranks
         sources = (*op.inputs, *op.callee.outputs)
         targets = (*op.callee.inputs, *op.outputs)
         for source, target in zip(sources, targets, strict=True):
+            scale = times * self._repeats(source) / self.bytes
             table = _moves(_tensor(source), self.domains[source], self.domains[target], ranks) * scale
             self._pair(self.value_variable[source], target, table)
+
+    def _repeats(self, value: Value) -> float:
+        return 1.0 if self.axis.repeats is None else self.axis.repeats.get(value, 1.0)
 
     def _pair(self, variable: int, value: Value, table: Table) -> None:
         self.problem.pair(variable, self.value_variable[value], table)
@@ -211,7 +218,8 @@ class _Chooser:
                     inputs, outputs = list(chosen[op].inputs), list(chosen[op].outputs)
                 moves |= {(v, s, states[v]): None for v, s in zip(op.outputs, outputs, strict=True)}
                 moves |= {(v, states[v], s): None for v, s in zip(op.inputs, inputs, strict=True)}
-            sent = sum(moved_bytes(_tensor(v), s, t, self.axis.ranks) for v, s, t in moves)
+            ranks = self.axis.ranks
+            sent = sum(self._repeats(v) * moved_bytes(_tensor(v), s, t, ranks) for v, s, t in moves)
             moved += self.times[id(function)] * sent
         return moved
 
@@ -222,8 +230,8 @@ def _moves(tensor: Tensor, sources: tuple[State, ...], targets: tuple[State, ...
     ranks = max(ranks, 2)
     table = np.array([[moved_bytes(tensor, s, t, ranks) for t in targets] for s in sources])
     table = np.where(table > 0, table + START_BYTES, table)
-    own_part = np.array([[s is REPLICATED and t.sharded for t in targets] for s in sources])
-    return np.where(own_part, TOUCH_WEIGHT * 2 * tensor.nbytes / ranks, table)  # a copy on the device
+    own_part = np.array([[s is REPLICATED and t is not s for t in targets] for s in sources])
+    return np.where(own_part, TOUCH_WEIGHT * 2 * tensor.nbytes, table)  # a copy on the device
 
 
 def _times_called(function: Function) -> dict[int, int]:
@@ -235,7 +243,8 @@ def _times_called(function: Function) -> dict[int, int]:
     return times
 
 
-def _pieces(functions: tuple[Function, ...]) -> dict[int, tuple[tuple[int, ...], ...]]:
+def pieces_of(functions: tuple[Function, ...]) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Return, by size of a dimension, the pieces that some op makes of such a dimension."""
     found: dict[int, dict[tuple[int, ...], None]] = {}
     for op in (op for f in functions for op in f.ops if op.op_type != "Call"):
         rule = rule_of(signature_of(op))

@@ -76,13 +76,14 @@ def moved_bytes(tensor: Tensor, source: State, target: State, ranks: int) -> flo
 
     Ring algorithms (Patarasuk and Yuan 2009): an all-reduce moves 2 (n-1)/n of the size, a
     reduce-scatter or an all-gather (n-1)/n, an all-to-all (n-1)/n of a rank's part. Taking the own
-    part of what is replicated moves nothing. Nothing becomes partial.
+    part of what is replicated moves nothing, nor does making it partial (each rank keeps an equal
+    share of its numbers). What is sharded does not become partial.
     """
     if source == target:
         return 0.0
     share = (ranks - 1) / ranks * tensor.nbytes
     if target.kind == "P":
-        return FORBIDDEN
+        return 0.0 if source.kind == "R" else FORBIDDEN
     if source.kind == "P":
         return share if target.sharded else 2 * share
     if source.kind == "R":

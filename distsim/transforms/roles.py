@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Tensor, Value
 from distsim.ops import signature_of
+from distsim.ops.operator import Dim, labels_of
 from distsim.ops.training import LOSSES
-from distsim.ops.operator import Dim, factors_of, labels_of
 from distsim.transforms.strategies import rule_of
 
-Marks = dict[Value, frozenset[int]]
+Parts = tuple[int, ...] | None
+"""How a dimension is divided: as a whole, or each of these pieces."""
+
+Mark = tuple[int, Parts]
+Marks = dict[Value, frozenset[Mark]]
 """The marked dimensions of values; a value that is absent has none."""
+
+WHOLE_BATCH: frozenset[Mark] = frozenset({(0, None)})
 
 
 def roles(function: Function) -> dict[Value, Role]:
@@ -27,7 +33,7 @@ def roles(function: Function) -> dict[Value, Role]:
     seeds: Marks = {}
     for op in function.ops:
         if op.op_type in LOSSES:
-            seeds |= {value: frozenset((0,)) for value in op.inputs}
+            seeds |= dict.fromkeys(op.inputs, WHOLE_BATCH)
     if not seeds:
         raise PlanError(
             f"{function.name}: no input is marked as a parameter and there is no loss to tell which "
@@ -50,11 +56,10 @@ def batch_inputs(function: Function, known: Mapping[Value, Role]) -> tuple[Value
     return found
 
 
-def propagate(function: Function, seeds: Marks, pieces: bool = False) -> Marks:
+def propagate(function: Function, seeds: Marks) -> Marks:
     """Return the marks that follow forward from ``seeds``, in ``function`` and in its callees.
 
     A dimension of an output is marked when a factor of it labels a marked dimension of an input.
-    ``pieces``: also by labels of pieces; without it a mark stands for whole, contiguous division.
     """
     marks = dict(seeds)
 
@@ -66,7 +71,7 @@ def propagate(function: Function, seeds: Marks, pieces: bool = False) -> Marks:
                 for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
                     _mark(marks, outer, marks.get(inner, frozenset()))
             else:
-                _mark_op(op, marks, pieces)
+                _mark_op(op, marks)
 
     visit(function)
     return marks
@@ -77,57 +82,64 @@ def propagate_back(function: Function, seeds: Marks) -> Marks:
     marks = dict(seeds)
     for op in reversed(function.ops):
         rule = None if op.op_type == "Call" else rule_of(signature_of(op))
-        if rule is None:
-            continue
-        labels = {
-            label
-            for i, v in enumerate(op.outputs)
-            for dim in marks.get(v, ())
-            for label in _labels(rule.outputs[i][dim], pieces=False)
-        }
-        for value, dims in zip(op.inputs, rule.inputs, strict=True):
-            found = (i for i, dim in enumerate(dims) if labels.intersection(_labels(dim, pieces=False)))
-            _mark(marks, value, frozenset(found))
+        if rule is not None:
+            found = _factors(op.outputs, rule.outputs, marks)
+            for value, dims in zip(op.inputs, rule.inputs, strict=True):
+                _mark(marks, value, _labelled(dims, found))
     return marks
 
 
-def marked(op: Op, marks: Marks, pieces: bool = False) -> Callable[[str], bool]:
-    """Return the test whether a factor of ``op`` labels a marked dimension of an input."""
+def marked(op: Op, marks: Marks) -> Callable[[str, Parts], bool]:
+    """Return the test whether a factor of ``op``, divided so, labels a marked dimension of an input."""
     rule = rule_of(signature_of(op))
-    labels: set[str] = set()
-    if rule is not None:
-        for value, dims in zip(op.inputs, rule.inputs, strict=True):
-            labels.update(name for i in marks.get(value, ()) for name in _labels(dims[i], pieces))
-    return lambda factor: factor in labels
+    found = frozenset[tuple[str, Parts]]() if rule is None else _factors(op.inputs, rule.inputs, marks)
+    return lambda factor, pieces: (factor, pieces) in found
+
+
+def _factors(
+    values: Sequence[Value], groups: Sequence[tuple[Dim, ...]], marks: Marks
+) -> frozenset[tuple[str, Parts]]:
+    """Return the factors that label marked dimensions, and how they are divided."""
+    found: set[tuple[str, Parts]] = set()
+    for value, dims in zip(values, groups, strict=True):
+        for index, pieces in marks.get(value, ()):
+            for label in labels_of(dims[index]):
+                if isinstance(label, str):
+                    found.add((label, pieces))
+                elif label.sizes == pieces:
+                    found.add((label.factor, None))
+    return frozenset(found)
+
+
+def _labelled(dims: tuple[Dim, ...], found: frozenset[tuple[str, Parts]]) -> frozenset[Mark]:
+    marks: set[Mark] = set()
+    for index, dim in enumerate(dims):
+        for label in labels_of(dim):
+            if isinstance(label, str):
+                marks.update((index, pieces) for factor, pieces in found if factor == label)
+            elif (label.factor, None) in found:
+                marks.add((index, label.sizes))
+    return frozenset(marks)
 
 
 def _pass_down(op: Op, marks: Marks) -> bool:
     changed = False
     for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
         before = marks.get(inner)
-        _mark(marks, inner, marks.get(outer, frozenset()))
-        if before is None:
-            marks.setdefault(inner, frozenset())
-        changed |= before is None or before != marks[inner]
+        marks[inner] = (before or frozenset()) | marks.get(outer, frozenset())
+        changed |= before != marks[inner]
     return changed or not op.callee.inputs
 
 
-def _labels(dim: Dim, pieces: bool) -> tuple[str, ...]:
-    return factors_of(dim) if pieces else tuple(n for n in labels_of(dim) if isinstance(n, str))
-
-
-def _mark_op(op: Op, marks: Marks, pieces: bool) -> None:
+def _mark_op(op: Op, marks: Marks) -> None:
     rule = rule_of(signature_of(op))
-    if rule is None:
-        return
-    test = marked(op, marks, pieces)
-    for value, dims in zip(op.outputs, rule.outputs, strict=True):
-        _mark(
-            marks, value, frozenset(i for i, dim in enumerate(dims) if any(map(test, _labels(dim, pieces))))
-        )
+    if rule is not None:
+        found = _factors(op.inputs, rule.inputs, marks)
+        for value, dims in zip(op.outputs, rule.outputs, strict=True):
+            _mark(marks, value, _labelled(dims, found))
 
 
-def _mark(marks: Marks, value: Value, dims: frozenset[int]) -> None:
+def _mark(marks: Marks, value: Value, dims: frozenset[Mark]) -> None:
     if dims:
         marks[value] = marks.get(value, frozenset()) | dims
 

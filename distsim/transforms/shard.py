@@ -8,15 +8,15 @@ the fewest bytes; the column-then-row pattern of Megatron-LM (Shoeybi et al. 201
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from distsim.errors import PlanError
-from distsim.ir import Function, FunctionMaker, Literal, Mesh, Op, Role, Tensor, Value
+from distsim.ir import Function, FunctionMaker, Literal, Mesh, Op, Role, Tensor, Value, callees
 from distsim.ops import signature_of
-from distsim.transforms.decide import Axis, Decision, decide
+from distsim.transforms.decide import Axis, Decision, decide, pieces_of
 from distsim.transforms.placement import (
     PARTIAL,
     REPLICATED,
@@ -26,7 +26,7 @@ from distsim.transforms.placement import (
     local_shape,
     sharded,
 )
-from distsim.transforms.roles import Marks, batch_inputs, marked, propagate, roles
+from distsim.transforms.roles import WHOLE_BATCH, Marks, batch_inputs, marked, propagate, roles
 from distsim.transforms.strategies import Allowed, Strategy, rule_of
 
 
@@ -67,9 +67,9 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1) -> Sharded:
     dp, tp = mesh.axis_size("dp"), mesh.axis_size("tp")
     data = batch_inputs(function, known)
     _check_batch(function, data, dp, microbatches)
-    batch_marks = propagate(function, {value: frozenset((0,)) for value in data})
+    batch_marks = propagate(function, dict.fromkeys(data, WHOLE_BATCH))
     batch = decide(function, _batch_axis(function, data, batch_marks, dp * microbatches))
-    tensor = _tensor_decision(function, known, batch_marks, tp, dp * microbatches)
+    tensor = _tensor_decision(function, known, batch_marks, mesh, microbatches, batch)
     return _Lowering(function, mesh, microbatches, known, batch, tensor).result()
 
 
@@ -93,38 +93,68 @@ def _divisors(n: int) -> str:
 
 def _batch_axis(function: Function, data: tuple[Value, ...], marks: Marks, parts: int) -> Axis:
     given = dict.fromkeys(function.inputs, REPLICATED) | dict.fromkeys(data, sharded(0))
-    
+
     def allowed(op: Op) -> Allowed:
-        of_batch = marked(op, marks)
-        return lambda factor, pieces: pieces is None and of_batch(factor)
+        return marked(op, marks)
 
     return Axis(parts, allowed, given, outer_sums=True)
 
 
 def _tensor_decision(
-    function: Function, known: Mapping[Value, Role], batch: Marks, tp: int, parts: int
+    function: Function,
+    known: Mapping[Value, Role],
+    batch: Marks,
+    mesh: Mesh,
+    microbatches: int,
+    decided: Decision,
 ) -> Decision:
     """Tensor parallelism divides what derives from parameters and does not carry the batch."""
+    tp, dp = mesh.axis_size("tp"), mesh.axis_size("dp")
+    parts = dp * microbatches
     if tp == 1:
         return Decision({}, {}, 0.0, True)
+    pieces = pieces_of((*callees(function), function))
     seeds = {
-        value: frozenset(i for i, n in enumerate(_type(value).shape) if n > 1)
+        value: frozenset(
+            (i, part)
+            for i, n in enumerate(_type(value).shape)
+            for part in (None, *pieces.get(n, ()))
+            if n > 1
+        )
         for value in function.inputs
         if known[value] in (Role.PARAMETER, Role.STATE)
     }
-    marks = propagate(function, seeds, pieces=True)
+    marks = propagate(function, seeds)
 
     def allowed(op: Op) -> Allowed:
-        of_parameter, of_batch = marked(op, marks, pieces=True), marked(op, batch)
+        of_parameter, of_batch = marked(op, marks), marked(op, batch)
 
-        def test(factor: str, pieces: tuple[int, ...] | None) -> bool:
-            within = pieces is not None and len(pieces) % parts == 0  # below the batch in a merged dimension
-            return of_parameter(factor) and (within or not of_batch(factor))
+        def test(factor: str, part: tuple[int, ...] | None) -> bool:
+            below = part is not None and len(part) % parts == 0  # behind the batch in a merged dimension
+            return of_parameter(factor, part) and (below or not of_batch(factor, None))
 
         return test
 
     data = {v: REPLICATED for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT)}
-    return decide(function, Axis(tp, allowed, data))
+    return decide(function, Axis(tp, allowed, data, repeats=_repeats(function, decided, dp, microbatches)))
+
+
+def _repeats(function: Function, batch: Decision, dp: int, microbatches: int) -> dict[Value, float]:
+    """Return how often the whole of each value is moved in a step, over all dp ranks.
+
+    What is divided over the batch is moved once, a part at a time; a gradient once per rank, after it is
+    summed over microbatches; a weight once per rank and microbatch.
+    """
+    found: dict[Value, float] = {}
+    for current in (*callees(function), function):
+        raw: dict[Value, State] = {value: batch.state(value) for value in current.inputs}
+        for op in current.ops:
+            states = batch.strategies[op].outputs if op in batch.strategies else ()
+            raw.update(zip(op.outputs, states or map(batch.state, op.outputs), strict=True))
+        for value, state in raw.items():
+            once = 1.0 if state.sharded else float(dp)
+            found[value] = once * microbatches if state is REPLICATED else once
+    return found
 
 
 class _Lowering:
@@ -227,7 +257,7 @@ class _Body:
         rule = rule_of(signature_of(op))
         if rule is not None and rule.localize is not None:
             attributes = rule.localize(attributes, tuple(t.shape for t in expected))
-        if op.op_type == "Constant":
+        if not op.inputs:
             attributes = {**attributes, "device": lowering.mesh}
         names = [value.name for value in op.outputs]
         made = self.maker.add(op.op_type, inputs, attributes, (), names, op.version, op.name)
@@ -243,10 +273,7 @@ class _Body:
         """A mean over one rank's part is divided by the ranks, so that the parts sum to the mean."""
         ranks = self.lowering.parts if batch and batch.mean else 1
         ranks *= self.lowering.ranks if tp and tp.mean else 1
-        if ranks == 1:
-            return local
-        scale = Literal(np.asarray(1.0 / ranks, _type(local).dtype.np))
-        return self.maker.add("Mul", [local], {"B": scale}, output_names=[f"{local.name}.part"])[0]
+        return share(self.maker, local, ranks)
 
     def call(self, op: Op) -> None:
         lowering = self.lowering
@@ -261,9 +288,20 @@ class _Body:
             self.define(value, lowering.placement(inner), local)
 
 
+def share(maker: FunctionMaker, local: Value, ranks: int) -> Value:
+    """Divide a value by the number of ranks, so that over them it sums to what it was."""
+    if ranks == 1:
+        return local
+    scale = Literal(np.asarray(1.0 / ranks, _type(local).dtype.np))
+    return maker.add("Mul", [local], {"B": scale}, output_names=[f"{local.name}.share"])[0]
+
+
 def _move(body: _Body, value: Value, local: Value, source: Placement, target: Placement) -> Value:
     """Sum over microbatches first, so that what crosses the ranks does so once per step."""
     lowering = body.lowering
+    if target.batch is PARTIAL and source.batch is not PARTIAL:
+        local = share(body.maker, local, lowering.parts)
+        source = Placement(PARTIAL, source.tp)
     if source.batch != target.batch:
         local = _in_time(body, value, local, source.batch)
     within = [_within(state, source.batch, lowering.parts) for state in (source.tp, target.tp)]
@@ -310,6 +348,9 @@ def _collective(maker: FunctionMaker, local: Value, source: State, target: State
         attributes = {key: item for key, item in attributes.items() if item is not None}
         return maker.add(op_type, [value], {"axis": axis, **attributes}, output_names=[local.name])[0]
 
+    if target is PARTIAL:
+        ranks = _type(local).device
+        return share(maker, local, ranks.axis_size(axis) if isinstance(ranks, Mesh) else 1)
     if source is PARTIAL:
         if not target.sharded:
             return add("MPIAllreduce", local)

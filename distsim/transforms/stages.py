@@ -276,7 +276,7 @@ def _sink(
     for op in reversed(rest):
         if not op.inputs or not all(v in made_late for v in op.inputs):
             continue
-        users = [u for v in op.outputs for u in _users(v, readers)]
+        users = [u for v in op.outputs for u in _users(v, readers, step)]
         places = [_place(u, stage, step, homes, held) for u in users]
         known = [p for p in places if p is not None]
         target = max(known, default=stage[op])
@@ -289,14 +289,16 @@ def _sink(
         )
         if extra < sum(v.type.nbytes for v in op.outputs):
             stage[op] = target
+            sums = (u for v in op.outputs for u in readers.get(v, ()) if is_sum(u))
+            stage.update(dict.fromkeys(sums, target))
 
 
-def _users(value: Value, readers: Mapping[Value, list[Op]]) -> list[Op]:
-    """Return the ops that read a value, looking through the sum over microbatches and collectives."""
+def _users(value: Value, readers: Mapping[Value, list[Op]], step: frozenset[Op]) -> list[Op]:
+    """Return the ops that read a value, looking through its sum over microbatches and over ranks."""
     found: list[Op] = []
     for op in readers.get(value, ()):
-        through = is_sum(op) or operator(op.op_type).communication is not None
-        found.extend(_users(op.outputs[0], readers) if through else [op])
+        summed = is_sum(op) or (op in step and operator(op.op_type).communication is not None)
+        found.extend(_users(op.outputs[0], readers, step) if summed else [op])
     return found
 
 

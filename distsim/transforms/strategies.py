@@ -10,7 +10,6 @@ from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
 from distsim.ops.operator import Dim, factors_of, label_of
 from distsim.transforms.placement import PARTIAL, REPLICATED, State, divisible, sharded
 
-
 Allowed = Callable[[str, tuple[int, ...] | None], bool]
 """(factor, pieces): may this factor be divided, the whole dimension or each of its pieces?"""
 
@@ -50,8 +49,8 @@ def strategies(
 ) -> tuple[Strategy, ...]:
     """Return the ways to run an op on ``ranks`` ranks: replicated, by factor, and on partial sums.
 
-    ``allowed`` tells which factors may be divided, and into which pieces; ``pieces`` lists, by size of a dimension, the
-    pieces that some Split or Concat makes of such a dimension.
+    ``allowed`` tells which factors may be divided, and into which pieces; ``pieces`` lists, by size of
+    a dimension, the pieces that some op makes of such a dimension.
     """
     found = [replicated(signature)]
     rule = rule_of(signature)
@@ -82,9 +81,13 @@ def _by_factor(
     for choice in choices:
         if not allowed(factor, choice):
             continue
-        inputs = tuple(_state(group, factor, choice) for group in rule.inputs)
         outputs = tuple(_state(group, factor, choice) or PARTIAL for group in rule.outputs)
-        strategy = Strategy(tuple(s or REPLICATED for s in inputs), outputs, factor, factor in rule.mean)
+        addends = rule.addends if PARTIAL in outputs else ()
+        inputs = tuple(
+            _state(group, factor, choice) or (PARTIAL if i in addends else REPLICATED)
+            for i, group in enumerate(rule.inputs)
+        )
+        strategy = Strategy(inputs, outputs, factor, factor in rule.mean)
         if _fits(signature, strategy, ranks):
             yield strategy
 

@@ -1,0 +1,228 @@
+"""Softmax, LogSoftmax, and the losses of ONNX that are made of them.
+
+The classes are whole on every rank; the other dimensions may be divided. A mean over all positions
+divides by their number, which backward takes from the undivided op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.elementwise import grad_types
+from distsim.ops.normalization import norm_work
+from distsim.ops.operator import (
+    Array,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    common_device,
+    letters,
+    memory_bound,
+    register,
+)
+from distsim.ops.places import picked, shape_of
+
+Axes = tuple[int, ...]
+
+
+def softmax_axes(attributes: Mapping[str, Any], version: int | None, rank: int) -> Axes:
+    """Return the axes whose elements sum to one: before operator set 13, all from ``axis`` on.
+
+    >>> softmax_axes({"axis": 1}, None, 3), softmax_axes({"axis": 1}, 11, 3)
+    ((1,), (1, 2))
+    """
+    if version is None or version >= 13:
+        return (int(attributes.get("axis", -1)) % rank,)
+    return tuple(range(int(attributes.get("axis", 1)) % rank, rank))
+
+
+def _log_softmax(x: Array, axes: Axes) -> Array:
+    shifted = x - x.max(axis=axes, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=axes, keepdims=True))
+
+
+def _softmax(x: Array, axes: Axes) -> Array:
+    weights = np.exp(x - x.max(axis=axes, keepdims=True))
+    return weights / weights.sum(axis=axes, keepdims=True)
+
+
+def _softmax_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    y, dy = arrays
+    return [y * (dy - (dy * y).sum(axis=attributes["axes"], keepdims=True))]
+
+
+def _log_softmax_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    y, dy = arrays
+    return [dy - np.exp(y) * dy.sum(axis=attributes["axes"], keepdims=True)]
+
+
+def _whole(rank: int, axes: Axes) -> tuple[Dim, ...]:
+    return tuple(None if i in axes else dim for i, dim in enumerate(letters(rank)))
+
+
+def _softmax_sharding(signature: Signature) -> ShardingRule:
+    rank = signature.inputs[0].rank
+    dims = _whole(rank, softmax_axes(signature.attributes, signature.version, rank))
+    return ShardingRule((dims,), (dims,))
+
+
+def _softmax_grad_sharding(signature: Signature) -> ShardingRule:
+    dims = _whole(signature.inputs[0].rank, signature.attributes["axes"])
+    return ShardingRule((dims, dims), (dims,), ((1,),))
+
+
+def _register(name: str, function: Any, grad: Any) -> None:
+    grad_name = f"{name}Grad"
+
+    def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        x = arrays[0]
+        made = function(x, softmax_axes(attributes, None, x.ndim))
+        return [made.astype(x.dtype, copy=False)]
+
+    def gradient(ctx: GradientContext) -> Sequence[Value | None]:
+        rank = len(shape_of(ctx.inputs[0]))
+        axes = softmax_axes(ctx.attributes, ctx.op.version, rank)
+        return [ctx.add(grad_name, ctx.outputs[0], ctx.grad, axes=axes)]
+
+    register(
+        Operator(
+            name,
+            compute=compute,
+            # Maximum, subtract, exponential, sum, divide (or logarithm and subtract).
+            work=lambda s: memory_bound(s, 5.0),
+            gradient=gradient,
+            sharding=_softmax_sharding,
+        )
+    )
+    register(
+        Operator(
+            grad_name,
+            types=grad_types(grad_name),
+            compute=grad,
+            work=lambda s: memory_bound(s, 4.0),
+            sharding=_softmax_grad_sharding,
+        )
+    )
+
+
+_register("Softmax", _softmax, _softmax_grad)
+_register("LogSoftmax", _log_softmax, _log_softmax_grad)
+
+# --- SoftmaxCrossEntropyLoss(scores, labels, weights), NegativeLogLikelihoodLoss(input, target, weight)
+# scores [N, C, d...], labels [N, d...], weights [C]; reduction "none", "sum" or "mean". The gradient op
+# takes (scores, labels, [weights], dy) and the attribute count: how many labels the mean is over.
+
+
+def _reduction(attributes: Mapping[str, Any]) -> str:
+    return str(attributes.get("reduction", "mean"))
+
+
+def _uneven(attributes: Mapping[str, Any], weighted: bool) -> bool:
+    """Whether the mean divides by what the labels say."""
+    return _reduction(attributes) == "mean" and (weighted or "ignore_index" in attributes)
+
+
+def _label_weights(
+    attributes: Mapping[str, Any], labels: Array, weights: Array | None, classes: int, like: Array
+) -> tuple[Array, Array]:
+    """Return the weight of every position, and labels that are all classes."""
+    ignored = (
+        labels == attributes["ignore_index"] if "ignore_index" in attributes else np.zeros(labels.shape, bool)
+    )
+    valid = np.where(ignored, 0, labels)
+    weight = np.ones(classes, like.dtype) if weights is None else weights
+    return np.where(ignored, 0, weight[valid]).astype(like.dtype), valid
+
+
+def _losses(attributes: Attributes, logs: Array, labels: Array, weights: Array | None) -> Array:
+    weight, valid = _label_weights(attributes, labels, weights, logs.shape[1], logs)
+    losses = -np.take_along_axis(logs, valid[:, None], axis=1)[:, 0] * weight
+    if _reduction(attributes) == "none":
+        return losses
+    total = losses.sum()
+    return np.asarray(total if _reduction(attributes) == "sum" else total / weight.sum(), logs.dtype)
+
+
+def _loss_sharding(signature: Signature, grad: bool) -> ShardingRule:
+    """With an uneven mean the positions are whole; else the loss is a sum, or a mean, over them."""
+    scores = signature.inputs[0]
+    values = signature.inputs[:-1] if grad else signature.inputs
+    rows: tuple[Dim, ...] = letters(scores.rank - 1)
+    if _uneven(signature.attributes, len(values) > 2):
+        rows = (None,) * len(rows)
+    full = (rows[0], None, *rows[1:])
+    others = ((None,),) * (len(values) - 2)
+    loss = rows if _reduction(signature.attributes) == "none" else ()
+    if grad:
+        return ShardingRule((full, rows, *others, loss), (full,), ((len(values),),))
+    averaged = tuple(row for row in rows if isinstance(row, str))
+    mean = averaged if _reduction(signature.attributes) == "mean" else ()
+    return ShardingRule((full, rows, *others), (loss, full)[: len(signature.outputs)], (), mean)
+
+
+def _register_loss(name: str, from_scores: bool) -> None:
+    grad_name = f"{name}Grad"
+
+    def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        logs = _log_softmax(arrays[0], (1,)) if from_scores else arrays[0]
+        weights = arrays[2] if len(arrays) > 2 else None
+        made = [_losses(attributes, logs, arrays[1], weights), logs]
+        return made[: int(attributes.get("outputs", 1))]
+
+    def gradient(ctx: GradientContext) -> Sequence[Value | None]:
+        if any(grad is not None for grad in ctx.grads[1:]):
+            raise TypeRuleError(f"{name}: only the loss, not the log-probabilities, may influence the loss")
+        options = picked(ctx.attributes, "reduction", "ignore_index")
+        count = math.prod(shape_of(ctx.inputs[1]))
+        made = ctx.add(grad_name, *ctx.inputs, ctx.grad, count=count, **options)
+        return [made, *(None for _ in ctx.inputs[1:])]
+
+    def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if len(inputs) not in (3, 4):
+            raise TypeRuleError(f"{grad_name} takes scores, labels, maybe weights, and dy, not {inputs}")
+        return (inputs[0].on(common_device(grad_name, inputs)),)
+
+    def compute_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        scores, labels, *rest, dy = arrays
+        weight, valid = _label_weights(attributes, labels, rest[0] if rest else None, scores.shape[1], scores)
+        if _reduction(attributes) == "mean":
+            uneven = _uneven(attributes, bool(rest))
+            dy = dy / (weight.sum() if uneven else attributes["count"])
+        factor = (weight * dy)[:, None]
+        made = _softmax(scores, (1,)) * factor if from_scores else np.zeros(scores.shape, scores.dtype)
+        at = valid[:, None]
+        np.put_along_axis(made, at, np.take_along_axis(made, at, 1) - factor, 1)
+        return [made.astype(scores.dtype, copy=False)]
+
+    flops = 6.0 if from_scores else 1.0
+    register(
+        Operator(
+            name,
+            compute=compute,
+            work=lambda s: norm_work(s, flops),
+            gradient=gradient,
+            sharding=lambda s: _loss_sharding(s, grad=False),
+        )
+    )
+    register(
+        Operator(
+            grad_name,
+            types=types,
+            compute=compute_grad,
+            work=lambda s: memory_bound(s, flops),
+            sharding=lambda s: _loss_sharding(s, grad=True),
+        )
+    )
+
+
+_register_loss("SoftmaxCrossEntropyLoss", from_scores=True)
+_register_loss("NegativeLogLikelihoodLoss", from_scores=False)
