@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 from distsim.errors import DistsimError, PlanError
-from distsim.executor import CostModel, Simulation, Simulator
+from distsim.executor import CostModel, Simulation, Simulator, count_flops
 from distsim.hardware import describe, load_cluster, presets
 from distsim.ir import Function, cpprint, count_ops
 from distsim.ir.type import dtype_named
@@ -117,7 +117,7 @@ def _simulate(options: argparse.Namespace) -> None:
     )
     samples = _samples(function)
     title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
-    print(f"{title}\n\n{summarize(simulation, samples)}")
+    print(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
     _write(options, simulation, progress)
 
 

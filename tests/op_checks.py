@@ -274,8 +274,11 @@ def _fits(signature: Signature, rule: ShardingRule, factor: str) -> bool:
     return True
 
 
-def check_sharding(of: Sample) -> tuple[str, ...]:
-    """Dividing any one factor over two ranks gives the same result; return the factors that were divided."""
+def check_sharding(of: Sample, numbers: bool = True) -> tuple[str, ...]:
+    """Dividing any one factor over two ranks gives the same result; return the factors that were divided.
+
+    Without ``numbers`` only the shapes are compared.
+    """
     signature = of.signature
     rule = sharding_rule(signature)
     if rule is None:
@@ -297,7 +300,9 @@ def check_sharding(of: Sample) -> tuple[str, ...]:
         for index, dims in enumerate(rule.outputs):
             parts = [results[index] for results in ranks]
             joined = _join(parts, dims, factor, factor in rule.mean)
-            assert_close(joined, whole[index], f"{of}: output {index}, factor {factor}, rule {rule}")
+            assert joined.shape == whole[index].shape
+            if numbers:
+                assert_close(joined, whole[index], f"{of}: output {index}, factor {factor}, rule {rule}")
     return tuple(done)
 
 

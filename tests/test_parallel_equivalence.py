@@ -26,7 +26,7 @@ from training_models import (
 )
 
 from distsim.executor import SequentialExecutor
-from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, verify
+from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, pformat, verify
 from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import SCHEDULES, schedule
@@ -208,6 +208,16 @@ def test_parallelize_is_the_same_composition():
 # --- whatever comes -------------------------------------------------------------------------------
 
 
+class Sample:
+    """A random function and plan, printed so that a failure can be read."""
+
+    def __init__(self, joint: Function, plan: Plan) -> None:
+        self.joint, self.plan = joint, plan
+
+    def __repr__(self) -> str:
+        return f"{self.plan}\n{pformat(self.joint)}"
+
+
 @st.composite
 def random_plans(draw, batch: int, deepest: int) -> Plan:
     dp = draw(st.sampled_from([d for d in (1, 2, 3, 4) if batch % d == 0]))
@@ -235,14 +245,13 @@ def sized_cases(draw):
     else:
         joint = differentiate(tied(batch, 3, width, layers), optimizer)
     deepest = {"flat": 2 * layers + 1, "mlp": 2 * layers + 1, "gpt": 6, "tied": 4}[kind]
-    return joint, draw(random_plans(batch, min(deepest, 8)))
+    return Sample(joint, draw(random_plans(batch, min(deepest, 8))))
 
 
 @given(sized_cases(), st.integers(0, 3))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_models_of_any_size_under_any_plan(found, seed):
-    joint, plan = found
-    assert_plan(case_of(joint, seed), plan)
+    assert_plan(case_of(found.joint, seed), found.plan)
 
 
 UNARY = ("Relu", "Tanh", "Sigmoid", "Gelu", "Neg", "Exp")
@@ -290,16 +299,15 @@ def random_models(draw):
     last = make("Add", make("MatMul", pool[-1], weights[0]), pick())
     function = make.end(make("Loss", last, target, N=batch))
     joint = differentiate(function, draw(st.sampled_from([SGD(0.1), None])))
-    return joint, draw(random_plans(batch, 4))
+    return Sample(joint, draw(random_plans(batch, 4)))
 
 
 @given(random_models(), st.integers(0, 3))
 @settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 def test_random_graphs_under_any_plan(found, seed):
-    joint, plan = found
-    known = case_of(joint, seed)
+    known = case_of(found.joint, seed)
     assume(all(np.isfinite(array).all() for array in known.expected))
-    assert_plan(known, plan)
+    assert_plan(known, found.plan)
 
 
 # --- what needs the whole batch ---------------------------------------------------------------------

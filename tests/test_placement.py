@@ -81,8 +81,8 @@ def test_moved_bytes_are_those_of_the_ring_algorithms(source, target, ranks):
     def seconds(kind: str, nbytes: float) -> float:
         return collective_time(kind, nbytes, group, topology)
 
-    if source == target or (source is REPLICATED and target is not PARTIAL):
-        expected = 0.0
+    if source == target or source is REPLICATED:
+        expected = 0.0  # a rank takes its part, or an equal share of every number
     elif target is PARTIAL:
         expected = math.inf
     elif source is PARTIAL:
@@ -96,7 +96,8 @@ def test_moved_bytes_are_those_of_the_ring_algorithms(source, target, ranks):
 
 def test_moves_obey_the_triangle_inequality_up_to_the_all_gather():
     """No detour is cheaper than the direct move, so a value is brought to each state straight away."""
-    for a, b, c in itertools.product(STATES, repeat=3):
+    settled = [state for state in STATES if state is not PARTIAL]  # what is sharded does not become partial
+    for a, b, c in itertools.product(STATES, STATES, settled):
         direct = moved_bytes(TENSOR, a, c, 4)
         detour = moved_bytes(TENSOR, a, b, 4) + moved_bytes(TENSOR, b, c, 4)
         assert direct <= detour + 1e-9, f"{a} to {c} directly {direct}, by way of {b} {detour}"

@@ -1,6 +1,7 @@
 """The ways to execute a function: types, NumPy, and simulated time and memory."""
 
 from distsim.executor.cost_model import CostModel, UncostedOperatorWarning
+from distsim.executor.flops import count_flops
 from distsim.executor.infer import infer_types
 from distsim.executor.sequential import SequentialExecutor
 from distsim.executor.simulation import Shares, Simulation
@@ -13,5 +14,6 @@ __all__ = [
     "Simulation",
     "Simulator",
     "UncostedOperatorWarning",
+    "count_flops",
     "infer_types",
 ]

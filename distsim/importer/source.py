@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
-from typing import Any
+from typing import Any, cast
 
 from distsim.errors import ImportModelError
 from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
@@ -55,8 +55,7 @@ def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Seq
             )
         sizes = {**sizes, "batch": batch}
     options: dict[str, Any] = {**sizes, "parameters": tuple(parameters)}
-    function: Function = import_from_onnx(path, **options)
-    return function
+    return cast(Function, import_from_onnx(path, **options))
 
 
 def _build(name: str, options: str, batch: int | None) -> Function:

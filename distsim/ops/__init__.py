@@ -2,8 +2,8 @@
 
 from distsim.ops import (
     accumulate,
+    batch_norm,
     broadcast,
-    channel_norms,
     choice,
     communication,
     constants,
@@ -13,6 +13,7 @@ from distsim.ops import (
     einsum,
     elementwise,
     gemm,
+    group_norm,
     indexing,
     matmul,
     movement,

@@ -158,7 +158,8 @@ def _swish_slope(x: Any, a: Attributes) -> Any:
 
 def _is_inf(x: Any, a: Attributes) -> Any:
     down, up = a.get("detect_negative", 1), a.get("detect_positive", 1)
-    return np.isinf(x) & ((bool(up) & (x > 0)) | (bool(down) & (x < 0)))
+    negative: Any = np.signbit(x)
+    return np.isinf(x) & ((bool(up) & ~negative) | (bool(down) & negative))
 
 
 # --- the table ---------------------------------------------------------------------------------------
@@ -231,13 +232,18 @@ UNARY: tuple[Unary, ...] = (
 )
 
 _BOOLEAN = ("IsNaN", "IsInf")
-_OWN_TYPES = ("Celu", "Swish")
-"""ONNX has Celu for float32 only, and Swish since operator set 24."""
+_NOT_ONLY_REAL = ("Relu", "Neg", "Abs", "Sign", "Not", "BitwiseNot", *_BOOLEAN)
+"""Operators whose types ONNX checks; the others take real numbers, bfloat16 as well in any operator set."""
 
 
-def _same_type(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("a function of one number", inputs, 1)
-    return inputs
+def _real_types(op_type: str) -> Callable[[Attributes, tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        arity(op_type, inputs, 1)
+        if not inputs[0].dtype.is_floating:
+            raise TypeRuleError(f"{op_type} takes real numbers, not {inputs[0]}; cast it first")
+        return inputs
+
+    return types
 
 
 def _register(entry: Unary) -> None:
@@ -267,7 +273,7 @@ def _register(entry: Unary) -> None:
     register(
         Operator(
             entry.name,
-            types=_same_type if entry.name in _OWN_TYPES else None,
+            types=None if entry.name in _NOT_ONLY_REAL else _real_types(entry.name),
             compute=compute,
             work=lambda s: memory_bound(s, entry.flops),
             gradient=rule,

@@ -80,7 +80,9 @@ def _gemm_sharding(signature: Signature) -> ShardingRule:
     index = places(_ABC, signature.attributes, len(signature.inputs))
     inputs = tuple(labels[name] for name in index)
     added = (index["C"],) if "C" in index else ()
-    linear = () if "C" in signature.attributes else tuple((index[n], *added) for n in ("A", "B") if n in index)
+    linear = (
+        () if "C" in signature.attributes else tuple((index[n], *added) for n in ("A", "B") if n in index)
+    )
     return ShardingRule(inputs, (labels["Y"],), linear, addends=added)
 
 
@@ -132,7 +134,7 @@ def _gemm_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Arra
     da = dy @ (b if trans_b else b.T)
     db = (a if trans_a else a.T) @ dy
     made = (da.T if trans_a else da), (db.T if trans_b else db)
-    return [grad if alpha == 1 else (alpha * grad).astype(grad.dtype, copy=False) for grad in made]
+    return [(grad if alpha == 1 else alpha * grad).astype(dy.dtype, copy=False) for grad in made]
 
 
 def _gemm_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -119,13 +119,13 @@ def _sum_to(array: Array, shape: Shape) -> Array:
 def _grad_a(b: Array, dy: Array, shape: Shape) -> Array:
     _, b, dy = _to_matrices(np.empty(shape, bool), b, dy)
     full = shape if len(shape) > 1 else (1, *shape)
-    return _sum_to(dy @ np.swapaxes(b, -1, -2), full).reshape(shape)
+    return _sum_to(dy @ np.swapaxes(b, -1, -2), full).reshape(shape).astype(dy.dtype, copy=False)
 
 
 def _grad_b(a: Array, dy: Array, shape: Shape) -> Array:
     a, _, dy = _to_matrices(a, np.empty(shape, bool), dy)
     full = shape if len(shape) > 1 else (*shape, 1)
-    return _sum_to(np.swapaxes(a, -1, -2) @ dy, full).reshape(shape)
+    return _sum_to(np.swapaxes(a, -1, -2) @ dy, full).reshape(shape).astype(dy.dtype, copy=False)
 
 
 # MatMul
@@ -133,7 +133,7 @@ def _grad_b(a: Array, dy: Array, shape: Shape) -> Array:
 
 def _matmul(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     given = operands(_AB, attributes, arrays)
-    return [np.matmul(given["A"], given["B"])]
+    return [np.asarray(np.matmul(given["A"], given["B"])).astype(arrays[0].dtype, copy=False)]
 
 
 def _matmul_work(signature: Signature) -> Work:

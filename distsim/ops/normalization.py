@@ -75,7 +75,8 @@ def _axis(attributes: Mapping[str, Any], rank: int) -> int:
     return int(attributes.get("axis", -1)) % rank
 
 
-def _epsilon(attributes: Mapping[str, Any]) -> float:
+def epsilon_of(attributes: Mapping[str, Any]) -> float:
+    """Return what is added to the variance."""
     return float(attributes.get("epsilon", 1e-5))
 
 
@@ -101,7 +102,7 @@ class _Kind:
         given = operands(self.formals, attributes, arrays)
         x = widened(given["X"])
         axes = tuple(range(_axis(attributes, x.ndim), x.ndim))
-        xhat, mean, rate = normalized(x, axes, _epsilon(attributes), self.center)
+        xhat, mean, rate = normalized(x, axes, epsilon_of(attributes), self.center)
         y = xhat * given[self.scale_name].astype(x.dtype, copy=False)
         if "B" in given:
             y = y + given["B"].astype(x.dtype, copy=False)
@@ -149,7 +150,7 @@ class _Kind:
         given = operands(("X", self.scale_name, "dy"), attributes, arrays)
         x, scale, dy = (widened(given[name]) for name in ("X", self.scale_name, "dy"))
         axes = tuple(range(_axis(attributes, x.ndim), x.ndim))
-        xhat, _, rate = normalized(x, axes, _epsilon(attributes), self.center)
+        xhat, _, rate = normalized(x, axes, epsilon_of(attributes), self.center)
         made = [normalized_grad(dy * scale, xhat, rate, axes, self.center)]
         if self.scale_name not in attributes:
             made.append(sum_to(dy * xhat, scale.shape))

@@ -2,8 +2,8 @@
 
 One variable per op (its strategy) and one per value (the state in which it is handed on: a partial
 sum is taken once, for all readers). A function that is called many times has its variables once, so
-all of its calls are placed alike. The objective is, in this order of weight: matrix flops that are
-not divided, bytes that the collectives move, bytes that the kernels touch.
+all of its calls are placed alike. The objective is time, counted in bytes sent: what the collectives
+move, and the matrix flops of a rank at the machine's balance.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from functools import lru_cache
 import numpy as np
 
 from distsim.errors import PlanError
-from distsim.ir import Function, Op, Tensor, Value
+from distsim.executor.cost_model import element_type
+from distsim.ir import Device, Function, Op, Tensor, Value
 from distsim.ir.function import callees
 from distsim.ops import Pieces, operator, signature_of, work
 from distsim.ops.operator import factors_of, labels_of
@@ -23,15 +24,23 @@ from distsim.transforms.eliminate import Problem, Solution, Table, solve
 from distsim.transforms.placement import FORBIDDEN, PARTIAL, REPLICATED, State, divisible, moved_bytes
 from distsim.transforms.strategies import Allowed, Strategy, rule_of, strategies
 
-FLOPS_WEIGHT = 1e4
-"""A matmul of share F of the flops is divided unless that moves 1e4 F times the bytes of all values."""
+LINK_SHARE = 1 / 7
+"""What a link moves of what device memory moves: A100, 300e9 of 2.0e12 byte/s (NVIDIA A100 datasheet).
+The placement is chosen before the links are known, and for all axes alike."""
+DIVIDED_SHARE = 0.5
+"""Who asks for ranks wants the work divided: a placement that divides less than this of the matrix flops,
+because sending costs more than it saves, is given up for one that divides all it can."""
+INSISTENT = 1e7
+"""How much dearer undivided flops are then."""
 TOUCH_WEIGHT = 1e-4
-READER_WEIGHT = 1e-9
+"""Cost of a byte that a kernel touches on its own device: breaks ties between equal communication."""
 START_BYTES = 65536.0
 """A collective costs its start besides its bytes: some 10 us, in which a slow link moves 64 KiB."""
-INNER_SUM = 1e6
-"""Times dearer is a sum taken inside a callee where the caller can take it, once for all calls."""
+READER_WEIGHT = 1e-9
 """Breaks ties: a collective that one reader asks for is run where the value is made, so early."""
+AVOIDED = 1e6
+"""Times dearer, over the batch, is what microbatches cannot do: bring a divided value together, divide
+one that is made once, or take a sum inside a callee. It is chosen where nothing else is possible."""
 
 
 @dataclass(frozen=True)
@@ -53,39 +62,54 @@ class Axis:
     """What the choice may do: ``ranks`` ranks, factors that may be divided, states that are given."""
 
     ranks: int
+    device: Device
     allowed: Callable[[Op], Allowed]
     given: Mapping[Value, State]
-    outer_sums: bool = False
-    """Partial sums should leave a callee untaken (those over microbatches)."""
+    over_time: bool = False
+    """The axis is the batch, which is divided over microbatches as well."""
     repeats: Mapping[Value, float] | None = None
     """How often a value is moved: in parts of the batch it is once in all, a weight every time anew."""
 
 
 def decide(function: Function, axis: Axis) -> Decision:
     """Return the least-cost placement of every op and value of ``function`` and of its callees."""
-    return _Chooser(function, axis).decide()
+    chooser = _Chooser(function, axis)
+    found = chooser.decide(1.0)
+    if axis.over_time or chooser.divided(found) >= DIVIDED_SHARE:
+        return found
+    return chooser.decide(INSISTENT)
 
 
 class _Chooser:
     def __init__(self, function: Function, axis: Axis) -> None:
         self.function, self.axis = function, axis
+        self.insistence = 1.0
         self.functions = (*callees(function), function)
         self.times = _times_called(function)
-        self.problem = Problem()
         self.pieces = pieces_of(self.functions)
         self.options: dict[Op, tuple[Strategy, ...]] = {}
-        self.op_variable: dict[Op, int] = {}
         self.domains: dict[Value, tuple[State, ...]] = {}
-        self.value_variable: dict[Value, int] = {}
         ops = [(op, self.times[id(f)]) for f in self.functions for op in f.ops if op.op_type != "Call"]
         self.top = frozenset(function.ops)
-        self.flops = sum(t * _matrix_flops(op) for op, t in ops) or 1.0
-        self.bytes = sum(t * _touched(op) for op, t in ops) or 1.0
+        self.inputs = frozenset(function.inputs)
         self.ops = ops
-
-    def decide(self) -> Decision:
         self._options()
         self._domains()
+
+    def divided(self, decision: Decision) -> float:
+        """Return the share of the matrix flops that is divided over the ranks."""
+        total = sum(times * _matrix_flops(op) for op, times in self.ops)
+        done = sum(
+            times * _matrix_flops(op) for op, times in self.ops if decision.strategies[op].factor is not None
+        )
+        return done / total if total else 1.0
+
+    def decide(self, insistence: float) -> Decision:
+        """Return the least-cost placement when undivided flops count ``insistence`` times."""
+        self.insistence = insistence
+        self.problem = Problem()
+        self.op_variable: dict[Op, int] = {}
+        self.value_variable = {v: self.problem.variable(self._held(v)) for v in self.domains}
         for op, times in self.ops:
             self._add_op(op, times)
         for current in self.functions:
@@ -130,7 +154,7 @@ class _Chooser:
             for outer, inner in zip(call.outputs, call.callee.outputs, strict=True):
                 made.setdefault(outer, {}).update(made.get(inner, {}))
                 wanted.setdefault(inner, {}).update(wanted.get(outer, {}))
-        inputs = set(self.function.inputs)
+        inputs = self.inputs
         for value in (
             v for f in self.functions for v in (*f.inputs, *(o for op in f.ops for o in op.outputs))
         ):
@@ -140,43 +164,50 @@ class _Chooser:
             fits = tuple(s for s in states if divisible(_tensor(value).shape, s, self.axis.ranks))
             given = self.axis.given.get(value)
             self.domains[value] = fits if given is None else (given,)
-            self.value_variable[value] = self.problem.variable(self._held(value, value in inputs))
 
-    def _held(self, value: Value, is_input: bool) -> list[float]:
+    def _held(self, value: Value) -> list[float]:
         """What it costs to keep an input, so that a rank keeps only the part that it uses."""
-        whole = TOUCH_WEIGHT * _tensor(value).nbytes / self.bytes if is_input else 0.0
+        whole = TOUCH_WEIGHT * _tensor(value).nbytes if value in self.inputs else 0.0
         return [whole / self.axis.ranks if state.sharded else whole for state in self.domains[value]]
 
     def _add_op(self, op: Op, times: int) -> None:
         options, ranks = self.options[op], self.axis.ranks
-        flops, touched = _matrix_flops(op) / self.flops, _touched(op) / self.bytes
-        whole = FLOPS_WEIGHT * flops + TOUCH_WEIGHT * touched
+        flops = self.insistence * _matrix_flops(op) / self._flops_per_byte(op)
+        whole = flops + TOUCH_WEIGHT * _touched(op)
         costs = [times * (whole / ranks if s.factor is not None else whole) for s in options]
         variable = self.problem.variable(costs)
         self.op_variable[op] = variable
         for index, value in enumerate(op.outputs):
-            scale = times * self._repeats(value) / self.bytes
+            scale = times * self._repeats(value)
             raw = tuple(s.outputs[index] for s in options)
-            moves = _moves(_tensor(value), raw, self.domains[value], ranks) * scale
-            self._pair(variable, value, moves * self._dearer(op, raw))
+            table = self._moves(op, value, raw, self.domains[value]) * scale
+            self._pair(variable, value, table)
         for index, value in enumerate(op.inputs):
-            scale = times * self._repeats(value) / self.bytes
-            asked, states = tuple(s.inputs[index] for s in options), self.domains[value]
-            table = _moves(_tensor(value), states, asked, ranks) * (scale * (1 + READER_WEIGHT))
-            self._pair(variable, value, (table * self._dearer(op, states)).T)
+            scale = times * self._repeats(value)
+            asked = tuple(s.inputs[index] for s in options)
+            table = self._moves(op, value, self.domains[value], asked) * (scale * (1 + READER_WEIGHT))
+            self._pair(variable, value, table.T)
 
-    def _dearer(self, op: Op, sources: tuple[State, ...]) -> Table:
-        inner = self.axis.outer_sums and op not in self.top
-        return np.array([[INNER_SUM if inner and s is PARTIAL else 1.0] for s in sources])
+    def _moves(self, op: Op, value: Value, sources: tuple[State, ...], targets: tuple[State, ...]) -> Table:
+        table = _moves(_tensor(value), sources, targets, self.axis.ranks)
+        if self.axis.over_time:
+            avoided = PARTIAL if op not in self.top else None
+            table = table * np.array([[AVOIDED if s.sharded or s is avoided else 1.0] for s in sources])
+            table = table * np.array([[AVOIDED if t.sharded else 1.0 for t in targets]])
+        return table
 
     def _add_call(self, op: Op, times: int) -> None:
-        ranks = self.axis.ranks
         sources = (*op.inputs, *op.callee.outputs)
         targets = (*op.callee.inputs, *op.outputs)
         for source, target in zip(sources, targets, strict=True):
-            scale = times * self._repeats(source) / self.bytes
-            table = _moves(_tensor(source), self.domains[source], self.domains[target], ranks) * scale
+            scale = times * self._repeats(source)
+            table = self._moves(op, source, self.domains[source], self.domains[target]) * scale
             self._pair(self.value_variable[source], target, table)
+
+    def _flops_per_byte(self, op: Op) -> float:
+        """Return the flops that take as long as sending one byte."""
+        device = self.axis.device
+        return device.peak(element_type(signature_of(op))) / (LINK_SHARE * device.dram_bandwidth)
 
     def _repeats(self, value: Value) -> float:
         return 1.0 if self.axis.repeats is None else self.axis.repeats.get(value, 1.0)
@@ -187,7 +218,7 @@ class _Chooser:
     def _ends(self) -> None:
         """Outputs are not partial; what is updated in place stays where it is."""
         producer = {value: op for op in self.function.ops for value in op.outputs}
-        inputs = set(self.function.inputs)
+        inputs = self.inputs
         for value in self.function.outputs:
             domain = self.domains[value]
             self.problem.unary[self.value_variable[value]] += [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distsim.errors import PlanError
-from distsim.ir import Function, FunctionMaker, Literal, Mesh, Op, Role, Tensor, Value, callees
+from distsim.ir import Device, Function, FunctionMaker, Literal, Mesh, Op, Role, Tensor, Value, callees
 from distsim.ops import signature_of
 from distsim.transforms.decide import Axis, Decision, decide, pieces_of
 from distsim.transforms.placement import (
@@ -64,11 +64,11 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1) -> Sharded:
     is not divisible or an op needs the whole batch at once.
     """
     known = roles(function)
-    dp, tp = mesh.axis_size("dp"), mesh.axis_size("tp")
+    dp = mesh.axis_size("dp")
     data = batch_inputs(function, known)
     _check_batch(function, data, dp, microbatches)
     batch_marks = propagate(function, dict.fromkeys(data, WHOLE_BATCH))
-    batch = decide(function, _batch_axis(function, data, batch_marks, dp * microbatches))
+    batch = decide(function, _batch_axis(function, data, batch_marks, dp * microbatches, mesh.devices[0]))
     tensor = _tensor_decision(function, known, batch_marks, mesh, microbatches, batch)
     return _Lowering(function, mesh, microbatches, known, batch, tensor).result()
 
@@ -91,13 +91,15 @@ def _divisors(n: int) -> str:
     return ", ".join(map(str, found)) or "none (the batch is empty)"
 
 
-def _batch_axis(function: Function, data: tuple[Value, ...], marks: Marks, parts: int) -> Axis:
+def _batch_axis(
+    function: Function, data: tuple[Value, ...], marks: Marks, parts: int, device: Device
+) -> Axis:
     given = dict.fromkeys(function.inputs, REPLICATED) | dict.fromkeys(data, sharded(0))
 
     def allowed(op: Op) -> Allowed:
         return marked(op, marks)
 
-    return Axis(parts, allowed, given, outer_sums=True)
+    return Axis(parts, device, allowed, given, over_time=True)
 
 
 def _tensor_decision(
@@ -136,7 +138,10 @@ def _tensor_decision(
         return test
 
     data = {v: REPLICATED for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT)}
-    return decide(function, Axis(tp, allowed, data, repeats=_repeats(function, decided, dp, microbatches)))
+    return decide(
+        function,
+        Axis(tp, mesh.devices[0], allowed, data, repeats=_repeats(function, decided, dp, microbatches)),
+    )
 
 
 def _repeats(function: Function, batch: Decision, dp: int, microbatches: int) -> dict[Value, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -177,8 +178,8 @@ def _bottleneck(done: Numbers, num_stages: int) -> float:
             at = min(int(np.searchsorted(done, done[at] + limit, side="right")) - 1, last)
         return at == len(done) - 1
 
-    steps: Numbers = done[1:] - done[:-1]
-    low, high = float(steps.max()), float(done[-1])
+    works: list[float] = done.tolist()
+    low, high = max(b - a for a, b in pairwise(works)), works[-1]
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)

@@ -1,0 +1,21 @@
+"""The floating-point operations of a function."""
+
+from __future__ import annotations
+
+from distsim.ir import Function, all_ops
+from distsim.ops import signature_of, work
+
+
+def count_flops(function: Function) -> float:
+    """Return the FLOPs that running ``function`` once takes on one device that does all of it.
+
+    A multiply-add is two. Of a joint function before it is parallelised these are the model's FLOPs, the
+    numerator of MFU (Chowdhery et al. 2022, PaLM, appendix B), element-wise work included. Ops without a
+    work rule count nothing.
+
+    >>> from distsim.models import mlp
+    >>> count_flops(mlp(layers=1, width=4, batch=2)) >= 2 * 2 * 4 * 4
+    True
+    """
+    demands = [work(signature_of(op)) for op in all_ops(function)]
+    return sum(demand.flops for demand in demands if demand is not None)
