@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from training_models import (
     Maker,
+    assert_same_step,
     flat_mlp,
     mesh_of,
     random_inputs,
@@ -190,6 +191,23 @@ def test_a_tied_gradient_is_sent_once_a_step_however_many_microbatches(m):
     flat = program_of(differentiate(tied(layers=2), SGD()), 2, m).to_function()
     found = Counter((a, b, shape) for a, b, shape in sends(flat) if len(shape) == 2)
     assert found == {(1, 0, (16, 8)): 1, (0, 1, (16, 8)): 1}, "its gradient down, its new value up"
+
+
+def test_a_stage_whose_backward_makes_nothing_that_is_read():
+    """Stage 0 has nothing to train; all that its backward could run is an op that nobody reads."""
+    make = Maker("unread")
+    x, target = make.data("x", 4, 8), make.data("target", 4, 8)
+    first = make("Neg", x)
+    make("Exp", first)
+    y = make("MatMul", make("Neg", first), make.parameter("w", 8, 8))
+    joint = differentiate(make.end(make("Loss", y, target, N=4)))
+    program, inputs = program_of(joint, 2, 2), random_inputs(joint)
+    assert not calls_named(program, "B0@0")
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+
+
+def calls_named(program: Program, name: str) -> list[str]:
+    return [op.callee.name for op in program.to_function().ops if op.name == name]
 
 
 def test_nothing_is_sent_within_one_stage():

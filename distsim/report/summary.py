@@ -38,8 +38,9 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
         return []
     peak = sum(device.peak(dtype) for device in simulation.timestamps)
     shares = {"MFU": model_flops, "HFU": simulation.flops}
+    what = f"{peak / 1e12:.4g} TFLOP/s ({dtype}, {len(simulation.timestamps)} devices)"
     return [
-        f"{name}           {flops / (simulation.step_time * peak):.1%} of {peak / 1e12:.4g} TFLOP/s ({dtype})"
+        f"{name}           {flops / (simulation.step_time * peak):.1%} of {what}"
         for name, flops in shares.items()
         if flops is not None
     ]

@@ -71,8 +71,11 @@ def solve(problem: Problem, limit: int = 300_000) -> Solution:
     seen: list[int] = []
     for variable, table in enumerate(problem.unary):
         add((variable,), table)
-    for key, table in problem.pairs.items():
-        add(key, table)
+    for (first, second), table in problem.pairs.items():
+        if table.shape[0] == 1 or table.shape[1] == 1:  # one side has no choice: not a tie between them
+            add((second if table.shape[0] == 1 else first,), table.reshape(-1))
+        else:
+            add((first, second), table)
 
     def neighbours(variable: int) -> tuple[int, ...]:
         found = {v for number in touching[variable] for v in factors[number][0]}
@@ -100,8 +103,23 @@ def solve(problem: Problem, limit: int = 300_000) -> Solution:
         if current * problem.sizes[variable] > limit:
             heapq.heappush(queue, (current, variable))
             variable = max((v for v in range(count) if not done[v]), key=lambda v: (len(neighbours(v)), -v))
-            _fix(problem, variable, factors, touching)
-            proven = False
+            best = _cheapest(problem.sizes[variable], variable, factors, touching)
+            around = neighbours(variable)
+            for number in tuple(touching[variable]):
+                members, table = factors.pop(number)
+                for other in members:
+                    touching[other].discard(number)
+                rest = tuple(v for v in members if v != variable)
+                part = np.take(table, best, axis=members.index(variable))
+                if rest:
+                    add(rest, part)
+                else:
+                    base += float(part)
+            removed.append((variable, (), np.asarray(best)))
+            done[variable], proven = True, False
+            for other in around:
+                heapq.heappush(queue, (weight(other), other))
+            continue
         scope = neighbours(variable)
         total = _combine(variable, scope, factors, touching, problem.sizes)
         for number in tuple(touching[variable]):
@@ -142,19 +160,11 @@ def _combine(
     return total
 
 
-def _fix(problem: Problem, variable: int, factors: dict[int, Factor], touching: list[set[int]]) -> None:
-    """Leave one choice to ``variable``: the cheapest if every neighbour chose for it alone."""
-    costs = np.zeros(problem.sizes[variable])
+def _cheapest(size: int, variable: int, factors: dict[int, Factor], touching: list[set[int]]) -> int:
+    """Return the choice that would be cheapest if every neighbour chose for it alone."""
+    costs = np.zeros(size)
     for number in touching[variable]:
         members, table = factors[number]
         others = tuple(i for i, v in enumerate(members) if v != variable)
         costs += table.min(axis=others) if others else table
-    best = int(costs.argmin())
-    for number in touching[variable]:
-        members, table = factors[number]
-        axis = members.index(variable)
-        mask = np.full(table.shape[axis], np.inf)
-        mask[best] = 0.0
-        shape = [1] * table.ndim
-        shape[axis] = len(mask)
-        factors[number] = (members, table + mask.reshape(shape))
+    return int(costs.argmin())
