@@ -7,17 +7,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-
 from distsim.errors import DistsimError, PlanError
 from distsim.executor import CostModel, Simulation, Simulator, count_flops
 from distsim.hardware import describe, load_cluster, presets
-from distsim.ir import Function, cpprint, count_ops
-from distsim.ir.type import dtype_named
 from distsim.importer import load_model
+from distsim.ir import Function, count_ops, cpprint
+from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
 from distsim.plan import Plan
-from distsim.report.progress import Progress
 from distsim.report import plot_timeline, summarize, write_trace
+from distsim.report.progress import Progress
 from distsim.transforms import add_loss, differentiate, optimizer_named, set_precision, steady_state_transform
 from distsim.transforms.roles import batch_inputs, roles
 

@@ -51,9 +51,6 @@ def function(inputs, ops, outputs) -> Function:
     return Function("f", tuple(inputs), tuple(ops), tuple(outputs))
 
 
-# --- the rules ------------------------------------------------------------------------------------
-
-
 def test_a_correct_function_passes():
     x = Value("x", F23)
     op = relu(x)
@@ -183,9 +180,6 @@ def test_names_are_given_for_all_outputs_or_none():
         maker.add_op("Relu", inputs=[x], output_names=["a", "b"])
 
 
-# --- the maker ------------------------------------------------------------------------------------
-
-
 def test_add_op_returns_one_value_or_a_tuple():
     maker = FunctionMaker("f")
     x = maker.add_input_value("x", Tensor(Float(), (2, 4)))
@@ -252,9 +246,6 @@ def test_calls_are_counted_written_out_and_callees_listed_once():
     assert [g.name for g in callees(f)] == ["inner", "outer"]
 
 
-# --- text -----------------------------------------------------------------------------------------
-
-
 def test_the_text_of_a_small_function():
     maker = FunctionMaker("small")
     x = maker.add_input_value("x", F23)
@@ -262,46 +253,45 @@ def test_the_text_of_a_small_function():
     y = maker.add_op("MatMul", inputs=[x, w], output_names=["y"])
     y = maker.add_op("Softmax", inputs=[y], attributes={"axis": -1}, output_names=["y"])
     maker.add_op("Split", inputs=[y], attributes={"axis": 1, "split": [1, 3]}, output_names=["a", "b"])
-    assert pformat(maker.finalize()) == (
-        "function small(\n"
-        "  x: f32[2, 3],\n"
-        "  w: f32[3, 4],  # parameter\n"
-        ") {\n"
-        "  y: f32[2, 4] = MatMul(x, w)\n"
-        "  y.1: f32[2, 4] = Softmax(y, axis=-1)\n"
-        "  a: f32[2, 1], b: f32[2, 3] = Split(y.1, axis=1, split=(1, 3))\n"
-        "  return a, b\n"
-        "}"
-    )
+    expected = """\
+function small(
+  x: f32[2, 3],
+  w: f32[3, 4],  # parameter
+) {
+  y: f32[2, 4] = MatMul(x, w)
+  y.1: f32[2, 4] = Softmax(y, axis=-1)
+  a: f32[2, 1], b: f32[2, 3] = Split(y.1, axis=1, split=(1, 3))
+  return a, b
+}"""
+    assert pformat(maker.finalize()) == expected
 
 
 def test_the_text_of_a_function_with_calls_prints_each_callee_once():
-    text = pformat(nested())
-    assert text == (
-        "function top(\n"
-        "  x: f32[2, 3],\n"
-        ") {\n"
-        "  call0: f32[2, 3] = Call outer(x)\n"
-        "  call1: f32[2, 3] = Call outer(call0)\n"
-        "  return call1\n"
-        "}\n"
-        "\n"
-        "function outer(\n"
-        "  x: f32[2, 3],\n"
-        ") {\n"
-        "  call0: f32[2, 3] = Call inner(x)\n"
-        "  call1: f32[2, 3] = Call inner(call0)\n"
-        "  neg2: f32[2, 3] = Neg(call1)\n"
-        "  return neg2\n"
-        "}\n"
-        "\n"
-        "function inner(\n"
-        "  x: f32[2, 3],\n"
-        ") {\n"
-        "  y: f32[2, 3] = Relu(x)\n"
-        "  return y\n"
-        "}"
-    )
+    expected = """\
+function top(
+  x: f32[2, 3],
+) {
+  call0: f32[2, 3] = Call outer(x)
+  call1: f32[2, 3] = Call outer(call0)
+  return call1
+}
+
+function outer(
+  x: f32[2, 3],
+) {
+  call0: f32[2, 3] = Call inner(x)
+  call1: f32[2, 3] = Call inner(call0)
+  neg2: f32[2, 3] = Neg(call1)
+  return neg2
+}
+
+function inner(
+  x: f32[2, 3],
+) {
+  y: f32[2, 3] = Relu(x)
+  return y
+}"""
+    assert pformat(nested()) == expected
 
 
 def test_the_text_of_a_function_on_a_mesh():
@@ -311,16 +301,16 @@ def test_the_text_of_a_function_on_a_mesh():
     w = maker.add_input_value("w", Tensor(Float(), (3, 4), mesh), Role.PARAMETER)
     y = maker.add_op("MatMul", inputs=[x, w], output_names=["y"])
     maker.add_op("MPIAllgather", inputs=[y], attributes={"axis": "tp", "dim": 1}, output_names=["z"])
-    assert pformat(maker.finalize()) == (
-        "function sharded(\n"
-        "  x: f32[2, 3] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3],\n"
-        "  w: f32[3, 4] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3],  # parameter\n"
-        ") {\n"
-        "  y: f32[2, 4] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3] = MatMul(x, w)\n"
-        "  z: f32[2, 8] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3] = MPIAllgather(y, axis=tp, dim=1)\n"
-        "  return z\n"
-        "}"
-    )
+    expected = """\
+function sharded(
+  x: f32[2, 3] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3],
+  w: f32[3, 4] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3],  # parameter
+) {
+  y: f32[2, 4] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3] = MatMul(x, w)
+  z: f32[2, 8] @ Mesh(dp=2, tp=2)[gpu:0..gpu:3] = MPIAllgather(y, axis=tp, dim=1)
+  return z
+}"""
+    assert pformat(maker.finalize()) == expected
 
 
 def test_cpprint_writes_the_text_and_no_colour_to_a_file():
@@ -328,9 +318,6 @@ def test_cpprint_writes_the_text_and_no_colour_to_a_file():
     cpprint(callee(), out)
     assert out.getvalue() == pformat(callee()) + "\n"
     assert "\033" in pformat(callee(), colour=True)
-
-
-# --- types, literals, attributes --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)

@@ -29,9 +29,10 @@ LINK_SHARE = 1 / 7
 The placement is chosen before the links are known, and for all axes alike."""
 DIVIDED_SHARE = 0.5
 """Who asks for ranks wants the work divided: a placement that divides less than this of the matrix flops,
-because sending costs more than it saves, is given up for one that divides all it can."""
+because sending costs more than it saves, is given up for one that divides all it can. The batch always
+is divided as far as it can be."""
 INSISTENT = 1e7
-"""How much dearer undivided flops are then."""
+"""How much dearer undivided work is then."""
 TOUCH_WEIGHT = 1e-4
 """Cost of a byte that a kernel touches on its own device: breaks ties between equal communication."""
 START_BYTES = 65536.0
@@ -74,9 +75,10 @@ class Axis:
 def decide(function: Function, axis: Axis) -> Decision:
     """Return the least-cost placement of every op and value of ``function`` and of its callees."""
     chooser = _Chooser(function, axis)
-    found = chooser.decide(1.0)
-    if axis.over_time or chooser.divided(found) >= DIVIDED_SHARE:
-        return found
+    if not axis.over_time:
+        found = chooser.decide(1.0)
+        if chooser.divided(found) >= DIVIDED_SHARE:
+            return found
     return chooser.decide(INSISTENT)
 
 
@@ -172,8 +174,8 @@ class _Chooser:
 
     def _add_op(self, op: Op, times: int) -> None:
         options, ranks = self.options[op], self.axis.ranks
-        flops = self.insistence * _matrix_flops(op) / self._flops_per_byte(op)
-        whole = flops + TOUCH_WEIGHT * _touched(op)
+        flops = _matrix_flops(op) / self._flops_per_byte(op)
+        whole = self.insistence * (flops + TOUCH_WEIGHT * _touched(op))
         costs = [times * (whole / ranks if s.factor is not None else whole) for s in options]
         variable = self.problem.variable(costs)
         self.op_variable[op] = variable

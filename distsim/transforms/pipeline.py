@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from distsim.errors import PlanError
 from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.schedule import Schedule
 from distsim.transforms.shard import Sharded
-from distsim.transforms.stages import StageMap, assign_stages, is_sum
+from distsim.transforms.stages import StageMap, assign_stages, early_sums, is_sum
 
 
 def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
@@ -19,8 +21,32 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
     the sums of earlier microbatches) and the functions that run once per step. Raises
     :class:`PlanError` when the function has fewer forward ops than there are stages.
     """
-    function, assigned = _untie(local.function, mesh.axis_size("pp"))
+    function = _without_early_sums(local.function, local.microbatches)
+    function, assigned = _untie(function, mesh.axis_size("pp"))
     return _Cutter(local, function, assigned, mesh, schedule).program()
+
+
+def _without_early_sums(function: Function, microbatches: int) -> Function:
+    """Drop the marks of sums that a microbatch waits for: with one microbatch they are there already."""
+    early = early_sums(function)
+    if not early:
+        return function
+    if microbatches > 1:
+        mark, reader = next(iter(early.items()))
+        raise PlanError(
+            f"{reader!r} needs {mark.outputs[0].name!r} of the whole batch, so the batch cannot be divided "
+            f"into {microbatches} microbatches; use microbatches=1"
+        )
+    maker = FunctionMaker(function.name)
+    maker.adopt_inputs(function.inputs)
+    plain: dict[Value, Value] = {}
+    for op in function.ops:
+        if op in early:
+            plain[op.outputs[0]] = plain.get(op.inputs[0], op.inputs[0])
+        else:
+            maker.adopt(replace(op, inputs=tuple(plain.get(v, v) for v in op.inputs)))
+    maker.set_outputs([plain.get(v, v) for v in function.outputs])
+    return maker.finalize()
 
 
 def _untie(function: Function, num_stages: int) -> tuple[Function, StageMap]:

@@ -76,27 +76,36 @@ def assign_stages(function: Function, num_stages: int) -> StageMap:
 
 
 def _step_ops(function: Function, producer: Mapping[Value, Op]) -> frozenset[Op]:
-    """Return the ops that come after a sum over microbatches.
-
-    They may read such sums, what other step ops make, and what is the same for every microbatch.
-    """
+    """Return the ops that come after a sum over microbatches."""
     found: set[Op] = set()
-    held = {v for v in function.inputs if v.role is not Role.INPUT}
-    fixed = set(held)
     for op in function.ops:
         if any(producer.get(v) in found or is_sum(producer.get(v)) for v in op.inputs):
             found.add(op)
-        elif all(v in fixed for v in op.inputs):
-            fixed.update(op.outputs)
-    for op in function.ops:
-        for value in op.inputs if op in found else ():
-            made = producer.get(value)
-            if made not in found and not is_sum(made) and value not in fixed:
-                raise PlanError(
-                    f"{op!r} needs a sum over the whole batch and also {value.name!r} of one microbatch; "
-                    "such a function cannot be pipelined over microbatches"
-                )
     return frozenset(found)
+
+
+def early_sums(function: Function) -> dict[Op, Op]:
+    """Return the sums over microbatches on which work within a microbatch depends, and one such op each.
+
+    A loss that is divided by the number of tokens in the batch, before its backward pass, is an example.
+    What comes after a sum may read sums and what is the same for every microbatch, nothing else.
+    """
+    sums: dict[Value, frozenset[Op]] = {}
+    fixed = {v for v in function.inputs if v.role is not Role.INPUT}
+    early: dict[Op, Op] = {}
+    for op in function.ops:
+        before = frozenset[Op]().union(*(sums.get(v, ()) for v in op.inputs)) - early.keys()
+        if is_sum(op):
+            before = frozenset((op,))
+        elif before and any(
+            v not in fixed and not (sums.get(v, frozenset()) - early.keys()) for v in op.inputs
+        ):
+            early |= dict.fromkeys(sorted(before, key=function.ops.index), op)
+            before = frozenset()
+        elif not before and all(v in fixed for v in op.inputs):
+            fixed.update(op.outputs)
+        sums.update(dict.fromkeys(op.outputs, before))
+    return early
 
 
 def is_sum(op: Op | None) -> bool:
