@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 0
+    except OSError as error:  # a full disk, a name that is too long, no permission
+        print(f"distsim: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -54,7 +54,7 @@ PUBLIC_NAMES = {
     "distsim.schedule": ["SCHEDULES", "Phase", "Schedule", "Task", "gpipe", "one_f_one_b", "schedule"],
     "distsim.plan": ["Plan"],
     "distsim.hardware": ["collective_time", "load_cluster", "presets"],
-    "distsim.models": ["gpt", "llama", "mlp", "moe"],
+    "distsim.models": ["gpt", "mlp"],
 }
 
 # Slow to import, or extras: imported by the functions that use them.

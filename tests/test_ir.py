@@ -59,8 +59,7 @@ def test_a_correct_function_passes():
 
 def test_an_op_reads_only_what_is_defined_before_it():
     x = Value("x", F23)
-    first = relu(x, "first")
-    second = relu(first.outputs[0], "second")
+    second = relu((first := relu(x, "first")).outputs[0], "second")
     with pytest.raises(IRError, match=r"f: op 0 \(second = Relu\(first\)\) reads 'first'"):
         verify(function([x], [second, first], second.outputs))
 
@@ -166,16 +165,11 @@ def test_verify_looks_into_callees():
         verify(function([B], [op], op.outputs))
 
 
-def test_an_input_of_an_op_must_be_of_the_function():
+def test_the_maker_takes_its_own_values_and_a_name_for_each_output():
     maker, other = FunctionMaker("f"), FunctionMaker("g")
-    foreign = other.add_input_value("foreign", F23)
+    x, foreign = maker.add_input_value("x", F23), other.add_input_value("foreign", F23)
     with pytest.raises(IRError, match=r"f: Relu .* reads foreign: f32\[2, 3\], which is not a value"):
         maker.add_op("Relu", inputs=[foreign])
-
-
-def test_names_are_given_for_all_outputs_or_none():
-    maker = FunctionMaker("f")
-    x = maker.add_input_value("x", F23)
     with pytest.raises(IRError, match=r"Relu makes 1 outputs, 2 names given"):
         maker.add_op("Relu", inputs=[x], output_names=["a", "b"])
 

@@ -237,7 +237,8 @@ def test_roles_follow_from_the_loss_of_a_flat_function():
 def test_a_batch_of_the_size_of_the_model_is_not_taken_for_it():
     """All sizes are 8: roles follow from how values are used, not from their sizes."""
     made = shard(flat_mlp(layers=2, width=8, batch=8), mesh_of(dp=4, tp=2))
-    assert [str(p) for p in made.inputs] == ["dp:S0 tp:R"] * 2 + ["dp:R tp:S1", "dp:R tp:S0"]
+    assert [str(p.batch) for p in made.inputs] == ["S0", "S0", "R", "R"]
+    assert [str(p.tp) for p in made.inputs[:2]] == ["R", "R"]
 
 
 def test_data_inputs_that_disagree_about_the_batch_are_named():

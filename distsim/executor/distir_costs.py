@@ -22,7 +22,7 @@ class DistIRRules:
 
     - element-wise: ``launch + S_in / dram + n_out / flops`` (S_in counts both operands of a binary op);
     - ``MatMul`` of [m, k] and [k, n]: ``launch + itemsize (mk + kn) / dram + 2mkn / flops``;
-      ``MatMulGrad`` is two of them;
+      ``MatMulGrad`` is two of them, and any other product costs as much for its own flops;
     - all-reduce ``2 S (n-1)/n / B``; ``Send`` ``S / B``; all-gather and reduce-scatter ``S (n-1)/n / B``
       (DistIR charges half of this for an all-gather, which no ring can reach).
 
@@ -39,6 +39,9 @@ class DistIRRules:
             return self._matmul(signature, device)
         if signature.op_type == "MatMulGrad":
             return 2 * self._matmul(signature, device)
+        if demand.matrix:  # products that DistIR does not have: one gradient of a MatMul, Gemm, Conv
+            moved = sum(tensor.nbytes for tensor in signature.inputs) / device.dram_bandwidth
+            return device.kernel_launch_overhead + moved + demand.flops / device.throughput
         operands = signature.inputs[:1] if signature.op_type == "AccumulateInto" else signature.inputs
         moved = sum(tensor.nbytes for tensor in operands) / device.dram_bandwidth
         elements = max((tensor.size for tensor in signature.inputs), default=0)

@@ -99,6 +99,10 @@ def _compute(function: Function, op: Op, operands: Sequence[Ranks]) -> list[Rank
         raise type(error)(f"{function.name}: {op!r}: {error}") from error
     except (ValueError, TypeError, IndexError, KeyError, ArithmeticError, RuntimeError) as error:
         raise SimulationError(f"{function.name}: {op!r} cannot be computed: {error!r}") from error
+    for index, value in enumerate(op.outputs):
+        place = _place(value)
+        if isinstance(place, Mesh) and not isinstance(results[index], list):  # made from nothing: a constant
+            results[index] = [results[index]] * len(place.devices)
     for value, result in zip(op.outputs, results, strict=True):
         _check_result(function, op, value, result)
     return results

@@ -46,6 +46,11 @@ def load_model(
 
 
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:
+    for name in inspect.signature(import_from_onnx).parameters:
+        if name in sizes and name != "bindings":
+            raise ImportModelError(f"{path}: {name}={sizes[name]} binds no dimension: {name} is an option")
+    if batch is not None and "batch" in sizes:
+        raise ImportModelError(f"batch is given twice, {batch} and {sizes['batch']}; give it once")
     if batch is not None:
         symbols = symbolic_dimensions(path)
         if symbols and "batch" not in symbols:

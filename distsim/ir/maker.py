@@ -28,7 +28,7 @@ class FunctionMaker:
         self.name = name
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
-        self.outputs: list[Value] = []
+        self.outputs: list[Value] | None = None
         self._defined: set[Value] = set()
 
     def add_input_value(self, name: str, type: Type, role: Role = Role.INPUT) -> Value:
@@ -104,7 +104,7 @@ class FunctionMaker:
 
     def finalize(self) -> Function:
         """Return the frozen function, after checking every rule of the IR (:func:`verify`)."""
-        outputs = self.outputs or self._unread()
+        outputs = self._unread() if self.outputs is None else self.outputs
         function = Function(self.name, tuple(self.inputs), tuple(self.ops), tuple(outputs))
         verify_one(function)  # callees were verified when they were made
         return function

@@ -67,14 +67,22 @@ def _freeze(value: Any) -> Any:
     return cast(Any, value).item() if isinstance(value, np.generic) else value
 
 
+def _exact(value: Any) -> Any:
+    """A key in which 1, 1.0 and True differ."""
+    if isinstance(value, tuple):
+        return tuple(_exact(item) for item in cast(Sequence[Any], value))
+    return (type(value).__name__, value)
+
+
 class Attributes(Mapping[str, Any]):
     """The attributes of an op: an immutable, hashable mapping; lists become tuples, arrays Literals."""
 
-    __slots__ = ("_hash", "_items")
+    __slots__ = ("_hash", "_items", "_key")
 
     def __init__(self, items: Mapping[str, Any] | None = None) -> None:
         self._items: dict[str, Any] = {k: _freeze(v) for k, v in sorted((items or {}).items())}
-        self._hash = hash(tuple(self._items.items()))
+        self._key = tuple((k, _exact(v)) for k, v in self._items.items())
+        self._hash = hash(self._key)
 
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
@@ -91,7 +99,7 @@ class Attributes(Mapping[str, Any]):
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return isinstance(other, Attributes) and self._hash == other._hash and self._items == other._items
+        return isinstance(other, Attributes) and self._hash == other._hash and self._key == other._key
 
     def __repr__(self) -> str:
         return f"Attributes({self._items})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distsim.errors import IRError
+from distsim.errors import DistsimError, IRError
 from distsim.ir.function import Function, callees
 from distsim.ir.op import Op, Value
 from distsim.ir.registry import output_types
@@ -52,7 +52,10 @@ def _define(function: Function, defined: dict[Value, str], value: Value, where: 
 
 def _verify_types(function: Function, op: Op, where: str) -> None:
     types: tuple[Type, ...] = tuple(value.type for value in op.inputs)
-    expected = output_types(op.op_type, op.attributes, types, op.subfunctions, op.version)
+    try:
+        expected = output_types(op.op_type, op.attributes, types, op.subfunctions, op.version)
+    except DistsimError as error:
+        raise type(error)(f"{function.name}: {where}: {error}") from error
     if len(expected) != len(op.outputs):
         raise IRError(
             f"{function.name}: {where} has {len(op.outputs)} outputs, {op.op_type} makes {len(expected)}"

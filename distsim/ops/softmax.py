@@ -85,7 +85,7 @@ def _register(name: str, function: Any, grad: Any) -> None:
 
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
         x = arrays[0]
-        made = function(x, softmax_axes(attributes, None, x.ndim))
+        made = function(x, softmax_axes(attributes, attributes.get("version"), x.ndim))
         return [made.astype(x.dtype, copy=False)]
 
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:

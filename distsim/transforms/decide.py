@@ -27,16 +27,18 @@ from distsim.transforms.strategies import Allowed, Strategy, rule_of, strategies
 LINK_SHARE = 1 / 7
 """What a link moves of what device memory moves: A100, 300e9 of 2.0e12 byte/s (NVIDIA A100 datasheet).
 The placement is chosen before the links are known, and for all axes alike."""
-DIVIDED_SHARE = 0.5
+DIVIDED_SHARE = 0.67
 """Who asks for ranks wants the work divided: a placement that divides less than this of the matrix flops,
-because sending costs more than it saves, is given up for one that divides all it can. The batch always
-is divided as far as it can be."""
+because sending costs more than it saves, is given up for one that divides all it can. (The backward pass
+alone is two thirds.) The batch always is divided as far as it can be."""
 INSISTENT = 1e7
 """How much dearer undivided work is then."""
-TOUCH_WEIGHT = 1e-4
+TOUCH_WEIGHT = 1e-6
 """Cost of a byte that a kernel touches on its own device: breaks ties between equal communication."""
-START_BYTES = 65536.0
-"""A collective costs its start besides its bytes: some 10 us, in which a slow link moves 64 KiB."""
+BATCH_TOUCH_WEIGHT = 1e3
+"""The same over the batch, of which every op is divided if at all possible."""
+START_BYTES = 1048576.0
+"""A collective costs its start besides its bytes: some 10 us, in which 100 GB/s move 1 MiB."""
 READER_WEIGHT = 1e-9
 """Breaks ties: a collective that one reader asks for is run where the value is made, so early."""
 AVOIDED = 1e6
@@ -174,8 +176,8 @@ class _Chooser:
 
     def _add_op(self, op: Op, times: int) -> None:
         options, ranks = self.options[op], self.axis.ranks
-        flops = _matrix_flops(op) / self._flops_per_byte(op)
-        whole = self.insistence * (flops + TOUCH_WEIGHT * _touched(op))
+        flops = self.insistence * _matrix_flops(op) / self._flops_per_byte(op)
+        whole = flops + (BATCH_TOUCH_WEIGHT if self.axis.over_time else TOUCH_WEIGHT) * _touched(op)
         costs = [times * (whole / ranks if s.factor is not None else whole) for s in options]
         variable = self.problem.variable(costs)
         self.op_variable[op] = variable
@@ -194,8 +196,9 @@ class _Chooser:
         table = _moves(_tensor(value), sources, targets, self.axis.ranks)
         if self.axis.over_time:
             avoided = PARTIAL if op not in self.top else None
-            table = table * np.array([[AVOIDED if s.sharded or s is avoided else 1.0] for s in sources])
-            table = table * np.array([[AVOIDED if t.sharded else 1.0 for t in targets]])
+            dear = np.array([[s.sharded or s is avoided or t.sharded for t in targets] for s in sources])
+            moved = np.array([[s != t for t in targets] for s in sources])
+            table = table + np.where(dear & moved, AVOIDED * _tensor(value).nbytes, 0.0)
         return table
 
     def _add_call(self, op: Op, times: int) -> None:

@@ -42,7 +42,7 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
     wanted = _influenced(function, parameters)
     pass_.plan_calls(function, wanted, [loss])
     pass_.forward(function)
-    pass_.backward(function, wanted, {loss: None})
+    pass_.backward(function, wanted, frozenset((loss,)))
     pairs = [(pass_.copies[p], pass_.grads[p]) for p in parameters if p in pass_.grads]
     outputs = [pass_.copies[loss]]
     if optimizer is None:
@@ -71,14 +71,15 @@ class _Linearized:
     """A callee's forward function with saved outputs, and its backward function.
 
     ``saved`` are the callee's values that backward reads: inputs first, then those that ``forward``
-    returns after the callee's own outputs. ``inputs`` tells which inputs backward makes gradients of.
+    returns after the callee's own outputs. ``grads`` tells of which outputs backward takes the gradient,
+    ``inputs`` of which inputs it makes one.
     """
 
     forward: Function
     backward: Function
     saved_inputs: tuple[int, ...]
     saved_outputs: tuple[int, ...]
-    num_saved: int
+    grads: tuple[int, ...]
     inputs: tuple[int, ...]
 
 
@@ -115,14 +116,14 @@ class _Callees:
             own = tuple(backward.add_input_value(v.name, v.type) for v in values)
             behind.extras[op] = own
             back_of.update(zip(own, values, strict=True))
-        seeds: dict[Value, Value | None] = {}
-        for value, has in zip(callee.outputs, given, strict=True):
-            if has and value in influenced:
-                seeds[value] = backward.add_input_value(f"d{value.name}", value.type)
-        behind.backward(callee, influenced, seeds)
+        grads = tuple(i for i, v in enumerate(callee.outputs) if given[i] and v in influenced)
+        for index in grads:
+            value = callee.outputs[index]
+            behind.accumulate(value, backward.add_input_value(f"d{value.name}", value.type))
+        behind.backward(callee, influenced, frozenset())
         targets = [i for i, v in enumerate(callee.inputs) if wanted[i] and v in behind.grads]
         backward.set_outputs([behind.grads[callee.inputs[i]] for i in targets])
-        return self._wire(callee, ahead, backward, back_of, tuple(targets))
+        return self._wire(callee, ahead, backward, back_of, grads, tuple(targets))
 
     def _wire(
         self,
@@ -130,6 +131,7 @@ class _Callees:
         ahead: _Pass,
         backward: FunctionMaker,
         back_of: dict[Value, Value],
+        given: tuple[int, ...],
         targets: tuple[int, ...],
     ) -> _Linearized:
         """Keep only the forward values that backward reads, and return them from forward."""
@@ -152,7 +154,7 @@ class _Callees:
             backward.finalize(),
             tuple(sorted(from_inputs)),
             tuple(outputs.index(v) for v in rest),
-            len(extra),
+            given,
             targets,
         )
 
@@ -193,12 +195,8 @@ class _Pass:
             self.copies.update(zip(op.outputs, made, strict=False))
             self.extras[op] = made[len(op.outputs) :]
 
-    def backward(self, function: Function, wanted: set[Value], seeds: dict[Value, Value | None]) -> None:
-        """Emit the gradients; a seed of None is the loss itself, whose gradient is one."""
-        ones = {value for value, grad in seeds.items() if grad is None}
-        for value, grad in seeds.items():
-            if grad is not None:
-                self.accumulate(value, grad)
+    def backward(self, function: Function, wanted: set[Value], ones: frozenset[Value]) -> None:
+        """Emit the gradients that follow from those that are there, and from ``ones``, the loss itself."""
         for op in reversed(function.ops):
             has = any(v in self.grads for v in op.outputs)
             needs = any(v in wanted for v in op.inputs)
@@ -239,12 +237,19 @@ class _Pass:
         one = {"value": Literal(np.ones((), type_.dtype.np)), "device": type_.device}
         return self.maker.add("Constant", (), one, output_names=["one"])[0]
 
+    def _zero(self, value: Value) -> Value:
+        """The gradient of an output of a Call that does not reach the loss, where another one does."""
+        type_ = as_tensor(value.type, value.name)
+        zero = {"value": Literal(np.zeros((1,), type_.dtype.np)), "device": type_.device}
+        zero["input"] = np.asarray(type_.shape, np.int64)
+        return self.maker.add("ConstantOfShape", (), zero, output_names=[f"d{value.name}"])[0]
+
     def call(self, op: Op) -> None:
         plan = self.linearized[op]
         saved = [self.copies[op.inputs[i]] for i in plan.saved_inputs]
         results = [*(self.copies[v] for v in op.outputs), *self.extras[op]]
         saved += [results[i] for i in plan.saved_outputs]
-        grads = [self.grads[v] for v in op.outputs if v in self.grads]
+        grads = [self.grads.get(v) or self._zero(v) for v in (op.outputs[i] for i in plan.grads)]
         inputs = [*saved, *grads]
         names = [f"d{op.inputs[i].name}" for i in plan.inputs]
         made = self.maker.add("Call", inputs, op.attributes, (plan.backward,), names, None, op.name)

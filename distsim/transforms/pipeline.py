@@ -9,6 +9,7 @@ from distsim.errors import PlanError
 from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
+from distsim.ops import operator
 from distsim.schedule import Schedule
 from distsim.transforms.shard import Sharded
 from distsim.transforms.stages import StageMap, assign_stages, early_sums, is_sum
@@ -65,7 +66,8 @@ def _untie(function: Function, num_stages: int) -> tuple[Function, StageMap]:
         added = producer.get(op.inputs[0]) if is_sum(op) else None
         if added is None or added.op_type != "Add" or counts[op.inputs[0]] > 1 or len(added.inputs) < 2:
             return False
-        return len({assigned.stage[producer[v]] for v in added.inputs if v in producer}) > 1
+        makers = [producer[v] for v in added.inputs if v in producer]
+        return len({assigned.stage[op] for op in makers if op in assigned.stage}) > 1
 
     tied = {op: producer[op.inputs[0]] for op in function.ops if split(op)}
     if not tied:
@@ -102,6 +104,7 @@ class _Cutter:
         homes = self.assigned.homes
         owned = [homes[v][0] for v in op.inputs if v in homes]
         made = [self.producer[v] for v in op.inputs if v in self.producer]
+        made = [m for m in made if m not in self.assigned.loose]
         stage = min(owned or [self._stage(m) for m in made] or [0])
         self.step_stage[op] = stage
         before = [self.step_round[m] + (self.step_stage[m] != stage) for m in made if m in self.step_round]
@@ -133,12 +136,29 @@ class _Cutter:
     def _groups(self) -> dict[tuple[int, str, int], list[Op]]:
         groups: dict[tuple[int, str, int], list[Op]] = {}
         for op in self.function.ops:
+            if op in self.assigned.loose:
+                continue
             if op in self.assigned.step_ops:
                 key = (self.step_stage[op], "U", self.step_round[op])
             else:
                 key = (self.assigned.stage[op], "F" if op in self.assigned.forward else "B", 0)
             groups.setdefault(key, []).append(op)
-        return groups
+        return {key: self._with_constants(ops) for key, ops in groups.items()}
+
+    def _with_constants(self, ops: Sequence[Op]) -> list[Op]:
+        """Put before the ops what makes the constants that they read."""
+        needed: dict[Op, None] = {}
+
+        def need(op: Op) -> None:
+            for value in op.inputs:
+                made = self.producer.get(value)
+                if made in self.assigned.loose and made not in needed:
+                    need(made)
+                    needed[made] = None
+
+        for op in ops:
+            need(op)
+        return [*needed, *ops]
 
     def _inputs(self, stages: Sequence[Stage]) -> tuple[ProgramInput, ...]:
         found: list[ProgramInput] = []
@@ -167,10 +187,11 @@ class _Cutter:
             op = self.producer.get(key)
             stage = 0 if op is None else self._stage(op)
             copies: tuple[int, ...] = ()
-            if op is not None and op in self.step_stage:
-                shared = [v for v in op.inputs if v.role is Role.PARAMETER and v.type == key.type]
-                homes = self.assigned.homes.get(shared[0], ()) if shared else ()
-                copies = tuple(s for s in homes if s != stage)
+            if op is not None:
+                taken = operator(op.op_type).in_place.get(op.outputs.index(key))
+                source = None if taken is None else op.inputs[taken]
+                if source is not None and source.role is Role.PARAMETER:
+                    copies = tuple(s for s in self.assigned.homes.get(source, ()) if s != stage)
             microbatched = place.batch.sharded and op not in self.step_stage
             found.append(ProgramOutput(key, place.shards(), microbatched, stage, copies))
         return tuple(found)

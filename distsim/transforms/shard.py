@@ -26,7 +26,7 @@ from distsim.transforms.placement import (
     local_shape,
     sharded,
 )
-from distsim.transforms.roles import WHOLE_BATCH, Marks, batch_inputs, marked, propagate, roles
+from distsim.transforms.roles import WHOLE_BATCH, Mark, Marks, batch_inputs, marked, propagate, roles
 from distsim.transforms.strategies import Allowed, Strategy, rule_of
 
 
@@ -128,12 +128,15 @@ def _tensor_decision(
     }
     marks = propagate(function, seeds)
 
+    kept = propagate(function, {v: _kept_whole(v) for v in function.inputs if known[v] is Role.INPUT})
+
     def allowed(op: Op) -> Allowed:
-        of_parameter, of_batch = marked(op, marks), marked(op, batch)
+        of_parameter, of_data, of_batch = marked(op, marks), marked(op, kept), marked(op, batch)
 
         def test(factor: str, part: tuple[int, ...] | None) -> bool:
-            below = part is not None and len(part) % parts == 0  # behind the batch in a merged dimension
-            return of_parameter(factor, part) and (below or not of_batch(factor, None))
+            # In a dimension that merges the batch with another, behind the batch: heads of attention.
+            behind = not of_batch(factor, None) or (part is not None and len(part) % parts == 0)
+            return of_parameter(factor, part) and not of_data(factor, part) and behind
 
         return test
 
@@ -142,6 +145,16 @@ def _tensor_decision(
         function,
         Axis(tp, mesh.devices[0], allowed, data, repeats=_repeats(function, decided, dp, microbatches)),
     )
+
+
+def _kept_whole(value: Value) -> frozenset[Mark]:
+    """Return the dimensions of a data input that tp does not divide: all that are not features.
+
+    Dividing the sequence is another kind of parallelism; a table of positions has that dimension too.
+    """
+    type_ = _type(value)
+    count = type_.rank - 1 if type_.dtype.is_floating else type_.rank
+    return frozenset((i, None) for i in range(max(count, min(type_.rank, 1))))
 
 
 def _repeats(function: Function, batch: Decision, dp: int, microbatches: int) -> dict[Value, float]:

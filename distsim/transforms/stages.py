@@ -26,13 +26,17 @@ BYTES_PER_FLOP = 1 / 100
 A100: 312e12 FLOP/s to 2.0e12 byte/s (NVIDIA A100 datasheet) is 156, V100 and H100 139 and 295."""
 SLACK = 0.02
 """How much more work than the least bottleneck a stage may have, to send less."""
+SEND_WEIGHT = 0.01
+"""Weight of the bytes sent at a cut, over the mean of all cuts, beside the squared shares of work."""
 COARSE = 1.25
+"""How much more than its share the heaviest stage may have before Calls are written out."""
 
 
 @dataclass(frozen=True)
 class StageMap:
     """The stage of every per-microbatch op, and which of them are forward ops.
 
+    ``loose`` ops make constants: they belong to no stage, each stage that reads one makes it itself.
     ``homes`` are the stages that read a parameter or constant in forward (the first one updates it).
     ``step_ops`` run once per step, after the sums over microbatches.
     """
@@ -41,6 +45,7 @@ class StageMap:
     forward: frozenset[Op]
     step_ops: frozenset[Op]
     homes: Mapping[Value, tuple[int, ...]]
+    loose: frozenset[Op]
 
 
 def assign_stages(function: Function, num_stages: int) -> StageMap:
@@ -50,16 +55,19 @@ def assign_stages(function: Function, num_stages: int) -> StageMap:
     """
     producer = {value: op for op in function.ops for value in op.outputs}
     step_ops = _step_ops(function, producer)
-    forward = _forward_ops(function, producer, step_ops)
-    stage = _cut([op for op in function.ops if op in forward], num_stages, function.name)
+    loose = _loose_ops(function)
+    forward = _forward_ops(function, producer, step_ops) - loose
+    stage = _forward_stages(function, forward, num_stages)
     held = {v for v in function.inputs if v.role is not Role.INPUT}
     homes = _homes(function, stage, held)
     reach = _reach(function, stage, held)
-    rest = [op for op in function.ops if op not in forward and op not in step_ops]
+    rest = [op for op in function.ops if op not in forward and op not in step_ops and op not in loose]
     for op in rest:
         bound = num_stages - 1
         for value in op.inputs:
             made = producer.get(value)
+            if made in loose:
+                continue
             if made is not None and made not in forward:
                 bound = min(bound, stage[made])
             elif value in held:
@@ -72,7 +80,19 @@ def assign_stages(function: Function, num_stages: int) -> StageMap:
         if value not in homes and readers:
             homes[value] = (min(readers),)
     _sink(function, rest, forward, stage, step_ops, homes)
-    return StageMap(stage, forward, step_ops, homes)
+    return StageMap(stage, forward, step_ops, homes, loose)
+
+
+def _loose_ops(function: Function) -> frozenset[Op]:
+    """Return the ops that depend on no input of the function."""
+    made: set[Value] = set()
+    found: list[Op] = []
+    for op in function.ops:
+        if all(value in made for value in op.inputs):
+            found.append(op)
+            made.update(op.outputs)
+    returned = set(function.outputs)
+    return frozenset(op for op in found if not returned.intersection(op.outputs))
 
 
 def _step_ops(function: Function, producer: Mapping[Value, Op]) -> frozenset[Op]:
@@ -143,11 +163,26 @@ def cost_of(op: Op) -> float:
     return total
 
 
+def _forward_stages(function: Function, forward: frozenset[Op], num_stages: int) -> dict[Op, int]:
+    """Cut the forward ops that take time; what takes none (a view, a sum's mark) follows its operands."""
+    ordered = [op for op in function.ops if op in forward]
+    costs: dict[int, float] = {}
+    heavy = [op for op in ordered if _cached_cost(op, costs) > 0]
+    cut = _cut(heavy, num_stages, function.name)
+    stage: dict[Op, int] = {}
+    made: dict[Value, int] = {}
+    for op in ordered:
+        own = cut.get(op)
+        stage[op] = max((made.get(v, 0) for v in op.inputs), default=0) if own is None else own
+        made.update(dict.fromkeys(op.outputs, stage[op]))
+    return stage
+
+
 def _cut(ops: Sequence[Op], num_stages: int, name: str) -> dict[Op, int]:
-    """Contiguous stages of least bottleneck in work; among those within SLACK, of fewest bytes sent."""
+    """Contiguous stages of least bottleneck in work (within SLACK), then of even work and few bytes sent."""
     if len(ops) < num_stages:
         raise PlanError(
-            f"pp={num_stages}, but {name} has only {len(ops)} forward ops to cut; use pp of at "
+            f"pp={num_stages}, but {name} has only {len(ops)} forward ops that take time; use pp of at "
             f"most {max(len(ops), 1)}"
         )
     prefix = _prefix(ops)
@@ -155,12 +190,13 @@ def _cut(ops: Sequence[Op], num_stages: int, name: str) -> dict[Op, int]:
     done = prefix[cuts]
     limit = _bottleneck(done, num_stages) * (1 + SLACK)
     sends = _crossing(ops)[cuts]
-    within = np.tril(done[:, None] - done[None, :] <= limit, -1)  # [end, start] of one stage
-    best = np.where(done <= limit, sends, np.inf)
-    best[0] = np.inf
+    sends = SEND_WEIGHT * sends / max(float(sends.mean()), 1.0)
+    works = done[:, None] - done[None, :]  # [end, start] of one stage
+    even = np.where(np.tril(works <= limit, -1), (works * (num_stages / prefix[-1])) ** 2, np.inf)
+    best = even[:, 0] + sends
     choice: list[Numbers] = []
     for _ in range(1, num_stages):
-        costs = np.where(within, best[None, :], np.inf)
+        costs = even + best[None, :]
         # The later of equal cuts: a cheap op stays with the op it follows.
         pick = len(cuts) - 1 - np.argmin(costs[:, ::-1], axis=1)
         best = costs[np.arange(len(cuts)), pick] + sends
@@ -201,7 +237,8 @@ def coarse(function: Function, num_stages: int) -> bool:
         return False
     producer = {value: op for op in function.ops for value in op.outputs}
     forward = _forward_ops(function, producer, frozenset())
-    ops = [op for op in function.ops if op in forward]
+    costs: dict[int, float] = {}
+    ops = [op for op in function.ops if op in forward and _cached_cost(op, costs) > 0]
     if len(ops) < num_stages:
         return True
     prefix = _prefix(ops)
