@@ -65,7 +65,9 @@ def running_statistics(function: Function) -> set[Value]:
 
 
 def test_the_nine_models_of_the_onnx_package_are_there():
-    expected = "bvlc_alexnet densenet121 inception_v1 inception_v2 resnet50 shufflenet squeezenet vgg19 zfnet512"
+    expected = (
+        "bvlc_alexnet densenet121 inception_v1 inception_v2 resnet50 shufflenet squeezenet vgg19 zfnet512"
+    )
     assert list(PACKAGED)[:-2] == expected.split()
 
 
@@ -172,7 +174,9 @@ def test_a_plan_that_does_not_divide_the_batch_is_refused_with_the_numbers(name)
 
 GOLDEN = DATA / "op_coverage.txt"
 RULES = ("types", "meaning", "work", "gradient", "sharding")
-HEADER = " ".join(f"{title:<22}" if i == 0 else f"{title:<10}" for i, title in enumerate(["op", *RULES, "in"]))
+HEADER = " ".join(
+    f"{title:<22}" if i == 0 else f"{title:<10}" for i, title in enumerate(["op", *RULES, "in"])
+)
 
 
 def row(op_type: str, where: str) -> str:
@@ -210,7 +214,9 @@ def coverage() -> list[str]:
 
 
 def test_rules_of_the_operators_are_those_of_the_table():
-    difference = difflib.unified_diff(golden_rows(), coverage(), "tests/data/op_coverage.txt", "now", "", "", 0)
+    difference = difflib.unified_diff(
+        golden_rows(), coverage(), "tests/data/op_coverage.txt", "now", "", "", 0
+    )
     text = "\n".join(difference)
     assert not text, f"rules have changed; if that is right, change the table:\n{HEADER}\n{text}"
 
@@ -285,7 +291,9 @@ def write_transformer(path) -> None:
         helper.make_node("Concat", ["shape", "minus"], ["from_heads"], axis=0),
         *[helper.make_node("Reshape", [t, "to_heads"], [f"{t}4"]) for t in split],
         *[
-            helper.make_node("Transpose", [f"{t}4"], [f"{t}h"], perm=[0, 2, 3, 1] if t == "k" else [0, 2, 1, 3])
+            helper.make_node(
+                "Transpose", [f"{t}4"], [f"{t}h"], perm=[0, 2, 3, 1] if t == "k" else [0, 2, 1, 3]
+            )
             for t in split
         ],
         helper.make_node("MatMul", ["qh", "kh"], ["scores"]),
@@ -365,7 +373,9 @@ def test_the_step_of_a_tiny_model_goes_down_its_gradient(tiny):
     direction = {i: rng.standard_normal(inputs[i].shape) for i in places}
 
     def loss(distance):
-        moved = [array + distance * direction[i] if i in direction else array for i, array in enumerate(inputs)]
+        moved = [
+            array + distance * direction[i] if i in direction else array for i, array in enumerate(inputs)
+        ]
         return float(SequentialExecutor().compute(joint, moved)[0])
 
     slope = (loss(1e-6) - loss(-1e-6)) / 2e-6

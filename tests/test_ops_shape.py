@@ -264,9 +264,13 @@ def test_window_counts_are_those_that_onnx_infers():
 @pytest.mark.parametrize(
     ("source", "target", "labels"),
     [
-        ((8, 5, 6), (40, 6), (("d0", None, "d1"), ("d0", "d1"))),
-        ((40, 6), (8, 5, 6), (("d0", "d1"), ("d0", None, "d1"))),
-        ((2, 5, 12), (2, 5, 3, 4), (("d0", "d1", "d2"), ("d0", "d1", "d2", None))),
+        ((8, 5, 6), (40, 6), (("d0", "d0.1", "d1"), (("d0", Pieces("d0.1", (5,) * 8)), "d1"))),
+        ((40, 6), (8, 5, 6), ((("d0", Pieces("d0.1", (5,) * 8)), "d1"), ("d0", "d0.1", "d1"))),
+        (
+            (2, 5, 12),
+            (2, 5, 3, 4),
+            (("d0", "d1", ("d2", Pieces("d2.1", (4,) * 3))), ("d0", "d1", "d2", "d2.1")),
+        ),
         ((6, 4), (8, 3), (("d0", None), ("d0", None))),
         ((4, 1, 3), (4, 3), (("d0", None, "d1"), ("d0", "d1"))),
         ((0, 3), (3, 0), ((None, None), (None, None))),
@@ -278,11 +282,12 @@ def test_labels_of_a_reshape(source, target, labels):
     assert reshape_labels(source, target) == labels
 
 
-def test_a_bias_is_added_once_so_the_sum_over_input_channels_is_not_left_open():
+def test_a_bias_is_a_share_on_each_rank_where_the_input_channels_are_divided():
     x, w, b = np.empty((2, 4, 5, 5)), np.empty((6, 4, 3, 3)), np.empty(6)
     plain, biased = sharding_rule(signature("Conv", [x, w])), sharding_rule(signature("Conv", [x, w, b]))
     assert plain.inputs == (("n", "ci", None, None), ("co", "ci", None, None))
-    assert biased.inputs == (("n", None, None, None), ("co", None, None, None), ("co",))
+    assert biased.inputs == (*plain.inputs, ("co",))
+    assert plain.addends == () and biased.addends == (2,)
 
 
 @pytest.mark.parametrize(

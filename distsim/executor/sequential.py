@@ -102,7 +102,7 @@ def _compute(function: Function, op: Op, operands: Sequence[Ranks]) -> list[Rank
     for index, value in enumerate(op.outputs):
         place = _place(value)
         if isinstance(place, Mesh) and not isinstance(results[index], list):  # made from nothing: a constant
-            results[index] = [results[index]] * len(place.devices)
+            results[index] = [np.asarray(results[index])] * len(place.devices)
     for value, result in zip(op.outputs, results, strict=True):
         _check_result(function, op, value, result)
     return results

@@ -135,7 +135,7 @@ class _Callees:
         targets: tuple[int, ...],
     ) -> _Linearized:
         """Keep only the forward values that backward reads, and return them from forward."""
-        read = {value for op in backward.ops for value in op.inputs} | set(backward.outputs)
+        read = {value for op in backward.ops for value in op.inputs} | set(backward.outputs or ())
         backward.inputs = [v for v in backward.inputs if v in read or v not in back_of]
         own_inputs = [ahead.copies[v] for v in callee.inputs]
         own_outputs = [ahead.copies[v] for v in callee.outputs]
@@ -240,8 +240,8 @@ class _Pass:
     def _zero(self, value: Value) -> Value:
         """The gradient of an output of a Call that does not reach the loss, where another one does."""
         type_ = as_tensor(value.type, value.name)
-        zero = {"value": Literal(np.zeros((1,), type_.dtype.np)), "device": type_.device}
-        zero["input"] = np.asarray(type_.shape, np.int64)
+        shape = Literal(np.asarray(type_.shape, np.int64))
+        zero = {"value": Literal(np.zeros((1,), type_.dtype.np)), "input": shape, "device": type_.device}
         return self.maker.add("ConstantOfShape", (), zero, output_names=[f"d{value.name}"])[0]
 
     def call(self, op: Op) -> None:

@@ -9,6 +9,7 @@ cheapest local choice instead, and the result says that it is no longer proven.
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,118 +54,112 @@ class Solution:
 
 
 Factor = tuple[tuple[int, ...], Table]
+"""(variables, cost of each combination of their choices)."""
 
 
 def solve(problem: Problem, limit: int = 300_000) -> Solution:
     """Return a least-cost assignment; infinite ``cost`` means that there is none."""
-    count = len(problem.sizes)
-    factors: dict[int, Factor] = {}
-    touching: list[set[int]] = [set() for _ in range(count)]
+    elimination = _Elimination(problem)
+    elimination.run(limit)
+    return elimination.solution()
 
-    def add(scope: tuple[int, ...], table: Table) -> None:
-        number = len(seen)
-        seen.append(number)
-        factors[number] = (scope, table)
+
+class _Elimination:
+    def __init__(self, problem: Problem) -> None:
+        self.sizes = problem.sizes
+        self.factors: dict[int, Factor] = {}
+        self.touching: list[set[int]] = [set() for _ in problem.sizes]
+        self.numbers = 0
+        self.removed: list[tuple[int, tuple[int, ...], Any]] = []
+        self.left: dict[int, None] = dict.fromkeys(range(len(problem.sizes)))
+        self.cost, self.proven = 0.0, True
+        for variable, table in enumerate(problem.unary):
+            self.add((variable,), table)
+        for (first, second), table in problem.pairs.items():
+            if 1 in table.shape:  # one side has no choice: not a tie between them
+                self.add((second if table.shape[0] == 1 else first,), table.reshape(-1))
+            else:
+                self.add((first, second), table)
+
+    def add(self, scope: tuple[int, ...], table: Table) -> None:
+        if not scope:
+            self.cost += float(table)
+            return
+        self.factors[self.numbers] = (scope, table)
         for variable in scope:
-            touching[variable].add(number)
+            self.touching[variable].add(self.numbers)
+        self.numbers += 1
 
-    seen: list[int] = []
-    for variable, table in enumerate(problem.unary):
-        add((variable,), table)
-    for (first, second), table in problem.pairs.items():
-        if table.shape[0] == 1 or table.shape[1] == 1:  # one side has no choice: not a tie between them
-            add((second if table.shape[0] == 1 else first,), table.reshape(-1))
-        else:
-            add((first, second), table)
+    def take(self, variable: int) -> list[Factor]:
+        """Remove and return the factors that touch a variable."""
+        found: list[Factor] = []
+        for number in sorted(self.touching[variable]):
+            factor = self.factors.pop(number)
+            found.append(factor)
+            for other in factor[0]:
+                self.touching[other].discard(number)
+        return found
 
-    def neighbours(variable: int) -> tuple[int, ...]:
-        found = {v for number in touching[variable] for v in factors[number][0]}
+    def neighbours(self, variable: int) -> tuple[int, ...]:
+        found = {v for number in self.touching[variable] for v in self.factors[number][0]}
         return tuple(sorted(found - {variable}))
 
-    def weight(variable: int) -> int:
-        total = 1
-        for other in neighbours(variable):
-            total *= problem.sizes[other]
-        return total
+    def weight(self, variable: int) -> int:
+        return math.prod(self.sizes[other] for other in self.neighbours(variable))
 
-    queue = [(weight(v), v) for v in range(count)]
-    heapq.heapify(queue)
-    removed: list[tuple[int, tuple[int, ...], Any]] = []
-    done = [False] * count
-    base, proven = 0.0, True
-    while queue:
-        stored, variable = heapq.heappop(queue)
-        if done[variable]:
-            continue
-        current = weight(variable)
-        if current != stored:
-            heapq.heappush(queue, (current, variable))
-            continue
-        if current * problem.sizes[variable] > limit:
-            heapq.heappush(queue, (current, variable))
-            variable = max((v for v in range(count) if not done[v]), key=lambda v: (len(neighbours(v)), -v))
-            best = _cheapest(problem.sizes[variable], variable, factors, touching)
-            around = neighbours(variable)
-            for number in tuple(touching[variable]):
-                members, table = factors.pop(number)
-                for other in members:
-                    touching[other].discard(number)
-                rest = tuple(v for v in members if v != variable)
-                part = np.take(table, best, axis=members.index(variable))
-                if rest:
-                    add(rest, part)
-                else:
-                    base += float(part)
-            removed.append((variable, (), np.asarray(best)))
-            done[variable], proven = True, False
+    def run(self, limit: int) -> None:
+        queue = [(self.weight(v), v) for v in self.left]
+        heapq.heapify(queue)
+        while queue:
+            stored, variable = heapq.heappop(queue)
+            if variable not in self.left:
+                continue
+            current = self.weight(variable)
+            if current != stored:
+                heapq.heappush(queue, (current, variable))
+                continue
+            if current * self.sizes[variable] > limit:
+                heapq.heappush(queue, (current, variable))
+                around = self.fix(max(self.left, key=lambda v: (len(self.neighbours(v)), -v)))
+            else:
+                around = self.eliminate(variable)
             for other in around:
-                heapq.heappush(queue, (weight(other), other))
-            continue
-        scope = neighbours(variable)
-        total = _combine(variable, scope, factors, touching, problem.sizes)
-        for number in tuple(touching[variable]):
-            for other in factors.pop(number)[0]:
-                touching[other].discard(number)
-        removed.append((variable, scope, total.argmin(axis=-1)))
-        done[variable] = True
-        reduced = total.min(axis=-1)
-        if scope:
-            add(scope, reduced)
-            for other in scope:
-                heapq.heappush(queue, (weight(other), other))
-        else:
-            base += float(reduced)
-    choices = [0] * count
-    for variable, scope, best in reversed(removed):
-        choices[variable] = int(best[tuple(choices[v] for v in scope)])
-    return Solution(tuple(choices), base, proven)
+                heapq.heappush(queue, (self.weight(other), other))
 
+    def eliminate(self, variable: int) -> tuple[int, ...]:
+        """Replace a variable by the cost of its best choice, per choice of its neighbours."""
+        scope = self.neighbours(variable)
+        axes = {v: i for i, v in enumerate((*scope, variable))}
+        total = np.zeros([self.sizes[v] for v in (*scope, variable)])
+        for members, table in self.take(variable):
+            order = sorted(range(len(members)), key=lambda i: axes[members[i]])
+            shape = [1] * len(axes)
+            for i in order:
+                shape[axes[members[i]]] = table.shape[i]
+            total += table.transpose(order).reshape(shape)
+        self.removed.append((variable, scope, total.argmin(axis=-1)))
+        del self.left[variable]
+        self.add(scope, total.min(axis=-1))
+        return scope
 
-def _combine(
-    variable: int,
-    scope: tuple[int, ...],
-    factors: dict[int, Factor],
-    touching: list[set[int]],
-    sizes: list[int],
-) -> Table:
-    """Return the sum of all costs that touch ``variable``, over (*scope, variable)."""
-    axes = {v: i for i, v in enumerate((*scope, variable))}
-    total = np.zeros([sizes[v] for v in (*scope, variable)])
-    for number in sorted(touching[variable]):
-        members, table = factors[number]
-        order = sorted(range(len(members)), key=lambda i: axes[members[i]])
-        shape = [1] * len(axes)
-        for i in order:
-            shape[axes[members[i]]] = table.shape[i]
-        total += table.transpose(order).reshape(shape)
-    return total
+    def fix(self, variable: int) -> tuple[int, ...]:
+        """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
+        around, factors = self.neighbours(variable), self.take(variable)
+        costs = np.zeros(self.sizes[variable])
+        for members, table in factors:
+            others = tuple(i for i, v in enumerate(members) if v != variable)
+            costs += table.min(axis=others) if others else table
+        best = int(costs.argmin())
+        self.removed.append((variable, (), np.asarray(best)))
+        del self.left[variable]
+        self.proven = False
+        for members, table in factors:
+            rest = tuple(v for v in members if v != variable)
+            self.add(rest, np.take(table, best, axis=members.index(variable)))
+        return around
 
-
-def _cheapest(size: int, variable: int, factors: dict[int, Factor], touching: list[set[int]]) -> int:
-    """Return the choice that would be cheapest if every neighbour chose for it alone."""
-    costs = np.zeros(size)
-    for number in touching[variable]:
-        members, table = factors[number]
-        others = tuple(i for i, v in enumerate(members) if v != variable)
-        costs += table.min(axis=others) if others else table
-    return int(costs.argmin())
+    def solution(self) -> Solution:
+        choices = [0] * len(self.sizes)
+        for variable, scope, best in reversed(self.removed):
+            choices[variable] = int(best[tuple(choices[v] for v in scope)])
+        return Solution(tuple(choices), self.cost, self.proven)

@@ -7,6 +7,7 @@ at hand that it reads, going down from the stage that its gradients come from.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -113,15 +114,14 @@ def early_sums(function: Function) -> dict[Op, Op]:
     sums: dict[Value, frozenset[Op]] = {}
     fixed = {v for v in function.inputs if v.role is not Role.INPUT}
     early: dict[Op, Op] = {}
+    none = frozenset[Op]()
     for op in function.ops:
-        before = frozenset[Op]().union(*(sums.get(v, ()) for v in op.inputs)) - early.keys()
+        before = frozenset(sum_ for v in op.inputs for sum_ in sums.get(v, none) if sum_ not in early)
         if is_sum(op):
             before = frozenset((op,))
-        elif before and any(
-            v not in fixed and not (sums.get(v, frozenset()) - early.keys()) for v in op.inputs
-        ):
+        elif before and any(v not in fixed and not (sums.get(v, none) - early.keys()) for v in op.inputs):
             early |= dict.fromkeys(sorted(before, key=function.ops.index), op)
-            before = frozenset()
+            before = none
         elif not before and all(v in fixed for v in op.inputs):
             fixed.update(op.outputs)
         sums.update(dict.fromkeys(op.outputs, before))
@@ -216,14 +216,15 @@ def _prefix(ops: Sequence[Op]) -> Numbers:
 def _bottleneck(done: Numbers, num_stages: int) -> float:
     """Return the least work of the heaviest of ``num_stages`` contiguous, non-empty stages."""
 
+    works: list[float] = done.tolist()
+
     def fits(limit: float) -> bool:
         at = 0
         for stage in range(num_stages):
-            last = len(done) - (num_stages - stage)  # leaves a cut for every later stage
-            at = min(int(np.searchsorted(done, done[at] + limit, side="right")) - 1, last)
-        return at == len(done) - 1
+            last = len(works) - (num_stages - stage)  # leaves a cut for every later stage
+            at = min(bisect_right(works, works[at] + limit) - 1, last)
+        return at == len(works) - 1
 
-    works: list[float] = done.tolist()
     low, high = max(b - a for a, b in pairwise(works)), works[-1]
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
