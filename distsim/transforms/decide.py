@@ -27,12 +27,14 @@ from distsim.transforms.strategies import Allowed, Strategy, rule_of, strategies
 LINK_SHARE = 1 / 7
 """What a link moves of what device memory moves: A100, 300e9 of 2.0e12 byte/s (NVIDIA A100 datasheet).
 The placement is chosen before the links are known, and for all axes alike."""
+UNDIVIDED = 16.0
+"""Who asks for ranks wants the work divided, and the weights with it: matrix flops that are not count this
+many times, so that a product stays whole only where dividing it sends far more than it saves."""
 DIVIDED_SHARE = 0.67
-"""Who asks for ranks wants the work divided: a placement that divides less than this of the matrix flops,
-because sending costs more than it saves, is given up for one that divides all it can. (The backward pass
-alone is two thirds.) The batch always is divided as far as it can be."""
+"""A placement that divides less than this of the matrix flops all the same (small models: the backward
+pass alone is two thirds) is given up for one that divides all it can, as the batch always is."""
 INSISTENT = 1e7
-"""How much dearer undivided work is then."""
+"""How many times undivided flops count then."""
 TOUCH_WEIGHT = 1e-6
 """Cost of a byte that a kernel touches on its own device: breaks ties between equal communication."""
 BATCH_TOUCH_WEIGHT = 1e3
@@ -78,7 +80,7 @@ def decide(function: Function, axis: Axis) -> Decision:
     """Return the least-cost placement of every op and value of ``function`` and of its callees."""
     chooser = _Chooser(function, axis)
     if not axis.over_time:
-        found = chooser.decide(1.0)
+        found = chooser.decide(UNDIVIDED)
         if chooser.divided(found) >= DIVIDED_SHARE:
             return found
     return chooser.decide(INSISTENT)
@@ -176,9 +178,12 @@ class _Chooser:
 
     def _add_op(self, op: Op, times: int) -> None:
         options, ranks = self.options[op], self.axis.ranks
-        flops = self.insistence * _matrix_flops(op) / self._flops_per_byte(op)
-        whole = flops + (BATCH_TOUCH_WEIGHT if self.axis.over_time else TOUCH_WEIGHT) * _touched(op)
-        costs = [times * (whole / ranks if s.factor is not None else whole) for s in options]
+        flops = _matrix_flops(op) / self._flops_per_byte(op)
+        touched = (BATCH_TOUCH_WEIGHT if self.axis.over_time else TOUCH_WEIGHT) * _touched(op)
+        costs = [
+            times * ((flops + touched) / ranks if s.factor is not None else self.insistence * flops + touched)
+            for s in options
+        ]
         variable = self.problem.variable(costs)
         self.op_variable[op] = variable
         for index, value in enumerate(op.outputs):

@@ -116,19 +116,15 @@ def _tensor_decision(
     if tp == 1:
         return Decision({}, {}, 0.0, True)
     pieces = pieces_of((*callees(function), function))
-    seeds = {
-        value: frozenset(
-            (i, part)
-            for i, n in enumerate(_type(value).shape)
-            for part in (None, *pieces.get(n, ()))
-            if n > 1
-        )
-        for value in function.inputs
-        if known[value] in (Role.PARAMETER, Role.STATE)
-    }
-    marks = propagate(function, seeds)
 
-    kept = propagate(function, {v: _kept_whole(v) for v in function.inputs if known[v] is Role.INPUT})
+    def dims(value: Value, count: int) -> frozenset[Mark]:
+        sizes = _type(value).shape[:count]
+        return frozenset((i, p) for i, n in enumerate(sizes) if n > 1 for p in (None, *pieces.get(n, ())))
+
+    trained = [v for v in function.inputs if known[v] in (Role.PARAMETER, Role.STATE)]
+    given = [v for v in function.inputs if known[v] is Role.INPUT]
+    marks = propagate(function, {v: dims(v, _type(v).rank) for v in trained})
+    kept = propagate(function, {v: dims(v, _kept_whole(_type(v))) for v in given})
 
     def allowed(op: Op) -> Allowed:
         of_parameter, of_data, of_batch = marked(op, marks), marked(op, kept), marked(op, batch)
@@ -147,14 +143,12 @@ def _tensor_decision(
     )
 
 
-def _kept_whole(value: Value) -> frozenset[Mark]:
-    """Return the dimensions of a data input that tp does not divide: all that are not features.
+def _kept_whole(data: Tensor) -> int:
+    """Return how many leading dimensions of a data input tp does not divide: all that are not features.
 
     Dividing the sequence is another kind of parallelism; a table of positions has that dimension too.
     """
-    type_ = _type(value)
-    count = type_.rank - 1 if type_.dtype.is_floating else type_.rank
-    return frozenset((i, None) for i in range(max(count, min(type_.rank, 1))))
+    return data.rank if not data.dtype.is_floating else max(data.rank - 1, 1)
 
 
 def _repeats(function: Function, batch: Decision, dp: int, microbatches: int) -> dict[Value, float]:

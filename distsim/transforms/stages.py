@@ -173,8 +173,12 @@ def _forward_stages(function: Function, forward: frozenset[Op], num_stages: int)
     made: dict[Value, int] = {}
     for op in ordered:
         own = cut.get(op)
-        stage[op] = max((made.get(v, 0) for v in op.inputs), default=0) if own is None else own
+        stage[op] = max((made.get(v, -1) for v in op.inputs), default=-1) if own is None else own
         made.update(dict.fromkeys(op.outputs, stage[op]))
+    for op in reversed(ordered):  # what follows data only goes where it is read
+        if stage[op] < 0:
+            readers = [stage[other] for other in ordered if set(op.outputs) & set(other.inputs)]
+            stage[op] = min((s for s in readers if s >= 0), default=0)
     return stage
 
 

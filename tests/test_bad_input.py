@@ -1,0 +1,411 @@
+"""What a caller gets wrong comes back as an error that names it, the numbers and the way out."""
+
+import math
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+
+from distsim.errors import (
+    DistsimError,
+    ImportModelError,
+    PlanError,
+    ScheduleError,
+    SimulationError,
+    TopologyError,
+    TypeRuleError,
+)
+from distsim.executor import CostModel, SequentialExecutor, Simulator, infer_types
+from distsim.hardware import describe, load_cluster
+from distsim.importer import load_model
+from distsim.ir import Device, Float, Float64, FunctionMaker, Int64, Link, Mesh, Role, Tensor, Topology
+from distsim.models import gpt, mlp
+from distsim.parallelize import parallelize
+from distsim.plan import MAX_DEGREE, Plan
+from distsim.schedule import schedule
+from distsim.transforms import (
+    SGD,
+    PipeDreamScheduler,
+    add_loss,
+    build_program,
+    differentiate,
+    optimizer_named,
+    parallel_transform_3d,
+    pipeline,
+    shard,
+    steady_state_transform,
+)
+
+BATCH = 12
+
+
+def gpus(count: int) -> list[Device]:
+    return [Device(i, "gpu") for i in range(count)]
+
+
+@cache
+def training():
+    return differentiate(mlp(layers=4, width=8, batch=BATCH), SGD(0.1))
+
+
+def says(error: type[DistsimError], *parts: object):
+    """The error is of this class, is the built-in it resembles, and is one line with all of the parts."""
+    pattern = "".join(f"(?=.*{re.escape(str(part))})" for part in parts)
+    return pytest.raises(error, match=rf"\A{pattern}.+\Z")
+
+
+# --- degrees ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", range(4))
+@pytest.mark.parametrize("value", [0, -1, -(2**40)])
+def test_degrees_below_one(position, value):
+    names = ["dp_degree", "hp_degree", "pp_degree", "num_microbatches"]
+    degrees = [1, 1, 1, 1]
+    degrees[position] = value
+    *three, microbatches = degrees
+    with says(PlanError, f"{names[position]}={value}", "at least 1"):
+        parallel_transform_3d(training(), *three, gpus(8), microbatches)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "given"), [((2, 2, 2), 7), ((16, 1, 1), 8), ((1, 1, 2), 1), ((1, 1, 1), 0), ((2**20,) * 3, 4)]
+)
+def test_more_ranks_than_devices(degrees, given):
+    needed = degrees[0] * degrees[1] * degrees[2]
+    names = [f"{name}={degree}" for name, degree in zip(("dp", "hp", "pp"), degrees, strict=True)]
+    with says(PlanError, *names, f"{needed} devices", f"{given} given"):
+        parallel_transform_3d(training(), *degrees, gpus(given), 1)
+
+
+@pytest.mark.parametrize(("dp", "microbatches"), [(5, 1), (1, 7), (4, 2), (3, 8), (24, 1), (1, 1000)])
+def test_a_batch_that_does_not_divide(dp, microbatches):
+    numbers = (f"dp={dp}", f"microbatches={microbatches}", f"batch of {BATCH}", "1, 2, 3, 4, 6, 12")
+    with says(PlanError, *numbers):
+        parallel_transform_3d(training(), dp, 1, 1, gpus(dp), microbatches)
+    with says(PlanError, *numbers):
+        shard(training(), Mesh(gpus(dp), dp=dp, tp=1), microbatches)
+
+
+def test_the_divisors_named_are_those_that_work():
+    with pytest.raises(PlanError) as caught:
+        parallel_transform_3d(training(), 5, 1, 1, gpus(5), 1)
+    named = [int(number) for number in re.findall(r"\d+", str(caught.value).split("one of")[1])]
+    assert named == [1, 2, 3, 4, 6, 12]
+    for dp in named:
+        assert parallel_transform_3d(training(), dp, 1, 1, gpus(dp), 1).outputs
+
+
+def test_more_stages_than_the_function_has_ops_and_the_most_that_is_named_works():
+    with pytest.raises(PlanError, match=r"pp=64, but mlp_training has only \d+ forward ops") as caught:
+        parallel_transform_3d(training(), 1, 1, 64, gpus(64), 1)
+    most = int(re.search(r"at most (\d+)", str(caught.value))[1])
+    assert parallel_transform_3d(training(), 1, 1, most, gpus(most), 1).outputs
+
+
+def test_a_device_twice():
+    gpu = gpus(1)[0]
+    with says(TopologyError, "gpu:0 occurs twice"):
+        parallel_transform_3d(training(), 2, 1, 1, [gpu, gpu], 1)
+
+
+def test_a_function_without_a_batch():
+    maker = FunctionMaker("scale")
+    x = maker.add_input_value("x", Tensor(Float(), (4,)), Role.PARAMETER)
+    maker.set_outputs([maker.add_op("Relu", inputs=[x])])
+    function = maker.finalize()
+    with says(PlanError, "scale", "dp=2", "microbatches=3", "no input has a batch"):
+        shard(function, Mesh(gpus(2), dp=2, tp=1), 3)
+
+
+# --- plans, schedules, losses, builders -------------------------------------------------------------
+
+
+def test_a_plan_larger_than_the_cluster():
+    with says(PlanError, "dp=4,tp=2,pp=2", "16 devices", "has 8", "larger cluster"):
+        parallelize(training(), Plan(dp=4, tp=2, pp=2), load_cluster("dgx-a100"))
+
+
+@pytest.mark.parametrize("value", [0, -1, MAX_DEGREE + 1, 2.0, True])
+@pytest.mark.parametrize("name", ["dp", "tp", "pp", "microbatches"])
+def test_plans_of_other_than_counts(name, value):
+    with says(PlanError, f"{name}={value}", f"1..{MAX_DEGREE}"):
+        Plan(**{name: value})
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(0, 1), (1, 0), (-1, 4), (2, -2)])
+def test_a_schedule_of_nothing(stages, microbatches):
+    wrong = f"={stages}" if stages < 1 else f"={microbatches}"
+    for name in ("1f1b", "gpipe"):
+        with says(ScheduleError, name, wrong, "at least 1"):
+            schedule(name, stages, microbatches)
+    with says(ScheduleError, wrong):
+        PipeDreamScheduler(microbatches).schedule(stages)
+
+
+def test_names_that_are_not_known_come_with_those_that_are():
+    with says(ScheduleError, "'zb'", "1f1b, gpipe"):
+        schedule("zb", 2, 2)
+    with says(PlanError, "'hinge'", "auto, cross_entropy, mse"):
+        add_loss(training(), "hinge")
+    with says(PlanError, "'lion'", "adam, sgd"):
+        optimizer_named("lion")
+    with says(ImportModelError, "'bert'", "gpt2, gpt:..., mlp:..."):
+        load_model("bert")
+
+
+@pytest.mark.parametrize(("pp", "stages"), [(2, 3), (2, 1), (1, 2)])
+def test_a_schedule_for_another_number_of_stages(pp, stages):
+    mesh = Mesh(gpus(pp), pp=pp, dp=1, tp=1)
+    with pytest.raises((PlanError, ScheduleError), match=rf"(?=.*{stages})(?=.*pp={pp})"):
+        build_program(training(), mesh, schedule("1f1b", stages, 2))
+
+
+def test_a_schedule_for_another_number_of_microbatches():
+    mesh = Mesh(gpus(2), pp=2, dp=1, tp=1)
+    local = shard(training(), mesh.at(pp=0), 2)
+    with pytest.raises((PlanError, ScheduleError), match=r"(?=.*\b3\b)(?=.*\b2\b)"):
+        pipeline(local, mesh, schedule("1f1b", 2, 3))
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("name", ["layers", "width", "batch"])
+def test_sizes_that_make_no_mlp(name, value):
+    with says(DistsimError, f"{name}={value}", "at least 1"):
+        mlp(**{"layers": 2, "width": 8, "batch": 4, name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("name", ["layers", "hidden", "heads", "seq", "batch", "vocab"])
+def test_sizes_that_make_no_gpt(name, value):
+    sizes = {"layers": 1, "hidden": 8, "heads": 2, "seq": 4, "batch": 4, "vocab": 16, name: value}
+    with says(DistsimError, f"{name}={value}", "at least 1"):
+        gpt(**sizes)
+
+
+# --- links ------------------------------------------------------------------------------------------
+
+
+def pair_topology(*pairs: tuple[int, int], count: int = 4) -> Topology:
+    topology = Topology()
+    devices = [topology.add_device("gpu") for _ in range(count)]
+    for a, b in pairs:
+        topology.set_bandwidth(devices[a], devices[b], gbps=100)
+    return topology
+
+
+def simulate(topology: Topology, dp: int, hp: int, pp: int):
+    flat = parallel_transform_3d(training(), dp, hp, pp, topology.devices, 2)
+    step, inputs = steady_state_transform(flat)
+    return Simulator(CostModel(topology)).interpret(step, inputs)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "degrees", "missing"),
+    [
+        ((), (2, 1, 1), (0, 1)),
+        ((), (1, 2, 1), (0, 1)),
+        ((), (1, 1, 2), (0, 1)),
+        (((0, 1),), (2, 2, 1), (2, 3)),
+        (((0, 1), (2, 3)), (2, 2, 1), (0, 2)),
+        (((0, 1), (2, 3), (0, 2)), (1, 2, 2), (1, 3)),
+        (((0, 1), (1, 2)), (1, 1, 4), (2, 3)),
+    ],
+    ids=str,
+)
+def test_a_pair_without_a_link_is_named_with_the_call_that_sets_it(pairs, degrees, missing):
+    topology = pair_topology(*pairs)
+    a, b = missing
+    with pytest.raises(TopologyError) as caught:
+        simulate(topology, *degrees)
+    found = re.search(r"no link between gpu:(\d) and gpu:(\d): call set_bandwidth\(", str(caught.value))
+    assert {int(found[1]), int(found[2])} == {a, b}
+    assert "add_level" in str(caught.value)
+
+
+@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (1, 1, 4)])
+def test_doing_what_the_messages_say_leads_to_a_simulation(degrees):
+    topology = pair_topology()
+    for _ in range(7):  # six pairs at most
+        try:
+            simulation = simulate(topology, *degrees)
+        except TopologyError as error:
+            a, b = (int(text) for text in re.findall(r"gpu:(\d)", str(error))[:2])
+            topology.set_bandwidth(topology.devices[a], topology.devices[b], gbps=100)
+        else:
+            break
+    else:
+        pytest.fail("still a link is missing")
+    assert simulation.step_time > 0
+
+
+def test_devices_of_another_topology():
+    small = pair_topology((0, 1), count=2)
+    flat = parallel_transform_3d(training(), 4, 1, 1, gpus(4), 1)
+    step, inputs = steady_state_transform(flat)
+    with says(TopologyError, "gpu:", "not one of the 2 devices"):
+        Simulator(CostModel(small)).interpret(step, inputs)
+    with says(TopologyError, "cpu:1", "not one of the 2 devices"):
+        small.set_bandwidth(small.devices[0], Device(1, "cpu"), gbps=1)
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.inf, math.nan])
+def test_a_link_without_a_bandwidth(bandwidth):
+    with says(TopologyError, f"bandwidth={bandwidth}", "positive and finite"):
+        Link(bandwidth)
+    topology = pair_topology(count=2)
+    with pytest.raises(TopologyError, match="positive and finite"):
+        topology.set_bandwidth(*topology.devices, gbps=bandwidth)
+
+
+# --- inputs of the executor and of the simulator ----------------------------------------------------
+
+
+def adder(mesh: Mesh | None = None):
+    maker = FunctionMaker("adder")
+    x = maker.add_input_value("x", Tensor(Float64(), (2, 3), mesh))
+    ids = maker.add_input_value("ids", Tensor(Int64(), (4,), mesh))
+    maker.set_outputs([maker.add_op("Add", inputs=[x, x]), maker.add_op("Add", inputs=[ids, ids])])
+    return maker.finalize()
+
+
+X, IDS = np.ones((2, 3)), np.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ([], ("2 inputs (x, ids)", "0 given")),
+        ([X], ("2 inputs", "1 given")),
+        ([X, IDS, IDS], ("2 inputs", "3 given")),
+        ([X.T, IDS], ("input x", "(2, 3)", "(3, 2)")),
+        ([X, IDS[:3]], ("input ids", "(4,)", "(3,)")),
+        ([1.0, IDS], ("input x", "(2, 3)", "()")),
+        ([X.astype(int), IDS], ("input x", "float64", "int64")),
+        ([X, IDS * 1.0], ("input ids", "int64", "float64")),
+        ([X, IDS > 1], ("input ids", "int64", "bool")),
+        ([X, np.array(["a"] * 4)], ("input ids", "int64", "<U1")),
+        ([[X, X], IDS], ("input x", "one array", "list of 2")),
+    ],
+    ids=lambda item: None,
+)
+def test_arrays_that_are_not_what_the_function_takes(given, parts):
+    with says(SimulationError, "adder", *parts):
+        SequentialExecutor().compute(adder(), given)
+
+
+def test_arrays_for_the_ranks_of_a_mesh():
+    mesh = Mesh(gpus(2), dp=2)
+    assert len(SequentialExecutor().compute(adder(mesh), [[X, X], IDS])[0]) == 2
+    with says(SimulationError, "input x", "Mesh(dp=2)", "or 2, not 3"):
+        SequentialExecutor().compute(adder(mesh), [[X, X, X], IDS])
+    with says(SimulationError, "input x on gpu:1", "(2, 3)", "(3, 2)"):
+        SequentialExecutor().compute(adder(mesh), [[X, X.T], IDS])
+
+
+@pytest.mark.parametrize("use", [infer_types, Simulator(CostModel(Topology())).interpret])
+def test_types_that_are_not_what_the_function_takes(use):
+    function = adder()
+    with says(TypeRuleError, "adder", "2 inputs (x, ids)", "1 types given"):
+        use(function, function.inputs[:1])
+    maker = FunctionMaker("product")
+    a, b = (maker.add_input_value(name, Tensor(Float(), (4, 4))) for name in "ab")
+    maker.set_outputs([maker.add_op("MatMul", inputs=[a, b])])
+    with pytest.raises(TypeRuleError, match=r"(?s)product: .*MatMul.*4, 4.*5, 4"):
+        use(maker.finalize(), [a, Tensor(Float(), (5, 4))])
+
+
+def test_types_without_a_device_cannot_be_simulated():
+    function = adder()
+    with says(SimulationError, "adder", "no device"):
+        Simulator(CostModel(pair_topology())).interpret(function, function.inputs)
+
+
+# --- clusters ---------------------------------------------------------------------------------------
+
+FIGURE = '{ value = 1, unit = "%s", source = "none" }'
+DEVICE = {
+    "throughput": FIGURE % "TFLOP/s",
+    "memory": FIGURE % "GiB",
+    "dram_bandwidth": FIGURE % "TB/s",
+    "kernel_launch_overhead": FIGURE % "us",
+    "flops_efficiency": FIGURE % "1",
+    "bytes_efficiency": FIGURE % "1",
+}
+LEVEL = {"bandwidth": FIGURE % "GB/s", "latency": FIGURE % "us", "efficiency": FIGURE % "1"}
+
+
+def cluster(head: str = "devices_per_node = 4", device=(), level=(), more: str = "") -> str:
+    lines = ['name = "mine"', 'description = "a cluster"', head, "[device]", 'model = "none"']
+    lines += [f"{key} = {value}" for key, value in (DEVICE | dict(device)).items() if value]
+    return "\n".join([*lines, levels(level), more])
+
+
+def levels(change=()) -> str:
+    lines = [f"{key} = {value}" for key, value in (LEVEL | dict(change)).items()]
+    return "\n".join(["[[levels]]", 'name = "near"', *lines])
+
+
+def write(tmp_path, content: str | bytes) -> str:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_the_cluster_that_the_others_are_made_from(tmp_path):
+    topology = load_cluster(write(tmp_path, cluster()) + ":3")
+    assert len(topology.devices) == 12
+    assert topology.link(topology.devices[0], topology.devices[11]).bandwidth == 1e9
+
+
+MALFORMED = {
+    "empty": ("", "name"),
+    "no TOML": ("= 3", "not a TOML file"),
+    "key twice": (cluster(more="latency = 3\nlatency = 3"), "not a TOML file"),
+    "no devices": (cluster("devices_per_node = 0"), "devices_per_node", "1"),
+    "devices in words": (cluster('devices_per_node = "8"'), "devices_per_node", "int"),
+    "too many devices": (cluster("devices_per_node = 1048577"), "devices_per_node", "1048576"),
+    "missing figure": (cluster(device={"memory": ""}), "memory"),
+    "bare number": (cluster(device={"throughput": "1e12"}), "throughput", "object"),
+    "missing source": (cluster(device={"throughput": '{ value = 1, unit = "TFLOP/s" }'}), "source"),
+    "unknown unit": (cluster(device={"throughput": FIGURE % "TFLOPS"}), "'TFLOPS'", "TFLOP/s"),
+    "bits for bytes": (cluster(level={"bandwidth": FIGURE % "Gb/s"}), "'Gb/s'", "Gbit/s"),
+    "unit of another": (cluster(device={"memory": FIGURE % "GB/s"}), "'GB/s'", "GiB"),
+    "negative": (cluster(device={"memory": (FIGURE % "GB").replace("1", "-1")}), "memory", "0"),
+    "zero": (cluster(device={"throughput": (FIGURE % "TFLOP/s").replace("1", "0")}), "throughput=0.0"),
+    "infinite": (cluster(level={"bandwidth": (FIGURE % "GB/s").replace("1", "inf")}), "bandwidth=inf"),
+    "more than all": (cluster(level={"efficiency": (FIGURE % "%").replace("1", "101")}), "efficiency=1.01"),
+    "no links": (cluster().split("[[levels]]")[0], "levels"),
+    "level twice": (cluster(level={"group_size": "2"}, more=levels()), "'near'", "already"),
+    "group of one": (cluster(level={"group_size": "1"}), "'near'", "groups of 1"),
+}
+
+
+# What only shows when devices and links are made of the figures.
+BUILT = ("zero", "infinite", "more than all", "level twice", "group of one")
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_clusters(tmp_path, case):
+    content, *parts = MALFORMED[case]
+    path = write(tmp_path, content)
+    for use in (load_cluster, describe) if case not in BUILT else (load_cluster,):
+        with says(TopologyError, "mine.toml", *parts):
+            use(path)
+
+
+@pytest.mark.parametrize("name", ["", "dgx", "dgx-2:", "dgx-2:two", "dgx-2:-1", "dgx-2:1:1", "../x"])
+def test_names_of_clusters(name):
+    with says(TopologyError, name.removesuffix(":1"), "choose one of dgx-2, dgx-a100"):
+        load_cluster(name)
+
+
+def test_cluster_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "folder.toml").mkdir()
+    with says(TopologyError, "folder.toml is not a file"):
+        load_cluster(str(tmp_path / "folder.toml"))
+    with says(TopologyError, "larger than 1048576 bytes"):
+        load_cluster(write(tmp_path, "#" * (2**20 + 1)))
+    with says(TopologyError, "999999999 nodes are 3999999996 devices", "1048576"):
+        load_cluster(write(tmp_path, cluster()) + ":999999999")
