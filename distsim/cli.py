@@ -16,6 +16,7 @@ from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
+from distsim.report.output import check_target
 from distsim.report.progress import Progress
 from distsim.transforms import add_loss, differentiate, optimizer_named, set_precision, steady_state_transform
 from distsim.transforms.roles import batch_inputs, roles
@@ -106,6 +107,8 @@ def _training(options: argparse.Namespace, progress: Progress) -> Function:
 
 
 def _simulate(options: argparse.Namespace) -> None:
+    for path in filter(None, (options.trace, options.plot)):
+        check_target(path)
     progress = Progress(sys.stderr)
     plan = Plan.parse(options.plan)
     topology = load_cluster(options.cluster)

@@ -1,6 +1,5 @@
 """What a caller gets wrong comes back as an error that names it, the numbers and the way out."""
 
-import math
 import re
 from functools import cache
 
@@ -19,7 +18,7 @@ from distsim.errors import (
 from distsim.executor import CostModel, SequentialExecutor, Simulator, infer_types
 from distsim.hardware import describe, load_cluster
 from distsim.importer import load_model
-from distsim.ir import Device, Float, Float64, FunctionMaker, Int64, Link, Mesh, Role, Tensor, Topology
+from distsim.ir import Device, Float, Float64, FunctionMaker, Int64, Mesh, Role, Tensor, Topology
 from distsim.models import gpt, mlp
 from distsim.parallelize import parallelize
 from distsim.plan import MAX_DEGREE, Plan
@@ -102,12 +101,6 @@ def test_more_stages_than_the_function_has_ops_and_the_most_that_is_named_works(
         parallel_transform_3d(training(), 1, 1, 64, gpus(64), 1)
     most = int(re.search(r"at most (\d+)", str(caught.value))[1])
     assert parallel_transform_3d(training(), 1, 1, most, gpus(most), 1).outputs
-
-
-def test_a_device_twice():
-    gpu = gpus(1)[0]
-    with says(TopologyError, "gpu:0 occurs twice"):
-        parallel_transform_3d(training(), 2, 1, 1, [gpu, gpu], 1)
 
 
 def test_a_function_without_a_batch():
@@ -248,15 +241,6 @@ def test_devices_of_another_topology():
         Simulator(CostModel(small)).interpret(step, inputs)
     with says(TopologyError, "cpu:1", "not one of the 2 devices"):
         small.set_bandwidth(small.devices[0], Device(1, "cpu"), gbps=1)
-
-
-@pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.inf, math.nan])
-def test_a_link_without_a_bandwidth(bandwidth):
-    with says(TopologyError, f"bandwidth={bandwidth}", "positive and finite"):
-        Link(bandwidth)
-    topology = pair_topology(count=2)
-    with pytest.raises(TopologyError, match="positive and finite"):
-        topology.set_bandwidth(*topology.devices, gbps=bandwidth)
 
 
 # --- inputs of the executor and of the simulator ----------------------------------------------------

@@ -72,7 +72,7 @@ def test_equal_transformer_layers_make_equal_stages(pp):
 
 def test_a_heavy_head_leaves_the_last_stage_fewer_layers():
     """A vocabulary that costs as much as several layers: the bottleneck is balanced, not the count."""
-    joint = differentiate(gpt(layers=8, hidden=64, heads=4, seq=64, batch=4, vocab=4096))
+    joint = differentiate(gpt(layers=8, hidden=512, heads=8, seq=512, batch=4, vocab=16384))
     stages = program_of(joint, 4).stages
     layers = [Counter(op.op_type for op in all_ops(s.forward.function))["Softmax"] for s in stages]
     assert sum(layers) == 8 and layers[-1] < 2 and layers[0] >= 2

@@ -6,6 +6,7 @@ import numpy as np
 
 from distsim.errors import PlanError
 from distsim.ir import DType, Float32, Function, FunctionMaker, Int64, Literal, Role, Tensor, Value
+from distsim.models.sizes import check_sizes
 
 
 def gpt(
@@ -25,6 +26,8 @@ def gpt(
     value projections under a causal mask, LayerNorm, a GELU feed-forward of width ``ffn`` (4 x hidden).
     The output head has its own weight.
     """
+    wide = 4 * hidden if ffn is None else ffn
+    check_sizes(layers=layers, hidden=hidden, heads=heads, seq=seq, batch=batch, vocab=vocab, ffn=wide)
     if hidden % heads:
         raise PlanError(f"heads={heads} does not divide hidden={hidden}")
     maker = FunctionMaker("gpt")
@@ -37,7 +40,7 @@ def gpt(
     table, places = parameter("wte", vocab, hidden), parameter("wpe", seq, hidden)
     x = maker.add("Gather", [table, tokens], {"axis": 0}, output_names=["embedded"])[0]
     x = maker.add("Add", [x, places], output_names=["x"])[0]
-    layer = _layer(Tensor(dtype, (batch, seq, hidden)), heads, ffn or 4 * hidden)
+    layer = _layer(Tensor(dtype, (batch, seq, hidden)), heads, wide)
     for index in range(layers):
         own = [parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
         x = maker.add("Call", [x, *own], None, (layer,), [f"x{index}"], None, f"h{index}")[0]

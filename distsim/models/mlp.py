@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from distsim.errors import PlanError
 from distsim.ir import DType, Float32, Function, FunctionMaker, Role, Tensor
+from distsim.models.sizes import check_sizes
 
 
 def mlp(
@@ -27,10 +27,10 @@ def mlp(
     >>> count_ops(mlp(layers=4, width=8, batch=2))
     9
     """
-    if layers < 1:
-        raise PlanError(f"layers={layers} must be at least 1")
+    first = width if input_width is None else input_width
+    last = width if output_width is None else output_width
+    check_sizes(layers=layers, width=width, batch=batch, input_width=first, output_width=last)
     maker = FunctionMaker("mlp")
-    first, last = input_width or width, output_width or width
     widths = [first, *[width] * (layers - 1), last]
     x = maker.add_input_value("x", Tensor(dtype, (batch, first)))
     target = maker.add_input_value("target", Tensor(dtype, (batch, last)))

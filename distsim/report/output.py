@@ -12,17 +12,23 @@ from typing import BinaryIO
 from distsim.errors import SimulationError
 
 
+def check_target(path: str | os.PathLike[str]) -> Path:
+    """Return ``path``; raise :class:`SimulationError` if it is no file, or its folder is not there."""
+    target = Path(path)
+    if target.is_dir() or (target.exists() and not target.is_file()):
+        raise SimulationError(f"{target} is not a file; name a file to write")
+    if not target.parent.is_dir():
+        raise SimulationError(f"{target}: there is no folder {target.parent}; make it first")
+    return target
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
     """Yield a file that takes the place of ``path`` when the block ends well, and goes away otherwise.
 
     Raises :class:`SimulationError` when ``path`` is something else than a file, or has no folder.
     """
-    target = Path(path)
-    if target.is_dir() or (target.exists() and not target.is_file()):
-        raise SimulationError(f"{target} is not a file; name a file to write")
-    if not target.parent.is_dir():
-        raise SimulationError(f"{target}: there is no folder {target.parent}; make it first")
+    target = check_target(path)
     draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
         with draft.open("xb") as file:

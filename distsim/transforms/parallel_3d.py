@@ -34,7 +34,7 @@ def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program
     The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
     Calls that are too large to make balanced stages are written out first.
     """
-    while coarse(function, mesh.axis_size("pp")):
+    while coarse(function, mesh.axis_size("pp"), mesh.devices[0]):
         function = inline(function)
     local = shard(function, mesh.at(pp=0), schedule.num_microbatches)
     return pipeline(local, mesh, schedule)

@@ -22,8 +22,16 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
     the sums of earlier microbatches) and the functions that run once per step. Raises
     :class:`PlanError` when the function has fewer forward ops than there are stages.
     """
+    stages, mesh_stages = len(schedule.ranks), mesh.axis_size("pp")
+    if stages != mesh_stages:
+        raise PlanError(f"the schedule has {stages} stages, the mesh has pp={mesh_stages}; make them agree")
+    if schedule.num_microbatches != local.microbatches:
+        raise PlanError(
+            f"the schedule has {schedule.num_microbatches} microbatches, the function was sharded for "
+            f"{local.microbatches}; make them agree"
+        )
     function = _without_early_sums(local.function, local.microbatches)
-    function, assigned = _untie(function, mesh.axis_size("pp"))
+    function, assigned = _untie(function, mesh)
     return _Cutter(local, function, assigned, mesh, schedule).program()
 
 
@@ -50,13 +58,14 @@ def _without_early_sums(function: Function, microbatches: int) -> Function:
     return maker.finalize()
 
 
-def _untie(function: Function, num_stages: int) -> tuple[Function, StageMap]:
+def _untie(function: Function, mesh: Mesh) -> tuple[Function, StageMap]:
     """Sum over microbatches before adding gradients that come from two stages.
 
     A parameter that two stages read (tied embeddings) gets a gradient from each; adding them per
     microbatch would send one of them every time.
     """
-    assigned = assign_stages(function, num_stages)
+    num_stages, device = mesh.axis_size("pp"), mesh.devices[0]
+    assigned = assign_stages(function, num_stages, device)
     producer = {value: op for op in function.ops for value in op.outputs}
     counts: dict[Value, int] = {}
     for value in (*(v for op in function.ops for v in op.inputs), *function.outputs):
@@ -83,7 +92,7 @@ def _untie(function: Function, num_stages: int) -> tuple[Function, StageMap]:
             maker.adopt(op)
     maker.set_outputs(function.outputs)
     untied = maker.finalize()
-    return untied, assign_stages(untied, num_stages)
+    return untied, assign_stages(untied, num_stages, device)
 
 
 class _Cutter:

@@ -17,14 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import PlanError
-from distsim.ir import Function, Op, Role, Tensor, Value, all_ops
+from distsim.executor.cost_model import RooflineRules, runs_kernel
+from distsim.ir import Device, Function, Op, Role, Tensor, Value, all_ops
 from distsim.ops import operator, signature_of, work
+from distsim.ops.operator import memory_bound
 
 Numbers = npt.NDArray[Any]
 
-BYTES_PER_FLOP = 1 / 100
-"""Machine balance for weighing ops against each other: 100 flops take as long as one byte of memory.
-A100: 312e12 FLOP/s to 2.0e12 byte/s (NVIDIA A100 datasheet) is 156, V100 and H100 139 and 295."""
+_RULES = RooflineRules()
+
 SLACK = 0.02
 """How much more work than the least bottleneck a stage may have, to send less."""
 SEND_WEIGHT = 0.01
@@ -49,8 +50,8 @@ class StageMap:
     loose: frozenset[Op]
 
 
-def assign_stages(function: Function, num_stages: int) -> StageMap:
-    """Cut a (sharded, joint) function into ``num_stages`` stages.
+def assign_stages(function: Function, num_stages: int, device: Device) -> StageMap:
+    """Cut a (sharded, joint) function into ``num_stages`` stages of even time on ``device``.
 
     Raises :class:`PlanError` when there are fewer forward ops than stages.
     """
@@ -58,7 +59,7 @@ def assign_stages(function: Function, num_stages: int) -> StageMap:
     step_ops = _step_ops(function, producer)
     loose = _loose_ops(function)
     forward = _forward_ops(function, producer, step_ops) - loose
-    stage = _forward_stages(function, forward, num_stages)
+    stage = _forward_stages(function, forward, num_stages, _Costs(device))
     held = {v for v in function.inputs if v.role is not Role.INPUT}
     homes = _homes(function, stage, held)
     reach = _reach(function, stage, held)
@@ -148,27 +149,38 @@ def _forward_ops(function: Function, producer: Mapping[Value, Op], step: frozens
     return frozenset(found - step)
 
 
-def cost_of(op: Op) -> float:
-    """Return a device-independent weight of an op (flops; bytes counted at the machine balance)."""
+def seconds_of(op: Op, device: Device) -> float:
+    """Return how long an op, or all ops of a Call, keep ``device`` busy; communication does not."""
     total = 0.0
-    ops = all_ops(op.callee) if op.op_type == "Call" else (op,)
-    for inner in ops:
-        if operator(inner.op_type).communication is not None:
-            continue
-        found = work(signature_of(inner))
-        touched = sum(v.type.nbytes for v in (*inner.inputs, *inner.outputs))
-        if found is not None:
-            touched = found.bytes_read + found.bytes_written
-        total += max(found.flops if found else 0.0, touched / BYTES_PER_FLOP)
+    for inner in all_ops(op.callee) if op.op_type == "Call" else (op,):
+        if operator(inner.op_type).communication is None and runs_kernel(inner.op_type):
+            signature = signature_of(inner)
+            total += _RULES.compute(signature, work(signature) or memory_bound(signature), device)
     return total
 
 
-def _forward_stages(function: Function, forward: frozenset[Op], num_stages: int) -> dict[Op, int]:
+class _Costs:
+    """Seconds of ops, with each callee looked at once."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._callees: dict[int, float] = {}
+
+    def __getitem__(self, op: Op) -> float:
+        if op.op_type != "Call":
+            return seconds_of(op, self.device)
+        if id(op.callee) not in self._callees:
+            self._callees[id(op.callee)] = seconds_of(op, self.device)
+        return self._callees[id(op.callee)]
+
+
+def _forward_stages(
+    function: Function, forward: frozenset[Op], num_stages: int, costs: _Costs
+) -> dict[Op, int]:
     """Cut the forward ops that take time; what takes none (a view, a sum's mark) follows its operands."""
     ordered = [op for op in function.ops if op in forward]
-    costs: dict[int, float] = {}
-    heavy = [op for op in ordered if _cached_cost(op, costs) > 0]
-    cut = _cut(heavy, num_stages, function.name)
+    works = {op: costs[op] for op in ordered}
+    cut = _cut([op for op in ordered if works[op] > 0], works, num_stages, function.name)
     stage: dict[Op, int] = {}
     made: dict[Value, int] = {}
     for op in ordered:
@@ -182,14 +194,14 @@ def _forward_stages(function: Function, forward: frozenset[Op], num_stages: int)
     return stage
 
 
-def _cut(ops: Sequence[Op], num_stages: int, name: str) -> dict[Op, int]:
+def _cut(ops: Sequence[Op], seconds: Mapping[Op, float], num_stages: int, name: str) -> dict[Op, int]:
     """Contiguous stages of least bottleneck in work (within SLACK), then of even work and few bytes sent."""
     if len(ops) < num_stages:
         raise PlanError(
             f"pp={num_stages}, but {name} has only {len(ops)} forward ops that take time; use pp of at "
             f"most {max(len(ops), 1)}"
         )
-    prefix = _prefix(ops)
+    prefix = _prefix([seconds[op] for op in ops])
     cuts = _cut_points(len(ops), prefix, num_stages)
     done = prefix[cuts]
     limit = _bottleneck(done, num_stages) * (1 + SLACK)
@@ -212,9 +224,8 @@ def _cut(ops: Sequence[Op], num_stages: int, name: str) -> dict[Op, int]:
     return {op: int(np.searchsorted(bounds, i, side="right")) for i, op in enumerate(ops)}
 
 
-def _prefix(ops: Sequence[Op]) -> Numbers:
-    costs: dict[int, float] = {}
-    return np.concatenate([[0.0], np.cumsum([_cached_cost(op, costs) for op in ops])])
+def _prefix(seconds: Sequence[float]) -> Numbers:
+    return np.concatenate([[0.0], np.cumsum(seconds)])
 
 
 def _bottleneck(done: Numbers, num_stages: int) -> float:
@@ -236,27 +247,19 @@ def _bottleneck(done: Numbers, num_stages: int) -> float:
     return high
 
 
-def coarse(function: Function, num_stages: int) -> bool:
+def coarse(function: Function, num_stages: int, device: Device) -> bool:
     """Return whether Calls are too large to make balanced stages: the heaviest is COARSE over its share."""
     if num_stages == 1 or not any(op.op_type == "Call" for op in function.ops):
         return False
     producer = {value: op for op in function.ops for value in op.outputs}
     forward = _forward_ops(function, producer, frozenset())
-    costs: dict[int, float] = {}
-    ops = [op for op in function.ops if op in forward and _cached_cost(op, costs) > 0]
-    if len(ops) < num_stages:
+    costs = _Costs(device)
+    seconds = [s for s in (costs[op] for op in function.ops if op in forward) if s > 0]
+    if len(seconds) < num_stages:
         return True
-    prefix = _prefix(ops)
-    done = prefix[_cut_points(len(ops), prefix, num_stages)]
+    prefix = _prefix(seconds)
+    done = prefix[_cut_points(len(seconds), prefix, num_stages)]
     return _bottleneck(done, num_stages) > COARSE * prefix[-1] / num_stages
-
-
-def _cached_cost(op: Op, costs: dict[int, float]) -> float:
-    if op.op_type != "Call":
-        return cost_of(op)
-    if id(op.callee) not in costs:
-        costs[id(op.callee)] = cost_of(op)
-    return costs[id(op.callee)]
 
 
 MAX_CUTS = 2000
