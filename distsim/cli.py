@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from distsim.errors import DistsimError, PlanError
-from distsim.executor import CostModel, Simulation, Simulator, count_flops
+from distsim.executor import CostModel, Simulation, Simulator, UncostedOperatorWarning, count_flops
 from distsim.hardware import describe, load_cluster, presets
 from distsim.importer import load_model
-from distsim.ir import Function, count_ops, cpprint
+from distsim.ir import Device, Function, count_ops, cpprint
 from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
 from distsim.plan import Plan
@@ -19,7 +20,12 @@ from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_target
 from distsim.report.progress import Progress
 from distsim.transforms import add_loss, differentiate, optimizer_named, set_precision, steady_state_transform
+from distsim.transforms.loss import LOSSES
+from distsim.transforms.optimizers import OPTIMIZERS
 from distsim.transforms.roles import batch_inputs, roles
+
+MOST_EVENTS = 2_000_000
+"""Events in a trace of all devices, beyond which one device stands for those that do the same."""
 
 EPILOG = """examples:
   distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --bind seq=1024
@@ -38,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 0
+    except MemoryError:
+        print("distsim: not enough memory on this machine for a model of this size", file=sys.stderr)
+        return 2
     except OSError as error:  # a full disk, a name that is too long, no permission
         print(f"distsim: {error}", file=sys.stderr)
         return 2
@@ -85,25 +94,38 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameters", default="", help="patterns of graph inputs that are parameters: p_*,..."
     )
-    parser.add_argument("--loss", default="auto", help="auto, mse or cross_entropy")
-    parser.add_argument("--optimizer", default="adam", help="adam or sgd")
-    parser.add_argument("--dtype", default="float32", help="what float32 tensors become, e.g. bfloat16")
+    parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
+    parser.add_argument("--optimizer", help=f"{' or '.join(sorted(OPTIMIZERS))} (default adam)")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="what float32 tensors become, e.g. bfloat16: parameters and optimizer state too, without a "
+        "float32 copy of either",
+    )
 
 
 def _forward(options: argparse.Namespace) -> Function:
     patterns = tuple(p for p in options.parameters.split(",") if p)
+    dtype = dtype_named(options.dtype)
+    if not dtype.is_floating:
+        raise PlanError(f"--dtype {options.dtype}: float32 tensors can become a floating-point type only")
     function = load_model(options.model, options.batch, options.bind, patterns)
-    return set_precision(function, dtype_named(options.dtype))
+    return set_precision(function, dtype)
 
 
 def _training(options: argparse.Namespace, progress: Progress) -> Function:
+    if options.parameters and (options.loss or options.optimizer):
+        raise PlanError(
+            "--parameters says that the model brings its own backward pass: no --loss, --optimizer"
+        )
+    optimizer = optimizer_named(options.optimizer or "adam")
+    loss = options.loss or "auto"
+    if loss not in LOSSES:
+        raise PlanError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
     function = progress.run(f"reading {options.model}", lambda: _forward(options))
-    if options.parameters:  # the model brings its own backward pass
+    if options.parameters:
         return function
-    return progress.run(
-        "differentiating",
-        lambda: differentiate(add_loss(function, options.loss), optimizer_named(options.optimizer)),
-    )
+    return progress.run("differentiating", lambda: differentiate(add_loss(function, loss), optimizer))
 
 
 def _simulate(options: argparse.Namespace) -> None:
@@ -117,22 +139,39 @@ def _simulate(options: argparse.Namespace) -> None:
     step, inputs = steady_state_transform(program.to_function())
     cost_model = CostModel(topology, strict=options.strict)
     simulator = Simulator(cost_model, overlap=not options.no_overlap)
-    simulation = progress.run(
-        f"simulating {count_ops(step):,} ops", lambda: simulator.interpret(step, inputs)
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
+        simulation = progress.run(
+            f"simulating {count_ops(step):,} ops", lambda: simulator.interpret(step, inputs)
+        )
     samples = _samples(function)
     title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
     print(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
+    notes = list(program.notes)
+    if cost_model.uncosted:
+        notes.append(f"costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
+    for note in notes:
+        print(f"note: {note}")
     _write(options, simulation, progress)
 
 
 def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> None:
     if options.trace:
-        progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace))
-        print(f"trace: {options.trace} (open it at ui.perfetto.dev)")
+        devices, what = _traced(simulation)
+        progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace, devices))
+        print(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
     if options.plot:
         progress.run(f"drawing {options.plot}", lambda: plot_timeline(simulation, options.plot))
         print(f"timeline: {options.plot}")
+
+
+def _traced(simulation: Simulation) -> tuple[list[Device], str]:
+    """All devices, or where that is too much to look at one for those that do the same."""
+    devices = list(simulation.timestamps)
+    if len(devices) * len(simulation.tasks) / len(simulation.tasks.classes.members) <= MOST_EVENTS:
+        return devices, ""
+    chosen = [members[0] for members in simulation.tasks.classes.members]
+    return chosen, f"with one of the devices that do the same, {len(chosen)} of {len(devices)} "
 
 
 def _samples(function: Function) -> int:
@@ -144,6 +183,10 @@ def _samples(function: Function) -> int:
 
 def _show(options: argparse.Namespace) -> None:
     progress = Progress(sys.stderr)
+    if not options.plan and (options.cluster or not options.training):
+        given = [n for n in ("cluster", "loss", "optimizer") if getattr(options, n)]
+        if given:
+            raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
     if not options.plan and not options.training:
         cpprint(progress.run(f"reading {options.model}", lambda: _forward(options)))
         return

@@ -373,3 +373,33 @@ def test_the_examples_of_the_help_run(capsys):
     assert len(examples) == 3
     for example in examples[1:]:  # the first is the GPT-2 of the first test, larger
         assert run(capsys, *example)[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["simulate", "gpt2", "--cluster", "dgx-a100", "--parameters", "p_*", "--loss", "mse"],
+            "--parameters",
+        ),
+        (["show", "mlp:layers=2,width=8", "--batch", "4", "--optimizer", "sgd"], "--optimizer has no effect"),
+        (["show", "mlp:layers=2,width=8", "--batch", "4", "--cluster", "dgx-2"], "--cluster has no effect"),
+        (["simulate", "mlp:layers=2,width=8", "--cluster", "dgx-2", "--dtype", "int64"], "--dtype int64"),
+        (
+            ["simulate", "mlp:layers=2,width=9", "--cluster", "dgx-2", "--plan", "tp=2"],
+            "tp=2 divides no matrix",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(arguments, words, capsys):
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_replicated_work_is_a_note(capsys):
+    model = "gpt:layers=1,hidden=64,heads=2,seq=256,vocab=64"
+    arguments = ["simulate", model, "--cluster", "dgx-a100", "--batch", "2"]
+    assert main([*arguments, "--plan", "tp=4"]) == 0  # two heads are not divided by four
+    assert "note: tp=4: " in capsys.readouterr().out
+    assert main([*arguments, "--plan", "tp=2"]) == 0
+    assert "of the matrix FLOPs" not in capsys.readouterr().out

@@ -20,11 +20,13 @@ from training_models import (
     mlp,
     plans,
     random_inputs,
+    refuses,
     small_gpt,
     small_mlp,
     tied,
 )
 
+from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, pformat, verify
 from distsim.parallelize import parallelize
@@ -80,7 +82,12 @@ def case_of(joint: Function, seed: int = 0) -> Case:
 
 def assert_plan(known: Case, plan: Plan) -> None:
     mesh = mesh_of(plan.dp, plan.tp, plan.pp)
-    program = build_program(known.joint, mesh, schedule(plan.schedule, plan.pp, plan.microbatches))
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    if refuses(known.joint, plan.tp):
+        with pytest.raises(PlanError, match=f"tp={plan.tp} divides no matrix product"):
+            build_program(known.joint, mesh, order)
+        return
+    program = build_program(known.joint, mesh, order)
     assert_same_step(known.joint, program, known.inputs, known.expected)
 
 

@@ -98,7 +98,8 @@ def test_every_op_of_the_joint_function_is_on_exactly_one_stage():
         for stage in program_of(joint, pp).stages:
             for block in (stage.forward, stage.backward, *(b for _, b in stage.updates)):
                 found += Counter(op.op_type for op in all_ops(block.function))
-        assert found == kinds, f"pp={pp}"
+        mask = {"ConstantOfShape": pp, "Trilu": pp}  # a constant is made on every stage that reads it
+        assert found == kinds | mask, f"pp={pp}"
 
 
 def test_stages_are_on_the_slices_of_the_mesh():
@@ -327,7 +328,7 @@ def test_steady_state_of_what_distributes_nothing_is_the_function_itself():
 def test_degrees_must_be_positive_and_fit_the_devices():
     joint, devices = flat_mlp(), [Device(i, "gpu") for i in range(4)]
     for degrees, words in (
-        ((0, 1, 1, 1), "dp_degree=0 must be at least 1"),
+        ((0, 1, 1, 1), "dp_degree=0 must be a whole number of at least 1"),
         ((1, -1, 1, 1), "hp_degree=-1"),
         ((1, 1, 1, 0), "num_microbatches=0"),
     ):

@@ -108,3 +108,13 @@ class TestOwnFile:
     def test_missing_file(self, tmp_path: Path):
         with pytest.raises(TopologyError, match="is not a file"):
             load_cluster(str(tmp_path / "none.toml"))
+
+
+def test_a_level_that_straddles_nodes_is_refused(tmp_path):
+    text = (Path(distsim.hardware.__file__).parent / "presets" / "dgx-a100.toml").read_text()
+    path = tmp_path / "odd.toml"
+    path.write_text(text.replace("devices_per_node = 8", "devices_per_node = 12"))
+    with pytest.raises(
+        TopologyError, match=r"groups of 8 devices at level 'nvlink' would straddle nodes of 12"
+    ):
+        load_cluster(str(path))

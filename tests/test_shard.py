@@ -110,10 +110,9 @@ def test_optimizer_state_lies_where_its_parameter_lies():
     assert {n: outputs[f"{n}.new"] for n in names if f"{n}.new" in outputs} == {n: found[n] for n in names}
 
 
-def test_parameters_that_do_not_divide_stay_whole():
-    made = shard(differentiate(mlp(4, 6, 8, dtype=Float64())), mesh_of(tp=4))
-    assert set(placements(made).values()) == {"R"}
-    assert not collectives(made.function)
+def test_degrees_that_divide_no_parameter_are_refused_with_those_that_do():
+    with pytest.raises(PlanError, match=r"tp=4 divides no matrix product of mlp_training.*: 2, 3, 6$"):
+        shard(differentiate(mlp(4, 6, 8, dtype=Float64())), mesh_of(tp=4))
 
 
 def test_what_divides_is_divided_beside_what_does_not():

@@ -234,6 +234,16 @@ def mesh_of(dp: int = 1, tp: int = 1, pp: int | None = None) -> Mesh:
     return Mesh([Device(i, "gpu") for i in range(dp * tp * (pp or 1))], **axes)
 
 
+def refuses(joint: Function, tp: int) -> bool:
+    """Whether tp ranks can divide no matrix of the model, so that the plan is refused."""
+    matrices = [shape for v in joint.inputs if v.role is not Role.INPUT and len(shape := v.type.shape) > 1]
+    if not matrices:  # unmarked, as in the notebook: what has no batch
+        matrices = [v.type.shape for v in joint.inputs]
+    # Kernels and the three colours of an image are whole on every rank.
+    sizes = [n for shape in matrices for n in (shape[:1] if shape[1:2] == (3,) else shape[:2])]
+    return tp > 1 and not any(n % tp == 0 for n in sizes)
+
+
 def plans(batch: int, most: int = 8, microbatches=(1, 2, 4), deepest: int = 8) -> list[Plan]:
     """Every plan of at most ``most`` devices that divides the batch."""
     degrees = range(1, most + 1)

@@ -10,8 +10,8 @@ def count_flops(function: Function) -> float:
     """Return the FLOPs that running ``function`` once takes on one device that does all of it.
 
     A multiply-add is two. Of a joint function before it is parallelised these are the model's FLOPs, the
-    numerator of MFU (Chowdhery et al. 2022, PaLM, appendix B), element-wise work included. Ops without a
-    work rule count nothing.
+    numerator of MFU (Chowdhery et al. 2022, PaLM, appendix B); unlike there, element-wise work and the
+    optimizer count as well. Ops without a work rule count nothing.
 
     >>> from distsim.models import mlp
     >>> count_flops(mlp(layers=1, width=4, batch=2)) >= 2 * 2 * 4 * 4

@@ -254,8 +254,11 @@ class _Planner:
         for value, first in zip(function.inputs, self.same, strict=True):
             self._put(value, function.inputs[first], -1)
         for number, op in enumerate(function.ops):
+            callee = None
+            if op.op_type == "Call":
+                callee = self.walk.plan(op.callee, _first_places([self.home[v] for v in op.inputs]))
             for index, value in enumerate(op.outputs):
-                shared = self._shared_with(op, index, number)
+                shared = self._shared_with(op, callee, index, number)
                 # What nothing reads is free once it is made.
                 self._put(value, value if shared is None else self.home[shared], number)
         dying: list[list[Value]] = [[] for _ in function.ops]
@@ -277,10 +280,9 @@ class _Planner:
         self.home[value] = owner
         self.until[owner] = max(self.until.get(owner, -1), self.last_read.get(value, -1), number)
 
-    def _shared_with(self, op: Op, index: int, number: int) -> Value | None:
+    def _shared_with(self, op: Op, callee: _Plan | None, index: int, number: int) -> Value | None:
         """Return the value whose memory an output takes over, or shows under another shape."""
-        if op.op_type == "Call":
-            callee = self.walk.plan(op.callee, _first_places([self.home[value] for value in op.inputs]))
+        if callee is not None:
             source, twin = callee.sources[index], callee.twins[index]
             if source is None:
                 return None if twin is None else op.outputs[twin]

@@ -79,7 +79,8 @@ class ProgramOutput:
 class Program:
     """A scheduled, parallelised training step: the thing that is simulated.
 
-    ``mesh`` has the axes pp, dp and tp. :meth:`to_function` writes it out as one Function.
+    ``mesh`` has the axes pp, dp and tp. :meth:`to_function` writes it out as one Function. ``notes`` say
+    what a user should know of how it was placed.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Program:
     schedule: Schedule
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
+    notes: tuple[str, ...] = ()
 
     def to_function(self) -> Function:
         """Return the whole step as one flat Function of Calls, Sends and collectives.

@@ -61,7 +61,9 @@ class Unroller:
         if count == 1:
             return (local,)
         names = [f"{local.name}.{i}" for i in range(count)]
-        return self.maker.add("Split", [local], {"axis": 0, "num_outputs": count}, output_names=names)
+        return self.maker.add(
+            "Split", [local], {"axis": 0, "num_outputs": count, "microbatches": count}, output_names=names
+        )
 
     def _put(self, key: Value, microbatch: int | None, stage: int, value: Value) -> None:
         self.env[key, microbatch, stage] = value

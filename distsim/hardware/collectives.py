@@ -100,6 +100,8 @@ def collective_algorithms(kind: str, nbytes: float, group: Group, topology: Topo
 class _Route:
     """The links of equal-sized groups that run side by side; the slowest of them counts.
 
+    ``latency`` is the mean over the hops of the slowest ring: a part passes them one after the other.
+    ``rails`` is the bandwidth of several rings over all links between uneven parts of a group.
     ``inner`` and ``outer`` are set where each group has several ranks in each of several groups of a level.
     ``between`` says that no two ranks share the smallest level (one rank a node).
     """
@@ -110,6 +112,7 @@ class _Route:
     inner: _Route | None = None
     outer: _Route | None = None
     between: bool = False
+    rails: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +152,9 @@ def _route(family: tuple[Group, ...], topology: Topology) -> _Route:
     size = len(family[0])
     bandwidth, latency = math.inf, 0.0
     for group in family:
-        for a, b in zip(group, group[1:] + group[:1], strict=True):
-            if a is not b:
-                link = topology.link(a, b)
-                bandwidth, latency = min(bandwidth, link.achieved), max(latency, link.latency)
+        links = [topology.link(a, b) for a, b in zip(group, group[1:] + group[:1], strict=True) if a is not b]
+        bandwidth = min([bandwidth, *(link.achieved for link in links)])
+        latency = max(latency, math.fsum(link.latency for link in links) / max(len(links), 1))
     between = False
     cuts = [topology.groups_by_level(group) for group in family]
     for position, level in enumerate(topology.levels):
@@ -166,6 +168,10 @@ def _route(family: tuple[Group, ...], topology: Topology) -> _Route:
             inner = _route(tuple(part for cut in parts for part in cut), topology)
             across = tuple(rail for cut in parts for rail in zip(*cut, strict=True))
             return _Route(size, bandwidth, latency, inner, _route(across, topology), between)
+        if many > 1:
+            fewest = min(len(part) for cut in parts for part in cut)
+            rails = min(level.link.achieved, fewest * bandwidth)
+            return _Route(size, bandwidth, latency, between=between, rails=rails)
         break
     return _Route(size, bandwidth, latency, between=between)
 
@@ -201,6 +207,8 @@ def _ring_algorithms(kind: str, nbytes: float, route: _Route) -> dict[str, float
     if kind == "all_reduce" and route.between:
         depth = math.ceil(math.log2(route.size))
         times["tree"] = 2 * nbytes / route.bandwidth + 2 * depth * route.latency
+    if route.rails > route.bandwidth:
+        times["rails"] = _passes(kind, nbytes, route.size, route.rails, hops)
     inner, outer = route.inner, route.outer
     if inner is not None and outer is not None:
         bandwidth = min(inner.bandwidth, inner.size * outer.bandwidth)

@@ -109,6 +109,13 @@ def load_cluster(name: str) -> Topology:
     count = cluster.devices_per_node * nodes
     if count > MAX_DEVICES:
         raise TopologyError(f"{name}: {nodes} nodes are {count} devices; at most {MAX_DEVICES} are supported")
+    for level in cluster.levels:
+        size, node = level.group_size, cluster.devices_per_node
+        if size is not None and size % node and node % size:
+            raise TopologyError(
+                f"{origin}: groups of {size} devices at level {level.name!r} would straddle nodes of {node}; "
+                "one of the two must be a multiple of the other"
+            )
     si = {figure.name: figure.si_value for figure in _figures(origin, cluster)}
     try:
         device = Device(

@@ -40,10 +40,14 @@ def gpt(
     table, places = parameter("wte", vocab, hidden), parameter("wpe", seq, hidden)
     x = maker.add("Gather", [table, tokens], {"axis": 0}, output_names=["embedded"])[0]
     x = maker.add("Add", [x, places], output_names=["x"])[0]
+    future = maker.add(
+        "ConstantOfShape", (), {"input": (seq, seq), "value": Literal(np.full(1, -1e4, dtype.np))}
+    )
+    causal = maker.add("Trilu", future, {"k": 1, "upper": 1}, output_names=["causal"])[0]
     layer = _layer(Tensor(dtype, (batch, seq, hidden)), heads, wide)
     for index in range(layers):
         own = [parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
-        x = maker.add("Call", [x, *own], None, (layer,), [f"x{index}"], None, f"h{index}")[0]
+        x = maker.add("Call", [x, causal, *own], None, (layer,), [f"x{index}"], None, f"h{index}")[0]
     scale, bias = parameter("ln_f.scale", hidden), parameter("ln_f.bias", hidden)
     x = maker.add("LayerNormalization", [x, scale, bias], {"axis": -1}, output_names=["final"])[0]
     logits = maker.add("MatMul", [x, parameter("head", hidden, vocab)], output_names=["logits"])[0]
@@ -60,6 +64,7 @@ def _layer(x_type: Tensor, heads: int, ffn: int) -> Function:
     hidden = x_type.shape[2]
     maker = FunctionMaker("layer")
     x = maker.add_input_value("x", x_type)
+    causal = maker.add_input_value("causal", x_type.with_shape((x_type.shape[1],) * 2))
 
     def parameter(name: str, *shape: int) -> Value:
         return maker.add_input_value(name, Tensor(x_type.dtype, shape), Role.PARAMETER)
@@ -74,7 +79,7 @@ def _layer(x_type: Tensor, heads: int, ffn: int) -> Function:
 
     normed = norm(x, "ln1")
     query, key, value = (linear(normed, name, hidden, hidden) for name in ("q", "k", "v"))
-    mixed = _attention(maker, x_type, heads, query, key, value)
+    mixed = _attention(maker, x_type, heads, (query, key, value), causal)
     x = maker.add("Add", [x, linear(mixed, "proj", hidden, hidden)], output_names=["x1"])[0]
     wide = maker.add("Gelu", [linear(norm(x, "ln2"), "fc", hidden, ffn)], output_names=["gelu"])[0]
     x = maker.add("Add", [x, linear(wide, "out", ffn, hidden)], output_names=["x2"])[0]
@@ -83,7 +88,11 @@ def _layer(x_type: Tensor, heads: int, ffn: int) -> Function:
 
 
 def _attention(
-    maker: FunctionMaker, x_type: Tensor, heads: int, query: Value, key: Value, value: Value
+    maker: FunctionMaker,
+    x_type: Tensor,
+    heads: int,
+    projections: tuple[Value, Value, Value],
+    causal: Value,
 ) -> Value:
     batch, seq, hidden = x_type.shape
     size = hidden // heads
@@ -92,12 +101,11 @@ def _attention(
         parts = maker.add("Reshape", [source], {"shape": (batch, seq, heads, size)})
         return maker.add("Transpose", parts, {"perm": order})[0]
 
-    query, key, value = split(query, 0, 2, 1, 3), split(key, 0, 2, 3, 1), split(value, 0, 2, 1, 3)
+    orders = ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3))
+    query, key, value = (split(v, *order) for v, order in zip(projections, orders, strict=True))
     scores = maker.add("MatMul", [query, key], output_names=["scores"])
     scaled = maker.add("Mul", scores, {"B": 1.0 / float(np.sqrt(size))}, output_names=["scaled"])
-    hide = np.triu(np.full((seq, seq), -1e4, x_type.dtype.np), k=1)
-    mask = maker.add("Constant", (), {"value": Literal(hide)}, output_names=["causal"])
-    masked = maker.add("Add", [*scaled, *mask], output_names=["masked"])
+    masked = maker.add("Add", [*scaled, causal], output_names=["masked"])
     probabilities = maker.add("Softmax", masked, {"axis": -1}, output_names=["probabilities"])
     mixed = maker.add("MatMul", [*probabilities, value], output_names=["mixed"])
     joined = maker.add("Transpose", mixed, {"perm": (0, 2, 1, 3)})

@@ -48,12 +48,29 @@ def join_parts(parts: Sequence[Array], dim: int, pieces: tuple[int, ...] | None)
     return np.concatenate([part[i] for i in range(len(pieces)) for part in split], axis=dim)
 
 
+def _required(op_type: str, attributes: Attributes, *names: str) -> None:
+    for name in names:
+        if name not in attributes:
+            raise TypeRuleError(
+                f"{op_type} needs the attribute {name!r}; it has {', '.join(attributes) or 'none'}"
+            )
+
+
 def _mesh(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
     arity(op_type, inputs, 1)
+    _required(op_type, attributes, "axis")
     tensor = inputs[0]
     if not isinstance(tensor.device, Mesh):
         raise TypeRuleError(f"{op_type} runs over a mesh axis; its input is on {tensor.device}")
     return tensor, tensor.device.axis_size(attributes["axis"])
+
+
+def _dim(op_type: str, tensor: Tensor, attributes: Attributes, name: str) -> int:
+    _required(op_type, attributes, name)
+    dim = attributes[name]
+    if not isinstance(dim, int) or not 0 <= dim < tensor.rank:
+        raise TypeRuleError(f"{op_type}: {name}={dim} is not a dimension of {tensor}")
+    return dim
 
 
 def _resized(tensor: Tensor, dim: int, size: int) -> tuple[Tensor, ...]:
@@ -78,14 +95,14 @@ def _allreduce_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tupl
 
 def _allgather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, count = _mesh("MPIAllgather", attributes, inputs)
-    dim: int = attributes["dim"]
+    dim = _dim("MPIAllgather", tensor, attributes, "dim")
     return _resized(tensor, dim, tensor.shape[dim] * count)
 
 
 def _slice_types(op_type: str) -> TypesRule:
     def rule(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         tensor, count = _mesh(op_type, attributes, inputs)
-        dim = attributes["dim"]
+        dim = _dim(op_type, tensor, attributes, "dim")
         return _resized(tensor, dim, _part(op_type, tensor, dim, count, attributes.get("pieces")))
 
     return rule
@@ -93,8 +110,8 @@ def _slice_types(op_type: str) -> TypesRule:
 
 def _alltoall_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, count = _mesh("MPIAlltoall", attributes, inputs)
-    split: int = attributes["split"]
-    concat: int = attributes["concat"]
+    split = _dim("MPIAlltoall", tensor, attributes, "split")
+    concat = _dim("MPIAlltoall", tensor, attributes, "concat")
     part = _part("MPIAlltoall", tensor, split, count, None)
     (half,) = _resized(tensor, split, part)
     return _resized(half, concat, half.shape[concat] * count)
@@ -125,6 +142,7 @@ def _alltoall(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]
 
 def _send_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("Send", inputs, 1)
+    _required("Send", attributes, "to")
     source, target = inputs[0].device, attributes["to"]
     if isinstance(source, Mesh) != isinstance(target, Mesh) or (
         isinstance(source, Mesh) and isinstance(target, Mesh) and source.axes != target.axes
@@ -135,6 +153,7 @@ def _send_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Ten
 
 def _to_mesh(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Mesh]:
     arity(op_type, inputs, 1)
+    _required(op_type, attributes, "to")
     target = attributes["to"]
     if isinstance(inputs[0].device, Mesh) or not isinstance(target, Mesh):
         raise TypeRuleError(f"{op_type} goes from one device to a mesh, not {inputs[0].device} to {target}")
@@ -148,6 +167,7 @@ def _broadcast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tupl
 
 def _scatter_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, target = _to_mesh("MPIScatter", attributes, inputs)
+    _required("MPIScatter", attributes, "shards")
     for dim, axis, pieces in attributes["shards"]:
         (tensor,) = _resized(tensor, dim, _part("MPIScatter", tensor, dim, target.axis_size(axis), pieces))
     return (tensor.on(target),)
@@ -155,6 +175,7 @@ def _scatter_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[
 
 def _gather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("MPIGather", inputs, 1)
+    _required("MPIGather", attributes, "to", "shards", "from_mesh")
     tensor, target = inputs[0], attributes["to"]
     if not isinstance(tensor.device, Mesh) or not isinstance(target, Device):
         raise TypeRuleError(f"MPIGather goes from a mesh to one device, not {tensor.device} to {target}")

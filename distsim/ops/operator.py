@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from distsim.errors import TypeRuleError, UnknownOperatorError
+from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.op import Attributes, Op, Value
@@ -286,8 +286,3 @@ def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:
     elements = sum(tensor.size for tensor in signature.outputs)
     flops = flops_per_element * elements
     return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs))
-
-
-def require_compute(op_type: str) -> UnknownOperatorError:
-    """Return the error for an operator whose meaning is unknown."""
-    return UnknownOperatorError(f"operator {op_type} has no NumPy meaning here; register one in distsim.ops")

@@ -50,12 +50,17 @@ one that is made once, or take a sum inside a callee. It is chosen where nothing
 
 @dataclass(frozen=True)
 class Decision:
-    """How ops and values are placed along one axis; ``moved`` is the bytes sent per rank and step."""
+    """How ops and values are placed along one axis.
+
+    ``moved`` is the bytes sent per rank and step, ``divided`` the share of the matrix flops that is
+    divided over the ranks, ``proven`` whether no placement costs less.
+    """
 
     strategies: Mapping[Op, Strategy]
     states: Mapping[Value, State]
     moved: float
     proven: bool
+    divided: float = 1.0
 
     def state(self, value: Value) -> State:
         """Return the state in which a value is handed on."""
@@ -81,9 +86,21 @@ def decide(function: Function, axis: Axis) -> Decision:
     chooser = _Chooser(function, axis)
     if not axis.over_time:
         found = chooser.decide(UNDIVIDED)
-        if chooser.divided(found) >= DIVIDED_SHARE:
+        if found.divided >= DIVIDED_SHARE:
             return found
     return chooser.decide(INSISTENT)
+
+
+def can_divide(function: Function, axis: Axis) -> bool:
+    """Return whether any matrix product of ``function`` or its callees can be divided over the ranks."""
+    functions = (*callees(function), function)
+    pieces = pieces_of(functions)
+    products = (op for f in functions for op in f.ops if op.op_type != "Call" and _matrix_flops(op) > 0)
+    return any(
+        strategy.factor is not None
+        for op in products
+        for strategy in strategies(signature_of(op), axis.ranks, axis.allowed(op), pieces)
+    )
 
 
 class _Chooser:
@@ -102,12 +119,9 @@ class _Chooser:
         self._options()
         self._domains()
 
-    def divided(self, decision: Decision) -> float:
-        """Return the share of the matrix flops that is divided over the ranks."""
+    def _divided(self, chosen: Mapping[Op, Strategy]) -> float:
         total = sum(times * _matrix_flops(op) for op, times in self.ops)
-        done = sum(
-            times * _matrix_flops(op) for op, times in self.ops if decision.strategies[op].factor is not None
-        )
+        done = sum(times * _matrix_flops(op) for op, times in self.ops if chosen[op].factor is not None)
         return done / total if total else 1.0
 
     def decide(self, insistence: float) -> Decision:
@@ -244,7 +258,8 @@ class _Chooser:
     def _result(self, solution: Solution) -> Decision:
         chosen = {op: self.options[op][solution.choices[v]] for op, v in self.op_variable.items()}
         states = {v: self.domains[v][solution.choices[n]] for v, n in self.value_variable.items()}
-        return Decision(chosen, states, self._moved(chosen, states), solution.proven)
+        moved = self._moved(chosen, states)
+        return Decision(chosen, states, moved, solution.proven, self._divided(chosen))
 
     def _moved(self, chosen: Mapping[Op, Strategy], states: Mapping[Value, State]) -> float:
         """Return the bytes sent per rank; a state that several readers ask for is made once."""

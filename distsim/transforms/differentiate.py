@@ -28,6 +28,8 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
     wanted gradients, into a forward function that also returns what backward needs, and a backward
     function. Raises :class:`UnknownOperatorError` for an operator without a gradient.
     """
+    if not function.outputs:
+        raise PlanError(f"{function.name} has no outputs; the first one must be a scalar loss")
     loss = function.outputs[0]
     if not (isinstance(loss.type, Tensor) and loss.type.shape == () and loss.type.dtype.is_floating):
         raise PlanError(

@@ -53,6 +53,9 @@ class Solution:
     proven: bool
 
 
+HUB = 32
+"""A variable with more costs than this is weighed anew only when its turn comes."""
+
 Factor = tuple[tuple[int, ...], Table]
 """(variables, cost of each combination of their choices)."""
 
@@ -123,8 +126,9 @@ class _Elimination:
                 around = self.fix(max(self.left, key=lambda v: (len(self.neighbours(v)), -v)))
             else:
                 around = self.eliminate(variable)
-            for other in around:
-                heapq.heappush(queue, (self.weight(other), other))
+            for other in around:  # a hub with many neighbours waits for its turn instead
+                if len(self.touching[other]) <= HUB:
+                    heapq.heappush(queue, (self.weight(other), other))
 
     def eliminate(self, variable: int) -> tuple[int, ...]:
         """Replace a variable by the cost of its best choice, per choice of its neighbours."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,11 +22,20 @@ class Optimizer(Protocol):
         ...
 
 
+def _check_finite(**figures: float) -> None:
+    for name, figure in figures.items():
+        if not math.isfinite(figure):
+            raise PlanError(f"{name}={figure} must be a finite number")
+
+
 @dataclass(frozen=True)
 class SGD:
     """Stochastic gradient descent: ``w - lr * g``, no state."""
 
     lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check_finite(lr=self.lr)
 
     def apply(self, maker: FunctionMaker, pairs: Pairs) -> list[Value]:
         """Return the new parameters."""
@@ -44,6 +54,11 @@ class Adam:
     beta2: float = 0.999
     eps: float = 1e-8
     step: int = 1
+
+    def __post_init__(self) -> None:
+        _check_finite(lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps)
+        if self.step < 1 or not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise PlanError(f"{self}: step must be at least 1, beta1 and beta2 in [0, 1)")
 
     def apply(self, maker: FunctionMaker, pairs: Pairs) -> list[Value]:
         """Return the new parameters, then the new moments."""

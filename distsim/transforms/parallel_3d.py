@@ -59,8 +59,11 @@ def parallel_transform_3d(
     """
     degrees = {"dp_degree": dp_degree, "hp_degree": hp_degree, "pp_degree": pp_degree}
     for name, degree in {**degrees, "num_microbatches": num_microbatches}.items():
-        if degree < 1:
-            raise PlanError(f"{name}={degree} must be at least 1")
+        if type(degree) is not int or degree < 1:
+            raise PlanError(f"{name}={degree!r} must be a whole number of at least 1")
+    for device in devices:
+        if not isinstance(device, Device):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(f"{device!r} is not a Device; give devices of a Topology")
     needed = dp_degree * hp_degree * pp_degree
     holders = {d for v in function.inputs if isinstance(v.type, Tensor) for d in devices_of(v.type.device)}
     free = [device for device in devices if device not in holders]
@@ -90,7 +93,7 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
     for op in function.ops:
         first = op.inputs[0] if op.inputs else None
         starts = op.op_type in DISTRIBUTES and first in moved
-        if first is not None and (starts or (op.op_type == "Split" and first in arrived)):
+        if first is not None and (starts or ("microbatches" in op.attributes and first in arrived)):
             moved.update(dict.fromkeys(op.outputs, moved[first]))
             arrived.update(op.outputs)
         else:

@@ -139,7 +139,13 @@ class _Cutter:
                 )
             )
         return Program(
-            self.function.name, self.mesh, tuple(stages), self.schedule, self._inputs(stages), self._outputs()
+            self.function.name,
+            self.mesh,
+            tuple(stages),
+            self.schedule,
+            self._inputs(stages),
+            self._outputs(),
+            self.local.notes,
         )
 
     def _groups(self) -> dict[tuple[int, str, int], list[Op]]:

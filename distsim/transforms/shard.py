@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, FunctionMaker, Literal, Mesh, Op, Role, Tensor, Value, callees
+from distsim.ir import Function, FunctionMaker, Literal, Mesh, Op, Role, Tensor, Value
 from distsim.ops import signature_of
-from distsim.transforms.decide import Axis, Decision, decide, pieces_of
+from distsim.transforms.axes import batch_axis, tensor_decision
+from distsim.transforms.decide import Decision, decide
 from distsim.transforms.placement import (
     PARTIAL,
     REPLICATED,
@@ -26,8 +27,11 @@ from distsim.transforms.placement import (
     local_shape,
     sharded,
 )
-from distsim.transforms.roles import WHOLE_BATCH, Mark, Marks, batch_inputs, marked, propagate, roles
-from distsim.transforms.strategies import Allowed, Strategy, rule_of
+from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate, roles
+from distsim.transforms.strategies import Strategy, rule_of
+
+REPLICATION_NOTED = 0.95
+"""Less than this share of the matrix flops divided over tp is worth a note."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,17 @@ class Sharded:
     outputs: tuple[Placement, ...]
     batch: Decision
     tp: Decision
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the placement: work that is replicated, a choice not proven best."""
+        tp, found = self.mesh.axis_size("tp"), list[str]()
+        if self.tp.divided < REPLICATION_NOTED:
+            share = f"{1 - self.tp.divided:.0%}"
+            found.append(f"tp={tp}: {share} of the matrix FLOPs are not divided, every tp rank does them all")
+        if not (self.batch.proven and self.tp.proven):
+            found.append("the placement is not proven to be the least-cost one")
+        return tuple(found)
 
     def describe(self) -> str:
         """Return what was chosen for every input, and the bytes that each rank sends for it."""
@@ -68,8 +83,8 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1) -> Sharded:
     data = batch_inputs(function, known)
     _check_batch(function, data, dp, microbatches)
     batch_marks = propagate(function, dict.fromkeys(data, WHOLE_BATCH))
-    batch = decide(function, _batch_axis(function, data, batch_marks, dp * microbatches, mesh.devices[0]))
-    tensor = _tensor_decision(function, known, batch_marks, mesh, microbatches, batch)
+    batch = decide(function, batch_axis(function, data, batch_marks, dp * microbatches, mesh.devices[0]))
+    tensor = tensor_decision(function, known, batch_marks, mesh, microbatches, batch)
     return _Lowering(function, mesh, microbatches, known, batch, tensor).result()
 
 
@@ -89,84 +104,6 @@ def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatc
 def _divisors(n: int) -> str:
     found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
     return ", ".join(map(str, found)) or "none (the batch is empty)"
-
-
-def _batch_axis(
-    function: Function, data: tuple[Value, ...], marks: Marks, parts: int, device: Device
-) -> Axis:
-    given = dict.fromkeys(function.inputs, REPLICATED) | dict.fromkeys(data, sharded(0))
-
-    def allowed(op: Op) -> Allowed:
-        return marked(op, marks)
-
-    return Axis(parts, device, allowed, given, over_time=True)
-
-
-def _tensor_decision(
-    function: Function,
-    known: Mapping[Value, Role],
-    batch: Marks,
-    mesh: Mesh,
-    microbatches: int,
-    decided: Decision,
-) -> Decision:
-    """Tensor parallelism divides what derives from parameters and does not carry the batch."""
-    tp, dp = mesh.axis_size("tp"), mesh.axis_size("dp")
-    parts = dp * microbatches
-    if tp == 1:
-        return Decision({}, {}, 0.0, True)
-    pieces = pieces_of((*callees(function), function))
-
-    def dims(value: Value, count: int) -> frozenset[Mark]:
-        sizes = _type(value).shape[:count]
-        return frozenset((i, p) for i, n in enumerate(sizes) if n > 1 for p in (None, *pieces.get(n, ())))
-
-    trained = [v for v in function.inputs if known[v] in (Role.PARAMETER, Role.STATE)]
-    given = [v for v in function.inputs if known[v] is Role.INPUT]
-    marks = propagate(function, {v: dims(v, _type(v).rank) for v in trained})
-    kept = propagate(function, {v: dims(v, _kept_whole(_type(v))) for v in given})
-
-    def allowed(op: Op) -> Allowed:
-        of_parameter, of_data, of_batch = marked(op, marks), marked(op, kept), marked(op, batch)
-
-        def test(factor: str, part: tuple[int, ...] | None) -> bool:
-            # In a dimension that merges the batch with another, behind the batch: heads of attention.
-            behind = not of_batch(factor, None) or (part is not None and len(part) % parts == 0)
-            return of_parameter(factor, part) and not of_data(factor, part) and behind
-
-        return test
-
-    data = {v: REPLICATED for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT)}
-    return decide(
-        function,
-        Axis(tp, mesh.devices[0], allowed, data, repeats=_repeats(function, decided, dp, microbatches)),
-    )
-
-
-def _kept_whole(data: Tensor) -> int:
-    """Return how many leading dimensions of a data input tp does not divide: all that are not features.
-
-    Dividing the sequence is another kind of parallelism; a table of positions has that dimension too.
-    """
-    return data.rank if not data.dtype.is_floating else max(data.rank - 1, 1)
-
-
-def _repeats(function: Function, batch: Decision, dp: int, microbatches: int) -> dict[Value, float]:
-    """Return how often the whole of each value is moved in a step, over all dp ranks.
-
-    What is divided over the batch is moved once, a part at a time; a gradient once per rank, after it is
-    summed over microbatches; a weight once per rank and microbatch.
-    """
-    found: dict[Value, float] = {}
-    for current in (*callees(function), function):
-        raw: dict[Value, State] = {value: batch.state(value) for value in current.inputs}
-        for op in current.ops:
-            states = batch.strategies[op].outputs if op in batch.strategies else ()
-            raw.update(zip(op.outputs, states or map(batch.state, op.outputs), strict=True))
-        for value, state in raw.items():
-            once = 1.0 if state.sharded else float(dp)
-            found[value] = once * microbatches if state is REPLICATED else once
-    return found
 
 
 class _Lowering:

@@ -77,10 +77,11 @@ def assign_stages(function: Function, num_stages: int, device: Device) -> StageM
             elif made is not None:
                 bound = min(bound, reach[value])
         stage[op] = bound
-    for value in held:  # read in backward only
-        readers = [stage[op] for op in rest if value in op.inputs]
-        if value not in homes and readers:
-            homes[value] = (min(readers),)
+    late: dict[Value, int] = {}
+    for op in rest:
+        for value in held.intersection(op.inputs):
+            late[value] = min(late.get(value, num_stages), stage[op])
+    homes = {value: (place,) for value, place in late.items()} | homes  # read in backward only
     _sink(function, rest, forward, stage, step_ops, homes)
     return StageMap(stage, forward, step_ops, homes, loose)
 
@@ -115,13 +116,14 @@ def early_sums(function: Function) -> dict[Op, Op]:
     sums: dict[Value, frozenset[Op]] = {}
     fixed = {v for v in function.inputs if v.role is not Role.INPUT}
     early: dict[Op, Op] = {}
+    place = {op: i for i, op in enumerate(function.ops)}
     none = frozenset[Op]()
     for op in function.ops:
         before = frozenset(sum_ for v in op.inputs for sum_ in sums.get(v, none) if sum_ not in early)
         if is_sum(op):
             before = frozenset((op,))
         elif before and any(v not in fixed and not (sums.get(v, none) - early.keys()) for v in op.inputs):
-            early |= dict.fromkeys(sorted(before, key=function.ops.index), op)
+            early |= dict.fromkeys(sorted(before, key=place.__getitem__), op)
             before = none
         elif not before and all(v in fixed for v in op.inputs):
             fixed.update(op.outputs)
@@ -187,10 +189,11 @@ def _forward_stages(
         own = cut.get(op)
         stage[op] = max((made.get(v, -1) for v in op.inputs), default=-1) if own is None else own
         made.update(dict.fromkeys(op.outputs, stage[op]))
-    for op in reversed(ordered):  # what follows data only goes where it is read
-        if stage[op] < 0:
-            readers = [stage[other] for other in ordered if set(op.outputs) & set(other.inputs)]
-            stage[op] = min((s for s in readers if s >= 0), default=0)
+    first: dict[Value, int] = {}  # the first stage that reads each value
+    for op in reversed(ordered):
+        if stage[op] < 0:  # what follows data only goes where it is read
+            stage[op] = min((first[v] for v in op.outputs if v in first), default=0)
+        first.update((v, min(first.get(v, num_stages), stage[op])) for v in op.inputs)
     return stage
 
 
