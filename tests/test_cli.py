@@ -397,9 +397,9 @@ def test_an_option_without_effect_is_refused(arguments, words, capsys):
 
 
 def test_replicated_work_is_a_note(capsys):
-    model = "gpt:layers=1,hidden=64,heads=2,seq=256,vocab=64"
+    model = "mlp:layers=3,width=30,input_width=32,output_width=30"
     arguments = ["simulate", model, "--cluster", "dgx-a100", "--batch", "2"]
-    assert main([*arguments, "--plan", "tp=4"]) == 0  # two heads are not divided by four
+    assert main([*arguments, "--plan", "tp=4"]) == 0  # which does not divide 30
     assert "note: tp=4: " in capsys.readouterr().out
     assert main([*arguments, "--plan", "tp=2"]) == 0
     assert "of the matrix FLOPs" not in capsys.readouterr().out
