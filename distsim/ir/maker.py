@@ -88,6 +88,28 @@ class FunctionMaker:
         self._defined.update(outputs)
         return outputs
 
+    def copy(
+        self,
+        op: Op,
+        values: Mapping[Value, Value],
+        attributes: Mapping[str, Any] | None = None,
+        subfunctions: Sequence[Function] | None = None,
+        name: str | None = None,
+    ) -> tuple[Value, ...]:
+        """Add an op like ``op``, its inputs replaced by ``values[input]``; return its outputs.
+
+        The names of its outputs, its version and what is not given here are the op's.
+        """
+        return self.add(
+            op.op_type,
+            [values[value] for value in op.inputs],
+            op.attributes if attributes is None else attributes,
+            op.subfunctions if subfunctions is None else subfunctions,
+            [value.name for value in op.outputs],
+            op.version,
+            op.name if name is None else name,
+        )
+
     def adopt_inputs(self, values: Sequence[Value]) -> None:
         """Take over the inputs of another function: the same values, not copies."""
         self.inputs.extend(values)

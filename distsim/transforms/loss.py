@@ -41,10 +41,7 @@ def add_loss(function: Function, kind: str = "auto") -> Function:
         target = maker.add_input_value("target", type_, Role.INPUT)
         op_type, count = "Loss", type_.shape[0]
     for op in function.ops:
-        inputs = [copies[v] for v in op.inputs]
-        names = [v.name for v in op.outputs]
-        made = maker.add(op.op_type, inputs, op.attributes, op.subfunctions, names, op.version, op.name)
-        copies.update(zip(op.outputs, made, strict=True))
+        copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
     loss = maker.add(op_type, [copies[output.value], target], {"N": max(count, 1)}, output_names=["loss"])
     maker.set_outputs(loss)
     return maker.finalize()

@@ -108,10 +108,7 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
         if value not in made:
             copies[value] = maker.add_input_value(value.name, value.type, moved[value].role)
     for op in rest:
-        inputs = [copies[value] for value in op.inputs]
-        names = [value.name for value in op.outputs]
-        new = maker.add(op.op_type, inputs, op.attributes, op.subfunctions, names, op.version, op.name)
-        copies.update(zip(op.outputs, new, strict=True))
+        copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
     maker.set_outputs([copies[value] for value in function.outputs])
     steady = maker.finalize()
     return steady, steady.inputs

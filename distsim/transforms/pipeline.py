@@ -266,10 +266,7 @@ class _Builder:
         attributes = op.attributes
         if attributes.get("device") == self.source:
             attributes = {**attributes, "device": self.mesh}
-        names = [value.name for value in op.outputs]
-        inputs = [env[value] for value in op.inputs]
-        made = maker.add(op.op_type, inputs, attributes, callees, names, op.version, op.name)
-        env.update(zip(op.outputs, made, strict=True))
+        env.update(zip(op.outputs, maker.copy(op, env, attributes, callees), strict=True))
 
     def _relocate(self, callee: Function) -> Function:
         if id(callee) not in self.moved:

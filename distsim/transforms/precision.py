@@ -35,15 +35,7 @@ class _Precision:
             copies[value] = maker.add_input_value(value.name, self.type(value.type), value.role)
         for op in function.ops:
             callees = tuple(self.convert(callee) for callee in op.subfunctions)
-            made = maker.add(
-                op.op_type,
-                [copies[v] for v in op.inputs],
-                self.attributes(op),
-                callees,
-                [v.name for v in op.outputs],
-                op.version,
-                op.name,
-            )
+            made = maker.copy(op, copies, self.attributes(op), callees)
             copies.update(zip(op.outputs, made, strict=True))
         maker.set_outputs([copies[v] for v in function.outputs])
         return maker.finalize()
