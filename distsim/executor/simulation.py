@@ -121,7 +121,8 @@ class Simulation:
         moves = self._moves[numbers]
         busy = _measure(self.start[numbers[~moves]], self.end[numbers[~moves]])
         active = _measure(self.start[numbers], self.end[numbers])
-        return Shares(busy, active - busy, self.step_time - active)
+        # The sums behind `active` may pass the step by rounding; a share of time is not negative.
+        return Shares(busy, max(active - busy, 0.0), max(self.step_time - active, 0.0))
 
     @cached_property
     def memory(self) -> Mapping[Device, MemoryUse]:

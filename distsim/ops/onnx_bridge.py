@@ -8,11 +8,13 @@ newer ones that have it as an input thus look the same to every rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx.checker
 import onnx.helper
 import onnx.numpy_helper
 import onnx.shape_inference
@@ -21,7 +23,7 @@ from onnx.reference import ReferenceEvaluator
 from distsim.errors import TypeRuleError, UnknownOperatorError
 from distsim.ir.device import Device, Mesh
 from distsim.ir.op import Attributes, Literal
-from distsim.ir.type import DType, Tensor, from_numpy
+from distsim.ir.type import BFloat16, DType, Float16, Tensor, from_numpy
 from distsim.ops.operator import Array, common_device
 
 OPSET = 20
@@ -65,6 +67,8 @@ def onnx_types(
             f"operator {op_type!r} is neither ONNX's (opset {version or OPSET}) nor distsim's; register "
             "it in distsim.ops or check the spelling"
         )
+    if any(tensor.dtype == BFloat16() for tensor in inputs) and not _takes_bfloat16(schema):
+        return _as_float16(op_type, attributes, inputs, version)
     device = common_device(op_type, inputs) or attributes.get("device")
     node, static = _node(schema, op_type, attributes, len(inputs), inputs[0].dtype if inputs else None)
     names = [name for name in node.input if name]
@@ -79,9 +83,42 @@ def onnx_types(
         made: dict[str, Any] = onnx.shape_inference.infer_node_outputs(
             schema, node, types, data, opset_imports=[onnx.helper.make_opsetid("", version or OPSET)]
         )
-    except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
+    except (
+        onnx.shape_inference.InferenceError,
+        onnx.checker.ValidationError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         raise TypeRuleError(f"{op_type} does not fit its inputs: {str(error).strip()}") from error
     return tuple(_tensor(op_type, made.get(name), device) for name in node.output)
+
+
+def _takes_bfloat16(schema: Any) -> bool:
+    """ONNX took up bfloat16 operator by operator; here it may be wherever float16 may."""
+    kinds = [set(c.allowed_type_strs) for c in schema.type_constraints]
+    return not any("tensor(float16)" in kind and "tensor(bfloat16)" not in kind for kind in kinds)
+
+
+def _as_float16(
+    op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...], version: int | None
+) -> tuple[Tensor, ...]:
+    """Return the types of an operator that does not know bfloat16, with float16 standing in for it."""
+
+    def swap(tensor: Tensor, old: DType, new: DType) -> Tensor:
+        return replace(tensor, dtype=new) if tensor.dtype == old else tensor
+
+    if any(tensor.dtype == Float16() for tensor in inputs):
+        raise TypeRuleError(f"{op_type} cannot take bfloat16 and float16 together; cast one")
+    stand_ins = {
+        key: Literal(value.array.astype(np.float16))
+        if isinstance(value, Literal) and from_numpy(value.array.dtype) == BFloat16()
+        else value
+        for key, value in attributes.items()
+    }
+    made = onnx_types(
+        op_type, Attributes(stand_ins), tuple(swap(t, BFloat16(), Float16()) for t in inputs), version
+    )
+    return tuple(swap(tensor, Float16(), BFloat16()) for tensor in made)
 
 
 def onnx_compute(
