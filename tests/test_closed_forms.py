@@ -58,7 +58,7 @@ def makespan(p: int, m: int, name: str, rules: UnitRules) -> float:
     return Simulator(CostModel(topology(), rules=rules)).interpret(function, function.inputs).step_time
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 6, 8, 12, 16])
+@pytest.mark.parametrize("m", range(1, 17))
 @pytest.mark.parametrize("p", range(1, 9))
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_makespan_of_equal_stages_is_m_plus_p_minus_1_times_a_microbatch(name, p, m):

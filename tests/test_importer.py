@@ -7,62 +7,25 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from importer_models import (
+    assert_same,
+    f32,
+    info,
+    save,
+)
 from onnx import TensorProto, helper, numpy_helper
-from onnx.inliner import inline_local_functions
-from onnx.reference import ReferenceEvaluator
 
 from distsim.errors import ImportModelError
-from distsim.executor.sequential import SequentialExecutor
-from distsim.importer import import_from_onnx, parse_tensor_from_file, symbolic_dimensions
+from distsim.importer import import_from_onnx, symbolic_dimensions
 from distsim.ir import Role, verify
 
 DATA = Path(__file__).parent / "data"
+
+
 GPT2 = Path(__file__).parents[1] / "distsim" / "models" / "data" / "gpt2.onnx"
 LIGHT = sorted((Path(onnx.__file__).parent / "backend" / "test" / "data" / "light").glob("*.onnx"))
 REFERENCE = Path(os.environ.get("DISTSIM_REFERENCE", "/nonexistent")) / "onnx"
 SHAPE_OPS = {"Shape", "Size", "Range", "ConstantOfShape", "GatherND", "CumSum", "NonZero", "Slice", "Concat"}
-
-
-def rng():
-    return np.random.default_rng(0)
-
-
-def f32(*shape):
-    return rng().standard_normal(shape).astype(np.float32)
-
-
-def info(name, shape, kind=TensorProto.FLOAT):
-    return helper.make_tensor_value_info(name, kind, shape)
-
-
-def save(path, nodes, inputs, outputs, stored=None, opset=20, functions=(), extra_opsets=()):
-    """Write a model; `stored` maps names of initializers to arrays."""
-    stored = [numpy_helper.from_array(array, name) for name, array in (stored or {}).items()]
-    graph = helper.make_graph(nodes, "graph", inputs, outputs, stored)
-    opsets = [helper.make_opsetid("", opset), *extra_opsets]
-    model = helper.make_model(graph, opset_imports=opsets, functions=functions, ir_version=10)
-    onnx.save(model, path)
-    return path
-
-
-def run(function, values):
-    return SequentialExecutor().compute(function, [values[value.name] for value in function.inputs])
-
-
-def assert_same(path, feeds, **bindings):
-    """The imported function gives what onnx.reference gives, and of the types it says."""
-    function, values = import_from_onnx(path, load_values=True, **bindings)
-    verify(function)
-    model = onnx.load(path)
-    flat = inline_local_functions(model) if model.functions else str(path)
-    expected = ReferenceEvaluator(flat).run(None, feeds)
-    found = run(function, values | feeds)
-    assert [value.name for value in function.outputs] == [o.name for o in model.graph.output]
-    for value, want, have in zip(function.outputs, expected, found, strict=True):
-        assert value.type.shape == want.shape == have.shape
-        assert value.type.dtype.np == want.dtype == have.dtype
-        np.testing.assert_allclose(have, want, rtol=1e-5, atol=1e-6)
-    return function
 
 
 def kinds(function):
@@ -379,105 +342,3 @@ def test_what_is_large_is_computed_when_the_model_runs(tmp_path):
     function = assert_same(path, {"x": f32(3, 1)})
     assert list(kinds(function)) == ["Constant", "Expand", "MatMul"]
     assert function.ops[0].outputs[0].type.shape == (1, 3)
-
-
-# Roles, values, names
-
-
-def test_roles_of_stored_values(tmp_path):
-    stored = {
-        "weight": f32(2, 2),
-        "scalar": f32(),
-        "one": f32(1),
-        "table": rng().integers(0, 2, (300, 300)),
-        "index": np.array([1, 0]),
-    }
-    nodes = [
-        helper.make_node("MatMul", ["x", "weight"], ["a"]),
-        helper.make_node("Add", ["a", "scalar"], ["b"]),
-        helper.make_node("Add", ["b", "one"], ["c"]),
-        helper.make_node("Gather", ["c", "table"], ["y"], axis=0),
-        helper.make_node("Gather", ["c", "index"], ["z"], axis=0),
-    ]
-    outputs = [info("y", [300, 300, 2]), info("z", [2, 2])]
-    path = save(tmp_path / "m.onnx", nodes, [info("x", [2, 2])], outputs, stored)
-    function = assert_same(path, {"x": f32(2, 2)})
-    assert [(v.name, v.role) for v in function.inputs] == [
-        ("x", Role.INPUT),
-        ("weight", Role.PARAMETER),
-        ("table", Role.CONSTANT),
-    ]
-    assert function.ops[-1].attributes["indices"].array.tolist() == [1, 0]
-
-
-def test_initializers_that_are_graph_inputs_too(tmp_path):
-    inputs = [info("x", [2, 2]), info("w", [2, 2])]
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
-    path = save(tmp_path / "m.onnx", nodes, inputs, [info("y", [2, 2])], {"w": f32(2, 2)}, 9)
-    function = import_from_onnx(path)
-    assert [(v.name, v.role) for v in function.inputs] == [("x", Role.INPUT), ("w", Role.PARAMETER)]
-
-
-def test_graph_inputs_marked_as_parameters(tmp_path):
-    inputs = [info("x", [2, 2]), info("p_w", [2, 2]), info("ids", [2], TensorProto.INT64)]
-    nodes = [helper.make_node("MatMul", ["x", "p_w"], ["a"]), helper.make_node("Gather", ["a", "ids"], ["y"])]
-    path = save(tmp_path / "m.onnx", nodes, inputs, [info("y", [2, 2])])
-    assert [v.name for v in import_from_onnx(path, parameters=["p_*"], name="net").parameters] == ["p_w"]
-    assert import_from_onnx(path, name="net").name == "net"
-    with pytest.raises(ImportModelError, match="pattern 'q_"):
-        import_from_onnx(path, parameters=["q_*"])
-    with pytest.raises(ImportModelError, match="'ids' is i64"):
-        import_from_onnx(path, parameters=["ids"])
-    with pytest.raises(ImportModelError, match="list of patterns"):
-        import_from_onnx(path, parameters="p_*")
-
-
-def test_external_values_are_read_when_asked_for(tmp_path):
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["a"]), helper.make_node("Reshape", ["a", "to"], ["y"])]
-    stored = {"w": f32(64, 64), "b": f32(64, 64), "to": np.array([64, 1, 64])}
-    path = save(tmp_path / "m.onnx", nodes, [info("x", [64, 64])], [info("y", [64, 1, 64])], stored)
-    model = onnx.load(path)
-    onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
-    with pytest.raises(ImportModelError, match=r"operand shape \(to\).*load_values=True"):
-        import_from_onnx(path)
-    function = assert_same(path, {"x": f32(64, 64)})
-    assert [value.name for value in function.inputs] == ["x", "w"]
-    (tmp_path / "weights.bin").unlink()
-    with pytest.raises(ImportModelError, match=r"'to'.*weights\.bin"):
-        import_from_onnx(path, load_values=True)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool", "uint8"])
-def test_a_tensor_file(tmp_path, dtype):
-    array = (f32(2, 3) * 3).astype(dtype)
-    (tmp_path / "t.pb").write_bytes(numpy_helper.from_array(array).SerializeToString())
-    found = parse_tensor_from_file(tmp_path / "t.pb")
-    assert found.dtype == array.dtype
-    np.testing.assert_array_equal(found, array)
-
-
-BACKEND = Path(onnx.__file__).parent / "backend" / "test" / "data"
-BACKEND_CASES = [
-    "pytorch-converted/test_Conv2d_groups",
-    "pytorch-converted/test_BatchNorm2d_eval",
-    "pytorch-converted/test_Embedding",
-    "pytorch-converted/test_Linear",
-    "pytorch-converted/test_PixelShuffle",
-    "pytorch-converted/test_Softmax",
-    "pytorch-operator/test_operator_add_size1_broadcast",
-    "pytorch-operator/test_operator_chunk",
-    "pytorch-operator/test_operator_flatten",
-    "pytorch-operator/test_operator_view",
-]
-
-
-@pytest.mark.parametrize("case", BACKEND_CASES)
-def test_cases_of_the_onnx_package(case):
-    path = BACKEND / case / "model.onnx"
-    function, values = import_from_onnx(path, load_values=True)
-    folder = path.parent / "test_data_set_0"
-    free = [value.name for value in function.inputs if value.name not in values]
-    feeds = {name: parse_tensor_from_file(folder / f"input_{i}.pb") for i, name in enumerate(free)}
-    for index, found in enumerate(run(function, values | feeds)):
-        expected = parse_tensor_from_file(folder / f"output_{index}.pb")
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)

@@ -118,3 +118,15 @@ def test_a_level_that_straddles_nodes_is_refused(tmp_path):
         TopologyError, match=r"groups of 8 devices at level 'nvlink' would straddle nodes of 12"
     ):
         load_cluster(str(path))
+
+
+def test_uneven_parts_of_a_group_use_as_many_links_as_the_smallest_has():
+    """8 ranks of one node and 4 of another: four rings, not one; never as fast as 8 and 8."""
+    topology = load_cluster("dgx-a100:2")
+    devices, size = topology.devices, 100 * 2**20
+    even, uneven = (collective_time("all_reduce", size, tuple(devices[:n]), topology) for n in (16, 12))
+    across = topology.link(devices[0], devices[8]).achieved
+    assert even < uneven
+    assert uneven == pytest.approx(2 * 11 / 12 * size / (4 * across), rel=0.2)
+    one = collective_time("all_reduce", size, tuple(devices[:9]), topology)
+    assert one == pytest.approx(2 * 8 / 9 * size / across, rel=0.2)
