@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -82,6 +82,7 @@ class CostModel:
         self._compute: dict[tuple[Signature, int], float] = {}
         self._communication: dict[tuple[str, float, Group], float] = {}
         self._alike: dict[tuple[Group, ...], bool] = {}
+        self._linked: dict[Group, Hashable] = {}
         self._version = topology.version
 
     @classmethod
@@ -154,6 +155,34 @@ class CostModel:
         first = self.communication_seconds(signature, key[0])
         return all(self.communication_seconds(signature, group) == first for group in key[1:])
 
+    def routes(self, groups: Sequence[Group]) -> tuple[Hashable, ...]:
+        """Return how each group lies on the topology; a single entry where all lie alike.
+
+        Groups with equal entries, of one call or another, take equally long over every collective: each
+        level cuts them alike, and the links of pairs that were set are the same.
+        """
+        self._forget_old_topology()
+        topology = self.topology
+        if topology.has_pair_links or not groups:
+            return _merged([self._links_of(tuple(group)) for group in groups])
+        ids = np.array([[device.id for device in group] for group in groups])
+        cuts = [ids // level.group_size for level in topology.levels if level.group_size is not None]
+        cuts = [cut - cut[:, :1] for cut in cuts]
+        if all((cut == cut[:1]).all() for cut in cuts):
+            return ((ids.shape[1], *(cut[0].tobytes() for cut in cuts)),)
+        return tuple((ids.shape[1], *(cut[i].tobytes() for cut in cuts)) for i in range(len(ids)))
+
+    def _links_of(self, group: Group) -> Hashable:
+        found = self._linked.get(group)
+        if found is None:
+            topology = self.topology
+            links = tuple([topology.link(a, b) for a in group for b in group if a is not b])
+            cuts = [[d.id // level.group_size for d in group] for level in topology.levels if level.group_size]
+            one = links[:1] if len(set(links)) == 1 else links
+            found = (len(group), one, tuple(tuple(c - cut[0] for c in cut) for cut in cuts))
+            self._linked[group] = found
+        return found
+
     def _on_device(self, signature: Signature, device: Device) -> float:
         key = (signature, self.spec(device))
         found = self._compute.get(key)
@@ -190,6 +219,7 @@ class CostModel:
     def _forget_old_topology(self) -> None:
         if self._version != self.topology.version:
             self._communication.clear()
+            self._linked.clear()
             self._alike.clear()
             self._version = self.topology.version
 
@@ -197,6 +227,10 @@ class CostModel:
 def runs_kernel(op_type: str) -> bool:
     """Whether an op runs on the device at all: views only rename, constants are there already."""
     return op_type != "Constant" and not operator(op_type).view
+
+
+def _merged(found: list[Hashable]) -> tuple[Hashable, ...]:
+    return tuple(found[:1]) if len(set(found)) == 1 else tuple(found)
 
 
 def _translated(groups: tuple[Group, ...], topology: Topology) -> bool:

@@ -1,0 +1,177 @@
+"""A block as a max-plus matrix: its tasks on the ranks of one stage, and what each of its results waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from distsim.executor.classes import ClassExchange, Classes, Group, Placement
+from distsim.executor.cost_model import CostModel
+from distsim.executor.kernels import summarize
+from distsim.executor.lowering import Floats, Ints, Lowering, Stream, Where, starts
+from distsim.ir import Function, Mesh, Op
+
+
+@dataclass(frozen=True, eq=False)
+class StageRanks:
+    """The rank classes of one stage, for blocks that are written on a mesh that stands for the stage's.
+
+    ``classes`` has the class, from 0, of every device of ``mesh`` in order.
+    """
+
+    mesh: Mesh
+    classes: Ints
+    members: tuple[Group, ...] = field(init=False)
+    _exchanges: dict[str, tuple[ClassExchange, ...]] = field(
+        init=False, default_factory=dict[str, tuple[ClassExchange, ...]]
+    )
+
+    def __post_init__(self) -> None:
+        devices = self.mesh.devices
+        if self.classes.any():
+            order = np.argsort(self.classes, kind="stable")
+            parts = np.split(order, np.flatnonzero(np.diff(self.classes[order])) + 1)
+            members = tuple(tuple(devices[i] for i in part) for part in parts)
+        else:
+            members = (devices,)
+        object.__setattr__(self, "members", members)
+
+    def at(self, placement: Placement) -> Classes:
+        """Every value of a block is on all ranks of its stage."""
+        return tuple(range(len(self.members)))
+
+    def exchanges(self, op: Op) -> tuple[ClassExchange, ...]:
+        """Return the exchanges of a collective, on the devices of the stage."""
+        return self.along(op.attributes["axis"])
+
+    def along(self, axis: str) -> tuple[ClassExchange, ...]:
+        """Return the exchanges of a collective over one axis, one for each distinct set of classes."""
+        found = self._exchanges.get(axis)
+        if found is None:
+            groups = self.mesh.groups(axis)
+            if len(self.members) == 1:
+                found = (ClassExchange((0,), (0,), groups[0]),)
+            else:
+                of = dict(zip(self.mesh.devices, self.classes.tolist(), strict=True))
+                distinct = {tuple(sorted({of[d] for d in group})): group for group in reversed(groups)}
+                found = tuple(ClassExchange(c, c, group) for c, group in reversed(distinct.items()))
+            self._exchanges[axis] = found
+        return found
+
+    def pairs(self, other: StageRanks) -> tuple[ClassExchange, ...]:
+        """Return the exchanges of a Send to another stage, rank by rank."""
+        if len(self.members) == len(other.members) == 1:
+            return (ClassExchange((0,), (0,), (self.mesh.devices[0], other.mesh.devices[0])),)
+        distinct: dict[tuple[int, int], Group] = {}
+        classes = zip(self.classes.tolist(), other.classes.tolist(), strict=True)
+        for pair, devices in zip(classes, zip(self.mesh.devices, other.mesh.devices, strict=True), strict=True):
+            distinct.setdefault(pair, devices)
+        return tuple(ClassExchange((a,), (b,), group) for (a, b), group in distinct.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """How the ends of a block follow from its entries: its streams, then ``ports``.
+
+    Row s of ``clocks`` [streams, entries] tells when stream s is free after the block: the maximum over
+    the entries of entry + matrix element (-inf where an entry never delays it). Row i of ``ends`` tells
+    the same of the end of task i.
+    """
+
+    ports: tuple[int, ...]
+    clocks: Floats
+    ends: Floats
+
+    def covering(self, task: int) -> frozenset[int]:
+        """Return the streams that are never free before ``task`` has ended, whatever the entries."""
+        return frozenset(np.flatnonzero((self.clocks >= self.ends[task]).all(axis=1)).tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTasks:
+    """The tasks of one block on the rank classes of a stage, as arrays; see :class:`Template`.
+
+    A dependency d < 0 is port -2 - d, which is (input of the function, rank class) ``ports[-2 - d]``.
+    """
+
+    function: Function
+    durations: Floats
+    dep_start: Ints
+    deps: Ints
+    stream_start: Ints
+    streams: Ints
+    stream_table: tuple[Stream, ...]
+    op: Ints
+    op_table: tuple[Op, ...]
+    call: Ints
+    call_parent: Ints
+    call_op: tuple[Op | None, ...]
+    ports: tuple[tuple[int, int], ...]
+    outputs: tuple[Where, ...]
+    _summaries: dict[tuple[int, ...], Summary] = field(default_factory=dict[tuple[int, ...], Summary])
+
+    def __len__(self) -> int:
+        return len(self.durations)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[frozenset[int], ...], ...]:
+        """For each port, the sets of streams that the tasks that wait for it occupy."""
+        found: list[dict[frozenset[int], None]] = [{} for _ in self.ports]
+        waiting = np.repeat(np.arange(len(self)), np.diff(self.dep_start))
+        outside = self.deps < 0
+        for task, source in zip(waiting[outside].tolist(), self.deps[outside].tolist(), strict=True):
+            streams = self.streams[self.stream_start[task] : self.stream_start[task + 1]].tolist()
+            found[-2 - source][frozenset(streams)] = None
+        return tuple(map(tuple, found))
+
+    def summary(self, ports: Sequence[int]) -> Summary:
+        """Return the matrix of the block when only these ports may delay it."""
+        key = tuple(ports)
+        made = self._summaries.get(key)
+        if made is None:
+            count = len(self.stream_table)
+            width = count + len(key)
+            columns = np.full(len(self.ports), -1, np.int64)
+            columns[list(key)] = np.arange(count, width)
+            clocks = np.full((count, width), -np.inf)
+            np.fill_diagonal(clocks, 0.0)
+            ends = np.empty((len(self), width))
+            summarize(
+                self.durations,
+                self.dep_start,
+                self.deps,
+                self.stream_start,
+                self.streams,
+                columns,
+                clocks,
+                ends,
+            )
+            made = self._summaries[key] = Summary(key, clocks, ends)
+        return made
+
+
+def block_tasks(function: Function, ranks: StageRanks, cost_model: CostModel, overlap: bool) -> BlockTasks:
+    """Lower the function of a block for the ranks of a stage."""
+    lowering = Lowering(ranks, cost_model, overlap)
+    template = lowering.template(function)
+    count = len(template)
+    known = template.dep_source != -1
+    return BlockTasks(
+        function,
+        template.durations,
+        starts(template.dep_task[known], count),
+        template.dep_source[known],
+        starts(template.stream_task, count),
+        template.stream,
+        tuple(lowering.streams),
+        template.op,
+        tuple(lowering.ops),
+        template.call,
+        template.call_parent,
+        tuple(template.call_op),
+        tuple(template.ports),
+        tuple(template.outputs),
+    )

@@ -1,0 +1,331 @@
+"""Wiring of a Program: which times each call of a block and each send reads and writes.
+
+A value that a block makes and another one reads has a *cell*, one time per microbatch, unless the reader
+waits anyway for a stream that is never free before the value is there. What remains is little: what
+crosses stages, and sums that the step's last part reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distsim.executor.blocks import BlockTasks, StageRanks, Summary
+from distsim.executor.cost_model import CostModel
+from distsim.executor.lowering import Floats
+from distsim.executor.program import Program
+from distsim.executor.rounds_kernel import Wiring
+from distsim.ir import NO_ATTRIBUTES, Value
+from distsim.ir.type import as_tensor
+from distsim.ops import Signature
+
+Cell = tuple[object, ...]
+"""The name of a time: a stream, a channel, a sum or a value on a rank class of a stage."""
+
+Source = Callable[[int, Value, int], int]
+"""(stage, key, rank class) -> cell."""
+
+
+Result = tuple[int, int]
+"""(output of a block, rank class)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One send of a value to another stage, between two rank classes, and its cells."""
+
+    key: Value
+    stages: tuple[int, int]
+    classes: tuple[int, int]
+    seconds: float
+    source: int
+    channels: tuple[int, int]
+    target: int
+
+
+@dataclass(eq=False)
+class Cells:
+    """Numbers of cells: registers first, then those with a time per microbatch (as ~number until then)."""
+
+    registers: dict[Cell, int] = field(default_factory=dict[Cell, int])
+    batched: dict[Cell, int] = field(default_factory=dict[Cell, int])
+
+    def register(self, *cell: object) -> int:
+        """Return the number of a single time."""
+        return self.registers.setdefault(cell, len(self.registers))
+
+    def value(self, *cell: object) -> int:
+        """Return the complement of the number of a time per microbatch."""
+        return ~self.batched.setdefault(cell, len(self.batched))
+
+    def final(self, numbers: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return numbers with those per microbatch after the registers; -1 stays (``NOTHING``)."""
+        count = len(self.registers)
+        return np.array(
+            [-1 if n == NOTHING else n if n >= 0 else count + ~n for n in numbers], np.int64
+        ).reshape(len(numbers))
+
+
+NOTHING = -(2**62)
+"""No cell: what is there from the start."""
+
+
+class Wirer:
+    """Collects the cells of a program, block by block; see :func:`wire`."""
+
+    def __init__(
+        self,
+        program: Program,
+        ranks: Sequence[StageRanks],
+        tasks: Sequence[Sequence[BlockTasks]],
+        cost_model: CostModel,
+        overlap: bool,
+    ) -> None:
+        self.program, self.ranks, self.cost_model, self.overlap = program, ranks, cost_model, overlap
+        self.tasks = tasks  # [2 * stage + phase][variant]
+        self.blocks = [b for stage in program.stages for b in (stage.forward, stage.backward)]
+        self.cells = Cells()
+        self.made: dict[Value, tuple[int, int]] = {}  # key -> (block, output)
+        self.sums: dict[Value, tuple[int, int]] = {}
+        for number, block in enumerate(self.blocks):
+            sums = set(block.accumulated)
+            for index, key in enumerate(block.outputs):
+                (self.sums if key in sums else self.made)[key] = (number, index)
+        self.readers = self._readers()
+        self.streams = [self._streams(number) for number in range(len(self.blocks))]
+        self.ports: list[list[dict[int, int]]] = [[{}, {}] for _ in self.blocks]
+        self.exports: list[dict[int, Result]] = [{} for _ in self.blocks]
+        self.closing: list[dict[int, Result]] = [{} for _ in self.blocks]
+        self.transfers: list[list[Transfer]] = [[] for _ in self.blocks]
+        for number in range(len(self.blocks)):
+            self._settle(number)
+        for number in range(len(self.blocks)):
+            self._send(number)
+
+    def _readers(self) -> dict[Value, tuple[int, ...]]:
+        found: dict[Value, dict[int, None]] = {}
+        for number, block in enumerate(self.blocks):
+            for key in block.inputs:
+                found.setdefault(key, {})[number // 2] = None
+        return {key: tuple(stages) for key, stages in found.items()}
+
+    def _streams(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the registers of the streams of both variants of a block."""
+        first, more = (
+            tuple([self.cells.register("stream", number // 2, s.rank_class, s.name) for s in t.stream_table])
+            for t in self.tasks[number]
+        )
+        return first, more
+
+    # --- where a value comes from ---------------------------------------------------------------------
+
+    def source(self, stage: int, key: Value, rank_class: int) -> int:
+        """Return the cell that tells when a value is on a stage, NOTHING if it is there from the start."""
+        if key in self.sums:
+            number, index = self.sums[key]
+            cell = self.cells.register("sum", stage, key, rank_class)
+            self.exports[number][cell] = (index, rank_class)
+            return cell
+        if key not in self.made:
+            return NOTHING
+        number, index = self.made[key]
+        if number // 2 == stage:
+            where = self.tasks[number][1].outputs[index]
+            if isinstance(where, int):  # the block returns one of its inputs
+                return self.source(stage, self.blocks[number].inputs[where], rank_class)
+            if rank_class not in where:
+                return NOTHING
+            cell = self.cells.value("value", stage, key, rank_class)
+            self.exports[number][cell] = (index, rank_class)
+            return cell
+        return self.cells.value("value", stage, key, rank_class)
+
+    def _settle(self, number: int) -> None:
+        """Find the ports that may delay a block: those that no stream covers.
+
+        Whether a sum is covered depends on the block itself: first none is a port, then those that turn
+        out not to be covered are, until that holds.
+        """
+        grown = True
+        while grown:
+            grown = False
+            for variant, tasks in enumerate(self.tasks[number]):
+                for port in range(len(tasks.ports)):
+                    if port in self.ports[number][variant] or self._covered(number, variant, port):
+                        continue
+                    place, rank_class = tasks.ports[port]
+                    cell = self.source(number // 2, self.key_of(number, place), rank_class)
+                    if cell != NOTHING:
+                        self.ports[number][variant][port] = cell
+                        grown = True
+
+    def _covered(self, number: int, variant: int, port: int) -> bool:
+        """Whether whoever waits for a port waits for a stream that is not free before it is there."""
+        place, rank_class = self.tasks[number][variant].ports[port]
+        key = self.key_of(number, place)
+        maker = self.sums.get(key) or self.made.get(key)
+        if maker is None:
+            return False
+        if maker[0] // 2 == number // 2:
+            covers = [self._cover_of_result(maker[0], v, maker[1], rank_class) for v in range(2)]
+        elif number % 2:  # a backward block: the forward block may have waited for it
+            covers = [self._cover_of_port(number - 1, v, key, rank_class) for v in range(2)]
+        else:
+            return False
+        registers = self.streams[number][variant]
+        readers = self.tasks[number][variant].readers[port]
+        return all(any(registers[s] in cover for s in streams) for streams in readers for cover in covers)
+
+    def _summary(self, number: int, variant: int) -> Summary:
+        return self.tasks[number][variant].summary(sorted(self.ports[number][variant]))
+
+    def _cover_of_result(self, number: int, variant: int, index: int, rank_class: int) -> frozenset[int]:
+        """Return the registers of the streams that are never free before a result of a block is there."""
+        where = self.tasks[number][variant].outputs[index]
+        if isinstance(where, int):
+            return frozenset()
+        registers = self.streams[number][variant]
+        if rank_class not in where:
+            return frozenset(self.cells.registers.values())
+        return frozenset([registers[s] for s in self._summary(number, variant).covering(where[rank_class])])
+
+    def _cover_of_port(self, number: int, variant: int, key: Value, rank_class: int) -> frozenset[int]:
+        """Return the registers of the streams on which a block waited for one of its inputs."""
+        if key not in self.blocks[number].inputs:
+            return frozenset()
+        entry = (self.blocks[number].inputs.index(key), rank_class)
+        ports = self.tasks[number][variant].ports
+        if entry not in ports or ports.index(entry) not in self.ports[number][variant]:
+            return frozenset()
+        summary, registers = self._summary(number, variant), self.streams[number][variant]
+        column = len(registers) + summary.ports.index(ports.index(entry))
+        return frozenset([registers[s] for s in np.flatnonzero(summary.clocks[:, column] >= 0).tolist()])
+
+    def key_of(self, number: int, place: int) -> Value:
+        """Return the key of an input of a block's function: after its inputs come the sums so far."""
+        block = self.blocks[number]
+        count = len(block.inputs)
+        return block.inputs[place] if place < count else block.accumulated[place - count]
+
+    # --- sends ----------------------------------------------------------------------------------------
+
+    def _send(self, number: int) -> None:
+        """Add the sends that follow a block: its results that other stages read per microbatch."""
+        for key in self.blocks[number].outputs:
+            for target in self.readers.get(key, ()):
+                if target != number // 2 and key not in self.sums:
+                    self.transfers[number] += self.transfer(key, number // 2, target, self.cells.value)
+
+    def transfer(
+        self, key: Value, stage: int, target: int, cell: Callable[..., int], source: Source | None = None
+    ) -> list[Transfer]:
+        """Return the transfers of a value from a stage to another one, into cells made by ``cell``."""
+        found: list[Transfer] = []
+        type_ = as_tensor(key.type, key.name)
+        signature = Signature("Send", NO_ATTRIBUTES, (type_,), (type_,))
+        for part in self.ranks[stage].pairs(self.ranks[target]):
+            (a,), (b,) = part.sources, part.targets
+            if self.overlap:
+                channel = self.cells.register("channel", stage, a, target, b)
+                channels = (channel, channel)
+            else:
+                channels = (
+                    self.cells.register("stream", stage, a, "all"),
+                    self.cells.register("stream", target, b, "all"),
+                )
+            found.append(
+                Transfer(
+                    key,
+                    (stage, target),
+                    (a, b),
+                    self.cost_model.communication_seconds(signature, part.group),
+                    (source or self.source)(stage, key, a),
+                    channels,
+                    cell("value", target, key, b),
+                )
+            )
+        return found
+
+    # --- arrays ---------------------------------------------------------------------------------------
+
+    def clocks_of(self, stage: int, rank_class: int) -> list[int]:
+        """Return the registers that tell when a rank class of a stage is done: of its streams and sends."""
+        found: list[int] = []
+        for cell, number in self.cells.registers.items():
+            if cell[0] == "stream" and cell[1:3] == (stage, rank_class):
+                found.append(number)
+            elif cell[0] == "channel" and (stage, rank_class) in (cell[1:3], cell[3:5]):
+                found.append(number)
+        return found
+
+    def arrays(self) -> tuple[Wiring, tuple[Transfer, ...]]:
+        """Return what the kernel runs. Call it last: cells that are asked for later are not in it."""
+        for number in range(len(self.blocks)):  # what a result that is an input needs, before anything is laid out
+            for variant in range(2):
+                self._passed(number, variant)
+        ins: list[list[int]] = []
+        outs: list[list[int]] = []
+        matrices: list[Floats] = []
+        for number in range(len(self.blocks)):
+            for variant in range(4):
+                entries, results, matrix = self._call(number, variant % 2, closing=variant > 1)
+                ins.append(entries)
+                outs.append(results)
+                matrices.append(matrix.reshape(-1))
+        sends = [transfer for own in self.transfers for transfer in own]
+        final = self.cells.final
+        wiring = Wiring(
+            len(self.cells.registers),
+            np.cumsum([0, *map(len, matrices)]),
+            np.concatenate(matrices),
+            np.cumsum([0, *map(len, ins)]),
+            final([cell for cells in ins for cell in cells]),
+            np.cumsum([0, *map(len, outs)]),
+            final([cell for cells in outs for cell in cells]),
+            np.cumsum([0, *map(len, self.transfers)]),
+            final([transfer.source for transfer in sends]),
+            final([transfer.channels[0] for transfer in sends]),
+            final([transfer.channels[1] for transfer in sends]),
+            final([transfer.target for transfer in sends]),
+            np.array([transfer.seconds for transfer in sends], np.float64),
+        )
+        return wiring, tuple(sends)
+
+    def _call(self, number: int, variant: int, closing: bool) -> tuple[list[int], list[int], Floats]:
+        """Return the cells that a call reads, those that it writes, and its matrix [written, read]."""
+        block, tasks = self.blocks[number], self.tasks[number][variant]
+        if not block.outputs:  # nothing that anyone reads: it is not run
+            return [], [], np.empty((0, 0))
+        summary, ports = self._summary(number, variant), self.ports[number][variant]
+        entries = [*self.streams[number][variant], *(ports[port] for port in summary.ports)]
+        results = dict(self.exports[number])
+        if closing:
+            results |= self.closing[number]
+        rows: list[Floats] = list(summary.clocks)
+        nothing = np.full(len(entries), -np.inf)
+        for index, rank_class in results.values():
+            where = tasks.outputs[index]
+            task = None if isinstance(where, int) else where.get(rank_class)
+            rows.append(nothing if task is None else summary.ends[task])
+        matrix = np.array(rows).reshape(len(rows), len(entries))
+        for row, cell in self._passed(number, variant, list(results.values())):
+            column = np.full((len(rows), 1), -np.inf)
+            column[len(summary.clocks) + row] = 0.0
+            matrix, entries = np.hstack([matrix, column]), [*entries, cell]
+        return entries, [*self.streams[number][variant], *results], matrix
+
+    def _passed(
+        self, number: int, variant: int, results: Sequence[Result] | None = None
+    ) -> list[tuple[int, int]]:
+        """Return (place, cell) of the results that are an input of the block as it came."""
+        outputs, found = self.tasks[number][variant].outputs, list[tuple[int, int]]()
+        wanted = [*self.exports[number].values(), *self.closing[number].values()]
+        for place, (index, rank_class) in enumerate(wanted if results is None else results):
+            where = outputs[index]
+            if isinstance(where, int):
+                cell = self.source(number // 2, self.key_of(number, where), rank_class)
+                if cell != NOTHING:
+                    found.append((place, cell))
+        return found
