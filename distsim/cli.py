@@ -12,7 +12,7 @@ from distsim.errors import DistsimError, PlanError
 from distsim.executor import CostModel, Simulation, Simulator, UncostedOperatorWarning, count_flops
 from distsim.hardware import describe, load_cluster, presets
 from distsim.importer import load_model
-from distsim.ir import Device, Function, count_ops, cpprint
+from distsim.ir import Device, Function, cpprint
 from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
 from distsim.plan import Plan
@@ -136,14 +136,11 @@ def _simulate(options: argparse.Namespace) -> None:
     topology = load_cluster(options.cluster)
     function = _training(options, progress)
     program = progress.run(f"parallelizing: {plan}", lambda: parallelize(function, plan, topology))
-    step, inputs = steady_state_transform(program.to_function())
     cost_model = CostModel(topology, strict=options.strict)
     simulator = Simulator(cost_model, overlap=not options.no_overlap)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
-        simulation = progress.run(
-            f"simulating {count_ops(step):,} ops", lambda: simulator.interpret(step, inputs)
-        )
+        simulation = progress.run("simulating", lambda: simulator.simulate(program))
     samples = _samples(function)
     title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
     print(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
@@ -168,9 +165,9 @@ def _write(options: argparse.Namespace, simulation: Simulation, progress: Progre
 def _traced(simulation: Simulation) -> tuple[list[Device], str]:
     """All devices, or where that is too much to look at one for those that do the same."""
     devices = list(simulation.timestamps)
-    if len(devices) * len(simulation.tasks) / len(simulation.tasks.classes.members) <= MOST_EVENTS:
+    if len(devices) * len(simulation.timeline) / len(simulation.classes.members) <= MOST_EVENTS:
         return devices, ""
-    chosen = [members[0] for members in simulation.tasks.classes.members]
+    chosen = [members[0] for members in simulation.classes.members]
     return chosen, f"with one of the devices that do the same, {len(chosen)} of {len(devices)} "
 
 

@@ -159,9 +159,9 @@ def test_a_callee_gives_what_its_ops_written_out_give():
         return maker.finalize()
 
     calls, plain = simulate(topology, nested(3)), simulate(topology, flat)
-    np.testing.assert_array_equal(calls.start, plain.start)
-    np.testing.assert_array_equal(calls.end, plain.end)
-    tasks = calls.tasks
+    np.testing.assert_array_equal(calls.timeline.start, plain.timeline.start)
+    np.testing.assert_array_equal(calls.timeline.end, plain.timeline.end)
+    tasks = calls.timeline.tasks
     last = len(tasks) - 1
     assert [op.callee.name for op in tasks.path(last)] == ["nested2", "nested1", "nested0"]
     assert calls.trace[0]["path"] == "nested2/nested1/nested0"
@@ -222,7 +222,7 @@ def test_laws_of_a_simulation(data):
             assert min(shares.busy, shares.exposed_communication) >= 0
             assert shares.bubble >= -1e-15
             assert last <= simulation.step_time
-        tasks = simulation.tasks
+        tasks = simulation.timeline.tasks
         for task in range(len(tasks)):
             for dep in tasks.deps[tasks.dep_start[task] : tasks.dep_start[task + 1]]:
                 assert simulation.end[dep] <= simulation.start[task]
@@ -234,8 +234,8 @@ def test_lock_step_and_device_by_device_agree(data):
     topology, meshes = four_by_three()
     function = random_function(data, meshes)
     one, each = simulate(topology, function), simulate(topology, function, lockstep=False)
-    assert one.tasks.classes.lockstep and not each.tasks.classes.lockstep
-    assert len(each.tasks.classes.members) == 12
+    assert one.classes.lockstep and not each.classes.lockstep
+    assert len(each.classes.members) == 12
     assert one.timestamps == each.timestamps
     assert one.flops == each.flops
     for device in one.timestamps:
@@ -274,7 +274,7 @@ def test_unequal_ranks_are_simulated_one_by_one():
     y = add_grad(maker, x, x)
     maker.add_op("MPIAllreduce", inputs=[y], attributes={"axis": "dp"})
     simulation = simulate(topology, maker.finalize())
-    assert not simulation.tasks.classes.lockstep
+    assert not simulation.classes.lockstep
     assert simulation.shares(fast).busy == pytest.approx(LAUNCH + 12e6 / DRAM)
     assert simulation.shares(slow).busy == pytest.approx(LAUNCH + 24e6 / DRAM)
     reduce = 4e6 / 1e10  # starts when the slower one is ready
@@ -300,7 +300,7 @@ def test_crossed_sends_are_simulated_one_by_one():
     maker.add_op("Send", inputs=[x], attributes={"to": b})
     maker.add_op("Send", inputs=[x], attributes={"to": crossed})
     simulation = simulate(topology, maker.finalize())
-    assert not simulation.tasks.classes.lockstep
+    assert not simulation.classes.lockstep
     assert simulation.step_time == pytest.approx(4000 / 1e10)  # two peers, two streams
 
 
@@ -317,8 +317,8 @@ def test_nodes_of_a_large_cluster_are_one_class_per_stage():
         for axis in ("tp", "dp"):
             x = maker.add_op("MPIAllreduce", inputs=[x], attributes={"axis": axis})
     simulation = simulate(topology, maker.finalize())
-    assert [len(group) for group in simulation.tasks.classes.members] == [64] * 8
-    assert len(simulation.tasks) == 8 * 3 + 7
+    assert [len(group) for group in simulation.classes.members] == [64] * 8
+    assert len(simulation.timeline) == 8 * 3 + 7
     each = simulate(topology, maker.finalize(), lockstep=False)
     assert each.step_time == simulation.step_time
 

@@ -8,7 +8,7 @@ closed form. What was made for one plan is found again for the next.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
@@ -36,7 +36,8 @@ class ProgramModel:
     """A program as arrays for any schedule and number of microbatches: what the kernels run.
 
     ``tasks`` are those of each block (2 * stage + phase) and variant, ``updates`` those of each stage.
-    ``clocks`` lists, per stage and rank class, the registers that tell when it is done.
+    ``clocks`` lists, per stage and rank class, the registers that tell when it is done; ``ports`` the ports
+    of each block and variant that may delay it.
     """
 
     ranks: ProgramRanks
@@ -48,7 +49,8 @@ class ProgramModel:
     classes: tuple[tuple[int, int], ...]
     clocks: tuple[Ints, ...]
     num_batched: int
-    wirer: Wirer = field(repr=False)
+    ports: Sequence[tuple[tuple[int, ...], ...]]
+    overlap: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,11 @@ class ProgramRun:
     join_seconds: Floats
     begin: Floats
     computed: int
+
+    def block(self, number: int) -> Block:
+        """Return block 2 * stage + phase."""
+        stage = self.program.stages[number // 2]
+        return stage.backward if number % 2 else stage.forward
 
     @cached_property
     def ends(self) -> Floats:
@@ -99,7 +106,7 @@ class _Kept:
 
     def __init__(self, version: int) -> None:
         self.version = version
-        self.models: dict[Hashable, tuple[ProgramModel, tuple[Block, ...]]] = {}
+        self.models: dict[Hashable, tuple[ProgramModel, object]] = {}
         self.tasks: dict[Hashable, BlockTasks] = {}
 
     def block(
@@ -136,8 +143,9 @@ def program_model(program: Program, cost_model: CostModel, overlap: bool) -> Pro
     if found is None:
         if len(kept.models) > MOST_KEPT:
             kept.models.clear()
-        # The blocks are kept along so that their ids stay theirs.
-        found = kept.models[key] = (_model(program, cost_model, overlap, kept), blocks)
+        # What is named by its id is kept along, so that the id stays its own.
+        named = (blocks, program.inputs, program.outputs)
+        found = kept.models[key] = (_model(program, cost_model, overlap, kept), named)
     return found[0]
 
 
@@ -163,8 +171,10 @@ def _model(program: Program, cost_model: CostModel, overlap: bool, kept: _Kept) 
     classes = tuple((s, c) for s, stage in enumerate(ranks.stages) for c in range(len(stage.members)))
     clocks = tuple(np.array(wirer.clocks_of(s, c), np.int64) for s, c in classes)
     tables = tail_tables(tail)
+    ports = [tuple(tuple(sorted(own)) for own in both) for both in wirer.ports]
+    batched = len(wirer.cells.batched)
     return ProgramModel(
-        ranks, tuple(variants), wiring, tables, tail, transfers, classes, clocks, len(wirer.cells.batched), wirer
+        ranks, variants, wiring, tables, tail, transfers, classes, clocks, batched, ports, overlap
     )
 
 

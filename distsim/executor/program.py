@@ -91,11 +91,12 @@ class Program:
     outputs: tuple[ProgramOutput, ...]
     notes: tuple[str, ...] = ()
 
-    def to_function(self) -> Function:
+    def to_function(self, steady: bool = False) -> Function:
         """Return the whole step as one flat Function of Calls, Sends and collectives.
 
         It starts from the global inputs on the device on which their types say they are and brings
-        them to their ranks; :func:`distsim.transforms.steady_state_transform` drops that part.
+        them to their ranks; ``steady`` leaves that part out (as
+        :func:`distsim.transforms.steady_state_transform` does): every rank holds its inputs.
         Its outputs are those of the program in order, then the copies.
         """
-        return Unroller(self).function()
+        return Unroller(self, steady).function()

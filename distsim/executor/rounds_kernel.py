@@ -57,7 +57,10 @@ class Wiring(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is kept of every call and send when it is asked for: arrays with room for all of them."""
+    """What is kept of every call and send when it is asked for: arrays with room for all of them.
+
+    ``sequence`` has the calls, and the complements of the sends, in the order in which they are issued.
+    """
 
     variant: Any
     microbatch: Any
@@ -65,6 +68,7 @@ class Record(NamedTuple):
     send: Any
     send_microbatch: Any
     send_begin: Any
+    sequence: Any
 
 
 @compiled
@@ -336,7 +340,7 @@ def record_rounds(order: Any, wiring: Any, total: Any, times: Any, record: Any) 
     """Run a schedule, every repetition of it, and keep the entries of each call and the start of each send."""
     left = total.copy()
     log = np.zeros(widest(order, wiring))
-    calls, entries, sends = 0, 0, 0
+    calls, sends = 0, 0
     for r in range(len(order.repeats)):
         for k in range(order.repeats[r]):
             pending = order.start[r]
@@ -347,10 +351,10 @@ def record_rounds(order: Any, wiring: Any, total: Any, times: Any, record: Any) 
                 run_call(call, batch, order, wiring, times, log)
                 record.variant[calls] = call
                 record.microbatch[calls] = batch
-                calls += 1
                 for j in range(wiring.in_start[call + 1] - wiring.in_start[call]):
-                    record.entries[entries] = log[j]
-                    entries += 1
+                    record.entries[calls, j] = log[j]
+                record.sequence[calls + sends] = calls
+                calls += 1
                 if order.ends_step[n]:
                     for q in range(pending, n + 1):
                         block = 2 * order.stage[q] + order.phase[q]
@@ -360,5 +364,6 @@ def record_rounds(order: Any, wiring: Any, total: Any, times: Any, record: Any) 
                             record.send[sends] = s
                             record.send_microbatch[sends] = batch
                             record.send_begin[sends] = max(log[0], log[1], log[2])
+                            record.sequence[calls + sends] = ~sends
                             sends += 1
                     pending = n + 1

@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from distsim.errors import SimulationError
-from distsim.executor.classes import communicates
+from distsim.executor.classes import RankClasses, communicates
+from distsim.executor.lowering import Floats, Ints, Stream
 from distsim.executor.memory import MemoryUse, peak_memory
-from distsim.executor.tasks import Floats, Stream, Tasks
+from distsim.executor.program import Program
+from distsim.executor.timeline import Piece, Timeline
 from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work
 
@@ -22,7 +23,8 @@ from distsim.ops import signature_of, work
 class Span:
     """One op on one stream of a rank class, from ``start`` to ``end`` seconds.
 
-    ``path`` is where the op stands: the names of the calls that lead to it, joined by ``/``.
+    ``path`` is where the op stands: the names of the calls that lead to it, joined by ``/``. The op is on
+    ``streams`` streams at once, of which this is number ``place``: a Send is first on its sender's.
     """
 
     task: int
@@ -31,6 +33,8 @@ class Span:
     stream: Stream
     start: float
     end: float
+    place: int = 0
+    streams: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,51 +50,66 @@ class Shares:
 
 
 class Simulation:
-    """When every task of a function starts and ends, and what follows from it. Times in seconds."""
+    """When every task starts and ends, and what follows from it. Times in seconds.
 
-    def __init__(self, tasks: Tasks, start: Floats, end: Floats) -> None:
-        self.tasks = tasks
-        self.start = start
-        self.end = end
+    The step time and the devices' last ends are there at once; ``trace``, ``spans`` and ``shares`` are
+    expanded from the timeline when they are asked for.
+    """
+
+    def __init__(self, timeline: Timeline, simulated: Function | Program) -> None:
+        self.timeline = timeline
+        self.simulated = simulated
 
     @property
-    def function(self) -> Function:
-        """The function that was simulated, with its types."""
-        return self.tasks.function
+    def name(self) -> str:
+        """The name of the function or program that was simulated."""
+        return self.timeline.name
+
+    @cached_property
+    def classes(self) -> RankClasses:
+        """The rank classes that were simulated, and their devices."""
+        return self.timeline.classes
 
     @cached_property
     def step_time(self) -> float:
         """Seconds from the first start to the last end."""
-        return float(self.end.max(initial=0.0))
+        return self.timeline.step_time
 
     @cached_property
     def timestamps(self) -> Mapping[Device, float]:
-        """When each device of the function ends its last task; 0.0 if it has none."""
-        last = np.zeros(len(self.tasks.classes.members))
-        np.maximum.at(last, self._classes_of_slots, self.end[self._tasks_of_slots])
-        of = self.tasks.classes.of
-        return {device: float(last[of[device]]) for device in sorted(of, key=lambda d: d.id)}
+        """When each device ends its last task; 0.0 if it has none."""
+        ends: list[float] = self.timeline.ends.tolist()
+        of = self.classes.of
+        return {device: ends[of[device]] for device in sorted(of, key=lambda d: d.id)}
 
     def throughput(self, samples: float) -> float:
         """Samples per second, for a step over this many samples."""
         if not self.step_time > 0:
-            raise SimulationError(f"{self.function.name} takes {self.step_time} s; it has no throughput")
+            raise SimulationError(f"{self.name} takes {self.step_time} s; it has no throughput")
         return samples / self.step_time
 
     def spans(self) -> Iterator[Span]:
-        """Yield the spans of every rank class in the order of the function; a Send is one on each end."""
-        tasks = self.tasks
-        paths = _paths(tasks)
-        starts: list[float] = self.start.tolist()
-        ends: list[float] = self.end.tolist()
-        ops: list[int] = tasks.op.tolist()
-        calls: list[int] = tasks.call.tolist()
-        streams: list[int] = tasks.streams.tolist()
-        slots: list[int] = self._tasks_of_slots.tolist()
-        for slot, task in enumerate(slots):
-            op = tasks.op_table[ops[task]]
-            stream = tasks.stream_table[streams[slot]]
-            yield Span(task, op, paths[calls[task]], stream, starts[task], ends[task])
+        """Yield the spans of every rank class in the order of issue; a Send is one on each end."""
+        for piece in self.timeline.pieces():
+            paths = piece.paths()
+            starts: list[float] = piece.start.tolist()
+            ends: list[float] = piece.end.tolist()
+            ops: list[int] = piece.op.tolist()
+            calls: list[int] = piece.call.tolist()
+            streams: list[int] = piece.streams.tolist()
+            tasks: list[int] = _tasks_of_uses(piece).tolist()
+            first: list[int] = piece.stream_start.tolist()
+            for use, task in enumerate(tasks):
+                yield Span(
+                    piece.first + task,
+                    piece.op_table[ops[task]],
+                    paths[calls[task]],
+                    piece.stream_table[streams[use]],
+                    starts[task],
+                    ends[task],
+                    use - first[task],
+                    first[task + 1] - first[task],
+                )
 
     @cached_property
     def trace(self) -> list[dict[str, Any]]:
@@ -98,7 +117,7 @@ class Simulation:
 
         Each has the keys name (of the operator), ts and dur (seconds), device, stream, path and op.
         """
-        members = self.tasks.classes.members
+        members = self.classes.members
         return [
             {
                 "name": span.op.op_type,
@@ -115,19 +134,21 @@ class Simulation:
 
     def shares(self, device: Device) -> Shares:
         """Return how a device spends the step."""
-        rank_class = self._class_of(device)
-        slots = self._classes_of_slots == rank_class
-        numbers = self._tasks_of_slots[slots]
-        moves = self._moves[numbers]
-        busy = _measure(self.start[numbers[~moves]], self.end[numbers[~moves]])
-        active = _measure(self.start[numbers], self.end[numbers])
+        rank_class = self.class_of(device)
+        found = [_intervals(piece, rank_class) for piece in self.timeline.pieces(rank_class)]
+        empty = np.empty(0)
+        start, end, moves = (np.concatenate([empty, *parts]) for parts in zip(*found, strict=True))
+        compute = moves == 0
+        busy = _measure(start[compute], end[compute])
+        active = _measure(start, end)
         # The sums behind `active` may pass the step by rounding; a share of time is not negative.
         return Shares(busy, max(active - busy, 0.0), max(self.step_time - active, 0.0))
 
     @cached_property
     def memory(self) -> Mapping[Device, MemoryUse]:
         """The peak of the memory in use on each device, and what it consists of."""
-        return peak_memory(self.function)
+        simulated = self.simulated
+        return peak_memory(simulated.to_function(steady=True) if isinstance(simulated, Program) else simulated)
 
     @property
     def peak_memory(self) -> dict[Device, int]:
@@ -140,38 +161,33 @@ class Simulation:
 
         Over time and peak it gives the hardware utilisation (HFU); MFU wants the model's own FLOPs.
         """
-        per_op = np.array([self._op_flops(op) for op in self.tasks.op_table])
-        members = np.array([len(group) for group in self.tasks.classes.members])
-        slots = ~self._moves[self._tasks_of_slots]
-        ops = self.tasks.op[self._tasks_of_slots[slots]]
-        return float((per_op[ops] * members[self._classes_of_slots[slots]]).sum()) if len(ops) else 0.0
+        members = [len(group) for group in self.classes.members]
+        return float(sum(_op_flops(op) * members[c] * times for op, c, times in self.timeline.op_counts))
 
-    def _op_flops(self, op: Op) -> float:
-        demand = None if communicates(op) else work(signature_of(op))
-        return 0.0 if demand is None else demand.flops
-
-    def _class_of(self, device: Device) -> int:
-        found = self.tasks.classes.of.get(device)
+    def class_of(self, device: Device) -> int:
+        """Return the rank class of a device; raise :class:`SimulationError` if it does not occur."""
+        found = self.classes.of.get(device)
         if found is None:
-            raise SimulationError(f"{device} does not occur in {self.function.name}")
+            raise SimulationError(f"{device} does not occur in {self.name}")
         return found
 
-    @cached_property
-    def _moves(self) -> npt.NDArray[np.bool_]:
-        """Whether each task is communication."""
-        table = np.array([communicates(op) for op in self.tasks.op_table], np.bool_)
-        return table[self.tasks.op] if len(table) else np.empty(0, np.bool_)
 
-    # A slot is one task on one stream.
+def _op_flops(op: Op) -> float:
+    demand = None if communicates(op) else work(signature_of(op))
+    return 0.0 if demand is None else demand.flops
 
-    @cached_property
-    def _tasks_of_slots(self) -> npt.NDArray[np.int64]:
-        return np.repeat(np.arange(len(self.tasks)), np.diff(self.tasks.stream_start))
 
-    @cached_property
-    def _classes_of_slots(self) -> npt.NDArray[np.int64]:
-        table = np.array([stream.rank_class for stream in self.tasks.stream_table], np.int64)
-        return table[self.tasks.streams]
+def _tasks_of_uses(piece: Piece) -> Ints:
+    """Return the task of each use of a stream."""
+    return np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
+
+
+def _intervals(piece: Piece, rank_class: int) -> tuple[Floats, Floats, Floats]:
+    """Return start and end of what a class does in a piece, and 1.0 where it is communication."""
+    table = np.array([stream.rank_class == rank_class for stream in piece.stream_table], np.bool_)
+    tasks = _tasks_of_uses(piece)[table[piece.streams]] if len(piece) else np.empty(0, np.int64)
+    moves = np.array([communicates(op) for op in piece.op_table], np.float64)
+    return piece.start[tasks], piece.end[tasks], moves[piece.op[tasks]]
 
 
 def _measure(start: Floats, end: Floats) -> float:
@@ -182,11 +198,3 @@ def _measure(start: Floats, end: Floats) -> float:
     start, end = start[order], end[order]
     reached = np.maximum.accumulate(np.concatenate([start[:1], end[:-1]]))
     return float(np.maximum(end - np.maximum(start, reached), 0.0).sum())
-
-
-def _paths(tasks: Tasks) -> list[str]:
-    paths = [""]
-    for op, parent in zip(tasks.call_op[1:], tasks.call_parent[1:].tolist(), strict=True):
-        own = "" if op is None else op.name or op.callee.name
-        paths.append(f"{paths[parent]}/{own}" if paths[parent] else own)
-    return paths

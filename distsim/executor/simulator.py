@@ -1,19 +1,28 @@
-"""Simulating a function: types, tasks, events."""
+"""Simulating a function or a program: types, tasks, an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from distsim.errors import SimulationError
 from distsim.executor.cost_model import CostModel
-from distsim.executor.events import run
+from distsim.executor.events import run as run_events
 from distsim.executor.infer import infer_types
+from distsim.executor.maxplus import run_program
+from distsim.executor.program import Program
+from distsim.executor.program_timeline import ProgramTimeline
+from distsim.executor.recurrence import run as run_tasks
 from distsim.executor.simulation import Simulation
 from distsim.executor.tasks import lower
+from distsim.executor.timeline import FlatTimeline
 from distsim.ir import Function, Type, Value
+
+ENGINES = ("maxplus", "events")
+"""``maxplus``: exact for fixed durations and in-order streams; ``events``: one event per op (SimPy)."""
 
 
 class Simulator:
-    """Simulates one run of a function on the devices that its types name.
+    """Simulates one run of a function, or a training step, on the devices that it names.
 
     ``overlap``: communication runs beside compute, each on its own streams; without it each rank does
     one thing at a time. ``lockstep``: ranks that provably do the same are simulated as one.
@@ -29,10 +38,15 @@ class Simulator:
     2.2e-05
     """
 
-    def __init__(self, cost_model: CostModel, overlap: bool = True, lockstep: bool = True) -> None:
+    def __init__(
+        self, cost_model: CostModel, overlap: bool = True, lockstep: bool = True, engine: str = "maxplus"
+    ) -> None:
+        if engine not in ENGINES:
+            raise SimulationError(f"engine={engine!r} is unknown; choose one of {', '.join(ENGINES)}")
         self.cost_model = cost_model
         self.overlap = overlap
         self.lockstep = lockstep
+        self.engine = engine
 
     def interpret(self, function: Function, types: Iterable[Value | Type]) -> Simulation:
         """Return the simulation of ``function`` with inputs of these types (a value stands for its type).
@@ -40,6 +54,20 @@ class Simulator:
         Raises what :func:`infer_types` and :func:`lower` raise.
         """
         typed = infer_types(function, types)
-        tasks = lower(typed, self.cost_model, self.overlap, self.lockstep)
-        start, end = run(tasks)
-        return Simulation(tasks, start, end)
+        return Simulation(self._flat(typed), typed)
+
+    def simulate(self, program: Program) -> Simulation:
+        """Return the simulation of a program, in steady state: parameters and data are where they are used.
+
+        The max-plus engine runs each distinct block once; the event engine runs the program written out.
+        """
+        if self.engine == "maxplus" and self.lockstep:
+            timeline = ProgramTimeline(run_program(program, self.cost_model, self.overlap))
+        else:
+            timeline = self._flat(program.to_function(steady=True))
+        return Simulation(timeline, program)
+
+    def _flat(self, function: Function) -> FlatTimeline:
+        tasks = lower(function, self.cost_model, self.overlap, self.lockstep)
+        start, end = run_tasks(tasks) if self.engine == "maxplus" else run_events(tasks)
+        return FlatTimeline(tasks, start, end)

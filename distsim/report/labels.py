@@ -26,5 +26,5 @@ def stream_label(simulation: Simulation, name: str) -> str:
     kind, _, peer = name.rpartition(" ")
     if kind not in ("send", "receive"):
         return name
-    devices = simulation.tasks.classes.members[int(peer)]
+    devices = simulation.classes.members[int(peer)]
     return f"{kind} {'to' if kind == 'send' else 'from'} {ranks_label(devices)}"

@@ -23,7 +23,7 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
     them, for the model utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B). Both may be left
     out, and so are then the lines that need them.
     """
-    lines = [f"{simulation.function.name}: {_count(len(simulation.timestamps), 'device')}"]
+    lines = [f"{simulation.name}: {_count(len(simulation.timestamps), 'device')}"]
     lines.append(f"step time     {_seconds(simulation.step_time)}")
     if samples is not None and simulation.step_time > 0:
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s")
@@ -49,7 +49,7 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
 def _matrix_type(simulation: Simulation) -> str | None:
     """The element type in which most FLOPs of matrix ops are done."""
     flops: dict[str, float] = {}
-    for op in simulation.tasks.op_table:
+    for op, _, _ in simulation.timeline.op_counts:
         signature = signature_of(op)
         demand = work(signature)
         if demand is not None and demand.matrix:
@@ -75,7 +75,7 @@ def _memory_line(simulation: Simulation) -> str:
 
 def _device_table(simulation: Simulation) -> list[str]:
     groups: list[tuple[list[Device], tuple[str, ...]]] = []
-    for members in simulation.tasks.classes.members:
+    for members in simulation.classes.members:
         row = _device_row(simulation, members[0])
         if groups and len(members) == 1 and groups[-1][1] == row:
             groups[-1][0].extend(members)  # each device on its own: neighbours that do the same share a row
@@ -101,13 +101,13 @@ def _device_row(simulation: Simulation, device: Device) -> tuple[str, ...]:
 def _operator_table(simulation: Simulation) -> list[str]:
     seconds: dict[str, float] = {}
     counts: dict[str, int] = {}
-    members = simulation.tasks.classes.members
+    members = simulation.classes.members
     for span in simulation.spans():
         name = span.op.op_type
         devices = len(members[span.stream.rank_class])
         seconds[name] = seconds.get(name, 0.0) + (span.end - span.start) * devices
         counts[name] = counts.get(name, 0) + devices
-    moving = {op.op_type for op in simulation.tasks.op_table if communicates(op)}
+    moving = {op.op_type for op, _, _ in simulation.timeline.op_counts if communicates(op)}
     total = sum(seconds.values()) or 1.0
     names = sorted(seconds, key=lambda name: -seconds[name])
     rows = [

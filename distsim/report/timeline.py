@@ -49,7 +49,7 @@ def plot_timeline(simulation: Simulation, path: str | os.PathLike[str], rows: in
     left_out = len(streams) - len(shown)
     note = f"; {left_out} more rows not shown" if left_out else ""
     axes.set_title(
-        f"{simulation.function.name}: {simulation.step_time / scale:.4g} {unit}{note}", fontsize=10
+        f"{simulation.name}: {simulation.step_time / scale:.4g} {unit}{note}", fontsize=10
     )
     _legend(figure)
     with replacing(path) as file:
@@ -83,7 +83,7 @@ def _bars(simulation: Simulation) -> dict[tuple[int, str], dict[str, Intervals]]
 
 
 def _label(simulation: Simulation, rank_class: int, stream: str) -> str:
-    devices = simulation.tasks.classes.members[rank_class]
+    devices = simulation.classes.members[rank_class]
     return f"{ranks_label(devices)}  {stream_label(simulation, stream)}"
 
 

@@ -53,11 +53,11 @@ def write_trace(
     are written one by one. Raises :class:`SimulationError` for a path that cannot be written to, or a
     device that does not occur.
     """
-    of = simulation.tasks.classes.of
+    of = simulation.classes.of
     chosen = list(dict.fromkeys(devices)) if devices is not None else sorted(of, key=lambda d: d.id)
     for device in chosen:
         if device not in of:
-            raise SimulationError(f"{device} does not occur in {simulation.function.name}; it has no trace")
+            raise SimulationError(f"{device} does not occur in {simulation.name}; it has no trace")
     encode = msgspec.json.Encoder().encode
     with replacing(path) as file:
         file.write(b'{"schemaVersion":1,')
@@ -74,7 +74,7 @@ def write_trace(
 
 
 def _events(simulation: Simulation, devices: list[Device]) -> Iterator[dict[str, Any]]:
-    of = simulation.tasks.classes.of
+    of = simulation.classes.of
     lanes = _lanes(simulation)
     members: dict[int, list[Device]] = {}
     for device in devices:
@@ -88,13 +88,12 @@ def _events(simulation: Simulation, devices: list[Device]) -> Iterator[dict[str,
     chosen = set(devices)
     described: dict[Op, tuple[str, dict[str, Any]]] = {}
     pairs: dict[Op, _Pairs] = {}
-    halves: set[int] = set()
     for span in simulation.spans():
         op = span.op
         if op not in described:
             described[op] = _describe(op)
         sends = op.op_type == "Send"
-        ends = _ends(simulation, span, halves) if sends else ""
+        ends = _ends(span) if sends else ""
         if sends and op not in pairs:
             pairs[op] = _pairs(op)
         lane = lanes[span.stream.rank_class, span.stream.name]
@@ -110,7 +109,7 @@ def _lanes(simulation: Simulation) -> dict[tuple[int, str], int]:
     """Number the streams of each rank class from 0, compute first."""
     lanes: dict[tuple[int, str], int] = {}
     counts: dict[int, int] = {}
-    for stream in sorted(simulation.tasks.stream_table, key=lambda s: s.name != "compute"):
+    for stream in sorted(simulation.timeline.stream_table, key=lambda s: s.name != "compute"):
         lane = counts.get(stream.rank_class, 0)
         counts[stream.rank_class] = lane + 1
         lanes[stream.rank_class, stream.name] = lane
@@ -185,15 +184,11 @@ def _pairs(op: Op) -> _Pairs:
     return found
 
 
-def _ends(simulation: Simulation, span: Span, halves: set[int]) -> str:
-    """Return which ends of a Send a span is: the first span is the sender's, the second the receiver's."""
-    if len(simulation.tasks.streams_of(span.task)) == 1:
+def _ends(span: Span) -> str:
+    """Return which ends of a Send a span is: the first is the sender's, the second the receiver's."""
+    if span.streams == 1:
         return "sf"  # ranks of one class pass something round, on one stream
-    if span.task in halves:
-        halves.remove(span.task)
-        return "f"
-    halves.add(span.task)
-    return "s"
+    return "sf"[span.place]
 
 
 def _arrow(span: Span, device: Device, lane: int, end: str, number: int) -> dict[str, Any]:
