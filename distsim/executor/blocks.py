@@ -1,4 +1,4 @@
-"""A block as a max-plus matrix: its tasks on the ranks of one stage, and what each of its results waits for."""
+"""A block as a max-plus matrix: its tasks on the ranks of a stage, and what each result waits for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distsim.executor.classes import ClassExchange, Classes, Group, Placement
+from distsim.executor.classes import Classes, ClassExchange, Group, Placement
 from distsim.executor.cost_model import CostModel
 from distsim.executor.kernels import summarize
 from distsim.executor.lowering import Floats, Ints, Lowering, Stream, Where, starts
@@ -67,7 +67,9 @@ class StageRanks:
             return (ClassExchange((0,), (0,), (self.mesh.devices[0], other.mesh.devices[0])),)
         distinct: dict[tuple[int, int], Group] = {}
         classes = zip(self.classes.tolist(), other.classes.tolist(), strict=True)
-        for pair, devices in zip(classes, zip(self.mesh.devices, other.mesh.devices, strict=True), strict=True):
+        for pair, devices in zip(
+            classes, zip(self.mesh.devices, other.mesh.devices, strict=True), strict=True
+        ):
             distinct.setdefault(pair, devices)
         return tuple(ClassExchange((a,), (b,), group) for (a, b), group in distinct.items())
 

@@ -177,7 +177,9 @@ class CostModel:
         if found is None:
             topology = self.topology
             links = tuple([topology.link(a, b) for a in group for b in group if a is not b])
-            cuts = [[d.id // level.group_size for d in group] for level in topology.levels if level.group_size]
+            cuts = [
+                [d.id // level.group_size for d in group] for level in topology.levels if level.group_size
+            ]
             one = links[:1] if len(set(links)) == 1 else links
             found = (len(group), one, tuple(tuple(c - cut[0] for c in cut) for cut in cuts))
             self._linked[group] = found

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from distsim.executor.classes import ClassExchange, Classes, Group, Placement, communicates, place_of_compute
+from distsim.executor.classes import Classes, ClassExchange, Group, Placement, communicates, place_of_compute
 from distsim.executor.cost_model import CostModel, runs_kernel
 from distsim.ir import Function, Op, Type, Value
 from distsim.ops import signature_of

@@ -14,14 +14,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from distsim.executor.blocks import BlockTasks, StageRanks, block_tasks
+from distsim.executor.blocks import BlockTasks, block_tasks
 from distsim.executor.cost_model import CostModel
 from distsim.executor.lowering import Floats, Ints
 from distsim.executor.program import Block, Program
 from distsim.executor.program_ranks import ProgramRanks, program_ranks, used_axes
 from distsim.executor.rounds_kernel import Order, Wiring, run_rounds
 from distsim.executor.tail import JOIN, Tail, TailTables, run_tail, tail_tables
-from distsim.executor.wiring import NOTHING, Transfer, Wirer
+from distsim.executor.wiring import Transfer, Wirer
 from distsim.ir import Attributes, Function, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
@@ -215,6 +215,8 @@ def order_of(schedule: Schedule) -> tuple[Order, Ints]:
         last = np.zeros(2 * schedule.num_stages, np.int64)
         for r in range(len(rounds.repeats)):
             part = slice(rounds.start[r], rounds.start[r + 1])
-            last[2 * rounds.stage[part] + rounds.phase[part]] = rounds.microbatch[part] + rounds.repeats[r] - 1
+            last[2 * rounds.stage[part] + rounds.phase[part]] = (
+                rounds.microbatch[part] + rounds.repeats[r] - 1
+            )
         found = _orders[rounds] = (order, last)
     return found

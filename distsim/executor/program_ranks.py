@@ -100,7 +100,9 @@ class MeshAnalysis:
                 about["spec"] = int(self.specs[number][0])
             else:
                 about = {
-                    axis: tuple((part.sources, self.cost_model.routes((part.group,))) for part in stage.along(axis))
+                    axis: tuple(
+                        (part.sources, self.cost_model.routes((part.group,))) for part in stage.along(axis)
+                    )
                     for axis in used
                 }
                 about["spec"] = tuple(self.cost_model.spec(members[0]) for members in stage.members)

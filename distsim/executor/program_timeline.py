@@ -1,4 +1,4 @@
-"""The timeline of a Program: blocks expanded, one call at a time, from the times at which they were entered."""
+"""The timeline of a Program: blocks expanded, one call at a time, from when they were entered."""
 
 from __future__ import annotations
 

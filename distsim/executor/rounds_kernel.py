@@ -337,7 +337,7 @@ def run_rounds(order: Any, wiring: Any, total: Any, times: Any) -> int:
 
 @compiled
 def record_rounds(order: Any, wiring: Any, total: Any, times: Any, record: Any) -> None:
-    """Run a schedule, every repetition of it, and keep the entries of each call and the start of each send."""
+    """Run a schedule, every repetition, and keep the entries of each call and the start of each send."""
     left = total.copy()
     log = np.zeros(widest(order, wiring))
     calls, sends = 0, 0

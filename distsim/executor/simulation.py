@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from distsim.errors import SimulationError
 from distsim.executor.classes import RankClasses, communicates
+from distsim.executor.cost_model import CostModel
 from distsim.executor.lowering import Floats, Ints, Stream
 from distsim.executor.memory import MemoryUse, peak_memory
 from distsim.executor.program import Program
@@ -56,9 +57,18 @@ class Simulation:
     expanded from the timeline when they are asked for.
     """
 
-    def __init__(self, timeline: Timeline, simulated: Function | Program) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        simulated: Function | Program,
+        cost_model: CostModel,
+        again: Callable[[CostModel], Simulation],
+    ) -> None:
         self.timeline = timeline
         self.simulated = simulated
+        self.cost_model = cost_model
+        self.again = again
+        """Simulate the same with other costs: for what-ifs."""
 
     @property
     def name(self) -> str:
@@ -148,7 +158,9 @@ class Simulation:
     def memory(self) -> Mapping[Device, MemoryUse]:
         """The peak of the memory in use on each device, and what it consists of."""
         simulated = self.simulated
-        return peak_memory(simulated.to_function(steady=True) if isinstance(simulated, Program) else simulated)
+        return peak_memory(
+            simulated.to_function(steady=True) if isinstance(simulated, Program) else simulated
+        )
 
     @property
     def peak_memory(self) -> dict[Device, int]:

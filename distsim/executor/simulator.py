@@ -54,7 +54,10 @@ class Simulator:
         Raises what :func:`infer_types` and :func:`lower` raise.
         """
         typed = infer_types(function, types)
-        return Simulation(self._flat(typed), typed)
+        timeline = self._flat(typed)
+        return Simulation(
+            timeline, typed, self.cost_model, lambda c: self._with(c).interpret(typed, typed.inputs)
+        )
 
     def simulate(self, program: Program) -> Simulation:
         """Return the simulation of a program, in steady state: parameters and data are where they are used.
@@ -65,7 +68,10 @@ class Simulator:
             timeline = ProgramTimeline(run_program(program, self.cost_model, self.overlap))
         else:
             timeline = self._flat(program.to_function(steady=True))
-        return Simulation(timeline, program)
+        return Simulation(timeline, program, self.cost_model, lambda c: self._with(c).simulate(program))
+
+    def _with(self, cost_model: CostModel) -> Simulator:
+        return Simulator(cost_model, self.overlap, self.lockstep, self.engine)
 
     def _flat(self, function: Function) -> FlatTimeline:
         tasks = lower(function, self.cost_model, self.overlap, self.lockstep)

@@ -110,7 +110,9 @@ class Tail:
         for transfer in wirer.transfer(key, origin, stage, wirer.cells.register, self._cell):
             operand = (transfer.source, self._block(key))
             streams = tuple(dict.fromkeys(transfer.channels))
-            self.items.append(Item(SEND, origin, streams, (operand,), ((0, transfer.target),), None, transfer))
+            self.items.append(
+                Item(SEND, origin, streams, (operand,), ((0, transfer.target),), None, transfer)
+            )
             self._there[stage, key, transfer.classes[1]] = transfer.target
 
     def _cell(self, stage: int, key: Value, rank_class: int) -> int:
@@ -198,13 +200,13 @@ def tail_tables(tail: Tail) -> TailTables:
         np.array([0.0 if i.transfer is None else i.transfer.seconds for i in items]).reshape(len(items)),
         lengths([t.durations for t in templates]),  # pyright: ignore[reportArgumentType]
         join([t.durations for t in templates]).astype(np.float64),
-        join([*(t.dep_start[:-1] + b for t, b in zip(templates, dep_base, strict=False)), dep_base[-1:]]).astype(
-            np.int64
-        ),
+        join(
+            [*(t.dep_start[:-1] + b for t, b in zip(templates, dep_base, strict=False)), dep_base[-1:]]
+        ).astype(np.int64),
         join([t.deps for t in templates]).astype(np.int64),
-        join([*(t.stream_start[:-1] + b for t, b in zip(templates, use_base, strict=False)), use_base[-1:]]).astype(
-            np.int64
-        ),
+        join(
+            [*(t.stream_start[:-1] + b for t, b in zip(templates, use_base, strict=False)), use_base[-1:]]
+        ).astype(np.int64),
         join([t.streams for t in templates]).astype(np.int64),
     )
 

@@ -252,17 +252,19 @@ class Wirer:
 
     def clocks_of(self, stage: int, rank_class: int) -> list[int]:
         """Return the registers that tell when a rank class of a stage is done: of its streams and sends."""
-        found: list[int] = []
-        for cell, number in self.cells.registers.items():
-            if cell[0] == "stream" and cell[1:3] == (stage, rank_class):
-                found.append(number)
-            elif cell[0] == "channel" and (stage, rank_class) in (cell[1:3], cell[3:5]):
-                found.append(number)
-        return found
+        place = (stage, rank_class)
+        return [
+            number
+            for cell, number in self.cells.registers.items()
+            if (cell[0] == "stream" and cell[1:3] == place)
+            or (cell[0] == "channel" and place in (cell[1:3], cell[3:5]))
+        ]
 
     def arrays(self) -> tuple[Wiring, tuple[Transfer, ...]]:
         """Return what the kernel runs. Call it last: cells that are asked for later are not in it."""
-        for number in range(len(self.blocks)):  # what a result that is an input needs, before anything is laid out
+        for number in range(
+            len(self.blocks)
+        ):  # what a result that is an input needs, before anything is laid out
             for variant in range(2):
                 self._passed(number, variant)
         ins: list[list[int]] = []

@@ -48,9 +48,7 @@ def plot_timeline(simulation: Simulation, path: str | os.PathLike[str], rows: in
     axes.set_xlabel(f"time ({unit})")
     left_out = len(streams) - len(shown)
     note = f"; {left_out} more rows not shown" if left_out else ""
-    axes.set_title(
-        f"{simulation.name}: {simulation.step_time / scale:.4g} {unit}{note}", fontsize=10
-    )
+    axes.set_title(f"{simulation.name}: {simulation.step_time / scale:.4g} {unit}{note}", fontsize=10)
     _legend(figure)
     with replacing(path) as file:
         figure.savefig(file, format=suffix, dpi=120)
