@@ -7,8 +7,9 @@ function waits for that was made outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from distsim.executor.classes import Classes, ClassExchange, Group, Placement, communicates, place_of_compute
 from distsim.executor.cost_model import CostModel, runs_kernel
-from distsim.ir import Function, Op, Type, Value
+from distsim.ir import Function, Op, Value
 from distsim.ops import signature_of
 
 Floats = npt.NDArray[np.float64]
@@ -84,6 +85,12 @@ class Template:
         return len(self.durations)
 
 
+_TYPE = attrgetter("type")
+
+Kind = tuple[tuple[int, int], ...] | None
+"""(rank class, run) of a compute op on each of its classes; None: it communicates."""
+
+
 class Lowering:
     """Everything that all templates of one lowering share: the tables of streams and of ops."""
 
@@ -92,8 +99,11 @@ class Lowering:
         self.cost_model = cost_model
         self.overlap = overlap
         self.streams: dict[Stream, int] = {}
-        self.ops: dict[Op, int] = {}
-        self.kinds: dict[tuple[object, ...], tuple[tuple[int, float, int], ...]] = {}
+        self.class_of: list[int] = []
+        self.runs: dict[tuple[float, tuple[int, ...]], int] = {}
+        self.ops: list[Op] = []
+        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._known: dict[tuple[object, ...], Kind] = {}
         self._templates: dict[int, Template] = {}
 
     def template(self, function: Function) -> Template:
@@ -109,40 +119,85 @@ class Lowering:
     def stream(self, rank_class: int, name: str) -> int:
         """Return the number of a stream."""
         key = Stream(rank_class, name if self.overlap else "all")
-        return self.streams.setdefault(key, len(self.streams))
-
-    def compute(self, function: Function, op: Op) -> tuple[tuple[int, float, int], ...]:
-        """Return (rank class, seconds, stream) of a compute op on each of its classes."""
-        key = (op.op_type, op.attributes, op.version, *_types(op.inputs), None, *_types(op.outputs))
-        found = self.kinds.get(key)
+        found = self.streams.get(key)
         if found is None:
-            place = place_of_compute(function, op)
-            signature = signature_of(op)
-            found = tuple(
-                [
-                    (c, self.cost_model.seconds(signature, self.classes.members[c][:1]), s)
-                    for c, s in [(c, self.stream(c, "compute")) for c in self.classes.at(place)]
-                ]
-            )
-            self.kinds[key] = found
+            found = self.streams[key] = len(self.streams)
+            self.class_of.append(rank_class)
         return found
 
+    def run(self, seconds: float, streams: tuple[int, ...]) -> int:
+        """Return the number of a way to run: how long, and on which streams."""
+        return self.runs.setdefault((seconds, streams), len(self.runs))
 
-def _types(values: Sequence[Value]) -> list[Type]:
-    return [value.type for value in values]
+    def columns(self, runs: list[int], first: int) -> tuple[Floats, Ints, Ints]:
+        """Return durations, and the (task, stream) pairs, of tasks that run so, numbered from ``first``."""
+        ways, which = list(self.runs), np.array(runs, np.int64)
+        counts = np.array([len(streams) for _, streams in ways], np.int64)
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        every = np.array([stream for _, streams in ways for stream in streams], np.int64)
+        task = np.repeat(np.arange(len(which)), counts[which])
+        ahead = np.arange(len(task)) - np.repeat(np.cumsum(counts[which]) - counts[which], counts[which])
+        stream = every[begins[which][task] + ahead]
+        return np.array([seconds for seconds, _ in ways])[which], task + first, stream
+
+    def kind(self, function: Function, op: Op) -> Kind:
+        """Return (rank class, run) of a compute op on each of its classes.
+
+        Nothing for an op that runs no kernel. A communication op has none: it is None.
+        """
+        # The objects' ids first: attributes and types are mostly shared, and they outlive the lowering.
+        key = (op.op_type, id(op.attributes), op.version, len(op.inputs))
+        key += tuple(map(id, map(_TYPE, op.inputs + op.outputs)))
+        try:
+            return self._known[key]
+        except KeyError:
+            known = (op.op_type, op.attributes, op.version, len(op.inputs))
+            found = self._known[key] = self._kind(
+                function, op, known + tuple(map(_TYPE, op.inputs + op.outputs))
+            )
+            return found
+
+    def _kind(self, function: Function, op: Op, key: tuple[object, ...]) -> Kind:
+        if key not in self._kinds:
+            found: Kind = ()
+            if communicates(op):
+                found = None
+            elif runs_kernel(op.op_type):
+                signature = signature_of(op)
+                at = self.classes.at(place_of_compute(function, op))
+                first = [self.classes.members[c][:1] for c in at]
+                seconds = [self.cost_model.seconds(signature, where) for where in first]
+                runs = [self.run(s, (self.stream(c, "compute"),)) for c, s in zip(at, seconds, strict=True)]
+                found = tuple(zip(at, runs, strict=True))
+            self._kinds[key] = found
+        return self._kinds[key]
+
+
+Made = dict[int, int] | int
+"""Who makes a value: rank class -> task, a task on its only class, or ~ the input that it is."""
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Columns of a template while it grows; each is a list of chunks."""
+    """The tasks since the last call: how each runs, its op, and what they wait for."""
 
-    durations: list[Any] = field(default_factory=list[Any])
-    dep_task: list[Any] = field(default_factory=list[Any])
-    dep_source: list[Any] = field(default_factory=list[Any])
-    stream_task: list[Any] = field(default_factory=list[Any])
-    stream: list[Any] = field(default_factory=list[Any])
-    op: list[Any] = field(default_factory=list[Any])
-    call: list[Any] = field(default_factory=list[Any])
+    run: list[int] = field(default_factory=list[int])
+    op: list[int] = field(default_factory=list[int])
+    dep_task: list[int] = field(default_factory=list[int])
+    dep_source: list[int] = field(default_factory=list[int])
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """Columns of a template while it grows; each is a list of arrays."""
+
+    durations: list[Floats] = field(default_factory=list[Floats])
+    dep_task: list[Ints] = field(default_factory=list[Ints])
+    dep_source: list[Ints] = field(default_factory=list[Ints])
+    stream_task: list[Ints] = field(default_factory=list[Ints])
+    stream: list[Ints] = field(default_factory=list[Ints])
+    op: list[Ints] = field(default_factory=list[Ints])
+    call: list[Ints] = field(default_factory=list[Ints])
 
 
 class _Builder:
@@ -152,9 +207,9 @@ class _Builder:
         self.lowering = lowering
         self.function = function
         self.count = 0
-        self.chunks = _Rows()
-        self.open = _Rows()  # the rows since the last call, as plain numbers
-        self.where: dict[Value, Where] = {value: i for i, value in enumerate(function.inputs)}
+        self.chunks = _Chunks()
+        self.open = _Rows()
+        self.where: dict[Value, Made] = {value: ~i for i, value in enumerate(function.inputs)}
         self.ports: dict[tuple[int, int], int] = {}
         self.call_op: list[Op | None] = [None]
         self.call_parent: list[Ints] = [np.array([-1])]
@@ -162,35 +217,56 @@ class _Builder:
     def add(self, op: Op) -> None:
         if op.op_type == "Call":
             self._call(op)
-        elif not runs_kernel(op.op_type):
-            made: Where = self.where[op.inputs[0]] if op.inputs else {}
-            self.where.update(dict.fromkeys(op.outputs, made))
-        elif communicates(op):
+            return
+        kind = self.lowering.kind(self.function, op)
+        if kind is None:
             self._communicate(op)
+        elif not kind:
+            made: Made = self.where[op.inputs[0]] if op.inputs else {}
+            self.where.update(dict.fromkeys(op.outputs, made))
         else:
-            made = {}
-            for rank_class, seconds, stream in self.lowering.compute(self.function, op):
-                deps = [self._source(value, rank_class) for value in op.inputs]
-                made[rank_class] = self._task(op, seconds, deps, (stream,))
-            for value in op.outputs:
-                self.where[value] = made
+            self._compute(op, kind)
+
+    def _compute(self, op: Op, kind: tuple[tuple[int, int], ...]) -> None:
+        rows, where, number = self.open, self.where, self.count
+        dep_task, dep_source = rows.dep_task, rows.dep_source
+        for rank_class, run in kind:
+            for value in op.inputs:
+                source = where[value]
+                if type(source) is not int or source < 0:
+                    source = self._source(value, rank_class)
+                    if source == FROM_START:
+                        continue
+                dep_task.append(number)
+                dep_source.append(source)
+            rows.run.append(run)
+            rows.op.append(len(self.lowering.ops))
+            number += 1
+        made: Made = self.count
+        if len(kind) > 1:
+            made = {rank_class: self.count + i for i, (rank_class, _) in enumerate(kind)}
+        self.lowering.ops.append(op)
+        self.count = number
+        for value in op.outputs:
+            where[value] = made
 
     def finish(self) -> Template:
         self._close()
         chunks = self.chunks
-        return Template(
-            _join(chunks.durations, np.float64),
-            _join(chunks.dep_task),
-            _join(chunks.dep_source),
-            _join(chunks.stream_task),
-            _join(chunks.stream),
-            _join(chunks.op),
-            _join(chunks.call),
-            _join(self.call_parent),
-            self.call_op,
-            list(self.ports),
-            [self.where[value] for value in self.function.outputs],
-        )
+        columns = [_join(chunks.durations, np.float64)]
+        columns += map(_join, (chunks.dep_task, chunks.dep_source, chunks.stream_task, chunks.stream))
+        outputs = [self._where(value, columns[3], columns[4]) for value in self.function.outputs]
+        calls = (_join(chunks.op), _join(chunks.call), _join(self.call_parent), self.call_op)
+        return Template(*columns, *calls, list(self.ports), outputs)
+
+    def _where(self, value: Value, stream_task: Ints, stream: Ints) -> Where:
+        """Return who makes an output, by rank class."""
+        where = self.where[value]
+        if not isinstance(where, int):
+            return where
+        if where < 0:
+            return ~where
+        return {self.lowering.class_of[int(stream[np.searchsorted(stream_task, where)])]: where}
 
     def _communicate(self, op: Op) -> None:
         lowering = self.lowering
@@ -206,32 +282,30 @@ class _Builder:
                 axis = op.attributes.get("axis")
                 name = "transfer" if axis is None else f"collective {axis}"
                 names = tuple((c, name) for c in dict.fromkeys((*part.sources, *part.targets)))
-            streams = dict.fromkeys(lowering.stream(*pair) for pair in names)
-            task = self._task(op, seconds, deps, streams)
+            streams = tuple(dict.fromkeys(lowering.stream(*pair) for pair in names))
+            task = self._task(seconds, deps, streams)
             made.update(dict.fromkeys(part.targets, task))
+        lowering.ops.append(op)
         self.where[op.outputs[0]] = made
 
-    def _task(self, op: Op, seconds: float, deps: list[int], streams: Iterable[int]) -> int:
+    def _task(self, seconds: float, deps: list[int], streams: tuple[int, ...]) -> int:
         number = self.count
         rows = self.open
-        rows.durations.append(seconds)
-        rows.op.append(self.lowering.ops.setdefault(op, len(self.lowering.ops)))
-        for source in deps if len(deps) < 2 else dict.fromkeys(deps):
+        rows.run.append(self.lowering.run(seconds, streams))
+        rows.op.append(len(self.lowering.ops))
+        for source in dict.fromkeys(deps):
             if source != FROM_START:
                 rows.dep_task.append(number)
                 rows.dep_source.append(source)
-        for stream in streams:
-            rows.stream_task.append(number)
-            rows.stream.append(stream)
         self.count = number + 1
         return number
 
     def _source(self, value: Value, rank_class: int) -> int:
         """Return the reference to the task that makes a value on a class."""
         where = self.where[value]
-        if isinstance(where, int):
-            return -2 - self.ports.setdefault((where, rank_class), len(self.ports))
-        return where.get(rank_class, FROM_START)
+        if not isinstance(where, int):
+            return where.get(rank_class, FROM_START)
+        return where if where >= 0 else -2 - self.ports.setdefault((~where, rank_class), len(self.ports))
 
     def _call(self, op: Op) -> None:
         callee = self.lowering.template(op.callee)
@@ -266,11 +340,12 @@ class _Builder:
         """Turn the open rows into chunks."""
         rows, chunks = self.open, self.chunks
         if rows.op:
-            chunks.durations.append(np.array(rows.durations))
+            durations, task, stream = self.lowering.columns(rows.run, self.count - len(rows.op))
+            chunks.durations.append(durations)
             chunks.dep_task.append(np.array(rows.dep_task, np.int64))
             chunks.dep_source.append(np.array(rows.dep_source, np.int64))
-            chunks.stream_task.append(np.array(rows.stream_task, np.int64))
-            chunks.stream.append(np.array(rows.stream, np.int64))
+            chunks.stream_task.append(task)
+            chunks.stream.append(stream)
             chunks.op.append(np.array(rows.op, np.int64))
             chunks.call.append(np.zeros(len(rows.op), np.int64))
             self.open = _Rows()
