@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from distsim.executor.relocate import Relocator
 from distsim.ir import Function, FunctionMaker, Value
 from distsim.schedule import Phase, Task
 
@@ -18,8 +19,10 @@ Home = tuple[Value, int | None, int]
 class Unroller:
     """Emits the tasks of ``program.schedule`` step by step, and after each step its Sends."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, steady: bool = False) -> None:
         self.program = program
+        self.steady = steady
+        self.places = [Relocator(program.pattern, stage.mesh) for stage in program.stages]
         self.maker = FunctionMaker(program.name)
         self.microbatches = program.schedule.num_microbatches
         self.env: dict[Home, Value] = {}
@@ -30,7 +33,7 @@ class Unroller:
     def function(self) -> Function:
         """Return the function."""
         for given in self.program.inputs:
-            self.distribute(given)
+            self.place(given) if self.steady else self.distribute(given)
         for step in self.program.schedule.order():
             made = [home for task in step for home in self.run(task)]
             for key, microbatch, stage in made:
@@ -40,6 +43,16 @@ class Unroller:
         self.update()
         self.maker.set_outputs([*self.outputs(), *self.copies()])
         return self.maker.finalize()
+
+    def place(self, given: ProgramInput) -> None:
+        """Take a global input as what every stage that reads it holds of it."""
+        count = self.microbatches if given.microbatched else 1
+        for stage in given.stages:
+            type_ = self.places[stage].type(given.key.type)
+            for part in range(count):
+                name = given.source.name if count == 1 else f"{given.source.name}.{part}"
+                local = self.maker.add_input_value(name, type_, given.source.role)
+                self._put(given.key, part if given.microbatched else None, stage, local)
 
     def distribute(self, given: ProgramInput) -> None:
         """Bring a global input to every stage that reads it."""
@@ -107,7 +120,9 @@ class Unroller:
         suffix = "" if microbatch is None else f".{microbatch}"
         sums = set(block.accumulated)
         names = [key.name if key in sums else key.name + suffix for key in block.outputs]
-        made = self.maker.add("Call", inputs, None, (function,), names, None, name)
+        inner = block.names if function is block.function else block.accumulating_names
+        placed = self.places[stage].function(function, f"stage{stage}_{function.name}", inner)
+        made = self.maker.add("Call", inputs, None, (placed,), names, None, name)
         homes: list[Home] = []
         for key, value in zip(block.outputs, made, strict=True):
             home = (key, None if key in sums else microbatch, stage)
