@@ -12,6 +12,7 @@ from distsim.compile import compiled
 from distsim.executor.blocks import BlockTasks
 from distsim.executor.kernels import evaluate
 from distsim.executor.lowering import Ints
+from distsim.executor.program import Block
 from distsim.executor.wiring import NOTHING, Transfer, Wirer
 from distsim.ir import Value
 
@@ -35,6 +36,7 @@ class Item:
     transfer: Transfer | None = None
     key: Value | None = None
     rank_class: int = 0
+    names: tuple[str, ...] = ()
 
 
 class TailTables(NamedTuple):
@@ -77,7 +79,7 @@ class Tail:
             for index, stage in enumerate(program.stages):
                 for (own, block), (_, tasks) in zip(stage.updates, self.updates[index], strict=True):
                     if own == number and block.outputs:
-                        self._update(index, block.inputs, block.outputs, tasks)
+                        self._update(index, block, tasks)
         for output in program.outputs:
             if output.microbatched and program.schedule.num_microbatches > 1:
                 self._join(output.stage, output.key)
@@ -135,9 +137,8 @@ class Tail:
         maker = self.wirer.made.get(key)
         return -1 if maker is None else maker[0]
 
-    def _update(
-        self, stage: int, inputs: Sequence[Value], outputs: Sequence[Value], tasks: BlockTasks
-    ) -> None:
+    def _update(self, stage: int, block: Block, tasks: BlockTasks) -> None:
+        inputs, outputs = block.inputs, block.outputs
         for key in inputs:
             self._fetch(key, stage)
         cells = self.wirer.cells
@@ -155,7 +156,7 @@ class Tail:
             for c, task in where.items():
                 cell = self._there[stage, key, c] = cells.register("made", stage, key, c)
                 results.append((task, cell))
-        self.items.append(Item(UPDATE, stage, streams, operands, tuple(results), tasks))
+        self.items.append(Item(UPDATE, stage, streams, operands, tuple(results), tasks, names=block.names))
 
     def _join(self, stage: int, key: Value) -> None:
         wirer = self.wirer

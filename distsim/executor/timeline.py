@@ -20,7 +20,7 @@ class Piece:
 
     Task i, number ``first + i`` of all, runs ``op_table[op[i]]`` from ``start[i]`` to ``end[i]`` seconds on
     the streams ``streams[stream_start[i]:stream_start[i + 1]]``, in the call ``call[i]`` (0: the piece
-    itself, which stands at ``path``); call c is the op ``call_op[c]``, made in the call ``call_parent[c]``.
+    itself, which stands at ``path``); call c is named ``call_names[c]`` and made in ``call_parent[c]``.
     """
 
     first: int
@@ -29,7 +29,7 @@ class Piece:
     op_table: Sequence[Op]
     call: Ints
     call_parent: Ints
-    call_op: Sequence[Op | None]
+    call_names: Sequence[str]
     stream_start: Ints
     streams: Ints
     stream_table: Sequence[Stream]
@@ -42,10 +42,14 @@ class Piece:
     def paths(self) -> list[str]:
         """Return where each call stands: the names of the calls that lead to it, joined by ``/``."""
         found = [self.path]
-        for op, parent in zip(self.call_op[1:], self.call_parent[1:].tolist(), strict=True):
-            own = "" if op is None else op.name or op.callee.name
+        for own, parent in zip(self.call_names[1:], self.call_parent[1:].tolist(), strict=True):
             found.append("/".join(filter(None, (found[parent], own))))
         return found
+
+
+def names_of(calls: Sequence[Op | None]) -> list[str]:
+    """Return the name of each call: its op's or else its callee's."""
+    return ["" if op is None else op.name or op.callee.name for op in calls]
 
 
 class Timeline(Protocol):
@@ -148,7 +152,7 @@ class FlatTimeline:
             tasks.op_table,
             tasks.call,
             tasks.call_parent,
-            tasks.call_op,
+            names_of(tasks.call_op),
             tasks.stream_start,
             tasks.streams,
             tasks.stream_table,
