@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from distsim.executor.classes import Classes, ClassExchange, Group, Placement, communicates, place_of_compute
 from distsim.executor.cost_model import CostModel, runs_kernel
+from distsim.executor.templates import FROM_START, Calls, Columns, Floats, Ints, Template, Where
 from distsim.ir import Function, Op, Value
 from distsim.ops import signature_of
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +48,6 @@ class Ranks(Protocol):
     def exchanges(self, op: Op, /) -> Sequence[ClassExchange]:
         """Return the exchanges of a communication op."""
         ...
-
-
-FROM_START = -1
-"""Reference to something that is there from the start; ``-2 - p`` refers to port p of the template."""
-
-Where = dict[int, int] | int
-"""Who makes a value: rank class -> task of this template; or the number of the input that it is."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Template:
-    """The tasks of one function: references count from its first task, or name a port.
-
-    Dependencies and streams come as (task, what) pairs, by increasing task. ``call`` is 0 for the ops of
-    the function itself. ``ports`` lists (input, rank class): a task of the call waits for who made that
-    input there. ``outputs`` tells who makes each output.
-    """
-
-    durations: Floats
-    dep_task: Ints
-    dep_source: Ints
-    stream_task: Ints
-    stream: Ints
-    op: Ints
-    call: Ints
-    call_parent: Ints
-    call_op: list[Op | None]
-    ports: list[tuple[int, int]]
-    outputs: list[Where]
-
-    def __len__(self) -> int:
-        return len(self.durations)
 
 
 _TYPE = attrgetter("type")
@@ -129,8 +94,8 @@ class Lowering:
         """Return the number of a way to run: how long, and on which streams."""
         return self.runs.setdefault((seconds, streams), len(self.runs))
 
-    def columns(self, runs: list[int], first: int) -> tuple[Floats, Ints, Ints]:
-        """Return durations, and the (task, stream) pairs, of tasks that run so, numbered from ``first``."""
+    def columns(self, runs: list[int]) -> tuple[Floats, Ints, Ints]:
+        """Return durations, and the (task, stream) pairs, of tasks that run so."""
         ways, which = list(self.runs), np.array(runs, np.int64)
         counts = np.array([len(streams) for _, streams in ways], np.int64)
         begins = np.concatenate([[0], np.cumsum(counts)])
@@ -138,7 +103,7 @@ class Lowering:
         task = np.repeat(np.arange(len(which)), counts[which])
         ahead = np.arange(len(task)) - np.repeat(np.cumsum(counts[which]) - counts[which], counts[which])
         stream = every[begins[which][task] + ahead]
-        return np.array([seconds for seconds, _ in ways])[which], task + first, stream
+        return np.array([seconds for seconds, _ in ways])[which], task, stream
 
     def kind(self, function: Function, op: Op) -> Kind:
         """Return (rank class, run) of a compute op on each of its classes.
@@ -179,25 +144,12 @@ Made = dict[int, int] | int
 
 @dataclass(slots=True)
 class _Rows:
-    """The tasks since the last call: how each runs, its op, and what they wait for."""
+    """The tasks of a function's own ops: how each runs, its op, and what they wait for (task, source)."""
 
     run: list[int] = field(default_factory=list[int])
     op: list[int] = field(default_factory=list[int])
     dep_task: list[int] = field(default_factory=list[int])
     dep_source: list[int] = field(default_factory=list[int])
-
-
-@dataclass(slots=True)
-class _Chunks:
-    """Columns of a template while it grows; each is a list of arrays."""
-
-    durations: list[Floats] = field(default_factory=list[Floats])
-    dep_task: list[Ints] = field(default_factory=list[Ints])
-    dep_source: list[Ints] = field(default_factory=list[Ints])
-    stream_task: list[Ints] = field(default_factory=list[Ints])
-    stream: list[Ints] = field(default_factory=list[Ints])
-    op: list[Ints] = field(default_factory=list[Ints])
-    call: list[Ints] = field(default_factory=list[Ints])
 
 
 class _Builder:
@@ -207,12 +159,11 @@ class _Builder:
         self.lowering = lowering
         self.function = function
         self.count = 0
-        self.chunks = _Chunks()
         self.open = _Rows()
+        self.calls: dict[int, tuple[Template, Calls]] = {}
         self.where: dict[Value, Made] = {value: ~i for i, value in enumerate(function.inputs)}
         self.ports: dict[tuple[int, int], int] = {}
         self.call_op: list[Op | None] = [None]
-        self.call_parent: list[Ints] = [np.array([-1])]
 
     def add(self, op: Op) -> None:
         if op.op_type == "Call":
@@ -251,22 +202,36 @@ class _Builder:
             where[value] = made
 
     def finish(self) -> Template:
-        self._close()
-        chunks = self.chunks
-        columns = [_join(chunks.durations, np.float64)]
-        columns += map(_join, (chunks.dep_task, chunks.dep_source, chunks.stream_task, chunks.stream))
-        outputs = [self._where(value, columns[3], columns[4]) for value in self.function.outputs]
-        calls = (_join(chunks.op), _join(chunks.call), _join(self.call_parent), self.call_op)
-        return Template(*columns, *calls, list(self.ports), outputs)
+        columns = Columns(self.count, len(self.call_op))
+        for callee, calls in self.calls.values():
+            columns.add(callee, calls)
+        rows = self.open
+        if rows.run:
+            columns.own(self.lowering.columns(rows.run), rows.op, rows.dep_task, rows.dep_source)
+        task, stream = columns.sorted_streams()
+        return Template(
+            columns.durations,
+            *columns.sorted_deps(),
+            task,
+            stream,
+            columns.op,
+            columns.call,
+            columns.call_parent,
+            self.call_op,
+            list(self.ports),
+            self._outputs(task, stream),
+        )
 
-    def _where(self, value: Value, stream_task: Ints, stream: Ints) -> Where:
-        """Return who makes an output, by rank class."""
-        where = self.where[value]
-        if not isinstance(where, int):
-            return where
-        if where < 0:
-            return ~where
-        return {self.lowering.class_of[int(stream[np.searchsorted(stream_task, where)])]: where}
+    def _outputs(self, stream_task: Ints, stream: Ints) -> list[Where]:
+        """Return who makes each output, by rank class."""
+        found = [self.where[value] for value in self.function.outputs]
+        tasks = np.array([made if isinstance(made, int) else -1 for made in found], np.int64)
+        first = stream[np.searchsorted(stream_task, np.maximum(tasks, 0))] if self.count else tasks
+        classes = np.array(self.lowering.class_of, np.int64)[first].tolist() if self.count else first.tolist()
+        return [
+            made if not isinstance(made, int) else ~made if made < 0 else {c: made}
+            for made, c in zip(found, classes, strict=True)
+        ]
 
     def _communicate(self, op: Op) -> None:
         lowering = self.lowering
@@ -309,52 +274,18 @@ class _Builder:
 
     def _call(self, op: Op) -> None:
         callee = self.lowering.template(op.callee)
-        self._close()
-        base, base_call = self.count, len(self.call_op)
-        chunks = self.chunks
-        sources = [FROM_START, *(self._source(op.inputs[i], c) for i, c in callee.ports)]
-        dep_source = callee.dep_source + base
-        outside = callee.dep_source < 0
-        dep_source[outside] = np.array(sources)[-1 - callee.dep_source[outside]]
-        there = dep_source != FROM_START
-        chunks.durations.append(callee.durations)
-        chunks.dep_task.append(callee.dep_task[there] + base)
-        chunks.dep_source.append(dep_source[there])
-        chunks.stream_task.append(callee.stream_task + base)
-        chunks.stream.append(callee.stream)
-        chunks.op.append(callee.op)
-        chunks.call.append(callee.call + base_call)
-        parents = callee.call_parent + base_call
-        parents[0] = 0
-        self.call_parent.append(parents)
+        calls = self.calls.setdefault(id(callee), (callee, Calls()))[1]
+        base = self.count
+        calls.bases.append(base)
+        calls.base_calls.append(len(self.call_op))
+        calls.sources.append([FROM_START, *[self._source(op.inputs[i], c) for i, c in callee.ports]])
         self.call_op.append(op)
         self.call_op.extend(callee.call_op[1:])
-        self.count += len(callee.durations)
+        self.count += len(callee)
         for value, where in zip(op.outputs, callee.outputs, strict=True):
             if isinstance(where, int):
                 self.where[value] = self.where[op.inputs[where]]
+            elif len(where) == 1:
+                self.where[value] = base + next(iter(where.values()))
             else:
                 self.where[value] = {c: task + base for c, task in where.items()}
-
-    def _close(self) -> None:
-        """Turn the open rows into chunks."""
-        rows, chunks = self.open, self.chunks
-        if rows.op:
-            durations, task, stream = self.lowering.columns(rows.run, self.count - len(rows.op))
-            chunks.durations.append(durations)
-            chunks.dep_task.append(np.array(rows.dep_task, np.int64))
-            chunks.dep_source.append(np.array(rows.dep_source, np.int64))
-            chunks.stream_task.append(task)
-            chunks.stream.append(stream)
-            chunks.op.append(np.array(rows.op, np.int64))
-            chunks.call.append(np.zeros(len(rows.op), np.int64))
-            self.open = _Rows()
-
-
-def _join(chunks: list[Any], dtype: Any = np.int64) -> npt.NDArray[Any]:
-    return np.concatenate(chunks).astype(dtype, copy=False) if chunks else np.empty(0, dtype)
-
-
-def starts(task: Ints, count: int) -> Ints:
-    """Return where the entries of each task begin in arrays that are sorted by task, and the end."""
-    return np.concatenate([[0], np.cumsum(np.bincount(task, minlength=count))]).astype(np.int64)

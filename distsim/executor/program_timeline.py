@@ -10,10 +10,11 @@ import numpy as np
 from distsim.executor.blocks import BlockTasks
 from distsim.executor.classes import RankClasses
 from distsim.executor.kernels import evaluate
-from distsim.executor.lowering import Floats, Ints, Stream
+from distsim.executor.lowering import Stream
 from distsim.executor.maxplus import ProgramRun, join_signature
 from distsim.executor.rounds_kernel import Record, record_rounds
 from distsim.executor.tail import SEND, UPDATE, Item
+from distsim.executor.templates import Floats, Ints
 from distsim.executor.timeline import Piece, names_of
 from distsim.executor.wiring import Transfer
 from distsim.ir import Attributes, Op, Value

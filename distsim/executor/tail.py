@@ -11,8 +11,8 @@ import numpy as np
 from distsim.compile import compiled
 from distsim.executor.blocks import BlockTasks
 from distsim.executor.kernels import evaluate
-from distsim.executor.lowering import Ints
 from distsim.executor.program import Block
+from distsim.executor.templates import Ints
 from distsim.executor.wiring import NOTHING, Transfer, Wirer
 from distsim.ir import Value
 
@@ -71,10 +71,11 @@ class Tail:
     items: list[Item] = field(default_factory=list[Item])
     _there: dict[tuple[int, Value, int], int] = field(default_factory=dict[tuple[int, Value, int], int])
     _made: dict[Value, int] = field(default_factory=dict[Value, int])
-    _block_of: dict[int, int] = field(default_factory=dict[int, int])
+    _given: dict[Value, tuple[int, ...]] = field(default_factory=dict[Value, tuple[int, ...]])
 
     def __post_init__(self) -> None:
         program = self.wirer.program
+        self._given.update((given.key, given.stages) for given in program.inputs)
         for number in sorted({number for stage in program.stages for number, _ in stage.updates}):
             for index, stage in enumerate(program.stages):
                 for (own, block), (_, tasks) in zip(stage.updates, self.updates[index], strict=True):
@@ -96,10 +97,8 @@ class Tail:
         made = self.wirer.sums.get(key) or self.wirer.made.get(key)
         if made is not None:
             return made[0] // 2
-        for given in self.wirer.program.inputs:
-            if given.key is key:
-                return stage if stage in given.stages else given.stages[0]
-        return stage
+        given = self._given.get(key, (stage,))
+        return stage if stage in given else given[0]
 
     def _fetch(self, key: Value, stage: int) -> None:
         """Send a value to a stage unless it is there."""

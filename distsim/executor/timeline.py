@@ -9,8 +9,9 @@ from typing import Protocol
 import numpy as np
 
 from distsim.executor.classes import RankClasses
-from distsim.executor.lowering import Floats, Ints, Stream
+from distsim.executor.lowering import Stream
 from distsim.executor.tasks import Tasks
+from distsim.executor.templates import Floats, Ints
 from distsim.ir import Op
 
 
