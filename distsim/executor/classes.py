@@ -1,10 +1,10 @@
 """Rank classes: devices that do the same at the same time, simulated as one.
 
-Devices that hold exactly the same placements run exactly the same ops. When, besides, all devices of a
-class are equally fast, all groups of a collective cost the same and involve the same classes, and all
-sends pair the classes off one to one, then by induction over the ops every member of a class starts and
-ends every op together with the others: one of them stands for all. Otherwise each device is a class of
-its own: slower to simulate, and exact as well.
+Devices that hold exactly the same placements run exactly the same ops. Classes are split further until
+all devices of one are equally fast and every communication op brings each of them together with the
+same classes at the same cost (:mod:`distsim.executor.refinement`). Then, by induction over the ops, every
+member of a class starts and ends every op together with the others: one of them stands for all, exactly.
+One slow device, or one thin link, splits off what it delays in its own way, and no more.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from distsim.errors import SimulationError
 from distsim.executor.cost_model import CostModel
+from distsim.executor.refinement import Ints, Relation, refine
 from distsim.ir import Device, Function, Mesh, Op, Tensor, Value, callees
 from distsim.ir.device import devices_of
 from distsim.ops import Signature, operator, signature_of
@@ -45,7 +48,7 @@ class ClassExchange:
 class RankClasses:
     """The classes and their devices; every device of the function is in exactly one.
 
-    ``lockstep`` tells whether a class may have several members. Classes are numbered from 0.
+    ``lockstep`` tells whether a class has several members. Classes are numbered from 0.
     """
 
     members: tuple[Group, ...]
@@ -112,24 +115,33 @@ def exchanges(op: Op) -> tuple[Exchange, ...]:
     broadcast, scatter or gather is one exchange between a device and all of a mesh; a gather costs
     the parts of those ranks only that hold distinct ones.
     """
-    source, target = place_of(op.inputs[0]), place_of(op.outputs[0])
+    source, target = _ends(op)
     meaning = operator(op.op_type).communication
-    if source is None or target is None or meaning is None:
-        raise SimulationError(
-            f"{op!r} moves from {source} to {target}; place its input on a device or a mesh"
-        )
-    if not meaning.transfers:
+    if meaning is None or not meaning.transfers:
         if not isinstance(source, Mesh):
             raise SimulationError(f"{op!r} runs over a mesh axis; its input is on {source}")
         return tuple(Exchange(group, group, group) for group in source.groups(op.attributes["axis"]))
     givers, takers = devices_of(source), devices_of(target)
     if meaning.kind == "send":
-        pairs = zip(givers, takers, strict=True)
-        return tuple(Exchange((a,), (b,), (a,) if a == b else (a, b)) for a, b in pairs)
+        groups = zip(givers, takers, _send_groups(givers, takers), strict=True)
+        return tuple(Exchange((a,), (b,), group) for a, b, group in groups)
     if isinstance(source, Mesh):
         parts = _distinct_parts(source, op)
         return (Exchange(givers, takers, (*takers, *(d for d in parts if d not in takers))),)
     return (Exchange(givers, takers, (*givers, *(d for d in takers if d not in givers))),)
+
+
+def _ends(op: Op) -> tuple[Placement, Placement]:
+    source, target = place_of(op.inputs[0]), place_of(op.outputs[0])
+    if source is None or target is None:
+        raise SimulationError(
+            f"{op!r} moves from {source} to {target}; place its input on a device or a mesh"
+        )
+    return source, target
+
+
+def _send_groups(givers: Group, takers: Group) -> tuple[Group, ...]:
+    return tuple([(a,) if a == b else (a, b) for a, b in zip(givers, takers, strict=True)])
 
 
 def _distinct_parts(mesh: Mesh, op: Op) -> Group:
@@ -163,59 +175,119 @@ def placement_classes(function: Function) -> RankClasses:
 
 
 def rank_classes(function: Function, cost_model: CostModel, lockstep: bool = True) -> RankClasses:
-    """Return the classes to simulate: in lock step if that is allowed and exact, else device by device."""
-    classes = placement_classes(function)
-    if lockstep and _in_step(function, classes, cost_model):
-        return classes
-    return RankClasses(tuple((device,) for group in classes.members for device in group), lockstep=False)
-
-
-def _in_step(function: Function, classes: RankClasses, cost_model: CostModel) -> bool:
-    if any(len({cost_model.spec(device) for device in group}) > 1 for group in classes.members):
-        return False
-    if all(len(group) == 1 for group in classes.members):
-        return True
-    pairs: dict[tuple[int, int], tuple[Group, ...]] = {}
-    seen: set[Signature] = set()
+    """Return the classes to simulate: the fewest that are exact, or, not in ``lockstep``, each device."""
+    held = placement_classes(function)
+    devices = tuple(device for group in held.members for device in group)
+    if not lockstep:
+        return RankClasses(tuple((device,) for device in devices), lockstep=False)
+    colours = np.repeat(np.arange(len(held.members)), [len(group) for group in held.members])
+    specs = np.array([cost_model.spec(device) for device in devices], np.int64)
+    meetings = _Meetings(devices, cost_model)
     for current in (*callees(function), function):
         for op in current.ops:
-            if not communicates(op):
-                continue
-            signature = signature_of(op)
-            if signature not in seen:
-                seen.add(signature)
-                if not _op_in_step(op, signature, classes, cost_model, pairs):
-                    return False
-    return True
+            if communicates(op):
+                meetings.add(op)
+    members: dict[int, list[Device]] = {}
+    colours = meetings.refine(colours * (specs.max(initial=0) + 1) + specs)
+    for colour, device in zip(colours.tolist(), devices, strict=True):
+        members.setdefault(colour, []).append(device)
+    return RankClasses(tuple(map(tuple, members.values())), lockstep=len(members) < len(devices))
 
 
-def _op_in_step(
-    op: Op,
-    signature: Signature,
-    classes: RankClasses,
-    cost_model: CostModel,
-    pairs: dict[tuple[int, int], tuple[Group, ...]],
-) -> bool:
-    buckets: dict[tuple[Classes, Classes], list[Group]] = {}
-    parts = exchanges(op)
-    of = classes.of
-    for part in parts:
-        key = tuple(sorted({of[d] for d in part.sources})), tuple(sorted({of[d] for d in part.targets}))
-        buckets.setdefault(key, []).append(part.group)
-    for side in (0, 1):  # a class that is in two buckets has members that wait for different ranks
-        involved = [number for key in buckets for number in key[side]]
-        if len(involved) != len(set(involved)):
-            return False
-    for (sources, targets), groups in buckets.items():
-        if not cost_model.same_seconds(signature, groups):
-            return False
-        if signature.op_type == "Send":
-            # Streams go by the class of the peer: each device needs the same peer every time.
-            known = pairs.setdefault((sources[0], targets[0]), tuple(sorted(groups, key=_ids)))
-            if known != tuple(sorted(groups, key=_ids)):
-                return False
-    return True
+class _Meetings:
+    """Which devices meet in the communication ops of a function, and at what cost.
+
+    A broadcast, scatter or gather is left out: all that hold the placement take part in one exchange.
+    """
+
+    def __init__(self, devices: Sequence[Device], cost_model: CostModel) -> None:
+        self.cost_model = cost_model
+        self._numbers = {device: number for number, device in enumerate(devices)}
+        self._at: dict[Placement, Ints] = {}
+        self._met: dict[tuple[object, ...], tuple[Ints, Sequence[Group], bool]] = {}
+        self._costs: dict[tuple[object, ...], Ints] = {}
+        self._seen: set[Signature] = set()
+
+    def add(self, op: Op) -> None:
+        """Take a communication op into account."""
+        signature = signature_of(op)
+        meaning = operator(op.op_type).communication
+        if signature in self._seen or meaning is None or (meaning.transfers and meaning.kind != "send"):
+            return
+        self._seen.add(signature)
+        source, target = _ends(op)
+        key = (source, target) if meaning.transfers else (source, op.attributes["axis"])
+        if key not in self._met:
+            self._met[key] = self._pairs(source, target) if meaning.transfers else self._groups(op, source)
+        groups = self._met[key][1]
+        if self.cost_model.same_seconds(signature, groups):
+            cost = np.zeros(len(groups), np.int64)
+        else:
+            seconds = [self.cost_model.communication_seconds(signature, group) for group in groups]
+            cost = np.unique(seconds, return_inverse=True)[1]
+        known = self._costs.get(key)
+        # Of all ops between the same devices at once: groups are of one kind if every op costs the same.
+        self._costs[key] = (
+            cost if known is None else np.unique(known * len(groups) + cost, return_inverse=True)[1]
+        )
+
+    def refine(self, colours: Ints) -> Ints:
+        """Return the classes, at least as fine as ``colours``, that are simulated as one each."""
+        relations = [
+            Relation(members, self._costs[key], ordered) for key, (members, _, ordered) in self._met.items()
+        ]
+        sends = [members for members, _, ordered in self._met.values() if ordered]
+        apart = _chained(sends)
+        while True:
+            colours = colours.copy()
+            colours[apart] = colours.max(initial=0) + 1 + np.arange(len(apart))
+            colours = refine(colours, relations)
+            apart = _crossed(sends, colours)
+            if not len(apart):
+                return colours
+
+    def _groups(self, op: Op, mesh: Placement) -> tuple[Ints, Sequence[Group], bool]:
+        if not isinstance(mesh, Mesh):
+            raise SimulationError(f"{op!r} runs over a mesh axis; its input is on {mesh}")
+        axis = op.attributes["axis"]
+        names, sizes = [name for name, _ in mesh.axes], [size for _, size in mesh.axes]
+        grid = np.moveaxis(self._of(mesh).reshape(sizes), names.index(axis), -1)
+        return grid.reshape(-1, mesh.axis_size(axis)), mesh.groups(axis), False
+
+    def _pairs(self, source: Placement, target: Placement) -> tuple[Ints, Sequence[Group], bool]:
+        members = np.column_stack([self._of(source), self._of(target)])
+        return members, _send_groups(devices_of(source), devices_of(target)), True
+
+    def _of(self, placement: Placement) -> Ints:
+        found = self._at.get(placement)
+        if found is None:
+            numbers = [self._numbers[device] for device in devices_of(placement)]
+            found = self._at[placement] = np.array(numbers, np.int64)
+        return found
 
 
-def _ids(group: Group) -> tuple[int, ...]:
-    return tuple([device.id for device in group])
+def _chained(sends: Sequence[Ints]) -> Ints:
+    """Return the devices that receive from one device and send to another in the same Send.
+
+    Where nothing overlaps, the one waits for the other, so not all of a class do the same at a time.
+    """
+    chained = [np.zeros(0, np.int64)]
+    for pairs in sends:
+        givers, takers = pairs[pairs[:, 0] != pairs[:, 1]].T
+        chained.append(np.intersect1d(givers, takers))
+    return np.unique(np.concatenate(chained))
+
+
+def _crossed(sends: Sequence[Ints], colours: Ints) -> Ints:
+    """Return the devices of classes of which a member sends to, or receives from, two of one class.
+
+    Streams go by the class of the peer, so a device needs the same peer every time.
+    """
+    pairs = np.unique(np.concatenate([np.zeros((0, 2), np.int64), *sends]), axis=0)
+    crossed = np.zeros(int(colours.max(initial=0)) + 1, np.bool_)
+    for own, peer in (pairs.T, pairs[:, ::-1].T):
+        meets = np.column_stack([own, colours[peer]])
+        several = np.unique(meets, axis=0, return_counts=True)
+        twice = several[0][several[1] > 1]
+        crossed[colours[twice[:, 0]]] = crossed[twice[:, 1]] = True
+    return np.flatnonzero(crossed[colours])
