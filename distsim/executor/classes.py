@@ -141,7 +141,7 @@ def _ends(op: Op) -> tuple[Placement, Placement]:
 
 
 def _send_groups(givers: Group, takers: Group) -> tuple[Group, ...]:
-    return tuple([(a,) if a == b else (a, b) for a, b in zip(givers, takers, strict=True)])
+    return tuple([(a,) if a.id == b.id and a == b else (a, b) for a, b in zip(givers, takers, strict=True)])
 
 
 def _distinct_parts(mesh: Mesh, op: Op) -> Group:
@@ -206,6 +206,7 @@ class _Meetings:
         self._at: dict[Placement, Ints] = {}
         self._met: dict[tuple[object, ...], tuple[Ints, Sequence[Group], bool]] = {}
         self._costs: dict[tuple[object, ...], Ints] = {}
+        self._alike: dict[tuple[object, ...], bool] = {}
         self._seen: set[Signature] = set()
 
     def add(self, op: Op) -> None:
@@ -219,17 +220,16 @@ class _Meetings:
         key = (source, target) if meaning.transfers else (source, op.attributes["axis"])
         if key not in self._met:
             self._met[key] = self._pairs(source, target) if meaning.transfers else self._groups(op, source)
-        groups = self._met[key][1]
-        if self.cost_model.same_seconds(signature, groups):
-            cost = np.zeros(len(groups), np.int64)
-        else:
+            members, groups, _ = self._met[key]
+            self._costs[key] = np.zeros(len(members), np.int64)
+            self._alike[key] = self.cost_model.alike(groups)
+        if not self._alike[key]:
+            groups = self._met[key][1]
             seconds = [self.cost_model.communication_seconds(signature, group) for group in groups]
             cost = np.unique(seconds, return_inverse=True)[1]
-        known = self._costs.get(key)
-        # Of all ops between the same devices at once: groups are of one kind if every op costs the same.
-        self._costs[key] = (
-            cost if known is None else np.unique(known * len(groups) + cost, return_inverse=True)[1]
-        )
+            # Of all ops over the same groups at once: two are of one kind if every op costs the same.
+            both = self._costs[key] * len(groups) + cost
+            self._costs[key] = np.unique(both, return_inverse=True)[1]
 
     def refine(self, colours: Ints) -> Ints:
         """Return the classes, at least as fine as ``colours``, that are simulated as one each."""
@@ -283,11 +283,12 @@ def _crossed(sends: Sequence[Ints], colours: Ints) -> Ints:
 
     Streams go by the class of the peer, so a device needs the same peer every time.
     """
-    pairs = np.unique(np.concatenate([np.zeros((0, 2), np.int64), *sends]), axis=0)
-    crossed = np.zeros(int(colours.max(initial=0)) + 1, np.bool_)
-    for own, peer in (pairs.T, pairs[:, ::-1].T):
-        meets = np.column_stack([own, colours[peer]])
-        several = np.unique(meets, axis=0, return_counts=True)
-        twice = several[0][several[1] > 1]
-        crossed[colours[twice[:, 0]]] = crossed[twice[:, 1]] = True
+    count = len(colours)
+    numbers = [pairs[:, 0] * count + pairs[:, 1] for pairs in sends]
+    giver, taker = np.divmod(np.unique(np.concatenate([np.zeros(0, np.int64), *numbers])), count)
+    crossed = np.zeros(count, np.bool_)  # by class
+    for own, peer in ((giver, colours[taker]), (taker, colours[giver])):
+        meets, times = np.unique(own * count + peer, return_counts=True)
+        device, peer_class = np.divmod(meets[times > 1], count)
+        crossed[colours[device]] = crossed[peer_class] = True
     return np.flatnonzero(crossed[colours])

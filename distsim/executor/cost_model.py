@@ -142,17 +142,14 @@ class CostModel:
             found = self._specs[device] = self._spec_ids.setdefault(key, len(self._spec_ids))
         return found
 
-    def same_seconds(self, signature: Signature, groups: Sequence[Group]) -> bool:
-        """Whether a communication op takes equally long over each of these groups."""
+    def alike(self, groups: Sequence[Group]) -> bool:
+        """Whether these groups are known to lie alike: then every op takes equally long over each."""
         self._forget_old_topology()
         key = tuple(groups)
-        alike = self._alike.get(key)
-        if alike is None:
-            alike = self._alike[key] = _translated(key, self.topology)
-        if alike:
-            return True
-        first = self.communication_seconds(signature, key[0])
-        return all(self.communication_seconds(signature, group) == first for group in key[1:])
+        found = self._alike.get(key)
+        if found is None:
+            found = self._alike[key] = _translated(key, self.topology)
+        return found
 
     def _on_device(self, signature: Signature, device: Device) -> float:
         key = (signature, self.spec(device))

@@ -59,7 +59,10 @@ class _Incidence:
         self.relation = relation
         members = relation.groups.ravel()
         self.order = np.argsort(members, kind="stable")
-        self.devices, first, times = np.unique(members[self.order], return_index=True, return_counts=True)
+        ordered = members[self.order]
+        first = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+        times = np.diff(first, append=len(members))
+        self.devices = ordered[first]
         self.row = np.repeat(np.arange(len(self.devices)), times)
         self.slot = np.arange(len(members)) - np.repeat(first, times)
 
@@ -94,6 +97,8 @@ def _numbered(values: Ints) -> Ints:
 
 def _rows_numbered(rows: Ints) -> Ints:
     """Return a number for each row, from 0; equal rows have equal numbers."""
+    if (rows == rows[0]).all():  # a symmetric mesh: nothing to sort
+        return np.zeros(len(rows), np.int64)
     order = np.lexsort(rows.T)
     differs = (rows[order[1:]] != rows[order[:-1]]).any(axis=1)
     numbers = np.empty(len(rows), np.int64)
