@@ -2,18 +2,19 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
-from executor_models import DRAM, FLOPS, GBPS, LAUNCH, add_grad, cluster, f32, simulate
+from executor_models import DRAM, GBPS, LAUNCH, add_grad, cluster, f32, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.executor import CostModel
 from distsim.executor.classes import rank_classes
 from distsim.executor.refinement import Relation, refine
-from distsim.ir import Device, FunctionMaker, Mesh, Topology
-from distsim.ir.topology import Level, Link
+from distsim.ir import FunctionMaker, Mesh, Topology
+from distsim.ir.topology import Link
 
 # --- refine ------------------------------------------------------------------------------------------
 
@@ -121,15 +122,24 @@ def with_slow(devices, *slow):
     return [replace(d, dram_bandwidth=d.dram_bandwidth / 3) if d.id in slow else d for d in devices]
 
 
-def joined(devices, gbps=GBPS, thin=()):
-    """A topology of these devices, in which the links ``thin`` (pairs of ids) have a tenth."""
+def joined(devices, thin=(), node=None):
+    """A topology of these devices: each pair has its own link, or there are nodes of ``node``.
+
+    The links ``thin`` (pairs of ids) have a tenth of the bandwidth of the others.
+    """
     topology = Topology()
     made = [
         topology.add_device(d.kind, d.throughput, d.dram_bandwidth, d.kernel_launch_overhead) for d in devices
     ]
-    for i, a in enumerate(made):
-        for b in made[i + 1 :]:
-            topology.set_bandwidth(a, b, gbps / 10 if {(a.id, b.id), (b.id, a.id)} & set(thin) else gbps)
+    if node is None:
+        for a, b in combinations(made, 2):
+            topology.set_bandwidth(a, b, GBPS)
+    else:
+        topology.add_level("node", Link(1e11, 1e-6), node)
+        topology.add_level("net", Link(1e10, 1e-5))
+    for a, b in thin:
+        if a != b:
+            topology.set_bandwidth(made[a], made[b], GBPS / 10)
     return topology, made
 
 
@@ -195,11 +205,21 @@ def test_one_slow_device_in_closed_form():
 
 def test_uneven_nodes_split_the_groups_that_cross_them():
     # Groups of two along tp on nodes of three: some lie inside, some cross.
-    device = Device(0, "gpu", FLOPS, DRAM, LAUNCH)
-    levels = [Level("node", Link(1e11, 1e-6), 3), Level("net", Link(1e10, 1e-5))]
-    topology = Topology.hierarchical(device, 12, levels)
-    mesh = Mesh(topology.devices, dp=6, tp=2)
+    topology, devices = joined(cluster(12)[1], node=3)
+    mesh = Mesh(devices, dp=6, tp=2)
     assert sorted(assert_exact(topology, step([mesh], axes=("tp",)))) == [4, 8]
+
+
+def test_what_stays_on_its_device_is_told_from_what_is_sent():
+    topology, devices = joined(cluster(8)[1], node=8)
+    here, there = Mesh(devices[:4], dp=4), Mesh([*devices[:2], *devices[6:]], dp=4)
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", f32(10**6, on=here))
+    maker.add_op("Send", inputs=[x], attributes={"to": there})
+    assert sorted(assert_exact(topology, maker.finalize())) == [2, 2, 2]
+    simulation = simulate(topology, maker.finalize())
+    expected = [0.0] * 2 + [1e-6 + 4e6 / 1e11] * 4
+    assert list(simulation.timestamps.values()) == pytest.approx(expected, rel=1e-12)
 
 
 def test_what_passes_between_a_device_and_a_mesh():
@@ -249,9 +269,8 @@ def asymmetric(draw):
     n = 12
     slow = draw(st.lists(st.integers(0, n - 1), max_size=2))
     pair = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))
-    topology, devices = joined(
-        with_slow(cluster(n, launch=1e-7)[1], *slow), thin=draw(st.lists(pair, max_size=2))
-    )
+    thin, node = draw(st.lists(pair, max_size=2)), draw(st.sampled_from([None, 2, 3, 4]))
+    topology, devices = joined(with_slow(cluster(n, launch=1e-7)[1], *slow), thin, node)
     meshes = [
         Mesh(devices[0:4], dp=2, tp=2),
         Mesh(devices[4:8], dp=2, tp=2),

@@ -119,12 +119,12 @@ def exchanges(op: Op) -> tuple[Exchange, ...]:
     meaning = operator(op.op_type).communication
     if meaning is None or not meaning.transfers:
         if not isinstance(source, Mesh):
-            raise SimulationError(f"{op!r} runs over a mesh axis; its input is on {source}")
+            raise _off_mesh(op, source)
         return tuple(Exchange(group, group, group) for group in source.groups(op.attributes["axis"]))
     givers, takers = devices_of(source), devices_of(target)
     if meaning.kind == "send":
-        groups = zip(givers, takers, _send_groups(givers, takers), strict=True)
-        return tuple(Exchange((a,), (b,), group) for a, b, group in groups)
+        pairs = zip(givers, takers, strict=True)
+        return tuple(Exchange((a,), (b,), (a,) if a == b else (a, b)) for a, b in pairs)
     if isinstance(source, Mesh):
         parts = _distinct_parts(source, op)
         return (Exchange(givers, takers, (*takers, *(d for d in parts if d not in takers))),)
@@ -140,8 +140,8 @@ def _ends(op: Op) -> tuple[Placement, Placement]:
     return source, target
 
 
-def _send_groups(givers: Group, takers: Group) -> tuple[Group, ...]:
-    return tuple([(a,) if a.id == b.id and a == b else (a, b) for a, b in zip(givers, takers, strict=True)])
+def _off_mesh(op: Op, place: Placement) -> SimulationError:
+    return SimulationError(f"{op!r} runs over a mesh axis; its input is on {place}")
 
 
 def _distinct_parts(mesh: Mesh, op: Op) -> Group:
@@ -194,6 +194,20 @@ def rank_classes(function: Function, cost_model: CostModel, lockstep: bool = Tru
     return RankClasses(tuple(map(tuple, members.values())), lockstep=len(members) < len(devices))
 
 
+@dataclass(slots=True)
+class _Meeting:
+    """The groups of one communication op, or of several over the same groups, by device numbers.
+
+    ``cost`` numbers the kinds of groups: over two of a kind each of the ops takes equally long. ``groups``
+    is empty when all lie alike, so that there is one kind only.
+    """
+
+    members: Ints
+    ordered: bool
+    groups: Sequence[Group]
+    cost: Ints
+
+
 class _Meetings:
     """Which devices meet in the communication ops of a function, and at what cost.
 
@@ -203,10 +217,9 @@ class _Meetings:
     def __init__(self, devices: Sequence[Device], cost_model: CostModel) -> None:
         self.cost_model = cost_model
         self._numbers = {device: number for number, device in enumerate(devices)}
+        self._ids = np.array([device.id for device in devices], np.int64)
         self._at: dict[Placement, Ints] = {}
-        self._met: dict[tuple[object, ...], tuple[Ints, Sequence[Group], bool]] = {}
-        self._costs: dict[tuple[object, ...], Ints] = {}
-        self._alike: dict[tuple[object, ...], bool] = {}
+        self._met: dict[tuple[Placement, Placement | str], _Meeting] = {}
         self._seen: set[Signature] = set()
 
     def add(self, op: Op) -> None:
@@ -217,26 +230,21 @@ class _Meetings:
             return
         self._seen.add(signature)
         source, target = _ends(op)
-        key = (source, target) if meaning.transfers else (source, op.attributes["axis"])
-        if key not in self._met:
-            self._met[key] = self._pairs(source, target) if meaning.transfers else self._groups(op, source)
-            members, groups, _ = self._met[key]
-            self._costs[key] = np.zeros(len(members), np.int64)
-            self._alike[key] = self.cost_model.alike(groups)
-        if not self._alike[key]:
-            groups = self._met[key][1]
-            seconds = [self.cost_model.communication_seconds(signature, group) for group in groups]
+        key = (source, target if meaning.transfers else str(op.attributes["axis"]))
+        meeting = self._met.get(key)
+        if meeting is None:
+            meeting = self._met[key] = self._meeting(op, *key)
+        if meeting.groups:
+            seconds = [self.cost_model.communication_seconds(signature, group) for group in meeting.groups]
             cost = np.unique(seconds, return_inverse=True)[1]
-            # Of all ops over the same groups at once: two are of one kind if every op costs the same.
-            both = self._costs[key] * len(groups) + cost
-            self._costs[key] = np.unique(both, return_inverse=True)[1]
+            both = meeting.cost * len(cost) + cost
+            meeting.cost = np.unique(both, return_inverse=True)[1]
 
     def refine(self, colours: Ints) -> Ints:
         """Return the classes, at least as fine as ``colours``, that are simulated as one each."""
-        relations = [
-            Relation(members, self._costs[key], ordered) for key, (members, _, ordered) in self._met.items()
-        ]
-        sends = [members for members, _, ordered in self._met.values() if ordered]
+        met = self._met.values()
+        relations = [Relation(meeting.members, meeting.cost, meeting.ordered) for meeting in met]
+        sends = [meeting.members for meeting in met if meeting.ordered]
         apart = _chained(sends)
         while True:
             colours = colours.copy()
@@ -246,17 +254,19 @@ class _Meetings:
             if not len(apart):
                 return colours
 
-    def _groups(self, op: Op, mesh: Placement) -> tuple[Ints, Sequence[Group], bool]:
-        if not isinstance(mesh, Mesh):
-            raise SimulationError(f"{op!r} runs over a mesh axis; its input is on {mesh}")
-        axis = op.attributes["axis"]
-        names, sizes = [name for name, _ in mesh.axes], [size for _, size in mesh.axes]
-        grid = np.moveaxis(self._of(mesh).reshape(sizes), names.index(axis), -1)
-        return grid.reshape(-1, mesh.axis_size(axis)), mesh.groups(axis), False
-
-    def _pairs(self, source: Placement, target: Placement) -> tuple[Ints, Sequence[Group], bool]:
-        members = np.column_stack([self._of(source), self._of(target)])
-        return members, _send_groups(devices_of(source), devices_of(target)), True
+    def _meeting(self, op: Op, source: Placement, other: Placement | str) -> _Meeting:
+        if not isinstance(other, str):
+            members = np.column_stack([self._of(source), self._of(other)])
+        elif isinstance(source, Mesh):
+            names, sizes = [name for name, _ in source.axes], [size for _, size in source.axes]
+            grid = np.moveaxis(self._of(source).reshape(sizes), names.index(other), -1)
+            members = grid.reshape(-1, source.axis_size(other))
+        else:
+            raise _off_mesh(op, source)
+        groups = ()
+        if not self.cost_model.alike(self._ids[members]):
+            groups = tuple(part.group for part in exchanges(op))
+        return _Meeting(members, not isinstance(other, str), groups, np.zeros(len(members), np.int64))
 
     def _of(self, placement: Placement) -> Ints:
         found = self._at.get(placement)
