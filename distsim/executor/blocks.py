@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +40,11 @@ class StageRanks:
         devices = self.mesh.devices
         if self.classes.any():
             order = np.argsort(self.classes, kind="stable")
-            parts = np.split(order, np.flatnonzero(np.diff(self.classes[order])) + 1)
-            members = tuple(tuple(devices[i] for i in part) for part in parts)
+            ends: list[int] = np.flatnonzero(np.diff(self.classes[order])).tolist()
+            places: list[int] = order.tolist()
+            bounds = [0, *[end + 1 for end in ends], len(places)]
+            parts = [places[a:b] for a, b in pairwise(bounds)]
+            members = tuple([tuple([devices[i] for i in part]) for part in parts])
         else:
             members = (devices,)
         object.__setattr__(self, "members", members)
@@ -95,7 +99,7 @@ class Summary:
 
     def covering(self, tasks: Ints) -> Bools:
         """Return [tasks, streams]: whether a stream is never free before a task has ended."""
-        return (self.clocks >= self.ends[tasks][:, None, :]).all(axis=2)
+        return np.asarray((self.clocks >= self.ends[tasks][:, None, :]).all(axis=2))
 
     def waiting(self, port: int) -> Bools:
         """Return whether each stream is never free before what comes in at a port is there."""

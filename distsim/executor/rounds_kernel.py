@@ -319,7 +319,7 @@ def run_rounds(order: Any, wiring: Any, total: Any, times: Any) -> int:
     writer = np.empty((len(times) - wiring.registers) // order.num_microbatches)
     computed = 0
     for r in range(len(order.repeats)):
-        k = np.int64(0)  # a plain 0 would be compiled for anew
+        k: Any = np.int64(0)  # a plain 0 would be compiled for anew
         settled = 0
         while k < order.repeats[r]:
             logged, inner = repetition(r, k, state, left, total, logs[k % 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -43,7 +44,8 @@ class Piece:
     def paths(self) -> list[str]:
         """Return where each call stands: the names of the calls that lead to it, joined by ``/``."""
         found = [self.path]
-        for own, parent in zip(self.call_names[1:], self.call_parent[1:].tolist(), strict=True):
+        parents: list[int] = self.call_parent.tolist()
+        for own, parent in zip(self.call_names[1:], parents[1:], strict=True):
             found.append("/".join(filter(None, (found[parent], own))))
         return found
 
@@ -61,7 +63,7 @@ class Timeline(Protocol):
         """The name of what was simulated."""
         ...
 
-    @property
+    @cached_property
     def classes(self) -> RankClasses:
         """The rank classes and their devices."""
         ...
@@ -76,7 +78,7 @@ class Timeline(Protocol):
         """When each rank class ends its last task, in seconds; 0.0 if it has none."""
         ...
 
-    @property
+    @cached_property
     def stream_table(self) -> Sequence[Stream]:
         """Every stream."""
         ...
@@ -108,7 +110,7 @@ class FlatTimeline:
         """The name of the function."""
         return self.tasks.function.name
 
-    @property
+    @cached_property
     def classes(self) -> RankClasses:
         """The rank classes of the function."""
         return self.tasks.classes
@@ -125,7 +127,7 @@ class FlatTimeline:
         np.maximum.at(last, self._class_of_use, self.end[self._task_of_use])
         return last
 
-    @property
+    @cached_property
     def stream_table(self) -> Sequence[Stream]:
         """Every stream."""
         return self.tasks.stream_table
@@ -137,7 +139,8 @@ class FlatTimeline:
         keys, times = np.unique(
             self.tasks.op[self._task_of_use] * count + self._class_of_use, return_counts=True
         )
-        pairs = zip(keys.tolist(), times.tolist(), strict=True)
+        numbers: list[int] = keys.tolist()
+        pairs = zip(numbers, times.tolist(), strict=True)
         return [(self.tasks.op_table[key // count], key % count, n) for key, n in pairs]
 
     def __len__(self) -> int:
