@@ -107,7 +107,7 @@ class ProgramTimeline:
         first = 0
         for event in self._record.sequence.tolist():
             size = self._size(event)
-            if wanted is None or wanted in self._stages(event):
+            if size and (wanted is None or wanted in self._stages(event)):
                 yield self._call(first, event) if event >= 0 else self._transfer(first, ~event)
             first += size
         times = self._before_tail.copy()
@@ -171,8 +171,6 @@ class ProgramTimeline:
 
     def _call(self, first: int, call: int) -> Piece:
         block, tasks = self._tasks_of(call)
-        if not self.run.block(block).outputs:
-            return self._piece(first, "", tasks, (), np.empty(0), np.empty(0), [])
         variant = int(self._record.variant[call])
         width = len(tasks.stream_table)
         entries = self._record.entries[call]
@@ -198,12 +196,12 @@ class ProgramTimeline:
         return Piece(
             first,
             path,
-            tasks.op[: len(start)],
+            tasks.op,
             tasks.op_table,
             tasks.call,
             tasks.call_parent,
             names,
-            tasks.stream_start[: len(start) + 1],
+            tasks.stream_start,
             tasks.streams,
             streams,
             start,

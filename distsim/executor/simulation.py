@@ -146,9 +146,9 @@ class Simulation:
     def shares(self, device: Device) -> Shares:
         """Return how a device spends the step."""
         rank_class = self.class_of(device)
-        found = [_intervals(piece, rank_class) for piece in self.timeline.pieces(rank_class)]
-        empty = np.empty(0)
-        start, end, moves = (np.concatenate([empty, *parts]) for parts in zip(*found, strict=True))
+        found = [(np.empty(0),) * 3]  # it may do nothing
+        found += [_intervals(piece, rank_class) for piece in self.timeline.pieces(rank_class)]
+        start, end, moves = (np.concatenate(parts) for parts in zip(*found, strict=True))
         compute = moves == 0
         busy = _measure(start[compute], end[compute])
         active = _measure(start, end)

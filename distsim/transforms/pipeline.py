@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from distsim.errors import PlanError
@@ -137,14 +137,15 @@ class _Cutter:
                     tuple((r, build.block("update", groups[index, "U", r])) for r in rounds),
                 )
             )
+        inputs = self._inputs(stages)
         return Program(
             self.function.name,
             self.mesh,
             self.local.mesh,
             tuple(stages),
             self.schedule,
-            self._inputs(stages),
-            self._outputs(),
+            inputs,
+            self._outputs({given.key: given.stages[0] for given in inputs}),
             self.local.notes,
         )
 
@@ -196,11 +197,11 @@ class _Cutter:
             )
         return tuple(found)
 
-    def _outputs(self) -> tuple[ProgramOutput, ...]:
+    def _outputs(self, holder: Mapping[Value, int]) -> tuple[ProgramOutput, ...]:
         found: list[ProgramOutput] = []
         for key, place in zip(self.function.outputs, self.local.outputs, strict=True):
             op = self.producer.get(key)
-            stage = 0 if op is None else self._stage(op)
+            stage = holder[key] if op is None else self._stage(op)
             copies: tuple[int, ...] = ()
             if op is not None:
                 taken = operator(op.op_type).in_place.get(op.outputs.index(key))
