@@ -62,7 +62,7 @@ def gradient_values(function: Function) -> set[Value]:
     found: set[Value] = set()
     for op in reversed(function.ops):
         if op.op_type == "Call":
-            found.update([op.inputs[i] for i in _gradient_inputs(op.callee)])
+            found.update([op.inputs[i] for i in gradient_inputs(op.callee)])
             continue
         meaning = operator(op.op_type)
         if meaning.in_place:
@@ -75,7 +75,8 @@ def gradient_values(function: Function) -> set[Value]:
     return found
 
 
-def _gradient_inputs(function: Function) -> tuple[int, ...]:
+def gradient_inputs(function: Function) -> tuple[int, ...]:
+    """Return the places of the inputs of a callee that are gradients: see :func:`gradient_values`."""
     found = _GRADIENTS.get(function)
     if found is None:
         values = gradient_values(function)
