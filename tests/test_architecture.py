@@ -15,6 +15,7 @@ PACKAGE = ROOT / "distsim"
 
 FLOORS = {
     "errors": 0,
+    "compile": 1,
     "ir": 1,
     "schedule": 1,
     "plan": 1,
