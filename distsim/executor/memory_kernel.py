@@ -15,34 +15,42 @@ from distsim.compile import compiled
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-RECEIVED, CALLED, ENDED = 0, 1, 2
-"""What an event is, in the first column of ``when``; -1 there is the start."""
+RECEIVED, CALLED = 0, 1
+"""What an event is, in the first column of ``when``; 2 is the end of the step, -1 the start."""
 
 
 @compiled
 def happen(
-    level: Ints, peak: Ints, when: Ints, s: int, net: Ints, top: Ints, row: int, what: int, number: int, mb: int
+    level: Ints,
+    peak: Ints,
+    when: Ints,
+    s: int,
+    net: Ints,
+    top: Ints,
+    row: int,
+    what: int,
+    number: int,
+    microbatch: int,
 ) -> None:
     """Let row ``row`` of (net, top) happen on stage s."""
     columns = level.shape[1]
     if level[s, 0] + top[row, 0] > peak[s, 0]:
         for k in range(columns):
             peak[s, k] = level[s, k] + top[row, k]
-        when[s, 0], when[s, 1], when[s, 2] = what, number, mb
+        when[s, 0], when[s, 1], when[s, 2] = what, number, microbatch
     for k in range(columns):
         level[s, k] += net[row, k]
 
 
 @compiled
-def run_round(
+def run_once(
     level: Ints,
     peak: Ints,
     when: Ints,
-    rounds: tuple[Ints, Ints, Ints, Bools],
+    tasks: tuple[Ints, Ints, Ints, Ints, Bools],
     begin: int,
     end: int,
-    shift: int,
-    special: Ints,
+    variants: Ints,
     edges: tuple[Ints, Ints],
     call_net: Ints,
     call_top: Ints,
@@ -50,59 +58,36 @@ def run_round(
     edge_net: Ints,
     edge_top: Ints,
 ) -> None:
-    """Run tasks begin..end once, with ``shift`` added to their microbatches."""
-    stages, phases, microbatches, ends_step = rounds
+    """Run tasks begin..end once."""
+    stages, phases, microbatches, sorts, ends_step = tasks
     edge_start, edge_target = edges
-    variants = special.shape[1] + 1
+    count = call_net.shape[0] // (2 * variants.shape[0])
     first = begin
     for task in range(begin, end):
-        s, mb = stages[task], microbatches[task] + shift
-        row = 2 * (s * variants + variant_of(special, s, mb)) + phases[task]
-        happen(level, peak, when, s, call_net, call_top, row, 1, phases[task], mb)
+        s, phase, sort = stages[task], phases[task], sorts[task]
+        row = 2 * (s * count + variants[s, sort]) + phase
+        happen(level, peak, when, s, call_net, call_top, row, 1, phase, microbatches[task])
         if not ends_step[task]:
             continue
         for done in range(first, task + 1):  # the sends of a step follow its calls
-            s, mb = stages[done], microbatches[done] + shift
-            row = 2 * (s * variants + variant_of(special, s, mb)) + phases[done]
+            s, phase, sort = stages[done], phases[done], sorts[done]
+            row = 2 * (s * count + variants[s, sort]) + phase
             for k in range(level.shape[1]):
                 level[s, k] += sent_net[row, k]
-            for edge in range(edge_start[2 * s + phases[done]], edge_start[2 * s + phases[done] + 1]):
+            for edge in range(edge_start[2 * s + phase], edge_start[2 * s + phase + 1]):
                 target = edge_target[edge]
-                row = edge * variants + variant_of(special, target, mb)
-                happen(level, peak, when, target, edge_net, edge_top, row, 0, edge, mb)
+                row = edge * count + variants[target, sort]
+                happen(level, peak, when, target, edge_net, edge_top, row, 0, edge, microbatches[done])
         first = task + 1
 
 
 @compiled
-def variant_of(special: Ints, s: int, mb: int) -> int:
-    """Return the variant of a microbatch on a stage: 0, or which of the special ones it is."""
-    for i in range(special.shape[1]):
-        if special[s, i] == mb:
-            return i + 1
-    return 0
-
-
-@compiled
-def quiet(microbatches: Ints, begin: int, end: int, shift: int, repeats: int, special: Ints) -> int:
-    """Return how many repetitions from this one on meet no special microbatch."""
-    count = repeats - shift
-    for task in range(begin, end):
-        mb = microbatches[task] + shift
-        for s in range(special.shape[0]):
-            for i in range(special.shape[1]):
-                if mb <= special[s, i] < mb + count:
-                    count = special[s, i] - mb
-    return count
-
-
-@compiled
 def compose(
-    start_level: Ints,
-    rounds: tuple[Ints, Ints, Ints, Bools],
-    starts: Ints,
+    start: Ints,
+    tasks: tuple[Ints, Ints, Ints, Ints, Bools],
+    begins: Ints,
     repeats: Ints,
-    special: Ints,
-    specials: Ints,
+    variants: Ints,
     edges: tuple[Ints, Ints],
     call_net: Ints,
     call_top: Ints,
@@ -113,36 +98,34 @@ def compose(
     step_net: Ints,
     step_top: Ints,
 ) -> tuple[Ints, Ints, Ints]:
-    """Return per stage the peak, the end, and when the peak is first reached (what, number, microbatch)."""
-    level, peak = start_level.copy(), start_level.copy()
+    """Return per stage the peak, the end, and when the peak is first reached (what, number, microbatch).
+
+    ``tasks`` are stages, phases, microbatches, sorts of microbatch, and whether a step ends; round ``r``
+    are tasks ``begins[r]:begins[r + 1]``, all of whose repetitions are alike. ``variants`` tells for each
+    stage and sort of microbatch which rows to take.
+    """
+    level, peak = start.copy(), start.copy()
     count, columns = level.shape
     when = np.full((count, 3), -1, np.int64)
     before, top, top_when = level.copy(), level.copy(), when.copy()
-    tables = call_net, call_top, sent_net, edge_net, edge_top
+    tables = (variants, edges, call_net, call_top, sent_net, edge_net, edge_top)
     for r in range(len(repeats)):
-        begin, end, k = starts[r], starts[r + 1], 0
-        while k < repeats[r]:
-            n = 1
-            if repeats[r] > 1:
-                n = max(quiet(rounds[2], begin, end, k, repeats[r], specials), 1)
-            if n == 1:
-                run_round(level, peak, when, rounds, begin, end, k, special, edges, *tables)
-                k += 1
-                continue
-            before[:] = level
-            top[:] = level
-            top_when[:] = when
-            run_round(level, top, top_when, rounds, begin, end, k, special, edges, *tables)
-            for s in range(count):
-                grown = level[s, 0] - before[s, 0]
-                later = n - 1 if grown > 0 else 0
-                if top[s, 0] > before[s, 0] and top[s, 0] + later * grown > peak[s, 0]:
-                    for c in range(columns):
-                        peak[s, c] = top[s, c] + later * (level[s, c] - before[s, c])
-                    when[s, 0], when[s, 1], when[s, 2] = top_when[s, 0], top_when[s, 1], top_when[s, 2] + later
+        more = repeats[r] - 1
+        if more == 0:
+            run_once(level, peak, when, tasks, begins[r], begins[r + 1], *tables)
+            continue
+        before[:] = level
+        top[:] = level
+        run_once(level, top, top_when, tasks, begins[r], begins[r + 1], *tables)
+        for s in range(count):
+            grown = level[s, 0] - before[s, 0]
+            later = more if grown > 0 else 0
+            if top[s, 0] > before[s, 0] and top[s, 0] + later * grown > peak[s, 0]:
                 for c in range(columns):
-                    level[s, c] += (n - 1) * (level[s, c] - before[s, c])
-            k += n
+                    peak[s, c] = top[s, c] + later * (level[s, c] - before[s, c])
+                when[s, 0], when[s, 1], when[s, 2] = top_when[s, 0], top_when[s, 1], top_when[s, 2] + later
+            for c in range(columns):
+                level[s, c] += more * (level[s, c] - before[s, c])
     for i in range(len(step_stage)):
         happen(level, peak, when, step_stage[i], step_net, step_top, i, 2, i, -1)
     return peak, level, when

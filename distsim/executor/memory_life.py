@@ -269,9 +269,7 @@ class _Telling:
         homes = {frame.plan.home[self.early[slot]] for slot in self.life.each if slot in self.early}
         return homes - self.here
 
-    def _moved(
-        self, frame: Frame, op: Op, dying: Iterable[Value], number: int, each: set[Value]
-    ) -> Change:
+    def _moved(self, frame: Frame, op: Op, dying: Iterable[Value], number: int, each: set[Value]) -> Change:
         """Return what an op of the step that is no call does, once or for every microbatch."""
         once, every = [0] * len(NOTHING), [0] * len(NOTHING)
         fold = self.life.step[number].each

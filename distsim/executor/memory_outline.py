@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distsim.executor.memory_life import BACKWARD, FORWARD, BlockCall, Given, Life, Slots, StepOp
 from distsim.executor.memory_plan import gradient_inputs
 from distsim.executor.program import Block, Program, Stage
-from distsim.ir import Function, Role, Type, Value
+from distsim.ir import Function, Type, Value
 
 Made = tuple[int, int]
 """(stage, phase) of the block that makes a value."""

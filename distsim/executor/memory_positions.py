@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 
 from distsim.executor.memory_kernel import Bools, Ints
 from distsim.executor.memory_life import Position
-from distsim.schedule import Phase, Schedule
+from distsim.schedule import Schedule
+from distsim.schedule.rounds import Rounds
 
 ORDINARY = Position((False, False), (False, False), False)
 
@@ -34,74 +34,90 @@ class Positions:
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """The rounds of a schedule as arrays, and its special microbatches.
+    """The rounds of a schedule, with all repetitions of a round alike, and its special microbatches.
 
-    ``special`` holds those of each stage in a row (filled up with -1), ``specials`` all of them in one
-    row. ``last_ends`` tells per stage and phase whether its last task is of the last microbatch.
+    ``tasks`` are stages, phases, microbatches (of the first repetition), their sorts (0, or the place
+    among all that are special on any stage, from 1), and whether a step ends. ``variants`` tells which of
+    ``positions`` each sort is in on each stage. ``last_ends``: whether the last task of each stage and
+    phase is of the last microbatch.
     """
 
     microbatches: int
-    tasks: tuple[Ints, Ints, Ints, Bools]
-    starts: Ints
+    tasks: tuple[Ints, Ints, Ints, Ints, Bools]
+    begins: Ints
     repeats: Ints
-    special: Ints
-    specials: Ints
+    specials: tuple[int, ...]
+    variants: Ints
     positions: Positions
     last_ends: tuple[tuple[bool, bool], ...]
 
     def variant(self, stage: int, microbatch: int) -> int:
         """Return which of the stage's positions a microbatch is in."""
-        row: list[int] = self.special[stage].tolist()
-        return row.index(microbatch) + 1 if microbatch in row else 0
+        sort = self.specials.index(microbatch) + 1 if microbatch in self.specials else 0
+        return int(self.variants[stage, sort])
 
 
-_PATTERNS: WeakKeyDictionary[Schedule, Pattern] = WeakKeyDictionary()
+_PATTERNS: WeakKeyDictionary[Rounds, Pattern] = WeakKeyDictionary()
 
 
 def pattern_of(schedule: Schedule) -> Pattern:
-    """Return the pattern of a schedule; raises ``ScheduleError`` as :meth:`Schedule.order`."""
-    found = _PATTERNS.get(schedule)
+    """Return the pattern of a schedule, kept with it; raises ``ScheduleError`` as its ``rounds()``."""
+    rounds = schedule.rounds()
+    found = _PATTERNS.get(rounds)
     if found is None:
-        found = _PATTERNS[schedule] = _pattern(schedule)
+        found = _PATTERNS[rounds] = _pattern(rounds, schedule.num_stages, schedule.num_microbatches)
     return found
 
 
-def _pattern(schedule: Schedule) -> Pattern:
-    m, count = schedule.num_microbatches, schedule.num_stages
-    steps = schedule.order()
-    flat = [task for step in steps for task in step]
-    phases = tuple(Phase)
-    stage = np.array([task.stage for task in flat], np.int64)
-    phase = np.array([phases.index(task.phase) for task in flat], np.int64)
-    microbatch = np.array([task.microbatch for task in flat], np.int64)
-    ends_step = np.zeros(len(flat), np.bool_)
-    ends_step[np.cumsum([len(step) for step in steps]) - 1] = True
-    starts, repeats = np.array([0, len(flat)], np.int64), np.array([1], np.int64)
-    first = _at(2 * stage + phase, microbatch, 2 * count)
-    ends = microbatch + np.repeat(repeats - 1, np.diff(starts))
-    last = _at((2 * stage + phase)[::-1], ends[::-1], 2 * count)
-    rows = [np.unique([*first[2 * s : 2 * s + 2], *last[2 * s : 2 * s + 2], m - 1]) for s in range(count)]
-    special = np.full((count, max(map(len, rows), default=0)), -1, np.int64)
+def _pattern(rounds: Rounds, count: int, m: int) -> Pattern:
+    block = 2 * rounds.stage + rounds.phase
+    ends = rounds.microbatch + np.repeat(rounds.repeats - 1, np.diff(rounds.start))
+    first = _first_of(block, rounds.microbatch, 2 * count).reshape(count, 2).tolist()
+    last = _first_of(block[::-1], ends[::-1], 2 * count).reshape(count, 2).tolist()
+    special = [sorted({*first[s], *last[s], m - 1}) for s in range(count)]
+    specials = sorted({microbatch for own in special for microbatch in own})
+    variants = np.zeros((count, 1 + len(specials)), np.int64)
     of: list[tuple[Position | None, ...]] = []
-    for s, row in enumerate(rows):
-        special[s, : len(row)] = row
-        (f0, b0), (f1, b1) = first[2 * s : 2 * s + 2].tolist(), last[2 * s : 2 * s + 2].tolist()
-        own = [Position((mb == f0, mb == b0), (mb == f1, mb == b1), mb == m - 1) for mb in row.tolist()]
-        of.append((ORDINARY if len(row) < m else None, *own))
-    return Pattern(
-        m,
-        (stage, phase, microbatch, ends_step),
-        starts,
-        repeats,
-        special,
-        np.unique(special[special >= 0])[None, :],
-        Positions(tuple(of)),
-        tuple([(last[2 * s] == m - 1, last[2 * s + 1] == m - 1) for s in range(count)]),
-    )
+    for s, own in enumerate(special):
+        variants[s, 1 + np.searchsorted(specials, own)] = 1 + np.arange(len(own))
+        (f0, b0), (f1, b1) = first[s], last[s]
+        positions = [Position((i == f0, i == b0), (i == f1, i == b1), i == m - 1) for i in own]
+        of.append((ORDINARY if len(own) < m else None, *positions))
+    tasks, begins, repeats = _alike(rounds, np.array(specials, np.int64))
+    ends_with_last = tuple([(f == m - 1, b == m - 1) for f, b in last])
+    return Pattern(m, tasks, begins, repeats, tuple(specials), variants, Positions(tuple(of)), ends_with_last)
 
 
-def _at(keys: Ints, values: Ints, count: int) -> npt.NDArray[np.int64]:
+def _first_of(keys: Ints, values: Ints, count: int) -> Ints:
     """Return for each key the first value that it has."""
     found = np.full(count, -1, np.int64)
     found[keys[::-1]] = values[::-1]
     return found
+
+
+def _alike(rounds: Rounds, specials: Ints) -> tuple[tuple[Ints, Ints, Ints, Ints, Bools], Ints, Ints]:
+    """Cut the rounds where a repetition meets a special microbatch; return tasks, begins and repeats."""
+    kept: list[Ints] = [np.zeros(0, np.int64)]
+    shifts: list[int] = []
+    repeats: list[int] = []
+    for begin, end, count in zip(rounds.start[:-1], rounds.start[1:], rounds.repeats.tolist(), strict=True):
+        meets = np.zeros(count, np.bool_)
+        if count > 1:
+            away = (specials[:, None] - rounds.microbatch[None, begin:end]).ravel()
+            meets[away[(away >= 0) & (away < count)]] = True
+        at = 0
+        while at < count:
+            after = at + 1
+            while not meets[at] and after < count and not meets[after]:
+                after += 1
+            kept.append(np.arange(begin, end))
+            shifts.append(at)
+            repeats.append(after - at)
+            at = after
+    sizes = np.array([0, *map(len, kept[1:])], np.int64)
+    tasks = np.concatenate(kept)
+    microbatch = rounds.microbatch[tasks] + np.repeat(np.array(shifts, np.int64), sizes[1:])
+    sort = np.searchsorted(specials, microbatch)
+    sort = np.where(specials[np.minimum(sort, len(specials) - 1)] == microbatch, sort + 1, 0)
+    columns = (rounds.stage[tasks], rounds.phase[tasks], microbatch, sort, rounds.ends_step[tasks])
+    return columns, sizes.cumsum(), np.array(repeats, np.int64)

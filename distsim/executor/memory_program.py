@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from distsim.executor.memory import MemoryUse, peak_memory
-from distsim.executor.memory_kernel import CALLED, RECEIVED, compose
+from distsim.executor.memory_kernel import CALLED, RECEIVED, Ints, compose
 from distsim.executor.memory_positions import Pattern, pattern_of
 from distsim.executor.memory_table import Table, table_of
 from distsim.executor.memory_walk import KINDS
@@ -71,16 +71,16 @@ class ProgramMemory:
         return max([0, *(peak - device.memory for stage, peak in pairs for device in stage.mesh.devices)])
 
 
-def _compose(table: Table, pattern: Pattern, columns: int):
+def _compose(table: Table, pattern: Pattern, columns: int) -> tuple[Ints, Ints, Ints]:
+    """Return per stage the peak, the end, and when the peak is reached, in this many columns."""
     m = pattern.microbatches
     arrays = table.columns(columns)
     return compose(
         arrays.start + m * arrays.start_each,
         pattern.tasks,
-        pattern.starts,
+        pattern.begins,
         pattern.repeats,
-        pattern.special,
-        pattern.specials,
+        pattern.variants,
         (table.edge_start, table.edge_target),
         arrays.call_net,
         arrays.call_top,
@@ -100,7 +100,7 @@ def _in_use(program: Program, table: Table, pattern: Pattern) -> tuple[MemoryUse
     peak, end, when = _compose(table, pattern, columns=1 + len(KINDS))
     found: list[MemoryUse] = []
     for stage in range(len(program.stages)):
-        what, number, microbatch = when[stage].tolist()
+        what, number, microbatch = map(int, when[stage])
         at: tuple[Op, ...] = ()
         if what == CALLED:
             at = _at_task(program, table, pattern, Task(tuple(Phase)[number], stage, microbatch))
@@ -109,7 +109,7 @@ def _in_use(program: Program, table: Table, pattern: Pattern) -> tuple[MemoryUse
             at = (Op("Send", (key,), (key,)),)
         elif what >= 0:
             at = _at_step(table, number)
-        by_kind: dict[str, int] = dict(zip(KINDS, peak[stage, 1:].tolist(), strict=True))
+        by_kind: dict[str, int] = dict(zip(KINDS, map(int, peak[stage, 1:]), strict=True))
         found.append(MemoryUse(int(peak[stage, 0]), by_kind, at, int(end[stage, 0])))
     return tuple(found)
 

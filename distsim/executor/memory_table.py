@@ -55,13 +55,13 @@ class Table:
     edge_start: Ints
     edge_target: Ints
     step_stage: Ints
-    _columns: dict[int, Columns] = field(default_factory=dict[int, Columns])
+    known: dict[int, Columns] = field(default_factory=dict[int, Columns])
 
     def columns(self, count: int) -> Columns:
         """Return the amounts: in all (one column), or by kind too."""
-        found = self._columns.get(count)
+        found = self.known.get(count)
         if found is None:
-            found = self._columns[count] = self._columns[len(NOTHING)].only(count)
+            found = self.known[count] = self.known[len(NOTHING)].only(count)
         return found
 
 
@@ -90,7 +90,7 @@ def table_of(program: Program, pattern: Pattern) -> Table | None:
         _KNOWN.move_to_end(key)
     if known.outline is None:
         return None
-    if not all([pattern.last_ends[stage][phase] for stage, phase in known.outline.kept]):
+    if not all(pattern.last_ends[stage][phase] for stage, phase in known.outline.kept):
         return None
     if pattern.positions not in known.tables:
         known.tables[pattern.positions] = _table(known.outline, pattern.positions, more)
@@ -102,7 +102,7 @@ def _table(found: Outline, positions: Positions, more: bool) -> Table | None:
         [None if position is None else live(life, position, more) for position in own]
         for life, own in zip(found.lives, positions.of, strict=True)
     ]
-    if not all([use is None or use.apart for own in uses for use in own]):
+    if not all(use is None or use.apart for own in uses for use in own):
         return None
     variants = max([len(own) for own in uses], default=0)
     for own in uses:
@@ -131,7 +131,7 @@ def _table(found: Outline, positions: Positions, more: bool) -> Table | None:
         np.array([target for _, _, target, _ in found.edges], np.int64),
         np.array([stage for stage, _ in found.order], np.int64),
     )
-    table._columns[len(NOTHING)] = Columns(
+    table.known[len(NOTHING)] = Columns(
         _rows([once for once, _ in start]),
         _rows([each for _, each in start]),
         _rows([c.net for c in calls]),
