@@ -1,0 +1,259 @@
+"""Both engines, one meaning: what the block-wise, the op-wise and the event simulation find is the same."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+from program_models import invent
+from schedule_models import SCHEDULES
+
+from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator, events, recurrence
+from distsim.executor.maxplus import run_program
+from distsim.executor.memory import peak_memory
+from distsim.executor.memory_program import program_memory
+from distsim.executor.rounds_kernel import Order, run_rounds
+from distsim.executor.tail import run_tail
+from distsim.executor.tasks import lower
+from distsim.executor.timeline import FlatTimeline
+from distsim.ir import pformat
+from distsim.ops.communication import scatter
+from distsim.schedule import Phase
+from distsim.transforms import steady_state_transform
+
+CHUNK = 20
+
+
+def chunks(count):
+    """Ranges of seeds, so that processes share them."""
+    return pytest.mark.parametrize("seeds", [range(i, i + CHUNK) for i in range(0, count, CHUNK)], ids=str)
+
+
+def lanes(simulation, mesh):
+    """What each device does on each kind of stream, in order: (start, end, op type, path)."""
+    members = simulation.classes.members
+    stage = {device: mesh.coordinates(device)["pp"] for device in mesh.devices}
+    found = {}
+    for span in simulation.spans():
+        kind = span.stream.name.split()
+        if kind[0] in ("send", "receive"):
+            kind[1] = stage[members[int(kind[1])][0]]
+        for device in members[span.stream.rank_class]:
+            found.setdefault((device, *kind), []).append((span.start, span.end, span.op.op_type, span.path))
+    return found
+
+
+def assert_same_lanes(one, other, tolerance):
+    assert one.keys() == other.keys()
+    for lane, spans in one.items():
+        times, expected = (np.array([span[:2] for span in both[lane]]) for both in (one, other))
+        assert [span[2:] for span in spans] == [span[2:] for span in other[lane]], lane
+        np.testing.assert_allclose(times, expected, rtol=0, atol=tolerance, err_msg=str(lane))
+
+
+def assert_same(one, other, mesh):
+    tolerance = 1e-9 * other.step_time
+    assert one.step_time == pytest.approx(other.step_time, abs=tolerance)
+    assert one.flops == pytest.approx(other.flops, rel=1e-12)
+    for device, last in other.timestamps.items():
+        assert one.timestamps[device] == pytest.approx(last, abs=tolerance)
+    if mesh.devices[-1] in other.timestamps:
+        shares, expected = one.shares(mesh.devices[-1]), other.shares(mesh.devices[-1])
+        assert shares.busy == pytest.approx(expected.busy, abs=tolerance)
+        assert shares.bubble == pytest.approx(expected.bubble, abs=tolerance)
+    assert_same_lanes(lanes(one, mesh), lanes(other, mesh), tolerance)
+
+
+def assert_engines_agree(case):
+    program, model = case.program, case.cost_model
+    found = Simulator(model, case.overlap).simulate(program)
+    flat = program.to_function(steady=True)
+    for lockstep in (True, False) if case.seed % 8 == 0 else (True,):
+        tasks = lower(flat, model, case.overlap, lockstep)
+        start, end = recurrence.run(tasks)
+        each = events.run(tasks)
+        np.testing.assert_allclose(each, (start, end), rtol=0, atol=1e-9 * found.step_time)
+        one_by_one = Simulation(FlatTimeline(tasks, start, end), flat, model, lambda _: found)
+        assert_same(found, one_by_one, program.mesh)
+    memory = program_memory(program)
+    for device, use in peak_memory(steady_state_transform(program.to_function())[0]).items():
+        assert memory.peaks[program.mesh.coordinates(device)["pp"]] == use.peak
+
+
+@chunks(1040)
+def test_block_by_block_op_by_op_and_event_by_event(seeds):
+    for seed in seeds:
+        case = invent(seed)
+        try:
+            assert_engines_agree(case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+# --- periods -------------------------------------------------------------------------------------------
+
+
+def computed_in_full(run):
+    """The times of a run of which every repetition is computed, and how many there are."""
+    order, model = run.order, run.model
+    rounds = [
+        (slice(order.start[r], order.start[r + 1]), k)
+        for r, repeats in enumerate(order.repeats)
+        for k in range(repeats)
+    ]
+    once = Order(
+        order.num_microbatches,
+        np.cumsum([0, *(part.stop - part.start for part, _ in rounds)]),
+        np.ones(len(rounds), np.int64),
+        np.concatenate([order.stage[part] for part, _ in rounds]),
+        np.concatenate([order.phase[part] for part, _ in rounds]),
+        np.concatenate([order.microbatch[part] + k for part, k in rounds]),
+        np.concatenate([order.ends_step[part] for part, _ in rounds]),
+    )
+    registers, count = model.wiring.registers, order.num_microbatches
+    times = np.full(len(run.times), np.nan)
+    times[:registers] = 0.0
+    computed = run_rounds(once, model.wiring, np.full(len(model.tasks), count, np.int64), times)
+    begin = np.zeros(len(run.begin))
+    run_tail(model.tail, times, registers, count, run.last, run.join_seconds, begin)
+    assert computed == len(rounds)
+    return times, computed
+
+
+def assert_skipped_exactly(case):
+    """What follows from periods is what computing everything gives; return how much of it was computed."""
+    run = run_program(case.program, case.cost_model, case.overlap)
+    times, computed = computed_in_full(run)
+    there = np.isfinite(times)
+    np.testing.assert_array_equal(np.isfinite(run.times), there)
+    np.testing.assert_allclose(run.times[there], times[there], rtol=0, atol=1e-9 * run.step_time)
+    return run.computed, computed
+
+
+@chunks(240)
+def test_skipped_repetitions_are_those_that_would_be_computed(seeds):
+    kinds = ("1f1b", "gpipe", "groups", "warmed up")
+    for seed in seeds:
+        microbatches = Random(seed).choice([20, 50, 100, 300, 600])
+        assert_skipped_exactly(invent(seed, microbatches, kinds[seed % 4]))
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
+def test_most_repetitions_are_skipped(kind):
+    counts = [assert_skipped_exactly(invent(seed, 400, kind)) for seed in range(60)]
+    computed, every = np.sum(counts, axis=0)
+    assert computed < 0.25 * every
+
+
+# --- one program, written out in several ways -----------------------------------------------------------
+
+
+def run_blocks(program, inputs):
+    """Compute a program block by block in the order of its schedule, with NumPy."""
+    values, last, count = {}, {}, program.schedule.num_microbatches
+
+    def put(key, microbatch, ranks):
+        values[key, microbatch] = ranks
+        last[key] = microbatch
+
+    def get(key, microbatch):
+        for at in (microbatch, None, last[key]):
+            if (key, at) in values:
+                return values[key, at]
+        raise KeyError(key)
+
+    def call(function, block, arguments, microbatch):
+        results = SequentialExecutor().compute(function, arguments)
+        for key, ranks in zip(block.outputs, results, strict=True):
+            put(key, None if key in block.accumulated else microbatch, ranks)
+
+    for given, array in zip(program.inputs, inputs, strict=True):
+        for ranks in [scatter(array, program.stages[0].mesh, given.shards)]:
+            if not given.microbatched:
+                put(given.key, None, ranks)
+                continue
+            parts = [np.split(rank, count) for rank in ranks]
+            for microbatch in range(count):
+                put(given.key, microbatch, [part[microbatch] for part in parts])
+    for step in program.schedule.order():
+        for task in step:
+            stage = program.stages[task.stage]
+            block = stage.forward if task.phase is Phase.FORWARD else stage.backward
+            if not block.outputs:
+                continue
+            so_far = [values[key, None] for key in block.accumulated if (key, None) in values]
+            arguments = [get(key, task.microbatch) for key in block.inputs] + so_far
+            call(block.accumulating if so_far else block.function, block, arguments, task.microbatch)
+    updates = sorted(
+        (number, index, place)
+        for index, stage in enumerate(program.stages)
+        for place, (number, _) in enumerate(stage.updates)
+    )
+    for _, index, place in updates:
+        block = program.stages[index].updates[place][1]
+        if block.outputs:
+            call(block.function, block, [get(key, None) for key in block.inputs], None)
+    outputs = []
+    for output in program.outputs:
+        if output.microbatched and count > 1:
+            parts = [get(output.key, i) for i in range(count)]
+            outputs.append([np.concatenate(ranks) for ranks in zip(*parts, strict=True)])
+        else:
+            outputs.append(get(output.key, 0 if output.microbatched else None))
+    copies = [get(output.key, None) for output in program.outputs for _ in output.copies]
+    return outputs + copies
+
+
+def with_whole_pattern(seed, schedule=None):
+    """The first case from a seed on whose blocks NumPy can compute: their pattern has every replica."""
+    while True:
+        case = invent(seed, Random(seed).randint(1, 4), schedule)
+        if len(case.program.pattern) == len(case.program.stages[0].mesh):
+            return case
+        seed += 10_000
+
+
+@chunks(120)
+def test_numpy_computes_the_same_block_by_block_and_written_out(seeds):
+    for seed in seeds:
+        program, rng = with_whole_pattern(seed).program, np.random.default_rng(seed)
+        inputs = [rng.standard_normal(given.source.type.shape) for given in program.inputs]
+        expected = run_blocks(program, inputs)
+        found = SequentialExecutor().compute(program.to_function(), inputs)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def structure(function):
+    """The ops of a function, and what each reads: an op's output, or an input by its name and place."""
+    made = {value: (value.name, str(value.type)) for value in function.inputs}
+    rows = []
+    for number, op in enumerate(function.ops):
+        callees = [pformat(callee) for callee in op.subfunctions]
+        rows.append((op.op_type, op.name, op.attributes, callees, [made[value] for value in op.inputs]))
+        made.update({value: (number, place) for place, value in enumerate(op.outputs)})
+    return rows, [made[value] for value in function.outputs]
+
+
+@chunks(60)
+def test_steady_is_the_steady_state_of_the_whole(seeds):
+    for seed in seeds:
+        program = invent(seed).program
+        assert structure(program.to_function(steady=True)) == structure(
+            steady_state_transform(program.to_function())[0]
+        )
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_one_program_under_every_kind_of_schedule(kind):
+    for seed in range(10):
+        case = invent(seed, 7, kind)
+        assert_engines_agree(case)
+        assert_engines_agree(replace(case, overlap=not case.overlap))
+
+
+def test_an_invented_program_follows_from_its_seed():
+    one, other = invent(3), invent(3)
+    assert pformat(one.program.to_function()) == pformat(other.program.to_function())
+    assert isinstance(one.cost_model, CostModel)

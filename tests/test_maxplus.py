@@ -1,0 +1,297 @@
+"""The max-plus engine: matrices of blocks and steps of pipelines in closed form, periods that are skipped."""
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+from executor_models import cluster
+from program_models import Habits, Writer, invent_script
+
+from distsim.errors import CostError, ScheduleError
+from distsim.executor import CostModel, Simulator
+from distsim.executor.blocks import StageRanks, block_tasks
+from distsim.executor.maxplus import run_program
+from distsim.executor.program import Block, Program, ProgramOutput, Stage
+from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Role, Tensor, Value
+from distsim.ir.device import logical_mesh
+from distsim.schedule import Phase, Schedule, Task, gpipe, one_f_one_b
+
+ZEROS = Literal(np.zeros((6, 1)))
+F, B = Phase.FORWARD, Phase.BACKWARD
+
+
+class Rules:
+    """Every ModelWork takes the seconds that it says, everything else those given."""
+
+    def __init__(self, communication=0.0, compute=0.0):
+        self.communication, self.other = communication, compute
+
+    def compute(self, signature, demand, device):
+        return signature.attributes.get("flops", self.other)
+
+    def communicate(self, kind, nbytes, group, topology):
+        return self.communication(group) if callable(self.communication) else self.communication
+
+
+# --- the matrix of a block -----------------------------------------------------------------------------
+
+
+def summary_of(build, ranks=2, communication=3.0, inputs=1):
+    """The tasks of a function on one rank class, and its matrix with all of its ports."""
+    topology, devices = cluster(ranks)
+    mesh = Mesh(devices, dp=1, tp=ranks)
+    maker = FunctionMaker("f")
+    values = [maker.add_input_value(f"x{i}", Tensor(Float64(), (6, 1), mesh)) for i in range(inputs)]
+    build(maker, *values)
+    return tasks_of(maker.finalize(), mesh, CostModel(topology, rules=Rules(communication)))
+
+
+def tasks_of(function, mesh, cost_model):
+    ranks = StageRanks(mesh, np.zeros(len(mesh), np.int64))
+    tasks = block_tasks(function, ranks, cost_model, overlap=True)
+    return tasks, tasks.summary(range(len(tasks.ports)))
+
+
+def work(maker, seconds, *values):
+    return maker.add_op("ModelWork", inputs=values, attributes={"flops": seconds})
+
+
+def test_a_chain_on_one_stream_adds_its_durations():
+    def chain(maker, x):
+        for seconds in (1.0, 2.0, 4.0):
+            x = work(maker, seconds, x)
+
+    _, summary = summary_of(chain)
+    np.testing.assert_array_equal(summary.clocks, [[7.0, 7.0]])  # from the stream, from x
+    np.testing.assert_array_equal(summary.ends, [[1.0, 1.0], [3.0, 3.0], [7.0, 7.0]])
+
+
+def test_a_fork_and_join_on_two_streams():
+    def fork(maker, x):
+        a = work(maker, 2.0, x)
+        r = maker.add_op("MPIAllreduce", inputs=[a], attributes={"axis": "tp"})
+        b = work(maker, 5.0, a)
+        work(maker, 1.0, r, b)
+
+    tasks, summary = summary_of(fork)
+    assert [stream.name for stream in tasks.stream_table] == ["compute", "collective tp"]
+    compute, collective = [2 + 5 + 1, 3 + 1, 2 + 5 + 1], [2 + 3, 3, 2 + 3]  # from compute, collective, x
+    np.testing.assert_array_equal(summary.clocks, [compute, collective])
+
+
+def test_a_port_that_only_the_second_stream_waits_for():
+    def late(maker, x, y):
+        work(maker, 2.0, x)
+        maker.add_op("MPIAllreduce", inputs=[y], attributes={"axis": "tp"})
+
+    _, summary = summary_of(late, inputs=2)
+    never = -math.inf
+    np.testing.assert_array_equal(summary.clocks, [[2, never, 2, never], [never, 3, never, 3]])
+
+
+def product(left, right):
+    """The product of two matrices in the algebra of max and +, by its definition."""
+    return np.array(
+        [
+            [max((a + b for a, b in zip(row, column, strict=True)), default=-math.inf) for column in right.T]
+            for row in left
+        ]
+    ).reshape(left.shape[0], right.shape[1])
+
+
+def plain_summary(tasks):
+    """The matrix of a block in plain Python: rows of entries -> latest end."""
+    streams, width = len(tasks.stream_table), len(tasks.stream_table) + len(tasks.ports)
+    unit = [[0.0 if i == j else -math.inf for j in range(width)] for i in range(width)]
+    clocks, ends = unit[:streams], []
+    for task in range(len(tasks)):
+        used = tasks.streams[tasks.stream_start[task] : tasks.stream_start[task + 1]].tolist()
+        deps = tasks.deps[tasks.dep_start[task] : tasks.dep_start[task + 1]].tolist()
+        rows = [clocks[s] for s in used] + [ends[d] if d >= 0 else unit[streams - 2 - d] for d in deps]
+        ends.append([max(column) + float(tasks.durations[task]) for column in zip(*rows, strict=True)])
+        for s in used:
+            clocks[s] = ends[-1]
+    return np.array(clocks).reshape(streams, width), np.array(ends).reshape(len(tasks), width)
+
+
+def invented(seed):
+    """A writer and two scripts on one mesh, the second one over what the first returns."""
+    rng = Random(seed)
+    habits = Habits(tuple(rng.uniform(0, 2) for _ in range(4)), ("dp", "tp"))
+    one = invent_script(rng, [(1, Role.INPUT), (20, Role.INPUT)], habits, most=8)
+    two = invent_script(rng, [(one.made[i], Role.INPUT) for i in one.outputs], habits, most=8)
+    return one, two
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_compiled_matrix_is_the_one_in_plain_python(seed):
+    topology, devices = cluster(4)
+    mesh = Mesh(devices, dp=2, tp=2)
+    script, _ = invented(seed)
+    function = Writer(mesh).function("f", script, script.outputs)
+    tasks, summary = tasks_of(function, mesh, CostModel(topology, rules=Rules(0.7, 0.1)))
+    clocks, ends = plain_summary(tasks)
+    np.testing.assert_array_equal(summary.clocks, clocks)
+    np.testing.assert_array_equal(summary.ends, ends)
+
+
+def embedded(tasks, summary, streams, inputs):
+    """The matrix [streams, outputs; streams, inputs] of a block over all streams and values of one class."""
+    width = len(streams) + inputs
+    unit = np.where(np.eye(width, dtype=bool), 0.0, -math.inf)
+    own = [streams.index(s) for s in tasks.stream_table]
+    columns = [*own, *(len(streams) + tasks.ports[port][0] for port in summary.ports)]
+    rows = unit[: len(streams)].copy()
+    for i, row in zip(own, summary.clocks, strict=True):
+        rows[i] = -math.inf
+        rows[i, columns] = row
+    made = []
+    for where in tasks.outputs:
+        made.append(unit[len(streams) + where] if isinstance(where, int) else np.full(width, -math.inf))
+        if not isinstance(where, int) and 0 in where:
+            made[-1][columns] = summary.ends[where[0]]
+    return np.array([*rows, *made]).reshape(len(streams) + len(made), width)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_after_the_other_is_the_product_of_their_matrices(seed):
+    topology, devices = cluster(4)
+    mesh, writer = Mesh(devices, dp=2, tp=2), Writer(Mesh(devices, dp=2, tp=2))
+    model = CostModel(topology, rules=Rules(0.7, 0.1))
+    one, two = invented(seed)
+    f, g = writer.function("f", one, one.outputs), writer.function("g", two, two.outputs)
+    maker = FunctionMaker("f;g")
+    maker.adopt_inputs([writer.key(f"x{i}", width, role) for i, (width, role) in enumerate(one.inputs)])
+    between = maker.add("Call", maker.inputs, subfunctions=[f])
+    maker.set_outputs(maker.add("Call", between, subfunctions=[g]))
+    both, whole = tasks_of(maker.finalize(), mesh, model)
+    (f_tasks, f_matrix), (g_tasks, g_matrix) = tasks_of(f, mesh, model), tasks_of(g, mesh, model)
+    streams = list(dict.fromkeys((*f_tasks.stream_table, *g_tasks.stream_table, *both.stream_table)))
+    left = embedded(g_tasks, g_matrix, streams, len(one.outputs))
+    right = embedded(f_tasks, f_matrix, streams, len(one.inputs))
+    np.testing.assert_allclose(product(left, right), embedded(both, whole, streams, 2), rtol=1e-12)
+
+
+# --- steps of pipelines --------------------------------------------------------------------------------
+
+
+def pipeline(schedule, forward, backward, communication=0.0):
+    """A program of one op per stage and phase, in seconds per stage, and its cost model."""
+    count = schedule.num_stages
+    topology, devices = cluster(count)
+    mesh, pattern = Mesh(devices, pp=count, dp=1, tp=1), logical_mesh(devices[0], 1, 1)
+    type_ = Tensor(Float64(), (6, 1), pattern)
+
+    def block(name, seconds, inputs):
+        maker = FunctionMaker(name)
+        values = [maker.add_input_value(f"a{i}", type_) for i in range(len(inputs))]
+        values = values or [maker.add_op("Constant", attributes={"value": ZEROS, "device": pattern})]
+        work(maker, seconds, *values)
+        made = Value(name, type_)
+        return Block(maker.finalize(), tuple(inputs), (made,)), made
+
+    forwards, backwards, before, after = [], [], [], []
+    for stage in range(count):
+        one, made = block(f"f{stage}", forward[stage], before)
+        forwards.append((one, made))
+        before = [made]
+    for stage in reversed(range(count)):
+        one, made = block(f"b{stage}", backward[stage], [forwards[stage][1], *after])
+        backwards.insert(0, one)
+        after = [made]
+    stages = tuple(Stage(mesh.at(pp=i), forwards[i][0], backwards[i], ()) for i in range(count))
+    outputs = (ProgramOutput(after[0], (), False, 0),)
+    program = Program("pipeline", mesh, pattern, stages, schedule, (), outputs)
+    return program, CostModel(topology, rules=Rules(communication))
+
+
+SIZES = [(1, 1), (1, 7), (2, 1), (3, 2), (4, 4), (4, 9), (8, 64), (5, 200)]
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@pytest.mark.parametrize(("stages", "microbatches"), SIZES)
+def test_equal_stages_take_m_plus_p_minus_1_rounds(make, stages, microbatches):
+    program, model = pipeline(make(stages, microbatches), [1.5] * stages, [2.75] * stages)
+    expected = (microbatches + stages - 1) * (1.5 + 2.75)
+    for engine in ("maxplus", "events"):
+        simulation = Simulator(model, engine=engine).simulate(program)
+        assert simulation.step_time == pytest.approx(expected, rel=1e-12)
+    assert simulation.shares(program.mesh.devices[0]).busy == pytest.approx(microbatches * 4.25, rel=1e-12)
+
+
+@pytest.mark.parametrize("bottleneck", range(4))
+@pytest.mark.parametrize("microbatches", [1, 4, 30])
+def test_gpipe_with_stages_of_any_speed(bottleneck, microbatches):
+    forward, backward = [1.0, 2.0, 0.5, 3.0], [4.0, 1.0, 2.0, 1.5]
+    forward[bottleneck] *= 7
+    backward[3 - bottleneck] *= 5
+    program, model = pipeline(gpipe(4, microbatches), forward, backward)
+    each = sum(forward) + sum(backward)
+    expected = each + (microbatches - 1) * (max(forward) + max(backward))
+    assert run_program(program, model).step_time == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("bottleneck", range(4))
+@pytest.mark.parametrize("microbatches", [5, 30, 3000])
+def test_one_f_one_b_waits_for_its_slowest_stage(bottleneck, microbatches):
+    forward, backward = [1.0] * 4, [2.0] * 4
+    forward[bottleneck], backward[bottleneck] = 10.0, 20.0
+    program, model = pipeline(one_f_one_b(4, microbatches), forward, backward)
+    expected = 3.0 * bottleneck + microbatches * 30.0  # it is reached, never waits, and is left
+    run = run_program(program, model)
+    assert run.step_time == pytest.approx(expected, rel=1e-12)
+    assert run.computed < 40
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+@pytest.mark.parametrize("send", [0.0, 0.25])
+def test_thousands_of_microbatches_follow_from_a_few(make, send):
+    stages, microbatches = 8, 5000
+    program, model = pipeline(make(stages, microbatches), [1.0] * stages, [2.0] * stages, send)
+    run = run_program(program, model)
+    assert run.computed < (100 if make is gpipe or not send else microbatches)
+    if make is gpipe or not send:
+        expected = (microbatches + stages - 1) * 3.0 + 2 * (stages - 1) * send
+        assert run.step_time == pytest.approx(expected, rel=1e-12)
+    else:
+        few = {
+            m: run_program(*pipeline(make(stages, m), [1.0] * 8, [2.0] * 8, send)).step_time for m in (60, 68)
+        }
+        cycle = (few[68] - few[60]) / 8
+        assert run.step_time == pytest.approx(few[60] + (microbatches - 60) * cycle, rel=1e-9)
+
+
+# --- errors --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["maxplus", "events"])
+def test_a_schedule_that_deadlocks_names_the_circle(engine):
+    ranks = (Task(F, 0, 0), Task(B, 0, 0)), (Task(B, 1, 0), Task(F, 1, 0))
+    program, model = pipeline(Schedule("knotted", 2, 1, ranks), [1.0, 1.0], [1.0, 1.0])
+    with pytest.raises(ScheduleError, match=r"knotted deadlocks after 1 tasks: B0@1 waits for F0@1"):
+        Simulator(model, engine=engine).simulate(program)
+
+
+@pytest.mark.parametrize("engine", ["maxplus", "events"])
+@pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])
+def test_an_unusable_cost_names_the_op(engine, cost):
+    program, model = pipeline(gpipe(2, 2), [1.0, 1.0], [1.0, 1.0], communication=cost)
+    with pytest.raises(CostError, match=rf"Send\(.*costs {cost} s; a cost must be finite and not negative"):
+        Simulator(model, engine=engine).simulate(program)
+    program, model = pipeline(gpipe(2, 2), [1.0, 1.0], [1.0, cost])
+    with pytest.raises(CostError, match=rf"ModelWork\(.*has Work\(flops={cost}"):
+        Simulator(model, engine=engine).simulate(program)
+
+
+@pytest.mark.parametrize("engine", ["maxplus", "events"])
+@pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])
+def test_an_unusable_cost_of_custom_rules_names_the_op(engine, cost):
+    class Broken(Rules):
+        def compute(self, signature, demand, device):
+            return cost
+
+    program, model = pipeline(gpipe(2, 2), [1.0, 1.0], [1.0, 1.0])
+    model = CostModel(model.topology, rules=Broken())
+    with pytest.raises(CostError, match=rf"ModelWork\(.*costs {cost} s"):
+        Simulator(model, engine=engine).simulate(program)
