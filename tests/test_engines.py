@@ -12,7 +12,8 @@ from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulato
 from distsim.executor.maxplus import run_program
 from distsim.executor.memory import peak_memory
 from distsim.executor.memory_program import program_memory
-from distsim.executor.rounds_kernel import Order, run_rounds
+from distsim.executor.rounds_kernel import run_rounds
+from distsim.executor.rounds_tables import Order
 from distsim.executor.tail import run_tail
 from distsim.executor.tasks import lower
 from distsim.executor.timeline import FlatTimeline

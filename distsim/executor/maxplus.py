@@ -18,7 +18,8 @@ from distsim.executor.blocks import BlockTasks, block_tasks
 from distsim.executor.cost_model import CostModel
 from distsim.executor.program import Block, Program
 from distsim.executor.program_ranks import ProgramRanks, program_ranks, used_axes
-from distsim.executor.rounds_kernel import Order, Wiring, run_rounds
+from distsim.executor.rounds_kernel import run_rounds
+from distsim.executor.rounds_tables import Order, Wiring
 from distsim.executor.tail import JOIN, Tail, TailTables, run_tail, tail_tables
 from distsim.executor.templates import Floats, Ints
 from distsim.executor.wiring import Transfer, Wirer

@@ -12,7 +12,8 @@ from distsim.executor.classes import RankClasses
 from distsim.executor.kernels import evaluate
 from distsim.executor.lowering import Stream
 from distsim.executor.maxplus import ProgramRun, join_signature
-from distsim.executor.rounds_kernel import Record, record_rounds
+from distsim.executor.rounds_kernel import record_rounds
+from distsim.executor.rounds_tables import Record
 from distsim.executor.tail import SEND, UPDATE, Item
 from distsim.executor.templates import Floats, Ints
 from distsim.executor.timeline import Piece, names_of

@@ -15,7 +15,7 @@ import numpy as np
 from distsim.executor.blocks import START, BlockTasks, Bools, StageRanks, Summary
 from distsim.executor.cost_model import CostModel
 from distsim.executor.program import Program
-from distsim.executor.rounds_kernel import Wiring
+from distsim.executor.rounds_tables import Wiring
 from distsim.executor.templates import Floats, Ints
 from distsim.ir import NO_ATTRIBUTES, Value
 from distsim.ir.type import as_tensor
