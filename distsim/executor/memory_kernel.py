@@ -20,29 +20,6 @@ RECEIVED, CALLED = 0, 1
 
 
 @compiled
-def happen(
-    level: Ints,
-    peak: Ints,
-    when: Ints,
-    s: int,
-    net: Ints,
-    top: Ints,
-    row: int,
-    what: int,
-    number: int,
-    microbatch: int,
-) -> None:
-    """Let row ``row`` of (net, top) happen on stage s."""
-    columns = level.shape[1]
-    if level[s, 0] + top[row, 0] > peak[s, 0]:
-        for k in range(columns):
-            peak[s, k] = level[s, k] + top[row, k]
-        when[s, 0], when[s, 1], when[s, 2] = what, number, microbatch
-    for k in range(columns):
-        level[s, k] += net[row, k]
-
-
-@compiled
 def run_once(
     level: Ints,
     peak: Ints,
@@ -58,26 +35,41 @@ def run_once(
     edge_net: Ints,
     edge_top: Ints,
 ) -> None:
-    """Run tasks begin..end once."""
+    """Run tasks begin..end once.
+
+    What an event does is written out where it happens: a function for it makes the loop six times slower.
+    """
     stages, phases, microbatches, sorts, ends_step = tasks
     edge_start, edge_target = edges
+    columns = level.shape[1]
     count = call_net.shape[0] // (2 * variants.shape[0])
     first = begin
     for task in range(begin, end):
-        s, phase, sort = stages[task], phases[task], sorts[task]
-        row = 2 * (s * count + variants[s, sort]) + phase
-        happen(level, peak, when, s, call_net, call_top, row, 1, phase, microbatches[task])
+        s = stages[task]
+        row = 2 * (s * count + variants[s, sorts[task]]) + phases[task]
+        if level[s, 0] + call_top[row, 0] > peak[s, 0]:
+            for k in range(columns):
+                peak[s, k] = level[s, k] + call_top[row, k]
+            when[s, 0], when[s, 1], when[s, 2] = 1, phases[task], microbatches[task]
+        for k in range(columns):
+            level[s, k] += call_net[row, k]
         if not ends_step[task]:
             continue
         for done in range(first, task + 1):  # the sends of a step follow its calls
-            s, phase, sort = stages[done], phases[done], sorts[done]
-            row = 2 * (s * count + variants[s, sort]) + phase
-            for k in range(level.shape[1]):
+            s, sort = stages[done], sorts[done]
+            block = 2 * s + phases[done]
+            row = 2 * (s * count + variants[s, sort]) + phases[done]
+            for k in range(columns):
                 level[s, k] += sent_net[row, k]
-            for edge in range(edge_start[2 * s + phase], edge_start[2 * s + phase + 1]):
-                target = edge_target[edge]
-                row = edge * count + variants[target, sort]
-                happen(level, peak, when, target, edge_net, edge_top, row, 0, edge, microbatches[done])
+            for edge in range(edge_start[block], edge_start[block + 1]):
+                s = edge_target[edge]
+                row = edge * count + variants[s, sort]
+                if level[s, 0] + edge_top[row, 0] > peak[s, 0]:
+                    for k in range(columns):
+                        peak[s, k] = level[s, k] + edge_top[row, k]
+                    when[s, 0], when[s, 1], when[s, 2] = 0, edge, microbatches[done]
+                for k in range(columns):
+                    level[s, k] += edge_net[row, k]
         first = task + 1
 
 
@@ -127,5 +119,11 @@ def compose(
             for c in range(columns):
                 level[s, c] += more * (level[s, c] - before[s, c])
     for i in range(len(step_stage)):
-        happen(level, peak, when, step_stage[i], step_net, step_top, i, 2, i, -1)
+        s = step_stage[i]
+        if level[s, 0] + step_top[i, 0] > peak[s, 0]:
+            for c in range(columns):
+                peak[s, c] = level[s, c] + step_top[i, c]
+            when[s, 0], when[s, 1], when[s, 2] = 2, i, -1
+        for c in range(columns):
+            level[s, c] += step_net[i, c]
     return peak, level, when

@@ -290,7 +290,7 @@ class _Telling:
         for slot, value in self._held():
             holders.setdefault(home[value], set()).add(slot)
         watched = [*self.sums.items(), *self.lasting.items()]
-        return all([holders[home[value]] == {slot} for value, slot in watched])
+        return all(holders[home[value]] == {slot} for value, slot in watched)
 
     def _held(self) -> Iterator[tuple[int, Value]]:
         """Yield the slots with all the values that they have before the end of the step."""

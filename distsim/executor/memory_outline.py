@@ -16,9 +16,12 @@ Made = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """The stages' lives; ``edges`` are the transfers as (source stage, its phase, target stage, the
-    target's number for it), ``brought`` the keys of each. ``order`` lists (stage, number) of the ops at the end of the step as they are
-    issued. ``kept`` are the blocks of which the step's end reads a value of the last microbatch."""
+    """The lives of the stages, and what passes between them.
+
+    ``edges`` are the transfers as (source stage, its phase, target stage, the target's number for it),
+    ``brought`` the keys of each. ``order`` lists (stage, number) of the ops at the end of the step as they
+    are issued. ``kept`` are the blocks of which the step's end reads a value of the last microbatch.
+    """
 
     lives: tuple[Life, ...]
     edges: tuple[tuple[int, int, int, int], ...]
@@ -121,7 +124,7 @@ class _Outliner:
         for number, stage in enumerate(self.stages):
             for phase, block in enumerate(blocks_of(stage)):
                 sums = dict.fromkeys(block.accumulated)
-                if any([key not in block.outputs for key in sums]) or (sums and block.accumulating is None):
+                if not sums.keys() <= set(block.outputs) or (sums and block.accumulating is None):
                     raise Irregular
                 for key in block.outputs:
                     if key in self.made or key in self.sums:
@@ -240,7 +243,7 @@ class _Outliner:
         for output in self.program.outputs:
             for stage in output.copies:
                 self.stay[stage][self._fetch(output.key, stage)] = None
-        if any([slot in stay for each, stay in zip(self.each, self.stay, strict=True) for slot in each]):
+        if any(each.keys() & stay.keys() for each, stay in zip(self.each, self.stay, strict=True)):
             raise Irregular
         for source, target, key in reversed(self.moves):
             if (target, key) in self.marked:

@@ -67,7 +67,7 @@ def gradient_values(function: Function) -> set[Value]:
         meaning = operator(op.op_type)
         if meaning.in_place:
             found.update(op.inputs)
-        elif any([value in found for value in op.outputs]):
+        elif not found.isdisjoint(op.outputs):
             if op.op_type == "Add":
                 found.update(op.inputs)
             elif meaning.view or meaning.communication is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -72,8 +73,8 @@ def pattern_of(schedule: Schedule) -> Pattern:
 def _pattern(rounds: Rounds, count: int, m: int) -> Pattern:
     block = 2 * rounds.stage + rounds.phase
     ends = rounds.microbatch + np.repeat(rounds.repeats - 1, np.diff(rounds.start))
-    first = _first_of(block, rounds.microbatch, 2 * count).reshape(count, 2).tolist()
-    last = _first_of(block[::-1], ends[::-1], 2 * count).reshape(count, 2).tolist()
+    first: list[list[int]] = _first_of(block, rounds.microbatch, 2 * count).reshape(count, 2).tolist()
+    last: list[list[int]] = _first_of(block[::-1], ends[::-1], 2 * count).reshape(count, 2).tolist()
     special = [sorted({*first[s], *last[s], m - 1}) for s in range(count)]
     specials = sorted({microbatch for own in special for microbatch in own})
     variants = np.zeros((count, 1 + len(specials)), np.int64)
@@ -100,20 +101,15 @@ def _alike(rounds: Rounds, specials: Ints) -> tuple[tuple[Ints, Ints, Ints, Ints
     kept: list[Ints] = [np.zeros(0, np.int64)]
     shifts: list[int] = []
     repeats: list[int] = []
-    for begin, end, count in zip(rounds.start[:-1], rounds.start[1:], rounds.repeats.tolist(), strict=True):
-        meets = np.zeros(count, np.bool_)
-        if count > 1:
-            away = (specials[:, None] - rounds.microbatch[None, begin:end]).ravel()
-            meets[away[(away >= 0) & (away < count)]] = True
-        at = 0
-        while at < count:
-            after = at + 1
-            while not meets[at] and after < count and not meets[after]:
-                after += 1
+    starts: list[int] = rounds.start.tolist()
+    for begin, end, count in zip(starts[:-1], starts[1:], rounds.repeats.tolist(), strict=True):
+        away = (specials[:, None] - rounds.microbatch[None, begin:end]).ravel()
+        met = away[(away >= 0) & (away < count)]
+        cuts: list[int] = np.unique(np.concatenate([[0, count], met, met + 1])).tolist()
+        for at, after in pairwise(cuts):
             kept.append(np.arange(begin, end))
             shifts.append(at)
             repeats.append(after - at)
-            at = after
     sizes = np.array([0, *map(len, kept[1:])], np.int64)
     tasks = np.concatenate(kept)
     microbatch = rounds.microbatch[tasks] + np.repeat(np.array(shifts, np.int64), sizes[1:])
