@@ -8,7 +8,7 @@ of keys, and walked like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -157,8 +157,9 @@ class _Telling:
         self.ops: list[Op] = []
         self.labels: list[Label] = []
         self.gradients: list[Value] = []
-        self.sums: dict[Value, int] = {}
-        self.lasting: dict[Value, int] = {}  # inputs of the step that die in it
+        self.sums: list[Value] = []  # as the blocks return them
+        self.lasting: list[Value] = []  # inputs of the step that die in it
+        self.slot_of: dict[Value, int] = {}  # before the end of the step
         self.here: set[Value] = set()  # inputs of the step
         self.sum_slots = {slot for block in life.blocks if block is not None for slot in block.sums}
         self.of_step = {g.slot for g in life.given if not g.part} | self.sum_slots
@@ -196,7 +197,7 @@ class _Telling:
             if not given.part:
                 self.here.add(value)
                 if given.role not in RESIDENT:
-                    self.lasting[value] = given.slot
+                    self.lasting.append(value)
         for phase in (FORWARD, BACKWARD):
             for number, (early, slots) in enumerate(life.received):
                 if early == (phase == FORWARD):
@@ -223,6 +224,7 @@ class _Telling:
 
     def _input(self, slot: int, kind: int, dies: bool) -> Value:
         value = self.env[slot] = Value(f"slot{slot}", self.life.types[slot])
+        self.slot_of[value] = slot
         self.inputs.append(value)
         self.arguments.append(Argument(kind, dies, len(self.arguments)))
         return value
@@ -242,6 +244,8 @@ class _Telling:
             types = [self.life.types[slot] for slot in makes]
         outputs = tuple([Value(f"slot{s}", type_) for s, type_ in zip(makes, types, strict=True)])
         self.env.update(zip(makes, outputs, strict=True))
+        if label[0] != "step":
+            self.slot_of.update(zip(outputs, makes, strict=True))
         self.ops.append(Op(op_type, inputs, outputs, subfunctions=callees))
         self.labels.append(label)
 
@@ -256,11 +260,11 @@ class _Telling:
             function = block.accumulating
             for slot in block.sums:
                 kind = GRADIENTS if slot in marked or slot in self.life.gradients else ACTIVATIONS
-                self.sums[self._input(slot, kind, True)] = slot
+                self._input(slot, kind, True)
             reads = (*reads, *block.sums)
         self._add("Call", reads, block.outputs, ("called", phase), function)
         self.gradients += [self.env[slot] for slot in marked]
-        self.sums.update({self.env[slot]: slot for slot in block.sums})
+        self.sums += [self.env[slot] for slot in block.sums]
 
     # --- walking ---------------------------------------------------------------------------------
 
@@ -284,23 +288,20 @@ class _Telling:
         return Change(tuple(once), peak, (), tuple(every), peak_each)
 
     def _apart(self, frame: Frame) -> bool:
-        """Whether what passes from one microbatch to the next shares memory with nothing else."""
+        """Whether what passes from one microbatch to the next shares memory with nothing that lives on."""
         home = frame.plan.home
-        holders: dict[Value, set[int]] = {}
-        for slot, value in self._held():
-            holders.setdefault(home[value], set()).add(slot)
-        watched = [*self.sums.items(), *self.lasting.items()]
-        return all(holders[home[value]] == {slot} for value, slot in watched)
-
-    def _held(self) -> Iterator[tuple[int, Value]]:
-        """Yield the slots with all the values that they have before the end of the step."""
-        number = {f"slot{slot}": slot for slot in range(len(self.life.types))}
-        for value in self.inputs:
-            yield number[value.name], value
-        for op, label in zip(self.ops, self.labels, strict=True):
-            if label[0] != "step":
-                for value in op.outputs:
-                    yield number[value.name], value
+        values: dict[Value, list[Value]] = {}
+        for value in self.slot_of:
+            values.setdefault(home[value], []).append(value)
+        if any(len(values[home[value]]) > 1 for value in self.lasting):
+            return False
+        made = {value: number for number, op in enumerate(self.ops) for value in op.outputs}
+        read = {value: number for number, op in enumerate(self.ops) for value in op.inputs}
+        return not any(
+            self.slot_of[other] != self.slot_of[value] and read.get(other, -1) > made[value]
+            for value in self.sums
+            for other in values[home[value]]
+        )
 
 
 def _put(amounts: list[int], value: Value, kind: int, sign: int) -> None:

@@ -86,7 +86,6 @@ class _Outliner:
         self.whole: dict[Value, tuple[int, ...]] = {}
         self.step: list[list[StepOp]] = [[] for _ in self.stages]
         self.order: list[tuple[int, int]] = []
-        self.moves: list[tuple[int, int, Value]] = []  # what the step's end sends: source, target, key
         self.marked: dict[tuple[int, Value], None] = {}  # what the step's end reads as gradients
         self.sent_last: dict[Value, None] = {}  # of these the step's end sends the last microbatch's value
         self.kept: dict[Made, None] = {}
@@ -245,9 +244,6 @@ class _Outliner:
                 self.stay[stage][self._fetch(output.key, stage)] = None
         if any(each.keys() & stay.keys() for each, stay in zip(self.each, self.stay, strict=True)):
             raise Irregular
-        for source, target, key in reversed(self.moves):
-            if (target, key) in self.marked:
-                self.marked[source, key] = None
 
     def _run(self, index: int, place: int, block: Block) -> None:
         inputs = tuple([self._fetch(key, index) for key in block.inputs])
@@ -275,7 +271,6 @@ class _Outliner:
         slot = slots.of(key, self.slots[source].types[given])
         self._emit(source, StepOp("Send", -1, (given,), (), each))
         self._emit(stage, StepOp("Send", -1, (), (slot,), each))
-        self.moves.append((source, stage, key))
         there[stage] = None
         if each:
             self.each[source][given] = None

@@ -54,7 +54,7 @@ def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
 
 
 def gradient_values(function: Function) -> set[Value]:
-    """Return the values that in-place ops read, directly or through communication, views and additions.
+    """Return the values that in-place ops read, directly or through collectives, views and additions.
 
     In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
     parameters and optimizer state, these values are gradients.
@@ -70,7 +70,7 @@ def gradient_values(function: Function) -> set[Value]:
         elif not found.isdisjoint(op.outputs):
             if op.op_type == "Add":
                 found.update(op.inputs)
-            elif meaning.view or meaning.communication is not None:
+            elif meaning.view or (meaning.communication is not None and not meaning.communication.transfers):
                 found.update(op.inputs[:1])
     return found
 
