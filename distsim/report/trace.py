@@ -1,14 +1,15 @@
 """Traces in Chrome's JSON format, as Perfetto and Holistic Trace Analysis read them.
 
 One process per device, one thread per stream. Collectives have the names and arguments that PyTorch's
-profiler gives NCCL kernels. Times are rounded to nanoseconds, so that what ends when the next begins
-does not overlap it. Format: "Trace Event Format" (Google, 2016); https://perfetto.dev.
+profiler gives NCCL kernels. A counter shows the memory in use, by kind. Times are rounded to nanoseconds,
+so that what ends when the next begins does not overlap it. Format: "Trace Event Format" (Google, 2016);
+https://perfetto.dev.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +17,8 @@ import msgspec
 from distsim.errors import SimulationError
 from distsim.executor import Simulation
 from distsim.executor.classes import communicates, place_of
+from distsim.executor.memory_timeline import memory_timeline
+from distsim.executor.memory_walk import KINDS
 from distsim.executor.simulation import Span
 from distsim.ir import Device, Mesh, Op, Tensor
 from distsim.ir.device import devices_of
@@ -85,6 +88,7 @@ def _events(simulation: Simulation, devices: list[Device]) -> Iterator[dict[str,
         for (rank_class, name), lane in lanes.items():
             if rank_class == of[device]:
                 yield _metadata("thread_name", device.id, lane, stream_label(simulation, name))
+    yield from _memory(simulation, members)
     chosen = set(devices)
     described: dict[Op, tuple[str, dict[str, Any]]] = {}
     pairs: dict[Op, _Pairs] = {}
@@ -167,6 +171,21 @@ def _group_size(op: Op) -> int:
         return place.axis_size(op.attributes["axis"])
     both = (*devices_of(place), *devices_of(place_of(op.outputs[0])))
     return len(dict.fromkeys(both))
+
+
+def _memory(simulation: Simulation, members: Mapping[int, list[Device]]) -> Iterator[dict[str, Any]]:
+    """Yield the counters of the memory in use, by kind."""
+    for rank_class, timeline in enumerate(memory_timeline(simulation)):
+        used = [number for number in range(len(KINDS)) if timeline.by_kind[:, number].any()]
+        names = [KINDS[number] for number in used]
+        columns = timeline.by_kind[:, used]
+        for device in members.get(rank_class, ()):
+            for seconds, amounts in zip(timeline.times.tolist(), columns.tolist(), strict=True):
+                event: dict[str, Any] = {"ph": "C", "name": "memory (bytes)", "pid": device.id}
+                yield event | {
+                    "ts": _nanoseconds(seconds) / 1000,
+                    "args": dict(zip(names, amounts, strict=True)),
+                }
 
 
 # --- arrows from a send to its receive ---------------------------------------------------------------
