@@ -82,8 +82,8 @@ class _Outliner:
         self.slots = [_Slots(stage) for stage in self.stages]
         self.made: dict[Value, Made] = {}
         self.sums: dict[Value, int] = {}
-        self.parts: dict[Value, tuple[int, ...]] = {}
-        self.whole: dict[Value, tuple[int, ...]] = {}
+        self.inputs: dict[Value, tuple[int, ...]] = {}
+        self.parts: dict[Value, None] = {}  # the inputs that are divided over microbatches
         self.step: list[list[StepOp]] = [[] for _ in self.stages]
         self.order: list[tuple[int, int]] = []
         self.marked: dict[tuple[int, Value], None] = {}  # what the step's end reads as gradients
@@ -133,13 +133,11 @@ class _Outliner:
                     else:
                         self.made[key] = (number, phase)
         for given in self.program.inputs:
-            if given.key in self.made or given.key in self.sums or given.key in self._inputs:
+            if given.key in self.made or given.key in self.sums or given.key in self.inputs:
                 raise Irregular
-            (self.parts if given.microbatched else self.whole)[given.key] = given.stages
-
-    @property
-    def _inputs(self) -> Mapping[Value, tuple[int, ...]]:
-        return self.parts | self.whole
+            self.inputs[given.key] = given.stages
+            if given.microbatched:
+                self.parts[given.key] = None
 
     def _find_readers(self) -> dict[Value, dict[int, None]]:
         readers: dict[Value, dict[int, None]] = {}
@@ -155,7 +153,7 @@ class _Outliner:
         """Whether a block finds a key there, whatever the schedule."""
         at = self.made.get(key)
         if at is None:
-            return reader in self.parts.get(key, ()) or reader in self.whole.get(key, ())
+            return reader in self.inputs.get(key, ())
         maker, made_in = at
         if maker == reader:
             return made_in < phase
@@ -223,7 +221,7 @@ class _Outliner:
 
     def _end_of_step(self, targets: Mapping[Value, list[int]]) -> None:
         self.there: dict[Value, dict[int, None]] = {
-            **{key: dict.fromkeys(stages) for key, stages in self._inputs.items()},
+            **{key: dict.fromkeys(stages) for key, stages in self.inputs.items()},
             **{key: {stage: None} for key, stage in self.sums.items()},
             **{key: dict.fromkeys([at[0], *targets[key]]) for key, at in self.made.items()},
         }
@@ -250,7 +248,7 @@ class _Outliner:
         for i in gradient_inputs(block.function):
             self.marked[index, block.inputs[i]] = None
         for key in block.outputs:
-            if key in self.made or key in self._inputs or key in self.sums:
+            if key in self.made or key in self.inputs or key in self.sums:
                 raise Irregular
             self.there.setdefault(key, {})[index] = None
         outputs = self.slots[index].all(block.outputs)
