@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distsim.executor.memory_life import BACKWARD, FORWARD, BlockCall, Given, Life, Slots, StepOp
 from distsim.executor.memory_plan import gradient_inputs
-from distsim.executor.program import Block, Program, Stage
+from distsim.executor.program import Block, Program, ProgramInput, Stage
 from distsim.ir import Function, Type, Value
 
 Made = tuple[int, int]
@@ -86,7 +86,10 @@ class _Outliner:
         self.parts: dict[Value, None] = {}  # the inputs that are divided over microbatches
         self.step: list[list[StepOp]] = [[] for _ in self.stages]
         self.order: list[tuple[int, int]] = []
-        self.marked: dict[tuple[int, Value], None] = {}  # what the step's end reads as gradients
+        self.given: list[list[ProgramInput]] = [[] for _ in self.stages]
+        self.marked: list[dict[Value, None]] = [
+            {} for _ in self.stages
+        ]  # what the step's end reads as gradients
         self.sent_last: dict[Value, None] = {}  # of these the step's end sends the last microbatch's value
         self.kept: dict[Made, None] = {}
         self.stay: list[dict[int, None]] = [{} for _ in self.stages]
@@ -136,6 +139,8 @@ class _Outliner:
             if given.key in self.made or given.key in self.sums or given.key in self.inputs:
                 raise Irregular
             self.inputs[given.key] = given.stages
+            for number in given.stages:
+                self.given[number].append(given)
             if given.microbatched:
                 self.parts[given.key] = None
 
@@ -195,7 +200,7 @@ class _Outliner:
                 op = op._replace(function=len(functions) - 1)
             step.append(op)
         given = self._given(number, read)
-        gradients = [slots.of(key) for stage_of, key in self.marked if stage_of == number]
+        gradients = slots.all(tuple(self.marked[number]))
         return Life(
             tuple(functions),
             tuple(slots.types),
@@ -206,14 +211,14 @@ class _Outliner:
             tuple(step),
             tuple(self.stay[number]),
             tuple(self.each[number]),
-            tuple(gradients),
+            gradients,
         )
 
     def _given(self, number: int, read: set[int]) -> tuple[Given, ...]:
         slots = self.slots[number]
         found: list[Given] = []
-        for given in self.program.inputs:
-            if number in given.stages and slots.number.get(given.key) in read:
+        for given in self.given[number]:
+            if slots.number.get(given.key) in read:
                 found.append(Given(slots.of(given.key), given.source.role, given.microbatched))
         return tuple(found)
 
@@ -246,7 +251,7 @@ class _Outliner:
     def _run(self, index: int, place: int, block: Block) -> None:
         inputs = tuple([self._fetch(key, index) for key in block.inputs])
         for i in gradient_inputs(block.function):
-            self.marked[index, block.inputs[i]] = None
+            self.marked[index][block.inputs[i]] = None
         for key in block.outputs:
             if key in self.made or key in self.inputs or key in self.sums:
                 raise Irregular
