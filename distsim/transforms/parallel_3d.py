@@ -11,10 +11,11 @@ from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Value
 from distsim.ir.device import devices_of, logical_mesh
 from distsim.ir.type import Tensor
 from distsim.schedule import Schedule, one_f_one_b
+from distsim.transforms.balance import coarse
 from distsim.transforms.inline import inline
+from distsim.transforms.numbered import Numbered
 from distsim.transforms.pipeline import pipeline
 from distsim.transforms.shard import shard
-from distsim.transforms.stages import coarse
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program
     The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
     Calls that are too large to make balanced stages are written out first.
     """
-    while coarse(function, mesh.axis_size("pp"), mesh.devices[0]):
+    while coarse(Numbered(function), mesh.axis_size("pp"), mesh.devices[0]):
         function = inline(function)
     dp = mesh.axis_size("dp")
     pattern = logical_mesh(mesh.devices[0], min(dp, 2), mesh.axis_size("tp"))
