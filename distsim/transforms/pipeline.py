@@ -12,9 +12,9 @@ from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import operator
 from distsim.schedule import Schedule
-from distsim.transforms.blocks import Blocks, Group, group_of
 from distsim.transforms.numbered import Numbered, early_sums
 from distsim.transforms.shard import Sharded
+from distsim.transforms.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.stages import StageMap, assign_stages
 
 
