@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distsim.ir.op import Op, Role, Value
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Function:
     """A list of ops in topological order, from ``inputs`` to ``outputs``.
 
