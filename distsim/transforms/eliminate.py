@@ -56,8 +56,8 @@ class Solution:
 HUB = 32
 """A variable with more costs than this is weighed anew only when its turn comes."""
 
-Factor = tuple[tuple[int, ...], Table]
-"""(variables, cost of each combination of their choices)."""
+Scope = tuple[int, ...]
+"""Two variables or more, in order, whose choices together have a cost."""
 
 
 def solve(problem: Problem, limit: int = 300_000) -> Solution:
@@ -70,45 +70,48 @@ def solve(problem: Problem, limit: int = 300_000) -> Solution:
 class _Elimination:
     def __init__(self, problem: Problem) -> None:
         self.sizes = problem.sizes
-        self.factors: dict[int, Factor] = {}
-        self.touching: list[set[int]] = [set() for _ in problem.sizes]
-        self.numbers = 0
+        self.unary = list(problem.unary)
+        self.factors: dict[Scope, Table] = {}
+        self.touching: list[dict[Scope, None]] = [{} for _ in problem.sizes]
         self.removed: list[tuple[int, tuple[int, ...], Any]] = []
-        self.left: dict[int, None] = dict.fromkeys(range(len(problem.sizes)))
+        free = [v for v, size in enumerate(problem.sizes) if size > 1]
+        self.left: dict[int, None] = dict.fromkeys(free)
         self.cost, self.proven = 0.0, True
-        for variable, table in enumerate(problem.unary):
-            self.add((variable,), table)
         for (first, second), table in problem.pairs.items():
             if 1 in table.shape:  # one side has no choice: not a tie between them
                 self.add((second if table.shape[0] == 1 else first,), table.reshape(-1))
             else:
                 self.add((first, second), table)
+        self.cost += float(sum(self.unary[v][0] for v in range(len(self.sizes)) if v not in self.left))
 
     def add(self, scope: tuple[int, ...], table: Table) -> None:
         if not scope:
             self.cost += float(table)
-            return
-        self.factors[self.numbers] = (scope, table)
-        for variable in scope:
-            self.touching[variable].add(self.numbers)
-        self.numbers += 1
+        elif len(scope) == 1:
+            self.unary[scope[0]] = self.unary[scope[0]] + table
+        elif scope in self.factors:
+            self.factors[scope] = self.factors[scope] + table
+        else:
+            self.factors[scope] = table
+            for variable in scope:
+                self.touching[variable][scope] = None
 
-    def take(self, variable: int) -> list[Factor]:
+    def take(self, variable: int) -> list[tuple[Scope, Table]]:
         """Remove and return the factors that touch a variable."""
-        found: list[Factor] = []
-        for number in sorted(self.touching[variable]):
-            factor = self.factors.pop(number)
-            found.append(factor)
-            for other in factor[0]:
-                self.touching[other].discard(number)
+        found: list[tuple[Scope, Table]] = []
+        for scope in tuple(self.touching[variable]):
+            found.append((scope, self.factors.pop(scope)))
+            for other in scope:
+                del self.touching[other][scope]
         return found
 
     def neighbours(self, variable: int) -> tuple[int, ...]:
-        found = {v for number in self.touching[variable] for v in self.factors[number][0]}
-        return tuple(sorted(found - {variable}))
+        found = {other for scope in self.touching[variable] for other in scope}
+        found.discard(variable)
+        return tuple(sorted(found))
 
     def weight(self, variable: int) -> int:
-        return math.prod(self.sizes[other] for other in self.neighbours(variable))
+        return math.prod([self.sizes[other] for other in self.neighbours(variable)])
 
     def run(self, limit: int) -> None:
         queue = [(self.weight(v), v) for v in self.left]
@@ -132,34 +135,37 @@ class _Elimination:
 
     def eliminate(self, variable: int) -> tuple[int, ...]:
         """Replace a variable by the cost of its best choice, per choice of its neighbours."""
-        scope = self.neighbours(variable)
-        axes = {v: i for i, v in enumerate((*scope, variable))}
-        total = np.zeros([self.sizes[v] for v in (*scope, variable)])
-        for members, table in self.take(variable):
-            order = sorted(range(len(members)), key=lambda i: axes[members[i]])
-            shape = [1] * len(axes)
-            for i in order:
-                shape[axes[members[i]]] = table.shape[i]
-            total += table.transpose(order).reshape(shape)
-        self.removed.append((variable, scope, total.argmin(axis=-1)))
+        around = self.neighbours(variable)
+        axes = {v: i for i, v in enumerate(around)}
+        total = self.unary[variable]  # the last axis is the variable's own
+        for scope, table in self.take(variable):
+            place = scope.index(variable)
+            if place != len(scope) - 1:
+                table = np.moveaxis(table, place, -1)
+            shape = [1] * len(around) + [self.sizes[variable]]
+            for other in scope:
+                if other != variable:
+                    shape[axes[other]] = self.sizes[other]
+            total = total + table.reshape(shape)
+        self.removed.append((variable, around, total.argmin(axis=-1)))
         del self.left[variable]
-        self.add(scope, total.min(axis=-1))
-        return scope
+        self.add(around, total.min(axis=-1))
+        return around
 
     def fix(self, variable: int) -> tuple[int, ...]:
         """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
         around, factors = self.neighbours(variable), self.take(variable)
-        costs = np.zeros(self.sizes[variable])
-        for members, table in factors:
-            others = tuple(i for i, v in enumerate(members) if v != variable)
-            costs += table.min(axis=others) if others else table
+        costs = self.unary[variable]
+        for scope, table in factors:
+            costs = costs + table.min(axis=tuple(i for i, v in enumerate(scope) if v != variable))
         best = int(costs.argmin())
         self.removed.append((variable, (), np.asarray(best)))
         del self.left[variable]
         self.proven = False
-        for members, table in factors:
-            rest = tuple(v for v in members if v != variable)
-            self.add(rest, np.take(table, best, axis=members.index(variable)))
+        self.cost += float(self.unary[variable][best])
+        for scope, table in factors:
+            rest = tuple(v for v in scope if v != variable)
+            self.add(rest, np.take(table, best, axis=scope.index(variable)))
         return around
 
     def solution(self) -> Solution:

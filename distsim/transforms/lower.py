@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distsim.errors import PlanError
-from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
+from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
 from distsim.transforms.collectives import DegreeNeeded, Mover, Recipe, share
@@ -80,8 +80,10 @@ class _Lowering:
         self._homes = [self.place(b, t) for b, t in zip(batch.groups, tp.groups or whole, strict=True)]
         self._number = batch.number
         self._types: dict[tuple[Tensor, Placement], Tensor] = {}
-        self._recipes: dict[tuple[Tensor, int, int, bool], Recipe] = {}
+        self._recipes: dict[tuple[int, int, int, bool], Recipe] = {}
+        self._home_types: dict[int, Tensor] = {}
         self._done: dict[int, Function] = {}
+        self._calls: dict[tuple[int, ...], _CallPlan] = {}
 
     def place(self, batch: State, tp: State) -> Placement:
         """Return the placement of these states, the same object every time."""
@@ -103,8 +105,16 @@ class _Lowering:
             self._types[whole, placement] = found
         return found
 
+    def home_type(self, value: Value) -> Tensor:
+        """Return the local type of a value as it is handed on."""
+        number = self._number[value]
+        found = self._home_types.get(number)
+        if found is None:
+            found = self._home_types[number] = self.local_type(value, self._homes[number])
+        return found
+
     def recipe(self, value: Value, source: Placement, target: Placement, top: bool) -> Recipe:
-        key = (as_tensor(value.type, value.name), id(source), id(target), top)
+        key = (self._number[value], id(source), id(target), top)
         found = self._recipes.get(key)
         if found is None:
             local = self.local_type(value, source)
@@ -118,10 +128,37 @@ class _Lowering:
             self._recipes[key] = found
         return found
 
+    def call(self, op: Op) -> _CallPlan:
+        """Return what is the same for all Calls of one callee with values of the same groups."""
+        number = self._number
+        key = (id(op.callee), *[number[v] for v in op.inputs], *[number[v] for v in op.outputs])
+        found = self._calls.get(key)
+        if found is None:
+            asked = [self.placement(inner) for inner in op.callee.inputs]
+            made = [self.placement(inner) for inner in op.callee.outputs]
+            callee = self.lower(op.callee)
+            found = self._calls[key] = _CallPlan(
+                callee,
+                tuple([value.type for value in callee.outputs]),
+                tuple([(i, p) for i, p in enumerate(asked) if p is not self.placement(op.inputs[i])]),
+                tuple([(i, p) for i, p in enumerate(made) if p is not self.placement(op.outputs[i])]),
+            )
+        return found
+
     def lower(self, function: Function) -> Function:
         if id(function) not in self._done:
             self._done[id(function)] = _Body(self, function).build()
         return self._done[id(function)]
+
+
+@dataclass(frozen=True, slots=True)
+class _CallPlan:
+    """A lowered callee, the types it makes, and the operands and results that have to be moved."""
+
+    callee: Function
+    types: tuple[Type, ...]
+    inputs: tuple[tuple[int, Placement], ...]
+    outputs: tuple[tuple[int, Placement], ...]
 
 
 class _Body:
@@ -141,8 +178,7 @@ class _Body:
         lowering, home = self.lowering, self.home
         for value in self.function.inputs:
             role = lowering.known.get(value, value.role)
-            local = lowering.local_type(value, lowering.placement(value))
-            home[value] = self.maker.add_input_value(value.name, local, role)
+            home[value] = self.maker.add_input_value(value.name, lowering.home_type(value), role)
         for op in self.function.ops:
             if op.op_type == "Call":
                 self.call(op)
@@ -209,15 +245,12 @@ class _Body:
         return share(self.maker, local, ranks)
 
     def call(self, op: Op) -> None:
-        lowering = self.lowering
-        placement, home = lowering.placement, self.home
-        callee = lowering.lower(op.callee)
-        inputs: list[Value] = []
-        for value, inner in zip(op.inputs, op.callee.inputs, strict=True):
-            wanted = placement(inner)
-            inputs.append(home[value] if placement(value) is wanted else self.read(value, wanted))
-        names = (value.name for value in op.outputs)
-        made = tuple([Value(n, inner.type) for n, inner in zip(names, callee.outputs, strict=True)])
-        self.maker.adopt(Op("Call", tuple(inputs), made, op.attributes, (callee,), None, op.name))
-        for value, inner, local in zip(op.outputs, op.callee.outputs, made, strict=True):
-            self.define(value, placement(inner), local)
+        plan, home = self.lowering.call(op), self.home
+        inputs = [home[value] for value in op.inputs]
+        for index, wanted in plan.inputs:
+            inputs[index] = self.read(op.inputs[index], wanted)
+        made = tuple([Value(v.name, type_) for v, type_ in zip(op.outputs, plan.types, strict=True)])
+        self.maker.adopt(Op("Call", tuple(inputs), made, op.attributes, (plan.callee,), None, op.name))
+        home.update(zip(op.outputs, made, strict=True))
+        for index, raw in plan.outputs:
+            self.define(op.outputs[index], raw, made[index])
