@@ -60,7 +60,7 @@ Scope = tuple[int, ...]
 """Two variables or more, in order, whose choices together have a cost."""
 
 
-def solve(problem: Problem, limit: int = 300_000) -> Solution:
+def solve(problem: Problem, limit: int = 1_000_000) -> Solution:
     """Return a least-cost assignment; infinite ``cost`` means that there is none."""
     elimination = _Elimination(problem)
     elimination.run(limit)
