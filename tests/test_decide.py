@@ -1,4 +1,4 @@
-"""Deciding per distinct value: the same least cost as per value, at a price that does not grow with layers."""
+"""Deciding per distinct value: the same least cost as per value, whose price does not grow with layers."""
 
 import gc
 import weakref

@@ -8,13 +8,13 @@ cheapest local choice instead, and the result says that it is no longer proven.
 
 from __future__ import annotations
 
-import heapq
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from distsim.transforms.order import Eliminate, Fix, order
 
 Table = npt.NDArray[np.float64]
 
@@ -53,123 +53,76 @@ class Solution:
     proven: bool
 
 
-HUB = 32
-"""A variable with more costs than this is weighed anew only when its turn comes."""
-
-Scope = tuple[int, ...]
-"""Two variables or more, in order, whose choices together have a cost."""
-
-
 def solve(problem: Problem, limit: int = 1_000_000) -> Solution:
     """Return a least-cost assignment; infinite ``cost`` means that there is none."""
-    elimination = _Elimination(problem)
-    elimination.run(limit)
-    return elimination.solution()
+    tied = [pair for pair, table in problem.pairs.items() if 1 not in table.shape]
+    plan = order(tuple(problem.sizes), tuple(tied), limit)
+    run = _Run(problem, plan.slots)
+    for step in plan.steps:
+        if isinstance(step, Eliminate):
+            run.eliminate(step)
+        else:
+            run.fix(step)
+    return run.solution()
 
 
-class _Elimination:
-    def __init__(self, problem: Problem) -> None:
-        self.sizes = problem.sizes
-        self.unary = list(problem.unary)
-        self.factors: dict[Scope, Table] = {}
-        self.touching: list[dict[Scope, None]] = [{} for _ in problem.sizes]
+class _Run:
+    """Does what an order says with the costs of a problem."""
+
+    def __init__(self, problem: Problem, slots: int) -> None:
+        self.tables: list[Table | None] = [*problem.unary]
         self.removed: list[tuple[int, tuple[int, ...], Any]] = []
-        free = [v for v, size in enumerate(problem.sizes) if size > 1]
-        self.left: dict[int, None] = dict.fromkeys(free)
+        self.count = len(problem.sizes)
         self.cost, self.proven = 0.0, True
         for (first, second), table in problem.pairs.items():
             if 1 in table.shape:  # one side has no choice: not a tie between them
-                self.add((second if table.shape[0] == 1 else first,), table.reshape(-1))
+                self.add(second if table.shape[0] == 1 else first, table.reshape(-1))
             else:
-                self.add((first, second), table)
-        self.cost += float(sum(self.unary[v][0] for v in range(len(self.sizes)) if v not in self.left))
+                self.tables.append(table)
+        self.tables += [None] * (slots - len(self.tables))
+        self.cost += float(sum(self.of(v)[0] for v, size in enumerate(problem.sizes) if size == 1))
 
-    def add(self, scope: tuple[int, ...], table: Table) -> None:
-        if not scope:
-            self.cost += float(table)
-        elif len(scope) == 1:
-            self.unary[scope[0]] = self.unary[scope[0]] + table
-        elif scope in self.factors:
-            self.factors[scope] = self.factors[scope] + table
-        else:
-            self.factors[scope] = table
-            for variable in scope:
-                self.touching[variable][scope] = None
-
-    def take(self, variable: int) -> list[tuple[Scope, Table]]:
-        """Remove and return the factors that touch a variable."""
-        found: list[tuple[Scope, Table]] = []
-        for scope in tuple(self.touching[variable]):
-            found.append((scope, self.factors.pop(scope)))
-            for other in scope:
-                del self.touching[other][scope]
+    def of(self, slot: int) -> Table:
+        found = self.tables[slot]
+        if found is None:
+            raise IndexError(f"slot {slot} is empty")
         return found
 
-    def neighbours(self, variable: int) -> tuple[int, ...]:
-        found = {other for scope in self.touching[variable] for other in scope}
-        found.discard(variable)
-        return tuple(sorted(found))
+    def add(self, slot: int, table: Table) -> None:
+        if slot < 0:
+            self.cost += float(table)
+        else:
+            known = self.tables[slot]
+            self.tables[slot] = table if known is None else known + table
 
-    def weight(self, variable: int) -> int:
-        return math.prod([self.sizes[other] for other in self.neighbours(variable)])
-
-    def run(self, limit: int) -> None:
-        queue = [(self.weight(v), v) for v in self.left]
-        heapq.heapify(queue)
-        while queue:
-            stored, variable = heapq.heappop(queue)
-            if variable not in self.left:
-                continue
-            current = self.weight(variable)
-            if current != stored:
-                heapq.heappush(queue, (current, variable))
-                continue
-            if current * self.sizes[variable] > limit:
-                heapq.heappush(queue, (current, variable))
-                around = self.fix(max(self.left, key=lambda v: (len(self.neighbours(v)), -v)))
-            else:
-                around = self.eliminate(variable)
-            for other in around:  # a hub with many neighbours waits for its turn instead
-                if len(self.touching[other]) <= HUB:
-                    heapq.heappush(queue, (self.weight(other), other))
-
-    def eliminate(self, variable: int) -> tuple[int, ...]:
+    def eliminate(self, step: Eliminate) -> None:
         """Replace a variable by the cost of its best choice, per choice of its neighbours."""
-        around = self.neighbours(variable)
-        axes = {v: i for i, v in enumerate(around)}
-        total = self.unary[variable]  # the last axis is the variable's own
-        for scope, table in self.take(variable):
-            place = scope.index(variable)
-            if place != len(scope) - 1:
-                table = np.moveaxis(table, place, -1)
-            shape = [1] * len(around) + [self.sizes[variable]]
-            for other in scope:
-                if other != variable:
-                    shape[axes[other]] = self.sizes[other]
-            total = total + table.reshape(shape)
-        self.removed.append((variable, around, total.argmin(axis=-1)))
-        del self.left[variable]
-        self.add(around, total.min(axis=-1))
-        return around
+        total = self.of(step.variable)
+        for read in step.reads:
+            table = self.of(read.slot)
+            if read.axes is not None:
+                table = table.transpose(read.axes)
+            total = total + table.reshape(read.shape)
+            self.tables[read.slot] = None
+        self.removed.append((step.variable, step.around, total.argmin(axis=-1)))
+        self.add(step.slot, total.min(axis=-1))
 
-    def fix(self, variable: int) -> tuple[int, ...]:
+    def fix(self, step: Fix) -> None:
         """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
-        around, factors = self.neighbours(variable), self.take(variable)
-        costs = self.unary[variable]
-        for scope, table in factors:
-            costs = costs + table.min(axis=tuple(i for i, v in enumerate(scope) if v != variable))
+        own = costs = self.of(step.variable)
+        for slot, axis, _ in step.tables:
+            table = self.of(slot)
+            costs = costs + table.min(axis=tuple(i for i in range(table.ndim) if i != axis))
         best = int(costs.argmin())
-        self.removed.append((variable, (), np.asarray(best)))
-        del self.left[variable]
+        self.removed.append((step.variable, (), np.asarray(best)))
         self.proven = False
-        self.cost += float(self.unary[variable][best])
-        for scope, table in factors:
-            rest = tuple(v for v in scope if v != variable)
-            self.add(rest, np.take(table, best, axis=scope.index(variable)))
-        return around
+        self.cost += float(own[best])
+        for slot, axis, target in step.tables:
+            self.add(target, np.take(self.of(slot), best, axis=axis))
+            self.tables[slot] = None
 
     def solution(self) -> Solution:
-        choices = [0] * len(self.sizes)
+        choices = [0] * self.count
         for variable, scope, best in reversed(self.removed):
-            choices[variable] = int(best[tuple(choices[v] for v in scope)])
+            choices[variable] = int(best[tuple([choices[v] for v in scope])])
         return Solution(tuple(choices), self.cost, self.proven)
