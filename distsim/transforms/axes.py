@@ -10,14 +10,16 @@ from distsim.ir.type import as_tensor
 from distsim.transforms.decide import Axis, Decision, decide
 from distsim.transforms.options import Options, pieces_of
 from distsim.transforms.placement import REPLICATED, State, sharded
-from distsim.transforms.roles import WHOLE_BATCH, Mark, marked, propagate
+from distsim.transforms.roles import Mark, Marks, marked, propagate
 from distsim.transforms.strategies import Allowed
 from distsim.transforms.structure import Node, Structure
 
 
-def batch_options(function: Function, structure: Structure, data: tuple[Value, ...]) -> Options:
-    """Return the choice over the batch: data inputs are divided, everything else starts out whole."""
-    marks = propagate(function, dict.fromkeys(data, WHOLE_BATCH))
+def batch_options(function: Function, structure: Structure, data: tuple[Value, ...], marks: Marks) -> Options:
+    """Return the choice over the batch: data inputs are divided, everything else starts out whole.
+
+    ``marks`` are the dimensions that carry the batch.
+    """
     number = structure.number
     given = {number[v]: REPLICATED for v in function.inputs} | {number[v]: sharded(0) for v in data}
 
@@ -29,9 +31,12 @@ def batch_options(function: Function, structure: Structure, data: tuple[Value, .
 
 
 def tensor_options(
-    function: Function, structure: Structure, data: tuple[Value, ...], known: Mapping[Value, Role]
+    function: Function, structure: Structure, known: Mapping[Value, Role], batch: Marks
 ) -> Options:
-    """Return the choice over tp: what derives from parameters and does not carry the batch."""
+    """Return the choice over tp: what derives from parameters and does not carry the batch.
+
+    ``batch`` are the dimensions that do.
+    """
     pieces = pieces_of(structure)
 
     def dims(value: Value, count: int) -> frozenset[Mark]:
@@ -40,7 +45,6 @@ def tensor_options(
 
     trained = [v for v in function.inputs if known[v] in (Role.PARAMETER, Role.STATE)]
     given = [v for v in function.inputs if known[v] is Role.INPUT]
-    batch = propagate(function, dict.fromkeys(data, WHOLE_BATCH))
     marks = propagate(function, {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained})
     kept = propagate(function, {v: dims(v, _kept_whole(as_tensor(v.type, v.name))) for v in given})
 

@@ -8,17 +8,18 @@ the fewest bytes; the column-then-row pattern of Megatron-LM (Shoeybi et al. 201
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Value
+from distsim.ir.device import logical_mesh
 from distsim.ir.type import as_tensor
 from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
 from distsim.transforms.decide import Decision
 from distsim.transforms.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.placement import Placement
-from distsim.transforms.roles import batch_inputs, roles
+from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate, roles
 from distsim.transforms.structure import structure_of
 
 REPLICATION_NOTED = 0.95
@@ -111,7 +112,8 @@ def _divisors(n: int) -> str:
 
 
 MOST_FUNCTIONS = 256
-"""How many local functions of one function are remembered; then all are forgotten."""
+"""How many local functions of one function are remembered; then all are forgotten. One of a GPT of 96
+layers under Adam takes 2 MB."""
 MOST_RESULTS = 8192
 """The same for the results that share them."""
 
@@ -123,8 +125,9 @@ class _Memory:
         self.known = roles(function)
         self.data = batch_inputs(function, self.known)
         self.structure = structure_of(function, self.known)
-        self.batch_options = batch_options(function, self.structure, self.data)
-        self.tensor_options = tensor_options(function, self.structure, self.data, self.known)
+        marks = propagate(function, dict.fromkeys(self.data, WHOLE_BATCH))
+        self.batch_options = batch_options(function, self.structure, self.data, marks)
+        self.tensor_options = tensor_options(function, self.structure, self.known, marks)
         self.batch: dict[tuple[int, Balance], Decision] = {}
         self.tensor: dict[tuple[int, int, int, Balance], Decision] = {}
         self.lowered: dict[tuple[object, ...], Lowered] = {}
@@ -135,15 +138,14 @@ class _Memory:
         if shown not in (dp, min(dp, 2)):
             raise PlanError(f"dp={dp} on a mesh of dp={shown}; give one of dp={min(dp, 2)} or of dp={dp}")
         _check_batch(function, self.data, dp, microbatches)
+        if len(self.results) >= MOST_RESULTS:
+            self._forget()
         batch, tensor = self._decide(tp, dp, microbatches, mesh.devices[0])
         try:
             lowered = self._lower(function, mesh, dp, microbatches, batch, tensor)
         except DegreeNeeded:
-            devices = [replace(mesh.devices[0], id=i) for i in range(dp * tp)]
-            mesh = Mesh(devices, dp=dp, tp=tp)
+            mesh = logical_mesh(mesh.devices[0], dp, tp)
             lowered = self._lower(function, mesh, dp, microbatches, batch, tensor)
-        if len(self.results) >= MOST_RESULTS:
-            self.results.clear()
         return Sharded(
             lowered.function,
             mesh,
@@ -156,6 +158,10 @@ class _Memory:
             dp,
             lowered.needs_dp,
         )
+
+    def _forget(self) -> None:
+        for known in (self.batch, self.tensor, self.lowered, self.results):
+            known.clear()
 
     def _decide(self, tp: int, dp: int, microbatches: int, device: Device) -> tuple[Decision, Decision]:
         balance = (device.throughput, device.peaks, device.dram_bandwidth)
@@ -180,8 +186,7 @@ class _Memory:
         if found is None or (found.refusal and microbatches > 1):
             found = lower(function, self.known, mesh, dp, microbatches, batch, tensor)
             if len(self.lowered) >= MOST_FUNCTIONS:
-                self.lowered.clear()
-                self.results.clear()
+                self._forget()
             self.lowered[key] = found
         return found
 
