@@ -1,0 +1,77 @@
+"""Compiled loops: Numba, imported when one of them is first called."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Compiled(Generic[P, R]):
+    """A function that Numba compiles, once per types of its arguments, when it is first called.
+
+    The machine code is cached on disk where Numba finds a place for it (beside the source, else in the
+    user's cache directory); on an installation with neither, each process compiles anew. One compiled
+    function calls another by its name, also one of another module.
+    """
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self.function: Any = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the machine code for these arguments; compile it if there is none yet."""
+        return self.dispatcher(*args, **kwargs)
+
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """Numba's own object for the function."""
+        numba: Any = import_module("numba")
+        stamp = self._stamp()
+        if stamp:
+            # Numba looks at the file of the function only: by its name, the cache sees the others change.
+            self.function.__qualname__ += f"_{stamp}"
+        try:
+            return numba.njit(cache=True, nogil=True)(self.function)
+        except RuntimeError as error:
+            if "cannot cache" not in str(error):
+                raise
+            return numba.njit(nogil=True)(self.function)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """What the compiler sees where another compiled function names this one."""
+        types: Any = import_module("numba.core.types")
+        return types.Dispatcher(self.dispatcher)
+
+    def _stamp(self) -> str:
+        """Return a digest of the other files whose compiled functions this one calls, "" for none."""
+        reached: list[Compiled[..., Any]] = [self]
+        for caller in reached:
+            named = [caller.function.__globals__.get(name) for name in caller.function.__code__.co_names]
+            reached += [each for each in named if isinstance(each, Compiled) and each not in reached]
+        files = dict.fromkeys(each.function.__code__.co_filename for each in reached[1:])
+        files.pop(self.function.__code__.co_filename, None)
+        content = b"".join([Path(file).read_bytes() for file in files])
+        return hashlib.sha256(content).hexdigest()[:12] if files else ""
+
+
+def compiled(function: Callable[P, R]) -> Compiled[P, R]:
+    """Compile a module-level function of numbers, arrays and named tuples of these when it is called.
+
+    >>> @compiled
+    ... def triangle(n: int) -> int:
+    ...     total = 0
+    ...     for i in range(n + 1):
+    ...         total += i
+    ...     return total
+    >>> triangle(4)
+    10
+    """
+    return Compiled(function)
