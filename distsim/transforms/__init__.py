@@ -1,5 +1,6 @@
 """Function -> Function: differentiate, shard, pipeline, and the calls of the DistIR notebooks."""
 
+from distsim.transforms.build import build_program
 from distsim.transforms.differentiate import differentiate
 from distsim.transforms.inline import inline
 from distsim.transforms.loss import add_loss
@@ -7,7 +8,6 @@ from distsim.transforms.optimizers import SGD, Adam, optimizer_named
 from distsim.transforms.outline import describe_blocks, outline
 from distsim.transforms.parallel_3d import (
     PipeDreamScheduler,
-    build_program,
     parallel_transform_3d,
     steady_state_transform,
 )

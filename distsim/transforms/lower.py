@@ -120,9 +120,10 @@ class _Lowering:
             local = self.local_type(value, source)
             found = self.mover.recipe(value.name, local, source, target, top)
             expected = self.local_type(value, target)
-            if found[-1].type != expected:
+            made = found[-1].type if found else local  # nothing moves over a single rank
+            if made != expected:
                 raise PlanError(
-                    f"sharding {value.name} made {found[-1].type} where {expected} was expected, moving it "
+                    f"sharding {value.name} made {made} where {expected} was expected, moving it "
                     f"from {source} to {target}"
                 )
             self._recipes[key] = found

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distsim.errors import PlanError
-from distsim.executor.program import Program
 from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Value
-from distsim.ir.device import devices_of, logical_mesh
+from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.schedule import Schedule, one_f_one_b
-from distsim.transforms.balance import coarse
-from distsim.transforms.inline import inline
-from distsim.transforms.numbered import Numbered
-from distsim.transforms.pipeline import pipeline
-from distsim.transforms.shard import shard
+from distsim.transforms.build import build_program
 
 
 @dataclass(frozen=True)
@@ -27,20 +22,6 @@ class PipeDreamScheduler:
     def schedule(self, num_stages: int) -> Schedule:
         """Return the order in which each of ``num_stages`` pipeline ranks runs its tasks."""
         return one_f_one_b(num_stages, self.num_microbatches)
-
-
-def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program:
-    """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
-
-    The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
-    Calls that are too large to make balanced stages are written out first.
-    """
-    while coarse(Numbered(function), mesh.axis_size("pp"), mesh.devices[0]):
-        function = inline(function)
-    dp = mesh.axis_size("dp")
-    pattern = logical_mesh(mesh.devices[0], min(dp, 2), mesh.axis_size("tp"))
-    local = shard(function, pattern, schedule.num_microbatches, dp)
-    return pipeline(local, mesh, schedule)
 
 
 def parallel_transform_3d(

@@ -31,6 +31,11 @@ class Cut:
 
     def program(self, mesh: Mesh, schedule: Schedule) -> Program:
         """Return the program that runs the stages on the slices of ``mesh`` in this order."""
+        if schedule.num_stages != len(self.stages):
+            raise PlanError(
+                f"the schedule has {schedule.num_stages} stages, the mesh has pp={len(self.stages)}; make "
+                "them agree"
+            )
         stages = tuple([Stage(mesh.at(pp=i), *blocks) for i, blocks in enumerate(self.stages)])
         return Program(self.name, mesh, self.pattern, stages, schedule, self.inputs, self.outputs, self.notes)
 
@@ -42,15 +47,12 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
     the sums of earlier microbatches) and the functions that run once per step. Raises
     :class:`PlanError` when the function has fewer forward ops than there are stages.
     """
-    stages, mesh_stages = len(schedule.ranks), mesh.axis_size("pp")
-    if stages != mesh_stages:
-        raise PlanError(f"the schedule has {stages} stages, the mesh has pp={mesh_stages}; make them agree")
     if schedule.num_microbatches != local.microbatches:
         raise PlanError(
             f"the schedule has {schedule.num_microbatches} microbatches, the function was sharded for "
             f"{local.microbatches}; make them agree"
         )
-    return cut_stages(local, mesh_stages, mesh.devices[0]).program(mesh, schedule)
+    return cut_stages(local, mesh.axis_size("pp"), mesh.devices[0]).program(mesh, schedule)
 
 
 def cut_stages(local: Sharded, num_stages: int, device: Device) -> Cut:
