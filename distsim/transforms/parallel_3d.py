@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Value
+from distsim.ir import Device, Function, Mesh, Op, Value
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.schedule import Schedule, one_f_one_b
@@ -84,15 +84,16 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
             rest.append(op)
     if len(rest) == len(function.ops):
         return function, function.inputs
-    maker = FunctionMaker(function.name)
-    read = dict.fromkeys([*(v for op in rest for v in op.inputs), *function.outputs])
     made = {value for op in rest for value in op.outputs}
-    copies: dict[Value, Value] = {}
-    for value in read:
-        if value not in made:
-            copies[value] = maker.add_input_value(value.name, value.type, moved[value].role)
-    for op in rest:
-        copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
-    maker.set_outputs([copies[value] for value in function.outputs])
-    steady = maker.finalize()
+    read = dict.fromkeys([*(v for op in rest for v in op.inputs), *function.outputs])
+    inputs = {v: replace(v, role=moved[v].role) for v in read if v not in made}
+    ops = [_reading(op, inputs) for op in rest]
+    outputs = tuple([inputs.get(value, value) for value in function.outputs])
+    steady = Function(function.name, tuple(inputs.values()), tuple(ops), outputs)
     return steady, steady.inputs
+
+
+def _reading(op: Op, inputs: Mapping[Value, Value]) -> Op:
+    """Return the op, reading these inputs in place of the values that they were."""
+    read = tuple([inputs.get(value, value) for value in op.inputs])
+    return op if read == op.inputs else replace(op, inputs=read)
