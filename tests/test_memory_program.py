@@ -26,8 +26,9 @@ def composed(program: Program) -> bool:
 
 
 def described(use) -> tuple:
-    calls = [(op.op_type, op.name) for op in use.at]
-    return use.peak, use.end, dict(use.by_kind), calls, use.at[1:]
+    """All that is told of a use of memory; of the ops at the peak their operators, and the task's name."""
+    at = [op.op_type for op in use.at], use.at[0].name if use.at else ""
+    return use.peak, use.end, dict(use.by_kind), at
 
 
 def assert_same_memory(program: Program) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distsim.executor.memory_life import BACKWARD, FORWARD, BlockCall, Given, Life, Slots, StepOp
 from distsim.executor.memory_plan import gradient_inputs
-from distsim.executor.program import Block, Program, Stage
+from distsim.executor.program import Block, Program, ProgramInput, Stage
 from distsim.ir import Function, Type, Value
 
 Made = tuple[int, int]
@@ -82,11 +82,14 @@ class _Outliner:
         self.slots = [_Slots(stage) for stage in self.stages]
         self.made: dict[Value, Made] = {}
         self.sums: dict[Value, int] = {}
-        self.parts: dict[Value, tuple[int, ...]] = {}
-        self.whole: dict[Value, tuple[int, ...]] = {}
+        self.inputs: dict[Value, tuple[int, ...]] = {}
+        self.parts: dict[Value, None] = {}  # the inputs that are divided over microbatches
         self.step: list[list[StepOp]] = [[] for _ in self.stages]
         self.order: list[tuple[int, int]] = []
-        self.marked: dict[tuple[int, Value], None] = {}  # what the step's end reads as gradients
+        self.given: list[list[ProgramInput]] = [[] for _ in self.stages]
+        self.marked: list[dict[Value, None]] = [
+            {} for _ in self.stages
+        ]  # what the step's end reads as gradients
         self.sent_last: dict[Value, None] = {}  # of these the step's end sends the last microbatch's value
         self.kept: dict[Made, None] = {}
         self.stay: list[dict[int, None]] = [{} for _ in self.stages]
@@ -133,13 +136,13 @@ class _Outliner:
                     else:
                         self.made[key] = (number, phase)
         for given in self.program.inputs:
-            if given.key in self.made or given.key in self.sums or given.key in self._inputs:
+            if given.key in self.made or given.key in self.sums or given.key in self.inputs:
                 raise Irregular
-            (self.parts if given.microbatched else self.whole)[given.key] = given.stages
-
-    @property
-    def _inputs(self) -> Mapping[Value, tuple[int, ...]]:
-        return self.parts | self.whole
+            self.inputs[given.key] = given.stages
+            for number in given.stages:
+                self.given[number].append(given)
+            if given.microbatched:
+                self.parts[given.key] = None
 
     def _find_readers(self) -> dict[Value, dict[int, None]]:
         readers: dict[Value, dict[int, None]] = {}
@@ -155,7 +158,7 @@ class _Outliner:
         """Whether a block finds a key there, whatever the schedule."""
         at = self.made.get(key)
         if at is None:
-            return reader in self.parts.get(key, ()) or reader in self.whole.get(key, ())
+            return reader in self.inputs.get(key, ())
         maker, made_in = at
         if maker == reader:
             return made_in < phase
@@ -197,7 +200,7 @@ class _Outliner:
                 op = op._replace(function=len(functions) - 1)
             step.append(op)
         given = self._given(number, read)
-        gradients = [slots.of(key) for stage_of, key in self.marked if stage_of == number]
+        gradients = slots.all(tuple(self.marked[number]))
         return Life(
             tuple(functions),
             tuple(slots.types),
@@ -208,14 +211,14 @@ class _Outliner:
             tuple(step),
             tuple(self.stay[number]),
             tuple(self.each[number]),
-            tuple(gradients),
+            gradients,
         )
 
     def _given(self, number: int, read: set[int]) -> tuple[Given, ...]:
         slots = self.slots[number]
         found: list[Given] = []
-        for given in self.program.inputs:
-            if number in given.stages and slots.number.get(given.key) in read:
+        for given in self.given[number]:
+            if slots.number.get(given.key) in read:
                 found.append(Given(slots.of(given.key), given.source.role, given.microbatched))
         return tuple(found)
 
@@ -223,7 +226,7 @@ class _Outliner:
 
     def _end_of_step(self, targets: Mapping[Value, list[int]]) -> None:
         self.there: dict[Value, dict[int, None]] = {
-            **{key: dict.fromkeys(stages) for key, stages in self._inputs.items()},
+            **{key: dict.fromkeys(stages) for key, stages in self.inputs.items()},
             **{key: {stage: None} for key, stage in self.sums.items()},
             **{key: dict.fromkeys([at[0], *targets[key]]) for key, at in self.made.items()},
         }
@@ -248,9 +251,9 @@ class _Outliner:
     def _run(self, index: int, place: int, block: Block) -> None:
         inputs = tuple([self._fetch(key, index) for key in block.inputs])
         for i in gradient_inputs(block.function):
-            self.marked[index, block.inputs[i]] = None
+            self.marked[index][block.inputs[i]] = None
         for key in block.outputs:
-            if key in self.made or key in self._inputs or key in self.sums:
+            if key in self.made or key in self.inputs or key in self.sums:
                 raise Irregular
             self.there.setdefault(key, {})[index] = None
         outputs = self.slots[index].all(block.outputs)

@@ -64,6 +64,11 @@ class ProgramMemory:
         found = {device: use for stage, use in pairs for device in stage.mesh.devices}
         return dict(sorted(found.items(), key=lambda item: item[0].id))
 
+    def peak_of_devices(self) -> dict[Device, int]:
+        """Return the bytes in use on each device at its peak."""
+        pairs = zip(self.program.stages, self.peaks, strict=True)
+        return {device: peak for stage, peak in pairs for device in stage.mesh.devices}
+
     @cached_property
     def missing(self) -> float:
         """The most bytes by which a stage's peak exceeds a device of its; 0 if the program fits."""

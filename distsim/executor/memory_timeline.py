@@ -14,7 +14,8 @@ from distsim.executor.memory import whole
 from distsim.executor.memory_plan import first_places, plan_of
 from distsim.executor.memory_walk import KIND_OF_ROLE, KINDS, RESIDENT, WORKSPACE, Argument, Frame
 from distsim.executor.simulation import Simulation
-from distsim.executor.tasks import Floats, Ints
+from distsim.executor.templates import Floats, Ints
+from distsim.executor.timeline import FlatTimeline
 from distsim.ir import Device, Function, Op, Value
 
 
@@ -49,9 +50,10 @@ def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
     function: an allocator serves ops as they are issued. Where communication overlaps compute, what is in
     use at one time may be more than that, and where ranks wait it may be less.
     """
-    teller = _Teller(simulation)
-    teller.tell(simulation.function)
-    return tuple([teller.timeline(number) for number in range(len(simulation.tasks.classes.members))])
+    flat = simulation.flat()
+    teller = _Teller(flat)
+    teller.tell(flat.tasks.function)
+    return tuple([teller.timeline(number) for number in range(len(flat.classes.members))])
 
 
 class _Held:
@@ -73,13 +75,13 @@ Times = dict[int, tuple[float, float]]
 class _Teller:
     """Goes through a function in its order, and through the tasks of the simulation at the same pace."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        tasks = simulation.tasks
+    def __init__(self, flat: FlatTimeline) -> None:
+        tasks = flat.tasks
         self.classes = tasks.classes
         self.ops: list[int] = tasks.op.tolist()
         self.calls: list[int] = tasks.call.tolist()
-        self.start: list[float] = simulation.start.tolist()
-        self.end: list[float] = simulation.end.tolist()
+        self.start: list[float] = flat.start.tolist()
+        self.end: list[float] = flat.end.tolist()
         on = np.array([stream.rank_class for stream in tasks.stream_table], np.int64)[tasks.streams].tolist()
         slots: list[int] = tasks.stream_start.tolist()
         self.on: list[list[int]] = [on[first:last] for first, last in pairwise(slots)]

@@ -14,9 +14,10 @@ from distsim.executor.classes import RankClasses, communicates
 from distsim.executor.cost_model import CostModel
 from distsim.executor.lowering import Stream
 from distsim.executor.memory import MemoryUse, peak_memory
+from distsim.executor.memory_program import program_memory
 from distsim.executor.program import Program
 from distsim.executor.templates import Floats, Ints
-from distsim.executor.timeline import Piece, Timeline
+from distsim.executor.timeline import FlatTimeline, Piece, Timeline
 from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work
 
@@ -64,12 +65,15 @@ class Simulation:
         simulated: Function | Program,
         cost_model: CostModel,
         again: Callable[[CostModel], Simulation],
+        flat: Callable[[], FlatTimeline],
     ) -> None:
         self.timeline = timeline
         self.simulated = simulated
         self.cost_model = cost_model
         self.again = again
         """Simulate the same with other costs: for what-ifs."""
+        self.flat = flat
+        """Return the timeline of the tasks one by one; a program is written out for it."""
 
     @property
     def name(self) -> str:
@@ -158,14 +162,15 @@ class Simulation:
     @cached_property
     def memory(self) -> Mapping[Device, MemoryUse]:
         """The peak of the memory in use on each device, and what it consists of."""
-        simulated = self.simulated
-        return peak_memory(
-            simulated.to_function(steady=True) if isinstance(simulated, Program) else simulated
-        )
+        if isinstance(self.simulated, Program):
+            return program_memory(self.simulated).devices
+        return peak_memory(self.simulated)
 
     @property
     def peak_memory(self) -> dict[Device, int]:
         """Bytes in use on each device at its peak."""
+        if isinstance(self.simulated, Program):
+            return program_memory(self.simulated).peak_of_devices()
         return {device: use.peak for device, use in self.memory.items()}
 
     @cached_property

@@ -47,7 +47,7 @@ def plot_memory(simulation: Simulation, path: str | os.PathLike[str], rows: int 
     grid[-1, 0].set_xlim(0, simulation.step_time / scale or 1)
     left_out = len(timelines) - len(shown)
     note = f"; {left_out} more rows not shown" if left_out else ""
-    grid[0, 0].set_title(f"{simulation.function.name}: memory in use ({bytes_unit}){note}", fontsize=10)
+    grid[0, 0].set_title(f"{simulation.name}: memory in use ({bytes_unit}){note}", fontsize=10)
     _legend(figure)
     with replacing(path) as file:
         figure.savefig(file, format=suffix, dpi=120)
