@@ -74,11 +74,9 @@ def assert_engines_agree(case):
         start, end = recurrence.run(tasks)
         each = events.run(tasks)
         np.testing.assert_allclose(each, (start, end), rtol=0, atol=1e-9 * found.step_time)
-        one_by_one = Simulation(FlatTimeline(tasks, start, end), flat, model, lambda _: found)
+        timeline = FlatTimeline(tasks, start, end)
+        one_by_one = Simulation(timeline, flat, model, lambda _: found, lambda: timeline)  # noqa: B023
         assert_same(found, one_by_one, program.mesh)
-    memory = program_memory(program)
-    for device, use in peak_memory(steady_state_transform(program.to_function())[0]).items():
-        assert memory.peaks[program.mesh.coordinates(device)["pp"]] == use.peak
 
 
 @chunks(1040)
@@ -89,6 +87,15 @@ def test_block_by_block_op_by_op_and_event_by_event(seeds):
             assert_engines_agree(case)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
+
+
+@chunks(1040)
+def test_memory_stage_by_stage_and_written_out(seeds):
+    for seed in seeds:
+        program = invent(seed).program
+        peaks = program_memory(program).peaks
+        for device, use in peak_memory(steady_state_transform(program.to_function())[0]).items():
+            assert peaks[program.mesh.coordinates(device)["pp"]] == use.peak, f"seed {seed}"
 
 
 # --- periods -------------------------------------------------------------------------------------------
