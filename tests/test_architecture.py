@@ -15,6 +15,7 @@ PACKAGE = ROOT / "distsim"
 
 FLOORS = {
     "errors": 0,
+    "compile": 1,
     "ir": 1,
     "schedule": 1,
     "plan": 1,
@@ -51,7 +52,16 @@ PUBLIC_NAMES = {
     "distsim.executor": ["SequentialExecutor", "Simulator", "infer_types"],
     "distsim.executor.cost_model": ["CostModel"],
     "distsim.transforms": ["PipeDreamScheduler", "parallel_transform_3d", "steady_state_transform"],
-    "distsim.schedule": ["SCHEDULES", "Phase", "Schedule", "Task", "gpipe", "one_f_one_b", "schedule"],
+    "distsim.schedule": [
+        "SCHEDULES",
+        "Phase",
+        "Rounds",
+        "Schedule",
+        "Task",
+        "gpipe",
+        "one_f_one_b",
+        "schedule",
+    ],
     "distsim.plan": ["Plan"],
     "distsim.hardware": ["collective_time", "load_cluster", "presets"],
     "distsim.models": ["gpt", "mlp"],

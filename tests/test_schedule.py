@@ -1,15 +1,18 @@
 """Pipeline schedules against their closed forms, and hand-made schedules that must be refused."""
 
 import itertools
+import pickle
 import re
+from dataclasses import FrozenInstanceError
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, ScheduleError
-from distsim.schedule import SCHEDULES, Phase, Schedule, Task, gpipe, one_f_one_b, schedule
+from distsim.schedule import SCHEDULES, Phase, Rounds, Schedule, Task, gpipe, one_f_one_b, schedule
 
 SIZES = list(itertools.product(range(1, 9), range(1, 17)))
 sizes = st.tuples(st.integers(1, 10), st.integers(1, 20))
@@ -126,6 +129,129 @@ def test_any_order_of_the_tasks_either_runs_or_names_a_true_circle(name, size, d
         assert sum(map(len, steps)) == 2 * size[0] * size[1]
 
 
+def steps_task_by_task(made: Schedule) -> list[list[Task]]:
+    """The definition of Schedule.order, written apart from it: sets of Task objects, no integers."""
+    waiting = [list(tasks) for tasks in made.ranks]
+    finished: set[Task] = set()
+    steps: list[list[Task]] = []
+    while any(waiting):
+        step = [tasks[0] for tasks in waiting if tasks and finished.issuperset(made.inputs(tasks[0]))]
+        assert step, "deadlock"
+        for task in step:
+            waiting[task.stage].pop(0)
+        finished.update(step)
+        steps.append(step)
+    return steps
+
+
+def expanded(rounds: Rounds) -> list[list[Task]]:
+    """The steps that rounds stand for."""
+    steps: list[list[Task]] = [[]]
+    for first, end, repeats in zip(rounds.start, rounds.start[1:], rounds.repeats, strict=False):
+        assert repeats >= 1 and first < end and rounds.ends_step[end - 1]
+        for k in range(repeats):
+            for i in range(first, end):
+                make = (F, B)[rounds.phase[i]]
+                steps[-1].append(make(int(rounds.stage[i]), int(rounds.microbatch[i]) + k))
+                if rounds.ends_step[i]:
+                    steps.append([])
+    assert steps.pop() == [] and rounds.start[-1] == len(rounds.stage)
+    return steps
+
+
+@st.composite
+def hand_made(draw) -> Schedule:
+    """A valid schedule: a random linear order of all tasks that agrees with the data, cut by rank.
+
+    Runs of equal choices make orders in which much repeats; single ones make orders in which little does.
+    """
+    p, m = draw(st.integers(1, 8)), draw(st.integers(1, 20))
+    model = gpipe(p, m)
+    waiting = [[phase(stage, i) for i in range(m)] for stage in range(p) for phase in (F, B)]
+    ranks: list[list[Task]] = [[] for _ in range(p)]
+    finished: set[Task] = set()
+    random = draw(st.randoms(use_true_random=False))
+    sticky = draw(st.sampled_from([0.0, 0.5, 0.9]))
+    last: list[Task] | None = None
+    while any(waiting):
+        ready = [tasks for tasks in waiting if tasks and finished.issuperset(model.inputs(tasks[0]))]
+        if not (last in ready and random.random() < sticky):
+            last = random.choice(ready)
+        task = last.pop(0)
+        finished.add(task)
+        ranks[task.stage].append(task)
+    return Schedule("hand-made", p, m, tuple(map(tuple, ranks)))
+
+
+@settings(deadline=None)
+@given(
+    st.one_of(hand_made(), st.builds(schedule, st.sampled_from(list(SCHEDULES)), *[st.integers(1, 20)] * 2))
+)
+def test_rounds_are_the_order_and_the_order_is_its_definition(made):
+    expected = steps_task_by_task(made)
+    assert list(map(list, made.order())) == expected
+    assert expanded(made.rounds()) == expected
+
+
+@settings(deadline=None)
+@given(hand_made())
+def test_a_schedule_of_integers_equals_the_one_of_tasks(made):
+    codes = np.array(
+        [[2 * t.microbatch + (t.phase is Phase.BACKWARD) for t in tasks] for tasks in made.ranks]
+    )
+    other = Schedule.from_codes("hand-made", codes)
+    assert other == made and made == other and hash(other) == hash(made)
+    assert other.ranks == made.ranks and str(other) == str(made)
+    assert [other.in_flight(s) for s in range(len(codes))] == [made.in_flight(s) for s in range(len(codes))]
+    assert pickle.loads(pickle.dumps(other)) == pickle.loads(pickle.dumps(made)) == made
+    shorter = Schedule("hand-made", made.num_stages, made.num_microbatches, made.ranks[:-1])
+    assert other != shorter and shorter != other and other != "hand-made"
+    assert Schedule.from_codes("other", codes) != other != Schedule.from_codes("hand-made", codes[:, ::-1])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p", [4, 16, 64])
+def test_what_rounds_hold_does_not_grow_with_the_microbatches(name, p):
+    sizes = {len(schedule(name, p, m).rounds().stage) for m in (256, 1024, 1536)}
+    assert len(sizes) == 1 and sizes.pop() <= 2 * p * (p + 1)
+    counts = {len(schedule(name, p, m).rounds().repeats) for m in (256, 1024, 1536)}
+    assert len(counts) == 1 and counts.pop() <= 8
+
+
+def test_a_schedule_is_made_once():
+    made = schedule("1f1b", 64, 1536)
+    assert schedule("1f1b", 64, 1536) is made is one_f_one_b(64, 1536)
+    assert made.rounds() is made.rounds() and made.order() is made.order()
+    assert schedule("1f1b", 1, 1).ranks == schedule("gpipe", 1, 1).ranks
+    with pytest.raises(ValueError, match="read-only"):
+        made.rounds().repeats[0] = 7
+    with pytest.raises(FrozenInstanceError):
+        made.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("codes", "message"),
+    [
+        ([[0, 0]], "task F0@0 is listed twice"),
+        ([[0, 1, 2, 4]], "rank 0 lists F2@0, but stages are 0..0 and microbatches 0..1"),
+        ([[0, -1]], "rank 0 lists B-1@0"),
+        ([[0, 1, 2]], "rank 0 lists F1@0, but stages are 0..0 and microbatches 0..0"),
+        ([[1, 0]], "B0@0 waits for F0@0, which rank 0 runs after B0@0"),
+    ],
+)
+def test_wrong_integers_are_refused_by_the_names_of_their_tasks(codes, message):
+    wrong = Schedule.from_codes("mine", np.array(codes))
+    for verify in (wrong.check, wrong.order, wrong.rounds):
+        with pytest.raises(ScheduleError, match=f"^mine.*{re.escape(message)}"):
+            verify()
+
+
+def test_a_schedule_of_nothing_has_no_steps():
+    empty = Schedule("none", 2, 0, ((), ()))
+    assert empty.order() == () and len(empty.rounds().repeats) == 0
+    assert Schedule("none", 0, 0, ()).order() == ()
+
+
 def test_a_large_schedule_is_ordered():
     assert len(schedule("1f1b", 64, 512).order()) == 2 * (512 + 64 - 1)
 
@@ -174,9 +300,10 @@ def test_inputs_of_the_last_stage_and_the_first():
 )
 def test_a_broken_schedule_is_refused_by_name(num_microbatches, ranks, message):
     broken = Schedule("mine", 2, num_microbatches, ranks)
-    with pytest.raises(ScheduleError, match="^mine") as caught:
-        broken.check()
-    assert message in str(caught.value)
+    for verify in (broken.check, broken.order, broken.rounds):
+        with pytest.raises(ScheduleError, match="^mine") as caught:
+            verify()
+        assert message in str(caught.value)
 
 
 def test_a_deadlock_names_only_its_circle_not_the_ranks_that_wait_for_it():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import numpy as np
+
 from distsim.errors import ScheduleError
-from distsim.schedule.task import Phase, Schedule, Task
+from distsim.schedule.table import Schedule
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -25,7 +28,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     rank 1: F0 F1 B0 B1
     """
     _check_sizes("gpipe", num_stages, num_microbatches)
-    return _make("gpipe", num_stages, num_microbatches, lambda stage: num_microbatches)
+    return _make("gpipe", num_stages, num_microbatches, _gpipe_warm_up)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -48,9 +51,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     rank 2: F0 B0 F1 B1 F2 B2 F3 B3
     """
     _check_sizes("1f1b", num_stages, num_microbatches)
-    return _make(
-        "1f1b", num_stages, num_microbatches, lambda stage: min(num_microbatches, num_stages - stage - 1)
-    )
+    return _make("1f1b", num_stages, num_microbatches, _one_f_one_b_warm_up)
 
 
 SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
@@ -60,7 +61,7 @@ SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = MappingProxyType(
 
 
 def schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule:
-    """Make the schedule called `name` (a key of `SCHEDULES`).
+    """Return the schedule called `name` (a key of `SCHEDULES`); asked for again, the same object.
 
     Raises:
         ScheduleError: there is no such schedule, or a number is not an integer of at least 1.
@@ -73,18 +74,29 @@ def schedule(name: str, num_stages: int, num_microbatches: int) -> Schedule:
     return SCHEDULES[name](num_stages, num_microbatches)
 
 
-def _make(name: str, num_stages: int, num_microbatches: int, warm_up: Callable[[int], int]) -> Schedule:
-    """Both schedules are one shape: `warm_up(stage)` forwards, then pairs, then what remains."""
-    ranks = tuple(_rank(stage, num_microbatches, warm_up(stage)) for stage in range(num_stages))
-    return Schedule(name, num_stages, num_microbatches, ranks)
+def _gpipe_warm_up(num_stages: int, num_microbatches: int) -> list[int]:
+    return [num_microbatches] * num_stages
 
 
-def _rank(stage: int, num_microbatches: int, warm_up: int) -> tuple[Task, ...]:
-    forwards = [Task(Phase.FORWARD, stage, microbatch) for microbatch in range(num_microbatches)]
-    backwards = [Task(Phase.BACKWARD, stage, microbatch) for microbatch in range(num_microbatches)]
-    steady = num_microbatches - warm_up
-    pairs = (task for pair in zip(forwards[warm_up:], backwards[:steady], strict=True) for task in pair)
-    return (*forwards[:warm_up], *pairs, *backwards[steady:])
+def _one_f_one_b_warm_up(num_stages: int, num_microbatches: int) -> list[int]:
+    return [min(num_microbatches, num_stages - stage - 1) for stage in range(num_stages)]
+
+
+@functools.lru_cache(1024)
+def _make(
+    name: str, num_stages: int, num_microbatches: int, warm_up: Callable[[int, int], list[int]]
+) -> Schedule:
+    """Both schedules are one shape: per stage `warm_up` forwards, then pairs, then what remains."""
+    m = num_microbatches
+    forwards = 2 * np.arange(m)
+    backwards = forwards + 1
+    codes = np.empty((num_stages, 2 * m), np.int64)
+    for row, warm in zip(codes, warm_up(num_stages, m), strict=True):
+        row[:warm] = forwards[:warm]
+        row[warm : 2 * m - warm : 2] = forwards[warm:]
+        row[warm + 1 : 2 * m - warm : 2] = backwards[: m - warm]
+        row[2 * m - warm :] = backwards[m - warm :]
+    return Schedule.from_codes(name, codes)
 
 
 def _check_sizes(name: str, num_stages: object, num_microbatches: object) -> None:
