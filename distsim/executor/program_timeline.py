@@ -55,6 +55,11 @@ class ProgramTimeline:
         """When each rank class ends its last task."""
         return self.run.ends
 
+    @property
+    def last_microbatch_end(self) -> float:
+        """When the last microbatch has run on every stage: before updates. Seconds."""
+        return max(float(self._before_tail[own].max(initial=0.0)) for own in self.model.clocks)
+
     @cached_property
     def stream_table(self) -> Sequence[Stream]:
         """Every stream of every class."""
@@ -104,7 +109,7 @@ class ProgramTimeline:
         wanted = None if rank_class is None else self.model.classes[rank_class][0]
         first = 0
         for event in self._record.sequence.tolist():
-            size = self._size(event)
+            size = self.size_of(event)
             if wanted is None or wanted in self._stages(event):
                 yield self._call(first, event) if event >= 0 else self._transfer(first, ~event)
             first += size
@@ -119,7 +124,8 @@ class ProgramTimeline:
     # --- what is recorded -----------------------------------------------------------------------------
 
     @cached_property
-    def _recorded(self) -> tuple[Record, Floats]:
+    def recorded(self) -> tuple[Record, Floats]:
+        """Every call and send in the order of issue, and the times that they leave to the tail."""
         run, wiring = self.run, self.model.wiring
         count = run.order.num_microbatches
         calls = len(self.model.tasks) * count
@@ -141,19 +147,21 @@ class ProgramTimeline:
 
     @property
     def _record(self) -> Record:
-        return self._recorded[0]
+        return self.recorded[0]
 
     @property
     def _before_tail(self) -> Floats:
-        return self._recorded[1]
+        return self.recorded[1]
 
-    def _size(self, event: int) -> int:
+    def size_of(self, event: int) -> int:
+        """Return the number of tasks of a call, or of a send (as its complement)."""
         if event < 0:
             return 1
-        block, tasks = self._tasks_of(event)
+        block, tasks = self.tasks_of(event)
         return len(tasks) if self.run.block(block).outputs else 0
 
-    def _tasks_of(self, call: int) -> tuple[int, BlockTasks]:
+    def tasks_of(self, call: int) -> tuple[int, BlockTasks]:
+        """Return the block, 2 * stage + phase, that a call runs, and its tasks."""
         variant = int(self._record.variant[call])
         return variant // 4, self.model.tasks[variant // 4][variant % 2]
 
@@ -168,19 +176,34 @@ class ProgramTimeline:
     # --- pieces ---------------------------------------------------------------------------------------
 
     def _call(self, first: int, call: int) -> Piece:
-        block, tasks = self._tasks_of(call)
+        block, tasks = self.tasks_of(call)
         if not self.run.block(block).outputs:
             return self._piece(first, "", tasks, (), np.empty(0), np.empty(0))
-        variant = int(self._record.variant[call])
+        ports, clocks = self.entries_of(call)
+        start, end = expand(tasks, ports, clocks)
+        return self._piece(
+            first, self.path_of(call), tasks, self._stream_table(block // 2, tasks), start, end
+        )
+
+    def entries_of(self, call: int) -> tuple[Floats, Floats]:
+        """Return when each port of a call is there (-inf: never late), and when each stream is free."""
+        _, tasks = self.tasks_of(call)
         width = len(tasks.stream_table)
         entries = self._record.entries[call]
         ports = np.full(len(tasks.ports), -np.inf)
-        needed = self.model.ports[block][variant % 2]
+        needed = self.ports_of(call)
         ports[list(needed)] = entries[width : width + len(needed)]
-        start, end = expand(tasks, ports, entries[:width].copy())
-        letter = "FB"[block % 2]
-        path = f"{letter}{int(self._record.microbatch[call])}@{block // 2}"
-        return self._piece(first, path, tasks, self._stream_table(block // 2, tasks), start, end)
+        return ports, entries[:width].copy()
+
+    def ports_of(self, call: int) -> tuple[int, ...]:
+        """Return the ports that may delay a call: its entries after those of its streams."""
+        variant = int(self._record.variant[call])
+        return self.model.ports[variant // 4][variant % 2]
+
+    def path_of(self, call: int) -> str:
+        """Return the name of a call."""
+        block = int(self._record.variant[call]) // 4
+        return f"{'FB'[block % 2]}{int(self._record.microbatch[call])}@{block // 2}"
 
     def _piece(
         self,

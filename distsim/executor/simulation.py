@@ -12,6 +12,9 @@ import numpy as np
 from distsim.errors import SimulationError
 from distsim.executor.classes import RankClasses, communicates
 from distsim.executor.cost_model import CostModel
+from distsim.executor.critical_path import CriticalPath
+from distsim.executor.explain import critical_path, explain
+from distsim.executor.explanation import Explanation
 from distsim.executor.lowering import Floats, Ints, Stream
 from distsim.executor.memory import MemoryUse, peak_memory
 from distsim.executor.program import Program
@@ -153,6 +156,18 @@ class Simulation:
         active = _measure(start, end)
         # The sums behind `active` may pass the step by rounding; a share of time is not negative.
         return Shares(busy, max(active - busy, 0.0), max(self.step_time - active, 0.0))
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """The chain of tasks that takes the whole step."""
+        return critical_path(self.timeline, self.simulated)
+
+    def explain(self) -> Explanation:
+        """Return what bounds the step and what would gain how much; ``print`` it.
+
+        Takes about as long as simulating a dozen times.
+        """
+        return explain(self)
 
     @cached_property
     def memory(self) -> Mapping[Device, MemoryUse]:
