@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from distsim.executor.classes import Classes, ClassExchange, Group, Placement
 from distsim.executor.cost_model import CostModel
 from distsim.executor.kernels import summarize
-from distsim.executor.lowering import Floats, Ints, Lowering, Stream, Where, starts
+from distsim.executor.lowering import Lowering, Stream
+from distsim.executor.templates import Floats, Ints, Where, starts
 from distsim.ir import Function, Mesh, Op
+
+Bools = npt.NDArray[np.bool_]
+
+START, PASSED = -1, -2
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +40,11 @@ class StageRanks:
         devices = self.mesh.devices
         if self.classes.any():
             order = np.argsort(self.classes, kind="stable")
-            parts = np.split(order, np.flatnonzero(np.diff(self.classes[order])) + 1)
-            members = tuple(tuple(devices[i] for i in part) for part in parts)
+            ends: list[int] = np.flatnonzero(np.diff(self.classes[order])).tolist()
+            places: list[int] = order.tolist()
+            bounds = [0, *[end + 1 for end in ends], len(places)]
+            parts = [places[a:b] for a, b in pairwise(bounds)]
+            members = tuple([tuple([devices[i] for i in part]) for part in parts])
         else:
             members = (devices,)
         object.__setattr__(self, "members", members)
@@ -87,9 +97,14 @@ class Summary:
     clocks: Floats
     ends: Floats
 
-    def covering(self, task: int) -> frozenset[int]:
-        """Return the streams that are never free before ``task`` has ended, whatever the entries."""
-        return frozenset(np.flatnonzero((self.clocks >= self.ends[task]).all(axis=1)).tolist())
+    def covering(self, tasks: Ints) -> Bools:
+        """Return [tasks, streams]: whether a stream is never free before a task has ended."""
+        return np.asarray((self.clocks >= self.ends[tasks][:, None, :]).all(axis=2))
+
+    def waiting(self, port: int) -> Bools:
+        """Return whether each stream is never free before what comes in at a port is there."""
+        column = len(self.clocks) + self.ports.index(port)
+        return self.clocks[:, column] >= 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,15 +134,32 @@ class BlockTasks:
         return len(self.durations)
 
     @cached_property
-    def readers(self) -> tuple[tuple[frozenset[int], ...], ...]:
-        """For each port, the sets of streams that the tasks that wait for it occupy."""
-        found: list[dict[frozenset[int], None]] = [{} for _ in self.ports]
+    def readers(self) -> tuple[Ints, Bools]:
+        """(port, [.., streams]): for each task that waits for a port, the streams that it occupies."""
         waiting = np.repeat(np.arange(len(self)), np.diff(self.dep_start))
         outside = self.deps < 0
-        for task, source in zip(waiting[outside].tolist(), self.deps[outside].tolist(), strict=True):
-            streams = self.streams[self.stream_start[task] : self.stream_start[task + 1]].tolist()
-            found[-2 - source][frozenset(streams)] = None
-        return tuple(map(tuple, found))
+        occupied = np.zeros((len(self), len(self.stream_table)), np.bool_)
+        occupied[np.repeat(np.arange(len(self)), np.diff(self.stream_start)), self.streams] = True
+        return -2 - self.deps[outside], occupied[waiting[outside]]
+
+    @cached_property
+    def places(self) -> Ints:
+        """[ports, 2]: the input and the rank class of each port."""
+        return np.array(self.ports, np.int64).reshape(len(self.ports), 2)
+
+    def makers(self, classes: int) -> Ints:
+        """[outputs, classes]: the task that makes each output on each class, START or PASSED.
+
+        START: it is there from the start; PASSED: it is an input of the function as it came.
+        """
+        found = np.full((len(self.outputs), classes), START, np.int64)
+        for index, where in enumerate(self.outputs):
+            if isinstance(where, int):
+                found[index] = PASSED
+            else:
+                for rank_class, task in where.items():
+                    found[index, rank_class] = task
+        return found
 
     def summary(self, ports: Sequence[int]) -> Summary:
         """Return the matrix of the block when only these ports may delay it."""

@@ -1,10 +1,10 @@
 """Rank classes: devices that do the same at the same time, simulated as one.
 
-Devices that hold exactly the same placements run exactly the same ops. When, besides, all devices of a
-class are equally fast, all groups of a collective cost the same and involve the same classes, and all
-sends pair the classes off one to one, then by induction over the ops every member of a class starts and
-ends every op together with the others: one of them stands for all. Otherwise each device is a class of
-its own: slower to simulate, and exact as well.
+Devices that hold exactly the same placements run exactly the same ops. Classes are split further until
+all devices of one are equally fast and every communication op brings each of them together with the
+same classes at the same cost (:mod:`distsim.executor.refinement`). Then, by induction over the ops, every
+member of a class starts and ends every op together with the others: one of them stands for all, exactly.
+One slow device, or one thin link, splits off what it delays in its own way, and no more.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from distsim.errors import SimulationError
 from distsim.executor.cost_model import CostModel
+from distsim.executor.refinement import Ints, Relation, refine
 from distsim.ir import Device, Function, Mesh, Op, Tensor, Value, callees
 from distsim.ir.device import devices_of
 from distsim.ops import Signature, operator, signature_of
@@ -45,7 +48,7 @@ class ClassExchange:
 class RankClasses:
     """The classes and their devices; every device of the function is in exactly one.
 
-    ``lockstep`` tells whether a class may have several members. Classes are numbered from 0.
+    ``lockstep`` tells whether a class has several members. Classes are numbered from 0.
     """
 
     members: tuple[Group, ...]
@@ -112,15 +115,11 @@ def exchanges(op: Op) -> tuple[Exchange, ...]:
     broadcast, scatter or gather is one exchange between a device and all of a mesh; a gather costs
     the parts of those ranks only that hold distinct ones.
     """
-    source, target = place_of(op.inputs[0]), place_of(op.outputs[0])
+    source, target = _ends(op)
     meaning = operator(op.op_type).communication
-    if source is None or target is None or meaning is None:
-        raise SimulationError(
-            f"{op!r} moves from {source} to {target}; place its input on a device or a mesh"
-        )
-    if not meaning.transfers:
+    if meaning is None or not meaning.transfers:
         if not isinstance(source, Mesh):
-            raise SimulationError(f"{op!r} runs over a mesh axis; its input is on {source}")
+            raise _off_mesh(op, source)
         return tuple(Exchange(group, group, group) for group in source.groups(op.attributes["axis"]))
     givers, takers = devices_of(source), devices_of(target)
     if meaning.kind == "send":
@@ -130,6 +129,19 @@ def exchanges(op: Op) -> tuple[Exchange, ...]:
         parts = _distinct_parts(source, op)
         return (Exchange(givers, takers, (*takers, *(d for d in parts if d not in takers))),)
     return (Exchange(givers, takers, (*givers, *(d for d in takers if d not in givers))),)
+
+
+def _ends(op: Op) -> tuple[Placement, Placement]:
+    source, target = place_of(op.inputs[0]), place_of(op.outputs[0])
+    if source is None or target is None:
+        raise SimulationError(
+            f"{op!r} moves from {source} to {target}; place its input on a device or a mesh"
+        )
+    return source, target
+
+
+def _off_mesh(op: Op, place: Placement) -> SimulationError:
+    return SimulationError(f"{op!r} runs over a mesh axis; its input is on {place}")
 
 
 def _distinct_parts(mesh: Mesh, op: Op) -> Group:
@@ -163,59 +175,130 @@ def placement_classes(function: Function) -> RankClasses:
 
 
 def rank_classes(function: Function, cost_model: CostModel, lockstep: bool = True) -> RankClasses:
-    """Return the classes to simulate: in lock step if that is allowed and exact, else device by device."""
-    classes = placement_classes(function)
-    if lockstep and _in_step(function, classes, cost_model):
-        return classes
-    return RankClasses(tuple((device,) for group in classes.members for device in group), lockstep=False)
-
-
-def _in_step(function: Function, classes: RankClasses, cost_model: CostModel) -> bool:
-    if any(len({cost_model.spec(device) for device in group}) > 1 for group in classes.members):
-        return False
-    if all(len(group) == 1 for group in classes.members):
-        return True
-    pairs: dict[tuple[int, int], tuple[Group, ...]] = {}
-    seen: set[Signature] = set()
+    """Return the classes to simulate: the fewest that are exact, or, not in ``lockstep``, each device."""
+    held = placement_classes(function)
+    devices = tuple(device for group in held.members for device in group)
+    if not lockstep:
+        return RankClasses(tuple((device,) for device in devices), lockstep=False)
+    colours = np.repeat(np.arange(len(held.members)), [len(group) for group in held.members])
+    specs = np.array([cost_model.spec(device) for device in devices], np.int64)
+    meetings = _Meetings(devices, cost_model)
     for current in (*callees(function), function):
         for op in current.ops:
-            if not communicates(op):
-                continue
-            signature = signature_of(op)
-            if signature not in seen:
-                seen.add(signature)
-                if not _op_in_step(op, signature, classes, cost_model, pairs):
-                    return False
-    return True
+            if communicates(op):
+                meetings.add(op)
+    members: dict[int, list[Device]] = {}
+    colours = meetings.refine(colours * (specs.max(initial=0) + 1) + specs)
+    for colour, device in zip(colours.tolist(), devices, strict=True):
+        members.setdefault(colour, []).append(device)
+    return RankClasses(tuple(map(tuple, members.values())), lockstep=len(members) < len(devices))
 
 
-def _op_in_step(
-    op: Op,
-    signature: Signature,
-    classes: RankClasses,
-    cost_model: CostModel,
-    pairs: dict[tuple[int, int], tuple[Group, ...]],
-) -> bool:
-    buckets: dict[tuple[Classes, Classes], list[Group]] = {}
-    parts = exchanges(op)
-    of = classes.of
-    for part in parts:
-        key = tuple(sorted({of[d] for d in part.sources})), tuple(sorted({of[d] for d in part.targets}))
-        buckets.setdefault(key, []).append(part.group)
-    for side in (0, 1):  # a class that is in two buckets has members that wait for different ranks
-        involved = [number for key in buckets for number in key[side]]
-        if len(involved) != len(set(involved)):
-            return False
-    for (sources, targets), groups in buckets.items():
-        if not cost_model.same_seconds(signature, groups):
-            return False
-        if signature.op_type == "Send":
-            # Streams go by the class of the peer: each device needs the same peer every time.
-            known = pairs.setdefault((sources[0], targets[0]), tuple(sorted(groups, key=_ids)))
-            if known != tuple(sorted(groups, key=_ids)):
-                return False
-    return True
+@dataclass(slots=True)
+class _Meeting:
+    """The groups of one communication op, or of several over the same groups, by device numbers.
+
+    ``cost`` numbers the kinds of groups: over two of a kind each of the ops takes equally long. ``groups``
+    is empty when all lie alike, so that there is one kind only.
+    """
+
+    members: Ints
+    ordered: bool
+    groups: Sequence[Group]
+    cost: Ints
 
 
-def _ids(group: Group) -> tuple[int, ...]:
-    return tuple([device.id for device in group])
+class _Meetings:
+    """Which devices meet in the communication ops of a function, and at what cost.
+
+    A broadcast, scatter or gather is left out: all that hold the placement take part in one exchange.
+    """
+
+    def __init__(self, devices: Sequence[Device], cost_model: CostModel) -> None:
+        self.cost_model = cost_model
+        self._numbers = {device: number for number, device in enumerate(devices)}
+        self._ids = np.array([device.id for device in devices], np.int64)
+        self._at: dict[Placement, Ints] = {}
+        self._met: dict[tuple[Placement, Placement | str], _Meeting] = {}
+        self._seen: set[Signature] = set()
+
+    def add(self, op: Op) -> None:
+        """Take a communication op into account."""
+        signature = signature_of(op)
+        meaning = operator(op.op_type).communication
+        if signature in self._seen or meaning is None or (meaning.transfers and meaning.kind != "send"):
+            return
+        self._seen.add(signature)
+        source, target = _ends(op)
+        key = (source, target if meaning.transfers else str(op.attributes["axis"]))
+        meeting = self._met.get(key)
+        if meeting is None:
+            meeting = self._met[key] = self._meeting(op, *key)
+        if meeting.groups:
+            seconds = [self.cost_model.communication_seconds(signature, group) for group in meeting.groups]
+            cost = np.unique(seconds, return_inverse=True)[1]
+            both = meeting.cost * len(cost) + cost
+            meeting.cost = np.unique(both, return_inverse=True)[1]
+
+    def refine(self, colours: Ints) -> Ints:
+        """Return the classes, at least as fine as ``colours``, that are simulated as one each."""
+        met = self._met.values()
+        relations = [Relation(meeting.members, meeting.cost, meeting.ordered) for meeting in met]
+        sends = [meeting.members for meeting in met if meeting.ordered]
+        apart = _chained(sends)
+        while True:
+            colours = colours.copy()
+            colours[apart] = colours.max(initial=0) + 1 + np.arange(len(apart))
+            colours = refine(colours, relations)
+            apart = _crossed(sends, colours)
+            if not len(apart):
+                return colours
+
+    def _meeting(self, op: Op, source: Placement, other: Placement | str) -> _Meeting:
+        if not isinstance(other, str):
+            members = np.column_stack([self._of(source), self._of(other)])
+        elif isinstance(source, Mesh):
+            names, sizes = [name for name, _ in source.axes], [size for _, size in source.axes]
+            grid = np.moveaxis(self._of(source).reshape(sizes), names.index(other), -1)
+            members = grid.reshape(-1, source.axis_size(other))
+        else:
+            raise _off_mesh(op, source)
+        groups = ()
+        if not self.cost_model.alike(self._ids[members]):
+            groups = tuple(part.group for part in exchanges(op))
+        return _Meeting(members, not isinstance(other, str), groups, np.zeros(len(members), np.int64))
+
+    def _of(self, placement: Placement) -> Ints:
+        found = self._at.get(placement)
+        if found is None:
+            numbers = [self._numbers[device] for device in devices_of(placement)]
+            found = self._at[placement] = np.array(numbers, np.int64)
+        return found
+
+
+def _chained(sends: Sequence[Ints]) -> Ints:
+    """Return the devices that receive from one device and send to another in the same Send.
+
+    Where nothing overlaps, the one waits for the other, so not all of a class do the same at a time.
+    """
+    chained = [np.zeros(0, np.int64)]
+    for pairs in sends:
+        givers, takers = pairs[pairs[:, 0] != pairs[:, 1]].T
+        chained.append(np.intersect1d(givers, takers))
+    return np.unique(np.concatenate(chained))
+
+
+def _crossed(sends: Sequence[Ints], colours: Ints) -> Ints:
+    """Return the devices of classes of which a member sends to, or receives from, two of one class.
+
+    Streams go by the class of the peer, so a device needs the same peer every time.
+    """
+    count = len(colours)
+    numbers = [pairs[:, 0] * count + pairs[:, 1] for pairs in sends]
+    giver, taker = np.divmod(np.unique(np.concatenate([np.zeros(0, np.int64), *numbers])), count)
+    crossed = np.zeros(count, np.bool_)  # by class
+    for own, peer in ((giver, colours[taker]), (taker, colours[giver])):
+        meets, times = np.unique(own * count + peer, return_counts=True)
+        device, peer_class = np.divmod(meets[times > 1], count)
+        crossed[colours[device]] = crossed[peer_class] = True
+    return np.flatnonzero(crossed[colours])

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from distsim.errors import CostError
 from distsim.executor.distir_costs import DistIRRules
@@ -81,8 +82,6 @@ class CostModel:
         self._spec_ids: dict[tuple[object, ...], int] = {}
         self._compute: dict[tuple[Signature, int], float] = {}
         self._communication: dict[tuple[str, float, Group], float] = {}
-        self._alike: dict[tuple[Group, ...], bool] = {}
-        self._linked: dict[Group, Hashable] = {}
         self._version = topology.version
 
     @classmethod
@@ -143,17 +142,22 @@ class CostModel:
             found = self._specs[device] = self._spec_ids.setdefault(key, len(self._spec_ids))
         return found
 
-    def same_seconds(self, signature: Signature, groups: Sequence[Group]) -> bool:
-        """Whether a communication op takes equally long over each of these groups."""
-        self._forget_old_topology()
-        key = tuple(groups)
-        alike = self._alike.get(key)
-        if alike is None:
-            alike = self._alike[key] = _translated(key, self.topology)
-        if alike:
-            return True
-        first = self.communication_seconds(signature, key[0])
-        return all(self.communication_seconds(signature, group) == first for group in key[1:])
+    def alike(self, ids: npt.NDArray[np.int64]) -> bool:
+        """Whether groups are known to lie alike: then every communication op takes equally long over each.
+
+        ``ids[g]`` are the ids of the devices of group ``g``. Sufficient, not necessary: every level of the
+        hierarchy cuts all groups alike, the first moved by whole groups of the level, and no pair of
+        devices has a link of its own.
+        """
+        if self.topology.has_pair_links:
+            return len(ids) == 1
+        for size in (1, *[level.group_size for level in self.topology.levels]):
+            if size is not None:
+                cut = ids // size
+                cut = cut - cut[:, :1] if size > 1 else cut == cut[:, :1]
+                if not (cut == cut[:1]).all():
+                    return False
+        return True
 
     def routes(self, groups: Sequence[Group]) -> tuple[Hashable, ...]:
         """Return how each group lies on the topology; a single entry where all lie alike.
@@ -161,29 +165,18 @@ class CostModel:
         Groups with equal entries, of one call or another, take equally long over every collective: each
         level cuts them alike, and the links of pairs that were set are the same.
         """
-        self._forget_old_topology()
-        topology = self.topology
-        if topology.has_pair_links or not groups:
-            return _merged([self._links_of(tuple(group)) for group in groups])
-        ids = np.array([[device.id for device in group] for group in groups])
-        cuts = [ids // level.group_size for level in topology.levels if level.group_size is not None]
+        ids = np.array([[device.id for device in group] for group in groups], np.int64)
+        levels = [level.group_size for level in self.topology.levels if level.group_size is not None]
+        cuts = [ids // size for size in levels]
         cuts = [cut - cut[:, :1] for cut in cuts]
-        if all((cut == cut[:1]).all() for cut in cuts):
-            return ((ids.shape[1], *(cut[0].tobytes() for cut in cuts)),)
-        return tuple((ids.shape[1], *(cut[i].tobytes() for cut in cuts)) for i in range(len(ids)))
-
-    def _links_of(self, group: Group) -> Hashable:
-        found = self._linked.get(group)
-        if found is None:
-            topology = self.topology
-            links = tuple([topology.link(a, b) for a in group for b in group if a is not b])
-            cuts = [
-                [d.id // level.group_size for d in group] for level in topology.levels if level.group_size
-            ]
-            one = links[:1] if len(set(links)) == 1 else links
-            found = (len(group), one, tuple(tuple(c - cut[0] for c in cut) for cut in cuts))
-            self._linked[group] = found
-        return found
+        links = [self.topology.pair_links(group) for group in groups]
+        if not any(links) and all((cut == cut[:1]).all() for cut in cuts):
+            return ((ids.shape[1], (), *[cut[0].tobytes() for cut in cuts]),)
+        found = [
+            (len(group), own, *[cut[i].tobytes() for cut in cuts])
+            for i, (group, own) in enumerate(zip(groups, links, strict=True))
+        ]
+        return tuple(found[:1]) if len(set(found)) == 1 else tuple(found)
 
     def _on_device(self, signature: Signature, device: Device) -> float:
         key = (signature, self.spec(device))
@@ -221,35 +214,12 @@ class CostModel:
     def _forget_old_topology(self) -> None:
         if self._version != self.topology.version:
             self._communication.clear()
-            self._linked.clear()
-            self._alike.clear()
             self._version = self.topology.version
 
 
 def runs_kernel(op_type: str) -> bool:
     """Whether an op runs on the device at all: views only rename, constants are there already."""
     return op_type != "Constant" and not operator(op_type).view
-
-
-def _merged(found: list[Hashable]) -> tuple[Hashable, ...]:
-    return tuple(found[:1]) if len(set(found)) == 1 else tuple(found)
-
-
-def _translated(groups: tuple[Group, ...], topology: Topology) -> bool:
-    """Whether every level of the hierarchy cuts all groups alike: then they cost the same.
-
-    Sufficient, not necessary: the first group is moved by whole groups of each level.
-    """
-    if topology.has_pair_links or len({len(group) for group in groups}) != 1:
-        return len(groups) == 1
-    ids = np.array([[device.id for device in group] for group in groups])
-    for level in topology.levels:
-        if level.group_size is not None:
-            cut = ids // level.group_size
-            cut = cut - cut[:, :1]
-            if not (cut == cut[:1]).all():
-                return False
-    return True
 
 
 def element_type(signature: Signature) -> str:

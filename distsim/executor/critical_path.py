@@ -10,9 +10,9 @@ from typing import TypeVar
 import numpy as np
 
 from distsim.executor.classes import RankClasses, placements
-from distsim.executor.lowering import Floats, Ints
 from distsim.executor.path_kernel import walk_back
 from distsim.executor.program import Program
+from distsim.executor.templates import Floats, Ints
 from distsim.executor.timeline import FlatTimeline
 from distsim.ir import Function, Op, callees
 from distsim.ir.device import devices_of

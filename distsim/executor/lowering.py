@@ -7,20 +7,18 @@ function waits for that was made outside.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from distsim.executor.classes import Classes, ClassExchange, Group, Placement, communicates, place_of_compute
 from distsim.executor.cost_model import CostModel, runs_kernel
-from distsim.ir import Function, Op, Type, Value
+from distsim.executor.templates import FROM_START, Calls, Columns, Floats, Ints, Template, Where
+from distsim.ir import Function, Op, Value
 from distsim.ops import signature_of
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,36 +50,10 @@ class Ranks(Protocol):
         ...
 
 
-FROM_START = -1
-"""Reference to something that is there from the start; ``-2 - p`` refers to port p of the template."""
+_TYPE = attrgetter("type")
 
-Where = dict[int, int] | int
-"""Who makes a value: rank class -> task of this template; or the number of the input that it is."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Template:
-    """The tasks of one function: references count from its first task, or name a port.
-
-    Dependencies and streams come as (task, what) pairs, by increasing task. ``call`` is 0 for the ops of
-    the function itself. ``ports`` lists (input, rank class): a task of the call waits for who made that
-    input there. ``outputs`` tells who makes each output.
-    """
-
-    durations: Floats
-    dep_task: Ints
-    dep_source: Ints
-    stream_task: Ints
-    stream: Ints
-    op: Ints
-    call: Ints
-    call_parent: Ints
-    call_op: list[Op | None]
-    ports: list[tuple[int, int]]
-    outputs: list[Where]
-
-    def __len__(self) -> int:
-        return len(self.durations)
+Kind = tuple[tuple[int, int], ...] | None
+"""(rank class, run) of a compute op on each of its classes; None: it communicates."""
 
 
 class Lowering:
@@ -92,8 +64,11 @@ class Lowering:
         self.cost_model = cost_model
         self.overlap = overlap
         self.streams: dict[Stream, int] = {}
-        self.ops: dict[Op, int] = {}
-        self.kinds: dict[tuple[object, ...], tuple[tuple[int, float, int], ...]] = {}
+        self.class_of: list[int] = []
+        self.runs: dict[tuple[float, tuple[int, ...]], int] = {}
+        self.ops: list[Op] = []
+        self._kinds: dict[tuple[object, ...], Kind] = {}
+        self._known: dict[tuple[object, ...], Kind] = {}
         self._templates: dict[int, Template] = {}
 
     def template(self, function: Function) -> Template:
@@ -109,40 +84,72 @@ class Lowering:
     def stream(self, rank_class: int, name: str) -> int:
         """Return the number of a stream."""
         key = Stream(rank_class, name if self.overlap else "all")
-        return self.streams.setdefault(key, len(self.streams))
-
-    def compute(self, function: Function, op: Op) -> tuple[tuple[int, float, int], ...]:
-        """Return (rank class, seconds, stream) of a compute op on each of its classes."""
-        key = (op.op_type, op.attributes, op.version, *_types(op.inputs), None, *_types(op.outputs))
-        found = self.kinds.get(key)
+        found = self.streams.get(key)
         if found is None:
-            place = place_of_compute(function, op)
-            signature = signature_of(op)
-            found = tuple(
-                [
-                    (c, self.cost_model.seconds(signature, self.classes.members[c][:1]), s)
-                    for c, s in [(c, self.stream(c, "compute")) for c in self.classes.at(place)]
-                ]
-            )
-            self.kinds[key] = found
+            found = self.streams[key] = len(self.streams)
+            self.class_of.append(rank_class)
         return found
 
+    def run(self, seconds: float, streams: tuple[int, ...]) -> int:
+        """Return the number of a way to run: how long, and on which streams."""
+        return self.runs.setdefault((seconds, streams), len(self.runs))
 
-def _types(values: Sequence[Value]) -> list[Type]:
-    return [value.type for value in values]
+    def columns(self, runs: list[int]) -> tuple[Floats, Ints, Ints]:
+        """Return durations, and the (task, stream) pairs, of tasks that run so."""
+        ways, which = list(self.runs), np.array(runs, np.int64)
+        counts = np.array([len(streams) for _, streams in ways], np.int64)
+        begins = np.concatenate([[0], np.cumsum(counts)])
+        every = np.array([stream for _, streams in ways for stream in streams], np.int64)
+        task = np.repeat(np.arange(len(which)), counts[which])
+        ahead = np.arange(len(task)) - np.repeat(np.cumsum(counts[which]) - counts[which], counts[which])
+        stream = every[begins[which][task] + ahead]
+        return np.array([seconds for seconds, _ in ways])[which], task, stream
+
+    def kind(self, function: Function, op: Op) -> Kind:
+        """Return (rank class, run) of a compute op on each of its classes.
+
+        Nothing for an op that runs no kernel. A communication op has none: it is None.
+        """
+        # The objects' ids first: attributes and types are mostly shared, and they outlive the lowering.
+        key = (op.op_type, id(op.attributes), op.version, len(op.inputs))
+        key += tuple(map(id, map(_TYPE, op.inputs + op.outputs)))
+        try:
+            return self._known[key]
+        except KeyError:
+            known = (op.op_type, op.attributes, op.version, len(op.inputs))
+            found = self._known[key] = self._kind(
+                function, op, known + tuple(map(_TYPE, op.inputs + op.outputs))
+            )
+            return found
+
+    def _kind(self, function: Function, op: Op, key: tuple[object, ...]) -> Kind:
+        if key not in self._kinds:
+            found: Kind = ()
+            if communicates(op):
+                found = None
+            elif runs_kernel(op.op_type):
+                signature = signature_of(op)
+                at = self.classes.at(place_of_compute(function, op))
+                first = [self.classes.members[c][:1] for c in at]
+                seconds = [self.cost_model.seconds(signature, where) for where in first]
+                runs = [self.run(s, (self.stream(c, "compute"),)) for c, s in zip(at, seconds, strict=True)]
+                found = tuple(zip(at, runs, strict=True))
+            self._kinds[key] = found
+        return self._kinds[key]
+
+
+Made = dict[int, int] | int
+"""Who makes a value: rank class -> task, a task on its only class, or ~ the input that it is."""
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Columns of a template while it grows; each is a list of chunks."""
+    """The tasks of a function's own ops: how each runs, its op, and what they wait for (task, source)."""
 
-    durations: list[Any] = field(default_factory=list[Any])
-    dep_task: list[Any] = field(default_factory=list[Any])
-    dep_source: list[Any] = field(default_factory=list[Any])
-    stream_task: list[Any] = field(default_factory=list[Any])
-    stream: list[Any] = field(default_factory=list[Any])
-    op: list[Any] = field(default_factory=list[Any])
-    call: list[Any] = field(default_factory=list[Any])
+    run: list[int] = field(default_factory=list[int])
+    op: list[int] = field(default_factory=list[int])
+    dep_task: list[int] = field(default_factory=list[int])
+    dep_source: list[int] = field(default_factory=list[int])
 
 
 class _Builder:
@@ -152,45 +159,79 @@ class _Builder:
         self.lowering = lowering
         self.function = function
         self.count = 0
-        self.chunks = _Rows()
-        self.open = _Rows()  # the rows since the last call, as plain numbers
-        self.where: dict[Value, Where] = {value: i for i, value in enumerate(function.inputs)}
+        self.open = _Rows()
+        self.calls: dict[int, tuple[Template, Calls]] = {}
+        self.where: dict[Value, Made] = {value: ~i for i, value in enumerate(function.inputs)}
         self.ports: dict[tuple[int, int], int] = {}
         self.call_op: list[Op | None] = [None]
-        self.call_parent: list[Ints] = [np.array([-1])]
 
     def add(self, op: Op) -> None:
         if op.op_type == "Call":
             self._call(op)
-        elif not runs_kernel(op.op_type):
-            made: Where = self.where[op.inputs[0]] if op.inputs else {}
-            self.where.update(dict.fromkeys(op.outputs, made))
-        elif communicates(op):
+            return
+        kind = self.lowering.kind(self.function, op)
+        if kind is None:
             self._communicate(op)
+        elif not kind:
+            made: Made = self.where[op.inputs[0]] if op.inputs else {}
+            self.where.update(dict.fromkeys(op.outputs, made))
         else:
-            made = {}
-            for rank_class, seconds, stream in self.lowering.compute(self.function, op):
-                deps = [self._source(value, rank_class) for value in op.inputs]
-                made[rank_class] = self._task(op, seconds, deps, (stream,))
-            for value in op.outputs:
-                self.where[value] = made
+            self._compute(op, kind)
+
+    def _compute(self, op: Op, kind: tuple[tuple[int, int], ...]) -> None:
+        rows, where, number = self.open, self.where, self.count
+        dep_task, dep_source = rows.dep_task, rows.dep_source
+        for rank_class, run in kind:
+            for value in op.inputs:
+                source = where[value]
+                if type(source) is not int or source < 0:
+                    source = self._source(value, rank_class)
+                    if source == FROM_START:
+                        continue
+                dep_task.append(number)
+                dep_source.append(source)
+            rows.run.append(run)
+            rows.op.append(len(self.lowering.ops))
+            number += 1
+        made: Made = self.count
+        if len(kind) > 1:
+            made = {rank_class: self.count + i for i, (rank_class, _) in enumerate(kind)}
+        self.lowering.ops.append(op)
+        self.count = number
+        for value in op.outputs:
+            where[value] = made
 
     def finish(self) -> Template:
-        self._close()
-        chunks = self.chunks
+        columns = Columns(self.count, len(self.call_op))
+        for callee, calls in self.calls.values():
+            columns.add(callee, calls)
+        rows = self.open
+        if rows.run:
+            columns.own(self.lowering.columns(rows.run), rows.op, rows.dep_task, rows.dep_source)
+        task, stream = columns.sorted_streams()
         return Template(
-            _join(chunks.durations, np.float64),
-            _join(chunks.dep_task),
-            _join(chunks.dep_source),
-            _join(chunks.stream_task),
-            _join(chunks.stream),
-            _join(chunks.op),
-            _join(chunks.call),
-            _join(self.call_parent),
+            columns.durations,
+            *columns.sorted_deps(),
+            task,
+            stream,
+            columns.op,
+            columns.call,
+            columns.call_parent,
             self.call_op,
             list(self.ports),
-            [self.where[value] for value in self.function.outputs],
+            self._outputs(task, stream),
         )
+
+    def _outputs(self, stream_task: Ints, stream: Ints) -> list[Where]:
+        """Return who makes each output, by rank class."""
+        found = [self.where[value] for value in self.function.outputs]
+        tasks = np.array([made if isinstance(made, int) else -1 for made in found], np.int64)
+        first = stream[np.searchsorted(stream_task, np.maximum(tasks, 0))] if self.count else tasks
+        classes = np.array(self.lowering.class_of, np.int64)[first].tolist() if self.count else first.tolist()
+        return [
+            made if not isinstance(made, int) else ~made if made < 0 else {c: made}
+            for made, c in zip(found, classes, strict=True)
+        ]
 
     def _communicate(self, op: Op) -> None:
         lowering = self.lowering
@@ -206,80 +247,45 @@ class _Builder:
                 axis = op.attributes.get("axis")
                 name = "transfer" if axis is None else f"collective {axis}"
                 names = tuple((c, name) for c in dict.fromkeys((*part.sources, *part.targets)))
-            streams = dict.fromkeys(lowering.stream(*pair) for pair in names)
-            task = self._task(op, seconds, deps, streams)
+            streams = tuple(dict.fromkeys(lowering.stream(*pair) for pair in names))
+            task = self._task(seconds, deps, streams)
             made.update(dict.fromkeys(part.targets, task))
+        lowering.ops.append(op)
         self.where[op.outputs[0]] = made
 
-    def _task(self, op: Op, seconds: float, deps: list[int], streams: Iterable[int]) -> int:
+    def _task(self, seconds: float, deps: list[int], streams: tuple[int, ...]) -> int:
         number = self.count
         rows = self.open
-        rows.durations.append(seconds)
-        rows.op.append(self.lowering.ops.setdefault(op, len(self.lowering.ops)))
-        for source in deps if len(deps) < 2 else dict.fromkeys(deps):
+        rows.run.append(self.lowering.run(seconds, streams))
+        rows.op.append(len(self.lowering.ops))
+        for source in dict.fromkeys(deps):
             if source != FROM_START:
                 rows.dep_task.append(number)
                 rows.dep_source.append(source)
-        for stream in streams:
-            rows.stream_task.append(number)
-            rows.stream.append(stream)
         self.count = number + 1
         return number
 
     def _source(self, value: Value, rank_class: int) -> int:
         """Return the reference to the task that makes a value on a class."""
         where = self.where[value]
-        if isinstance(where, int):
-            return -2 - self.ports.setdefault((where, rank_class), len(self.ports))
-        return where.get(rank_class, FROM_START)
+        if not isinstance(where, int):
+            return where.get(rank_class, FROM_START)
+        return where if where >= 0 else -2 - self.ports.setdefault((~where, rank_class), len(self.ports))
 
     def _call(self, op: Op) -> None:
         callee = self.lowering.template(op.callee)
-        self._close()
-        base, base_call = self.count, len(self.call_op)
-        chunks = self.chunks
-        sources = [FROM_START, *(self._source(op.inputs[i], c) for i, c in callee.ports)]
-        dep_source = callee.dep_source + base
-        outside = callee.dep_source < 0
-        dep_source[outside] = np.array(sources)[-1 - callee.dep_source[outside]]
-        there = dep_source != FROM_START
-        chunks.durations.append(callee.durations)
-        chunks.dep_task.append(callee.dep_task[there] + base)
-        chunks.dep_source.append(dep_source[there])
-        chunks.stream_task.append(callee.stream_task + base)
-        chunks.stream.append(callee.stream)
-        chunks.op.append(callee.op)
-        chunks.call.append(callee.call + base_call)
-        parents = callee.call_parent + base_call
-        parents[0] = 0
-        self.call_parent.append(parents)
+        calls = self.calls.setdefault(id(callee), (callee, Calls()))[1]
+        base = self.count
+        calls.bases.append(base)
+        calls.base_calls.append(len(self.call_op))
+        calls.sources.append([FROM_START, *[self._source(op.inputs[i], c) for i, c in callee.ports]])
         self.call_op.append(op)
         self.call_op.extend(callee.call_op[1:])
-        self.count += len(callee.durations)
+        self.count += len(callee)
         for value, where in zip(op.outputs, callee.outputs, strict=True):
             if isinstance(where, int):
                 self.where[value] = self.where[op.inputs[where]]
+            elif len(where) == 1:
+                self.where[value] = base + next(iter(where.values()))
             else:
                 self.where[value] = {c: task + base for c, task in where.items()}
-
-    def _close(self) -> None:
-        """Turn the open rows into chunks."""
-        rows, chunks = self.open, self.chunks
-        if rows.op:
-            chunks.durations.append(np.array(rows.durations))
-            chunks.dep_task.append(np.array(rows.dep_task, np.int64))
-            chunks.dep_source.append(np.array(rows.dep_source, np.int64))
-            chunks.stream_task.append(np.array(rows.stream_task, np.int64))
-            chunks.stream.append(np.array(rows.stream, np.int64))
-            chunks.op.append(np.array(rows.op, np.int64))
-            chunks.call.append(np.zeros(len(rows.op), np.int64))
-            self.open = _Rows()
-
-
-def _join(chunks: list[Any], dtype: Any = np.int64) -> npt.NDArray[Any]:
-    return np.concatenate(chunks).astype(dtype, copy=False) if chunks else np.empty(0, dtype)
-
-
-def starts(task: Ints, count: int) -> Ints:
-    """Return where the entries of each task begin in arrays that are sorted by task, and the end."""
-    return np.concatenate([[0], np.cumsum(np.bincount(task, minlength=count))]).astype(np.int64)

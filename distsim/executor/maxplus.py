@@ -16,11 +16,11 @@ import numpy as np
 
 from distsim.executor.blocks import BlockTasks, block_tasks
 from distsim.executor.cost_model import CostModel
-from distsim.executor.lowering import Floats, Ints
 from distsim.executor.program import Block, Program
 from distsim.executor.program_ranks import ProgramRanks, program_ranks, used_axes
 from distsim.executor.rounds_kernel import Order, Wiring, run_rounds
 from distsim.executor.tail import JOIN, Tail, TailTables, run_tail, tail_tables
+from distsim.executor.templates import Floats, Ints
 from distsim.executor.wiring import Transfer, Wirer
 from distsim.ir import Attributes, Function, Value
 from distsim.ir.type import as_tensor

@@ -24,6 +24,9 @@ class Block:
     ``accumulated`` are the keys whose values are summed over microbatches. ``accumulating`` is the
     variant for every microbatch but the first: it takes the sums so far as further inputs, after
     ``inputs``, and returns them, in the places of the accumulated outputs, with its part added.
+
+    Stages that do the same share their Functions, in which ops have no names (h3, say, is a layer of one
+    stage only): ``names`` are those of the ops of ``function`` here, ``accumulating_names`` likewise.
     """
 
     function: Function
@@ -31,12 +34,15 @@ class Block:
     outputs: tuple[Value, ...]
     accumulated: tuple[Value, ...] = ()
     accumulating: Function | None = None
+    names: tuple[str, ...] = ()
+    accumulating_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline rank runs; ``mesh`` is its slice, with the axes dp and tp.
+    """What one pipeline rank runs, and where: ``mesh`` is its slice, with the axes dp and tp.
 
+    The blocks lie on the pattern of the program: stages that do the same have the same Functions.
     ``updates`` are (round, block): a block of round r reads what other stages made in rounds before r.
     """
 
@@ -79,12 +85,16 @@ class ProgramOutput:
 class Program:
     """A scheduled, parallelised training step: the thing that is simulated.
 
-    ``mesh`` has the axes pp, dp and tp. :meth:`to_function` writes it out as one Function. ``notes`` say
-    what a user should know of how it was placed.
+    ``mesh`` has the axes pp, dp and tp. ``pattern``, with the axes dp and tp, is the mesh on which the
+    types of all blocks are: it stands for the slice of every stage. Its devices are numbered from 0 and
+    lie nowhere; replicas do the same, so two of them stand for any number, unless local shapes depend
+    on how many there are. :meth:`to_function` writes the program out as one Function. ``notes`` say what
+    a user should know of how it was placed.
     """
 
     name: str
     mesh: Mesh
+    pattern: Mesh
     stages: tuple[Stage, ...]
     schedule: Schedule
     inputs: tuple[ProgramInput, ...]

@@ -18,10 +18,10 @@ from distsim.executor.critical_path import (
     seconds_of,
     task_before,
 )
-from distsim.executor.lowering import Floats, Ints
 from distsim.executor.path_kernel import NOTHING, trace_writers, walk_back
 from distsim.executor.program_timeline import ProgramTimeline, expand
 from distsim.executor.tail import JOIN, SEND, UPDATE, Item
+from distsim.executor.templates import Floats, Ints
 
 Link = tuple[int, int, float]
 """(event, slot, time): who wrote a time, where it is kept, what it is. Events: calls and sends, the tail."""

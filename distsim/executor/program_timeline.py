@@ -10,11 +10,12 @@ import numpy as np
 from distsim.executor.blocks import BlockTasks
 from distsim.executor.classes import RankClasses
 from distsim.executor.kernels import evaluate
-from distsim.executor.lowering import Floats, Ints, Stream
+from distsim.executor.lowering import Stream
 from distsim.executor.maxplus import ProgramRun, join_signature
 from distsim.executor.rounds_kernel import Record, record_rounds
 from distsim.executor.tail import SEND, UPDATE, Item
-from distsim.executor.timeline import Piece
+from distsim.executor.templates import Floats, Ints
+from distsim.executor.timeline import Piece, names_of
 from distsim.executor.wiring import Transfer
 from distsim.ir import Attributes, Op, Value
 from distsim.ir.type import as_tensor
@@ -33,6 +34,7 @@ class ProgramTimeline:
         self._class = {place: number for number, place in enumerate(run.model.classes)}
         self._streams: dict[tuple[int, int], tuple[Stream, ...]] = {}
         self._ops: dict[Transfer, Op] = {}
+        self._names: dict[tuple[int, int], list[str]] = {}
 
     @property
     def name(self) -> str:
@@ -178,12 +180,11 @@ class ProgramTimeline:
     def _call(self, first: int, call: int) -> Piece:
         block, tasks = self.tasks_of(call)
         if not self.run.block(block).outputs:
-            return self._piece(first, "", tasks, (), np.empty(0), np.empty(0))
-        ports, clocks = self.entries_of(call)
-        start, end = expand(tasks, ports, clocks)
-        return self._piece(
-            first, self.path_of(call), tasks, self._stream_table(block // 2, tasks), start, end
-        )
+            return self._piece(first, "", tasks, (), np.empty(0), np.empty(0), [])
+        start, end = expand(tasks, *self.entries_of(call))
+        names = self._call_names(block, int(self._record.variant[call]) % 2)
+        streams = self._stream_table(block // 2, tasks)
+        return self._piece(first, self.path_of(call), tasks, streams, start, end, names)
 
     def entries_of(self, call: int) -> tuple[Floats, Floats]:
         """Return when each port of a call is there (-inf: never late), and when each stream is free."""
@@ -213,6 +214,7 @@ class ProgramTimeline:
         streams: tuple[Stream, ...],
         start: Floats,
         end: Floats,
+        names: Sequence[str],
     ) -> Piece:
         return Piece(
             first,
@@ -221,7 +223,7 @@ class ProgramTimeline:
             tasks.op_table,
             tasks.call,
             tasks.call_parent,
-            tasks.call_op,
+            names,
             tasks.stream_start[: len(start) + 1],
             tasks.streams,
             streams,
@@ -249,7 +251,7 @@ class ProgramTimeline:
             (op,),
             _ONE,
             _ROOT,
-            (None,),
+            ("",),
             np.array([0, count]),
             np.arange(count),
             streams,
@@ -271,7 +273,8 @@ class ProgramTimeline:
             for task, register in item.results:
                 times[register] = end[task]
             streams = self._stream_table(item.stage, item.tasks)
-            return self._piece(first, f"U@{item.stage}", item.tasks, streams, start, end)
+            names = own_names(item.tasks, item.names)
+            return self._piece(first, f"U@{item.stage}", item.tasks, streams, start, end, names)
         seconds = float(self.run.join_seconds[number])
         self._moved_on(item, times, begin + seconds)
         rank_class = self._class[item.stage, item.rank_class]
@@ -293,6 +296,15 @@ class ProgramTimeline:
         return float(times[registers + (final - registers) * count + int(self.run.last[block])])
 
     # --- ops and streams ------------------------------------------------------------------------------
+
+    def _call_names(self, block: int, variant: int) -> list[str]:
+        key = (block, variant)
+        if key not in self._names:
+            own = self.run.block(block)
+            more = variant and own.accumulating is not None
+            names = own.accumulating_names if more else own.names
+            self._names[key] = own_names(self.model.tasks[block][variant], names)
+        return self._names[key]
 
     def _blocks_of(self, stage: int) -> Iterator[BlockTasks]:
         for block in (2 * stage, 2 * stage + 1):
@@ -342,6 +354,16 @@ class ProgramTimeline:
         keys, runs = np.unique(tasks.op[use] * count + classes, return_counts=True)
         pairs = zip(keys.tolist(), runs.tolist(), strict=True)
         return [(tasks.op_table[key // count], key % count, n * times) for key, n in pairs]
+
+
+def own_names(tasks: BlockTasks, names: Sequence[str]) -> list[str]:
+    """Return the names of the calls in a block; ``names`` are those that its ops have on its stage."""
+    found = names_of(tasks.call_op)
+    given = dict(zip(tasks.function.ops, names, strict=False))
+    for number, op in enumerate(tasks.call_op):
+        if op is not None and given.get(op):
+            found[number] = given[op]
+    return found
 
 
 def expand(tasks: BlockTasks, ports: Floats, clocks: Floats) -> tuple[Floats, Floats]:

@@ -6,8 +6,8 @@ import numpy as np
 
 from distsim.errors import SimulationError
 from distsim.executor.kernels import evaluate
-from distsim.executor.lowering import Floats
 from distsim.executor.tasks import Tasks
+from distsim.executor.templates import Floats
 
 
 def run(tasks: Tasks) -> tuple[Floats, Floats]:

@@ -266,9 +266,10 @@ def skip(r: int, k: int, rest: int, logs: Any, state: Any) -> None:
                 block = 2 * order.stage[q] + order.phase[q]
                 for s in range(wiring.send_start[block], wiring.send_start[block + 1]):
                     value, step = log[at + 3], steps[at + 3]
-                    advance(wiring.send_first[s], 0, rest, value, step, state)
-                    advance(wiring.send_second[s], 0, rest, value, step, state)
-                    advance(wiring.send_target[s], order.microbatch[q] + k, rest, value, step, state)
+                    batch = order.microbatch[q] + k
+                    advance(wiring.send_first[s], batch, rest, value, step, state)
+                    advance(wiring.send_second[s], batch, rest, value, step, state)
+                    advance(wiring.send_target[s], batch, rest, value, step, state)
                     at += 4
             pending = n + 1
 
@@ -318,7 +319,7 @@ def run_rounds(order: Any, wiring: Any, total: Any, times: Any) -> int:
     writer = np.empty((len(times) - wiring.registers) // order.num_microbatches)
     computed = 0
     for r in range(len(order.repeats)):
-        k = 0
+        k: Any = np.int64(0)  # a plain 0 would be compiled for anew
         settled = 0
         while k < order.repeats[r]:
             logged, inner = repetition(r, k, state, left, total, logs[k % 3])

@@ -15,9 +15,10 @@ from distsim.executor.cost_model import CostModel
 from distsim.executor.critical_path import CriticalPath
 from distsim.executor.explain import critical_path, explain
 from distsim.executor.explanation import Explanation
-from distsim.executor.lowering import Floats, Ints, Stream
+from distsim.executor.lowering import Stream
 from distsim.executor.memory import MemoryUse, peak_memory
 from distsim.executor.program import Program
+from distsim.executor.templates import Floats, Ints
 from distsim.executor.timeline import Piece, Timeline
 from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work

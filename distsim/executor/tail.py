@@ -11,7 +11,8 @@ import numpy as np
 from distsim.compile import compiled
 from distsim.executor.blocks import BlockTasks
 from distsim.executor.kernels import evaluate
-from distsim.executor.lowering import Ints
+from distsim.executor.program import Block
+from distsim.executor.templates import Ints
 from distsim.executor.wiring import NOTHING, Transfer, Wirer
 from distsim.ir import Value
 
@@ -35,6 +36,7 @@ class Item:
     transfer: Transfer | None = None
     key: Value | None = None
     rank_class: int = 0
+    names: tuple[str, ...] = ()
 
 
 class TailTables(NamedTuple):
@@ -69,15 +71,16 @@ class Tail:
     items: list[Item] = field(default_factory=list[Item])
     _there: dict[tuple[int, Value, int], int] = field(default_factory=dict[tuple[int, Value, int], int])
     _made: dict[Value, int] = field(default_factory=dict[Value, int])
-    _block_of: dict[int, int] = field(default_factory=dict[int, int])
+    _given: dict[Value, tuple[int, ...]] = field(default_factory=dict[Value, tuple[int, ...]])
 
     def __post_init__(self) -> None:
         program = self.wirer.program
+        self._given.update((given.key, given.stages) for given in program.inputs)
         for number in sorted({number for stage in program.stages for number, _ in stage.updates}):
             for index, stage in enumerate(program.stages):
                 for (own, block), (_, tasks) in zip(stage.updates, self.updates[index], strict=True):
                     if own == number and block.outputs:
-                        self._update(index, block.inputs, block.outputs, tasks)
+                        self._update(index, block, tasks)
         for output in program.outputs:
             if output.microbatched and program.schedule.num_microbatches > 1:
                 self._join(output.stage, output.key)
@@ -94,10 +97,8 @@ class Tail:
         made = self.wirer.sums.get(key) or self.wirer.made.get(key)
         if made is not None:
             return made[0] // 2
-        for given in self.wirer.program.inputs:
-            if given.key is key:
-                return stage if stage in given.stages else given.stages[0]
-        return stage
+        given = self._given.get(key, (stage,))
+        return stage if stage in given else given[0]
 
     def _fetch(self, key: Value, stage: int) -> None:
         """Send a value to a stage unless it is there."""
@@ -135,9 +136,8 @@ class Tail:
         maker = self.wirer.made.get(key)
         return -1 if maker is None else maker[0]
 
-    def _update(
-        self, stage: int, inputs: Sequence[Value], outputs: Sequence[Value], tasks: BlockTasks
-    ) -> None:
+    def _update(self, stage: int, block: Block, tasks: BlockTasks) -> None:
+        inputs, outputs = block.inputs, block.outputs
         for key in inputs:
             self._fetch(key, stage)
         cells = self.wirer.cells
@@ -155,7 +155,7 @@ class Tail:
             for c, task in where.items():
                 cell = self._there[stage, key, c] = cells.register("made", stage, key, c)
                 results.append((task, cell))
-        self.items.append(Item(UPDATE, stage, streams, operands, tuple(results), tasks))
+        self.items.append(Item(UPDATE, stage, streams, operands, tuple(results), tasks, names=block.names))
 
     def _join(self, stage: int, key: Value) -> None:
         wirer = self.wirer

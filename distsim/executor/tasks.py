@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from distsim.executor.classes import RankClasses, rank_classes
 from distsim.executor.cost_model import CostModel
-from distsim.executor.lowering import Floats, Ints, Lowering, Stream, starts
+from distsim.executor.lowering import Lowering, Stream
+from distsim.executor.templates import Floats, Ints, starts
 from distsim.ir import Function, Op
 
 

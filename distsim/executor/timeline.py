@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
 from distsim.executor.classes import RankClasses
-from distsim.executor.lowering import Floats, Ints, Stream
+from distsim.executor.lowering import Stream
 from distsim.executor.tasks import Tasks
+from distsim.executor.templates import Floats, Ints
 from distsim.ir import Op
 
 
@@ -20,7 +22,7 @@ class Piece:
 
     Task i, number ``first + i`` of all, runs ``op_table[op[i]]`` from ``start[i]`` to ``end[i]`` seconds on
     the streams ``streams[stream_start[i]:stream_start[i + 1]]``, in the call ``call[i]`` (0: the piece
-    itself, which stands at ``path``); call c is the op ``call_op[c]``, made in the call ``call_parent[c]``.
+    itself, which stands at ``path``); call c is named ``call_names[c]`` and made in ``call_parent[c]``.
     """
 
     first: int
@@ -29,7 +31,7 @@ class Piece:
     op_table: Sequence[Op]
     call: Ints
     call_parent: Ints
-    call_op: Sequence[Op | None]
+    call_names: Sequence[str]
     stream_start: Ints
     streams: Ints
     stream_table: Sequence[Stream]
@@ -42,10 +44,15 @@ class Piece:
     def paths(self) -> list[str]:
         """Return where each call stands: the names of the calls that lead to it, joined by ``/``."""
         found = [self.path]
-        for op, parent in zip(self.call_op[1:], self.call_parent[1:].tolist(), strict=True):
-            own = "" if op is None else op.name or op.callee.name
+        parents: list[int] = self.call_parent.tolist()
+        for own, parent in zip(self.call_names[1:], parents[1:], strict=True):
             found.append("/".join(filter(None, (found[parent], own))))
         return found
+
+
+def names_of(calls: Sequence[Op | None]) -> list[str]:
+    """Return the name of each call: its op's or else its callee's."""
+    return ["" if op is None else op.name or op.callee.name for op in calls]
 
 
 class Timeline(Protocol):
@@ -56,7 +63,7 @@ class Timeline(Protocol):
         """The name of what was simulated."""
         ...
 
-    @property
+    @cached_property
     def classes(self) -> RankClasses:
         """The rank classes and their devices."""
         ...
@@ -71,7 +78,7 @@ class Timeline(Protocol):
         """When each rank class ends its last task, in seconds; 0.0 if it has none."""
         ...
 
-    @property
+    @cached_property
     def stream_table(self) -> Sequence[Stream]:
         """Every stream."""
         ...
@@ -103,7 +110,7 @@ class FlatTimeline:
         """The name of the function."""
         return self.tasks.function.name
 
-    @property
+    @cached_property
     def classes(self) -> RankClasses:
         """The rank classes of the function."""
         return self.tasks.classes
@@ -120,7 +127,7 @@ class FlatTimeline:
         np.maximum.at(last, self._class_of_use, self.end[self._task_of_use])
         return last
 
-    @property
+    @cached_property
     def stream_table(self) -> Sequence[Stream]:
         """Every stream."""
         return self.tasks.stream_table
@@ -132,7 +139,8 @@ class FlatTimeline:
         keys, times = np.unique(
             self.tasks.op[self._task_of_use] * count + self._class_of_use, return_counts=True
         )
-        pairs = zip(keys.tolist(), times.tolist(), strict=True)
+        numbers: list[int] = keys.tolist()
+        pairs = zip(numbers, times.tolist(), strict=True)
         return [(self.tasks.op_table[key // count], key % count, n) for key, n in pairs]
 
     def __len__(self) -> int:
@@ -148,7 +156,7 @@ class FlatTimeline:
             tasks.op_table,
             tasks.call,
             tasks.call_parent,
-            tasks.call_op,
+            names_of(tasks.call_op),
             tasks.stream_start,
             tasks.streams,
             tasks.stream_table,

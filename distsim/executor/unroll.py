@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from distsim.executor.relocate import Relocator
 from distsim.ir import Function, FunctionMaker, Value
-from distsim.ir.type import as_tensor
 from distsim.schedule import Phase, Task
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class Unroller:
     def __init__(self, program: Program, steady: bool = False) -> None:
         self.program = program
         self.steady = steady
+        self.places = [Relocator(program.pattern, stage.mesh) for stage in program.stages]
         self.maker = FunctionMaker(program.name)
         self.microbatches = program.schedule.num_microbatches
         self.env: dict[Home, Value] = {}
@@ -47,7 +48,7 @@ class Unroller:
         """Take a global input as what every stage that reads it holds of it."""
         count = self.microbatches if given.microbatched else 1
         for stage in given.stages:
-            type_ = as_tensor(given.key.type, given.key.name).on(self.program.stages[stage].mesh)
+            type_ = self.places[stage].type(given.key.type)
             for part in range(count):
                 name = given.source.name if count == 1 else f"{given.source.name}.{part}"
                 local = self.maker.add_input_value(name, type_, given.source.role)
@@ -119,7 +120,9 @@ class Unroller:
         suffix = "" if microbatch is None else f".{microbatch}"
         sums = set(block.accumulated)
         names = [key.name if key in sums else key.name + suffix for key in block.outputs]
-        made = self.maker.add("Call", inputs, None, (function,), names, None, name)
+        inner = block.names if function is block.function else block.accumulating_names
+        placed = self.places[stage].function(function, f"stage{stage}_{function.name}", inner)
+        made = self.maker.add("Call", inputs, None, (placed,), names, None, name)
         homes: list[Home] = []
         for key, value in zip(block.outputs, made, strict=True):
             home = (key, None if key in sums else microbatch, stage)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distsim.executor.blocks import BlockTasks, StageRanks, Summary
+from distsim.executor.blocks import START, BlockTasks, Bools, StageRanks, Summary
 from distsim.executor.cost_model import CostModel
-from distsim.executor.lowering import Floats
 from distsim.executor.program import Program
 from distsim.executor.rounds_kernel import Wiring
+from distsim.executor.templates import Floats, Ints
 from distsim.ir import NO_ATTRIBUTES, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
@@ -99,6 +99,8 @@ class Wirer:
         self.exports: list[dict[int, Result]] = [{} for _ in self.blocks]
         self.closing: list[dict[int, Result]] = [{} for _ in self.blocks]
         self.transfers: list[list[Transfer]] = [[] for _ in self.blocks]
+        self._makers: dict[int, Ints] = {}
+        self._settled: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         for number in range(len(self.blocks)):
             self._settle(number)
         for number in range(len(self.blocks)):
@@ -148,60 +150,111 @@ class Wirer:
         Whether a sum is covered depends on the block itself: first none is a port, then those that turn
         out not to be covered are, until that holds.
         """
+        key = self._pattern(number)
+        found = self._settled.get(key)
+        if found is not None:
+            self._take(number, found)
+            return
+        found = self._settled[key] = [(), ()]
         grown = True
         while grown:
             grown = False
-            for variant, tasks in enumerate(self.tasks[number]):
-                for port in range(len(tasks.ports)):
-                    if port in self.ports[number][variant] or self._covered(number, variant, port):
-                        continue
-                    place, rank_class = tasks.ports[port]
-                    cell = self.source(number // 2, self.key_of(number, place), rank_class)
-                    if cell != NOTHING:
-                        self.ports[number][variant][port] = cell
-                        grown = True
+            for variant in range(2):
+                uncovered = self._uncovered(number, variant)
+                if not set(uncovered) <= set(found[variant]):
+                    found[variant] = tuple(sorted({*found[variant], *uncovered}))
+                    grown = True
+            self._take(number, found)
 
-    def _covered(self, number: int, variant: int, port: int) -> bool:
-        """Whether whoever waits for a port waits for a stream that is not free before it is there."""
-        place, rank_class = self.tasks[number][variant].ports[port]
-        key = self.key_of(number, place)
-        maker = self.sums.get(key) or self.made.get(key)
-        if maker is None:
-            return False
-        if maker[0] // 2 == number // 2:
-            covers = [self._cover_of_result(maker[0], v, maker[1], rank_class) for v in range(2)]
-        elif number % 2:  # a backward block: the forward block may have waited for it
-            covers = [self._cover_of_port(number - 1, v, key, rank_class) for v in range(2)]
-        else:
-            return False
-        registers = self.streams[number][variant]
-        readers = self.tasks[number][variant].readers[port]
-        return all(any(registers[s] in cover for s in streams) for streams in readers for cover in covers)
+    def _take(self, number: int, uncovered: Sequence[Sequence[int]]) -> None:
+        """Give the uncovered ports of both variants their cells."""
+        for variant, tasks in enumerate(self.tasks[number]):
+            for port in uncovered[variant]:
+                place, rank_class = tasks.ports[port]
+                cell = self.source(number // 2, self.key_of(number, place), rank_class)
+                if cell != NOTHING:
+                    self.ports[number][variant][port] = cell
+
+    def _pattern(self, number: int) -> tuple[object, ...]:
+        """Return what the uncovered ports of a block follow from: equal for stages that are alike."""
+        makers = self._makers_of(number)
+        own = makers[:, 0] // 2 == number // 2
+        places = np.where(own, makers[:, 0] % 2, np.where(makers[:, 0] < 0, -1, -2))
+        first = number - number % 2
+        inputs = self._makers_of(first)[:, 0] >= 0
+        tasks = [id(own) for pair in self.tasks[first : first + 2] for own in pair]
+        return (number % 2, *tasks, places.tobytes(), makers[:, 1].tobytes(), inputs.tobytes())
+
+    def _uncovered(self, number: int, variant: int) -> list[int]:
+        """Return the ports for which some task waits on streams that may all be free before.
+
+        A stream that is never free before a value is there makes waiting for the value needless.
+        """
+        tasks, streams = self.tasks[number][variant], self.streams[number][variant]
+        port, occupied = tasks.readers
+        if not len(port):
+            return []
+        place, rank_class = tasks.places[port].T
+        makers = self._makers_of(number)[place]
+        covered = np.zeros(len(port), np.bool_)
+        for maker in (number - number % 2, number):
+            rows = np.flatnonzero(makers[:, 0] == maker)
+            if len(rows):
+                hidden = np.ones((len(rows), len(streams)), np.bool_)
+                for other in range(2):
+                    hidden &= self._cover(maker, other, streams)[makers[rows, 1], rank_class[rows]]
+                covered[rows] = (hidden & occupied[rows]).any(axis=1)
+        if number % 2:  # a backward block: the forward block may have waited for the same arrival
+            for row in np.flatnonzero(~covered & (makers[:, 0] >= 0)).tolist():
+                key = self.key_of(number, int(place[row]))
+                hidden = self._cover_of_arrival(number - 1, key, int(rank_class[row]), streams)
+                covered[row] = (hidden & occupied[row]).any()
+        return sorted(set(port[~covered].tolist()))
+
+    def _makers_of(self, number: int) -> Ints:
+        """[inputs, 2]: the block and the output that make each input of a block's function, -1 for none."""
+        found = self._makers.get(number)
+        if found is None:
+            block = self.blocks[number]
+            none = (-1, -1)
+            pairs = [self.made.get(key) or self.sums.get(key, none) for key in block.inputs]
+            pairs += [self.sums[key] for key in block.accumulated]
+            found = self._makers[number] = np.array(pairs, np.int64).reshape(len(pairs), 2)
+        return found
 
     def _summary(self, number: int, variant: int) -> Summary:
         return self.tasks[number][variant].summary(sorted(self.ports[number][variant]))
 
-    def _cover_of_result(self, number: int, variant: int, index: int, rank_class: int) -> frozenset[int]:
-        """Return the registers of the streams that are never free before a result of a block is there."""
-        where = self.tasks[number][variant].outputs[index]
-        if isinstance(where, int):
-            return frozenset()
-        registers = self.streams[number][variant]
-        if rank_class not in where:
-            return frozenset(self.cells.registers.values())
-        return frozenset([registers[s] for s in self._summary(number, variant).covering(where[rank_class])])
+    def _cover(self, number: int, variant: int, streams: Sequence[int]) -> Bools:
+        """[outputs, classes, streams]: is a stream never free before a result of a block is there?"""
+        summary = self._summary(number, variant)
+        makers = self.tasks[number][variant].makers(len(self.ranks[number // 2].members))
+        found = np.zeros((*makers.shape, len(streams)), np.bool_)
+        own = self.streams[number][variant]
+        both = [(i, own.index(register)) for i, register in enumerate(streams) if register in own]
+        made = makers >= 0
+        if both:
+            here, there = zip(*both, strict=True)
+            covering = summary.covering(makers[made])
+            rows = np.zeros((len(covering), len(streams)), np.bool_)
+            rows[:, list(here)] = covering[:, list(there)]
+            found[made] = rows
+        found[makers == START] = True
+        return found
 
-    def _cover_of_port(self, number: int, variant: int, key: Value, rank_class: int) -> frozenset[int]:
-        """Return the registers of the streams on which a block waited for one of its inputs."""
-        if key not in self.blocks[number].inputs:
-            return frozenset()
-        entry = (self.blocks[number].inputs.index(key), rank_class)
-        ports = self.tasks[number][variant].ports
-        if entry not in ports or ports.index(entry) not in self.ports[number][variant]:
-            return frozenset()
-        summary, registers = self._summary(number, variant), self.streams[number][variant]
-        column = len(registers) + summary.ports.index(ports.index(entry))
-        return frozenset([registers[s] for s in np.flatnonzero(summary.clocks[:, column] >= 0).tolist()])
+    def _cover_of_arrival(self, number: int, key: Value, rank_class: int, streams: Sequence[int]) -> Bools:
+        """Return which streams are never free before something has arrived for which a block waited."""
+        found = np.ones(len(streams), np.bool_)
+        for variant, tasks in enumerate(self.tasks[number]):
+            if key not in self.blocks[number].inputs:
+                return np.zeros(len(streams), np.bool_)
+            entry = (self.blocks[number].inputs.index(key), rank_class)
+            port = tasks.ports.index(entry) if entry in tasks.ports else -1
+            if port not in self.ports[number][variant]:
+                return np.zeros(len(streams), np.bool_)
+            own, waiting = self.streams[number][variant], self._summary(number, variant).waiting(port)
+            found &= [register in own and bool(waiting[own.index(register)]) for register in streams]
+        return found
 
     def key_of(self, number: int, place: int) -> Value:
         """Return the key of an input of a block's function: after its inputs come the sums so far."""

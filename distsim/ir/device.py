@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from distsim.errors import TopologyError
 
@@ -220,6 +221,16 @@ def devices_of(device: Device | Mesh | None) -> tuple[Device, ...]:
     if device is None:
         return ()
     return device.devices if isinstance(device, Mesh) else (device,)
+
+
+@lru_cache(maxsize=1024)
+def logical_mesh(device: Device, dp: int, tp: int) -> Mesh:
+    """Return a mesh of ``dp * tp`` devices like ``device``, numbered from 0: ranks that lie nowhere yet.
+
+    >>> logical_mesh(Device(7, "gpu"), 2, 4)
+    Mesh(dp=2, tp=4)[gpu:0..gpu:7]
+    """
+    return Mesh([replace(device, id=i) for i in range(dp * tp)], dp=dp, tp=tp)
 
 
 def _mesh(devices: tuple[Device, ...], axes: tuple[tuple[str, int], ...]) -> Mesh:

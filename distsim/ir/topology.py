@@ -184,6 +184,17 @@ class Topology:
             )
         return level.link
 
+    def pair_links(self, devices: Sequence[Device]) -> tuple[tuple[int, int, Link], ...]:
+        """The links of pairs that were set among these devices: (place of one, place of the other, link)."""
+        if not self._links:
+            return ()
+        place = {device.id: i for i, device in enumerate(devices)}
+        if len(place) ** 2 < len(self._links):
+            pairs = [(a, b) for a in place for b in place if (a, b) in self._links]
+        else:
+            pairs = [(a, b) for a, b in self._links if a in place and b in place]
+        return tuple(sorted([(place[a], place[b], self._links[a, b]) for a, b in pairs], key=lambda p: p[:2]))
+
     def link_name(self, a: Device, b: Device) -> str:
         """The name of the level that joins two devices, or ``"link"`` for a pair that was set."""
         self.link(a, b)

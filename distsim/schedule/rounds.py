@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from distsim.schedule.steps import count_repeated
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
@@ -44,7 +46,9 @@ def find_rounds(stage: Ints, code: Ints, ends_step: Bools) -> Rounds:
     one higher, they are a round, repeated as often as that holds. What lies between is run once.
     """
     steps = _starts(ends_step)
-    runs = [_repeated(stage, code, steps, length) for length in range(1, LONGEST + 1)]
+    counted = np.zeros((LONGEST, len(steps)), np.int64)
+    count_repeated(stage, code, steps, counted)
+    runs: list[list[int]] = counted.tolist()
     parts: list[tuple[int, int, int]] = []  # (first step, step after the last, repeats)
     at, single = 0, 0
     while at < len(steps) - 1:
@@ -52,7 +56,7 @@ def find_rounds(stage: Ints, code: Ints, ends_step: Bools) -> Rounds:
         if not length:
             at += 1
             continue
-        repeats = int(runs[length - 1][at]) // length + 1
+        repeats = runs[length - 1][at] // length + 1
         parts += [(single, at, 1)] if single < at else []
         parts.append((at, at + length, repeats))
         single = at = at + length * repeats
@@ -70,20 +74,3 @@ def find_rounds(stage: Ints, code: Ints, ends_step: Bools) -> Rounds:
 def _starts(ends_step: Bools) -> Ints:
     """Return the first task of each step, and the number of tasks."""
     return np.concatenate([[0], np.flatnonzero(ends_step) + 1]).astype(np.int64)
-
-
-def _repeated(stage: Ints, code: Ints, steps: Ints, length: int) -> Ints:
-    """For each step: how many from it on are run again ``length`` steps later, a microbatch higher."""
-    count = len(steps) - 1
-    again = np.zeros(count, np.bool_)
-    if count > length:
-        shift = steps[length:-1] - steps[: -1 - length]
-        sizes = np.diff(steps)
-        tasks = np.arange(int(steps[-1 - length]))
-        later = np.minimum(tasks + np.repeat(shift, sizes[:-length]), len(stage) - 1)
-        equal = (stage[later] == stage[tasks]) & (code[later] == code[tasks] + 2)
-        whole = np.logical_and.reduceat(equal, steps[: -1 - length])
-        again[:-length] = whole & (sizes[length:] == sizes[:-length])
-    numbers = np.arange(count)
-    stops = np.where(again, count, numbers)
-    return np.minimum.accumulate(stops[::-1])[::-1] - numbers

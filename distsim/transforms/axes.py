@@ -29,11 +29,12 @@ def tensor_decision(
     known: Mapping[Value, Role],
     batch: Marks,
     mesh: Mesh,
+    dp: int,
     microbatches: int,
     decided: Decision,
 ) -> Decision:
     """Tensor parallelism divides what derives from parameters and does not carry the batch."""
-    tp, dp = mesh.axis_size("tp"), mesh.axis_size("dp")
+    tp = mesh.axis_size("tp")
     parts = dp * microbatches
     if tp == 1:
         return Decision({}, {}, 0.0, True)

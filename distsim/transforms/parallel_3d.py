@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distsim.errors import PlanError
 from distsim.executor.program import Program
 from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Value
-from distsim.ir.device import devices_of
+from distsim.ir.device import devices_of, logical_mesh
 from distsim.ir.type import Tensor
 from distsim.schedule import Schedule, one_f_one_b
 from distsim.transforms.inline import inline
@@ -36,7 +36,9 @@ def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program
     """
     while coarse(function, mesh.axis_size("pp"), mesh.devices[0]):
         function = inline(function)
-    local = shard(function, mesh.at(pp=0), schedule.num_microbatches)
+    dp = mesh.axis_size("dp")
+    pattern = logical_mesh(mesh.devices[0], min(dp, 2), mesh.axis_size("tp"))
+    local = shard(function, pattern, schedule.num_microbatches, dp)
     return pipeline(local, mesh, schedule)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from distsim.errors import PlanError
 from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
-from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
-from distsim.ir.type import as_tensor
+from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Value
 from distsim.ops import operator
 from distsim.schedule import Schedule
 from distsim.transforms.shard import Sharded
@@ -125,11 +124,11 @@ class _Cutter:
     def program(self) -> Program:
         groups = self._groups()
         outside = _read_outside(groups.values(), self.function)
+        build = _Blocks(outside)
         stages: list[Stage] = []
         for index in range(self.count):
             mesh = self.mesh.at(pp=index)
             rounds = sorted(r for s, phase, r in groups if s == index and phase == "U")
-            build = _Builder(f"stage{index}", self.local.mesh, mesh, outside)
             stages.append(
                 Stage(
                     mesh,
@@ -141,6 +140,7 @@ class _Cutter:
         return Program(
             self.function.name,
             self.mesh,
+            self.local.mesh,
             tuple(stages),
             self.schedule,
             self._inputs(stages),
@@ -221,64 +221,62 @@ def _read_outside(groups: Iterable[list[Op]], function: Function) -> frozenset[V
     return frozenset(found)
 
 
-class _Builder:
-    """Makes the blocks of one stage: the same ops, on the stage's slice of the mesh."""
+class _Blocks:
+    """Makes blocks; groups of ops that do the same, wired in the same way, share their Functions."""
 
-    def __init__(self, name: str, source: Mesh, mesh: Mesh, outside: frozenset[Value]) -> None:
-        self.name, self.source, self.mesh, self.outside = name, source, mesh, outside
-        self.moved: dict[int, Function] = {}
+    def __init__(self, outside: frozenset[Value]) -> None:
+        self.outside = outside
+        self.made: dict[Hashable, tuple[Function, Function | None]] = {}
 
     def block(self, phase: str, ops: Sequence[Op]) -> Block:
+        """Return the block of these ops, which lie in the order of the function that is cut."""
         made = {value for op in ops for value in op.outputs}
         inputs = tuple(dict.fromkeys(v for op in ops for v in op.inputs if v not in made))
         outputs = tuple(v for op in ops for v in op.outputs if v in self.outside)
         sums = tuple(op.outputs[0] for op in ops if is_sum(op))
-        function = self._write(f"{self.name}_{phase}", ops, inputs, outputs, ())
-        more = self._write(f"{self.name}_{phase}_next", ops, inputs, outputs, sums) if sums else None
-        return Block(function, inputs, outputs, sums, more)
+        key = (phase, _structure(ops, inputs, outputs))
+        found = self.made.get(key)
+        if found is None:
+            function = _write(phase, ops, inputs, outputs, ())
+            more = _write(f"{phase}_next", ops, inputs, outputs, sums) if sums else None
+            found = self.made[key] = function, more
+        names = tuple([op.name for op in ops if not is_sum(op)])
+        more_names = tuple([op.name for op in ops]) if sums else ()
+        return Block(found[0], inputs, outputs, sums, found[1], names, more_names)
 
-    def _write(
-        self,
-        name: str,
-        ops: Sequence[Op],
-        inputs: Sequence[Value],
-        outputs: Sequence[Value],
-        sums: Sequence[Value],
-    ) -> Function:
-        maker = FunctionMaker(name)
-        env: dict[Value, Value] = {}
-        for value in inputs:
-            env[value] = maker.add_input_value(value.name, self._type(value), value.role)
-        so_far = {v: maker.add_input_value(f"{v.name}.sum", self._type(v)) for v in sums}
-        for op in ops:
-            if not is_sum(op):
-                self._copy(maker, op, env)
-                continue
-            key, part = op.outputs[0], env[op.inputs[0]]
-            if key in so_far:
-                part = maker.add("AccumulateInto", [so_far[key], part], output_names=[key.name])[0]
+
+def _structure(ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]) -> Hashable:
+    """Return what two groups of ops have in common when they differ in names only."""
+    number = {value: i for i, value in enumerate(inputs)}
+    wired: list[Hashable] = []
+    for op in ops:
+        read = tuple([number[value] for value in op.inputs])
+        wired.append((op.op_type, op.attributes, op.subfunctions, op.version, read, len(op.outputs)))
+        for value in op.outputs:
+            number[value] = len(number)
+    types = tuple([(value.type, value.role) for value in inputs])
+    return types, tuple(wired), tuple([number[value] for value in outputs])
+
+
+def _write(
+    name: str, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value], sums: Sequence[Value]
+) -> Function:
+    """Return the function of these ops; the mark of a sum adds to ``sums``, or else is nothing.
+
+    Ops and values are those of the function that is cut, whose types have been checked.
+    """
+    so_far = {value: Value(f"{value.name}.sum", value.type) for value in sums}
+    env: dict[Value, Value] = {}
+    written: list[Op] = []
+    for op in ops:
+        if not is_sum(op):
+            read = tuple([env.get(value, value) for value in op.inputs])
+            written.append(replace(op, inputs=read, name="") if op.name or read != op.inputs else op)
+            continue
+        part, key = env.get(op.inputs[0], op.inputs[0]), op.outputs[0]
+        if key in so_far:
+            written.append(Op("AccumulateInto", (so_far[key], part), op.outputs))
+        else:
             env[key] = part
-        maker.set_outputs([env[value] for value in outputs])
-        return maker.finalize()
-
-    def _copy(self, maker: FunctionMaker, op: Op, env: dict[Value, Value]) -> None:
-        callees = tuple(self._relocate(callee) for callee in op.subfunctions)
-        attributes = op.attributes
-        if attributes.get("device") == self.source:
-            attributes = {**attributes, "device": self.mesh}
-        env.update(zip(op.outputs, maker.copy(op, env, attributes, callees), strict=True))
-
-    def _relocate(self, callee: Function) -> Function:
-        if id(callee) not in self.moved:
-            maker = FunctionMaker(callee.name)
-            env: dict[Value, Value] = {}
-            for value in callee.inputs:
-                env[value] = maker.add_input_value(value.name, self._type(value), value.role)
-            for op in callee.ops:
-                self._copy(maker, op, env)
-            maker.set_outputs([env[value] for value in callee.outputs])
-            self.moved[id(callee)] = maker.finalize()
-        return self.moved[id(callee)]
-
-    def _type(self, value: Value) -> Tensor:
-        return as_tensor(value.type, value.name).on(self.mesh)
+    made = tuple([env.get(value, value) for value in outputs])
+    return Function(name, (*inputs, *so_far.values()), tuple(written), made)

@@ -15,6 +15,7 @@ import numpy as np
 
 from distsim.errors import PlanError
 from distsim.ir import Function, FunctionMaker, Literal, Mesh, Op, Role, Tensor, Value
+from distsim.ir.device import logical_mesh
 from distsim.ops import signature_of
 from distsim.transforms.axes import batch_axis, tensor_decision
 from distsim.transforms.decide import Decision, decide
@@ -71,21 +72,32 @@ class Sharded:
         return "\n".join(lines)
 
 
-def shard(function: Function, mesh: Mesh, microbatches: int = 1) -> Sharded:
+def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None = None) -> Sharded:
     """Divide ``function`` over ``mesh`` (axes dp and tp) and over ``microbatches``.
 
     ``function`` may be any function: forward, or joint with its backward pass and optimizer. Data
-    inputs carry the batch in dimension 0. Raises :class:`PlanError` naming the numbers when the batch
-    is not divisible or an op needs the whole batch at once.
+    inputs carry the batch in dimension 0. With ``dp``, the mesh is a pattern: it stands for ``dp``
+    data-parallel replicas, however many it has. Where local shapes inside depend on their number
+    (something is gathered or divided again over dp), the result is on a pattern that has them all.
+    Raises :class:`PlanError` naming the numbers when the batch is not divisible or an op needs the
+    whole batch at once.
     """
     known = roles(function)
-    dp = mesh.axis_size("dp")
+    dp = mesh.axis_size("dp") if dp is None else dp
     data = batch_inputs(function, known)
     _check_batch(function, data, dp, microbatches)
     batch_marks = propagate(function, dict.fromkeys(data, WHOLE_BATCH))
     batch = decide(function, batch_axis(function, data, batch_marks, dp * microbatches, mesh.devices[0]))
-    tensor = tensor_decision(function, known, batch_marks, mesh, microbatches, batch)
-    return _Lowering(function, mesh, microbatches, known, batch, tensor).result()
+    tensor = tensor_decision(function, known, batch_marks, mesh, dp, microbatches, batch)
+    try:
+        return _Lowering(function, mesh, dp, microbatches, known, batch, tensor).result()
+    except _ReplicasCountError:
+        whole = logical_mesh(mesh.devices[0], dp, mesh.axis_size("tp"))
+        return _Lowering(function, whole, dp, microbatches, known, batch, tensor).result()
+
+
+class _ReplicasCountError(PlanError):
+    """Local shapes depend on the number of replicas, which the pattern does not have."""
 
 
 def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatches: int) -> None:
@@ -113,6 +125,7 @@ class _Lowering:
         self,
         function: Function,
         mesh: Mesh,
+        dp: int,
         microbatches: int,
         known: Mapping[Value, Role],
         batch: Decision,
@@ -120,7 +133,7 @@ class _Lowering:
     ) -> None:
         self.function, self.mesh, self.microbatches = function, mesh, microbatches
         self.known, self.batch, self.tp = known, batch, tp
-        self.parts = mesh.axis_size("dp") * microbatches
+        self.dp, self.parts = dp, dp * microbatches
         self.ranks = mesh.axis_size("tp")
         self.done: dict[int, Function] = {}
 
@@ -255,8 +268,10 @@ def _move(body: _Body, value: Value, local: Value, source: Placement, target: Pl
         local = _in_time(body, value, local, source.batch)
     within = [_within(state, source.batch, lowering.parts) for state in (source.tp, target.tp)]
     local = _collective(body.maker, local, within[0], within[1], "tp")
-    if lowering.mesh.axis_size("dp") == 1:
+    if lowering.dp == 1 or source.batch == target.batch:
         return local
+    if (source.batch, target.batch) != (PARTIAL, REPLICATED) and lowering.mesh.axis_size("dp") != lowering.dp:
+        raise _ReplicasCountError(f"{value.name}: {source.batch} to {target.batch} over dp={lowering.dp}")
     return _collective(body.maker, local, source.batch, target.batch, "dp")
 
 

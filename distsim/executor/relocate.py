@@ -1,0 +1,69 @@
+"""The same function on other devices of a mesh of equal axes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from distsim.ir import Attributes, Function, Mesh, Op, Type, Value
+from distsim.ir.type import Tensor
+
+
+class Relocator:
+    """Moves functions from one mesh to another: where something lies is all that changes.
+
+    A pattern mesh may have fewer replicas along an axis than the mesh that it stands for: shapes do not
+    depend on their number, so types are rewritten and not derived again. Each function is moved once.
+    """
+
+    def __init__(self, source: Mesh, target: Mesh) -> None:
+        self.source, self.target = source, target
+        self._functions: dict[Function, Function] = {}
+        self._types: dict[Type, Type] = {}
+        self._attributes: dict[Attributes, Attributes] = {}
+
+    def function(self, function: Function, name: str | None = None, op_names: Sequence[str] = ()) -> Function:
+        """Return the function, and what it calls, on the target mesh, under a name and with named ops."""
+        found = self._functions.get(function)
+        if found is None:
+            env = {value: self._value(value) for value in function.inputs}
+            names = op_names or [op.name for op in function.ops]
+            ops = [self._op(op, env, own) for op, own in zip(function.ops, names, strict=True)]
+            found = Function(
+                function.name if name is None else name,
+                tuple([env[value] for value in function.inputs]),
+                tuple(ops),
+                tuple([env[value] for value in function.outputs]),
+            )
+            self._functions[function] = found
+        return found
+
+    def type(self, type_: Type) -> Type:
+        """Return the type on the target mesh."""
+        found = self._types.get(type_)
+        if found is None:
+            found = type_
+            if isinstance(type_, Tensor) and type_.device == self.source:
+                found = type_.on(self.target)
+            self._types[type_] = found
+        return found
+
+    def _value(self, value: Value) -> Value:
+        return Value(value.name, self.type(value.type), value.role)
+
+    def _op(self, op: Op, env: dict[Value, Value], name: str) -> Op:
+        outputs = tuple([self._value(value) for value in op.outputs])
+        inputs = tuple([env[value] for value in op.inputs])
+        env.update(zip(op.outputs, outputs, strict=True))
+        callees = tuple([self.function(callee) for callee in op.subfunctions])
+        return Op(op.op_type, inputs, outputs, self._moved(op.attributes), callees, op.version, name)
+
+    def _moved(self, attributes: Attributes) -> Attributes:
+        found = self._attributes.get(attributes)
+        if found is None:
+            places: dict[str, Any] = {
+                key: self.target for key, item in attributes.items() if item == self.source
+            }
+            found = Attributes({**attributes, **places}) if places else attributes
+            self._attributes[attributes] = found
+        return found
