@@ -122,7 +122,7 @@ def test_a_trace_of_nothing_is_still_json(tmp_path):
     assert events_of(path) == []
 
 
-def test_writing_is_whole_or_not_at_all(tmp_path):
+def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
     simulation = two_stages()
     with pytest.raises(SimulationError, match="is not a file"):
         write_trace(simulation, tmp_path)
@@ -138,12 +138,12 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
         write_trace(simulation, path, [devices[8]])
     assert path.read_text() == "old"
 
-    def broken():
-        raise RuntimeError("no spans")
+    def broken(timeline):
+        raise RuntimeError("no pieces")
         yield
 
-    simulation.spans = broken
-    with pytest.raises(RuntimeError, match="no spans"):
+    monkeypatch.setattr(type(simulation.timeline), "pieces", broken)
+    with pytest.raises(RuntimeError, match="no pieces"):
         write_trace(simulation, path)
     assert path.read_text() == "old"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.png", "trace.json"]

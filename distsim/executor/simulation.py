@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,9 @@ from distsim.executor.templates import Floats, Ints
 from distsim.executor.timeline import Piece, Timeline
 from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work
+
+_MOST_TASKS = 4096
+"""Tasks of a piece whose spans are made at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +109,8 @@ class Simulation:
         """Yield the spans of every rank class in the order of issue; a Send is one on each end."""
         for piece in self.timeline.pieces():
             paths = piece.paths()
-            starts: list[float] = piece.start.tolist()
-            ends: list[float] = piece.end.tolist()
-            ops: list[int] = piece.op.tolist()
-            calls: list[int] = piece.call.tolist()
-            streams: list[int] = piece.streams.tolist()
-            tasks: list[int] = _tasks_of_uses(piece).tolist()
-            first: list[int] = piece.stream_start.tolist()
-            for use, task in enumerate(tasks):
-                yield Span(
-                    piece.first + task,
-                    piece.op_table[ops[task]],
-                    paths[calls[task]],
-                    piece.stream_table[streams[use]],
-                    starts[task],
-                    ends[task],
-                    use - first[task],
-                    first[task + 1] - first[task],
-                )
+            for first in range(0, len(piece), _MOST_TASKS):
+                yield from _spans(piece, paths, slice(first, first + _MOST_TASKS))
 
     @cached_property
     def trace(self) -> list[dict[str, Any]]:
@@ -198,6 +185,29 @@ class Simulation:
         if found is None:
             raise SimulationError(f"{device} does not occur in {self.name}")
         return found
+
+
+def _spans(piece: Piece, paths: Sequence[str], part: slice) -> Iterator[Span]:
+    """Yield the spans of some tasks of a piece."""
+    starts: list[float] = piece.start[part].tolist()
+    ends: list[float] = piece.end[part].tolist()
+    ops: list[int] = piece.op[part].tolist()
+    calls: list[int] = piece.call[part].tolist()
+    first: list[int] = piece.stream_start[part.start : part.stop + 1].tolist()
+    streams: list[int] = piece.streams[first[0] : first[-1]].tolist()
+    for task, start in enumerate(starts):
+        uses = first[task + 1] - first[task]
+        for place in range(uses):
+            yield Span(
+                piece.first + part.start + task,
+                piece.op_table[ops[task]],
+                paths[calls[task]],
+                piece.stream_table[streams[first[task] - first[0] + place]],
+                start,
+                ends[task],
+                place,
+                uses,
+            )
 
 
 def _op_flops(op: Op) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from distsim.executor.cost_model import CostModel, Group
@@ -32,10 +32,6 @@ class FreeOps(CostModel):
     def spec(self, device: Device) -> int:
         """As in the other model: what is free is free on every device."""
         return self.base.spec(device)
-
-    def same_seconds(self, signature: Signature, groups: Sequence[Group]) -> bool:
-        """As in the other model."""
-        return self.base.same_seconds(signature, groups)
 
 
 class FreeLaunches(FreeOps):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ Lanes = dict[tuple[int, str], int]
 
 MOST_SLICES = 4096
 """So many slices are made at a time."""
+
+MOST_KEPT = 32768
+"""Longer pieces (a whole function) come once: what is the same in them is not kept."""
 
 _FIELDS = 8
 _encode = msgspec.json.Encoder().encode
@@ -45,7 +48,7 @@ class SliceWriter:
 
     def write(self, piece: Piece, members: dict[int, list[Device]]) -> Iterator[bytes]:
         """Yield the slices of a piece on the devices of ``members``, by rank class, joined by commas."""
-        path = _text(piece.path)
+        path = _encode(piece.path)[1:-1]
         for rank_class, sheet in self._sheets_of(piece, members):
             start = np.rint(piece.start[sheet.tasks] * 1e9).astype(np.int64)
             length = np.rint(piece.end[sheet.tasks] * 1e9).astype(np.int64) - start
@@ -59,11 +62,9 @@ class SliceWriter:
                 values[2::_FIELDS] = values[3::_FIELDS] = [device.id] * count
                 yield sheet.text % tuple(values)
 
-    def _sheets_of(
-        self, piece: Piece, members: dict[int, list[Device]]
-    ) -> Iterator[tuple[int, _Sheet]] | list[tuple[int, _Sheet]]:
-        """Return the sheets of a piece: kept where it is small enough to be one of many alike."""
-        if len(piece) > MOST_SLICES:
+    def _sheets_of(self, piece: Piece, members: dict[int, list[Device]]) -> Iterable[tuple[int, _Sheet]]:
+        """Return the sheets of a piece: kept where it may be one of many alike."""
+        if len(piece) > MOST_KEPT:
             return self._made(piece, members)
         # A key names its parts by their ids; what is named is kept along, so that the id stays its own.
         named = (piece.call, *piece.op_table, *piece.stream_table)
