@@ -110,8 +110,7 @@ class ProgramTimeline:
         """Yield every call and send, each expanded when it is its turn."""
         wanted = None if rank_class is None else self.model.classes[rank_class][0]
         first = 0
-        for event in self._record.sequence.tolist():
-            size = self.size_of(event)
+        for event, size in zip(self._record.sequence.tolist(), self._sizes, strict=True):
             if wanted is None or wanted in self._stages(event):
                 yield self._call(first, event) if event >= 0 else self._transfer(first, ~event)
             first += size
@@ -155,12 +154,19 @@ class ProgramTimeline:
     def _before_tail(self) -> Floats:
         return self.recorded[1]
 
-    def size_of(self, event: int) -> int:
-        """Return the number of tasks of a call, or of a send (as its complement)."""
-        if event < 0:
-            return 1
-        block, tasks = self.tasks_of(event)
-        return len(tasks) if self.run.block(block).outputs else 0
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """The number of tasks of each call and send, in the order of issue."""
+        record = self._record
+        of_variant = np.array(
+            [
+                len(tasks) if self.run.block(block).outputs else 0
+                for block, (first, more) in enumerate(self.model.tasks)
+                for tasks in (first, more, first, more)
+            ]
+        )
+        calls = of_variant[record.variant[np.maximum(record.sequence, 0)]]
+        return np.where(record.sequence < 0, 1, calls).tolist()
 
     def tasks_of(self, call: int) -> tuple[int, BlockTasks]:
         """Return the block, 2 * stage + phase, that a call runs, and its tasks."""

@@ -136,7 +136,8 @@ class Simulation:
     def shares(self, device: Device) -> Shares:
         """Return how a device spends the step."""
         rank_class = self.class_of(device)
-        found = [_intervals(piece, rank_class) for piece in self.timeline.pieces(rank_class)]
+        moving: dict[Op, bool] = {}
+        found = [_intervals(piece, rank_class, moving) for piece in self.timeline.pieces(rank_class)]
         empty = np.empty(0)
         start, end, moves = (np.concatenate([empty, *parts]) for parts in zip(*found, strict=True))
         compute = moves == 0
@@ -220,11 +221,17 @@ def _tasks_of_uses(piece: Piece) -> Ints:
     return np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
 
 
-def _intervals(piece: Piece, rank_class: int) -> tuple[Floats, Floats, Floats]:
-    """Return start and end of what a class does in a piece, and 1.0 where it is communication."""
+def _intervals(piece: Piece, rank_class: int, moving: dict[Op, bool]) -> tuple[Floats, Floats, Floats]:
+    """Return start and end of what a class does in a piece, and 1.0 where it is communication.
+
+    ``moving`` keeps which ops communicate.
+    """
     table = np.array([stream.rank_class == rank_class for stream in piece.stream_table], np.bool_)
     tasks = _tasks_of_uses(piece)[table[piece.streams]] if len(piece) else np.empty(0, np.int64)
-    moves = np.array([communicates(op) for op in piece.op_table], np.float64)
+    for op in piece.op_table:
+        if op not in moving:
+            moving[op] = communicates(op)
+    moves = np.array([moving[op] for op in piece.op_table], np.float64)
     return piece.start[tasks], piece.end[tasks], moves[piece.op[tasks]]
 
 
