@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from distsim.errors import PlanError
 from distsim.executor.program import Program
 from distsim.ir import Function, Mesh, Topology
@@ -17,11 +19,29 @@ def parallelize(function: Function, plan: Plan, topology: Topology) -> Program:
     other, where links are fastest, then data-parallel ones, then pipeline stages. Raises
     :class:`PlanError` when the plan does not fit the topology, the batch or the function.
     """
-    devices = topology.devices
-    if len(devices) < plan.devices:
-        raise PlanError(
-            f"plan {plan} needs {plan.devices} devices, the topology has {len(devices)}; "
-            "use a larger cluster or smaller degrees"
-        )
-    mesh = Mesh(devices[: plan.devices], pp=plan.pp, dp=plan.dp, tp=plan.tp)
-    return build_program(function, mesh, schedule(plan.schedule, plan.pp, plan.microbatches))
+    return build_program(function, _mesh(plan, topology), schedule(plan.schedule, plan.pp, plan.microbatches))
+
+
+Degrees = tuple[int, int, int]
+
+_MESHES: WeakKeyDictionary[Topology, tuple[int, dict[Degrees, Mesh]]] = WeakKeyDictionary()
+"""The meshes of a topology in its present version, by pp, dp and tp."""
+
+
+def _mesh(plan: Plan, topology: Topology) -> Mesh:
+    version, meshes = _MESHES.get(topology, (-1, dict[Degrees, Mesh]()))
+    if version != topology.version:
+        meshes = dict[Degrees, Mesh]()
+        _MESHES[topology] = topology.version, meshes
+    degrees = (plan.pp, plan.dp, plan.tp)
+    found = meshes.get(degrees)
+    if found is None:
+        devices = topology.devices
+        if len(devices) < plan.devices:
+            raise PlanError(
+                f"plan {plan} needs {plan.devices} devices, the topology has {len(devices)}; "
+                "use a larger cluster or smaller degrees"
+            )
+        found = Mesh(devices[: plan.devices], pp=plan.pp, dp=plan.dp, tp=plan.tp)
+        meshes[degrees] = found
+    return found

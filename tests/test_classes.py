@@ -159,7 +159,7 @@ def assert_exact(topology, function, **options):
         assert (shares.busy, shares.bubble) == pytest.approx(
             (expected.busy, expected.bubble), rel=1e-9, abs=1e-15
         )
-    classes = one.tasks.classes
+    classes = one.classes
     assert classes.lockstep == (len(classes.members) < len(each.timestamps))
     return [len(group) for group in classes.members]
 
@@ -200,7 +200,7 @@ def test_one_slow_device_in_closed_form():
     fast, slow, reduce = LAUNCH + 12e6 / DRAM, LAUNCH + 36e6 / DRAM, 4e6 / 1e10
     expected = [slow + reduce] * 2 + [fast + reduce] * 6
     assert list(simulation.timestamps.values()) == pytest.approx(expected, rel=1e-12)
-    assert sorted(map(len, simulation.tasks.classes.members)) == [1, 1, 6]
+    assert sorted(map(len, simulation.classes.members)) == [1, 1, 6]
 
 
 def test_uneven_nodes_split_the_groups_that_cross_them():

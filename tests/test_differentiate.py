@@ -19,7 +19,7 @@ from training_models import (
 from distsim.errors import PlanError, UnknownOperatorError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Function, Int64, Role, Tensor, callees, count_ops, verify
-from distsim.transforms import SGD, Adam, differentiate, optimizer_named
+from distsim.transforms import SGD, Adam, differentiate, inline, optimizer_named
 
 EPSILON = 1e-5
 
@@ -166,10 +166,11 @@ def test_a_callee_is_differentiated_once_for_all_its_calls():
     )
 
 
-def test_gpt_layers_share_one_forward_and_one_backward_callee():
+def test_gpt_layers_share_one_forward_one_backward_and_one_update_callee():
     joint = differentiate(small_gpt(layers=6), Adam())
-    assert len(callees(joint)) == 2
-    assert len([op for op in joint.ops if op.op_type == "Call"]) == 12
+    assert [f.name for f in callees(joint)] == ["layer", "layer_backward", "update"]
+    calls = [op.callee.name for op in joint.ops if op.op_type == "Call"]
+    assert calls == ["layer"] * 6 + ["layer_backward"] * 6 + ["update"] * 6
 
 
 def test_a_callee_saves_only_what_its_backward_reads():
@@ -272,6 +273,32 @@ def test_adam_is_algorithm_1_of_kingma_and_ba():
         np.testing.assert_allclose(moments[2 * index], m, rtol=1e-12)
         np.testing.assert_allclose(moments[2 * index + 1], v, rtol=1e-12)
         np.testing.assert_allclose(new[index], weight - lr * m_hat / (np.sqrt(v_hat) + eps), rtol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.3), Adam()], ids=str)
+@pytest.mark.parametrize("build", [small_gpt, small_mlp, tied], ids=lambda f: f.__name__)
+def test_updates_of_a_layer_in_one_call_are_the_updates_one_by_one(build, optimizer):
+    """Inputs and outputs have the order and names of a function without Calls, and the same numbers."""
+    function, flat = build(), build()
+    while callees(flat):
+        flat = inline(flat)
+    layered, plain = differentiate(function, optimizer), differentiate(flat, optimizer)
+    assert not callees(plain)
+    for ends in ("inputs", "outputs"):
+        names = [[(v.name, v.role, v.type) for v in getattr(f, ends)] for f in (layered, plain)]
+        assert names[0] == names[1]
+    inputs = random_inputs(layered)
+    for one, other in zip(compute(layered, inputs), compute(plain, inputs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+def test_parameters_that_several_ops_read_are_updated_on_their_own():
+    """The embedding that is also the head belongs to no layer; the layers' parameters do."""
+    joint = differentiate(tied(layers=3), SGD())
+    alone = [op.inputs[0].name for op in joint.ops if op.op_type == "SGDOptimizer"]
+    assert alone == ["wte"]
+    updates = [op for op in joint.ops if op.op_type == "Call" and op.callee.name == "update"]
+    assert len(updates) == 3 and len({id(op.callee) for op in updates}) == 1
 
 
 def test_training_lowers_the_loss():

@@ -225,7 +225,7 @@ def test_laws_of_a_simulation(data):
         tasks = simulation.timeline.tasks
         for task in range(len(tasks)):
             for dep in tasks.deps[tasks.dep_start[task] : tasks.dep_start[task + 1]]:
-                assert simulation.end[dep] <= simulation.start[task]
+                assert simulation.timeline.end[dep] <= simulation.timeline.start[task]
 
 
 @given(st.data())

@@ -68,7 +68,7 @@ class ProgramInput:
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """A global output: its key, its division, and the stage that makes it.
+    """A global output: its key, its division, and the stage that makes it, or holds it if it is an input.
 
     ``microbatched``: there is one value per microbatch, which make up dimension 0. ``copies`` are
     stages to which the new value of a parameter that they share is sent.

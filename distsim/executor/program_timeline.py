@@ -111,7 +111,7 @@ class ProgramTimeline:
         wanted = None if rank_class is None else self.model.classes[rank_class][0]
         first = 0
         for event, size in zip(self._record.sequence.tolist(), self._sizes, strict=True):
-            if wanted is None or wanted in self._stages(event):
+            if size and (wanted is None or wanted in self._stages(event)):
                 yield self._call(first, event) if event >= 0 else self._transfer(first, ~event)
             first += size
         times = self._before_tail.copy()
@@ -185,8 +185,6 @@ class ProgramTimeline:
 
     def _call(self, first: int, call: int) -> Piece:
         block, tasks = self.tasks_of(call)
-        if not self.run.block(block).outputs:
-            return self._piece(first, "", tasks, (), np.empty(0), np.empty(0), [])
         start, end = expand(tasks, *self.entries_of(call))
         names = self._call_names(block, int(self._record.variant[call]) % 2)
         streams = self._stream_table(block // 2, tasks)
@@ -225,12 +223,12 @@ class ProgramTimeline:
         return Piece(
             first,
             path,
-            tasks.op[: len(start)],
+            tasks.op,
             tasks.op_table,
             tasks.call,
             tasks.call_parent,
             names,
-            tasks.stream_start[: len(start) + 1],
+            tasks.stream_start,
             tasks.streams,
             streams,
             start,

@@ -1,9 +1,10 @@
 """The compiled loop over a schedule: one max-plus product per call of a block, periods in closed form.
 
 Once the repetitions of a round are periodic the rest of them follow: let x(k) be everything that repetition
-k reads and writes. When x(k) - x(k-1) = x(k-1) - x(k-2) = v, and v_j <= v_i wherever entry j can delay
-result i, then x(k+n) = x(k) + n v for all n: an entry that decides result i now has v_j = v_i (else it
-would not have decided both times), so it keeps deciding, and no other overtakes it.
+k reads and writes. When x(k) - x(k-1) = x(k-1) - x(k-2) = v, and no entry j catches up with a result i that
+it can delay in the r repetitions that remain, M_ij + x_j(k) + r v_j <= x_i(k) + r v_i, then x(k+n) = x(k) +
+n v for all n up to r: an entry that decides result i now has v_j >= v_i (it did not delay it more at k-1) and
+v_j <= v_i (nor at k+r), so it keeps deciding; the others stay behind, at n = 0, at n = r and in between.
 """
 
 from __future__ import annotations
@@ -175,14 +176,14 @@ def writers(r: int, order: Any, wiring: Any, steps: Any, writer: Any) -> None:
 def call_is_periodic(
     call: int, microbatch: int, rest: int, steps: Any, log: Any, state: Any, writer: Any
 ) -> bool:
-    """Whether no entry of a call grows faster than a result that it can delay, now and later."""
+    """Whether no entry of a call will catch up with a result that it can delay, and all go on growing so."""
     wiring = state[1]
     base, width = wiring.in_start[call], wiring.in_start[call + 1] - wiring.in_start[call]
     at = wiring.matrix_start[call]
     for i in range(wiring.out_start[call + 1] - wiring.out_start[call]):
-        slack = TOLERANCE * abs(log[width + i])
+        last = log[width + i] + rest * (steps[width + i] + TOLERANCE * abs(log[width + i]))
         for j in range(width):
-            if wiring.matrix[at + j] != -math.inf and steps[j] > steps[width + i] + slack:
+            if wiring.matrix[at + j] + log[j] + rest * steps[j] > last:
                 return False
         at += width
     for j in range(width):
@@ -196,9 +197,10 @@ def send_is_periodic(
     send: int, microbatch: int, rest: int, steps: Any, log: Any, state: Any, writer: Any
 ) -> bool:
     """The same for a send."""
-    slack = TOLERANCE * abs(log[3])
-    if max(steps[0], steps[1], steps[2]) > steps[3] + slack:
-        return False
+    last = max(log[0], log[1], log[2]) + rest * (steps[3] + TOLERANCE * abs(log[3]))
+    for j in range(3):
+        if log[j] + rest * steps[j] > last:
+            return False
     source = state[1].send_source[send]
     return source < 0 or remains_linear(source, steps[2], microbatch, rest, state, writer)
 

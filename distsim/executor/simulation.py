@@ -17,9 +17,10 @@ from distsim.executor.explain import critical_path, explain
 from distsim.executor.explanation import Explanation
 from distsim.executor.lowering import Stream
 from distsim.executor.memory import MemoryUse, peak_memory
+from distsim.executor.memory_program import program_memory
 from distsim.executor.program import Program
 from distsim.executor.templates import Floats, Ints
-from distsim.executor.timeline import Piece, Timeline
+from distsim.executor.timeline import FlatTimeline, Piece, Timeline
 from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work
 
@@ -70,12 +71,15 @@ class Simulation:
         simulated: Function | Program,
         cost_model: CostModel,
         again: Callable[[CostModel], Simulation],
+        flat: Callable[[], FlatTimeline],
     ) -> None:
         self.timeline = timeline
         self.simulated = simulated
         self.cost_model = cost_model
         self.again = again
         """Simulate the same with other costs: for what-ifs."""
+        self.flat = flat
+        """Return the timeline of the tasks one by one; a program is written out for it."""
 
     @property
     def name(self) -> str:
@@ -137,9 +141,9 @@ class Simulation:
         """Return how a device spends the step."""
         rank_class = self.class_of(device)
         moving: dict[Op, bool] = {}
-        found = [_intervals(piece, rank_class, moving) for piece in self.timeline.pieces(rank_class)]
-        empty = np.empty(0)
-        start, end, moves = (np.concatenate([empty, *parts]) for parts in zip(*found, strict=True))
+        found = [(np.empty(0),) * 3]  # it may do nothing
+        found += [_intervals(piece, rank_class, moving) for piece in self.timeline.pieces(rank_class)]
+        start, end, moves = (np.concatenate(parts) for parts in zip(*found, strict=True))
         compute = moves == 0
         busy = _measure(start[compute], end[compute])
         active = _measure(start, end)
@@ -161,14 +165,15 @@ class Simulation:
     @cached_property
     def memory(self) -> Mapping[Device, MemoryUse]:
         """The peak of the memory in use on each device, and what it consists of."""
-        simulated = self.simulated
-        return peak_memory(
-            simulated.to_function(steady=True) if isinstance(simulated, Program) else simulated
-        )
+        if isinstance(self.simulated, Program):
+            return program_memory(self.simulated).devices
+        return peak_memory(self.simulated)
 
     @property
     def peak_memory(self) -> dict[Device, int]:
         """Bytes in use on each device at its peak."""
+        if isinstance(self.simulated, Program):
+            return program_memory(self.simulated).peak_of_devices()
         return {device: use.peak for device, use in self.memory.items()}
 
     @cached_property

@@ -56,7 +56,11 @@ class Simulator:
         typed = infer_types(function, types)
         timeline = self._flat(typed)
         return Simulation(
-            timeline, typed, self.cost_model, lambda c: self._with(c).interpret(typed, typed.inputs)
+            timeline,
+            typed,
+            self.cost_model,
+            lambda costs: self._with(costs).interpret(typed, typed.inputs),
+            lambda: timeline,
         )
 
     def simulate(self, program: Program) -> Simulation:
@@ -68,7 +72,13 @@ class Simulator:
             timeline = ProgramTimeline(run_program(program, self.cost_model, self.overlap))
         else:
             timeline = self._flat(program.to_function(steady=True))
-        return Simulation(timeline, program, self.cost_model, lambda c: self._with(c).simulate(program))
+        return Simulation(
+            timeline,
+            program,
+            self.cost_model,
+            lambda costs: self._with(costs).simulate(program),
+            lambda: self._flat(program.to_function(steady=True)),
+        )
 
     def _with(self, cost_model: CostModel) -> Simulator:
         return Simulator(cost_model, self.overlap, self.lockstep, self.engine)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distsim.compile import compiled
+from distsim.errors import SimulationError
 from distsim.executor.blocks import BlockTasks
 from distsim.executor.kernels import evaluate
 from distsim.executor.program import Block
@@ -72,6 +73,8 @@ class Tail:
     _there: dict[tuple[int, Value, int], int] = field(default_factory=dict[tuple[int, Value, int], int])
     _made: dict[Value, int] = field(default_factory=dict[Value, int])
     _given: dict[Value, tuple[int, ...]] = field(default_factory=dict[Value, tuple[int, ...]])
+    _returned: dict[Value, int] = field(default_factory=dict[Value, int])
+    """Of what an update returns as it came: the block that made it."""
 
     def __post_init__(self) -> None:
         program = self.wirer.program
@@ -84,7 +87,7 @@ class Tail:
         for output in program.outputs:
             if output.microbatched and program.schedule.num_microbatches > 1:
                 self._join(output.stage, output.key)
-            elif not output.microbatched:
+            else:
                 self._fetch(output.key, output.stage)
         for output in program.outputs:
             for stage in output.copies:
@@ -134,7 +137,7 @@ class Tail:
 
     def _block(self, key: Value) -> int:
         maker = self.wirer.made.get(key)
-        return -1 if maker is None else maker[0]
+        return self._returned.get(key, -1) if maker is None else maker[0]
 
     def _update(self, stage: int, block: Block, tasks: BlockTasks) -> None:
         inputs, outputs = block.inputs, block.outputs
@@ -149,6 +152,7 @@ class Tail:
         for key, where in zip(outputs, tasks.outputs, strict=True):
             self._made[key] = stage
             if isinstance(where, int):
+                self._returned[key] = self._block(inputs[where])
                 for c in range(len(self.wirer.ranks[stage].members)):
                     self._there[stage, key, c] = self._cell(stage, inputs[where], c)
                 continue
@@ -158,7 +162,12 @@ class Tail:
         self.items.append(Item(UPDATE, stage, streams, operands, tuple(results), tasks, names=block.names))
 
     def _join(self, stage: int, key: Value) -> None:
-        wirer = self.wirer
+        wirer, origin = self.wirer, self._origin(key, stage)
+        if origin != stage and stage not in wirer.readers.get(key, ()):
+            raise SimulationError(
+                f"{wirer.program.name}: output {key.name} is put together on stage {stage}, which does not "
+                f"hold its microbatches; put it together on stage {origin}"
+            )
         for c in range(len(wirer.ranks[stage].members)):
             stream = wirer.cells.register("stream", stage, c, "compute" if wirer.overlap else "all")
             operand = (wirer.source(stage, key, c), -1)

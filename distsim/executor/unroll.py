@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distsim.executor.relocate import Relocator
-from distsim.ir import Function, FunctionMaker, Value
+from distsim.ir import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Type, Value
 from distsim.schedule import Phase, Task
 
 if TYPE_CHECKING:
@@ -16,24 +17,41 @@ Home = tuple[Value, int | None, int]
 """(key, microbatch or None, stage): one value of the unrolled function."""
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A function on its stage, the types it makes, and which of them are sums over microbatches."""
+
+    function: Function
+    types: Sequence[Type]
+    summed: Sequence[bool]
+
+
 class Unroller:
-    """Emits the tasks of ``program.schedule`` step by step, and after each step its Sends."""
+    """Emits the tasks of ``program.schedule`` step by step, and after each step its Sends.
+
+    The types of Calls and Sends are known from the blocks, which were checked, hence not derived again.
+    """
 
     def __init__(self, program: Program, steady: bool = False) -> None:
         self.program = program
         self.steady = steady
         self.places = [Relocator(program.pattern, stage.mesh) for stage in program.stages]
+        self.target = [Attributes({"to": stage.mesh}) for stage in program.stages]
         self.maker = FunctionMaker(program.name)
         self.microbatches = program.schedule.num_microbatches
         self.env: dict[Home, Value] = {}
         self.origin: dict[tuple[Value, int | None], int] = {}
         self.last: dict[Value, int | None] = {}
+        self.calls: dict[tuple[int, int, bool], _Call] = {}
         self.readers = _readers(program)
 
     def function(self) -> Function:
         """Return the function."""
         for given in self.program.inputs:
-            self.place(given) if self.steady else self.distribute(given)
+            if self.steady:
+                self.place(given)
+            else:
+                self.distribute(given)
         for step in self.program.schedule.order():
             made = [home for task in step for home in self.run(task)]
             for key, microbatch, stage in made:
@@ -41,8 +59,8 @@ class Unroller:
                     if target != stage:
                         self.fetch(key, microbatch, target)
         self.update()
-        self.maker.set_outputs([*self.outputs(), *self.copies()])
-        return self.maker.finalize()
+        outputs = (*self.outputs(), *self.copies())
+        return Function(self.program.name, tuple(self.maker.inputs), tuple(self.maker.ops), outputs)
 
     def place(self, given: ProgramInput) -> None:
         """Take a global input as what every stage that reads it holds of it."""
@@ -58,9 +76,10 @@ class Unroller:
         """Bring a global input to every stage that reads it."""
         value = self.maker.add_input_value(given.source.name, given.source.type, given.source.role)
         for stage in given.stages:
-            mesh = self.program.stages[stage].mesh
-            kind = "MPIScatter" if given.shards else "MPIBroadcast"
-            attributes = {"to": mesh, "shards": given.shards} if given.shards else {"to": mesh}
+            kind, attributes = "MPIBroadcast", self.target[stage]
+            if given.shards:
+                mesh = self.program.stages[stage].mesh
+                kind, attributes = "MPIScatter", Attributes({"to": mesh, "shards": given.shards})
             local = self.maker.add(kind, [value], attributes, output_names=[value.name])[0]
             if not given.microbatched:
                 self._put(given.key, None, stage, local)
@@ -85,13 +104,16 @@ class Unroller:
 
     def fetch(self, key: Value, microbatch: int | None, stage: int) -> Value:
         """Return a value on a stage, sent there from where it was made if need be."""
+        found = self.env.get((key, microbatch, stage))
+        if found is not None:
+            return found
         if (key, microbatch) not in self.origin:
             microbatch = None if (key, None) in self.origin else self.last[key]
-        found = self.env.get((key, microbatch, stage))
+            found = self.env.get((key, microbatch, stage))
         if found is None:
             source = self.env[key, microbatch, self.origin[key, microbatch]]
-            to = self.program.stages[stage].mesh
-            found = self.maker.add("Send", [source], {"to": to}, output_names=[source.name])[0]
+            found = Value(source.name, self.places[stage].type(key.type))
+            self.maker.adopt(Op("Send", (source,), (found,), self.target[stage]))
             self.env[key, microbatch, stage] = found
         return found
 
@@ -101,35 +123,39 @@ class Unroller:
         block = stage.forward if task.phase is Phase.FORWARD else stage.backward
         if not block.outputs:  # nothing that anyone reads
             return []
-        inputs = [self.fetch(key, task.microbatch, task.stage) for key in block.inputs]
-        sums = [self.env.get((key, None, task.stage)) for key in block.accumulated]
-        first = not any(sums)
-        function = block.function if first or block.accumulating is None else block.accumulating
-        inputs += [value for value in sums if value is not None]
-        return self._call(function, block, inputs, task.microbatch, task.stage, str(task))
+        return self._call(block, task.microbatch, task.stage, str(task))
 
-    def _call(
-        self,
-        function: Function,
-        block: Block,
-        inputs: list[Value],
-        microbatch: int | None,
-        stage: int,
-        name: str,
-    ) -> list[Home]:
-        suffix = "" if microbatch is None else f".{microbatch}"
-        sums = set(block.accumulated)
-        names = [key.name if key in sums else key.name + suffix for key in block.outputs]
-        inner = block.names if function is block.function else block.accumulating_names
-        placed = self.places[stage].function(function, f"stage{stage}_{function.name}", inner)
-        made = self.maker.add("Call", inputs, None, (placed,), names, None, name)
+    def _call(self, block: Block, microbatch: int | None, stage: int, name: str) -> list[Home]:
+        inputs = [self.fetch(key, microbatch, stage) for key in block.inputs]
+        sums = [self.env.get((key, None, stage)) for key in block.accumulated]
+        more = any(sums)
+        inputs += [value for value in sums if value is not None]
+        call = self._prepared(block, stage, more)
+        made: list[Value] = []
         homes: list[Home] = []
-        for key, value in zip(block.outputs, made, strict=True):
-            home = (key, None if key in sums else microbatch, stage)
+        for key, type_, summed in zip(block.outputs, call.types, call.summed, strict=True):
+            label = key.name if summed or microbatch is None else f"{key.name}.{microbatch}"
+            value = Value(label, type_)
+            made.append(value)
+            home = (key, None if summed else microbatch, stage)
             self._put(*home, value)
-            if key not in sums:
+            if not summed:
                 homes.append(home)
+        self.maker.adopt(Op("Call", tuple(inputs), tuple(made), NO_ATTRIBUTES, (call.function,), None, name))
         return homes
+
+    def _prepared(self, block: Block, stage: int, more: bool) -> _Call:
+        found = self.calls.get((id(block), stage, more))
+        if found is None:
+            function, names = block.function, block.names
+            if more and block.accumulating is not None:
+                function, names = block.accumulating, block.accumulating_names
+            placed = self.places[stage].function(function, f"stage{stage}_{function.name}", names)
+            sums = set(block.accumulated)
+            types = [value.type for value in placed.outputs]
+            found = _Call(placed, types, [key in sums for key in block.outputs])
+            self.calls[id(block), stage, more] = found
+        return found
 
     def update(self) -> None:
         """Emit what runs once per step, round by round."""
@@ -138,8 +164,7 @@ class Unroller:
             for index, stage in enumerate(self.program.stages):
                 for own, block in stage.updates:
                     if own == number and block.outputs:
-                        inputs = [self.fetch(key, None, index) for key in block.inputs]
-                        self._call(block.function, block, inputs, None, index, f"U@{index}")
+                        self._call(block, None, index, f"U@{index}")
 
     def outputs(self) -> Iterator[Value]:
         """Yield the outputs; what came out per microbatch is put together on its ranks."""

@@ -101,8 +101,9 @@ class Wirer:
         self.transfers: list[list[Transfer]] = [[] for _ in self.blocks]
         self._makers: dict[int, Ints] = {}
         self._settled: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
-        for number in range(len(self.blocks)):
-            self._settle(number)
+        for number, block in enumerate(self.blocks):
+            if block.outputs:  # the others are not run: they wait for nothing
+                self._settle(number)
         for number in range(len(self.blocks)):
             self._send(number)
 

@@ -11,6 +11,17 @@ from typing import BinaryIO
 
 from distsim.errors import SimulationError
 
+FORMATS = ("pdf", "png", "svg")
+"""What pictures are written as."""
+
+
+def check_format(path: str | os.PathLike[str], what: str) -> str:
+    """Return the format that the suffix of ``path`` names; raise :class:`SimulationError` for another."""
+    suffix = Path(path).suffix.lower().removeprefix(".")
+    if suffix not in FORMATS:
+        raise SimulationError(f"{path}: {what} is written as one of {', '.join(FORMATS)}")
+    return suffix
+
 
 def check_target(path: str | os.PathLike[str]) -> Path:
     """Return ``path``; raise :class:`SimulationError` if it is no file, or its folder is not there."""

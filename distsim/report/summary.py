@@ -10,7 +10,7 @@ from distsim.executor.cost_model import element_type
 from distsim.executor.text import count, seconds_text, table
 from distsim.ir import Device
 from distsim.ops import signature_of, work
-from distsim.report.labels import ranks_label
+from distsim.report.labels import bytes_label, ranks_label
 
 _MOST_ROWS = 32
 _MOST_OPS = 10
@@ -59,18 +59,18 @@ def _matrix_type(simulation: Simulation) -> str | None:
 
 
 def _memory_line(simulation: Simulation) -> str:
-    over = {d: use.peak - d.memory for d, use in simulation.memory.items() if use.peak > d.memory}
+    over = {d: use.missing(d) for d, use in simulation.memory.items() if not use.fits(d)}
     worst = max(over or simulation.memory, key=lambda d: over.get(d, simulation.memory[d].peak), default=None)
     if worst is None:
         return "memory        none in use"
     use = simulation.memory[worst]
-    parts = ", ".join(f"{name} {_bytes(n)}" for name, n in use.by_kind.items() if n)
+    parts = ", ".join(f"{name} {bytes_label(n)}" for name, n in use.by_kind.items() if n)
     if over:
         return (
             f"memory        OUT OF MEMORY on {count(len(over), 'device')}: {worst} needs "
-            f"{_bytes(use.peak)}, {_bytes(over[worst])} more than it has ({parts})"
+            f"{bytes_label(use.peak)}, {bytes_label(over[worst])} more than it has ({parts})"
         )
-    return f"memory        fits; the most is {_bytes(use.peak)} on {worst} ({parts})"
+    return f"memory        fits; the most is {bytes_label(use.peak)} on {worst} ({parts})"
 
 
 def _device_table(simulation: Simulation) -> list[str]:
@@ -91,11 +91,11 @@ def _device_row(simulation: Simulation, device: Device) -> tuple[str, ...]:
     shares = simulation.shares(device)
     total = simulation.step_time or 1.0
     use = simulation.memory.get(device)
-    capacity = "unlimited" if device.memory == math.inf else _bytes(device.memory)
-    if use is not None and use.peak > device.memory:
+    capacity = "unlimited" if device.memory == math.inf else bytes_label(device.memory)
+    if use is not None and not use.fits(device):
         capacity += " OUT OF MEMORY"
     parts = (shares.busy, shares.exposed_communication, shares.bubble)
-    return (*(f"{part / total:.1%}" for part in parts), _bytes(use.peak if use else 0), capacity)
+    return (*(f"{part / total:.1%}" for part in parts), bytes_label(use.peak if use else 0), capacity)
 
 
 def _operator_table(simulation: Simulation) -> list[str]:
@@ -122,10 +122,3 @@ def _operator_table(simulation: Simulation) -> list[str]:
     ]
     lines = table(("operator", "kind", "runs", "device time", "share"), rows)
     return [*lines, f"... and {len(names) - _MOST_OPS} more"] if len(names) > _MOST_OPS else lines
-
-
-def _bytes(number: float) -> str:
-    for scale, unit in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
-        if number >= scale:
-            return f"{number / scale:.2f} {unit}"
-    return f"{number:.0f} B"

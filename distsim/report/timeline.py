@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.executor import Simulation
 from distsim.executor.classes import communicates
-from distsim.report.labels import ranks_label, stream_label
-from distsim.report.output import replacing
+from distsim.report.labels import ranks_label, stream_label, time_scale
+from distsim.report.output import check_format, replacing
 
 _COLOURS = {"compute": "#4878a8", "collective": "#d1793b", "send and receive": "#5a9e6f"}
 _MOST_ROWS = 64
-_FORMATS = ("pdf", "png", "svg")
 _FINEST = 1 / 4000
 """Gaps and bars narrower than this share of the step are not told apart: a page has fewer dots."""
 
@@ -27,9 +25,7 @@ def plot_timeline(simulation: Simulation, path: str | os.PathLike[str], rows: in
     """
     from matplotlib.figure import Figure
 
-    suffix = Path(path).suffix.lower().removeprefix(".")
-    if suffix not in _FORMATS:
-        raise SimulationError(f"{path}: a timeline is written as one of {', '.join(_FORMATS)}")
+    suffix = check_format(path, "a timeline")
     if rows < 1:
         raise SimulationError(f"rows={rows}: draw at least one row")
     bars = _bars(simulation)
@@ -37,7 +33,7 @@ def plot_timeline(simulation: Simulation, path: str | os.PathLike[str], rows: in
     shown = streams[:rows]
     figure: Any = Figure(figsize=(12, 1.6 + 0.28 * max(len(shown), 1)), layout="constrained")
     axes: Any = figure.add_subplot()
-    scale, unit = _scale(simulation.step_time)
+    scale, unit = time_scale(simulation.step_time)
     for row, key in enumerate(shown):
         for kind, pieces in bars[key].items():
             widths = [(start / scale, (end - start) / scale) for start, end in pieces]
@@ -83,10 +79,3 @@ def _bars(simulation: Simulation) -> dict[tuple[int, str], dict[str, Intervals]]
 def _label(simulation: Simulation, rank_class: int, stream: str) -> str:
     devices = simulation.classes.members[rank_class]
     return f"{ranks_label(devices)}  {stream_label(simulation, stream)}"
-
-
-def _scale(seconds: float) -> tuple[float, str]:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= scale:
-            return scale, unit
-    return 1e-6, "us"

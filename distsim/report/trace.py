@@ -1,14 +1,15 @@
 """Traces in Chrome's JSON format, as Perfetto and Holistic Trace Analysis read them.
 
 One process per device, one thread per stream. Collectives have the names and arguments that PyTorch's
-profiler gives NCCL kernels. Times are rounded to nanoseconds, so that what ends when the next begins
-does not overlap it. Format: "Trace Event Format" (Google, 2016); https://perfetto.dev.
+profiler gives NCCL kernels. A counter shows the memory in use, by kind. Times are rounded to nanoseconds,
+so that what ends when the next begins does not overlap it. Format: "Trace Event Format" (Google, 2016);
+https://perfetto.dev.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from distsim.errors import SimulationError
 from distsim.executor import Simulation
 from distsim.executor.classes import communicates, place_of
 from distsim.executor.lowering import Stream
+from distsim.executor.memory_timeline import memory_timeline
+from distsim.executor.memory_walk import KINDS
 from distsim.executor.timeline import Piece
 from distsim.ir import Device, Mesh, Op, Tensor
 from distsim.ir.device import devices_of
@@ -25,6 +28,9 @@ from distsim.ops import operator
 from distsim.report.labels import stream_label
 from distsim.report.output import replacing
 from distsim.report.slices import Lanes, SliceWriter
+
+MOST_COUNTED = 100_000
+"""Tasks of a simulation beyond which its trace has no memory counter: that is made of all of them at once."""
 
 _encode = msgspec.json.Encoder().encode
 _KERNELS = {
@@ -54,8 +60,8 @@ def write_trace(
     """Write the trace of these devices (default: all) as JSON, replacing ``path`` when it is complete.
 
     The file of a single device is what Holistic Trace Analysis takes as the file of one rank. Events
-    are written piece by piece. Raises :class:`SimulationError` for a path that cannot be written to, or a
-    device that does not occur.
+    are written piece by piece; beyond ``MOST_COUNTED`` tasks without the memory in use. Raises
+    :class:`SimulationError` for a path that cannot be written to, or a device that does not occur.
     """
     of = simulation.classes.of
     chosen = list(dict.fromkeys(devices)) if devices is not None else sorted(of, key=lambda d: d.id)
@@ -88,6 +94,8 @@ def _events(simulation: Simulation, devices: list[Device]) -> Iterator[bytes]:
         for (rank_class, name), lane in lanes.items():
             if rank_class == of[device]:
                 yield _encode(_metadata("thread_name", device.id, lane, stream_label(simulation, name)))
+    if len(simulation.timeline) <= MOST_COUNTED:
+        yield from map(_encode, _memory(simulation, members))
     slices = SliceWriter(lanes, _describe)
     arrows = _Arrows(lanes, members, len(of))
     for piece in simulation.timeline.pieces():
@@ -138,6 +146,21 @@ def _group_size(op: Op) -> int:
         return place.axis_size(op.attributes["axis"])
     both = (*devices_of(place), *devices_of(place_of(op.outputs[0])))
     return len(dict.fromkeys(both))
+
+
+def _memory(simulation: Simulation, members: Mapping[int, list[Device]]) -> Iterator[dict[str, Any]]:
+    """Yield the counters of the memory in use, by kind."""
+    for rank_class, timeline in enumerate(memory_timeline(simulation)):
+        used = [number for number in range(len(KINDS)) if timeline.by_kind[:, number].any()]
+        names = [KINDS[number] for number in used]
+        columns = timeline.by_kind[:, used]
+        for device in members.get(rank_class, ()):
+            for seconds, amounts in zip(timeline.times.tolist(), columns.tolist(), strict=True):
+                event: dict[str, Any] = {"ph": "C", "name": "memory (bytes)", "pid": device.id}
+                yield event | {
+                    "ts": round(seconds * 1e9) / 1000,
+                    "args": dict(zip(names, amounts, strict=True)),
+                }
 
 
 # --- arrows from a send to its receive ---------------------------------------------------------------

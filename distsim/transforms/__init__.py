@@ -1,12 +1,13 @@
 """Function -> Function: differentiate, shard, pipeline, and the calls of the DistIR notebooks."""
 
+from distsim.transforms.build import build_program
 from distsim.transforms.differentiate import differentiate
 from distsim.transforms.inline import inline
 from distsim.transforms.loss import add_loss
 from distsim.transforms.optimizers import SGD, Adam, optimizer_named
+from distsim.transforms.outline import describe_blocks, outline
 from distsim.transforms.parallel_3d import (
     PipeDreamScheduler,
-    build_program,
     parallel_transform_3d,
     steady_state_transform,
 )
@@ -21,9 +22,11 @@ __all__ = [
     "Sharded",
     "add_loss",
     "build_program",
+    "describe_blocks",
     "differentiate",
     "inline",
     "optimizer_named",
+    "outline",
     "parallel_transform_3d",
     "pipeline",
     "set_precision",

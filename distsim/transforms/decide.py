@@ -1,28 +1,27 @@
 """Choosing how every op and value is placed along one axis of ranks, all at once.
 
-One variable per op (its strategy) and one per value (the state in which it is handed on: a partial
-sum is taken once, for all readers). A function that is called many times has its variables once, so
-all of its calls are placed alike. The objective is time, counted in bytes sent: what the collectives
+One variable per op (its strategy) and one per group of values (the state in which they are handed on: a
+partial sum is taken once, for all readers). A function that is called many times has its variables once,
+so all of its calls are placed alike. The objective is time, counted in bytes sent: what the collectives
 move, and the matrix flops of a rank at the machine's balance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from distsim.errors import PlanError
 from distsim.executor.cost_model import element_type
-from distsim.ir import Device, Function, Op, Tensor, Value
-from distsim.ir.function import callees
-from distsim.ops import Pieces, operator, signature_of, work
-from distsim.ops.operator import factors_of, labels_of
-from distsim.transforms.eliminate import Problem, Solution, Table, solve
+from distsim.ir import Device, Op, Value
+from distsim.transforms.eliminate import Problem, Table, solve
+from distsim.transforms.moves import TOUCH_WEIGHT, Moves
+from distsim.transforms.options import Ids, Option, Options
 from distsim.transforms.placement import FORBIDDEN, PARTIAL, REPLICATED, State, divisible, moved_bytes
-from distsim.transforms.strategies import Allowed, Strategy, rule_of, strategies
+from distsim.transforms.strategies import Strategy
+from distsim.transforms.structure import Node, Structure
 
 LINK_SHARE = 1 / 7
 """What a link moves of what device memory moves: A100, 300e9 of 2.0e12 byte/s (NVIDIA A100 datasheet).
@@ -35,55 +34,53 @@ DIVIDED_SHARE = 0.67
 pass alone is two thirds) is given up for one that divides all it can, as the batch always is."""
 INSISTENT = 1e7
 """How many times undivided flops count then."""
-TOUCH_WEIGHT = 1e-6
-"""Cost of a byte that a kernel touches on its own device: breaks ties between equal communication."""
 BATCH_TOUCH_WEIGHT = 1e3
-"""The same over the batch, of which every op is divided if at all possible."""
-START_BYTES = 1048576.0
-"""A collective costs its start besides its bytes: some 10 us, in which 100 GB/s move 1 MiB."""
+"""The cost of a byte touched, over the batch, of which every op is divided if at all possible."""
 READER_WEIGHT = 1e-9
 """Breaks ties: a collective that one reader asks for is run where the value is made, so early."""
-AVOIDED = 1e6
-"""Times dearer, over the batch, is what microbatches cannot do: bring a divided value together, divide
-one that is made once, or take a sum inside a callee. It is chosen where nothing else is possible."""
 
 
 @dataclass(frozen=True)
 class Decision:
     """How ops and values are placed along one axis.
 
-    ``moved`` is the bytes sent per rank and step, ``divided`` the share of the matrix flops that is
-    divided over the ranks, ``proven`` whether no placement costs less.
+    ``strategies`` are those of the ops, ``groups`` the states in which the values of each group are
+    handed on, ``number`` the group of each value. ``moved`` is the bytes sent per rank and step,
+    ``divided`` the share of the matrix flops that is divided over the ranks, ``proven`` whether no
+    placement costs less than ``cost``. Decisions of one function with the same ``choices`` are the same.
     """
 
-    strategies: Mapping[Op, Strategy]
-    states: Mapping[Value, State]
-    moved: float
-    proven: bool
+    strategies: Mapping[Op, Strategy] = field(default_factory=dict[Op, Strategy])
+    groups: tuple[State, ...] = ()
+    number: Mapping[Value, int] = field(default_factory=dict[Value, int])
+    moved: float = 0.0
+    proven: bool = True
     divided: float = 1.0
+    cost: float = 0.0
+    choices: tuple[int, ...] = ()
 
     def state(self, value: Value) -> State:
         """Return the state in which a value is handed on."""
-        return self.states.get(value, REPLICATED)
+        return self.groups[self.number[value]] if self.groups else REPLICATED
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What the choice may do: ``ranks`` ranks, factors that may be divided, states that are given."""
+    """What the choice may do: ``options`` on ``ranks`` ranks, the batch in ``parts`` parts."""
 
     ranks: int
     device: Device
-    allowed: Callable[[Op], Allowed]
-    given: Mapping[Value, State]
+    options: Options
+    parts: int
     over_time: bool = False
     """The axis is the batch, which is divided over microbatches as well."""
-    repeats: Mapping[Value, float] | None = None
-    """How often a value is moved: in parts of the batch it is once in all, a weight every time anew."""
+    repeats: Sequence[float] | None = None
+    """How often a group's value is moved: in parts of the batch once in all, a weight every time anew."""
 
 
-def decide(function: Function, axis: Axis) -> Decision:
-    """Return the least-cost placement of every op and value of ``function`` and of its callees."""
-    chooser = _Chooser(function, axis)
+def decide(structure: Structure, axis: Axis) -> Decision:
+    """Return the least-cost placement of every op and value."""
+    chooser = _Chooser(structure, axis)
     if not axis.over_time:
         found = chooser.decide(UNDIVIDED)
         if found.divided >= DIVIDED_SHARE:
@@ -91,246 +88,134 @@ def decide(function: Function, axis: Axis) -> Decision:
     return chooser.decide(INSISTENT)
 
 
-def can_divide(function: Function, axis: Axis) -> bool:
-    """Return whether any matrix product of ``function`` or its callees can be divided over the ranks."""
-    functions = (*callees(function), function)
-    pieces = pieces_of(functions)
-    products = (op for f in functions for op in f.ops if op.op_type != "Call" and _matrix_flops(op) > 0)
-    return any(
-        strategy.factor is not None
-        for op in products
-        for strategy in strategies(signature_of(op), axis.ranks, axis.allowed(op), pieces)
-    )
-
-
 class _Chooser:
-    def __init__(self, function: Function, axis: Axis) -> None:
-        self.function, self.axis = function, axis
-        self.insistence = 1.0
-        self.functions = (*callees(function), function)
-        self.times = _times_called(function)
-        self.pieces = pieces_of(self.functions)
-        self.options: dict[Op, tuple[Strategy, ...]] = {}
-        self.domains: dict[Value, tuple[State, ...]] = {}
-        ops = [(op, self.times[id(f)]) for f in self.functions for op in f.ops if op.op_type != "Call"]
-        self.top = frozenset(function.ops)
-        self.inputs = frozenset(function.inputs)
-        self.ops = ops
-        self._options()
-        self._domains()
+    def __init__(self, structure: Structure, axis: Axis) -> None:
+        self.structure, self.axis = structure, axis
+        self.moves = Moves(axis.options.states, axis.ranks, axis.over_time)
+        self.options = axis.options.that_fit(axis.ranks, axis.parts)
+        self.domains = self._domains()
 
-    def _divided(self, chosen: Mapping[Op, Strategy]) -> float:
-        total = sum(times * _matrix_flops(op) for op, times in self.ops)
-        done = sum(times * _matrix_flops(op) for op, times in self.ops if chosen[op].factor is not None)
-        return done / total if total else 1.0
+    def _domains(self) -> list[Ids]:
+        """A value may be in any state that its producer makes or that a reader asks for."""
+        options, groups = self.axis.options, self.structure.groups
+        found: list[Ids] = []
+        for number, states in enumerate(options.reachable(self.options)):
+            given = options.given.get(number)
+            if given is not None:
+                found.append((given,))
+                continue
+            shape, is_input = groups[number].type.shape, groups[number].role is not None
+            kept = [
+                state
+                for state in states
+                if divisible(shape, options.states[state], self.axis.ranks)
+                and not (is_input and options.states[state] is PARTIAL)
+            ]
+            found.append(tuple(kept))
+        return found
 
     def decide(self, insistence: float) -> Decision:
         """Return the least-cost placement when undivided flops count ``insistence`` times."""
-        self.insistence = insistence
-        self.problem = Problem()
-        self.op_variable: dict[Op, int] = {}
-        self.value_variable = {v: self.problem.variable(self._held(v)) for v in self.domains}
-        for op, times in self.ops:
-            self._add_op(op, times)
-        for current in self.functions:
-            for op in current.ops:
-                if op.op_type == "Call":
-                    self._add_call(op, self.times[id(current)])
-        self._ends()
-        solution = solve(self.problem)
+        problem = Problem()
+        values = [problem.variable(self._held(number)) for number in range(len(self.domains))]
+        ops: list[int] = []
+        for number in range(len(self.options)):
+            ops.append(self._add_op(problem, values, number, insistence))
+        for tie in self.structure.ties:
+            table = self._moves(tie.target, tie.top, self.domains[tie.source], self.domains[tie.target])
+            problem.pair(
+                values[tie.source], values[tie.target], table * (tie.times * self._repeats(tie.source))
+            )
+        solution = solve(problem)
         if not np.isfinite(solution.cost):
             raise PlanError(
-                f"{self.function.name}: no way to run it on {self.axis.ranks} ranks agrees with the "
+                f"{self.structure.name}: no way to run it on {self.axis.ranks} ranks agrees with the "
                 "placements that are given"
             )
-        return self._result(solution)
+        picked = [chosen[solution.choices[v]] for chosen, v in zip(self.options, ops, strict=True)]
+        states = [domain[solution.choices[v]] for domain, v in zip(self.domains, values, strict=True)]
+        return self._result(picked, states, solution.cost, solution.proven)
 
-    def _options(self) -> None:
-        axis = self.axis
-        for op, _ in self.ops:
-            signature = signature_of(op)
-            allowed = axis.allowed(op)
-            outputs_only = _outputs_only(op)
-            found = strategies(
-                signature, axis.ranks, lambda f, p, a=allowed, o=outputs_only: f in o or a(f, p), self.pieces
-            )
-            self.options[op] = found
-
-    def _domains(self) -> None:
-        """A value may be in any state that its producer makes or that a reader asks for."""
-        wanted: dict[Value, dict[State, None]] = {}
-        made: dict[Value, dict[State, None]] = {}
-        for op, _ in self.ops:
-            for strategy in self.options[op]:
-                for value, state in zip(op.inputs, strategy.inputs, strict=True):
-                    wanted.setdefault(value, {})[state] = None
-                for value, state in zip(op.outputs, strategy.outputs, strict=True):
-                    made.setdefault(value, {})[state] = None
-        calls = [op for f in self.functions for op in f.ops if op.op_type == "Call"]
-        for call in (*calls, *reversed(calls)):  # states travel through calls both ways
-            for outer, inner in zip(call.inputs, call.callee.inputs, strict=True):
-                wanted.setdefault(outer, {}).update(wanted.get(inner, {}))
-                made.setdefault(inner, {}).update(made.get(outer, {}))
-            for outer, inner in zip(call.outputs, call.callee.outputs, strict=True):
-                made.setdefault(outer, {}).update(made.get(inner, {}))
-                wanted.setdefault(inner, {}).update(wanted.get(outer, {}))
-        inputs = self.inputs
-        for value in (
-            v for f in self.functions for v in (*f.inputs, *(o for op in f.ops for o in op.outputs))
-        ):
-            states = {REPLICATED: None, **made.get(value, {}), **wanted.get(value, {})}
-            if value in inputs:
-                states.pop(PARTIAL, None)
-            fits = tuple(s for s in states if divisible(_tensor(value).shape, s, self.axis.ranks))
-            given = self.axis.given.get(value)
-            self.domains[value] = fits if given is None else (given,)
-
-    def _held(self, value: Value) -> list[float]:
+    def _held(self, number: int) -> list[float]:
         """What it costs to keep an input, so that a rank keeps only the part that it uses."""
-        whole = TOUCH_WEIGHT * _tensor(value).nbytes if value in self.inputs else 0.0
-        return [whole / self.axis.ranks if state.sharded else whole for state in self.domains[value]]
+        group, states = self.structure.groups[number], self.axis.options.states
+        whole = TOUCH_WEIGHT * group.type.nbytes * group.count if group.role is not None else 0.0
+        costs = [whole / self.axis.ranks if states[s].sharded else whole for s in self.domains[number]]
+        if group.returned:  # what is returned is not a sum that is yet to be taken
+            costs = [
+                FORBIDDEN if states[s] is PARTIAL else cost
+                for s, cost in zip(self.domains[number], costs, strict=True)
+            ]
+        return costs
 
-    def _add_op(self, op: Op, times: int) -> None:
-        options, ranks = self.options[op], self.axis.ranks
-        flops = _matrix_flops(op) / self._flops_per_byte(op)
-        touched = (BATCH_TOUCH_WEIGHT if self.axis.over_time else TOUCH_WEIGHT) * _touched(op)
+    def _add_op(self, problem: Problem, values: Sequence[int], number: int, insistence: float) -> int:
+        node, ranks = self.structure.nodes[number], self.axis.ranks
+        options = [self.axis.options.of[number][c] for c in self.options[number]]
+        flops = node.flops / self._flops_per_byte(node) if node.flops else 0.0
+        touched = (BATCH_TOUCH_WEIGHT if self.axis.over_time else TOUCH_WEIGHT) * node.touched
         costs = [
-            times * ((flops + touched) / ranks if s.factor is not None else self.insistence * flops + touched)
-            for s in options
+            node.times
+            * (
+                (flops + touched) / ranks
+                if option.strategy.factor is not None
+                else insistence * flops + touched
+            )
+            for option in options
         ]
-        variable = self.problem.variable(costs)
-        self.op_variable[op] = variable
-        for index, value in enumerate(op.outputs):
-            scale = times * self._repeats(value)
-            raw = tuple(s.outputs[index] for s in options)
-            table = self._moves(op, value, raw, self.domains[value]) * scale
-            self._pair(variable, value, table)
-        for index, value in enumerate(op.inputs):
-            scale = times * self._repeats(value)
-            asked = tuple(s.inputs[index] for s in options)
-            table = self._moves(op, value, self.domains[value], asked) * (scale * (1 + READER_WEIGHT))
-            self._pair(variable, value, table.T)
+        variable = problem.variable(costs)
+        for index, place in enumerate(node.outputs):
+            raw = tuple([option.outputs[index] for option in options])
+            table = self._moves(place, node.top, raw, self.domains[place])
+            problem.pair(variable, values[place], table * (node.times * self._repeats(place)))
+        for index, place in enumerate(node.inputs):
+            asked = tuple([option.inputs[index] for option in options])
+            table = self._moves(place, node.top, self.domains[place], asked)
+            scale = node.times * self._repeats(place) * (1 + READER_WEIGHT)
+            problem.pair(values[place], variable, table * scale)
+        return variable
 
-    def _moves(self, op: Op, value: Value, sources: tuple[State, ...], targets: tuple[State, ...]) -> Table:
-        table = _moves(_tensor(value), sources, targets, self.axis.ranks)
-        if self.axis.over_time:
-            avoided = PARTIAL if op not in self.top else None
-            dear = np.array([[s.sharded or s is avoided or t.sharded for t in targets] for s in sources])
-            moved = np.array([[s != t for t in targets] for s in sources])
-            table = table + np.where(dear & moved, AVOIDED * _tensor(value).nbytes, 0.0)
-        return table
+    def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
+        return self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)
 
-    def _add_call(self, op: Op, times: int) -> None:
-        sources = (*op.inputs, *op.callee.outputs)
-        targets = (*op.callee.inputs, *op.outputs)
-        for source, target in zip(sources, targets, strict=True):
-            scale = times * self._repeats(source)
-            table = self._moves(op, source, self.domains[source], self.domains[target]) * scale
-            self._pair(self.value_variable[source], target, table)
-
-    def _flops_per_byte(self, op: Op) -> float:
+    def _flops_per_byte(self, node: Node) -> float:
         """Return the flops that take as long as sending one byte."""
         device = self.axis.device
-        return device.peak(element_type(signature_of(op))) / (LINK_SHARE * device.dram_bandwidth)
+        return device.peak(element_type(node.signature)) / (LINK_SHARE * device.dram_bandwidth)
 
-    def _repeats(self, value: Value) -> float:
-        return 1.0 if self.axis.repeats is None else self.axis.repeats.get(value, 1.0)
+    def _repeats(self, number: int) -> float:
+        return 1.0 if self.axis.repeats is None else self.axis.repeats[number]
 
-    def _pair(self, variable: int, value: Value, table: Table) -> None:
-        self.problem.pair(variable, self.value_variable[value], table)
+    def _result(self, picked: list[int], states: list[int], cost: float, proven: bool) -> Decision:
+        nodes, options = self.structure.nodes, self.axis.options
+        chosen = [every[c] for every, c in zip(options.of, picked, strict=True)]
+        total = sum(node.times * node.flops for node in nodes)
+        done = sum(
+            node.times * node.flops
+            for node, option in zip(nodes, chosen, strict=True)
+            if option.strategy.factor is not None
+        )
+        return Decision(
+            {node.op: option.strategy for node, option in zip(nodes, chosen, strict=True)},
+            tuple([options.states[state] for state in states]),
+            self.structure.number,
+            self._moved(chosen, states),
+            proven,
+            done / total if total else 1.0,
+            cost,
+            (*picked, *states),
+        )
 
-    def _ends(self) -> None:
-        """Outputs are not partial; what is updated in place stays where it is."""
-        producer = {value: op for op in self.function.ops for value in op.outputs}
-        inputs = self.inputs
-        for value in self.function.outputs:
-            domain = self.domains[value]
-            self.problem.unary[self.value_variable[value]] += [
-                FORBIDDEN if state is PARTIAL else 0.0 for state in domain
-            ]
-            op = producer.get(value)
-            place = None if op is None else operator(op.op_type).in_place.get(op.outputs.index(value))
-            if op is not None and place is not None and op.inputs[place] in inputs:
-                source = op.inputs[place]
-                same = [[0.0 if a == b else FORBIDDEN for b in domain] for a in self.domains[source]]
-                self._pair(self.value_variable[source], value, np.array(same))
-
-    def _result(self, solution: Solution) -> Decision:
-        chosen = {op: self.options[op][solution.choices[v]] for op, v in self.op_variable.items()}
-        states = {v: self.domains[v][solution.choices[n]] for v, n in self.value_variable.items()}
-        moved = self._moved(chosen, states)
-        return Decision(chosen, states, moved, solution.proven, self._divided(chosen))
-
-    def _moved(self, chosen: Mapping[Op, Strategy], states: Mapping[Value, State]) -> float:
+    def _moved(self, chosen: Sequence[Option], states: Sequence[int]) -> float:
         """Return the bytes sent per rank; a state that several readers ask for is made once."""
-        moved = 0.0
-        for function in self.functions:
-            moves: dict[tuple[Value, State, State], None] = {}
-            for op in function.ops:
-                if op.op_type == "Call":
-                    inputs = [states[v] for v in op.callee.inputs]
-                    outputs = [states[v] for v in op.callee.outputs]
-                else:
-                    inputs, outputs = list(chosen[op].inputs), list(chosen[op].outputs)
-                moves |= {(v, s, states[v]): None for v, s in zip(op.outputs, outputs, strict=True)}
-                moves |= {(v, states[v], s): None for v, s in zip(op.inputs, inputs, strict=True)}
-            ranks = self.axis.ranks
-            sent = sum(self._repeats(v) * moved_bytes(_tensor(v), s, t, ranks) for v, s, t in moves)
-            moved += self.times[id(function)] * sent
+        moves: dict[tuple[int, int, int], None] = {}
+        for node, option in zip(self.structure.nodes, chosen, strict=True):
+            moves |= {(v, s, states[v]): None for v, s in zip(node.outputs, option.outputs, strict=True)}
+            moves |= {(v, states[v], s): None for v, s in zip(node.inputs, option.inputs, strict=True)}
+        moves |= {(t.outer, states[t.source], states[t.target]): None for t in self.structure.ties}
+        moved, names = 0.0, self.axis.options.states
+        for number, source, target in moves:
+            if source != target:
+                group = self.structure.groups[number]
+                times = group.times * group.count * self._repeats(number)
+                moved += times * moved_bytes(group.type, names[source], names[target], self.axis.ranks)
         return moved
-
-
-@lru_cache(maxsize=65536)
-def _moves(tensor: Tensor, sources: tuple[State, ...], targets: tuple[State, ...], ranks: int) -> Table:
-    # Forbidden moves stay infinite whatever the scale; 0 * inf does not occur as scales are positive.
-    ranks = max(ranks, 2)
-    table = np.array([[moved_bytes(tensor, s, t, ranks) for t in targets] for s in sources])
-    table = np.where(table > 0, table + START_BYTES, table)
-    own_part = np.array([[s is REPLICATED and t is not s for t in targets] for s in sources])
-    return np.where(own_part, TOUCH_WEIGHT * 2 * tensor.nbytes, table)  # a copy on the device
-
-
-def _times_called(function: Function) -> dict[int, int]:
-    times = {id(function): 1}
-    for current in (function, *reversed(callees(function))):
-        for op in current.ops:
-            if op.op_type == "Call":
-                times[id(op.callee)] = times.get(id(op.callee), 0) + times[id(current)]
-    return times
-
-
-def pieces_of(functions: tuple[Function, ...]) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Return, by size of a dimension, the pieces that some op makes of such a dimension."""
-    found: dict[int, dict[tuple[int, ...], None]] = {}
-    for op in (op for f in functions for op in f.ops if op.op_type != "Call"):
-        rule = rule_of(signature_of(op))
-        for dim in (dim for dims in (*rule.inputs, *rule.outputs) for dim in dims) if rule else ():
-            for label in labels_of(dim):
-                if isinstance(label, Pieces):
-                    found.setdefault(sum(label.sizes), {})[label.sizes] = None
-    return {size: tuple(pieces) for size, pieces in found.items()}
-
-
-def _outputs_only(op: Op) -> frozenset[str]:
-    """Factors that no input has: the op makes the same numbers on every rank, so may make fewer."""
-    rule = rule_of(signature_of(op))
-    if rule is None:
-        return frozenset()
-    inputs = {factor for dims in rule.inputs for dim in dims for factor in factors_of(dim)}
-    outputs = {factor for dims in rule.outputs for dim in dims for factor in factors_of(dim)}
-    return frozenset(outputs - inputs)
-
-
-def _matrix_flops(op: Op) -> float:
-    found = work(signature_of(op))
-    return found.flops if found is not None and found.matrix else 0.0
-
-
-def _touched(op: Op) -> float:
-    return float(sum(_tensor(value).nbytes for value in (*op.inputs, *op.outputs)))
-
-
-def _tensor(value: Value) -> Tensor:
-    if not isinstance(value.type, Tensor):
-        raise PlanError(f"{value.name} must be a tensor, not {value.type}")
-    return value.type

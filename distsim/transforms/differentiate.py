@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from distsim.ir import Function, FunctionMaker, Literal, Op, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.transforms.optimizers import SGD, Optimizer
+from distsim.transforms.updates import add_updates
 
 Mask = tuple[bool, ...]
 
@@ -23,6 +24,9 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
     Outputs: the loss, then per parameter in order its new value, then its new optimizer state; with
     ``optimizer=None``, the gradients instead. Optimizer state comes in as inputs of role STATE. A
     parameter that does not influence the loss keeps its value and is not an output.
+
+    The parameters of one Call are updated by one Call, of a callee that all Calls with parameters of
+    the same types share (see :func:`add_updates`).
 
     Reverse accumulation over the ops and through Calls: a callee is differentiated once per set of
     wanted gradients, into a forward function that also returns what backward needs, and a backward
@@ -50,9 +54,24 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
     if optimizer is None:
         outputs += [grad for _, grad in pairs]
     else:
-        outputs += optimizer.apply(pass_.maker, pairs)
+        outputs += add_updates(pass_.maker, optimizer, pairs, _owners(function, pass_.copies))
     pass_.maker.set_outputs(outputs)
     return pass_.maker.finalize()
+
+
+def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tuple[Op, str]]:
+    """Return, by copy of each parameter that one Call alone reads, that Call and the callee's name for it."""
+    readers: dict[Value, dict[Op, None]] = {value: {} for value in function.parameters}
+    for op in function.ops:
+        for value in op.inputs:
+            if value in readers:
+                readers[value][op] = None
+    found: dict[Value, tuple[Op, str]] = {}
+    for value, ops in readers.items():
+        op = next(iter(ops), None)
+        if op is not None and len(ops) == 1 and op.op_type == "Call":
+            found[copies[value]] = (op, op.callee.inputs[op.inputs.index(value)].name)
+    return found
 
 
 def _influenced(function: Function, sources: Sequence[Value]) -> set[Value]:

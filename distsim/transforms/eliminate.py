@@ -8,13 +8,13 @@ cheapest local choice instead, and the result says that it is no longer proven.
 
 from __future__ import annotations
 
-import heapq
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from distsim.transforms.order import Eliminate, Fix, order
 
 Table = npt.NDArray[np.float64]
 
@@ -53,117 +53,76 @@ class Solution:
     proven: bool
 
 
-HUB = 32
-"""A variable with more costs than this is weighed anew only when its turn comes."""
-
-Factor = tuple[tuple[int, ...], Table]
-"""(variables, cost of each combination of their choices)."""
-
-
-def solve(problem: Problem, limit: int = 300_000) -> Solution:
+def solve(problem: Problem, limit: int = 1_000_000) -> Solution:
     """Return a least-cost assignment; infinite ``cost`` means that there is none."""
-    elimination = _Elimination(problem)
-    elimination.run(limit)
-    return elimination.solution()
+    tied = [pair for pair, table in problem.pairs.items() if 1 not in table.shape]
+    plan = order(tuple(problem.sizes), tuple(tied), limit)
+    run = _Run(problem, plan.slots)
+    for step in plan.steps:
+        if isinstance(step, Eliminate):
+            run.eliminate(step)
+        else:
+            run.fix(step)
+    return run.solution()
 
 
-class _Elimination:
-    def __init__(self, problem: Problem) -> None:
-        self.sizes = problem.sizes
-        self.factors: dict[int, Factor] = {}
-        self.touching: list[set[int]] = [set() for _ in problem.sizes]
-        self.numbers = 0
+class _Run:
+    """Does what an order says with the costs of a problem."""
+
+    def __init__(self, problem: Problem, slots: int) -> None:
+        self.tables: list[Table | None] = [*problem.unary]
         self.removed: list[tuple[int, tuple[int, ...], Any]] = []
-        self.left: dict[int, None] = dict.fromkeys(range(len(problem.sizes)))
+        self.count = len(problem.sizes)
         self.cost, self.proven = 0.0, True
-        for variable, table in enumerate(problem.unary):
-            self.add((variable,), table)
         for (first, second), table in problem.pairs.items():
             if 1 in table.shape:  # one side has no choice: not a tie between them
-                self.add((second if table.shape[0] == 1 else first,), table.reshape(-1))
+                self.add(second if table.shape[0] == 1 else first, table.reshape(-1))
             else:
-                self.add((first, second), table)
+                self.tables.append(table)
+        self.tables += [None] * (slots - len(self.tables))
+        self.cost += float(sum(self.of(v)[0] for v, size in enumerate(problem.sizes) if size == 1))
 
-    def add(self, scope: tuple[int, ...], table: Table) -> None:
-        if not scope:
-            self.cost += float(table)
-            return
-        self.factors[self.numbers] = (scope, table)
-        for variable in scope:
-            self.touching[variable].add(self.numbers)
-        self.numbers += 1
-
-    def take(self, variable: int) -> list[Factor]:
-        """Remove and return the factors that touch a variable."""
-        found: list[Factor] = []
-        for number in sorted(self.touching[variable]):
-            factor = self.factors.pop(number)
-            found.append(factor)
-            for other in factor[0]:
-                self.touching[other].discard(number)
+    def of(self, slot: int) -> Table:
+        found = self.tables[slot]
+        if found is None:
+            raise IndexError(f"slot {slot} is empty")
         return found
 
-    def neighbours(self, variable: int) -> tuple[int, ...]:
-        found = {v for number in self.touching[variable] for v in self.factors[number][0]}
-        return tuple(sorted(found - {variable}))
+    def add(self, slot: int, table: Table) -> None:
+        if slot < 0:
+            self.cost += float(table)
+        else:
+            known = self.tables[slot]
+            self.tables[slot] = table if known is None else known + table
 
-    def weight(self, variable: int) -> int:
-        return math.prod(self.sizes[other] for other in self.neighbours(variable))
-
-    def run(self, limit: int) -> None:
-        queue = [(self.weight(v), v) for v in self.left]
-        heapq.heapify(queue)
-        while queue:
-            stored, variable = heapq.heappop(queue)
-            if variable not in self.left:
-                continue
-            current = self.weight(variable)
-            if current != stored:
-                heapq.heappush(queue, (current, variable))
-                continue
-            if current * self.sizes[variable] > limit:
-                heapq.heappush(queue, (current, variable))
-                around = self.fix(max(self.left, key=lambda v: (len(self.neighbours(v)), -v)))
-            else:
-                around = self.eliminate(variable)
-            for other in around:  # a hub with many neighbours waits for its turn instead
-                if len(self.touching[other]) <= HUB:
-                    heapq.heappush(queue, (self.weight(other), other))
-
-    def eliminate(self, variable: int) -> tuple[int, ...]:
+    def eliminate(self, step: Eliminate) -> None:
         """Replace a variable by the cost of its best choice, per choice of its neighbours."""
-        scope = self.neighbours(variable)
-        axes = {v: i for i, v in enumerate((*scope, variable))}
-        total = np.zeros([self.sizes[v] for v in (*scope, variable)])
-        for members, table in self.take(variable):
-            order = sorted(range(len(members)), key=lambda i: axes[members[i]])
-            shape = [1] * len(axes)
-            for i in order:
-                shape[axes[members[i]]] = table.shape[i]
-            total += table.transpose(order).reshape(shape)
-        self.removed.append((variable, scope, total.argmin(axis=-1)))
-        del self.left[variable]
-        self.add(scope, total.min(axis=-1))
-        return scope
+        total = self.of(step.variable)
+        for read in step.reads:
+            table = self.of(read.slot)
+            if read.axes is not None:
+                table = table.transpose(read.axes)
+            total = total + table.reshape(read.shape)
+            self.tables[read.slot] = None
+        self.removed.append((step.variable, step.around, total.argmin(axis=-1)))
+        self.add(step.slot, total.min(axis=-1))
 
-    def fix(self, variable: int) -> tuple[int, ...]:
+    def fix(self, step: Fix) -> None:
         """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
-        around, factors = self.neighbours(variable), self.take(variable)
-        costs = np.zeros(self.sizes[variable])
-        for members, table in factors:
-            others = tuple(i for i, v in enumerate(members) if v != variable)
-            costs += table.min(axis=others) if others else table
+        own = costs = self.of(step.variable)
+        for slot, axis, _ in step.tables:
+            table = self.of(slot)
+            costs = costs + table.min(axis=tuple(i for i in range(table.ndim) if i != axis))
         best = int(costs.argmin())
-        self.removed.append((variable, (), np.asarray(best)))
-        del self.left[variable]
+        self.removed.append((step.variable, (), np.asarray(best)))
         self.proven = False
-        for members, table in factors:
-            rest = tuple(v for v in members if v != variable)
-            self.add(rest, np.take(table, best, axis=members.index(variable)))
-        return around
+        self.cost += float(own[best])
+        for slot, axis, target in step.tables:
+            self.add(target, np.take(self.of(slot), best, axis=axis))
+            self.tables[slot] = None
 
     def solution(self) -> Solution:
-        choices = [0] * len(self.sizes)
+        choices = [0] * self.count
         for variable, scope, best in reversed(self.removed):
-            choices[variable] = int(best[tuple(choices[v] for v in scope)])
+            choices[variable] = int(best[tuple([choices[v] for v in scope])])
         return Solution(tuple(choices), self.cost, self.proven)

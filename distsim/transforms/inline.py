@@ -6,7 +6,10 @@ from distsim.ir import Function, FunctionMaker, Value
 
 
 def inline(function: Function) -> Function:
-    """Return ``function`` with each of its Calls replaced by the ops of the callee (one level)."""
+    """Return ``function`` with each of its Calls replaced by the ops of the callee (one level).
+
+    What a Call returns keeps the names that the Call gives it.
+    """
     maker = FunctionMaker(function.name)
     maker.adopt_inputs(function.inputs)
     copies: dict[Value, Value] = {value: value for value in function.inputs}
@@ -15,9 +18,15 @@ def inline(function: Function) -> Function:
             copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
             continue
         inner = {formal: copies[value] for formal, value in zip(op.callee.inputs, op.inputs, strict=True)}
+        named = {v: outer.name for v, outer in zip(op.callee.outputs, op.outputs, strict=True)}
         for part in op.callee.ops:
             name = f"{op.name}.{part.name}" if op.name and part.name else op.name or part.name
-            inner.update(zip(part.outputs, maker.copy(part, inner, name=name), strict=True))
+            operands = [inner[value] for value in part.inputs]
+            names = [named.get(value, value.name) for value in part.outputs]
+            made = maker.add(
+                part.op_type, operands, part.attributes, part.subfunctions, names, part.version, name
+            )
+            inner.update(zip(part.outputs, made, strict=True))
         copies.update((o, inner[i]) for o, i in zip(op.outputs, op.callee.outputs, strict=True))
     maker.set_outputs([copies[value] for value in function.outputs])
     return maker.finalize()

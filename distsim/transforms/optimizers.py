@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from distsim.errors import PlanError
 from distsim.ir import FunctionMaker, Role, Value
 
-Pairs = Sequence[tuple[Value, Value]]
-"""(parameter, gradient) in the order of the parameters."""
-
 
 class Optimizer(Protocol):
-    """Adds the update of every parameter to a function."""
+    """Adds the update of a parameter to a function."""
 
-    def apply(self, maker: FunctionMaker, pairs: Pairs) -> list[Value]:
-        """Return the new parameters, then the new optimizer state."""
+    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
+        """Return the new parameter, then its new state; the state comes in as inputs of role STATE."""
         ...
 
 
@@ -37,12 +33,9 @@ class SGD:
     def __post_init__(self) -> None:
         _check_finite(lr=self.lr)
 
-    def apply(self, maker: FunctionMaker, pairs: Pairs) -> list[Value]:
-        """Return the new parameters."""
-        return [
-            maker.add("SGDOptimizer", [w, g], {"lr": self.lr}, output_names=[f"{w.name}.new"])[0]
-            for w, g in pairs
-        ]
+    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
+        """Return the new parameter."""
+        return maker.add("SGDOptimizer", [weight, grad], {"lr": self.lr}, output_names=[f"{weight.name}.new"])
 
 
 @dataclass(frozen=True)
@@ -60,8 +53,8 @@ class Adam:
         if self.step < 1 or not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise PlanError(f"{self}: step must be at least 1, beta1 and beta2 in [0, 1)")
 
-    def apply(self, maker: FunctionMaker, pairs: Pairs) -> list[Value]:
-        """Return the new parameters, then the new moments."""
+    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
+        """Return the new parameter, then its new moments."""
         attributes = {
             "lr": self.lr,
             "beta1": self.beta1,
@@ -69,17 +62,11 @@ class Adam:
             "eps": self.eps,
             "step": self.step,
         }
-        parameters: list[Value] = []
-        states: list[Value] = []
-        for weight, grad in pairs:
-            moments = [
-                maker.add_input_value(f"{weight.name}.{name}", weight.type, Role.STATE) for name in ("m", "v")
-            ]
-            names = [f"{weight.name}.new", f"{weight.name}.m.new", f"{weight.name}.v.new"]
-            made = maker.add("AdamOptimizer", [weight, grad, *moments], attributes, output_names=names)
-            parameters.append(made[0])
-            states += made[1:]
-        return [*parameters, *states]
+        moments = [
+            maker.add_input_value(f"{weight.name}.{name}", weight.type, Role.STATE) for name in ("m", "v")
+        ]
+        names = [f"{weight.name}.new", f"{weight.name}.m.new", f"{weight.name}.v.new"]
+        return maker.add("AdamOptimizer", [weight, grad, *moments], attributes, output_names=names)
 
 
 OPTIMIZERS: dict[str, type[SGD] | type[Adam]] = {"adam": Adam, "sgd": SGD}

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
-from distsim.executor.program import Program
-from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Value
-from distsim.ir.device import devices_of, logical_mesh
+from distsim.ir import Device, Function, Mesh, Op, Value
+from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.schedule import Schedule, one_f_one_b
-from distsim.transforms.inline import inline
-from distsim.transforms.pipeline import pipeline
-from distsim.transforms.shard import shard
-from distsim.transforms.stages import coarse
+from distsim.transforms.build import build_program
 
 
 @dataclass(frozen=True)
@@ -26,20 +22,6 @@ class PipeDreamScheduler:
     def schedule(self, num_stages: int) -> Schedule:
         """Return the order in which each of ``num_stages`` pipeline ranks runs its tasks."""
         return one_f_one_b(num_stages, self.num_microbatches)
-
-
-def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program:
-    """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
-
-    The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
-    Calls that are too large to make balanced stages are written out first.
-    """
-    while coarse(function, mesh.axis_size("pp"), mesh.devices[0]):
-        function = inline(function)
-    dp = mesh.axis_size("dp")
-    pattern = logical_mesh(mesh.devices[0], min(dp, 2), mesh.axis_size("tp"))
-    local = shard(function, pattern, schedule.num_microbatches, dp)
-    return pipeline(local, mesh, schedule)
 
 
 def parallel_transform_3d(
@@ -102,15 +84,16 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
             rest.append(op)
     if len(rest) == len(function.ops):
         return function, function.inputs
-    maker = FunctionMaker(function.name)
-    read = dict.fromkeys([*(v for op in rest for v in op.inputs), *function.outputs])
     made = {value for op in rest for value in op.outputs}
-    copies: dict[Value, Value] = {}
-    for value in read:
-        if value not in made:
-            copies[value] = maker.add_input_value(value.name, value.type, moved[value].role)
-    for op in rest:
-        copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
-    maker.set_outputs([copies[value] for value in function.outputs])
-    steady = maker.finalize()
+    read = dict.fromkeys([*(v for op in rest for v in op.inputs), *function.outputs])
+    inputs = {v: replace(v, role=moved[v].role) for v in read if v not in made}
+    ops = [_reading(op, inputs) for op in rest]
+    outputs = tuple([inputs.get(value, value) for value in function.outputs])
+    steady = Function(function.name, tuple(inputs.values()), tuple(ops), outputs)
     return steady, steady.inputs
+
+
+def _reading(op: Op, inputs: Mapping[Value, Value]) -> Op:
+    """Return the op, reading these inputs in place of the values that they were."""
+    read = tuple([inputs.get(value, value) for value in op.inputs])
+    return op if read == op.inputs else replace(op, inputs=read)

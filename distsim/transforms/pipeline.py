@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
-from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
-from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Value
+from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Shards, Stage
+from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
+from distsim.ir.device import logical_mesh
 from distsim.ops import operator
 from distsim.schedule import Schedule
+from distsim.transforms.numbered import Numbered, early_sums
 from distsim.transforms.shard import Sharded
-from distsim.transforms.stages import StageMap, assign_stages, early_sums, is_sum
+from distsim.transforms.stage_blocks import Blocks, Group, group_of
+from distsim.transforms.stages import StageMap, assign_stages
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A local function cut into stages, whatever the schedule and wherever they run."""
+
+    name: str
+    pattern: Mesh
+    stages: tuple[tuple[Block, Block, tuple[tuple[int, Block], ...]], ...]
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ProgramOutput, ...]
+    notes: tuple[str, ...]
+
+    def program(self, mesh: Mesh, schedule: Schedule) -> Program:
+        """Return the program that runs the stages on the slices of ``mesh`` in this order."""
+        if schedule.num_stages != len(self.stages):
+            raise PlanError(
+                f"the schedule has {schedule.num_stages} stages, the mesh has pp={len(self.stages)}; make "
+                "them agree"
+            )
+        stages = tuple([Stage(mesh.at(pp=i), *blocks) for i, blocks in enumerate(self.stages)])
+        return Program(self.name, mesh, self.pattern, stages, schedule, self.inputs, self.outputs, self.notes)
 
 
 def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
@@ -21,26 +47,63 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
     the sums of earlier microbatches) and the functions that run once per step. Raises
     :class:`PlanError` when the function has fewer forward ops than there are stages.
     """
-    stages, mesh_stages = len(schedule.ranks), mesh.axis_size("pp")
-    if stages != mesh_stages:
-        raise PlanError(f"the schedule has {stages} stages, the mesh has pp={mesh_stages}; make them agree")
     if schedule.num_microbatches != local.microbatches:
         raise PlanError(
             f"the schedule has {schedule.num_microbatches} microbatches, the function was sharded for "
             f"{local.microbatches}; make them agree"
         )
-    function = _without_early_sums(local.function, local.microbatches)
-    function, assigned = _untie(function, mesh)
-    return _Cutter(local, function, assigned, mesh, schedule).program()
+    return cut_stages(local, mesh.axis_size("pp"), mesh.devices[0]).program(mesh, schedule)
 
 
-def _without_early_sums(function: Function, microbatches: int) -> Function:
+def cut_stages(local: Sharded, num_stages: int, device: Device) -> Cut:
+    """Cut what :func:`shard` made into ``num_stages`` stages of even time on ``device``.
+
+    What was cut already is not cut again: plans that differ in their schedule, or divide the batch into
+    as many parts, share it.
+    """
+    source = _Source.of(local)
+    figures = logical_mesh(device, 1, 1).devices[0]  # which of equal devices it is does not matter
+    found = source.cuts.get((num_stages, figures))
+    if found is None:
+        assigned = assign_stages(source.function, num_stages, figures)
+        function, assigned = _untie(source.function, assigned, num_stages, figures)
+        found = _Cutter(local, source, function, assigned, num_stages).cut()
+        source.cuts[num_stages, figures] = found
+    return found
+
+
+class _Source:
+    """What is known of a local function before it is cut, and how it was cut."""
+
+    def __init__(self, local: Sharded) -> None:
+        self.function = function = _without_early_sums(Numbered(local.function), local.microbatches)
+        self.inputs: list[tuple[Value, Value, Shards, bool]] = []
+        for key, source, place in zip(function.inputs, local.sources, local.inputs, strict=True):
+            typed = Value(source.name, source.type, key.role)
+            self.inputs.append((typed, key, place.shards(), place.batch.sharded))
+        self.outputs = [(place.shards(), place.batch.sharded) for place in local.outputs]
+        self.cuts: dict[tuple[int, Device], Cut] = {}
+
+    @staticmethod
+    def of(local: Sharded) -> _Source:
+        known = _SOURCES.setdefault(local.function, {})
+        many = local.microbatches > 1
+        if many not in known:
+            known[many] = _Source(local)
+        return known[many]
+
+
+_SOURCES: WeakKeyDictionary[Function, dict[bool, _Source]] = WeakKeyDictionary()
+
+
+def _without_early_sums(function: Numbered, microbatches: int) -> Numbered:
     """Drop the marks of sums that a microbatch waits for: with one microbatch they are there already."""
     early = early_sums(function)
     if not early:
         return function
+    dropped = {function.ops[number] for number in early}
     if microbatches > 1:
-        mark, reader = next(iter(early.items()))
+        mark, reader = next((function.ops[a], function.ops[b]) for a, b in early.items())
         raise PlanError(
             f"{reader!r} needs {mark.outputs[0].name!r} of the whole batch, so the batch cannot be divided "
             f"into {microbatches} microbatches; use microbatches=1"
@@ -49,35 +112,29 @@ def _without_early_sums(function: Function, microbatches: int) -> Function:
     maker.adopt_inputs(function.inputs)
     plain: dict[Value, Value] = {}
     for op in function.ops:
-        if op in early:
+        if op in dropped:
             plain[op.outputs[0]] = plain.get(op.inputs[0], op.inputs[0])
         else:
             maker.adopt(replace(op, inputs=tuple(plain.get(v, v) for v in op.inputs)))
-    maker.set_outputs([plain.get(v, v) for v in function.outputs])
-    return maker.finalize()
+    outputs = [function.values[value] for value in function.outputs]
+    maker.set_outputs([plain.get(v, v) for v in outputs])
+    return Numbered(maker.finalize())
 
 
-def _untie(function: Function, mesh: Mesh) -> tuple[Function, StageMap]:
+def _untie(
+    function: Numbered, assigned: StageMap, num_stages: int, device: Device
+) -> tuple[Numbered, StageMap]:
     """Sum over microbatches before adding gradients that come from two stages.
 
     A parameter that two stages read (tied embeddings) gets a gradient from each; adding them per
     microbatch would send one of them every time.
     """
-    num_stages, device = mesh.axis_size("pp"), mesh.devices[0]
-    assigned = assign_stages(function, num_stages, device)
-    producer = {value: op for op in function.ops for value in op.outputs}
-    counts: dict[Value, int] = {}
-    for value in (*(v for op in function.ops for v in op.inputs), *function.outputs):
-        counts[value] = counts.get(value, 0) + 1
-
-    def split(op: Op) -> bool:
-        added = producer.get(op.inputs[0]) if is_sum(op) else None
-        if added is None or added.op_type != "Add" or counts[op.inputs[0]] > 1 or len(added.inputs) < 2:
-            return False
-        makers = [producer[v] for v in added.inputs if v in producer]
-        return len({assigned.stage[op] for op in makers if op in assigned.stage}) > 1
-
-    tied = {op: producer[op.inputs[0]] for op in function.ops if split(op)}
+    tied: dict[Op, Op] = {}
+    for number, op in enumerate(function.ops):
+        if function.sums[number]:
+            added = function.producer[function.reads[number][0]]
+            if _from_two_stages(function, assigned, added):
+                tied[op] = function.ops[added]
     if not tied:
         return function, assigned
     maker = FunctionMaker(function.name)
@@ -89,194 +146,117 @@ def _untie(function: Function, mesh: Mesh) -> tuple[Function, StageMap]:
             maker.adopt(Op("Add", tuple(sums), op.outputs))
         elif op not in gone:
             maker.adopt(op)
-    maker.set_outputs(function.outputs)
-    untied = maker.finalize()
+    maker.set_outputs([function.values[value] for value in function.outputs])
+    untied = Numbered(maker.finalize())
     return untied, assign_stages(untied, num_stages, device)
 
 
+def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool:
+    """Whether an op adds what two stages make, and its sum is read once."""
+    if added < 0 or function.ops[added].op_type != "Add" or len(function.reads[added]) < 2:
+        return False
+    (value,) = function.makes[added]
+    if len(function.readers[value]) + function.outputs.count(value) > 1:
+        return False
+    makers = [function.producer[v] for v in function.reads[added]]
+    return len({assigned.stage[op] for op in makers if op >= 0 and assigned.stage[op] >= 0}) > 1
+
+
 class _Cutter:
+    """Puts the ops of a function whose stages are assigned into blocks."""
+
     def __init__(
-        self, local: Sharded, function: Function, assigned: StageMap, mesh: Mesh, schedule: Schedule
+        self, local: Sharded, source: _Source, function: Numbered, assigned: StageMap, count: int
     ) -> None:
-        self.local, self.function, self.assigned = local, function, assigned
-        self.mesh, self.schedule = mesh, schedule
-        self.count = mesh.axis_size("pp")
-        self.producer = {value: op for op in function.ops for value in op.outputs}
-        self.step_stage: dict[Op, int] = {}
-        self.step_round: dict[Op, int] = {}
-        for op in function.ops:
-            if op in assigned.step_ops:
+        self.local, self.source, self.function, self.count = local, source, function, count
+        self.homes = assigned.homes
+        self.stage = list(assigned.stage)
+        self.round = [-1] * len(function.ops)
+        for op, step in enumerate(function.steps):
+            if step:
                 self._place_step(op)
 
-    def _place_step(self, op: Op) -> None:
-        homes = self.assigned.homes
-        owned = [homes[v][0] for v in op.inputs if v in homes]
-        made = [self.producer[v] for v in op.inputs if v in self.producer]
-        made = [m for m in made if m not in self.assigned.loose]
-        stage = min(owned or [self._stage(m) for m in made] or [0])
-        self.step_stage[op] = stage
-        before = [self.step_round[m] + (self.step_stage[m] != stage) for m in made if m in self.step_round]
-        self.step_round[op] = max(before, default=0)
+    def _place_step(self, op: int) -> None:
+        """Place an op that runs once per step where its parameter is, or else with what it reads."""
+        function, homes = self.function, self.homes
+        read = function.reads[op]
+        made = [m for m in [function.producer[v] for v in read] if m >= 0 and not function.loose[m]]
+        owned = [homes[v][0] for v in read if v in homes]
+        stage = self.stage[op] = min(owned or [self.stage[m] for m in made] or [0])
+        before = [self.round[m] + (self.stage[m] != stage) for m in made if self.round[m] >= 0]
+        self.round[op] = max(before, default=0)
 
-    def _stage(self, op: Op) -> int:
-        return self.step_stage[op] if op in self.step_stage else self.assigned.stage[op]
-
-    def program(self) -> Program:
+    def cut(self) -> Cut:
         groups = self._groups()
-        outside = _read_outside(groups.values(), self.function)
-        build = _Blocks(outside)
-        stages: list[Stage] = []
+        make = Blocks(self.function, self._read_outside(groups))
+        empty: Group = ([], ())
+        stages: list[tuple[Block, Block, tuple[tuple[int, Block], ...]]] = []
         for index in range(self.count):
-            mesh = self.mesh.at(pp=index)
             rounds = sorted(r for s, phase, r in groups if s == index and phase == "U")
-            stages.append(
-                Stage(
-                    mesh,
-                    build.block("forward", groups.get((index, "F", 0), [])),
-                    build.block("backward", groups.get((index, "B", 0), [])),
-                    tuple((r, build.block("update", groups[index, "U", r])) for r in rounds),
-                )
-            )
-        return Program(
-            self.function.name,
-            self.mesh,
-            self.local.mesh,
-            tuple(stages),
-            self.schedule,
-            self._inputs(stages),
-            self._outputs(),
-            self.local.notes,
+            updates = [(r, make.block("update", groups[index, "U", r])) for r in rounds]
+            forward = make.block("forward", groups.get((index, "F", 0), empty))
+            backward = make.block("backward", groups.get((index, "B", 0), empty))
+            stages.append((forward, backward, tuple(updates)))
+        name, local = self.function.name, self.local
+        inputs = self._inputs(groups)
+        return Cut(name, local.mesh, tuple(stages), inputs, self._outputs(inputs), local.notes)
+
+    def _groups(self) -> dict[tuple[int, str, int], Group]:
+        groups: dict[tuple[int, str, int], list[int]] = {}
+        function = self.function
+        for op, stage in enumerate(self.stage):
+            if function.loose[op]:
+                continue
+            if function.steps[op]:
+                key = (stage, "U", self.round[op])
+            else:
+                key = (stage, "F" if function.forward[op] else "B", 0)
+            groups.setdefault(key, []).append(op)
+        return {key: group_of(function, ops) for key, ops in groups.items()}
+
+    def _read_outside(self, groups: dict[tuple[int, str, int], Group]) -> Sequence[bool]:
+        """Return which values some other block, or the caller, reads."""
+        found = [False] * len(self.function.values)
+        for values in (self.function.outputs, *(read for _, read in groups.values())):
+            for value in values:
+                found[value] = True
+        return found
+
+    def _inputs(self, groups: dict[tuple[int, str, int], Group]) -> tuple[ProgramInput, ...]:
+        readers: dict[int, tuple[int, ...]] = {}
+        for (stage, _, _), (_, read) in sorted(groups.items(), key=lambda item: item[0]):
+            for value in read:
+                known = readers.get(value, ())
+                if value < self.function.num_inputs and stage not in known:
+                    readers[value] = (*known, stage)
+        for value in self.function.outputs:  # an input that is only handed on
+            if value < self.function.num_inputs:
+                readers.setdefault(value, (0,))
+        return tuple(
+            [
+                ProgramInput(typed, key, shards, microbatched, readers.get(value, ()))
+                for value, (typed, key, shards, microbatched) in enumerate(self.source.inputs)
+            ]
         )
 
-    def _groups(self) -> dict[tuple[int, str, int], list[Op]]:
-        groups: dict[tuple[int, str, int], list[Op]] = {}
-        for op in self.function.ops:
-            if op in self.assigned.loose:
-                continue
-            if op in self.assigned.step_ops:
-                key = (self.step_stage[op], "U", self.step_round[op])
-            else:
-                key = (self.assigned.stage[op], "F" if op in self.assigned.forward else "B", 0)
-            groups.setdefault(key, []).append(op)
-        return {key: self._with_constants(ops) for key, ops in groups.items()}
-
-    def _with_constants(self, ops: Sequence[Op]) -> list[Op]:
-        """Put before the ops what makes the constants that they read."""
-        needed: dict[Op, None] = {}
-
-        def need(op: Op) -> None:
-            for value in op.inputs:
-                made = self.producer.get(value)
-                if made in self.assigned.loose and made not in needed:
-                    need(made)
-                    needed[made] = None
-
-        for op in ops:
-            need(op)
-        return [*needed, *ops]
-
-    def _inputs(self, stages: Sequence[Stage]) -> tuple[ProgramInput, ...]:
-        found: list[ProgramInput] = []
-        returned = set(self.function.outputs)
-        for key, source, place in zip(
-            self.function.inputs, self.local.sources, self.local.inputs, strict=True
-        ):
-            readers = [
-                index
-                for index, stage in enumerate(stages)
-                for block in (stage.forward, stage.backward, *(b for _, b in stage.updates))
-                if key in block.inputs
-            ]
-            if key in returned and not readers:
-                readers = [0]
-            microbatched = place.batch.sharded
-            typed = Value(source.name, source.type, key.role)
-            found.append(
-                ProgramInput(typed, key, place.shards(), microbatched, tuple(dict.fromkeys(readers)))
-            )
-        return tuple(found)
-
-    def _outputs(self) -> tuple[ProgramOutput, ...]:
+    def _outputs(self, inputs: Sequence[ProgramInput]) -> tuple[ProgramOutput, ...]:
         found: list[ProgramOutput] = []
-        for key, place in zip(self.function.outputs, self.local.outputs, strict=True):
-            op = self.producer.get(key)
-            stage = 0 if op is None else self._stage(op)
-            copies: tuple[int, ...] = ()
-            if op is not None:
-                taken = operator(op.op_type).in_place.get(op.outputs.index(key))
-                source = None if taken is None else op.inputs[taken]
-                if source is not None and source.role is Role.PARAMETER:
-                    copies = tuple(s for s in self.assigned.homes.get(source, ()) if s != stage)
-            microbatched = place.batch.sharded and op not in self.step_stage
-            found.append(ProgramOutput(key, place.shards(), microbatched, stage, copies))
+        function = self.function
+        for value, (shards, divided) in zip(function.outputs, self.source.outputs, strict=True):
+            op = function.producer[value]
+            stage = inputs[value].stages[0] if op < 0 else self.stage[op]
+            microbatched = divided and not (op >= 0 and function.steps[op])
+            copies = self._copies(op, value, stage)
+            found.append(ProgramOutput(function.values[value], shards, microbatched, stage, copies))
         return tuple(found)
 
-
-def _read_outside(groups: Iterable[list[Op]], function: Function) -> frozenset[Value]:
-    """Return the values that some other block, or the caller, reads."""
-    found = set(function.outputs)
-    for ops in groups:
-        own = {value for op in ops for value in op.outputs}
-        found.update(v for op in ops for v in op.inputs if v not in own)
-    return frozenset(found)
-
-
-class _Blocks:
-    """Makes blocks; groups of ops that do the same, wired in the same way, share their Functions."""
-
-    def __init__(self, outside: frozenset[Value]) -> None:
-        self.outside = outside
-        self.made: dict[Hashable, tuple[Function, Function | None]] = {}
-
-    def block(self, phase: str, ops: Sequence[Op]) -> Block:
-        """Return the block of these ops, which lie in the order of the function that is cut."""
-        made = {value for op in ops for value in op.outputs}
-        inputs = tuple(dict.fromkeys(v for op in ops for v in op.inputs if v not in made))
-        outputs = tuple(v for op in ops for v in op.outputs if v in self.outside)
-        sums = tuple(op.outputs[0] for op in ops if is_sum(op))
-        key = (phase, _structure(ops, inputs, outputs))
-        found = self.made.get(key)
-        if found is None:
-            function = _write(phase, ops, inputs, outputs, ())
-            more = _write(f"{phase}_next", ops, inputs, outputs, sums) if sums else None
-            found = self.made[key] = function, more
-        names = tuple([op.name for op in ops if not is_sum(op)])
-        more_names = tuple([op.name for op in ops]) if sums else ()
-        return Block(found[0], inputs, outputs, sums, found[1], names, more_names)
-
-
-def _structure(ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value]) -> Hashable:
-    """Return what two groups of ops have in common when they differ in names only."""
-    number = {value: i for i, value in enumerate(inputs)}
-    wired: list[Hashable] = []
-    for op in ops:
-        read = tuple([number[value] for value in op.inputs])
-        wired.append((op.op_type, op.attributes, op.subfunctions, op.version, read, len(op.outputs)))
-        for value in op.outputs:
-            number[value] = len(number)
-    types = tuple([(value.type, value.role) for value in inputs])
-    return types, tuple(wired), tuple([number[value] for value in outputs])
-
-
-def _write(
-    name: str, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value], sums: Sequence[Value]
-) -> Function:
-    """Return the function of these ops; the mark of a sum adds to ``sums``, or else is nothing.
-
-    Ops and values are those of the function that is cut, whose types have been checked.
-    """
-    so_far = {value: Value(f"{value.name}.sum", value.type) for value in sums}
-    env: dict[Value, Value] = {}
-    written: list[Op] = []
-    for op in ops:
-        if not is_sum(op):
-            read = tuple([env.get(value, value) for value in op.inputs])
-            written.append(replace(op, inputs=read, name="") if op.name or read != op.inputs else op)
-            continue
-        part, key = env.get(op.inputs[0], op.inputs[0]), op.outputs[0]
-        if key in so_far:
-            written.append(Op("AccumulateInto", (so_far[key], part), op.outputs))
-        else:
-            env[key] = part
-    made = tuple([env.get(value, value) for value in outputs])
-    return Function(name, (*inputs, *so_far.values()), tuple(written), made)
+    def _copies(self, op: int, value: int, stage: int) -> tuple[int, ...]:
+        """Return the other stages that hold the parameter of which ``value`` is the new one."""
+        if op < 0:
+            return ()
+        made = self.function.ops[op]
+        taken = operator(made.op_type).in_place.get(value - self.function.makes[op][0])
+        if taken is None or made.inputs[taken].role is not Role.PARAMETER:
+            return ()
+        homes = self.homes.get(self.function.reads[op][taken], ())
+        return tuple([other for other in homes if other != stage]) if len(homes) > 1 else ()

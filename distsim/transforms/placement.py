@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from distsim.ir.type import Tensor
 
@@ -56,12 +58,23 @@ class Placement:
         return f"dp:{self.batch} tp:{self.tp}"
 
 
+@lru_cache(maxsize=65536)
+def divisor(shape: tuple[int, ...], state: State) -> int | None:
+    """Return what the number of ranks must divide so that each holds an equal part; 0: any, None: none.
+
+    >>> divisor((6, 8), sharded(1)), divisor((6, 8), REPLICATED), divisor((6, 0), sharded(1))
+    (8, 0, None)
+    """
+    if not state.sharded:
+        return 0
+    sizes = state.pieces or (shape[state.dim],)
+    return math.gcd(*sizes) if sum(sizes) == shape[state.dim] and all(sizes) else None
+
+
 def divisible(shape: tuple[int, ...], state: State, ranks: int) -> bool:
     """Return whether ``ranks`` ranks can hold equal parts of a tensor of that shape."""
-    if not state.sharded:
-        return True
-    sizes = state.pieces or (shape[state.dim],)
-    return sum(sizes) == shape[state.dim] and all(size and size % ranks == 0 for size in sizes)
+    found = divisor(shape, state)
+    return found is not None and found % ranks == 0
 
 
 def local_shape(shape: tuple[int, ...], state: State, ranks: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ Mark = tuple[int, Parts]
 Marks = dict[Value, frozenset[Mark]]
 """The marked dimensions of values; a value that is absent has none."""
 
+NONE: frozenset[Mark] = frozenset()
 WHOLE_BATCH: frozenset[Mark] = frozenset({(0, None)})
 
 
@@ -78,14 +79,27 @@ def propagate(function: Function, seeds: Marks) -> Marks:
 
 
 def propagate_back(function: Function, seeds: Marks) -> Marks:
-    """Return the marks that follow from ``seeds`` against the direction of the ops (no Calls)."""
+    """Return the marks that follow from ``seeds`` against the direction of the ops, and through Calls."""
     marks = dict(seeds)
-    for op in reversed(function.ops):
-        rule = None if op.op_type == "Call" else rule_of(signature_of(op))
-        if rule is not None:
-            found = _factors(op.outputs, rule.outputs, marks)
-            for value, dims in zip(op.inputs, rule.inputs, strict=True):
-                _mark(marks, value, _labelled(dims, found))
+
+    def visit(current: Function) -> None:
+        for op in reversed(current.ops):
+            if op.op_type == "Call":
+                pairs = list(zip(op.callee.outputs, op.outputs, strict=True))
+                if any(marks.get(outer, NONE) - marks.get(inner, NONE) for inner, outer in pairs):
+                    for inner, outer in pairs:
+                        _mark(marks, inner, marks.get(outer, NONE))
+                    visit(op.callee)
+                for inner, outer in zip(op.callee.inputs, op.inputs, strict=True):
+                    _mark(marks, outer, marks.get(inner, NONE))
+                continue
+            rule = rule_of(signature_of(op))
+            if rule is not None:
+                found = _factors(op.outputs, rule.outputs, marks)
+                for value, dims in zip(op.inputs, rule.inputs, strict=True):
+                    _mark(marks, value, _labelled(dims, found))
+
+    visit(function)
     return marks
 
 

@@ -8,28 +8,19 @@ the fewest bytes; the column-then-row pattern of Megatron-LM (Shoeybi et al. 201
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
+from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
-from distsim.ir import Function, FunctionMaker, Literal, Mesh, Op, Role, Tensor, Value
+from distsim.ir import Device, Function, Mesh, Value
 from distsim.ir.device import logical_mesh
-from distsim.ops import signature_of
-from distsim.transforms.axes import batch_axis, tensor_decision
-from distsim.transforms.decide import Decision, decide
-from distsim.transforms.placement import (
-    PARTIAL,
-    REPLICATED,
-    Placement,
-    State,
-    exchangeable,
-    local_shape,
-    sharded,
-)
+from distsim.ir.type import as_tensor
+from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
+from distsim.transforms.decide import Decision
+from distsim.transforms.lower import DegreeNeeded, Lowered, lower
+from distsim.transforms.placement import Placement
 from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate, roles
-from distsim.transforms.strategies import Strategy, rule_of
+from distsim.transforms.structure import structure_of
 
 REPLICATION_NOTED = 0.95
 """Less than this share of the matrix flops divided over tp is worth a note."""
@@ -40,6 +31,8 @@ class Sharded:
     """A function that every rank of ``mesh`` runs on one microbatch, and where its ends are.
 
     ``sources`` are the inputs of the function that was sharded, in the order of ``function.inputs``.
+    ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
+    not, because a shape depends on how many there are (see :func:`shard`).
     """
 
     function: Function
@@ -50,6 +43,8 @@ class Sharded:
     outputs: tuple[Placement, ...]
     batch: Decision
     tp: Decision
+    dp: int
+    needs_dp: bool
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -76,28 +71,26 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
     """Divide ``function`` over ``mesh`` (axes dp and tp) and over ``microbatches``.
 
     ``function`` may be any function: forward, or joint with its backward pass and optimizer. Data
-    inputs carry the batch in dimension 0. With ``dp``, the mesh is a pattern: it stands for ``dp``
-    data-parallel replicas, however many it has. Where local shapes inside depend on their number
-    (something is gathered or divided again over dp), the result is on a pattern that has them all.
-    Raises :class:`PlanError` naming the numbers when the batch is not divisible or an op needs the
-    whole batch at once.
+    inputs carry the batch in dimension 0. Raises :class:`PlanError` naming the numbers when the batch
+    is not divisible or an op needs the whole batch at once.
+
+    With ``dp``, the real number of replicas, the mesh is a pattern whose two data-parallel ranks stand
+    for any number: all do the same on parts of the same shape. Everything is decided for the real
+    number, only the types name the pattern. Where a collective over dp changes shapes, the pattern must
+    have all replicas: the result is then on a mesh like it that has (``needs_dp``).
+
+    What was divided before is known: a second call with equal degrees on an equal mesh costs a look-up,
+    and functions that come out alike for other degrees are the same function.
     """
-    known = roles(function)
-    dp = mesh.axis_size("dp") if dp is None else dp
-    data = batch_inputs(function, known)
-    _check_batch(function, data, dp, microbatches)
-    batch_marks = propagate(function, dict.fromkeys(data, WHOLE_BATCH))
-    batch = decide(function, batch_axis(function, data, batch_marks, dp * microbatches, mesh.devices[0]))
-    tensor = tensor_decision(function, known, batch_marks, mesh, dp, microbatches, batch)
-    try:
-        return _Lowering(function, mesh, dp, microbatches, known, batch, tensor).result()
-    except _ReplicasCountError:
-        whole = logical_mesh(mesh.devices[0], dp, mesh.axis_size("tp"))
-        return _Lowering(function, whole, dp, microbatches, known, batch, tensor).result()
-
-
-class _ReplicasCountError(PlanError):
-    """Local shapes depend on the number of replicas, which the pattern does not have."""
+    memory = _MEMORIES.get(function)
+    if memory is None:
+        memory = _MEMORIES[function] = _Memory(function)
+    key = (mesh, microbatches, dp)
+    found = memory.results.get(key)
+    if found is None:
+        found = memory.shard(function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp)
+        memory.results[key] = found
+    return found
 
 
 def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatches: int) -> None:
@@ -105,7 +98,7 @@ def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatc
     if not data and parts > 1:
         raise PlanError(f"{function.name}: dp={dp}, microbatches={microbatches}, but no input has a batch")
     for value in data[:1]:
-        size = _type(value).shape[0]
+        size = as_tensor(value.type, value.name).shape[0]
         if size % parts or size == 0:
             raise PlanError(
                 f"dp={dp} times microbatches={microbatches} does not divide the batch of {size} "
@@ -118,217 +111,87 @@ def _divisors(n: int) -> str:
     return ", ".join(map(str, found)) or "none (the batch is empty)"
 
 
-class _Lowering:
-    """Writes out the local function: what both decisions say, op by op."""
+MOST_FUNCTIONS = 256
+"""How many local functions of one function are remembered; then all are forgotten. One of a GPT of 96
+layers under Adam takes 2 MB."""
+MOST_RESULTS = 8192
+"""The same for the results that share them."""
 
-    def __init__(
-        self,
-        function: Function,
-        mesh: Mesh,
-        dp: int,
-        microbatches: int,
-        known: Mapping[Value, Role],
-        batch: Decision,
-        tp: Decision,
-    ) -> None:
-        self.function, self.mesh, self.microbatches = function, mesh, microbatches
-        self.known, self.batch, self.tp = known, batch, tp
-        self.dp, self.parts = dp, dp * microbatches
-        self.ranks = mesh.axis_size("tp")
-        self.done: dict[int, Function] = {}
 
-    def result(self) -> Sharded:
-        local = self.lower(self.function)
+class _Memory:
+    """What is known of one function: what may be divided, what was decided, what came out."""
+
+    def __init__(self, function: Function) -> None:
+        self.known = roles(function)
+        self.data = batch_inputs(function, self.known)
+        self.structure = structure_of(function, self.known)
+        marks = propagate(function, dict.fromkeys(self.data, WHOLE_BATCH))
+        self.batch_options = batch_options(function, self.structure, self.data, marks)
+        self.tensor_options = tensor_options(function, self.structure, self.known, marks)
+        self.batch: dict[tuple[int, Balance], Decision] = {}
+        self.tensor: dict[tuple[int, int, int, Balance], Decision] = {}
+        self.lowered: dict[tuple[object, ...], Lowered] = {}
+        self.results: dict[tuple[Mesh, int, int | None], Sharded] = {}
+
+    def shard(self, function: Function, mesh: Mesh, microbatches: int, dp: int) -> Sharded:
+        tp, shown = mesh.axis_size("tp"), mesh.axis_size("dp")
+        if shown not in (dp, min(dp, 2)):
+            raise PlanError(f"dp={dp} on a mesh of dp={shown}; give one of dp={min(dp, 2)} or of dp={dp}")
+        _check_batch(function, self.data, dp, microbatches)
+        if len(self.results) >= MOST_RESULTS:
+            self._forget()
+        batch, tensor = self._decide(tp, dp, microbatches, mesh.devices[0])
+        try:
+            lowered = self._lower(function, mesh, dp, microbatches, batch, tensor)
+        except DegreeNeeded:
+            mesh = logical_mesh(mesh.devices[0], dp, tp)
+            lowered = self._lower(function, mesh, dp, microbatches, batch, tensor)
         return Sharded(
-            local,
-            self.mesh,
-            self.microbatches,
-            self.function.inputs,
-            tuple(self.placement(value) for value in self.function.inputs),
-            tuple(self.placement(value) for value in self.function.outputs),
-            self.batch,
-            self.tp,
+            lowered.function,
+            mesh,
+            microbatches,
+            function.inputs,
+            lowered.inputs,
+            lowered.outputs,
+            batch,
+            tensor,
+            dp,
+            lowered.needs_dp,
         )
 
-    def placement(self, value: Value) -> Placement:
-        return Placement(self.batch.state(value), self.tp.state(value))
+    def _forget(self) -> None:
+        for known in (self.batch, self.tensor, self.lowered, self.results):
+            known.clear()
 
-    def local_type(self, value: Value, placement: Placement) -> Tensor:
-        shape = local_shape(_type(value).shape, placement.batch, self.parts)
-        return Tensor(_type(value).dtype, local_shape(shape, placement.tp, self.ranks), self.mesh)
+    def _decide(self, tp: int, dp: int, microbatches: int, device: Device) -> tuple[Decision, Decision]:
+        balance = (device.throughput, device.peaks, device.dram_bandwidth)
+        parts = dp * microbatches
+        batch = self.batch.get((parts, balance))
+        if batch is None:
+            batch = decide_batch(self.structure, self.batch_options, parts, device)
+            self.batch[parts, balance] = batch
+        tensor = self.tensor.get((tp, dp, microbatches, balance))
+        if tensor is None:
+            degrees = (tp, dp, microbatches)
+            tensor = decide_tensor(self.structure, self.tensor_options, degrees, batch, device)
+            self.tensor[tp, dp, microbatches, balance] = tensor
+        return batch, tensor
 
-    def lower(self, function: Function) -> Function:
-        if id(function) not in self.done:
-            self.done[id(function)] = _Body(self, function).build()
-        return self.done[id(function)]
-
-
-class _Body:
-    """Lowers one function."""
-
-    def __init__(self, lowering: _Lowering, function: Function) -> None:
-        self.lowering, self.function = lowering, function
-        self.maker = FunctionMaker(function.name)
-        self.made: dict[tuple[Value, Placement], Value] = {}
-        self.home: dict[Value, Placement] = {}
-
-    def build(self) -> Function:
-        lowering = self.lowering
-        for value in self.function.inputs:
-            placement = lowering.placement(value)
-            role = lowering.known.get(value, value.role)
-            local = self.maker.add_input_value(value.name, lowering.local_type(value, placement), role)
-            self.define(value, placement, local)
-        for op in self.function.ops:
-            if op.op_type == "Call":
-                self.call(op)
-            else:
-                self.op(op)
-        self.maker.set_outputs([self.read(v, lowering.placement(v)) for v in self.function.outputs])
-        return self.maker.finalize()
-
-    def define(self, value: Value, raw: Placement, local: Value) -> None:
-        """Record a new value, and bring it at once to the placement in which it is handed on."""
-        self.made[value, raw] = local
-        self.home[value] = raw
-        home = self.lowering.placement(value)
-        self.made[value, home] = self.read(value, home)
-        self.home[value] = home
-
-    def read(self, value: Value, wanted: Placement) -> Value:
-        """Return ``value`` in the placement that is wanted, with the collectives that this takes."""
-        found = self.made.get((value, wanted))
-        if found is None:
-            home = self.home[value]
-            found = _move(self, value, self.made[value, home], home, wanted)
-            self.made[value, wanted] = found
+    def _lower(
+        self, function: Function, mesh: Mesh, dp: int, microbatches: int, batch: Decision, tensor: Decision
+    ) -> Lowered:
+        """Return the local function; one whose parts and choices are the same is the same function."""
+        key = (mesh, dp * microbatches, batch.choices, tensor.choices)
+        found = self.lowered.get(key)
+        if found is None or (found.refusal and microbatches > 1):
+            found = lower(function, self.known, mesh, dp, microbatches, batch, tensor)
+            if len(self.lowered) >= MOST_FUNCTIONS:
+                self._forget()
+            self.lowered[key] = found
         return found
 
-    def op(self, op: Op) -> None:
-        lowering = self.lowering
-        count = len(op.inputs)
-        batch, tp = lowering.batch.strategies.get(op), lowering.tp.strategies.get(op)
-        ins_b = batch.inputs if batch else (REPLICATED,) * count
-        ins_t = tp.inputs if tp else (REPLICATED,) * count
-        inputs = [self.read(v, Placement(b, t)) for v, b, t in zip(op.inputs, ins_b, ins_t, strict=True)]
-        outs_b = batch.outputs if batch else (REPLICATED,) * len(op.outputs)
-        outs_t = tp.outputs if tp else (REPLICATED,) * len(op.outputs)
-        raw = [Placement(b, t) for b, t in zip(outs_b, outs_t, strict=True)]
-        expected = [lowering.local_type(v, p) for v, p in zip(op.outputs, raw, strict=True)]
-        attributes = op.attributes
-        rule = rule_of(signature_of(op))
-        if rule is not None and rule.localize is not None:
-            attributes = rule.localize(attributes, tuple(t.shape for t in expected))
-        if not op.inputs:
-            attributes = {**attributes, "device": lowering.mesh}
-        names = [value.name for value in op.outputs]
-        made = self.maker.add(op.op_type, inputs, attributes, (), names, op.version, op.name)
-        for value, local, type_, place in zip(op.outputs, made, expected, raw, strict=True):
-            if local.type != type_:
-                raise PlanError(
-                    f"sharding {op!r} made {local.type} where {type_} was expected: the sharding rule of "
-                    f"{op.op_type} is wrong for these shapes"
-                )
-            self.define(value, place, self.averaged(local, batch, tp))
 
-    def averaged(self, local: Value, batch: Strategy | None, tp: Strategy | None) -> Value:
-        """A mean over one rank's part is divided by the ranks, so that the parts sum to the mean."""
-        ranks = self.lowering.parts if batch and batch.mean else 1
-        ranks *= self.lowering.ranks if tp and tp.mean else 1
-        return share(self.maker, local, ranks)
+Balance = tuple[float, tuple[tuple[str, float], ...], float]
+"""The figures of a device on which the choice depends."""
 
-    def call(self, op: Op) -> None:
-        lowering = self.lowering
-        callee = lowering.lower(op.callee)
-        inputs = [
-            self.read(v, lowering.placement(inner))
-            for v, inner in zip(op.inputs, op.callee.inputs, strict=True)
-        ]
-        names = [value.name for value in op.outputs]
-        made = self.maker.add("Call", inputs, op.attributes, (callee,), names, None, op.name)
-        for value, inner, local in zip(op.outputs, op.callee.outputs, made, strict=True):
-            self.define(value, lowering.placement(inner), local)
-
-
-def share(maker: FunctionMaker, local: Value, ranks: int) -> Value:
-    """Divide a value by the number of ranks, so that over them it sums to what it was."""
-    if ranks == 1:
-        return local
-    scale = Literal(np.asarray(1.0 / ranks, _type(local).dtype.np))
-    return maker.add("Mul", [local], {"B": scale}, output_names=[f"{local.name}.share"])[0]
-
-
-def _move(body: _Body, value: Value, local: Value, source: Placement, target: Placement) -> Value:
-    """Sum over microbatches first, so that what crosses the ranks does so once per step."""
-    lowering = body.lowering
-    if target.batch is PARTIAL and source.batch is not PARTIAL:
-        local = share(body.maker, local, lowering.parts)
-        source = Placement(PARTIAL, source.tp)
-    if source.batch != target.batch:
-        local = _in_time(body, value, local, source.batch)
-    within = [_within(state, source.batch, lowering.parts) for state in (source.tp, target.tp)]
-    local = _collective(body.maker, local, within[0], within[1], "tp")
-    if lowering.dp == 1 or source.batch == target.batch:
-        return local
-    if (source.batch, target.batch) != (PARTIAL, REPLICATED) and lowering.mesh.axis_size("dp") != lowering.dp:
-        raise _ReplicasCountError(f"{value.name}: {source.batch} to {target.batch} over dp={lowering.dp}")
-    return _collective(body.maker, local, source.batch, target.batch, "dp")
-
-
-def _within(state: State, batch: State, parts: int) -> State:
-    """Return the state of one rank's part of the batch: of a merged dimension it has fewer pieces."""
-    if not (state.pieces and batch.sharded and batch.dim == state.dim):
-        return state
-    return sharded(state.dim, state.pieces[: len(state.pieces) // parts])
-
-
-def _in_time(body: _Body, value: Value, local: Value, source: State) -> Value:
-    """Bring a value together over microbatches: mark the sum of what is partial, refuse the rest."""
-    microbatches = body.lowering.microbatches
-    top = body.function is body.lowering.function
-    if source is PARTIAL and top:
-        return body.maker.add("Accumulate", [local], output_names=[local.name])[0]
-    if microbatches > 1:
-        raise PlanError(
-            f"{value.name}: {_WHOLE[source.kind]}, so the batch cannot be divided into {microbatches} "
-            "microbatches; use microbatches=1"
-        )
-    return local
-
-
-_WHOLE = {
-    "S": "an op needs the whole batch at once",
-    "R": "an op reads a part of the batch of a value that is made once for all of it",
-    "P": "an op inside a layer needs a sum over the whole batch",
-}
-
-
-def _collective(maker: FunctionMaker, local: Value, source: State, target: State, axis: str) -> Value:
-    """Add what brings a value from one state to another along a mesh axis."""
-    if source == target:
-        return local
-
-    def add(op_type: str, value: Value, **attributes: object) -> Value:
-        attributes = {key: item for key, item in attributes.items() if item is not None}
-        return maker.add(op_type, [value], {"axis": axis, **attributes}, output_names=[local.name])[0]
-
-    if target is PARTIAL:
-        ranks = _type(local).device
-        return share(maker, local, ranks.axis_size(axis) if isinstance(ranks, Mesh) else 1)
-    if source is PARTIAL:
-        if not target.sharded:
-            return add("MPIAllreduce", local)
-        return add("MPIReduceScatter", local, dim=target.dim, pieces=target.pieces)
-    if source.sharded and target.sharded and exchangeable(source, target):
-        return add("MPIAlltoall", local, split=target.dim, concat=source.dim)
-    if source.sharded:
-        local = add("MPIAllgather", local, dim=source.dim, pieces=source.pieces)
-    if target.sharded:
-        local = add("LocalSlice", local, dim=target.dim, pieces=target.pieces)
-    return local
-
-
-def _type(value: Value) -> Tensor:
-    if not isinstance(value.type, Tensor):
-        raise PlanError(f"{value.name} must be a tensor, not {value.type}")
-    return value.type
+_MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()

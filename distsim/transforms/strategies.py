@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
 from distsim.ops.operator import Dim, factors_of, label_of
-from distsim.transforms.placement import PARTIAL, REPLICATED, State, divisible, sharded
+from distsim.transforms.placement import PARTIAL, REPLICATED, State, divisor, sharded
 
-Allowed = Callable[[str, tuple[int, ...] | None], bool]
-"""(factor, pieces): may this factor be divided, the whole dimension or each of its pieces?"""
+Allowed = Callable[[str, tuple[int, ...] | None], int | None]
+"""(factor, pieces): may this factor be divided, the whole dimension or each of its pieces?
+
+None: no. Otherwise what the parts of the batch must divide for it, 0 when any number of them may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,23 @@ class Strategy:
     outputs: tuple[State, ...]
     factor: str | None = None
     mean: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A strategy, and for which degrees it is one.
+
+    ``ranks`` is what the number of ranks must divide, ``parts`` what the number of parts of the batch
+    must divide; 0 is divided by any number.
+    """
+
+    strategy: Strategy
+    ranks: int = 0
+    parts: int = 0
+
+    def fits(self, ranks: int, parts: int) -> bool:
+        """Return whether the op can run so on this many ranks, the batch in this many parts."""
+        return self.ranks % ranks == 0 and self.parts % parts == 0
 
 
 def replicated(signature: Signature) -> Strategy:
@@ -41,27 +61,26 @@ def factors(rule: ShardingRule) -> tuple[str, ...]:
     return tuple(dict.fromkeys(factor for dim in dims for factor in factors_of(dim)))
 
 
-def strategies(
+def candidates(
     signature: Signature,
-    ranks: int,
     allowed: Allowed,
     pieces: dict[int, tuple[tuple[int, ...], ...]],
-) -> tuple[Strategy, ...]:
-    """Return the ways to run an op on ``ranks`` ranks: replicated, by factor, and on partial sums.
+) -> tuple[Candidate, ...]:
+    """Return the ways to run an op on some number of ranks: replicated, by factor, and on partial sums.
 
     ``allowed`` tells which factors may be divided, and into which pieces; ``pieces`` lists, by size of
     a dimension, the pieces that some op makes of such a dimension.
     """
-    found = [replicated(signature)]
+    found = [Candidate(replicated(signature))]
     rule = rule_of(signature)
     if rule is None:
         return tuple(found)
     for factor in factors(rule):
-        found.extend(_by_factor(signature, rule, factor, ranks, allowed, pieces))
+        found.extend(_by_factor(signature, rule, factor, allowed, pieces))
     if all(tensor.dtype.is_floating for tensor in signature.outputs):
         for members in rule.linear:
             inputs = tuple(PARTIAL if i in members else REPLICATED for i in range(len(signature.inputs)))
-            found.append(Strategy(inputs, (PARTIAL,) * len(signature.outputs)))
+            found.append(Candidate(Strategy(inputs, (PARTIAL,) * len(signature.outputs))))
     return tuple(found)
 
 
@@ -69,17 +88,17 @@ def _by_factor(
     signature: Signature,
     rule: ShardingRule,
     factor: str,
-    ranks: int,
     allowed: Allowed,
     pieces: dict[int, tuple[tuple[int, ...], ...]],
-) -> Iterable[Strategy]:
+) -> Iterable[Candidate]:
     labels = [label_of(dim, factor) for group in (*rule.inputs, *rule.outputs) for dim in group]
     choices: list[tuple[int, ...] | None] = [None]
     if not any(isinstance(label, Pieces) for label in labels):
         size = _size_of(signature, rule, factor)
         choices += pieces.get(size, ())
     for choice in choices:
-        if not allowed(factor, choice):
+        parts = allowed(factor, choice)
+        if parts is None:
             continue
         outputs = tuple(_state(group, factor, choice) or PARTIAL for group in rule.outputs)
         addends = rule.addends if PARTIAL in outputs else ()
@@ -87,9 +106,9 @@ def _by_factor(
             _state(group, factor, choice) or (PARTIAL if i in addends else REPLICATED)
             for i, group in enumerate(rule.inputs)
         )
-        strategy = Strategy(inputs, outputs, factor, factor in rule.mean)
-        if _fits(signature, strategy, ranks):
-            yield strategy
+        ranks = _degrees(signature, inputs, outputs)
+        if ranks is not None:
+            yield Candidate(Strategy(inputs, outputs, factor, factor in rule.mean), ranks, parts)
 
 
 def _size_of(signature: Signature, rule: ShardingRule, factor: str) -> int:
@@ -109,12 +128,12 @@ def _state(dims: tuple[Dim, ...], factor: str, choice: tuple[int, ...] | None) -
     return None
 
 
-def _fits(signature: Signature, strategy: Strategy, ranks: int) -> bool:
-    tensors = (*signature.inputs, *signature.outputs)
-    states = (*strategy.inputs, *strategy.outputs)
-    for tensor, state in zip(tensors, states, strict=True):
-        if not divisible(tensor.shape, state, ranks):
-            return False
-        if state.kind == "P" and not tensor.dtype.is_floating:
-            return False
-    return True
+def _degrees(signature: Signature, inputs: tuple[State, ...], outputs: tuple[State, ...]) -> int | None:
+    """Return what the number of ranks must divide, None when no number of ranks can run it."""
+    found = 0
+    for tensor, state in zip((*signature.inputs, *signature.outputs), (*inputs, *outputs), strict=True):
+        own = divisor(tensor.shape, state)
+        if own is None or (state.kind == "P" and not tensor.dtype.is_floating):
+            return None
+        found = math.gcd(found, own)
+    return found

@@ -1,0 +1,168 @@
+"""A local function with its ops and values numbered, and what each op is to a pipeline.
+
+All that does not depend on where the function is cut, found once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from distsim.executor.cost_model import RooflineRules, runs_kernel
+from distsim.ir import Device, Function, Op, Role, Tensor, Value, all_ops
+from distsim.ops import operator, signature_of, work
+from distsim.ops.operator import memory_bound
+
+Numbers = tuple[int, ...]
+
+_RULES = RooflineRules()
+
+
+class Numbered:
+    """The ops of a function are 0, 1, ... in order; its values are its inputs, then what each op makes.
+
+    ``reads[op]``, ``makes[op]``: the values; ``producer[value]``: the op, or -1 for an input;
+    ``readers[value]``: the ops; ``held[value]``: it is an input that stays over all microbatches.
+
+    Of each op, ``sums`` says whether it marks a sum over microbatches, ``steps`` whether it comes after
+    one, hence runs once per step, ``loose`` whether it makes a constant (it belongs to no stage: each
+    that reads one makes it itself), ``forward`` whether the loss depends on it (and it is neither of the
+    two before). Ops of equal ``kinds`` differ in names and values only.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.name, self.inputs, self.ops = function.name, function.inputs, function.ops
+        self.num_inputs = len(function.inputs)
+        self.values: list[Value] = list(function.inputs)
+        self.producer = [-1] * self.num_inputs
+        number = {value: i for i, value in enumerate(function.inputs)}
+        self.reads: list[Numbers] = []
+        self.makes: list[Numbers] = []
+        for index, op in enumerate(function.ops):
+            self.reads.append(tuple([number[value] for value in op.inputs]))
+            first = len(self.values)
+            for value in op.outputs:
+                number[value] = len(self.values)
+                self.values.append(value)
+                self.producer.append(index)
+            self.makes.append(tuple(range(first, len(self.values))))
+        self.outputs = [number[value] for value in function.outputs]
+        self.readers: list[list[int]] = [[] for _ in self.values]
+        for index, read in enumerate(self.reads):
+            for value in read:
+                self.readers[value].append(index)
+        self.held = [value.role is not Role.INPUT for value in function.inputs]
+        self.held += [False] * (len(self.values) - self.num_inputs)
+        self.sums = [is_sum(op) for op in function.ops]
+        self.steps = self._steps()
+        self.loose = self._loose()
+        self.has_loose = any(self.loose)
+        self.forward = self._forward()
+        self.kinds = _interned(
+            [
+                (op.op_type, op.attributes, op.subfunctions, op.version, len(op.inputs), len(op.outputs))
+                for op in self.ops
+            ]
+        )
+        self._seconds: dict[Device, dict[int, float]] = {}
+
+    def _steps(self) -> list[bool]:
+        made, found = [False] * len(self.values), list[bool]()
+        for index, read in enumerate(self.reads):
+            step = any(made[value] for value in read)
+            found.append(step)
+            if step or self.sums[index]:
+                for value in self.makes[index]:
+                    made[value] = True
+        return found
+
+    def _loose(self) -> list[bool]:
+        made, found = [False] * len(self.values), list[bool]()
+        returned = set(self.outputs)
+        for read, makes in zip(self.reads, self.makes, strict=True):
+            constant = all(made[value] for value in read)
+            for value in makes if constant else ():
+                made[value] = True
+            found.append(constant and returned.isdisjoint(makes))
+        return found
+
+    def _forward(self) -> list[bool]:
+        """Ancestors of the loss, the first scalar output; every op when there is no such output."""
+        losses = [v for v in self.outputs if _scalar(self.values[v])]
+        found = [not losses] * len(self.ops)
+        todo = losses[:1]
+        while todo:
+            op = self.producer[todo.pop()]
+            if op >= 0 and not found[op]:
+                found[op] = True
+                todo.extend(self.reads[op])
+        return [
+            f and not (step or constant)
+            for f, step, constant in zip(found, self.steps, self.loose, strict=True)
+        ]
+
+    def seconds(self, device: Device) -> dict[int, float]:
+        """Return how long each forward op keeps ``device`` busy; equal ops are looked at once."""
+        found = self._seconds.get(device)
+        if found is None:
+            known: dict[int, float] = {}
+            found = self._seconds[device] = {}
+            for index, op in enumerate(self.ops):
+                if self.forward[index]:
+                    kind = self.kinds[index] if op.op_type == "Call" else -1 - index
+                    if kind not in known:
+                        known[kind] = seconds_of(op, device)
+                    found[index] = known[kind]
+        return found
+
+
+def is_sum(op: Op) -> bool:
+    """Whether an op marks the sum over microbatches."""
+    return op.op_type == "Accumulate"
+
+
+def seconds_of(op: Op, device: Device) -> float:
+    """Return how long an op, or all ops of a Call, keep ``device`` busy; communication does not."""
+    total = 0.0
+    for inner in all_ops(op.callee) if op.op_type == "Call" else (op,):
+        if operator(inner.op_type).communication is None and runs_kernel(inner.op_type):
+            signature = signature_of(inner)
+            total += _RULES.compute(signature, work(signature) or memory_bound(signature), device)
+    return total
+
+
+def early_sums(function: Numbered) -> dict[int, int]:
+    """Return the sums over microbatches on which work within a microbatch depends, and one such op each.
+
+    A loss that is divided by the number of tokens in the batch, before its backward pass, is an example.
+    What comes after a sum may read sums and what is the same for every microbatch, nothing else.
+    """
+    sums: list[frozenset[int]] = [frozenset()] * len(function.values)
+    fixed = list(function.held)
+    early: dict[int, int] = {}
+    for index, read in enumerate(function.reads):
+        found = [sums[v] for v in read if sums[v]]
+        before = found[0] if len(found) == 1 else frozenset[int]().union(*found)
+        if early:
+            before -= early.keys()
+        if function.sums[index]:
+            before = frozenset((index,))
+        elif before and any(not fixed[v] and not (sums[v] - early.keys()) for v in read):
+            early |= dict.fromkeys(sorted(before), index)
+            before = frozenset[int]()
+        elif not before and all(fixed[v] for v in read):
+            for value in function.makes[index]:
+                fixed[value] = True
+        if before:
+            for value in function.makes[index]:
+                sums[value] = before
+    return early
+
+
+def _scalar(value: Value) -> bool:
+    return isinstance(value.type, Tensor) and value.type.shape == ()
+
+
+def _interned(items: Sequence[Hashable]) -> list[int]:
+    """Return a number for each item, the same for equal ones."""
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(item, len(numbers)) for item in items]

@@ -1,0 +1,230 @@
+"""What is distinct in a function: its ops once per callee, its values in groups that are alike.
+
+A function of many layers has few distinct callees, but values of its own for each layer: parameters,
+gradients, activations. Values that only Calls make and read, in the same places of the same callees,
+cost the same wherever they are placed, so one choice for all of them is as good as one for each. The
+choice of placements is therefore made per *group*: its price is that of what is distinct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distsim.errors import PlanError
+from distsim.ir import Function, Op, Role, Tensor, Value
+from distsim.ir.function import callees
+from distsim.ops import Signature, operator, signature_of, work
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Values of one function that are alike: of one type, made and read in the same places.
+
+    ``count`` is how many there are, ``times`` how often their function is called, ``role`` that of an
+    input of the whole function (None: not one), ``returned`` whether the whole function returns them.
+    """
+
+    type: Tensor
+    count: int
+    times: int
+    role: Role | None
+    returned: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Node:
+    """A plain op, how often it runs, its matrix flops, the bytes it touches, its values' groups."""
+
+    op: Op
+    signature: Signature
+    times: int
+    top: bool
+    flops: float
+    touched: float
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A value handed to a callee or back: from one group to another, ``times`` in all.
+
+    ``outer`` is the one of the two that belongs to the caller, ``top`` whether that is the whole function.
+    """
+
+    source: int
+    target: int
+    outer: int
+    times: int
+    top: bool
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The distinct ops, values and Calls of a function."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    groups: tuple[Group, ...]
+    ties: tuple[Tie, ...]
+    number: Mapping[Value, int]
+    """The group of each value."""
+
+
+def structure_of(function: Function, known: Mapping[Value, Role], merged: bool = True) -> Structure:
+    """Return what is distinct in ``function``, whose inputs have the roles ``known``.
+
+    Where an output is written in place of an input, both are one value. With ``merged=False`` every
+    other value is a group of its own.
+    """
+    return _Builder(function, known, merged).build()
+
+
+def written(op: Op, index: int) -> int | None:
+    """Return the operand whose memory an output of ``op`` takes over, also where a callee does it."""
+    if op.op_type != "Call":
+        return operator(op.op_type).in_place.get(index)
+    callee = op.callee
+    value = callee.outputs[index]
+    for inner in callee.ops:
+        if value in inner.outputs:
+            place = written(inner, inner.outputs.index(value))
+            if place is None or inner.inputs[place] not in callee.inputs:
+                return None
+            return callee.inputs.index(inner.inputs[place])
+    return None
+
+
+_Use = tuple[int, bool, int]
+"""(callee, whether it makes the value, which argument or result)."""
+
+
+class _Builder:
+    def __init__(self, function: Function, known: Mapping[Value, Role], merged: bool) -> None:
+        self.function, self.known, self.merged = function, known, merged
+        self.functions = (*callees(function), function)
+        self.times = _times_called(function)
+        self.number: dict[Value, int] = {}
+        self.groups: list[Group] = []
+
+    def build(self) -> Structure:
+        for function in self.functions:
+            self._group(function)
+        nodes: list[Node] = []
+        ties: dict[tuple[int, int, int, bool], int] = {}
+        for function in self.functions:
+            times, top = self.times[id(function)], function is self.function
+            for op in function.ops:
+                if op.op_type != "Call":
+                    nodes.append(self._node(op, times, top))
+                    continue
+                for outer, inner in zip(self._of(op.inputs), self._of(op.callee.inputs), strict=True):
+                    key = (outer, inner, outer, top)
+                    ties[key] = ties.get(key, 0) + times
+                for inner, outer in zip(self._of(op.callee.outputs), self._of(op.outputs), strict=True):
+                    key = (inner, outer, outer, top)
+                    ties[key] = ties.get(key, 0) + times
+        found = tuple(Tie(s, t, outer, times, top) for (s, t, outer, top), times in ties.items())
+        return Structure(self.function.name, tuple(nodes), tuple(self.groups), found, self.number)
+
+    def _of(self, values: tuple[Value, ...]) -> tuple[int, ...]:
+        return tuple([self.number[value] for value in values])
+
+    def _node(self, op: Op, times: int, top: bool) -> Node:
+        signature = signature_of(op)
+        demand = work(signature)
+        flops = demand.flops if demand is not None and demand.matrix else 0.0
+        touched = float(sum(tensor.nbytes for tensor in (*signature.inputs, *signature.outputs)))
+        return Node(op, signature, times, top, flops, touched, self._of(op.inputs), self._of(op.outputs))
+
+    def _group(self, function: Function) -> None:
+        """Give every value of one function its group."""
+        top = function is self.function
+        homes = _in_place(function) if top else {}
+        uses, alone = self._uses(function, homes)
+        returned = {homes.get(value, value) for value in function.outputs} if top else set[Value]()
+        keys: dict[object, int] = {}
+        counts: list[int] = []
+        first = len(self.groups)
+        members: list[tuple[Value, Role | None]] = []
+        values = [*function.inputs, *(v for op in function.ops for v in op.outputs)]
+        for value in values:
+            home = homes.get(value, value)
+            if home is not value:
+                self.number[value] = self.number[home]
+                continue
+            role = self.known.get(value) if top else None
+            own = uses[value]
+            key: object = value if value in alone else (value.type, role, value in returned, *sorted(own))
+            place = keys.setdefault(key, len(members))
+            if place == len(members):
+                members.append((value, role))
+                counts.append(0)
+            counts[place] += 1
+            self.number[value] = first + place
+        times = self.times[id(function)]
+        self.groups += [
+            Group(_tensor(value), count, times, role, value in returned)
+            for (value, role), count in zip(members, counts, strict=True)
+        ]
+
+    def _uses(
+        self, function: Function, homes: Mapping[Value, Value]
+    ) -> tuple[dict[Value, list[_Use]], set[Value]]:
+        """Return where Calls make and read each value, and the values that are a group of their own."""
+        uses: dict[Value, list[_Use]] = {value: [] for value in function.inputs}
+        alone: set[Value] = set()
+        for op in function.ops:
+            uses.update((value, []) for value in op.outputs)
+            if op.op_type != "Call":
+                alone.update(homes.get(v, v) for v in (*op.inputs, *op.outputs))
+                continue
+            callee = id(op.callee)
+            for index, value in enumerate(op.inputs):
+                uses[homes.get(value, value)].append((callee, False, index))
+            for index, value in enumerate(op.outputs):
+                uses[homes.get(value, value)].append((callee, True, index))
+        if not self.merged:
+            alone.update(uses)
+        elif function is not self.function:  # ties bind these to other values, of the caller
+            alone.update((*function.inputs, *function.outputs))
+        return uses, alone
+
+
+def _in_place(function: Function) -> dict[Value, Value]:
+    """Return, by output that is written in place of an input of the function, that input."""
+    producer = {value: op for op in function.ops for value in op.outputs}
+    inputs = set(function.inputs)
+    found: dict[Value, Value] = {}
+    known: dict[tuple[int, int], int | None] = {}
+    for value in function.outputs:
+        op = producer.get(value)
+        if op is None:
+            continue
+        index = op.outputs.index(value)
+        if op.op_type == "Call":
+            key = (id(op.callee), index)
+            if key not in known:
+                known[key] = written(op, index)
+            place = known[key]
+        else:
+            place = written(op, index)
+        if place is not None and op.inputs[place] in inputs and op.inputs[place].type == value.type:
+            found[value] = op.inputs[place]
+    return found
+
+
+def _times_called(function: Function) -> dict[int, int]:
+    times = {id(function): 1}
+    for current in (function, *reversed(callees(function))):
+        for op in current.ops:
+            if op.op_type == "Call":
+                times[id(op.callee)] = times.get(id(op.callee), 0) + times[id(current)]
+    return times
+
+
+def _tensor(value: Value) -> Tensor:
+    if not isinstance(value.type, Tensor):
+        raise PlanError(f"{value.name} must be a tensor, not {value.type}")
+    return value.type

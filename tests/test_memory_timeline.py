@@ -1,0 +1,141 @@
+"""Memory over simulated time: laws against the order of the function, the plot and the counter."""
+
+import json
+
+import numpy as np
+import pytest
+from executor_models import add_grad, cluster, f32, simulate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_models import mesh_of, small_gpt, small_mlp, topology_of
+
+from distsim.errors import SimulationError
+from distsim.executor import CostModel, Simulator
+from distsim.executor.memory_timeline import memory_timeline
+from distsim.ir import FunctionMaker, Role
+from distsim.parallelize import parallelize
+from distsim.plan import Plan
+from distsim.report import plot_memory, write_trace
+from distsim.schedule import SCHEDULES, schedule
+from distsim.transforms import SGD, Adam, build_program, differentiate, steady_state_transform
+
+
+def of_plan(joint, plan, overlap=True, **device):
+    topology = topology_of(plan.dp * plan.tp * plan.pp, **device)
+    program = parallelize(joint, plan, topology)
+    function, inputs = steady_state_transform(program.to_function())
+    return Simulator(CostModel(topology), overlap).interpret(function, inputs)
+
+
+def test_a_chain_takes_and_gives_back_one_value_after_the_other():
+    topology, (gpu,) = cluster(1)
+    maker = FunctionMaker("chain")
+    w = maker.add_input_value("w", f32(100, on=gpu), Role.PARAMETER)
+    x = maker.add_input_value("x", f32(100, on=gpu))
+    for _ in range(3):
+        x = add_grad(maker, x, w)
+    simulation = simulate(topology, maker.finalize())
+    (timeline,) = memory_timeline(simulation)
+    one = simulation.step_time / 3
+    # w all the time; x until the first op ends; each result from the start of its op.
+    assert timeline.times == pytest.approx([0, one, 2 * one, 3 * one])
+    assert timeline.in_use.tolist() == [1200, 1200, 1200, 800]
+    assert timeline.peak == simulation.memory[gpu].peak
+
+
+def test_what_is_sent_is_there_from_the_start_of_the_send():
+    topology, (a, b) = cluster(2)
+    maker = FunctionMaker("send")
+    x = maker.add_input_value("x", f32(100, on=a))
+    y = maker.add_op("Send", inputs=[add_grad(maker, x, x)], attributes={"to": b})
+    add_grad(maker, y, y)
+    simulation = simulate(topology, maker.finalize())
+    source, target = memory_timeline(simulation)
+    send = next(span for span in simulation.spans() if span.op.op_type == "Send")
+    assert source.times == pytest.approx([0, send.start, send.end])
+    assert source.in_use.tolist() == [800, 400, 0]
+    assert target.times == pytest.approx([0, send.start, send.end, simulation.step_time])
+    assert target.in_use.tolist() == [0, 400, 800, 400]
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_it_ends_as_the_order_of_the_function_does(data):
+    plan = Plan(
+        dp=data.draw(st.sampled_from([1, 2])),
+        tp=data.draw(st.sampled_from([1, 2])),
+        pp=data.draw(st.sampled_from([1, 2])),
+        microbatches=data.draw(st.sampled_from([1, 2, 4])),
+        schedule=data.draw(st.sampled_from(list(SCHEDULES))),
+    )
+    model = data.draw(st.sampled_from([small_mlp, small_gpt]))
+    joint = differentiate(model(), data.draw(st.sampled_from([SGD(), Adam()])))
+    simulation = of_plan(joint, plan, overlap=data.draw(st.booleans()))
+    for timeline in memory_timeline(simulation):
+        use = simulation.memory[timeline.devices[0]]
+        assert timeline.in_use[-1] == use.end
+        assert (timeline.by_kind >= 0).all()
+        assert (np.diff(timeline.times) > 0).all()
+        assert timeline.times[0] == 0 and timeline.times[-1] <= simulation.step_time
+        start = [v for v in simulation.simulated.inputs if timeline.devices[0] in v.type.device]
+        assert timeline.in_use[0] >= sum(value.type.nbytes for value in start)
+
+
+@pytest.mark.parametrize("model", [small_mlp, small_gpt])
+def test_on_one_device_the_peak_over_time_is_that_of_the_order(model):
+    simulation = of_plan(differentiate(model(), Adam()), Plan(microbatches=2))
+    (timeline,) = memory_timeline(simulation)
+    (use,) = simulation.memory.values()
+    assert timeline.peak == use.peak
+    fullest = timeline.by_kind[timeline.in_use.argmax()]
+    assert fullest.tolist() == list(use.by_kind.values())
+
+
+def test_each_device_on_its_own_has_the_same_timeline():
+    program = build_program(differentiate(small_mlp(), SGD()), mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
+    function, inputs = steady_state_transform(program.to_function())
+    topology = topology_of(4)
+    in_step, alone = (
+        memory_timeline(Simulator(CostModel(topology), lockstep=lockstep).interpret(function, inputs))
+        for lockstep in (True, False)
+    )
+    of = {device: timeline for timeline in in_step for device in timeline.devices}
+    assert len(alone) == 4
+    for timeline in alone:
+        same = of[timeline.devices[0]]
+        assert timeline.times == pytest.approx(same.times)
+        assert (timeline.by_kind == same.by_kind).all()
+
+
+# --- reports ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_the_plot_is_written(tmp_path, suffix):
+    simulation = of_plan(differentiate(small_mlp(), SGD()), Plan(pp=2, microbatches=2), memory=1000.0)
+    path = tmp_path / f"memory.{suffix}"
+    plot_memory(simulation, path)
+    assert path.stat().st_size > 1000
+
+
+def test_the_plot_names_the_ranks_and_what_is_left_out(tmp_path):
+    simulation = of_plan(differentiate(small_mlp(), SGD()), Plan(pp=4, microbatches=2))
+    path = tmp_path / "memory.svg"
+    plot_memory(simulation, path, rows=3)
+    assert "1 more rows not shown" in path.read_text()
+    with pytest.raises(SimulationError, match=r"memory is written as one of pdf, png, svg"):
+        plot_memory(simulation, tmp_path / "memory.txt")
+    with pytest.raises(SimulationError, match="at least one row"):
+        plot_memory(simulation, path, rows=0)
+
+
+def test_the_trace_has_a_counter_per_device(tmp_path):
+    simulation = of_plan(differentiate(small_mlp(), SGD()), Plan(dp=2, pp=2, microbatches=2))
+    path = tmp_path / "trace.json"
+    write_trace(simulation, path)
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "C"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    for timeline in memory_timeline(simulation):
+        for device in timeline.devices:
+            own = [sum(event["args"].values()) for event in events if event["pid"] == device.id]
+            assert own == timeline.in_use.tolist()
