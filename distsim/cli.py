@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--plan", default="dp=1", help="dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b")
     simulate.add_argument("--strict", action="store_true", help="refuse operators without a work rule")
     simulate.add_argument("--no-overlap", action="store_true", help="one stream per device: nothing overlaps")
+    simulate.add_argument(
+        "--explain", action="store_true", help="say what bounds the step, and what would gain"
+    )
     simulate.add_argument("--trace", type=Path, metavar="JSON", help="write a trace for Perfetto")
     simulate.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline")
     simulate.set_defaults(run=_simulate)
@@ -144,6 +147,8 @@ def _simulate(options: argparse.Namespace) -> None:
     samples = _samples(function)
     title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
     print(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
+    if options.explain:
+        print(progress.run("explaining", simulation.explain))
     notes = list(program.notes)
     if cost_model.uncosted:
         notes.append(f"costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")

@@ -1,15 +1,21 @@
 """The summary, the timeline and the trace."""
 
 import json
+import tracemalloc
 from collections import defaultdict
 from itertools import pairwise
 
 import pytest
+from executor_models import cluster
 
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Float, FunctionMaker, Mesh, Role, Tensor, Topology
+from distsim.models import gpt
+from distsim.parallelize import parallelize
+from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
+from distsim.transforms import SGD, differentiate
 
 
 def two_stages(microbatches=3, memory=1e9, **options):
@@ -122,7 +128,7 @@ def test_a_trace_of_nothing_is_still_json(tmp_path):
     assert events_of(path) == []
 
 
-def test_writing_is_whole_or_not_at_all(tmp_path):
+def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
     simulation = two_stages()
     with pytest.raises(SimulationError, match="is not a file"):
         write_trace(simulation, tmp_path)
@@ -138,12 +144,12 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
         write_trace(simulation, path, [devices[8]])
     assert path.read_text() == "old"
 
-    def broken():
-        raise RuntimeError("no spans")
+    def broken(timeline):
+        raise RuntimeError("no pieces")
         yield
 
-    simulation.spans = broken
-    with pytest.raises(RuntimeError, match="no spans"):
+    monkeypatch.setattr(type(simulation.timeline), "pieces", broken)
+    with pytest.raises(RuntimeError, match="no pieces"):
         write_trace(simulation, path)
     assert path.read_text() == "old"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.png", "trace.json"]
@@ -214,3 +220,54 @@ def test_summary_merges_neighbours_that_do_the_same():
     rows = [line for line in lines if line.startswith("gpu:")]
     assert [row.split()[0] for row in rows] == ["gpu:0..gpu:3"]
     assert len([line for line in summarize(two_stages()).splitlines() if line.startswith("gpu:")]) == 2
+
+
+def test_a_large_trace_is_written_without_holding_it(tmp_path):
+    """Some 200,000 events: what is held while they are written is a small part of them."""
+    topology, _ = cluster(8)
+    joint = differentiate(gpt(layers=12, hidden=8, heads=2, seq=4, batch=256, vocab=16), SGD(lr=0.1))
+    program = parallelize(joint, Plan.parse("dp=2,pp=4,microbatches=128"), topology)
+    simulation = Simulator(CostModel(topology)).simulate(program)
+    path = tmp_path / "trace.json"
+    write_trace(simulation, path, [topology.devices[0]])  # compiled loops are in memory from here on
+    simulation = Simulator(CostModel(topology)).simulate(program)
+    tracemalloc.start()
+    try:
+        write_trace(simulation, path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    with path.open("rb") as file:
+        events = sum(line.startswith(b'{"ph":"X"') for line in file)
+    expected = sum(
+        len(topology.devices) // len(simulation.classes.members) * len(piece.streams)
+        for piece in simulation.timeline.pieces()
+    )
+    assert events == expected > 200_000
+    assert peak < 25e6 < path.stat().st_size / 2
+    assert events_of(path)[-1]["name"]  # it is JSON
+
+
+def test_a_long_function_is_traced_in_parts(tmp_path):
+    """More tasks than are kept as a template, and a name that needs escaping: equal to the spans."""
+    topology = Topology()
+    gpu = topology.add_device("gpu")
+    inner = FunctionMaker('50% of "it"')
+    y = inner.add_input_value("x", Tensor(Float(), (2,), gpu))
+    for _ in range(20_000):
+        y = inner.add_op("Relu", inputs=[y])
+    callee = inner.finalize()
+    maker = FunctionMaker("long")
+    x = maker.add_input_value("x", Tensor(Float(), (2,), gpu))
+    for name in ("a%d", "b"):
+        x = maker.add_op("Call", name, [x], subfunctions=[callee])
+    function = maker.finalize()
+    simulation = Simulator(CostModel(topology)).interpret(function, function.inputs)
+    path = tmp_path / "trace.json"
+    write_trace(simulation, path)
+    slices = [event for event in events_of(path) if event["ph"] == "X"]
+    spans = list(simulation.spans())
+    assert [event["args"]["path"] for event in slices] == [span.path for span in spans]
+    assert {span.path for span in spans} == {"a%d", "b"}
+    assert [event["args"]["correlation"] for event in slices] == list(range(40_000))
+    assert [round(event["ts"] * 1000) for event in slices] == [round(span.start * 1e9) for span in spans]

@@ -1,6 +1,8 @@
 """The ways to execute a function: types, NumPy, and simulated time and memory."""
 
 from distsim.executor.cost_model import CostModel, UncostedOperatorWarning
+from distsim.executor.critical_path import CriticalPath
+from distsim.executor.explanation import Explanation
 from distsim.executor.flops import count_flops
 from distsim.executor.infer import infer_types
 from distsim.executor.sequential import SequentialExecutor
@@ -9,6 +11,8 @@ from distsim.executor.simulator import Simulator
 
 __all__ = [
     "CostModel",
+    "CriticalPath",
+    "Explanation",
     "SequentialExecutor",
     "Shares",
     "Simulation",

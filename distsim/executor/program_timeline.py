@@ -58,6 +58,11 @@ class ProgramTimeline:
         """When each rank class ends its last task."""
         return self.run.ends
 
+    @property
+    def last_microbatch_end(self) -> float:
+        """When the last microbatch has run on every stage: before updates. Seconds."""
+        return max(float(self._before_tail[own].max(initial=0.0)) for own in self.model.clocks)
+
     @cached_property
     def stream_table(self) -> Sequence[Stream]:
         """Every stream of every class."""
@@ -106,8 +111,7 @@ class ProgramTimeline:
         """Yield every call and send, each expanded when it is its turn."""
         wanted = None if rank_class is None else self.model.classes[rank_class][0]
         first = 0
-        for event in self._record.sequence.tolist():
-            size = self._size(event)
+        for event, size in zip(self._record.sequence.tolist(), self._sizes, strict=True):
             if size and (wanted is None or wanted in self._stages(event)):
                 yield self._call(first, event) if event >= 0 else self._transfer(first, ~event)
             first += size
@@ -122,7 +126,8 @@ class ProgramTimeline:
     # --- what is recorded -----------------------------------------------------------------------------
 
     @cached_property
-    def _recorded(self) -> tuple[Record, Floats]:
+    def recorded(self) -> tuple[Record, Floats]:
+        """Every call and send in the order of issue, and the times that they leave to the tail."""
         run, wiring = self.run, self.model.wiring
         count = run.order.num_microbatches
         calls = len(self.model.tasks) * count
@@ -144,19 +149,28 @@ class ProgramTimeline:
 
     @property
     def _record(self) -> Record:
-        return self._recorded[0]
+        return self.recorded[0]
 
     @property
     def _before_tail(self) -> Floats:
-        return self._recorded[1]
+        return self.recorded[1]
 
-    def _size(self, event: int) -> int:
-        if event < 0:
-            return 1
-        block, tasks = self._tasks_of(event)
-        return len(tasks) if self.run.block(block).outputs else 0
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """The number of tasks of each call and send, in the order of issue."""
+        record = self._record
+        of_variant = np.array(
+            [
+                len(tasks) if self.run.block(block).outputs else 0
+                for block, (first, more) in enumerate(self.model.tasks)
+                for tasks in (first, more, first, more)
+            ]
+        )
+        calls = of_variant[record.variant[np.maximum(record.sequence, 0)]]
+        return np.where(record.sequence < 0, 1, calls).tolist()
 
-    def _tasks_of(self, call: int) -> tuple[int, BlockTasks]:
+    def tasks_of(self, call: int) -> tuple[int, BlockTasks]:
+        """Return the block, 2 * stage + phase, that a call runs, and its tasks."""
         variant = int(self._record.variant[call])
         return variant // 4, self.model.tasks[variant // 4][variant % 2]
 
@@ -171,18 +185,31 @@ class ProgramTimeline:
     # --- pieces ---------------------------------------------------------------------------------------
 
     def _call(self, first: int, call: int) -> Piece:
-        block, tasks = self._tasks_of(call)
-        variant = int(self._record.variant[call])
+        block, tasks = self.tasks_of(call)
+        start, end = expand(tasks, *self.entries_of(call))
+        names = self._call_names(block, int(self._record.variant[call]) % 2)
+        streams = self._stream_table(block // 2, tasks)
+        return self._piece(first, self.path_of(call), tasks, streams, start, end, names)
+
+    def entries_of(self, call: int) -> tuple[Floats, Floats]:
+        """Return when each port of a call is there (-inf: never late), and when each stream is free."""
+        _, tasks = self.tasks_of(call)
         width = len(tasks.stream_table)
         entries = self._record.entries[call]
         ports = np.full(len(tasks.ports), -np.inf)
-        needed = self.model.ports[block][variant % 2]
+        needed = self.ports_of(call)
         ports[list(needed)] = entries[width : width + len(needed)]
-        start, end = expand(tasks, ports, entries[:width].copy())
-        letter = "FB"[block % 2]
-        path = f"{letter}{int(self._record.microbatch[call])}@{block // 2}"
-        names = self._call_names(block, variant % 2)
-        return self._piece(first, path, tasks, self._stream_table(block // 2, tasks), start, end, names)
+        return ports, entries[:width].copy()
+
+    def ports_of(self, call: int) -> tuple[int, ...]:
+        """Return the ports that may delay a call: its entries after those of its streams."""
+        variant = int(self._record.variant[call])
+        return self.model.ports[variant // 4][variant % 2]
+
+    def path_of(self, call: int) -> str:
+        """Return the name of a call."""
+        block = int(self._record.variant[call]) // 4
+        return f"{'FB'[block % 2]}{int(self._record.microbatch[call])}@{block // 2}"
 
     def _piece(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,9 @@ import numpy as np
 from distsim.errors import SimulationError
 from distsim.executor.classes import RankClasses, communicates
 from distsim.executor.cost_model import CostModel
+from distsim.executor.critical_path import CriticalPath
+from distsim.executor.explain import critical_path, explain
+from distsim.executor.explanation import Explanation
 from distsim.executor.lowering import Stream
 from distsim.executor.memory import MemoryUse, peak_memory
 from distsim.executor.memory_program import program_memory
@@ -20,6 +23,9 @@ from distsim.executor.templates import Floats, Ints
 from distsim.executor.timeline import FlatTimeline, Piece, Timeline
 from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work
+
+_MOST_TASKS = 4096
+"""Tasks of a piece whose spans are made at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,24 +113,8 @@ class Simulation:
         """Yield the spans of every rank class in the order of issue; a Send is one on each end."""
         for piece in self.timeline.pieces():
             paths = piece.paths()
-            starts: list[float] = piece.start.tolist()
-            ends: list[float] = piece.end.tolist()
-            ops: list[int] = piece.op.tolist()
-            calls: list[int] = piece.call.tolist()
-            streams: list[int] = piece.streams.tolist()
-            tasks: list[int] = _tasks_of_uses(piece).tolist()
-            first: list[int] = piece.stream_start.tolist()
-            for use, task in enumerate(tasks):
-                yield Span(
-                    piece.first + task,
-                    piece.op_table[ops[task]],
-                    paths[calls[task]],
-                    piece.stream_table[streams[use]],
-                    starts[task],
-                    ends[task],
-                    use - first[task],
-                    first[task + 1] - first[task],
-                )
+            for first in range(0, len(piece), _MOST_TASKS):
+                yield from _spans(piece, paths, slice(first, first + _MOST_TASKS))
 
     @cached_property
     def trace(self) -> list[dict[str, Any]]:
@@ -150,14 +140,27 @@ class Simulation:
     def shares(self, device: Device) -> Shares:
         """Return how a device spends the step."""
         rank_class = self.class_of(device)
+        moving: dict[Op, bool] = {}
         found = [(np.empty(0),) * 3]  # it may do nothing
-        found += [_intervals(piece, rank_class) for piece in self.timeline.pieces(rank_class)]
+        found += [_intervals(piece, rank_class, moving) for piece in self.timeline.pieces(rank_class)]
         start, end, moves = (np.concatenate(parts) for parts in zip(*found, strict=True))
         compute = moves == 0
         busy = _measure(start[compute], end[compute])
         active = _measure(start, end)
         # The sums behind `active` may pass the step by rounding; a share of time is not negative.
         return Shares(busy, max(active - busy, 0.0), max(self.step_time - active, 0.0))
+
+    @cached_property
+    def critical_path(self) -> CriticalPath:
+        """The chain of tasks that takes the whole step."""
+        return critical_path(self.timeline, self.simulated)
+
+    def explain(self) -> Explanation:
+        """Return what bounds the step and what would gain how much; ``print`` it.
+
+        Takes about as long as simulating a dozen times.
+        """
+        return explain(self)
 
     @cached_property
     def memory(self) -> Mapping[Device, MemoryUse]:
@@ -190,6 +193,29 @@ class Simulation:
         return found
 
 
+def _spans(piece: Piece, paths: Sequence[str], part: slice) -> Iterator[Span]:
+    """Yield the spans of some tasks of a piece."""
+    starts: list[float] = piece.start[part].tolist()
+    ends: list[float] = piece.end[part].tolist()
+    ops: list[int] = piece.op[part].tolist()
+    calls: list[int] = piece.call[part].tolist()
+    first: list[int] = piece.stream_start[part.start : part.stop + 1].tolist()
+    streams: list[int] = piece.streams[first[0] : first[-1]].tolist()
+    for task, start in enumerate(starts):
+        uses = first[task + 1] - first[task]
+        for place in range(uses):
+            yield Span(
+                piece.first + part.start + task,
+                piece.op_table[ops[task]],
+                paths[calls[task]],
+                piece.stream_table[streams[first[task] - first[0] + place]],
+                start,
+                ends[task],
+                place,
+                uses,
+            )
+
+
 def _op_flops(op: Op) -> float:
     demand = None if communicates(op) else work(signature_of(op))
     return 0.0 if demand is None else demand.flops
@@ -200,11 +226,17 @@ def _tasks_of_uses(piece: Piece) -> Ints:
     return np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
 
 
-def _intervals(piece: Piece, rank_class: int) -> tuple[Floats, Floats, Floats]:
-    """Return start and end of what a class does in a piece, and 1.0 where it is communication."""
+def _intervals(piece: Piece, rank_class: int, moving: dict[Op, bool]) -> tuple[Floats, Floats, Floats]:
+    """Return start and end of what a class does in a piece, and 1.0 where it is communication.
+
+    ``moving`` keeps which ops communicate.
+    """
     table = np.array([stream.rank_class == rank_class for stream in piece.stream_table], np.bool_)
     tasks = _tasks_of_uses(piece)[table[piece.streams]] if len(piece) else np.empty(0, np.int64)
-    moves = np.array([communicates(op) for op in piece.op_table], np.float64)
+    for op in piece.op_table:
+        if op not in moving:
+            moving[op] = communicates(op)
+    moves = np.array([moving[op] for op in piece.op_table], np.float64)
     return piece.start[tasks], piece.end[tasks], moves[piece.op[tasks]]
 
 

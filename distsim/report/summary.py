@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from distsim.executor import Simulation
 from distsim.executor.classes import communicates
 from distsim.executor.cost_model import element_type
+from distsim.executor.text import count, seconds_text, table
 from distsim.ir import Device
 from distsim.ops import signature_of, work
 from distsim.report.labels import bytes_label, ranks_label
@@ -23,8 +23,8 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
     them, for the model utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B). Both may be left
     out, and so are then the lines that need them.
     """
-    lines = [f"{simulation.name}: {_count(len(simulation.timestamps), 'device')}"]
-    lines.append(f"step time     {_seconds(simulation.step_time)}")
+    lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}"]
+    lines.append(f"step time     {seconds_text(simulation.step_time)}")
     if samples is not None and simulation.step_time > 0:
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s")
     lines += _utilisation(simulation, model_flops)
@@ -67,7 +67,7 @@ def _memory_line(simulation: Simulation) -> str:
     parts = ", ".join(f"{name} {bytes_label(n)}" for name, n in use.by_kind.items() if n)
     if over:
         return (
-            f"memory        OUT OF MEMORY on {_count(len(over), 'device')}: {worst} needs "
+            f"memory        OUT OF MEMORY on {count(len(over), 'device')}: {worst} needs "
             f"{bytes_label(use.peak)}, {bytes_label(over[worst])} more than it has ({parts})"
         )
     return f"memory        fits; the most is {bytes_label(use.peak)} on {worst} ({parts})"
@@ -83,7 +83,7 @@ def _device_table(simulation: Simulation) -> list[str]:
             groups.append((list(members), row))
     header = ("devices", "busy", "exposed", "bubble", "peak memory", "of")
     rows = [(ranks_label(devices), *row) for devices, row in groups]
-    lines = _table(header, rows[:_MOST_ROWS])
+    lines = table(header, rows[:_MOST_ROWS])
     return [*lines, f"... and {len(rows) - _MOST_ROWS} more rows"] if len(rows) > _MOST_ROWS else lines
 
 
@@ -115,35 +115,10 @@ def _operator_table(simulation: Simulation) -> list[str]:
             name,
             "communication" if name in moving else "compute",
             str(counts[name]),
-            _seconds(seconds[name]),
+            seconds_text(seconds[name]),
             f"{seconds[name] / total:.1%}",
         )
         for name in names[:_MOST_OPS]
     ]
-    lines = _table(("operator", "kind", "runs", "device time", "share"), rows)
+    lines = table(("operator", "kind", "runs", "device time", "share"), rows)
     return [*lines, f"... and {len(names) - _MOST_OPS} more"] if len(names) > _MOST_OPS else lines
-
-
-# --- text --------------------------------------------------------------------------------------------
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay out columns: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines: list[str] = []
-    for row in (header, *rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _seconds(seconds: float) -> str:
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale:
-            return f"{seconds / scale:.4g} {unit}"
-    return f"{seconds / 1e-9:.4g} ns"

@@ -13,19 +13,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from distsim.errors import SimulationError
 from distsim.executor import Simulation
 from distsim.executor.classes import communicates, place_of
+from distsim.executor.lowering import Stream
 from distsim.executor.memory_timeline import memory_timeline
 from distsim.executor.memory_walk import KINDS
-from distsim.executor.simulation import Span
+from distsim.executor.timeline import Piece
 from distsim.ir import Device, Mesh, Op, Tensor
 from distsim.ir.device import devices_of
 from distsim.ops import operator
 from distsim.report.labels import stream_label
 from distsim.report.output import replacing
+from distsim.report.slices import Lanes, SliceWriter
 
+MOST_COUNTED = 100_000
+"""Tasks of a simulation beyond which its trace has no memory counter: that is made of all of them at once."""
+
+_encode = msgspec.json.Encoder().encode
 _KERNELS = {
     "all_reduce": ("AllReduce_Sum", "allreduce"),
     "all_gather": ("AllGather", "allgather"),
@@ -53,15 +60,14 @@ def write_trace(
     """Write the trace of these devices (default: all) as JSON, replacing ``path`` when it is complete.
 
     The file of a single device is what Holistic Trace Analysis takes as the file of one rank. Events
-    are written one by one. Raises :class:`SimulationError` for a path that cannot be written to, or a
-    device that does not occur.
+    are written piece by piece; beyond ``MOST_COUNTED`` tasks without the memory in use. Raises
+    :class:`SimulationError` for a path that cannot be written to, or a device that does not occur.
     """
     of = simulation.classes.of
     chosen = list(dict.fromkeys(devices)) if devices is not None else sorted(of, key=lambda d: d.id)
     for device in chosen:
         if device not in of:
             raise SimulationError(f"{device} does not occur in {simulation.name}; it has no trace")
-    encode = msgspec.json.Encoder().encode
     with replacing(path) as file:
         file.write(b'{"schemaVersion":1,')
         if len(chosen) == 1:
@@ -71,47 +77,35 @@ def write_trace(
         separator = b"\n"
         for event in _events(simulation, chosen):
             file.write(separator)
-            file.write(encode(event))
+            file.write(event)
             separator = b",\n"
         file.write(b"\n]}\n")
 
 
-def _events(simulation: Simulation, devices: list[Device]) -> Iterator[dict[str, Any]]:
+def _events(simulation: Simulation, devices: list[Device]) -> Iterator[bytes]:
+    """Yield the events as text, several at a time, joined by commas."""
     of = simulation.classes.of
     lanes = _lanes(simulation)
     members: dict[int, list[Device]] = {}
     for device in devices:
         members.setdefault(of[device], []).append(device)
-    for device in devices:
-        yield _metadata("process_name", device.id, None, f"rank {device.id} ({device})")
-        yield _metadata("process_sort_index", device.id, None, device.id)
+        yield _encode(_metadata("process_name", device.id, None, f"rank {device.id} ({device})"))
+        yield _encode(_metadata("process_sort_index", device.id, None, device.id))
         for (rank_class, name), lane in lanes.items():
             if rank_class == of[device]:
-                yield _metadata("thread_name", device.id, lane, stream_label(simulation, name))
-    yield from _memory(simulation, members)
-    chosen = set(devices)
-    described: dict[Op, tuple[str, dict[str, Any]]] = {}
-    pairs: dict[Op, _Pairs] = {}
-    for span in simulation.spans():
-        op = span.op
-        if op not in described:
-            described[op] = _describe(op)
-        sends = op.op_type == "Send"
-        ends = _ends(span) if sends else ""
-        if sends and op not in pairs:
-            pairs[op] = _pairs(op)
-        lane = lanes[span.stream.rank_class, span.stream.name]
-        for device in members.get(span.stream.rank_class, ()):
-            yield _slice(span, device, lane, *described[op])
-            for end in ends:
-                number, peer = pairs[op][end][device]
-                if peer in chosen and peer != device:
-                    yield _arrow(span, device, lane, end, span.task * len(of) + number)
+                yield _encode(_metadata("thread_name", device.id, lane, stream_label(simulation, name)))
+    if len(simulation.timeline) <= MOST_COUNTED:
+        yield from map(_encode, _memory(simulation, members))
+    slices = SliceWriter(lanes, _describe)
+    arrows = _Arrows(lanes, members, len(of))
+    for piece in simulation.timeline.pieces():
+        yield from slices.write(piece, members)
+        yield from map(_encode, arrows.of(piece))
 
 
-def _lanes(simulation: Simulation) -> dict[tuple[int, str], int]:
+def _lanes(simulation: Simulation) -> Lanes:
     """Number the streams of each rank class from 0, compute first."""
-    lanes: dict[tuple[int, str], int] = {}
+    lanes: Lanes = {}
     counts: dict[int, int] = {}
     for stream in sorted(simulation.timeline.stream_table, key=lambda s: s.name != "compute"):
         lane = counts.get(stream.rank_class, 0)
@@ -124,24 +118,6 @@ def _metadata(name: str, pid: int, tid: int | None, value: str | int) -> dict[st
     key = "sort_index" if name.endswith("sort_index") else "name"
     event: dict[str, Any] = {"name": name, "ph": "M", "pid": pid, "args": {key: value}}
     return event if tid is None else event | {"tid": tid}
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
-
-
-def _slice(span: Span, device: Device, lane: int, name: str, about: dict[str, Any]) -> dict[str, Any]:
-    start = _nanoseconds(span.start)
-    return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": name,
-        "pid": device.id,
-        "tid": lane,
-        "ts": start / 1000,
-        "dur": (_nanoseconds(span.end) - start) / 1000,
-        "args": {"device": device.id, "stream": lane, "correlation": span.task, "path": span.path, **about},
-    }
 
 
 def _describe(op: Op) -> tuple[str, dict[str, Any]]:
@@ -182,7 +158,7 @@ def _memory(simulation: Simulation, members: Mapping[int, list[Device]]) -> Iter
             for seconds, amounts in zip(timeline.times.tolist(), columns.tolist(), strict=True):
                 event: dict[str, Any] = {"ph": "C", "name": "memory (bytes)", "pid": device.id}
                 yield event | {
-                    "ts": _nanoseconds(seconds) / 1000,
+                    "ts": round(seconds * 1e9) / 1000,
                     "args": dict(zip(names, amounts, strict=True)),
                 }
 
@@ -203,14 +179,37 @@ def _pairs(op: Op) -> _Pairs:
     return found
 
 
-def _ends(span: Span) -> str:
-    """Return which ends of a Send a span is: the first is the sender's, the second the receiver's."""
-    if span.streams == 1:
-        return "sf"  # ranks of one class pass something round, on one stream
-    return "sf"[span.place]
+class _Arrows:
+    """Makes the arrows of the Sends of pieces, between devices that are both in the trace."""
 
+    def __init__(self, lanes: Lanes, members: dict[int, list[Device]], devices: int) -> None:
+        self._lanes, self._members, self._devices = lanes, members, devices
+        self._chosen = {device for group in members.values() for device in group}
+        self._pairs: dict[Op, _Pairs] = {}
 
-def _arrow(span: Span, device: Device, lane: int, end: str, number: int) -> dict[str, Any]:
-    event: dict[str, Any] = {"ph": end, "cat": "send", "name": "Send", "id": number, "pid": device.id}
-    event |= {"tid": lane, "ts": _nanoseconds(span.start) / 1000}
-    return event | {"bp": "e"} if end == "f" else event
+    def of(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield the arrows of a piece."""
+        sends = [number for number, op in enumerate(piece.op_table) if op.op_type == "Send"]
+        if not sends:
+            return
+        for task in np.flatnonzero(np.isin(piece.op, sends)).tolist():
+            first, after = piece.stream_start[task : task + 2].tolist()
+            for use in range(first, after):
+                # Of two streams the first is the sender's; on one, ranks of a class pass something round.
+                ends = "sf" if after - first == 1 else "sf"[use - first]
+                yield from self._on(piece, task, piece.stream_table[int(piece.streams[use])], ends)
+
+    def _on(self, piece: Piece, task: int, stream: Stream, ends: str) -> Iterator[dict[str, Any]]:
+        op = piece.op_table[int(piece.op[task])]
+        if op not in self._pairs:
+            self._pairs[op] = _pairs(op)
+        lane = self._lanes[stream.rank_class, stream.name]
+        at = round(piece.start[task] * 1e9) / 1000
+        for device in self._members.get(stream.rank_class, ()):
+            for end in ends:
+                number, peer = self._pairs[op][end][device]
+                if peer in self._chosen and peer != device:
+                    label = (piece.first + task) * self._devices + number
+                    event: dict[str, Any] = {"ph": end, "cat": "send", "name": "Send", "id": label}
+                    event |= {"pid": device.id, "tid": lane, "ts": at}
+                    yield event | {"bp": "e"} if end == "f" else event
