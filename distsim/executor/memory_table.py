@@ -14,7 +14,7 @@ from distsim.executor.memory_life import NOTHING, Amounts, Change, Life, LifeUse
 from distsim.executor.memory_outline import Outline, outline
 from distsim.executor.memory_positions import Pattern, Positions
 from distsim.executor.memory_walk import KIND_OF_ROLE
-from distsim.executor.program import Program
+from distsim.executor.program import Program, Stage
 from distsim.ir import Value
 
 _MOST = 1024
@@ -69,18 +69,24 @@ class _Known:
     """What is remembered of some stages; it keeps what it is found by."""
 
     def __init__(self, program: Program, more: bool) -> None:
-        self.keys = program.stages, program.inputs, program.outputs
+        self.keys = [_parts(stage) for stage in program.stages], program.inputs, program.outputs
         self.outline = outline(program, more)
         self.tables: dict[Positions, Table | None] = {}
 
 
-_KNOWN: OrderedDict[tuple[int, int, int, bool], _Known] = OrderedDict()
+_KNOWN: OrderedDict[tuple[int, ...], _Known] = OrderedDict()
+
+
+def _parts(stage: Stage) -> tuple[object, ...]:
+    """What a stage consists of, wherever it runs."""
+    return stage.forward, stage.backward, stage.updates
 
 
 def table_of(program: Program, pattern: Pattern) -> Table | None:
     """Return the table of a program's stages; None where it has to be written out."""
     more = pattern.microbatches > 1
-    key = (id(program.stages), id(program.inputs), id(program.outputs), more)
+    parts = [part for stage in program.stages for part in _parts(stage)]
+    key = (id(program.inputs), id(program.outputs), more, *map(id, parts))
     known = _KNOWN.get(key)
     if known is None:
         known = _KNOWN[key] = _Known(program, more)
