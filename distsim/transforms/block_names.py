@@ -17,7 +17,7 @@ class Names:
         self._plain = 0
 
     def of(self, stretches: Sequence[Sequence[Op]]) -> tuple[str, list[str], str]:
-        """Return the callee's name, those of the Calls, and what the first stretch's op names start with.
+        """Return the callee's name, those of the Calls, and the module of the first stretch ("": none).
 
         Ops named ``model.h.0.attn/node``, ``model.h.1.attn/node`` make Calls ``model.h.0``, ``model.h.1``
         of a callee ``h``; without such names it is Calls ``block0.0``, ``block0.1`` of ``block0``.
@@ -26,7 +26,7 @@ class Names:
         if all(paths) and len({".".join(path) for path in paths}) == len(paths):
             shared = [part for part in _common(paths) if not part.isdigit()]
             if shared:
-                return self._unique(shared[-1]), [".".join(path) for path in paths], ".".join(paths[0]) + "."
+                return self._unique(shared[-1]), [".".join(path) for path in paths], ".".join(paths[0])
         name = f"block{self._plain}"
         self._plain += 1
         return self._unique(name), [f"{name}.{index}" for index in range(len(stretches))], ""
@@ -34,6 +34,16 @@ class Names:
     def _unique(self, name: str) -> str:
         self._taken[name] += 1
         return name if self._taken[name] == 1 else f"{name}.{self._taken[name] - 1}"
+
+
+def relative(name: str, module: str) -> str:
+    """Return an op's name within a module; a name of another module stays as it is.
+
+    >>> relative("model.h.0.attn/node", "model.h.0"), relative("model.h.0/node", "model.h.0")
+    ('attn/node', 'node')
+    """
+    inside = bool(module) and name.startswith((f"{module}.", f"{module}/"))
+    return name[len(module) + 1 :] if inside else name
 
 
 def common_name(one: str, other: str) -> str:

@@ -113,7 +113,8 @@ class _Cover:
             grown = -(-self.products // weight)
             found = [grown * i for i in range(1, MULTIPLES + 1)]
         elif counts:
-            found = [units // n for n in counts if units >= n and units // (units // n) == n]
+            # One more than there are blocks, where the first or the last of those differs.
+            found = [units // n for n in counts if units >= n and units // (units // n) <= n + 1]
         else:
             found = list(range(1, MULTIPLES + 1)) if repeat.period > 1 else []
         return [n for n in found if 2 * n <= units and n * repeat.period > 1]
@@ -155,19 +156,28 @@ class _Cover:
         return {key: where for key, where in found.items() if len(where) > 1}
 
     def starts(self, repeat: Repeat, length: int) -> Integers:
-        """Return where repetitions start: few values cross, many repetitions, aligned, branches start."""
+        """Return where repetitions start: few values cross, aligned, many repetitions, branches start."""
         crossing, reads = self.crossing(repeat, length)
-        most = (repeat.stop - repeat.start) // length
-        ranked: list[tuple[int, int, int, int]] = []
-        for offset in range(min(length, repeat.stop - repeat.start - 2 * length + 1)):
-            count = (repeat.stop - repeat.start - offset) // length
-            if count >= most - 1:
-                cut = offset + length
-                ranked.append((int(crossing[cut]), -count, -int(reads[cut]), offset))
-        least = min(ranked)[:2]
-        ties = sorted(key for key in ranked if key[:2] == least)[:TIES]
-        choices = [repeat.start + key[3] + length * np.arange(-key[1]) for key in ties]
-        return choices[0] if len(choices) == 1 else min(choices, key=lambda s: self.sources(s, length))
+        size = repeat.stop - repeat.start
+        offsets = range(min(length, size - 2 * length + 1))
+        least = int(crossing[length : length + len(offsets)].min())
+        ties = [
+            (-((size - offset) // length), -int(reads[length + offset]), offset)
+            for offset in offsets
+            if crossing[length + offset] == least
+        ]
+        counts = sorted({key[0] for key in ties})
+        few = [key for count in counts for key in sorted(k for k in ties if k[0] == count)[:TIES]]
+        choices = [(key, repeat.start + key[2] + length * np.arange(-key[0])) for key in few]
+        if len(choices) == 1:
+            return choices[0][1]
+
+        def rank(choice: tuple[tuple[int, int, int], Integers]) -> tuple[int, int, int, int, int]:
+            (count, fan, offset), starts = choice
+            shared, sources = self.sources(starts, length)
+            return round(shared / -count), count, sources, fan, offset
+
+        return min(choices, key=rank)[1]
 
     def crossing(self, repeat: Repeat, length: int) -> tuple[Integers, Integers]:
         """Return, per cut of a repeat, the values that go on to the next repetition, and their reads."""
