@@ -22,6 +22,7 @@ from outline_models import (
 )
 from test_onnx_models import FILES, PACKAGED, SIZES, TOPOLOGY, forward
 from training_models import (
+    Maker,
     assert_same_step,
     bert,
     flat_mlp,
@@ -209,11 +210,17 @@ def test_repetitions_that_are_wired_differently_are_not_one_block():
 
 def test_calls_are_ops_of_a_block():
     """A Call and what follows it repeat; a Call that repeats alone is outlined already."""
-    joint = differentiate(mlp(16, 8, 8), SGD())
-    found = outline(joint)
-    assert calls(found)["block0"] == 8
-    assert all(len(callee.ops) > 1 for callee in callees(found))
-    assert_same_function(joint, found)
+    (layer,) = callees(outline(layers(4)))
+    make = Maker("calls")
+    x = make.data("x", 8, 8)
+    for index in range(6):
+        x = make("Add", x, make("Tanh", make.layer(layer, x, f"h{index}")))
+    function = make.end(make("Loss", x, make.data("target", 8, 8), N=8))
+    found = outline(function)
+    assert calls(found) == {"block0": 1, "block1": 6}, "each callee has a name of its own"
+    assert [op.op_type for op in found.ops] == ["Call"] * 6 + ["Loss"]
+    assert [op.op_type for op in found.ops[0].callee.ops] == ["Call", "Tanh", "Add"]
+    assert_same_function(function, found)
     forward_ = mlp(16, 8, 8)
     assert outline(forward_) is forward_
 

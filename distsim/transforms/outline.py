@@ -75,7 +75,7 @@ class _Outliner:
         self.wiring, self.blocks = wiring, blocks
         self.escaping = _escaping(wiring, blocks)
         self.calls: dict[int, tuple[int, Op]] = {}  # start -> number of ops, the Call in their place
-        self.names = Names()
+        self.names = Names(f.name for f in (wiring.function, *callees(wiring.function)))
 
     def run(self) -> Function:
         wiring = self.wiring
