@@ -19,7 +19,15 @@ from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_target
 from distsim.report.progress import Progress
-from distsim.transforms import add_loss, differentiate, optimizer_named, set_precision, steady_state_transform
+from distsim.transforms import (
+    add_loss,
+    describe_blocks,
+    differentiate,
+    optimizer_named,
+    outline,
+    set_precision,
+    steady_state_transform,
+)
 from distsim.transforms.loss import LOSSES
 from distsim.transforms.optimizers import OPTIMIZERS
 from distsim.transforms.roles import batch_inputs, roles
@@ -81,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--training", action="store_true", help="with loss, backward pass and optimizer")
     show.add_argument("--cluster", help="with --plan: the cluster to place it on")
     show.add_argument("--plan", help="print the parallel, scheduled step (implies --training)")
+    show.add_argument(
+        "--outline",
+        action="store_true",
+        help="make blocks of the model that repeat one function, and count them",
+    )
     show.set_defaults(run=_show)
     clusters = commands.add_parser("clusters", help="list the presets, or the figures of one")
     clusters.add_argument("name", nargs="?")
@@ -116,6 +129,16 @@ def _forward(options: argparse.Namespace) -> Function:
     return set_precision(function, dtype)
 
 
+def _read(options: argparse.Namespace, progress: Progress) -> Function:
+    function = progress.run(f"reading {options.model}", lambda: _forward(options))
+    if not getattr(options, "outline", False):
+        return function
+    outlined = progress.run("outlining", lambda: outline(function))
+    for line in describe_blocks(outlined).splitlines():
+        print(f"# {line}")
+    return outlined
+
+
 def _training(options: argparse.Namespace, progress: Progress) -> Function:
     if options.parameters and (options.loss or options.optimizer):
         raise PlanError(
@@ -125,7 +148,7 @@ def _training(options: argparse.Namespace, progress: Progress) -> Function:
     loss = options.loss or "auto"
     if loss not in LOSSES:
         raise PlanError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
-    function = progress.run(f"reading {options.model}", lambda: _forward(options))
+    function = _read(options, progress)
     if options.parameters:
         return function
     return progress.run("differentiating", lambda: differentiate(add_loss(function, loss), optimizer))
@@ -190,7 +213,7 @@ def _show(options: argparse.Namespace) -> None:
         if given:
             raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
     if not options.plan and not options.training:
-        cpprint(progress.run(f"reading {options.model}", lambda: _forward(options)))
+        cpprint(_read(options, progress))
         return
     function = _training(options, progress)
     if options.plan:

@@ -1,6 +1,7 @@
 """Deciding per distinct value: the same least cost as per value, whose price does not grow with layers."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -219,6 +220,16 @@ def test_another_device_is_another_question():
     slow = mesh_of(tp=2)
     fast = type(slow)([Device(i, "gpu", dram_bandwidth=9e12) for i in range(2)], dp=1, tp=2)
     assert shard(joint, slow).tp.cost != shard(joint, fast).tp.cost
+
+
+def test_only_the_last_functions_are_remembered(monkeypatch):
+    monkeypatch.setattr(sys.modules["distsim.transforms.shard"], "MOST_FUNCTIONS", 2)
+    joint, meshes = differentiate(small_mlp(batch=16)), [mesh_of(dp=dp) for dp in (1, 2, 4)]
+    first, second, third = (shard(joint, mesh) for mesh in meshes)
+    assert shard(joint, meshes[1]) is second and shard(joint, meshes[2]) is third
+    again = shard(joint, meshes[0])
+    assert again.function is not first.function
+    assert text(again.function) == text(first.function)
 
 
 def test_a_function_that_nobody_holds_is_forgotten():

@@ -52,7 +52,7 @@ class Stage:
     updates: tuple[tuple[int, Block], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ProgramInput:
     """A global input: its value in the function that was parallelised, its key, and its division.
 
@@ -66,7 +66,7 @@ class ProgramInput:
     stages: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ProgramOutput:
     """A global output: its key, its division, and the stage that makes it, or holds it if it is an input.
 

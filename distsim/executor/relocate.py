@@ -21,12 +21,14 @@ class Relocator:
         self._functions: dict[Function, Function] = {}
         self._types: dict[Type, Type] = {}
         self._attributes: dict[Attributes, Attributes] = {}
+        # The same objects occur again and again: a look-up by identity first. They are kept alive.
+        self._known: dict[int, tuple[Type, Type]] = {}
 
     def function(self, function: Function, name: str | None = None, op_names: Sequence[str] = ()) -> Function:
         """Return the function, and what it calls, on the target mesh, under a name and with named ops."""
         found = self._functions.get(function)
         if found is None:
-            env = {value: self._value(value) for value in function.inputs}
+            env = {value: Value(value.name, self.type(value.type), value.role) for value in function.inputs}
             names = op_names or [op.name for op in function.ops]
             ops = [self._op(op, env, own) for op, own in zip(function.ops, names, strict=True)]
             found = Function(
@@ -40,23 +42,25 @@ class Relocator:
 
     def type(self, type_: Type) -> Type:
         """Return the type on the target mesh."""
+        known = self._known.get(id(type_))
+        if known is not None:
+            return known[1]
         found = self._types.get(type_)
         if found is None:
             found = type_
             if isinstance(type_, Tensor) and type_.device == self.source:
                 found = type_.on(self.target)
             self._types[type_] = found
+        self._known[id(type_)] = type_, found
         return found
 
-    def _value(self, value: Value) -> Value:
-        return Value(value.name, self.type(value.type), value.role)
-
     def _op(self, op: Op, env: dict[Value, Value], name: str) -> Op:
-        outputs = tuple([self._value(value) for value in op.outputs])
+        outputs = tuple([Value(value.name, self.type(value.type), value.role) for value in op.outputs])
         inputs = tuple([env[value] for value in op.inputs])
         env.update(zip(op.outputs, outputs, strict=True))
+        attributes = self._moved(op.attributes) if op.attributes else op.attributes
         callees = tuple([self.function(callee) for callee in op.subfunctions])
-        return Op(op.op_type, inputs, outputs, self._moved(op.attributes), callees, op.version, name)
+        return Op(op.op_type, inputs, outputs, attributes, callees, op.version, name)
 
     def _moved(self, attributes: Attributes) -> Attributes:
         found = self._attributes.get(attributes)

@@ -11,19 +11,10 @@ from distsim.ir import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, T
 from distsim.schedule import Phase, Task
 
 if TYPE_CHECKING:
-    from distsim.executor.program import Block, Program, ProgramInput, Stage
+    from distsim.executor.program import Block, Program, ProgramInput
 
-Home = tuple[Value, int | None, int]
-"""(key, microbatch or None, stage): one value of the unrolled function."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A function on its stage, the types it makes, and which of them are sums over microbatches."""
-
-    function: Function
-    types: Sequence[Type]
-    summed: Sequence[bool]
+Frame = dict[Value, Value]
+"""What a stage holds, by key."""
 
 
 class Unroller:
@@ -33,17 +24,18 @@ class Unroller:
     """
 
     def __init__(self, program: Program, steady: bool = False) -> None:
-        self.program = program
-        self.steady = steady
-        self.places = [Relocator(program.pattern, stage.mesh) for stage in program.stages]
-        self.target = [Attributes({"to": stage.mesh}) for stage in program.stages]
+        self.program, self.steady = program, steady
         self.maker = FunctionMaker(program.name)
         self.microbatches = program.schedule.num_microbatches
-        self.env: dict[Home, Value] = {}
-        self.origin: dict[tuple[Value, int | None], int] = {}
-        self.last: dict[Value, int | None] = {}
-        self.calls: dict[tuple[int, int, bool], _Call] = {}
+        self.places = [Relocator(program.pattern, stage.mesh) for stage in program.stages]
+        self.target = [Attributes({"to": stage.mesh}) for stage in program.stages]
+        count = range(len(program.stages))
+        self.step: list[Frame] = [{} for _ in count]  # what there is once per step
+        self.frames: list[list[Frame]] = [[{} for _ in range(self.microbatches)] for _ in count]
+        self.makers = _makers(program)
+        self.latest: dict[tuple[int, Phase | None], int] = {}
         self.readers = _readers(program)
+        self.calls: dict[tuple[int, int, bool], _Call] = {}
 
     def function(self) -> Function:
         """Return the function."""
@@ -53,24 +45,24 @@ class Unroller:
             else:
                 self.distribute(given)
         for step in self.program.schedule.order():
-            made = [home for task in step for home in self.run(task)]
-            for key, microbatch, stage in made:
-                for target in self.readers.get(key, ()):
-                    if target != stage:
-                        self.fetch(key, microbatch, target)
+            sends = [send for task in step for send in self.run(task)]
+            for key, microbatch, target in sends:
+                self.fetch(key, microbatch, target)
         self.update()
         outputs = (*self.outputs(), *self.copies())
         return Function(self.program.name, tuple(self.maker.inputs), tuple(self.maker.ops), outputs)
 
     def place(self, given: ProgramInput) -> None:
         """Take a global input as what every stage that reads it holds of it."""
-        count = self.microbatches if given.microbatched else 1
         for stage in given.stages:
             type_ = self.places[stage].type(given.key.type)
-            for part in range(count):
-                name = given.source.name if count == 1 else f"{given.source.name}.{part}"
-                local = self.maker.add_input_value(name, type_, given.source.role)
-                self._put(given.key, part if given.microbatched else None, stage, local)
+            if not given.microbatched:
+                local = self.maker.add_input_value(given.source.name, type_, given.source.role)
+                self.step[stage][given.key] = local
+                continue
+            for index, frame in enumerate(self.frames[stage]):
+                name = given.source.name if self.microbatches == 1 else f"{given.source.name}.{index}"
+                frame[given.key] = self.maker.add_input_value(name, type_, given.source.role)
 
     def distribute(self, given: ProgramInput) -> None:
         """Bring a global input to every stage that reads it."""
@@ -82,11 +74,10 @@ class Unroller:
                 kind, attributes = "MPIScatter", Attributes({"to": mesh, "shards": given.shards})
             local = self.maker.add(kind, [value], attributes, output_names=[value.name])[0]
             if not given.microbatched:
-                self._put(given.key, None, stage, local)
+                self.step[stage][given.key] = local
                 continue
-            parts = self._split(local)
-            for microbatch, part in enumerate(parts):
-                self._put(given.key, microbatch, stage, part)
+            for frame, part in zip(self.frames[stage], self._split(local), strict=True):
+                frame[given.key] = part
 
     def _split(self, local: Value) -> tuple[Value, ...]:
         count = self.microbatches
@@ -97,52 +88,54 @@ class Unroller:
             "Split", [local], {"axis": 0, "num_outputs": count, "microbatches": count}, output_names=names
         )
 
-    def _put(self, key: Value, microbatch: int | None, stage: int, value: Value) -> None:
-        self.env[key, microbatch, stage] = value
-        self.origin.setdefault((key, microbatch), stage)
-        self.last[key] = microbatch
-
     def fetch(self, key: Value, microbatch: int | None, stage: int) -> Value:
-        """Return a value on a stage, sent there from where it was made if need be."""
-        found = self.env.get((key, microbatch, stage))
+        """Return a value on a stage, sent there from where it was made if need be.
+
+        What runs once per step reads what the last microbatch made.
+        """
+        found = self.step[stage].get(key)
         if found is not None:
             return found
-        if (key, microbatch) not in self.origin:
-            microbatch = None if (key, None) in self.origin else self.last[key]
-            found = self.env.get((key, microbatch, stage))
+        source, phase, once = self.makers[key]
+        frames = self.step
+        if not once:
+            index = self.latest.get((source, phase), 0) if microbatch is None else microbatch
+            frames = [held[index] for held in self.frames]
+        found = frames[stage].get(key)
         if found is None:
-            source = self.env[key, microbatch, self.origin[key, microbatch]]
-            found = Value(source.name, self.places[stage].type(key.type))
-            self.maker.adopt(Op("Send", (source,), (found,), self.target[stage]))
-            self.env[key, microbatch, stage] = found
+            made = frames[source][key]
+            found = frames[stage][key] = Value(made.name, self.places[stage].type(key.type))
+            self.maker.adopt(Op("Send", (made,), (found,), self.target[stage]))
         return found
 
-    def run(self, task: Task) -> list[Home]:
-        """Emit one task; return what it made."""
+    def run(self, task: Task) -> list[tuple[Value, int, int]]:
+        """Emit one task; return what of it goes where: keys, microbatch and stages."""
         stage = self.program.stages[task.stage]
         block = stage.forward if task.phase is Phase.FORWARD else stage.backward
         if not block.outputs:  # nothing that anyone reads
             return []
-        return self._call(block, task.microbatch, task.stage, str(task))
+        self.latest[task.stage, task.phase] = task.microbatch
+        call = self._call(block, task.microbatch, task.stage, str(task))
+        return [(key, task.microbatch, target) for key, target in call.sent]
 
-    def _call(self, block: Block, microbatch: int | None, stage: int, name: str) -> list[Home]:
-        inputs = [self.fetch(key, microbatch, stage) for key in block.inputs]
-        sums = [self.env.get((key, None, stage)) for key in block.accumulated]
-        more = any(sums)
-        inputs += [value for value in sums if value is not None]
-        call = self._prepared(block, stage, more)
-        made: list[Value] = []
-        homes: list[Home] = []
-        for key, type_, summed in zip(block.outputs, call.types, call.summed, strict=True):
-            label = key.name if summed or microbatch is None else f"{key.name}.{microbatch}"
-            value = Value(label, type_)
-            made.append(value)
-            home = (key, None if summed else microbatch, stage)
-            self._put(*home, value)
-            if not summed:
-                homes.append(home)
-        self.maker.adopt(Op("Call", tuple(inputs), tuple(made), NO_ATTRIBUTES, (call.function,), None, name))
-        return homes
+    def _call(self, block: Block, microbatch: int | None, stage: int, name: str) -> _Call:
+        step = self.step[stage]
+        frame = step if microbatch is None else self.frames[stage][microbatch]
+        inputs = [frame.get(key) or self.fetch(key, microbatch, stage) for key in block.inputs]
+        sums = [step[key] for key in block.accumulated if key in step]
+        call = self._prepared(block, stage, bool(sums))
+        suffix = "" if microbatch is None else f".{microbatch}"
+        made = tuple([Value(f"{label}{suffix}", type_) for label, type_ in call.made])
+        frame.update(zip(block.outputs, made, strict=True))
+        if call.summed:
+            kept = list(made)
+            for place, key in call.summed:
+                kept[place] = step[key] = Value(key.name, made[place].type)
+                del frame[key]
+            made = tuple(kept)
+        op = Op("Call", (*inputs, *sums), made, NO_ATTRIBUTES, (call.function,), None, name)
+        self.maker.adopt(op)
+        return call
 
     def _prepared(self, block: Block, stage: int, more: bool) -> _Call:
         found = self.calls.get((id(block), stage, more))
@@ -152,9 +145,17 @@ class Unroller:
                 function, names = block.accumulating, block.accumulating_names
             placed = self.places[stage].function(function, f"stage{stage}_{function.name}", names)
             sums = set(block.accumulated)
-            types = [value.type for value in placed.outputs]
-            found = _Call(placed, types, [key in sums for key in block.outputs])
-            self.calls[id(block), stage, more] = found
+            found = self.calls[id(block), stage, more] = _Call(
+                placed,
+                [(key.name, v.type) for key, v in zip(block.outputs, placed.outputs, strict=True)],
+                [(place, key) for place, key in enumerate(block.outputs) if key in sums],
+                [
+                    (key, target)
+                    for key in block.outputs
+                    for target in self.readers.get(key, ())
+                    if target != stage and key not in sums
+                ],
+            )
         return found
 
     def update(self) -> None:
@@ -182,15 +183,35 @@ class Unroller:
                 yield self.fetch(output.key, None, stage)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A function on its stage, what it makes (names, types), which of that are sums, what is sent where."""
+
+    function: Function
+    made: Sequence[tuple[str, Type]]
+    summed: Sequence[tuple[int, Value]]
+    sent: Sequence[tuple[Value, int]]
+
+
+def _makers(program: Program) -> dict[Value, tuple[int, Phase | None, bool]]:
+    """Return of each key the stage and phase that make it, and whether it is made once per step."""
+    found: dict[Value, tuple[int, Phase | None, bool]] = {}
+    for given in program.inputs:
+        found[given.key] = (given.stages[0] if given.stages else 0, None, not given.microbatched)
+    for index, stage in enumerate(program.stages):
+        for phase, block in ((Phase.FORWARD, stage.forward), (Phase.BACKWARD, stage.backward)):
+            found |= dict.fromkeys(block.outputs, (index, phase, False))
+            found |= dict.fromkeys(block.accumulated, (index, phase, True))
+        for _, block in stage.updates:
+            found |= dict.fromkeys(block.outputs, (index, None, True))
+    return found
+
+
 def _readers(program: Program) -> dict[Value, tuple[int, ...]]:
     """Return the stages whose per-microbatch blocks read each key."""
-    readers: dict[Value, dict[int, None]] = {}
-
-    def note(stage: Stage, index: int) -> None:
+    found: dict[Value, dict[int, None]] = {}
+    for index, stage in enumerate(program.stages):
         for block in (stage.forward, stage.backward):
             for key in block.inputs:
-                readers.setdefault(key, {})[index] = None
-
-    for index, stage in enumerate(program.stages):
-        note(stage, index)
-    return {key: tuple(stages) for key, stages in readers.items()}
+                found.setdefault(key, {})[index] = None
+    return {key: tuple(stages) for key, stages in found.items()}

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, count
 
 from distsim.ir import Op
 
 
 class Names:
-    """Gives each block of one function a name of its own."""
+    """Gives each block a name of its own, none of those that are taken."""
 
-    def __init__(self) -> None:
-        self._taken: Counter[str] = Counter()
-        self._plain = 0
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
 
     def of(self, stretches: Sequence[Sequence[Op]]) -> tuple[str, list[str], str]:
-        """Return the callee's name, those of the Calls, and what the first stretch's op names start with.
+        """Return the callee's name, those of the Calls, and the module of the first stretch ("": none).
 
         Ops named ``model.h.0.attn/node``, ``model.h.1.attn/node`` make Calls ``model.h.0``, ``model.h.1``
         of a callee ``h``; without such names it is Calls ``block0.0``, ``block0.1`` of ``block0``.
@@ -26,14 +25,25 @@ class Names:
         if all(paths) and len({".".join(path) for path in paths}) == len(paths):
             shared = [part for part in _common(paths) if not part.isdigit()]
             if shared:
-                return self._unique(shared[-1]), [".".join(path) for path in paths], ".".join(paths[0]) + "."
-        name = f"block{self._plain}"
-        self._plain += 1
-        return self._unique(name), [f"{name}.{index}" for index in range(len(stretches))], ""
+                name = self._first(chain(shared[-1:], (f"{shared[-1]}.{number}" for number in count(1))))
+                return name, [".".join(path) for path in paths], ".".join(paths[0])
+        name = self._first(f"block{number}" for number in count())
+        return name, [f"{name}.{index}" for index in range(len(stretches))], ""
 
-    def _unique(self, name: str) -> str:
-        self._taken[name] += 1
-        return name if self._taken[name] == 1 else f"{name}.{self._taken[name] - 1}"
+    def _first(self, names: Iterable[str]) -> str:
+        name = next(name for name in names if name not in self._taken)
+        self._taken.add(name)
+        return name
+
+
+def relative(name: str, module: str) -> str:
+    """Return an op's name within a module; a name of another module stays as it is.
+
+    >>> relative("model.h.0.attn/node", "model.h.0"), relative("model.h.0/node", "model.h.0")
+    ('attn/node', 'node')
+    """
+    inside = bool(module) and name.startswith((f"{module}.", f"{module}/"))
+    return name[len(module) + 1 :] if inside else name
 
 
 def common_name(one: str, other: str) -> str:

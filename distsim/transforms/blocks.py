@@ -36,6 +36,8 @@ class _Cover:
         self.used = np.zeros(len(wiring.ops), np.bool_)
         # Which repetition an op belongs to; an op outside of all is its own.
         self.owner = np.arange(len(wiring.ops)) + len(wiring.ops)
+        self.first_read = np.zeros(len(wiring.values), np.int64)
+        self.first_read[wiring.operands[::-1]] = wiring.readers[::-1]
         self.blocks: Blocks = {}
         self.placed = 0
 
@@ -111,7 +113,8 @@ class _Cover:
             grown = -(-self.products // weight)
             found = [grown * i for i in range(1, MULTIPLES + 1)]
         elif counts:
-            found = [units // n for n in counts if units >= n and units // (units // n) == n]
+            # One more than there are blocks, where the first or the last of those differs.
+            found = [units // n for n in counts if units >= n and units // (units // n) <= n + 1]
         else:
             found = list(range(1, MULTIPLES + 1)) if repeat.period > 1 else []
         return [n for n in found if 2 * n <= units and n * repeat.period > 1]
@@ -153,19 +156,28 @@ class _Cover:
         return {key: where for key, where in found.items() if len(where) > 1}
 
     def starts(self, repeat: Repeat, length: int) -> Integers:
-        """Return where repetitions start: few values cross, many repetitions, branches start, aligned."""
+        """Return where repetitions start: few values cross, aligned, many repetitions, branches start."""
         crossing, reads = self.crossing(repeat, length)
-        most = (repeat.stop - repeat.start) // length
-        ranked: list[tuple[int, int, int, int]] = []
-        for offset in range(min(length, repeat.stop - repeat.start - 2 * length + 1)):
-            count = (repeat.stop - repeat.start - offset) // length
-            if count >= most - 1:
-                cut = offset + length
-                ranked.append((int(crossing[cut]), -count, -int(reads[cut]), offset))
-        least = min(ranked)[:3]
-        ties = [key for key in ranked if key[:3] == least][:TIES]
-        choices = [repeat.start + key[3] + length * np.arange(-key[1]) for key in ties]
-        return choices[0] if len(choices) == 1 else min(choices, key=lambda s: self.sources(s, length))
+        size = repeat.stop - repeat.start
+        offsets = range(min(length, size - 2 * length + 1))
+        least = int(crossing[length : length + len(offsets)].min())
+        ties = [
+            (-((size - offset) // length), -int(reads[length + offset]), offset)
+            for offset in offsets
+            if crossing[length + offset] == least
+        ]
+        counts = sorted({key[0] for key in ties})
+        few = [key for count in counts for key in sorted(k for k in ties if k[0] == count)[:TIES]]
+        choices = [(key, repeat.start + key[2] + length * np.arange(-key[0])) for key in few]
+        if len(choices) == 1:
+            return choices[0][1]
+
+        def rank(choice: tuple[tuple[int, int, int], Integers]) -> tuple[int, int, int, int, int]:
+            (count, fan, offset), starts = choice
+            shared, sources = self.sources(starts, length)
+            return round(shared / -count), count, sources, fan, offset
+
+        return min(choices, key=rank)[1]
 
     def crossing(self, repeat: Repeat, length: int) -> tuple[Integers, Integers]:
         """Return, per cut of a repeat, the values that go on to the next repetition, and their reads."""
@@ -184,17 +196,24 @@ class _Cover:
             _covered(size, made - repeat.start, readers - repeat.start),
         )
 
-    def sources(self, starts: Integers, length: int) -> int:
-        """Count, over all repetitions, the other repetitions and ops that each one reads from."""
-        wiring = self.wiring
+    def sources(self, starts: Integers, length: int) -> tuple[int, int]:
+        """Count, over all repetitions, the blocks and ops that each shares inputs with, and reads from.
+
+        An input belongs to the op that reads it first: weights of one forward block that are read by one
+        backward block, and by one block of updates, are the alignment that keeps them together.
+        """
+        wiring, many = self.wiring, len(self.wiring.ops)
         operands = wiring.block_operands(starts, length)
-        made = wiring.made[operands]
-        outside = (made >= 0) & (operands < wiring.first[starts][:, None])
-        rows = np.broadcast_to(np.arange(len(starts))[:, None], made.shape)[outside]
-        own = (made[outside] - starts[0]) // length + 3 * len(wiring.ops)  # earlier ones of this choice
-        inside = made[outside] >= starts[0]
-        owner = np.where(inside, own, self.owner[made[outside]])
-        return len(np.unique(rows * (8 * len(wiring.ops)) + owner))
+        rows = np.broadcast_to(np.arange(len(starts))[:, None], operands.shape)
+        outside = operands < wiring.first[starts][:, None]
+        operands, rows = operands[outside], rows[outside]
+        given = wiring.made[operands] < 0
+        origin = np.where(given, self.first_read[operands], wiring.made[operands])
+        # Earlier repetitions of this choice have no number yet.
+        own = (origin >= starts[0]) & (origin < starts[-1] + length)
+        owner = np.where(own, (origin - starts[0]) // length + 3 * many, self.owner[origin])
+        pairs = rows * (8 * many) + owner
+        return len(np.unique(pairs[given])), len(np.unique(pairs[~given]))
 
     def find_more(self) -> None:
         """Add occurrences of blocks with products elsewhere: a repetition apart from the others."""

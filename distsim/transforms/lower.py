@@ -209,7 +209,7 @@ class _Body:
 
     def move(self, value: Value, local: Value, source: Placement, target: Placement) -> Value:
         for step in self.lowering.recipe(value, source, target, self.top):
-            made = Value(f"{local.name}{step.suffix}", step.type)
+            made = Value(local.name + step.suffix if step.suffix else local.name, step.type)
             self.maker.adopt(Op(step.op_type, (local,), (made,), step.attributes))
             local = made
         return local

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from distsim.executor.cost_model import RooflineRules, runs_kernel
-from distsim.ir import Device, Function, Op, Role, Tensor, Value, all_ops
+from distsim.ir import Attributes, Device, Function, Op, Role, Tensor, Value, all_ops
 from distsim.ops import operator, signature_of, work
 from distsim.ops.operator import memory_bound
 
@@ -36,7 +36,7 @@ class Numbered:
         self.producer = [-1] * self.num_inputs
         number = {value: i for i, value in enumerate(function.inputs)}
         self.reads: list[Numbers] = []
-        self.makes: list[Numbers] = []
+        self.makes: list[range] = []
         for index, op in enumerate(function.ops):
             self.reads.append(tuple([number[value] for value in op.inputs]))
             first = len(self.values)
@@ -44,7 +44,7 @@ class Numbered:
                 number[value] = len(self.values)
                 self.values.append(value)
                 self.producer.append(index)
-            self.makes.append(tuple(range(first, len(self.values))))
+            self.makes.append(range(first, len(self.values)))
         self.outputs = [number[value] for value in function.outputs]
         self.readers: list[list[int]] = [[] for _ in self.values]
         for index, read in enumerate(self.reads):
@@ -57,12 +57,7 @@ class Numbered:
         self.loose = self._loose()
         self.has_loose = any(self.loose)
         self.forward = self._forward()
-        self.kinds = _interned(
-            [
-                (op.op_type, op.attributes, op.subfunctions, op.version, len(op.inputs), len(op.outputs))
-                for op in self.ops
-            ]
-        )
+        self.kinds = _kinds(function.ops)
         self._seconds: dict[Device, dict[int, float]] = {}
 
     def _steps(self) -> list[bool]:
@@ -162,7 +157,16 @@ def _scalar(value: Value) -> bool:
     return isinstance(value.type, Tensor) and value.type.shape == ()
 
 
-def _interned(items: Sequence[Hashable]) -> list[int]:
-    """Return a number for each item, the same for equal ones."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(item, len(numbers)) for item in items]
+def _kinds(ops: Sequence[Op]) -> list[int]:
+    """Return a number for each op, the same for ops that differ in names and values only."""
+    attributes: dict[Attributes, int] = {}
+    known: dict[int, int] = {}  # the same objects occur again and again: a look-up by identity
+    kinds: dict[Hashable, int] = {}
+    found: list[int] = []
+    for op in ops:
+        given = known.get(id(op.attributes))
+        if given is None:
+            given = known[id(op.attributes)] = attributes.setdefault(op.attributes, len(attributes))
+        kind = (op.op_type, given, op.subfunctions, op.version, len(op.inputs), len(op.outputs))
+        found.append(kinds.setdefault(kind, len(kinds)))
+    return found

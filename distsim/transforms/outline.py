@@ -10,7 +10,7 @@ import numpy as np
 
 from distsim.errors import PlanError
 from distsim.ir import NO_ATTRIBUTES, Function, FunctionMaker, Op, Role, Value, callees
-from distsim.transforms.block_names import Names, common_name
+from distsim.transforms.block_names import Names, common_name, relative
 from distsim.transforms.blocks import find_blocks
 from distsim.transforms.repeats import Integers
 from distsim.transforms.wiring import Wiring
@@ -75,7 +75,7 @@ class _Outliner:
         self.wiring, self.blocks = wiring, blocks
         self.escaping = _escaping(wiring, blocks)
         self.calls: dict[int, tuple[int, Op]] = {}  # start -> number of ops, the Call in their place
-        self.names = Names()
+        self.names = Names(f.name for f in (wiring.function, *callees(wiring.function)))
 
     def run(self) -> Function:
         wiring = self.wiring
@@ -136,7 +136,7 @@ def _callee(
         made = tuple([Value(value.name, value.type) for value in op.outputs])
         copies.update(zip(op.outputs, made, strict=True))
         results.extend(made)
-        maker.adopt(replace(op, inputs=operands, outputs=made, name=op.name.removeprefix(prefix)))
+        maker.adopt(replace(op, inputs=operands, outputs=made, name=relative(op.name, prefix)))
     maker.set_outputs([results[index] for index in returned])
     return maker.finalize()
 

@@ -78,10 +78,12 @@ class _Source:
     def __init__(self, local: Sharded) -> None:
         self.function = function = _without_early_sums(Numbered(local.function), local.microbatches)
         self.inputs: list[tuple[Value, Value, Shards, bool]] = []
+        places = {id(place): place for place in (*local.inputs, *local.outputs)}
+        divided = {key: (place.shards(), place.batch.sharded) for key, place in places.items()}
         for key, source, place in zip(function.inputs, local.sources, local.inputs, strict=True):
-            typed = Value(source.name, source.type, key.role)
-            self.inputs.append((typed, key, place.shards(), place.batch.sharded))
-        self.outputs = [(place.shards(), place.batch.sharded) for place in local.outputs]
+            typed = source if source.role is key.role else Value(source.name, source.type, key.role)
+            self.inputs.append((typed, key, *divided[id(place)]))
+        self.outputs = [divided[id(place)] for place in local.outputs]
         self.cuts: dict[tuple[int, Device], Cut] = {}
 
     @staticmethod
@@ -242,21 +244,20 @@ class _Cutter:
     def _outputs(self, inputs: Sequence[ProgramInput]) -> tuple[ProgramOutput, ...]:
         found: list[ProgramOutput] = []
         function = self.function
+        shared = any(len(homes) > 1 for homes in self.homes.values())
         for value, (shards, divided) in zip(function.outputs, self.source.outputs, strict=True):
             op = function.producer[value]
             stage = inputs[value].stages[0] if op < 0 else self.stage[op]
             microbatched = divided and not (op >= 0 and function.steps[op])
-            copies = self._copies(op, value, stage)
+            copies = self._copies(op, value, stage) if shared and op >= 0 else ()
             found.append(ProgramOutput(function.values[value], shards, microbatched, stage, copies))
         return tuple(found)
 
     def _copies(self, op: int, value: int, stage: int) -> tuple[int, ...]:
         """Return the other stages that hold the parameter of which ``value`` is the new one."""
-        if op < 0:
-            return ()
         made = self.function.ops[op]
         taken = operator(made.op_type).in_place.get(value - self.function.makes[op][0])
         if taken is None or made.inputs[taken].role is not Role.PARAMETER:
             return ()
         homes = self.homes.get(self.function.reads[op][taken], ())
-        return tuple([other for other in homes if other != stage]) if len(homes) > 1 else ()
+        return tuple([other for other in homes if other != stage])

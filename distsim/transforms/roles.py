@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from distsim.errors import PlanError
-from distsim.ir import Function, Op, Role, Tensor, Value
+from distsim.ir import Function, Op, Role, Tensor, Value, all_ops
 from distsim.ops import signature_of
 from distsim.ops.operator import Dim, labels_of
 from distsim.ops.training import LOSSES
@@ -18,7 +18,6 @@ Mark = tuple[int, Parts]
 Marks = dict[Value, frozenset[Mark]]
 """The marked dimensions of values; a value that is absent has none."""
 
-NONE: frozenset[Mark] = frozenset()
 WHOLE_BATCH: frozenset[Mark] = frozenset({(0, None)})
 
 
@@ -32,7 +31,7 @@ def roles(function: Function) -> dict[Value, Role]:
     if any(value.role is not Role.INPUT for value in function.inputs):
         return {value: value.role for value in function.inputs}
     seeds: Marks = {}
-    for op in function.ops:
+    for op in all_ops(function):
         if op.op_type in LOSSES:
             seeds |= dict.fromkeys(op.inputs, WHOLE_BATCH)
     if not seeds:
@@ -79,25 +78,20 @@ def propagate(function: Function, seeds: Marks) -> Marks:
 
 
 def propagate_back(function: Function, seeds: Marks) -> Marks:
-    """Return the marks that follow from ``seeds`` against the direction of the ops, and through Calls."""
+    """Return the marks that follow from ``seeds`` against the direction of the ops, and in callees."""
     marks = dict(seeds)
+    visited: set[int] = set()
 
     def visit(current: Function) -> None:
         for op in reversed(current.ops):
             if op.op_type == "Call":
-                pairs = list(zip(op.callee.outputs, op.outputs, strict=True))
-                if any(marks.get(outer, NONE) - marks.get(inner, NONE) for inner, outer in pairs):
-                    for inner, outer in pairs:
-                        _mark(marks, inner, marks.get(outer, NONE))
+                if _pass_up(op, marks) or id(op.callee) not in visited:
+                    visited.add(id(op.callee))
                     visit(op.callee)
-                for inner, outer in zip(op.callee.inputs, op.inputs, strict=True):
-                    _mark(marks, outer, marks.get(inner, NONE))
-                continue
-            rule = rule_of(signature_of(op))
-            if rule is not None:
-                found = _factors(op.outputs, rule.outputs, marks)
-                for value, dims in zip(op.inputs, rule.inputs, strict=True):
-                    _mark(marks, value, _labelled(dims, found))
+                for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
+                    _mark(marks, outer, marks.get(inner, frozenset()))
+            else:
+                _mark_op_back(op, marks)
 
     visit(function)
     return marks
@@ -143,6 +137,23 @@ def _pass_down(op: Op, marks: Marks) -> bool:
         marks[inner] = (before or frozenset()) | marks.get(outer, frozenset())
         changed |= before != marks[inner]
     return changed or not op.callee.inputs
+
+
+def _pass_up(op: Op, marks: Marks) -> bool:
+    changed = False
+    for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
+        before = marks.get(inner, frozenset())
+        _mark(marks, inner, marks.get(outer, frozenset()))
+        changed |= before != marks.get(inner, frozenset())
+    return changed
+
+
+def _mark_op_back(op: Op, marks: Marks) -> None:
+    rule = rule_of(signature_of(op))
+    if rule is not None:
+        found = _factors(op.outputs, rule.outputs, marks)
+        for value, dims in zip(op.inputs, rule.inputs, strict=True):
+            _mark(marks, value, _labelled(dims, found))
 
 
 def _mark_op(op: Op, marks: Marks) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
 from distsim.executor.program import Block
 from distsim.ir import Function, Op, Value
@@ -90,8 +89,10 @@ def _write(
     written: list[Op] = []
     for op in ops:
         if not is_sum(op):
-            read = tuple([env.get(value, value) for value in op.inputs])
-            written.append(replace(op, inputs=read, name="") if op.name or read != op.inputs else op)
+            if op.name or not env.keys().isdisjoint(op.inputs):
+                read = tuple([env.get(value, value) for value in op.inputs])
+                op = Op(op.op_type, read, op.outputs, op.attributes, op.subfunctions, op.version)
+            written.append(op)
             continue
         part, key = env.get(op.inputs[0], op.inputs[0]), op.outputs[0]
         if key in so_far:

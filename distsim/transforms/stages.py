@@ -136,6 +136,8 @@ class _Sink:
             read = function.reads[op]
             if not read or not all(self.late[value] for value in read):
                 continue
+            if function.sums[op] and len(function.readers[read[0]]) == 1:
+                continue  # as many bytes before it as after it
             users = [user for value in function.makes[op] for user in self._users(value)]
             places = [self._place(user) for user in users]
             known = [place for place in places if place is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class Wiring:
         self.made: Integers = np.array(made, np.int64)
         self.readers: Integers = np.repeat(np.arange(len(self.ops)), np.diff(self.reads))
         self.returned: Integers = np.array([number[value] for value in function.outputs], np.int64)
-        self.products: Integers = np.cumsum([0, *_Products(kinds).count(self.ops, weights)])
+        self.products: Integers = np.cumsum([0, *_Products(kinds).count(self.ops, labels, weights)])
 
     def block_operands(self, starts: Integers, length: int) -> Integers:
         """Return [repetition, operand]: the values read by ``length`` ops from each start; labels agree."""
@@ -84,16 +84,15 @@ class _Kinds:
         self._labels: dict[_Key, int] = {}
 
     def label(self, op: Op) -> int:
+        """Return the number of all that an op is, except its names and the values it reads."""
         number = self._number
         key: _Key = (
             op.op_type,
             number(op.attributes),
             op.version,
-            *[id(callee) for callee in op.subfunctions],
-            None,
-            *[number(value.type) for value in op.inputs],
-            None,
-            *[number(value.type) for value in op.outputs],
+            op.subfunctions,
+            tuple([number(value.type) for value in op.inputs]),
+            tuple([number(value.type) for value in op.outputs]),
         )
         return self._labels.setdefault(key, len(self._labels))
 
@@ -129,14 +128,14 @@ class _Products:
         self.matrix: dict[int, bool] = {}
         self.callees: dict[tuple[int, tuple[bool, ...]], int] = {}
 
-    def count(self, ops: Sequence[Op], held: set[Value]) -> list[int]:
+    def count(self, ops: Sequence[Op], labels: Iterable[int], held: set[Value]) -> list[int]:
         """Return the count of each op, where ``held`` are weights; what is made of one alone joins them."""
         counts: list[int] = []
-        for op in ops:
+        for op, label in zip(ops, labels, strict=True):
             if op.op_type == "Call":
                 counts.append(self.call(op, held))
             else:
-                counts.append(int(not held.isdisjoint(op.inputs) and self.is_matrix(op)))
+                counts.append(int(not held.isdisjoint(op.inputs) and self.is_matrix(op, label)))
                 if len(op.inputs) == 1 and op.inputs[0] in held:
                     held.update(op.outputs)
         return counts
@@ -145,12 +144,11 @@ class _Products:
         key = (id(op.callee), tuple([value in held for value in op.inputs]))
         if key not in self.callees:
             inside = {value for value, weight in zip(op.callee.inputs, key[1], strict=True) if weight}
-            self.callees[key] = sum(self.count(op.callee.ops, inside))
+            self.callees[key] = sum(self.count(op.callee.ops, map(self.kinds.label, op.callee.ops), inside))
         return self.callees[key]
 
-    def is_matrix(self, op: Op) -> bool:
+    def is_matrix(self, op: Op, label: int) -> bool:
         """Return whether the flops of an op run on the matrix units."""
-        label = self.kinds.label(op)
         if label not in self.matrix:
             tensors = all(isinstance(value.type, Tensor) for value in (*op.inputs, *op.outputs))
             asked = work(signature_of(op)) if tensors else None
