@@ -110,20 +110,12 @@ class CostModel:
         Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
         ``TopologyError`` when nothing links two devices of the group.
         """
-        meaning = operator(signature.op_type).communication
-        if meaning is None or meaning.kind == "local":
-            raise CostError(f"{_describe(signature)} moves nothing; ask seconds() for its cost")
-        nbytes = float(meaning.nbytes(signature))
-        if meaning.kind in ("scatter", "gather"):
-            # The formula wants the size of which each rank of the group, the root too, has an equal part.
-            nbytes = float(min(signature.inputs[0].nbytes, signature.outputs[0].nbytes) * len(group))
+        kind, nbytes = collective_of(signature, group)
         self._forget_old_topology()
-        key = (meaning.kind, nbytes, group)
+        key = (kind, nbytes, group)
         found = self._communication.get(key)
         if found is None:
-            cost = (
-                self._rules.communicate(meaning.kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
-            )
+            cost = self._rules.communicate(kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
             found = self._communication[key] = _checked(signature, cost)
         return found
 
@@ -194,25 +186,39 @@ class CostModel:
             self._version = self.topology.version
 
 
+def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
+    """Return the kind and the size in bytes of what an op moves over a group, as ``collective_time`` wants.
+
+    Raises :class:`CostError` for an op that is no communication.
+    """
+    meaning = operator(signature.op_type).communication
+    if meaning is None or meaning.kind == "local":
+        raise CostError(f"{_describe(signature)} moves nothing; ask seconds() for its cost")
+    if meaning.kind in ("scatter", "gather"):
+        # The formula wants the size of which each rank of the group, the root too, has an equal part.
+        part = min(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
+        return meaning.kind, float(part * len(group))
+    return meaning.kind, float(meaning.nbytes(signature))
+
+
 def runs_kernel(op_type: str) -> bool:
     """Whether an op runs on the device at all: views only rename, constants are there already."""
     return op_type != "Constant" and not operator(op_type).view
 
 
 def _translated(groups: tuple[Group, ...], topology: Topology) -> bool:
-    """Whether every level of the hierarchy cuts all groups alike: then they cost the same.
+    """Whether every level of the hierarchy and its ports cut all groups alike: then they cost the same.
 
     Sufficient, not necessary: the first group is moved by whole groups of each level.
     """
     if topology.has_pair_links or len({len(group) for group in groups}) != 1:
         return len(groups) == 1
     ids = np.array([[device.id for device in group] for group in groups])
-    for level in topology.levels:
-        if level.group_size is not None:
-            cut = ids // level.group_size
-            cut = cut - cut[:, :1]
-            if not (cut == cut[:1]).all():
-                return False
+    for size in topology.cuts:
+        cut = ids // size
+        cut = cut - cut[:, :1]
+        if not (cut == cut[:1]).all():
+            return False
     return True
 
 
