@@ -172,7 +172,7 @@ def test_without_overlap_the_results_are_those_of_the_plain_engine(data):
 
 @given(st.data())
 @settings(max_examples=40)
-def test_contention_never_helps_and_the_time_scales_with_the_bandwidth(data):
+def test_contention_never_makes_anything_earlier(data):
     topology = nodes(3, per_node=4, per_port=2, latency=1e-6)
     function = data.draw(functions(topology, dependent=False))
     tasks = lower(function, CostModel(topology), lockstep=False)
