@@ -22,10 +22,10 @@ class Disturbances:
     """What disturbs a run; the default is nothing.
 
     Every op, of computation or communication, takes its time multiplied by a lognormal factor of mean 1
-    and coefficient of variation ``jitter``, drawn op by op from a generator of this ``seed``. Compute on one of ``slow_devices`` takes
-    its factor times as long. Each direction of one of ``slow_links`` carries 1/factor of what it did; an
-    op that would use one of ``failed_links`` is an error. Links are named by two devices, by ``(level,
-    device)`` for a port, or by a level for all its ports.
+    and coefficient of variation ``jitter``, drawn op by op from a generator of this ``seed``. Compute on
+    one of ``slow_devices`` takes its factor times as long. Each direction of one of ``slow_links``
+    carries 1/factor of what it did; an op that would use one of ``failed_links`` is an error. Links are
+    named by two devices, by ``(level, device)`` for a port, or by a level for all its ports.
 
     Raises :class:`SimulationError` for a jitter that is negative or not finite, a seed below 0, and a
     factor that is not finite or less than 1.
