@@ -130,3 +130,24 @@ def test_uneven_parts_of_a_group_use_as_many_links_as_the_smallest_has():
     assert uneven == pytest.approx(2 * 11 / 12 * size / (4 * across), rel=0.2)
     one = collective_time("all_reduce", size, tuple(devices[:9]), topology)
     assert one == pytest.approx(2 * 8 / 9 * size / across, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('devices_per_port = { value = 1.5, unit = "1", source = "x" }', "devices_per_port=1.5 is no count"),
+        ('devices_per_port = { value = 3, unit = "1", source = "x" }', "ports of 3 devices would straddle"),
+        ('devices_per_port = { value = 2, unit = "GB", source = "x" }', "devices_per_port: unit 'GB'"),
+        ('oversubscription = { value = 0.5, unit = "1", source = "x" }', "oversubscription=0.5 must be"),
+        ('oversubscription = { value = 2, unit = "1" }', "missing required field"),
+    ],
+)
+def test_shared_ports_of_a_file(tmp_path, line, message):
+    text = (Path(distsim.hardware.__file__).parent / "presets" / "dgx-a100.toml").read_text()
+    path = tmp_path / "shared.toml"
+    path.write_text(f"{text}\n{line}\n")  # the last level is the one between nodes
+    with pytest.raises(TopologyError, match=f"shared.toml.*{message}"):
+        load_cluster(f"{path}:2")
+    path.write_text(f"{text}\ndevices_per_port = {{ value = 4, unit = '1', source = 'x' }}\n")
+    assert load_cluster(f"{path}:2").levels[-1].devices_per_port == 4
+    assert "infiniband.devices_per_port  " in describe(str(path))

@@ -110,20 +110,12 @@ class CostModel:
         Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
         ``TopologyError`` when nothing links two devices of the group.
         """
-        meaning = operator(signature.op_type).communication
-        if meaning is None or meaning.kind == "local":
-            raise CostError(f"{_describe(signature)} moves nothing; ask seconds() for its cost")
-        nbytes = float(meaning.nbytes(signature))
-        if meaning.kind in ("scatter", "gather"):
-            # The formula wants the size of which each rank of the group, the root too, has an equal part.
-            nbytes = float(min(signature.inputs[0].nbytes, signature.outputs[0].nbytes) * len(group))
+        kind, nbytes = collective_of(signature, group)
         self._forget_old_topology()
-        key = (meaning.kind, nbytes, group)
+        key = (kind, nbytes, group)
         found = self._communication.get(key)
         if found is None:
-            cost = (
-                self._rules.communicate(meaning.kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
-            )
+            cost = self._rules.communicate(kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
             found = self._communication[key] = _checked(signature, cost)
         return found
 
@@ -151,12 +143,11 @@ class CostModel:
         """
         if self.topology.has_pair_links:
             return len(ids) == 1
-        for size in (1, *[level.group_size for level in self.topology.levels]):
-            if size is not None:
-                cut = ids // size
-                cut = cut - cut[:, :1] if size > 1 else cut == cut[:, :1]
-                if not (cut == cut[:1]).all():
-                    return False
+        for size in (1, *self.topology.cuts):
+            cut = ids // size
+            cut = cut - cut[:, :1] if size > 1 else cut == cut[:, :1]
+            if not (cut == cut[:1]).all():
+                return False
         return True
 
     def routes(self, groups: Sequence[Group]) -> tuple[Hashable, ...]:
@@ -166,8 +157,7 @@ class CostModel:
         level cuts them alike, and the links of pairs that were set are the same.
         """
         ids = np.array([[device.id for device in group] for group in groups], np.int64)
-        levels = [level.group_size for level in self.topology.levels if level.group_size is not None]
-        cuts = [ids // size for size in levels]
+        cuts = [ids // size for size in self.topology.cuts]
         cuts = [cut - cut[:, :1] for cut in cuts]
         links = [self.topology.pair_links(group) for group in groups]
         if not any(links) and all((cut == cut[:1]).all() for cut in cuts):
@@ -215,6 +205,21 @@ class CostModel:
         if self._version != self.topology.version:
             self._communication.clear()
             self._version = self.topology.version
+
+
+def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
+    """Return the kind and the size in bytes of what an op moves over a group, as ``collective_time`` wants.
+
+    Raises :class:`CostError` for an op that is no communication.
+    """
+    meaning = operator(signature.op_type).communication
+    if meaning is None or meaning.kind == "local":
+        raise CostError(f"{_describe(signature)} moves nothing; ask seconds() for its cost")
+    if meaning.kind in ("scatter", "gather"):
+        # The formula wants the size of which each rank of the group, the root too, has an equal part.
+        part = min(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
+        return meaning.kind, float(part * len(group))
+    return meaning.kind, float(meaning.nbytes(signature))
 
 
 def runs_kernel(op_type: str) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Iterable
 
 from distsim.errors import SimulationError
 from distsim.executor.cost_model import CostModel
+from distsim.executor.disturbances import Disturbances
 from distsim.executor.events import run as run_events
 from distsim.executor.infer import infer_types
 from distsim.executor.maxplus import run_program
+from distsim.executor.network import Network
 from distsim.executor.program import Program
 from distsim.executor.program_timeline import ProgramTimeline
 from distsim.executor.recurrence import run as run_tasks
@@ -25,7 +27,9 @@ class Simulator:
     """Simulates one run of a function, or a training step, on the devices that it names.
 
     ``overlap``: communication runs beside compute, each on its own streams; without it each rank does
-    one thing at a time. ``lockstep``: ranks that provably do the same are simulated as one.
+    one thing at a time. ``lockstep``: ranks that provably do the same are simulated as one. ``engine`` is one
+    of :data:`ENGINES`; the event engine takes ``contention``, in which concurrent transfers share the links
+    that they cross, and :class:`Disturbances`: every device is then simulated on its own.
 
     >>> from distsim.ir import Float, FunctionMaker, Tensor, Topology
     >>> topology = Topology()
@@ -39,14 +43,27 @@ class Simulator:
     """
 
     def __init__(
-        self, cost_model: CostModel, overlap: bool = True, lockstep: bool = True, engine: str = "maxplus"
+        self,
+        cost_model: CostModel,
+        overlap: bool = True,
+        lockstep: bool = True,
+        engine: str = "maxplus",
+        contention: bool = False,
+        disturbances: Disturbances | None = None,
     ) -> None:
         if engine not in ENGINES:
             raise SimulationError(f"engine={engine!r} is unknown; choose one of {', '.join(ENGINES)}")
+        if engine != "events" and (contention or disturbances is not None):
+            raise SimulationError(
+                "contention and disturbances are not linear, so the max-plus engine has none; use "
+                'engine="events"'
+            )
         self.cost_model = cost_model
         self.overlap = overlap
-        self.lockstep = lockstep
+        self.lockstep = lockstep and not contention and disturbances is None
         self.engine = engine
+        self.disturbances = disturbances
+        self.network = Network(cost_model.topology) if contention else None
 
     def interpret(self, function: Function, types: Iterable[Value | Type]) -> Simulation:
         """Return the simulation of ``function`` with inputs of these types (a value stands for its type).
@@ -81,9 +98,13 @@ class Simulator:
         )
 
     def _with(self, cost_model: CostModel) -> Simulator:
-        return Simulator(cost_model, self.overlap, self.lockstep, self.engine)
+        contention = self.network is not None
+        return Simulator(cost_model, self.overlap, self.lockstep, self.engine, contention, self.disturbances)
 
     def _flat(self, function: Function) -> FlatTimeline:
         tasks = lower(function, self.cost_model, self.overlap, self.lockstep)
-        start, end = run_tasks(tasks) if self.engine == "maxplus" else run_events(tasks)
+        if self.engine == "maxplus":
+            start, end = run_tasks(tasks)
+        else:
+            start, end = run_events(tasks, self.network, self.disturbances)
         return FlatTimeline(tasks, start, end)

@@ -2,13 +2,20 @@
 
 from distsim.hardware.collectives import COLLECTIVES, collective_algorithms, collective_time
 from distsim.hardware.presets import describe, figures, load_cluster, presets
+from distsim.hardware.routes import Channel, channels, port
+from distsim.hardware.transfers import Transfer, collective_transfer
 
 __all__ = [
     "COLLECTIVES",
+    "Channel",
+    "Transfer",
+    "channels",
     "collective_algorithms",
     "collective_time",
+    "collective_transfer",
     "describe",
     "figures",
     "load_cluster",
+    "port",
     "presets",
 ]

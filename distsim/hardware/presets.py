@@ -29,6 +29,7 @@ _RATE = {"B/s": 1.0, "GB/s": 1e9, "TB/s": 1e12, "Gbit/s": 1e9 / 8}
 _BYTES = {"B": 1.0, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _SHARE = {"1": 1.0, "%": 0.01}
+_NUMBER = {"1": 1.0}
 
 # A peak for any other name would be read and never used.
 _DTYPES = ("float64", "float32", "float16", "bfloat16", "int8")
@@ -65,6 +66,8 @@ class _LevelTable(_Strict, frozen=True):
     latency: _Figure
     efficiency: _Figure
     group_size: _Count | None = None
+    devices_per_port: _Figure | None = None
+    oversubscription: _Figure | None = None
 
 
 class _Cluster(_Strict, frozen=True):
@@ -134,6 +137,8 @@ def load_cluster(name: str) -> Topology:
                 level.name,
                 Link(*(si[f"levels.{level.name}.{part}"] for part in ("bandwidth", "latency", "efficiency"))),
                 level.group_size,
+                _whole(origin, level, si.get(f"levels.{level.name}.devices_per_port", 1.0)),
+                si.get(f"levels.{level.name}.oversubscription", 1.0),
             )
             for level in cluster.levels
         )
@@ -156,6 +161,12 @@ def describe(name: str) -> str:
     width = max(len(row.name) for row in rows)
     lines = [f"{row.name:{width}}  {f'{row.value:g} {row.unit}':>14}  {row.source}" for row in rows]
     return "\n".join([f"{cluster.name}: {cluster.description} ({shape})", *lines])
+
+
+def _whole(origin: str, level: _LevelTable, value: float) -> int:
+    if not (value.is_integer() and 1 <= value <= MAX_DEVICES):
+        raise TopologyError(f"{origin}: levels.{level.name}.devices_per_port={value} is no count of devices")
+    return int(value)
 
 
 def _folder() -> Traversable:
@@ -228,6 +239,10 @@ def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
             (f"levels.{level.name}.efficiency", level.efficiency, _SHARE),
             (f"levels.{level.name}.latency", level.latency, _SECONDS),
         ]
+        for part in ("devices_per_port", "oversubscription"):
+            figure: _Figure | None = getattr(level, part)
+            if figure is not None:
+                fields.append((f"levels.{level.name}.{part}", figure, _NUMBER))
     for name, figure, units in fields:
         if figure.unit not in units:
             raise TopologyError(f"{origin}: {name}: unit {figure.unit!r} is not one of {', '.join(units)}")

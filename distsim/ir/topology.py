@@ -46,12 +46,39 @@ class Level:
     """A level of the hierarchy, for example ``Level("nvlink", Link(300e9), 8)``.
 
     ``group_size`` is the number of devices in one group, ``None`` for all devices of the topology. The
-    link is that of each device on its own: a switch whose ports all run at this bandwidth.
+    link is that of a port: a switch whose ports all run at this bandwidth. ``devices_per_port``
+    neighbours share one port (two GPUs on one NIC); by default each device has its own. The groups of
+    the level below (single devices, if there is none) are joined by uplinks that together carry what
+    their ports carry, divided by ``oversubscription``.
+
+    Raises :class:`TopologyError` for figures that make no sense.
     """
 
     name: str
     link: Link
     group_size: int | None = None
+    devices_per_port: int = 1
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and self.group_size < 2:
+            raise TopologyError(
+                f"level {self.name!r}: groups of {self.group_size} have nothing to join; use 2 or more"
+            )
+        if self.devices_per_port < 1 or (self.group_size or self.devices_per_port) % self.devices_per_port:
+            raise TopologyError(
+                f"level {self.name!r}: devices_per_port={self.devices_per_port} must be at least 1 and "
+                f"divide the group of {self.group_size or 'all'} devices"
+            )
+        if not (math.isfinite(self.oversubscription) and self.oversubscription >= 1):
+            raise TopologyError(
+                f"level {self.name!r}: oversubscription={self.oversubscription} must be finite and at least 1"
+            )
+
+    @property
+    def shared(self) -> bool:
+        """Whether several devices share a port or an uplink that cannot carry all of them at once."""
+        return self.devices_per_port > 1 or self.oversubscription > 1
 
 
 class Topology:
@@ -83,7 +110,7 @@ class Topology:
         topology = cls()
         topology._devices = [dataclasses.replace(device, id=i) for i in range(count)]
         for level in levels:
-            topology.add_level(level.name, level.link, level.group_size)
+            topology._add(level)
         return topology
 
     def add_device(
@@ -130,6 +157,18 @@ class Topology:
         return bool(self._links)
 
     @property
+    def has_shared_ports(self) -> bool:
+        """Whether some level has ports or uplinks that several devices share."""
+        return any(level.shared for level in self._levels)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The group sizes of the levels, and of ports that devices share: what divides the ids."""
+        sizes = [level.group_size for level in self._levels if level.group_size is not None]
+        ports = [level.devices_per_port for level in self._levels if level.devices_per_port > 1]
+        return tuple(dict.fromkeys([*sizes, *ports]))
+
+    @property
     def version(self) -> int:
         """A number that grows with each change, so that what is derived can be cached."""
         return self._version
@@ -147,13 +186,31 @@ class Topology:
         self._links[a.id, b.id] = self._links[b.id, a.id] = link
         self._version += 1
 
-    def add_level(self, name: str, link: Link, group_size: int | None = None) -> Level:
-        """Add a level above those there are; ``group_size`` is a multiple of theirs, ``None`` for all."""
+    def add_level(
+        self,
+        name: str,
+        link: Link,
+        group_size: int | None = None,
+        *,
+        devices_per_port: int = 1,
+        oversubscription: float = 1.0,
+    ) -> Level:
+        """Add a level above those there are; ``group_size`` is a multiple of theirs, ``None`` for all.
+
+        ``devices_per_port`` and ``oversubscription`` as in :class:`Level`; ports lie inside a group of
+        the level below, or hold whole ones.
+        """
+        return self._add(Level(name, link, group_size, devices_per_port, oversubscription))
+
+    def _add(self, level: Level) -> Level:
+        name, group_size, ports = level.name, level.group_size, level.devices_per_port
         below = self._levels[-1] if self._levels else None
-        if any(level.name == name for level in self._levels):
+        if any(other.name == name for other in self._levels):
             raise TopologyError(f"there is a level {name!r} already; give each level its own name")
-        if group_size is not None and group_size < 2:
-            raise TopologyError(f"level {name!r}: groups of {group_size} have nothing to join; use 2 or more")
+        if below is None and level.oversubscription > 1:
+            raise TopologyError(
+                f"level {name!r}: oversubscription={level.oversubscription} needs a level below it"
+            )
         if below is not None:
             if below.group_size is None:
                 raise TopologyError(f"level {below.name!r} holds all devices: add {name!r} before it")
@@ -162,7 +219,11 @@ class Topology:
                     f"level {name!r}: groups of {group_size} must be a multiple of, and larger than, "
                     f"the {below.group_size} of {below.name!r}"
                 )
-        level = Level(name, link, group_size)
+            if below.group_size % ports and ports % below.group_size:
+                raise TopologyError(
+                    f"level {name!r}: ports of {ports} devices would straddle the groups of "
+                    f"{below.group_size} of {below.name!r}; one of the two must be a multiple of the other"
+                )
         self._levels = (*self._levels, level)
         self._version += 1
         return level
@@ -197,9 +258,13 @@ class Topology:
 
     def link_name(self, a: Device, b: Device) -> str:
         """The name of the level that joins two devices, or ``"link"`` for a pair that was set."""
-        self.link(a, b)
-        level = None if (a.id, b.id) in self._links else self._level(a.id, b.id)
+        level = self.level(a, b)
         return "link" if level is None else level.name
+
+    def level(self, a: Device, b: Device) -> Level | None:
+        """The level that joins two devices, ``None`` for a pair that was set; raises as :meth:`link`."""
+        self.link(a, b)
+        return None if (a.id, b.id) in self._links else self._level(a.id, b.id)
 
     def groups_by_level(self, devices: Sequence[Device]) -> dict[str, tuple[tuple[Device, ...], ...]]:
         """These devices as each level cuts them; groups and members in the order given."""

@@ -1,0 +1,243 @@
+"""What lies between devices: the channels that their messages pass, and the links that a group crosses."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import permutations
+from weakref import WeakKeyDictionary
+
+from distsim.errors import CostError
+from distsim.ir.device import Device
+from distsim.ir.topology import Level, Topology
+
+Group = tuple[Device, ...]
+Hop = tuple[Device, Device]
+
+_CACHED_GROUPS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One direction of something that messages share: a port, an uplink, or the link of a pair.
+
+    ``capacity`` is in bytes/s, what large messages achieve.
+    """
+
+    name: str
+    capacity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The links of equal-sized groups (``family``) that run side by side; the slowest of them counts.
+
+    ``latency`` is the mean over the hops of the slowest ring: a part passes them one after the other.
+    ``rails`` is the bandwidth of several rings over all links between uneven parts of a group, ``parts``.
+    ``inner`` and ``outer`` are set where each group has several ranks in each of several groups of a level.
+    ``between`` says that no two ranks share the smallest level (one rank a node).
+    """
+
+    family: tuple[Group, ...]
+    bandwidth: float
+    latency: float
+    inner: Route | None = None
+    outer: Route | None = None
+    between: bool = False
+    rails: float = 0.0
+    parts: tuple[tuple[Group, ...], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of ranks of a group."""
+        return len(self.family[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Sums over the peers of a rank: seconds per byte, and latencies; the worst rank's and the first's."""
+
+    worst_slowness: float
+    worst_latency: float
+    first_slowness: float
+    first_latency: float
+
+
+@dataclass(slots=True)
+class _Cache:
+    version: int
+    routes: dict[Group, Route] = field(default_factory=dict[Group, Route])
+    exchanges: dict[Group, Exchange] = field(default_factory=dict[Group, Exchange])
+    channels: dict[Hop, tuple[Channel, ...]] = field(default_factory=dict[Hop, tuple[Channel, ...]])
+
+
+_caches: WeakKeyDictionary[Topology, _Cache] = WeakKeyDictionary()
+
+
+def _cache(topology: Topology) -> _Cache:
+    cache = _caches.get(topology)
+    if cache is None or cache.version != topology.version or len(cache.routes) > _CACHED_GROUPS:
+        cache = _caches[topology] = _Cache(topology.version)
+    return cache
+
+
+def find_route(group: Group, topology: Topology) -> Route:
+    """Return the links that a group crosses; :class:`CostError` for a device that occurs twice."""
+    cache = _cache(topology)
+    route = cache.routes.get(group)
+    if route is None:
+        if len(dict.fromkeys(group)) != len(group):
+            raise CostError(f"a device occurs twice in a group of {len(group)} ranks")
+        route = cache.routes[group] = _route((group,), topology)
+    return route
+
+
+def find_exchange(group: Group, topology: Topology) -> Exchange:
+    """Return what the ranks of a group have between them and all their peers."""
+    cache = _cache(topology)
+    found = cache.exchanges.get(group)
+    if found is None:
+        found = cache.exchanges[group] = _exchange(group, topology)
+    return found
+
+
+def channels(a: Device, b: Device, topology: Topology) -> tuple[Channel, ...]:
+    """Return the channels that a message from ``a`` to ``b`` passes; ``TopologyError`` if there are none.
+
+    >>> from distsim.ir.topology import Link
+    >>> topology = Topology.hierarchical(Device(0, "gpu"), 4, [Level("nvlink", Link(3e11), 2),
+    ...     Level("nic", Link(25e9), devices_per_port=2)])
+    >>> for channel in channels(topology.devices[1], topology.devices[2], topology):
+    ...     print(channel)
+    Channel(name='nic port of gpu:0..gpu:1, out', capacity=25000000000.0)
+    Channel(name='nic port of gpu:2..gpu:3, in', capacity=25000000000.0)
+    """
+    cache = _cache(topology)
+    found = cache.channels.get((a, b))
+    if found is None:
+        found = cache.channels[a, b] = _channels(a, b, topology)
+    return found
+
+
+def port(device: Device, level: Level) -> tuple[Channel, Channel]:
+    """Return the two directions, out and in, of the port that a device has at a level."""
+    name = f"{level.name} port of {_neighbours(device, level.devices_per_port)}"
+    return Channel(f"{name}, out", level.link.achieved), Channel(f"{name}, in", level.link.achieved)
+
+
+def _channels(a: Device, b: Device, topology: Topology) -> tuple[Channel, ...]:
+    level = topology.level(a, b)
+    if level is None:
+        return (Channel(f"link {a} to {b}", topology.link(a, b).achieved),)
+    out, into = port(a, level)[0], port(b, level)[1]
+    if not level.oversubscription > 1:
+        return out, into
+    below = topology.levels[topology.levels.index(level) - 1].group_size or 1
+    capacity = level.link.achieved * below / level.devices_per_port / level.oversubscription
+    uplinks = [f"{level.name} uplink of {_neighbours(device, below)}" for device in (a, b)]
+    return out, Channel(f"{uplinks[0]}, out", capacity), Channel(f"{uplinks[1]}, in", capacity), into
+
+
+def _neighbours(device: Device, count: int) -> str:
+    if count == 1:
+        return str(device)
+    first = device.id - device.id % count
+    return f"{device.kind}:{first}..{device.kind}:{first + count - 1}"
+
+
+def ring_hops(family: Iterable[Group]) -> tuple[Hop, ...]:
+    """Return the hops of the rings over these groups, the last rank to the first included."""
+    return tuple(
+        [(a, b) for group in family for a, b in zip(group, group[1:] + group[:1], strict=True) if a != b]
+    )
+
+
+def _bandwidth(family: tuple[Group, ...], topology: Topology) -> float:
+    """Return the bytes/s of the slowest hop when all rings run side by side."""
+    hops = ring_hops(family)
+    if not topology.has_shared_ports:
+        return min((topology.link(a, b).achieved for a, b in hops), default=math.inf)
+    users = Counter(channel for a, b in hops for channel in channels(a, b, topology))
+    return min((channel.capacity / count for channel, count in users.items()), default=math.inf)
+
+
+def _route(family: tuple[Group, ...], topology: Topology) -> Route:
+    size = len(family[0])
+    bandwidth, latency = _bandwidth(family, topology), 0.0
+    for group in family:
+        hops = ring_hops((group,))
+        passed = math.fsum(topology.link(a, b).latency for a, b in hops)
+        latency = max(latency, passed / max(len(hops), 1))
+    between = False
+    cuts = [topology.groups_by_level(group) for group in family]
+    for position, level in enumerate(topology.levels):
+        parts = [cut[level.name] for cut in cuts]
+        many, per = len(parts[0]), len(parts[0][0])
+        if many == size:
+            between = between or position == 0
+            continue
+        uniform = all(len(cut) == many and all(len(p) == per for p in cut) for cut in parts)
+        if many > 1 and uniform:
+            inner = _route(tuple(part for cut in parts for part in cut), topology)
+            across = tuple(rail for cut in parts for rail in zip(*cut, strict=True))
+            return Route(family, bandwidth, latency, inner, _route(across, topology), between)
+        if many > 1:
+            fewest = min(len(part) for cut in parts for part in cut)
+            rail = bandwidth
+            if topology.has_shared_ports:  # one ring leaves by one port, several may meet at one
+                rail = min(bandwidth, _bandwidth(rails_of(parts, fewest), topology))
+            rails = min(level.link.achieved, fewest * rail)
+            return Route(family, bandwidth, latency, between=between, rails=rails, parts=tuple(parts))
+        break
+    return Route(family, bandwidth, latency, between=between)
+
+
+def rails_of(parts: Iterable[tuple[Group, ...]], count: int) -> tuple[Group, ...]:
+    """Return ``count`` rails across the parts of each group: the first ranks of all parts, the second, ..."""
+    return tuple([tuple(part[i] for part in cut) for cut in parts for i in range(count)])
+
+
+def _exchange(group: Group, topology: Topology) -> Exchange:
+    slowness, latency = [0.0] * len(group), [0.0] * len(group)
+    if topology.has_shared_ports:
+        return _shared_exchange(group, topology)
+    if topology.has_pair_links:
+        for i, a in enumerate(group):
+            links = [topology.link(a, b) for b in group if b is not a]
+            slowness[i] = math.fsum(1 / link.achieved for link in links)
+            latency[i] = math.fsum(link.latency for link in links)
+    else:
+        # Levels only: counting the peers that each level adds avoids looking at every pair.
+        place = {device: i for i, device in enumerate(group)}
+        reached = [1] * len(group)
+        levels = topology.groups_by_level(group)
+        for level in topology.levels:
+            for part in levels[level.name]:
+                for i in (place[device] for device in part):
+                    peers = len(part) - reached[i]
+                    slowness[i] += peers / level.link.achieved
+                    latency[i] += peers * level.link.latency
+                    reached[i] = len(part)
+    return Exchange(max(slowness), max(latency), slowness[0], latency[0])
+
+
+def _shared_exchange(group: Group, topology: Topology) -> Exchange:
+    """Where ports are shared: a byte to each peer keeps a channel busy for what all its ranks put on it.
+
+    The first rank on its own (a scatter) shares with no one, but passes the narrowest channel.
+    """
+    load: Counter[Channel] = Counter()
+    for a, b in permutations(group, 2):
+        load.update(channels(a, b, topology))
+    slowness = max((count / channel.capacity for channel, count in load.items()), default=0.0)
+    latencies = [math.fsum(topology.link(a, b).latency for b in group if b != a) for a in group]
+    first = math.fsum(
+        1 / min(channel.capacity for channel in channels(group[0], b, topology)) for b in group[1:]
+    )
+    one = max(
+        math.fsum(1 / min(channel.capacity for channel in channels(a, b, topology)) for b in group if b != a)
+        for a in group
+    )
+    return Exchange(max(slowness, one), max(latencies), first, latencies[0])
