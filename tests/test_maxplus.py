@@ -10,7 +10,7 @@ from program_models import Habits, Writer, invent_script
 
 from distsim.errors import CostError, ScheduleError
 from distsim.executor import CostModel, Simulator
-from distsim.executor.blocks import StageRanks, block_tasks
+from distsim.executor.blocks import START, StageRanks, block_tasks
 from distsim.executor.maxplus import run_program
 from distsim.executor.program import Block, Program, ProgramOutput, Stage
 from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Role, Tensor, Value
@@ -147,10 +147,10 @@ def embedded(tasks, summary, streams, inputs):
         rows[i] = -math.inf
         rows[i, columns] = row
     made = []
-    for where in tasks.outputs:
-        made.append(unit[len(streams) + where] if isinstance(where, int) else np.full(width, -math.inf))
-        if not isinstance(where, int) and 0 in where:
-            made[-1][columns] = summary.ends[where[0]]
+    for (maker,) in tasks.makers.tolist():
+        made.append(unit[len(streams) - 2 - maker] if maker < START else np.full(width, -math.inf))
+        if maker >= 0:
+            made[-1][columns] = summary.end(maker)
     return np.array([*rows, *made]).reshape(len(streams) + len(made), width)
 
 

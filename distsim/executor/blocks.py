@@ -19,7 +19,8 @@ from distsim.ir import Function, Mesh, Op
 
 Bools = npt.NDArray[np.bool_]
 
-START, PASSED = -1, -2
+START = -1
+"""What is there from the start, instead of the number of a task; ``-2 - i`` is input i as it came."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,17 +90,24 @@ class Summary:
     """How the ends of a block follow from its entries: its streams, then ``ports``.
 
     Row s of ``clocks`` [streams, entries] tells when stream s is free after the block: the maximum over
-    the entries of entry + matrix element (-inf where an entry never delays it). Row i of ``ends`` tells
-    the same of the end of task i.
+    the entries of entry + matrix element (-inf where an entry never delays it). ``ends`` tells the same of
+    the ends of ``tasks``, those that make outputs, by increasing number.
     """
 
     ports: tuple[int, ...]
     clocks: Floats
+    tasks: Ints
     ends: Floats
+
+    def end(self, task: int) -> Floats:
+        """Return the row of a task."""
+        return self.ends[int(np.searchsorted(self.tasks, task))]
 
     def covering(self, tasks: Ints) -> Bools:
         """Return [tasks, streams]: whether a stream is never free before a task has ended."""
-        return np.asarray((self.clocks >= self.ends[tasks][:, None, :]).all(axis=2))
+        return np.asarray(
+            (self.clocks >= self.ends[np.searchsorted(self.tasks, tasks)][:, None, :]).all(axis=2)
+        )
 
     def waiting(self, port: int) -> Bools:
         """Return whether each stream is never free before what comes in at a port is there."""
@@ -112,6 +120,7 @@ class BlockTasks:
     """The tasks of one block on the rank classes of a stage, as arrays; see :class:`Template`.
 
     A dependency d < 0 is port -2 - d, which is (input of the function, rank class) ``ports[-2 - d]``.
+    ``makers`` [outputs, classes] tells which task makes each output, or :data:`START`, or ``-2 - input``.
     """
 
     function: Function
@@ -126,8 +135,8 @@ class BlockTasks:
     call: Ints
     call_parent: Ints
     call_op: tuple[Op | None, ...]
-    ports: tuple[tuple[int, int], ...]
-    outputs: tuple[Where, ...]
+    ports: Ints
+    makers: Ints
     _summaries: dict[tuple[int, ...], Summary] = field(default_factory=dict[tuple[int, ...], Summary])
 
     def __len__(self) -> int:
@@ -141,25 +150,6 @@ class BlockTasks:
         occupied = np.zeros((len(self), len(self.stream_table)), np.bool_)
         occupied[np.repeat(np.arange(len(self)), np.diff(self.stream_start)), self.streams] = True
         return -2 - self.deps[outside], occupied[waiting[outside]]
-
-    @cached_property
-    def places(self) -> Ints:
-        """[ports, 2]: the input and the rank class of each port."""
-        return np.array(self.ports, np.int64).reshape(len(self.ports), 2)
-
-    def makers(self, classes: int) -> Ints:
-        """[outputs, classes]: the task that makes each output on each class, START or PASSED.
-
-        START: it is there from the start; PASSED: it is an input of the function as it came.
-        """
-        found = np.full((len(self.outputs), classes), START, np.int64)
-        for index, where in enumerate(self.outputs):
-            if isinstance(where, int):
-                found[index] = PASSED
-            else:
-                for rank_class, task in where.items():
-                    found[index, rank_class] = task
-        return found
 
     def summary(self, ports: Sequence[int]) -> Summary:
         """Return the matrix of the block when only these ports may delay it."""
@@ -183,7 +173,8 @@ class BlockTasks:
                 clocks,
                 ends,
             )
-            made = self._summaries[key] = Summary(key, clocks, ends)
+            kept = np.unique(self.makers[self.makers >= 0])
+            made = self._summaries[key] = Summary(key, clocks, kept, ends[kept])
         return made
 
 
@@ -206,6 +197,17 @@ def block_tasks(function: Function, ranks: StageRanks, cost_model: CostModel, ov
         template.call,
         template.call_parent,
         tuple(template.call_op),
-        tuple(template.ports),
-        tuple(template.outputs),
+        np.array(template.ports, np.int64).reshape(len(template.ports), 2),
+        _makers(template.outputs, len(ranks.members)),
     )
+
+
+def _makers(outputs: Sequence[Where], classes: int) -> Ints:
+    found = np.full((len(outputs), classes), START, np.int64)
+    for index, where in enumerate(outputs):
+        if isinstance(where, int):
+            found[index] = -2 - where
+        else:
+            for rank_class, task in where.items():
+                found[index, rank_class] = task
+    return found

@@ -20,7 +20,7 @@ from distsim.executor.program import Block, Program
 from distsim.executor.program_ranks import ProgramRanks, program_ranks, used_axes
 from distsim.executor.rounds_kernel import run_rounds
 from distsim.executor.rounds_tables import Order, Wiring
-from distsim.executor.tail import JOIN, Tail, TailTables, run_tail, tail_tables
+from distsim.executor.tail import JOIN, Item, Tail, TailTables, run_tail, tail_tables
 from distsim.executor.templates import Floats, Ints
 from distsim.executor.wiring import Transfer, Wirer
 from distsim.ir import Attributes, Function, Value
@@ -38,14 +38,16 @@ class ProgramModel:
 
     ``tasks`` are those of each block (2 * stage + phase) and variant, ``updates`` those of each stage.
     ``clocks`` lists, per stage and rank class, the registers that tell when it is done; ``ports`` the ports
-    of each block and variant that may delay it.
+    of each block and variant that may delay it; ``results`` the (output, rank class) of each block that have
+    a cell, after an inner call and after the last one.
     """
 
     ranks: ProgramRanks
     tasks: Sequence[tuple[BlockTasks, BlockTasks]]
     wiring: Wiring
     tail: TailTables
-    items: Tail
+    items: tuple[Item, ...]
+    results: Sequence[tuple[Ints, Ints]]
     transfers: tuple[Transfer, ...]
     classes: tuple[tuple[int, int], ...]
     clocks: tuple[Ints, ...]
@@ -175,14 +177,25 @@ def _model(program: Program, cost_model: CostModel, overlap: bool, kept: _Kept) 
     ports = [tuple(tuple(sorted(own)) for own in both) for both in wirer.ports]
     batched = len(wirer.cells.batched)
     return ProgramModel(
-        ranks, variants, wiring, tables, tail, transfers, classes, clocks, batched, ports, overlap
+        ranks,
+        variants,
+        wiring,
+        tables,
+        tuple(tail.items),
+        wirer.results(),
+        transfers,
+        classes,
+        clocks,
+        batched,
+        ports,
+        overlap,
     )
 
 
 def _join_seconds(program: Program, model: ProgramModel, cost_model: CostModel) -> Floats:
     """Return the seconds of each item of the tail that is a join of the parts of a microbatch."""
-    seconds = np.zeros(len(model.items.items))
-    for number, item in enumerate(model.items.items):
+    seconds = np.zeros(len(model.items))
+    for number, item in enumerate(model.items):
         if item.kind == JOIN and item.key is not None:
             device = model.ranks.stages[item.stage].members[item.rank_class][0]
             seconds[number] = cost_model.seconds(join_signature(item.key, program), (device,))

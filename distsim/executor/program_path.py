@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distsim.executor.blocks import BlockTasks
+from distsim.executor.blocks import START, BlockTasks
 from distsim.executor.critical_path import (
     TIES,
     CriticalPath,
@@ -76,7 +76,7 @@ class _Walk:
         self.count = len(self.record.sequence)
         self._static: dict[int, _Static] = {}
         self._made: dict[int, dict[int, int]] = {}
-        self.tail = [self._enter(n, item) for n, item in enumerate(self.model.items.items)]
+        self.tail = [self._enter(n, item) for n, item in enumerate(self.model.items)]
         self.builder = PathBuilder(self.run.step_time)
         self.tolerance = TIES * self.run.step_time
 
@@ -181,7 +181,7 @@ class _Walk:
     def _task(self, event: int, slot: int) -> int:
         """Return the task of a call, send or item that wrote a time; ~column if it is an entry as it came."""
         if event >= self.count:
-            return self._task_of_item(self.model.items.items[event - self.count], slot)
+            return self._task_of_item(event - self.count, slot)
         call = int(self.record.sequence[event])
         if call < 0:
             return 0
@@ -195,30 +195,29 @@ class _Walk:
     def _made_by(self, call: int, variant: int) -> dict[int, int]:
         """Return who makes each cell that a call writes, as :meth:`_task` does."""
         block, tasks = self.timeline.tasks_of(call)
-        wirer, wiring = self.model.items.wirer, self.wiring
-        results = dict(wirer.exports[block])
-        if variant % 4 > 1:
-            results |= wirer.closing[block]
+        wiring = self.wiring
+        results = self.model.results[block][variant % 4 > 1]
         made: list[int] = self._of(tasks).last.tolist()
         width = int(wiring.in_start[variant + 1] - wiring.in_start[variant])
         at = int(wiring.matrix_start[variant]) + len(made) * width
-        for index, rank_class in results.values():
-            where = tasks.outputs[index]
-            if isinstance(where, int):
+        for index, rank_class in results.tolist():
+            task = int(tasks.makers[index, rank_class])
+            if task < START:
                 passed = np.flatnonzero(wiring.matrix[at : at + width] == 0.0)
                 made.append(~int(passed[-1]) if len(passed) else 0)
             else:
-                made.append(where.get(rank_class, 0))
+                made.append(max(task, 0))
             at += width
         cells = wiring.outs[wiring.out_start[variant] : wiring.out_start[variant + 1]]
         return dict(zip(cells.tolist(), made, strict=True))
 
-    def _task_of_item(self, item: Item, slot: int) -> int:
+    def _task_of_item(self, number: int, slot: int) -> int:
+        item = self.model.items[number]
         if item.tasks is None:
             return 0
         if slot in item.streams:
             return int(self._of(item.tasks).last[item.streams.index(slot)])
-        return next(task for task, register in item.results if register == slot)
+        return next(task for task, register in self.model.tail.results(number) if register == slot)
 
     # --- sends and joins ------------------------------------------------------------------------------
 
@@ -239,13 +238,15 @@ class _Walk:
         return chosen
 
     def _visit_item(self, event: int, slot: int, until: float) -> Link:
-        item, entered = self.model.items.items[event - self.count], self.tail[event - self.count]
+        item, entered = self.model.items[event - self.count], self.tail[event - self.count]
         if item.tasks is None:
             name, kind = ("Send", "send") if item.kind == SEND else ("Concat", "Concat")
             return self._single(name, kind, item.stage, (*entered.streams, *entered.operands), until)
         ports = np.array([time for _, _, time in entered.operands])
         clocks = np.array([time for _, _, time in entered.streams])
-        found, end, after = self._inside(item.tasks, self._task_of_item(item, slot), ports, clocks)
+        found, end, after = self._inside(
+            item.tasks, self._task_of_item(event - self.count, slot), ports, clocks
+        )
         link = (NOTHING, 0, 0.0)
         if after != NOTHING:
             link = entered.streams[after] if after >= 0 else entered.operands[-2 - after]
@@ -267,12 +268,13 @@ class _Walk:
             last = range(self.order.num_microbatches) if item.kind == JOIN else (int(self.run.last[block]),)
             slots = [self._slot(cell, microbatch) for microbatch in last]
             operands += [(int(writer[slot]), slot, float(times[slot])) for slot in slots]
-        made = (*item.streams, *(register for _, register in item.results))
+        results = tables.results(number)
+        made = (*item.streams, *(register for _, register in results))
         if item.kind == UPDATE and item.tasks is not None:
             clocks = np.array([time for _, _, time in streams])
             _, end = expand(item.tasks, np.array([time for _, _, time in operands]), clocks)
             times[list(item.streams)] = clocks
-            for task, register in item.results:
+            for task, register in results:
                 times[register] = end[task]
         else:
             seconds = float(self.run.join_seconds[number])

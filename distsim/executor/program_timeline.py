@@ -70,7 +70,7 @@ class ProgramTimeline:
         for stage in range(len(self.program.stages)):
             for tasks in self._blocks_of(stage):
                 found.update(dict.fromkeys(self._stream_table(stage, tasks)))
-        transfers = [*self.model.transfers, *(i.transfer for i in self.model.items.items if i.transfer)]
+        transfers = [*self.model.transfers, *(i.transfer for i in self.model.items if i.transfer)]
         for transfer in transfers:
             found.update(dict.fromkeys(self._ends_of(transfer)))
         return tuple(found)
@@ -84,7 +84,7 @@ class ProgramTimeline:
             if self.run.block(block).outputs:
                 found += self._counts(block // 2, first, 1)
                 found += self._counts(block // 2, more, count - 1)
-        for item in self.model.items.items:
+        for item in self.model.items:
             if item.tasks is not None:
                 found += self._counts(item.stage, item.tasks, 1)
             elif item.transfer is not None:
@@ -104,7 +104,7 @@ class ProgramTimeline:
             for n, (first, more) in enumerate(self.model.tasks)
             if self.run.block(n).outputs
         )
-        items = sum(1 if item.tasks is None else len(item.tasks) for item in self.model.items.items)
+        items = sum(1 if item.tasks is None else len(item.tasks) for item in self.model.items)
         return blocks + items + count * len(self.model.transfers)
 
     def pieces(self, rank_class: int | None = None) -> Iterator[Piece]:
@@ -117,7 +117,7 @@ class ProgramTimeline:
             first += size
         times = self._before_tail.copy()
         begin = self.run.begin.tolist()
-        for number, item in enumerate(self.model.items.items):
+        for number, item in enumerate(self.model.items):
             piece = self._item(first, number, item, times, begin[number])
             if wanted is None or wanted in self._stages_of_item(item):
                 yield piece
@@ -267,38 +267,38 @@ class ProgramTimeline:
     def _item(self, first: int, number: int, item: Item, times: Floats, begin: float) -> Piece:
         """Expand an item of the tail; ``times`` moves on."""
         if item.kind == SEND and item.transfer is not None:
-            self._moved_on(item, times, begin + item.transfer.seconds)
+            self._moved_on(number, item, times, begin + item.transfer.seconds)
             op, streams = self._send_op(item.transfer), self._ends_of(item.transfer)
             return self._one(first, op, streams, begin, item.transfer.seconds)
         if item.kind == UPDATE and item.tasks is not None:
             clocks = times[list(item.streams)]
-            operands = np.array([self._operand(cell, block, times) for cell, block in item.operands])
+            read = self.model.tail.operands(number)
+            operands = np.array([self._operand(cell, block, times) for cell, block in read])
             start, end = expand(item.tasks, operands, clocks)
             times[list(item.streams)] = clocks
-            for task, register in item.results:
+            for task, register in self.model.tail.results(number):
                 times[register] = end[task]
             streams = self._stream_table(item.stage, item.tasks)
             names = own_names(item.tasks, item.names)
             return self._piece(first, f"U@{item.stage}", item.tasks, streams, start, end, names)
         seconds = float(self.run.join_seconds[number])
-        self._moved_on(item, times, begin + seconds)
+        self._moved_on(number, item, times, begin + seconds)
         rank_class = self._class[item.stage, item.rank_class]
         name = "compute" if self.model.overlap else "all"
         return self._one(first, self._join_op(item), (Stream(rank_class, name),), begin, seconds)
 
-    def _moved_on(self, item: Item, times: Floats, end: float) -> None:
-        for register in (*item.streams, *(register for _, register in item.results)):
+    def _moved_on(self, number: int, item: Item, times: Floats, end: float) -> None:
+        for register in (*item.streams, *[register for _, register in self.model.tail.results(number)]):
             times[register] = end
 
     def _operand(self, cell: int, block: int, times: Floats) -> float:
         registers = self.model.wiring.registers
-        final = int(self.model.items.wirer.cells.final([cell])[0])
-        if final < 0:
+        if cell < 0:
             return 0.0
-        if final < registers:
-            return float(times[final])
+        if cell < registers:
+            return float(times[cell])
         count = self.run.order.num_microbatches
-        return float(times[registers + (final - registers) * count + int(self.run.last[block])])
+        return float(times[registers + (cell - registers) * count + int(self.run.last[block])])
 
     # --- ops and streams ------------------------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class ProgramTimeline:
         for block in (2 * stage, 2 * stage + 1):
             if self.run.block(block).outputs:
                 yield from self.model.tasks[block]
-        for item in self.model.items.items:
+        for item in self.model.items:
             if item.stage == stage and item.tasks is not None:
                 yield item.tasks
 

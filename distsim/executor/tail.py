@@ -10,7 +10,7 @@ import numpy as np
 
 from distsim.compile import compiled
 from distsim.errors import SimulationError
-from distsim.executor.blocks import BlockTasks
+from distsim.executor.blocks import START, BlockTasks
 from distsim.executor.kernels import evaluate
 from distsim.executor.program import Block
 from distsim.executor.templates import Ints
@@ -19,20 +19,19 @@ from distsim.ir import Value
 
 UPDATE, SEND, JOIN = 0, 1, 2
 
+Pairs = list[tuple[int, int]]
+
 
 @dataclass(frozen=True, eq=False)
 class Item:
     """One thing of the tail: a call of an update block, a send, or a join (``Concat``) over microbatches.
 
-    ``streams`` are registers. ``operands`` are (cell, block): of a cell per microbatch, that of the last call
-    of the block counts. ``results`` are (task, register).
+    ``streams`` are registers; what it reads and writes is in the tables.
     """
 
     kind: int
     stage: int
     streams: tuple[int, ...]
-    operands: tuple[tuple[int, int], ...]
-    results: tuple[tuple[int, int], ...] = ()
     tasks: BlockTasks | None = None
     transfer: Transfer | None = None
     key: Value | None = None
@@ -41,7 +40,11 @@ class Item:
 
 
 class TailTables(NamedTuple):
-    """The items as arrays; templates one after the other, item by item. Units: seconds."""
+    """The items as arrays; templates one after the other. Units: seconds.
+
+    An item reads the cells ``operand_cell``: of a cell per microbatch that of the last call of the block
+    ``operand_block``. It writes the end of its task ``result_task`` to ``result_register``.
+    """
 
     kind: Any
     template: Any
@@ -61,6 +64,16 @@ class TailTables(NamedTuple):
     use_start: Any
     uses: Any
 
+    def results(self, item: int) -> list[tuple[int, int]]:
+        """Return (task, register) of what an item makes."""
+        own = slice(self.result_start[item], self.result_start[item + 1])
+        return list(zip(self.result_task[own].tolist(), self.result_register[own].tolist(), strict=True))
+
+    def operands(self, item: int) -> list[tuple[int, int]]:
+        """Return (cell, block) of what an item reads; a cell of -1 is there from the start."""
+        own = slice(self.operand_start[item], self.operand_start[item + 1])
+        return list(zip(self.operand_cell[own].tolist(), self.operand_block[own].tolist(), strict=True))
+
 
 @dataclass(eq=False)
 class Tail:
@@ -70,6 +83,8 @@ class Tail:
     updates: Sequence[Sequence[tuple[int, BlockTasks]]]
     """Per stage: (round, tasks of the update block)."""
     items: list[Item] = field(default_factory=list[Item])
+    operands: list[Pairs] = field(default_factory=list[Pairs])
+    results: list[Pairs] = field(default_factory=list[Pairs])
     _there: dict[tuple[int, Value, int], int] = field(default_factory=dict[tuple[int, Value, int], int])
     _made: dict[Value, int] = field(default_factory=dict[Value, int])
     _given: dict[Value, tuple[int, ...]] = field(default_factory=dict[Value, tuple[int, ...]])
@@ -114,9 +129,7 @@ class Tail:
         for transfer in wirer.transfer(key, origin, stage, wirer.cells.register, self._cell):
             operand = (transfer.source, self._block(key))
             streams = tuple(dict.fromkeys(transfer.channels))
-            self.items.append(
-                Item(SEND, origin, streams, (operand,), ((0, transfer.target),), None, transfer)
-            )
+            self._add(Item(SEND, origin, streams, None, transfer), [operand], [(0, transfer.target)])
             self._there[stage, key, transfer.classes[1]] = transfer.target
 
     def _cell(self, stage: int, key: Value, rank_class: int) -> int:
@@ -128,8 +141,7 @@ class Tail:
         maker = self.wirer.sums.get(key)
         if maker is None or maker[0] // 2 != stage:
             return self.wirer.source(stage, key, rank_class)
-        where = self.wirer.tasks[maker[0]][1].outputs[maker[1]]
-        if isinstance(where, int) or rank_class not in where:
+        if self.wirer.tasks[maker[0]][1].makers[maker[1], rank_class] < 0:
             return self.wirer.source(stage, key, rank_class)
         cell = self.wirer.cells.register("sum", stage, key, rank_class)
         self.wirer.closing[maker[0]][cell] = (maker[1], rank_class)
@@ -141,25 +153,24 @@ class Tail:
 
     def _update(self, stage: int, block: Block, tasks: BlockTasks) -> None:
         inputs, outputs = block.inputs, block.outputs
+        ports: list[list[int]] = tasks.ports.tolist()
         for key in inputs:
             self._fetch(key, stage)
         cells = self.wirer.cells
         streams = tuple(cells.register("stream", stage, s.rank_class, s.name) for s in tasks.stream_table)
-        operands = tuple(
-            (self._cell(stage, inputs[place], c), self._block(inputs[place])) for place, c in tasks.ports
-        )
+        operands = [(self._cell(stage, inputs[place], c), self._block(inputs[place])) for place, c in ports]
         results: list[tuple[int, int]] = []
-        for key, where in zip(outputs, tasks.outputs, strict=True):
+        makers: list[list[int]] = tasks.makers.tolist()
+        for key, made in zip(outputs, makers, strict=True):
             self._made[key] = stage
-            if isinstance(where, int):
-                self._returned[key] = self._block(inputs[where])
-                for c in range(len(self.wirer.ranks[stage].members)):
-                    self._there[stage, key, c] = self._cell(stage, inputs[where], c)
-                continue
-            for c, task in where.items():
-                cell = self._there[stage, key, c] = cells.register("made", stage, key, c)
-                results.append((task, cell))
-        self.items.append(Item(UPDATE, stage, streams, operands, tuple(results), tasks, names=block.names))
+            for c, task in enumerate(made):
+                if task < START:
+                    self._returned[key] = self._block(inputs[-2 - task])
+                    self._there[stage, key, c] = self._cell(stage, inputs[-2 - task], c)
+                elif task >= 0:
+                    cell = self._there[stage, key, c] = cells.register("made", stage, key, c)
+                    results.append((task, cell))
+        self._add(Item(UPDATE, stage, streams, tasks, names=block.names), operands, results)
 
     def _join(self, stage: int, key: Value) -> None:
         wirer, origin = self.wirer, self._origin(key, stage)
@@ -171,7 +182,12 @@ class Tail:
         for c in range(len(wirer.ranks[stage].members)):
             stream = wirer.cells.register("stream", stage, c, "compute" if wirer.overlap else "all")
             operand = (wirer.source(stage, key, c), -1)
-            self.items.append(Item(JOIN, stage, (stream,), (operand,), key=key, rank_class=c))
+            self._add(Item(JOIN, stage, (stream,), key=key, rank_class=c), [operand], [])
+
+    def _add(self, item: Item, operands: Pairs, results: Pairs) -> None:
+        self.items.append(item)
+        self.operands.append(operands)
+        self.results.append(results)
 
 
 def tail_tables(tail: Tail) -> TailTables:
@@ -200,12 +216,12 @@ def tail_tables(tail: Tail) -> TailTables:
         ints([-1 if item.tasks is None else distinct[id(item.tasks)] for item in items]),
         lengths([item.streams for item in items]),
         ints([s for item in items for s in item.streams]),
-        lengths([item.operands for item in items]),
-        cells.final([cell for item in items for cell, _ in item.operands]),
-        ints([block for item in items for _, block in item.operands]),
-        lengths([item.results for item in items]),
-        ints([task for item in items for task, _ in item.results]),
-        ints([register for item in items for _, register in item.results]),
+        lengths(tail.operands),
+        cells.final([cell for own in tail.operands for cell, _ in own]),
+        ints([block for own in tail.operands for _, block in own]),
+        lengths(tail.results),
+        ints([task for own in tail.results for task, _ in own]),
+        ints([register for own in tail.results for _, register in own]),
         np.array([0.0 if i.transfer is None else i.transfer.seconds for i in items]).reshape(len(items)),
         lengths([t.durations for t in templates]),  # pyright: ignore[reportArgumentType]
         join([t.durations for t in templates]).astype(np.float64),

@@ -135,10 +135,10 @@ class Wirer:
             return NOTHING
         number, index = self.made[key]
         if number // 2 == stage:
-            where = self.tasks[number][1].outputs[index]
-            if isinstance(where, int):  # the block returns one of its inputs
-                return self.source(stage, self.blocks[number].inputs[where], rank_class)
-            if rank_class not in where:
+            made = int(self.tasks[number][1].makers[index, rank_class])
+            if made < START:  # the block returns one of its inputs
+                return self.source(stage, self.blocks[number].inputs[-2 - made], rank_class)
+            if made == START:
                 return NOTHING
             cell = self.cells.value("value", stage, key, rank_class)
             self.exports[number][cell] = (index, rank_class)
@@ -171,7 +171,7 @@ class Wirer:
         """Give the uncovered ports of both variants their cells."""
         for variant, tasks in enumerate(self.tasks[number]):
             for port in uncovered[variant]:
-                place, rank_class = tasks.ports[port]
+                place, rank_class = tasks.ports[port].tolist()
                 cell = self.source(number // 2, self.key_of(number, place), rank_class)
                 if cell != NOTHING:
                     self.ports[number][variant][port] = cell
@@ -195,7 +195,7 @@ class Wirer:
         port, occupied = tasks.readers
         if not len(port):
             return []
-        place, rank_class = tasks.places[port].T
+        place, rank_class = tasks.ports[port].T
         makers = self._makers_of(number)[place]
         covered = np.zeros(len(port), np.bool_)
         for maker in (number - number % 2, number):
@@ -229,7 +229,7 @@ class Wirer:
     def _cover(self, number: int, variant: int, streams: Sequence[int]) -> Bools:
         """[outputs, classes, streams]: is a stream never free before a result of a block is there?"""
         summary = self._summary(number, variant)
-        makers = self.tasks[number][variant].makers(len(self.ranks[number // 2].members))
+        makers = self.tasks[number][variant].makers
         found = np.zeros((*makers.shape, len(streams)), np.bool_)
         own = self.streams[number][variant]
         both = [(i, own.index(register)) for i, register in enumerate(streams) if register in own]
@@ -250,7 +250,7 @@ class Wirer:
             if key not in self.blocks[number].inputs:
                 return np.zeros(len(streams), np.bool_)
             entry = (self.blocks[number].inputs.index(key), rank_class)
-            port = tasks.ports.index(entry) if entry in tasks.ports else -1
+            port = next(iter(np.flatnonzero((tasks.ports == entry).all(axis=1)).tolist()), -1)
             if port not in self.ports[number][variant]:
                 return np.zeros(len(streams), np.bool_)
             own, waiting = self.streams[number][variant], self._summary(number, variant).waiting(port)
@@ -314,6 +314,15 @@ class Wirer:
             or (cell[0] == "channel" and place in (cell[1:3], cell[3:5]))
         ]
 
+    def results(self) -> list[tuple[Ints, Ints]]:
+        """Return the (output, rank class) of each block that have a cell: after a call, after the last."""
+        found: list[tuple[Ints, Ints]] = []
+        for exports, closing in zip(self.exports, self.closing, strict=True):
+            both = [list(exports.values()), list((exports | closing).values())]
+            inner, last = (np.array(own, np.int64).reshape(len(own), 2) for own in both)
+            found.append((inner, last))
+        return found
+
     def arrays(self) -> tuple[Wiring, tuple[Transfer, ...]]:
         """Return what the kernel runs. Call it last: cells that are asked for later are not in it."""
         for number in range(
@@ -362,9 +371,8 @@ class Wirer:
         rows: list[Floats] = list(summary.clocks)
         nothing = np.full(len(entries), -np.inf)
         for index, rank_class in results.values():
-            where = tasks.outputs[index]
-            task = None if isinstance(where, int) else where.get(rank_class)
-            rows.append(nothing if task is None else summary.ends[task])
+            task = int(tasks.makers[index, rank_class])
+            rows.append(nothing if task < 0 else summary.end(task))
         matrix = np.array(rows).reshape(len(rows), len(entries))
         for row, cell in self._passed(number, variant, list(results.values())):
             column = np.full((len(rows), 1), -np.inf)
@@ -376,12 +384,12 @@ class Wirer:
         self, number: int, variant: int, results: Sequence[Result] | None = None
     ) -> list[tuple[int, int]]:
         """Return (place, cell) of the results that are an input of the block as it came."""
-        outputs, found = self.tasks[number][variant].outputs, list[tuple[int, int]]()
+        makers, found = self.tasks[number][variant].makers, list[tuple[int, int]]()
         wanted = [*self.exports[number].values(), *self.closing[number].values()]
         for place, (index, rank_class) in enumerate(wanted if results is None else results):
-            where = outputs[index]
-            if isinstance(where, int):
-                cell = self.source(number // 2, self.key_of(number, where), rank_class)
+            made = int(makers[index, rank_class])
+            if made < START:
+                cell = self.source(number // 2, self.key_of(number, -2 - made), rank_class)
                 if cell != NOTHING:
                     found.append((place, cell))
         return found
