@@ -21,7 +21,7 @@ class Numbered:
     """The ops of a function are 0, 1, ... in order; its values are its inputs, then what each op makes.
 
     ``reads[op]``, ``makes[op]``: the values; ``producer[value]``: the op, or -1 for an input;
-    ``readers[value]``: the ops; ``held[value]``: it is an input that stays over all microbatches.
+    ``uses[value]``: how often ops read it; ``held[value]``: it is an input that stays over microbatches.
 
     Of each op, ``sums`` says whether it marks a sum over microbatches, ``steps`` whether it comes after
     one, hence runs once per step, ``loose`` whether it makes a constant (it belongs to no stage: each
@@ -36,20 +36,19 @@ class Numbered:
         self.producer = [-1] * self.num_inputs
         number = {value: i for i, value in enumerate(function.inputs)}
         self.reads: list[Numbers] = []
-        self.makes: list[range] = []
+        self.makes: list[Numbers] = []
         for index, op in enumerate(function.ops):
             self.reads.append(tuple([number[value] for value in op.inputs]))
-            first = len(self.values)
             for value in op.outputs:
                 number[value] = len(self.values)
                 self.values.append(value)
                 self.producer.append(index)
-            self.makes.append(range(first, len(self.values)))
+            self.makes.append(tuple([number[value] for value in op.outputs]))
         self.outputs = [number[value] for value in function.outputs]
-        self.readers: list[list[int]] = [[] for _ in self.values]
-        for index, read in enumerate(self.reads):
+        self.uses = [0] * len(self.values)
+        for read in self.reads:
             for value in read:
-                self.readers[value].append(index)
+                self.uses[value] += 1
         self.held = [value.role is not Role.INPUT for value in function.inputs]
         self.held += [False] * (len(self.values) - self.num_inputs)
         self.sums = [is_sum(op) for op in function.ops]

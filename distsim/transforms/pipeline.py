@@ -158,7 +158,7 @@ def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool
     if added < 0 or function.ops[added].op_type != "Add" or len(function.reads[added]) < 2:
         return False
     (value,) = function.makes[added]
-    if len(function.readers[value]) + function.outputs.count(value) > 1:
+    if function.uses[value] + function.outputs.count(value) > 1:
         return False
     makers = [function.producer[v] for v in function.reads[added]]
     return len({assigned.stage[op] for op in makers if op >= 0 and assigned.stage[op] >= 0}) > 1

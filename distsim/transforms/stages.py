@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from distsim.ir import Device
 from distsim.ops import operator
@@ -130,13 +131,22 @@ class _Sink:
             for value in function.makes[op]:
                 self.late[value] = True
 
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[int]]:
+        """The ops that read each value."""
+        found: dict[int, list[int]] = {}
+        for op, read in enumerate(self.function.reads):
+            for value in read:
+                found.setdefault(value, []).append(op)
+        return found
+
     def run(self) -> None:
         function, stage = self.function, self.stage
         for op in reversed(self.rest):
             read = function.reads[op]
             if not read or not all(self.late[value] for value in read):
                 continue
-            if function.sums[op] and len(function.readers[read[0]]) == 1:
+            if function.sums[op] and function.uses[read[0]] == 1:
                 continue  # as many bytes before it as after it
             users = [user for value in function.makes[op] for user in self._users(value)]
             places = [self._place(user) for user in users]
@@ -148,14 +158,14 @@ class _Sink:
             if extra < sum(map(self._nbytes, function.makes[op])):
                 stage[op] = target
                 for value in function.makes[op]:
-                    for user in function.readers[value]:
+                    for user in self.readers.get(value, ()):
                         if function.sums[user]:
                             stage[user] = target
 
     def _users(self, value: int) -> list[int]:
         """Return the ops that read a value, looking through its sum over microbatches and over ranks."""
         function, found = self.function, list[int]()
-        for op in function.readers[value]:
+        for op in self.readers.get(value, ()):
             summed = function.sums[op] or (
                 function.steps[op] and operator(function.ops[op].op_type).communication is not None
             )
@@ -176,7 +186,7 @@ class _Sink:
         function = self.function
         return any(
             self.stage[other] == stage and other != op and not function.forward[other]
-            for other in function.readers[value]
+            for other in self.readers.get(value, ())
         )
 
     def _nbytes(self, value: int) -> int:
