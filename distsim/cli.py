@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distsim.errors import DistsimError, PlanError
-from distsim.executor import CostModel, Simulation, Simulator, UncostedOperatorWarning, count_flops
+from distsim.executor import (
+    CostModel,
+    Disturbances,
+    Simulation,
+    Simulator,
+    UncostedOperatorWarning,
+    count_flops,
+)
 from distsim.hardware import describe, load_cluster, presets
 from distsim.importer import load_model
 from distsim.ir import Device, Function, cpprint
@@ -81,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument(
         "--explain", action="store_true", help="say what bounds the step, and what would gain"
     )
+    simulate.add_argument(
+        "--contention", action="store_true", help="transfers share links (event engine, device by device)"
+    )
+    simulate.add_argument(
+        "--jitter", type=float, default=0.0, help="coefficient of variation of every op's time (event engine)"
+    )
+    simulate.add_argument("--seed", type=int, default=0, help="of the jitter")
     simulate.add_argument("--trace", type=Path, metavar="JSON", help="write a trace for Perfetto")
     simulate.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline")
     simulate.set_defaults(run=_simulate)
@@ -163,7 +177,7 @@ def _simulate(options: argparse.Namespace) -> None:
     function = _training(options, progress)
     program = progress.run(f"parallelizing: {plan}", lambda: parallelize(function, plan, topology))
     cost_model = CostModel(topology, strict=options.strict)
-    simulator = Simulator(cost_model, overlap=not options.no_overlap)
+    simulator = _simulator(options, cost_model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
@@ -178,6 +192,19 @@ def _simulate(options: argparse.Namespace) -> None:
     for note in notes:
         print(f"note: {note}")
     _write(options, simulation, progress)
+
+
+def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
+    """The max-plus engine, or the event engine for what is not linear."""
+    overlap = not options.no_overlap
+    if options.seed and not options.jitter:
+        raise PlanError("--seed has no effect without --jitter")
+    if not (options.contention or options.jitter):
+        return Simulator(cost_model, overlap)
+    disturbances = Disturbances(options.jitter, options.seed) if options.jitter else None
+    return Simulator(
+        cost_model, overlap, engine="events", contention=options.contention, disturbances=disturbances
+    )
 
 
 def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> None:

@@ -49,7 +49,7 @@ PUBLIC_NAMES = {
     ],
     "distsim.ir.type": ["Bool", "Float", "Int64", "Tensor"],
     "distsim.importer": ["import_from_onnx", "parse_tensor_from_file"],
-    "distsim.executor": ["Explanation", "SequentialExecutor", "Simulator", "infer_types"],
+    "distsim.executor": ["Disturbances", "Explanation", "SequentialExecutor", "Simulator", "infer_types"],
     "distsim.executor.cost_model": ["CostModel"],
     "distsim.transforms": ["PipeDreamScheduler", "parallel_transform_3d", "steady_state_transform"],
     "distsim.schedule": [

@@ -2,6 +2,7 @@
 
 from distsim.executor.cost_model import CostModel, UncostedOperatorWarning
 from distsim.executor.critical_path import CriticalPath
+from distsim.executor.disturbances import Disturbances
 from distsim.executor.explanation import Explanation
 from distsim.executor.flops import count_flops
 from distsim.executor.infer import infer_types
@@ -12,6 +13,7 @@ from distsim.executor.simulator import Simulator
 __all__ = [
     "CostModel",
     "CriticalPath",
+    "Disturbances",
     "Explanation",
     "SequentialExecutor",
     "Shares",
