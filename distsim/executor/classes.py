@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 
@@ -154,12 +156,15 @@ def placements(functions: Sequence[Function]) -> tuple[Placement, ...]:
     """Return the distinct placements of the values of these functions, in order of appearance."""
     found: dict[Placement, None] = {}
     for function in functions:
-        values = [*function.inputs, *(value for op in function.ops for value in op.outputs)]
-        for value in values:
-            place = place_of(value)
-            if place is not None:
-                found[place] = None
+        # Values are many, types few: most values share theirs.
+        types = list(map(_TYPE, chain(function.inputs, chain.from_iterable(map(_OUTPUTS, function.ops)))))
+        for type_ in dict(zip(map(id, types), types, strict=True)).values():
+            if isinstance(type_, Tensor) and type_.device is not None:
+                found[type_.device] = None
     return tuple(found)
+
+
+_TYPE, _OUTPUTS = attrgetter("type"), attrgetter("outputs")
 
 
 def placement_classes(function: Function) -> RankClasses:

@@ -67,6 +67,7 @@ class Lowering:
         self.class_of: list[int] = []
         self.runs: dict[tuple[float, tuple[int, ...]], int] = {}
         self.ops: list[Op] = []
+        self._exchanges: dict[tuple[object, ...], tuple[tuple[Classes, Classes, int], ...]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._known: dict[tuple[object, ...], Kind] = {}
         self._templates: dict[int, Template] = {}
@@ -104,6 +105,33 @@ class Lowering:
         ahead = np.arange(len(task)) - np.repeat(np.cumsum(counts[which]) - counts[which], counts[which])
         stream = every[begins[which][task] + ahead]
         return np.array([seconds for seconds, _ in ways])[which], task, stream
+
+    def exchanges(self, op: Op) -> tuple[tuple[Classes, Classes, int], ...]:
+        """Return (sources, targets, run) of a communication op for each of its exchanges."""
+        key = (op.op_type, op.attributes, op.inputs[0].type, op.outputs[0].type)
+        found = self._exchanges.get(key)
+        if found is None:
+            signature = signature_of(op)
+            parts = [(part, self._ends(op, part)) for part in self.classes.exchanges(op)]
+            seconds = [self.cost_model.communication_seconds(signature, part.group) for part, _ in parts]
+            found = self._exchanges[key] = tuple(
+                [
+                    (part.sources, part.targets, self.run(s, ends))
+                    for (part, ends), s in zip(parts, seconds, strict=True)
+                ]
+            )
+        return found
+
+    def _ends(self, op: Op, part: ClassExchange) -> tuple[int, ...]:
+        """Return the streams that an exchange occupies."""
+        if op.op_type == "Send":
+            (source,), (target,) = part.sources, part.targets
+            names = ((source, f"send {target}"), (target, f"receive {source}"))
+        else:
+            axis = op.attributes.get("axis")
+            name = "transfer" if axis is None else f"collective {axis}"
+            names = tuple((c, name) for c in dict.fromkeys((*part.sources, *part.targets)))
+        return tuple(dict.fromkeys(self.stream(*pair) for pair in names))
 
     def kind(self, function: Function, op: Op) -> Kind:
         """Return (rank class, run) of a compute op on each of its classes.
@@ -234,36 +262,19 @@ class _Builder:
         ]
 
     def _communicate(self, op: Op) -> None:
-        lowering = self.lowering
-        signature = signature_of(op)
+        rows, value = self.open, op.inputs[0]
         made: dict[int, int] = {}
-        for part in lowering.classes.exchanges(op):
-            seconds = lowering.cost_model.communication_seconds(signature, part.group)
-            deps = [self._source(op.inputs[0], rank_class) for rank_class in part.sources]
-            if op.op_type == "Send":
-                (source,), (target,) = part.sources, part.targets
-                names = ((source, f"send {target}"), (target, f"receive {source}"))
-            else:
-                axis = op.attributes.get("axis")
-                name = "transfer" if axis is None else f"collective {axis}"
-                names = tuple((c, name) for c in dict.fromkeys((*part.sources, *part.targets)))
-            streams = tuple(dict.fromkeys(lowering.stream(*pair) for pair in names))
-            task = self._task(seconds, deps, streams)
-            made.update(dict.fromkeys(part.targets, task))
-        lowering.ops.append(op)
+        for sources, targets, run in self.lowering.exchanges(op):
+            for source in dict.fromkeys([self._source(value, rank_class) for rank_class in sources]):
+                if source != FROM_START:
+                    rows.dep_task.append(self.count)
+                    rows.dep_source.append(source)
+            rows.run.append(run)
+            rows.op.append(len(self.lowering.ops))
+            made.update(dict.fromkeys(targets, self.count))
+            self.count += 1
+        self.lowering.ops.append(op)
         self.where[op.outputs[0]] = made
-
-    def _task(self, seconds: float, deps: list[int], streams: tuple[int, ...]) -> int:
-        number = self.count
-        rows = self.open
-        rows.run.append(self.lowering.run(seconds, streams))
-        rows.op.append(len(self.lowering.ops))
-        for source in dict.fromkeys(deps):
-            if source != FROM_START:
-                rows.dep_task.append(number)
-                rows.dep_source.append(source)
-        self.count = number + 1
-        return number
 
     def _source(self, value: Value, rank_class: int) -> int:
         """Return the reference to the task that makes a value on a class."""
@@ -275,17 +286,23 @@ class _Builder:
     def _call(self, op: Op) -> None:
         callee = self.lowering.template(op.callee)
         calls = self.calls.setdefault(id(callee), (callee, Calls()))[1]
-        base = self.count
+        base, where, inputs = self.count, self.where, op.inputs
+        sources = [FROM_START]
+        for place, rank_class in callee.ports:
+            made = where[inputs[place]]
+            known = type(made) is int and made >= 0
+            sources.append(made if known else self._source(inputs[place], rank_class))  # pyright: ignore
         calls.bases.append(base)
         calls.base_calls.append(len(self.call_op))
-        calls.sources.append([FROM_START, *[self._source(op.inputs[i], c) for i, c in callee.ports]])
+        calls.sources.append(sources)
         self.call_op.append(op)
         self.call_op.extend(callee.call_op[1:])
         self.count += len(callee)
-        for value, where in zip(op.outputs, callee.outputs, strict=True):
-            if isinstance(where, int):
-                self.where[value] = self.where[op.inputs[where]]
-            elif len(where) == 1:
-                self.where[value] = base + next(iter(where.values()))
+        for value, made in zip(op.outputs, callee.outputs, strict=True):
+            if isinstance(made, int):
+                where[value] = where[inputs[made]]
+            elif len(made) == 1:
+                (task,) = made.values()
+                where[value] = base + task
             else:
-                self.where[value] = {c: task + base for c, task in where.items()}
+                where[value] = {c: task + base for c, task in made.items()}
