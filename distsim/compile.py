@@ -56,9 +56,10 @@ class Compiled(Generic[P, R]):
         for caller in reached:
             named = [caller.function.__globals__.get(name) for name in caller.function.__code__.co_names]
             reached += [each for each in named if isinstance(each, Compiled) and each not in reached]
-        files = dict.fromkeys(each.function.__code__.co_filename for each in reached[1:])
-        files.pop(self.function.__code__.co_filename, None)
-        content = b"".join([Path(file).read_bytes() for file in files])
+        names = dict.fromkeys(each.function.__code__.co_filename for each in reached[1:])
+        names.pop(self.function.__code__.co_filename, None)
+        files = [path for path in map(Path, names) if path.is_file()]
+        content = b"".join([path.read_bytes() for path in files])
         return hashlib.sha256(content).hexdigest()[:12] if files else ""
 
 

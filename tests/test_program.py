@@ -1,5 +1,8 @@
 """Programs: equal stages share their Functions, on a pattern that stands for every stage's slice."""
 
+import gc
+import sys
+
 import pytest
 from training_models import Maker, assert_same_step, mesh_of, random_inputs, small_gpt, small_mlp
 
@@ -141,3 +144,37 @@ def test_written_out_in_steady_state_it_is_what_the_transform_leaves(model, name
 def text(op: Op) -> tuple[object, ...]:
     """An op, what it reads and makes, and where."""
     return op.op_type, op.name, tuple(map(repr, op.inputs)), tuple(map(repr, op.outputs)), op.attributes
+
+
+# --- what is made once -------------------------------------------------------------------------------
+
+
+def test_plans_that_differ_in_their_order_only_share_everything_else():
+    joint = differentiate(small_mlp())
+    a, b = (build_program(joint, mesh_of(2, 1, 2), schedule(name, 2, 2)) for name in ("1f1b", "gpipe"))
+    assert a.inputs is b.inputs and a.outputs is b.outputs
+    assert [stage.forward for stage in a.stages] == [stage.forward for stage in b.stages]
+
+
+def test_another_cut_of_a_function_does_not_change_the_first():
+    joint = differentiate(small_gpt(), Adam())
+    before = [text(op) for op in program_of(joint, pp=2, m=2).to_function().ops]
+    program_of(joint, pp=4, m=2), program_of(joint, 2, 2, 2, 2)
+    assert [text(op) for op in program_of(joint, pp=2, m=2).to_function().ops] == before
+
+
+def test_what_is_remembered_is_bounded_and_forgotten_with_the_function(monkeypatch):
+    joint = differentiate(small_mlp())
+    known = sys.modules["distsim.transforms.build"]._MEMORIES
+    program = program_of(joint, m=1)
+    size = len(program.inputs) + len(program.outputs)
+    monkeypatch.setattr("distsim.transforms.build.MOST_VALUES", 2 * size)
+    for m in (2, 4, 8):
+        program_of(joint, m=m)
+    memory = known[joint]
+    assert memory.size <= 2 * size and len(memory.cuts) == len(memory.keys) == 2
+    assert program_of(joint, m=8).inputs is program_of(joint, m=8).inputs
+    count = len(known)
+    del memory, joint, program
+    gc.collect()
+    assert len(known) < count

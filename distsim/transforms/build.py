@@ -36,9 +36,13 @@ def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program
     return found.program(mesh, schedule)
 
 
-MOST_CUTS = 8192
-"""How many divisions of one function are remembered; then all are forgotten. One of a GPT of 96 layers
-under Adam takes 1 MB, which plans that differ only in their replicas share."""
+MOST_VALUES = 4_000_000
+"""How many inputs and outputs the cuts that are remembered of one function may have together; the oldest
+are forgotten first. These are 430 cuts of a GPT of 96 layers under Adam, 1.5 MB each."""
+
+
+Division = tuple[int, int, int, int, Device]
+"""pp, dp, tp, microbatches, and a device with the figures of those that run it."""
 
 
 class _Memory:
@@ -49,17 +53,28 @@ class _Memory:
         self.outlined = None if outlined is function else outlined
         self.numbered = [Numbered(outlined)]
         self.written: list[Function] = []  # with one level of Calls written out, with two, ...
-        self.cuts: dict[tuple[int, int, int, int, Device], Cut] = {}
+        self.cuts: dict[Division, Cut] = {}
+        self.keys: dict[Cut, list[Division]] = {}  # plans may share a cut
+        self.size = 0
 
     def cut(self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device) -> Cut:
         """Return ``function`` divided and cut for devices with these figures."""
         function = self._balanced(function, pp, figures)
         local = shard(function, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
         found = cut_stages(local, pp, figures)
-        if len(self.cuts) >= MOST_CUTS:
-            self.cuts.clear()
-        self.cuts[pp, dp, tp, microbatches, figures] = found
+        self._keep((pp, dp, tp, microbatches, figures), found)
         return found
+
+    def _keep(self, key: Division, cut: Cut) -> None:
+        self.cuts[key] = cut
+        if cut not in self.keys:
+            self.size += _size(cut)
+        self.keys.setdefault(cut, []).append(key)
+        while self.size > MOST_VALUES and len(self.keys) > 1:
+            oldest = next(iter(self.keys))
+            self.size -= _size(oldest)
+            for known in self.keys.pop(oldest):
+                del self.cuts[known]
 
     def _balanced(self, function: Function, pp: int, figures: Device) -> Function:
         """Write out Calls until they make ``pp`` balanced stages."""
@@ -72,6 +87,10 @@ class _Memory:
             current = self.written[level]
             level += 1
         return current
+
+
+def _size(cut: Cut) -> int:
+    return len(cut.inputs) + len(cut.outputs)
 
 
 _MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from distsim.errors import PlanError
-from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Shards, Stage
+from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
 from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import operator
@@ -18,7 +18,7 @@ from distsim.transforms.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.stages import StageMap, assign_stages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cut:
     """A local function cut into stages, whatever the schedule and wherever they run."""
 
@@ -58,8 +58,8 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
 def cut_stages(local: Sharded, num_stages: int, device: Device) -> Cut:
     """Cut what :func:`shard` made into ``num_stages`` stages of even time on ``device``.
 
-    What was cut already is not cut again: plans that differ in their schedule, or divide the batch into
-    as many parts, share it.
+    What was cut already is not cut again while someone holds it: plans that differ in their schedule, or
+    divide the batch into as many parts, share it.
     """
     source = _Source.of(local)
     figures = logical_mesh(device, 1, 1).devices[0]  # which of equal devices it is does not matter
@@ -77,14 +77,15 @@ class _Source:
 
     def __init__(self, local: Sharded) -> None:
         self.function = function = _without_early_sums(Numbered(local.function), local.microbatches)
-        self.inputs: list[tuple[Value, Value, Shards, bool]] = []
+        self.inputs: list[Value] = []
         places = {id(place): place for place in (*local.inputs, *local.outputs)}
         divided = {key: (place.shards(), place.batch.sharded) for key, place in places.items()}
-        for key, source, place in zip(function.inputs, local.sources, local.inputs, strict=True):
-            typed = source if source.role is key.role else Value(source.name, source.type, key.role)
-            self.inputs.append((typed, key, *divided[id(place)]))
+        for key, source in zip(function.inputs, local.sources, strict=True):
+            same = source.role is key.role
+            self.inputs.append(source if same else Value(source.name, source.type, key.role))
+        self.divided = [divided[id(place)] for place in local.inputs]
         self.outputs = [divided[id(place)] for place in local.outputs]
-        self.cuts: dict[tuple[int, Device], Cut] = {}
+        self.cuts: WeakValueDictionary[tuple[int, Device], Cut] = WeakValueDictionary()
 
     @staticmethod
     def of(local: Sharded) -> _Source:
@@ -225,19 +226,23 @@ class _Cutter:
         return found
 
     def _inputs(self, groups: dict[tuple[int, str, int], Group]) -> tuple[ProgramInput, ...]:
+        alone = [(stage,) for stage in range(self.count)]
         readers: dict[int, tuple[int, ...]] = {}
         for (stage, _, _), (_, read) in sorted(groups.items(), key=lambda item: item[0]):
             for value in read:
                 known = readers.get(value, ())
                 if value < self.function.num_inputs and stage not in known:
-                    readers[value] = (*known, stage)
+                    readers[value] = (*known, stage) if known else alone[stage]
         for value in self.function.outputs:  # an input that is only handed on
             if value < self.function.num_inputs:
                 readers.setdefault(value, (0,))
+        keys, source = self.function.inputs, self.source
         return tuple(
             [
-                ProgramInput(typed, key, shards, microbatched, readers.get(value, ()))
-                for value, (typed, key, shards, microbatched) in enumerate(self.source.inputs)
+                ProgramInput(typed, key, *divided, readers.get(value, ()))
+                for value, (typed, key, divided) in enumerate(
+                    zip(source.inputs, keys, source.divided, strict=True)
+                )
             ]
         )
 
