@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
@@ -28,6 +28,7 @@ class Cut:
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
     notes: tuple[str, ...]
+    _placed: dict[Mesh, tuple[Stage, ...]] = field(default_factory=dict[Mesh, tuple[Stage, ...]])
 
     def program(self, mesh: Mesh, schedule: Schedule) -> Program:
         """Return the program that runs the stages on the slices of ``mesh`` in this order."""
@@ -36,7 +37,10 @@ class Cut:
                 f"the schedule has {schedule.num_stages} stages, the mesh has pp={len(self.stages)}; make "
                 "them agree"
             )
-        stages = tuple([Stage(mesh.at(pp=i), *blocks) for i, blocks in enumerate(self.stages)])
+        stages = self._placed.get(mesh)
+        if stages is None:
+            stages = tuple([Stage(mesh.at(pp=i), *blocks) for i, blocks in enumerate(self.stages)])
+            self._placed[mesh] = stages
         return Program(self.name, mesh, self.pattern, stages, schedule, self.inputs, self.outputs, self.notes)
 
 
