@@ -14,9 +14,14 @@ from typing import Any, TypeVar
 
 from distsim.executor import Simulation, Simulator, infer_types
 from distsim.executor.cost_model import CostModel
+from distsim.executor.memory_program import program_memory
 from distsim.ir import Device, Function, FunctionMaker, Topology
 from distsim.ir.type import Float, Tensor
-from distsim.transforms import parallel_transform_3d, steady_state_transform
+from distsim.models import gpt
+from distsim.parallelize import parallelize
+from distsim.plan import Plan
+from distsim.schedule import SCHEDULES
+from distsim.transforms import Adam, differentiate, parallel_transform_3d, steady_state_transform
 
 RESULTS = Path(__file__).parent / "results"
 DATA = Path(__file__).parents[1] / "tests" / "data"
@@ -48,6 +53,19 @@ def cpu_seconds(work: Callable[[], T]) -> tuple[T, float]:
     start = time.process_time()
     result = work()
     return result, time.process_time() - start
+
+
+def warm_up(topology: Topology) -> None:
+    """Load and compile the kernels: a tiny model, its plans simulated all the way and op by op."""
+    cost_model = CostModel(topology)
+    function = differentiate(gpt(4, 16, 2, 4, 32, 8), Adam())
+    for schedule in SCHEDULES:
+        program = parallelize(function, Plan(1, 1, 2, 16, schedule), topology)
+        simulation = Simulator(cost_model).simulate(program)
+        next(simulation.timeline.pieces())
+        max(program_memory(program).peaks)
+        step = program.to_function(steady=True)
+        max(Simulator(cost_model).interpret(step, step.inputs).peak_memory.values())
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

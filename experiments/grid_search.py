@@ -2,26 +2,42 @@
 
 ``python experiments/grid_search.py`` writes ``results/grid_search.csv`` and ``.png``: 64 layers of width
 8192, batch 8192, 200 Gbit/s between all pairs, 52 layouts. ``--small``: 4 layers of width 512.
+
+``grid_search_cost.csv`` has what the whole grid costs from cold, building model and topology, transforming
+and simulating each layout, in CPU seconds without imports and Numba's compilation, by three ways that must
+agree on every step time: ``parallelize`` (Plan -> Program -> step time), ``notebook`` (the calls of DistIR's
+notebook: ``parallel_transform_3d``, ``steady_state_transform``, ``infer_types``, ``interpret``) and
+``notebook with trace`` (and ``.trace`` read for the share of communication). Each trial has a process of
+its own, in which nothing but tiny models was simulated before; best and median of the trials.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import statistics
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import common
 
-from distsim.executor.cost_model import CostModel
+from distsim.executor import CostModel, Simulator
 from distsim.ir import Function, Topology
+from distsim.parallelize import parallelize
+from distsim.plan import Plan
 
 DEVICES = 16
+TRIALS = 5
 
 
 def main() -> None:
     """Run the grid, write its table and figure, print the fastest layouts."""
     given = common.options(__doc__)
     layers, width, batch = (4, 512, 512) if given.small else (64, 8192, 8192)
+    costs = measure_costs(layers, width, batch, TRIALS)
     (rows, figure), seconds = common.cpu_seconds(lambda: run(layers, width, batch))
     common.write_csv(given.out / "grid_search.csv", rows)
+    common.write_csv(given.out / "grid_search_cost.csv", costs)
     common.save(figure, given.out / "grid_search.png")
     print(" dp  hp  pp microbatches  samples/s no overlap  peak GB")
     for row in sorted(rows, key=lambda row: -row["throughput"])[:5]:
@@ -31,6 +47,78 @@ def main() -> None:
         )
     simulated = sum(row["cpu_s"] for row in rows)
     print(f"{len(rows)} layouts: {simulated:.2f} CPU seconds, {seconds:.2f} with the figure and the topology")
+    for cost in costs:
+        print(f"{cost['way']}: {cost['layouts']} layouts from cold in {cost['cpu_s']:.2f} CPU seconds")
+
+
+# --- what the grid costs ------------------------------------------------------------------------------
+
+
+def by_parallelize(function: Function, layout: common.Layout, topology: Topology, costs: CostModel) -> float:
+    """Seconds of a step, through a Program."""
+    plan = Plan(layout.dp, layout.hp, layout.pp, layout.microbatches)
+    return Simulator(costs).simulate(parallelize(function, plan, topology)).step_time
+
+
+def by_notebook(function: Function, layout: common.Layout, topology: Topology, costs: CostModel) -> float:
+    """Seconds of a step, through the notebook's own calls."""
+    return common.simulate(common.steady_step(function, layout, topology.devices), costs, True).step_time
+
+
+def by_notebook_with_trace(
+    function: Function, layout: common.Layout, topology: Topology, costs: CostModel
+) -> float:
+    """Seconds of a step, with its trace read as the notebook does."""
+    simulation = common.simulate(common.steady_step(function, layout, topology.devices), costs, True)
+    common.communication_share(simulation)
+    return simulation.step_time
+
+
+WAYS: Mapping[str, Callable[[Function, common.Layout, Topology, CostModel], float]] = {
+    "parallelize": by_parallelize,
+    "notebook": by_notebook,
+    "notebook with trace": by_notebook_with_trace,
+}
+
+
+def measure_costs(layers: int, width: int, batch: int, trials: int) -> list[dict[str, Any]]:
+    """Return a row per way; raise if two ways disagree on a step time."""
+    fresh = multiprocessing.get_context("spawn")
+    rows: list[dict[str, Any]] = []
+    expected: list[float] = []
+    for way in WAYS:
+        seconds: list[float] = []
+        for _ in range(trials):
+            with ProcessPoolExecutor(1, fresh) as one:
+                times, took = one.submit(run_from_cold, way, layers, width, batch).result()
+            expected = expected or times
+            if any(abs(a - b) > 1e-9 * b for a, b in zip(times, expected, strict=True)):
+                raise RuntimeError(f"{way} gives other step times than {next(iter(WAYS))}")
+            seconds.append(took)
+        best, median = min(seconds), statistics.median(seconds)
+        rows.append({"way": way, "layouts": len(expected), "cpu_s": best, "cpu_s_median": median})
+    return rows
+
+
+def run_from_cold(way: str, layers: int, width: int, batch: int) -> tuple[list[float], float]:
+    """Return the step times of the grid and the CPU seconds that they took in this process."""
+    tiny = common.uniform_topology(DEVICES)
+    common.warm_up(tiny)
+    WAYS[way](
+        common.joint_mlp(2, 4, 16, tiny.devices[0], 0.01), common.Layout(2, 1, 2, 4), tiny, CostModel(tiny)
+    )
+
+    def work() -> list[float]:
+        topology = common.uniform_topology(DEVICES)
+        costs = CostModel(topology)
+        function = common.joint_mlp(layers, width, batch, topology.devices[0], learning_rate=0.01)
+        grid = common.layouts(DEVICES, layers, batch)
+        return [WAYS[way](function, layout, topology, costs) for layout in grid]
+
+    return common.cpu_seconds(work)
+
+
+# --- what the grid says -------------------------------------------------------------------------------
 
 
 def run(layers: int, width: int, batch: int) -> tuple[list[dict[str, Any]], Any]:
