@@ -1,5 +1,6 @@
 """Both engines, one meaning: what the block-wise, the op-wise and the event simulation find is the same."""
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -93,9 +94,14 @@ def test_block_by_block_op_by_op_and_event_by_event(seeds):
 def test_memory_stage_by_stage_and_written_out(seeds):
     for seed in seeds:
         program = invent(seed).program
-        peaks = program_memory(program).peaks
-        for device, use in peak_memory(steady_state_transform(program.to_function())[0]).items():
-            assert peaks[program.mesh.coordinates(device)["pp"]] == use.peak, f"seed {seed}"
+        found = program_memory(program)
+        steady = program.to_function(steady=True)
+        for function in (steady, steady_state_transform(program.to_function())[0]):
+            for device, use in peak_memory(function).items():
+                stage = program.mesh.coordinates(device)["pp"]
+                own = found.stages[stage]
+                assert found.peaks[stage] == use.peak, f"seed {seed}"
+                assert (own.peak, own.end, own.by_kind) == (use.peak, use.end, use.by_kind), f"seed {seed}"
 
 
 # --- periods -------------------------------------------------------------------------------------------
@@ -248,9 +254,10 @@ def structure(function):
 def test_steady_is_the_steady_state_of_the_whole(seeds):
     for seed in seeds:
         program = invent(seed).program
-        assert structure(program.to_function(steady=True)) == structure(
-            steady_state_transform(program.to_function())[0]
-        )
+        steady, other = program.to_function(steady=True), steady_state_transform(program.to_function())[0]
+        assert structure(steady) == structure(other)
+        held, expected = (Counter((v.name, v.type, v.role) for v in f.inputs) for f in (steady, other))
+        assert held == expected
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)

@@ -204,6 +204,15 @@ def test_what_a_callee_hands_through_is_not_copied():
     assert (use.peak, use.end) == (3 * NBYTES, 2 * NBYTES)
 
 
+def test_what_a_callee_hands_back_is_free_when_nothing_reads_it():
+    update = callee(lambda m, w, g: [sgd(m, w, g)], f32(), f32())
+    maker = FunctionMaker("f")
+    call(maker, update, maker.add_input_value("w", f32()), maker.add_input_value("g", f32()))
+    maker.set_outputs([])
+    use = use_of(maker)
+    assert (use.peak, use.end) == (2 * NBYTES, 0)
+
+
 def test_one_result_returned_twice_is_held_once():
     def body(maker, x):
         y = grad(maker, x)

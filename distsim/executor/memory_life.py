@@ -172,11 +172,12 @@ class _Telling:
         home = frame.plan.home
         frame.known = {home[value]: GRADIENTS for value in self.gradients}
         each = self._homes_of_each(frame)
+        moved = set(each)  # and what becomes of them
         uses: dict[Label, Use] = {}
         folded: dict[Label, Change] = {}
         for op, dying, label in zip(self.ops, frame.plan.dying, self.labels, strict=True):
             if label[0] == "step" and op.op_type != "Call" and self.more:
-                folded[label] = self._moved(frame, op, dying, label[1], each)
+                folded[label] = self._moved(frame, op, dying, label[1], moved)
             else:
                 _WALK.step(frame, op, dying, uses.setdefault(label, Use(_WALK.classes)))
         step = range(len(self.life.step) if self.position.ends else 0)
@@ -185,7 +186,7 @@ class _Telling:
             (_change(uses.get(("called", FORWARD))), _change(uses.get(("called", BACKWARD)))),
             (_change(uses.get(("sent", FORWARD))), _change(uses.get(("sent", BACKWARD)))),
             tuple([folded.get(("step", i)) or _change(uses.get(("step", i))) for i in step]),
-            not self.more or self._apart(frame),
+            not self.more or self._apart(frame, each),
         )
 
     # --- writing ---------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ class _Telling:
                 _put(every if value in each else once, value, frame.kinds[value], -1)
         return Change(tuple(once), peak, (), tuple(every), peak_each)
 
-    def _apart(self, frame: Frame) -> bool:
+    def _apart(self, frame: Frame, each: set[Value]) -> bool:
         """Whether what passes from one microbatch to the next shares memory with nothing that lives on."""
         home = frame.plan.home
         values: dict[Value, list[Value]] = {}
@@ -295,13 +296,25 @@ class _Telling:
             values.setdefault(home[value], []).append(value)
         if any(len(values[home[value]]) > 1 for value in self.lasting):
             return False
+        if self.position.ends and not each <= self._put_together(frame):
+            return False
+        given = {value for value in self.inputs if self.slot_of[value] not in self.sum_slots}
         made = {value: number for number, op in enumerate(self.ops) for value in op.outputs}
         read = {value: number for number, op in enumerate(self.ops) for value in op.inputs}
         return not any(
-            self.slot_of[other] != self.slot_of[value] and read.get(other, -1) > made[value]
+            home[value] in given
+            or (self.slot_of[other] != self.slot_of[value] and read.get(other, -1) > made[value])
             for value in self.sums
             for other in values[home[value]]
         )
+
+    def _put_together(self, frame: Frame) -> set[Value]:
+        """Return the homes that are free after an op at the end of the step that is for all microbatches."""
+        found: set[Value] = set()
+        for dying, (what, number) in zip(frame.plan.dying, self.labels, strict=True):
+            if what == "step" and self.life.step[number].each:
+                found.update(dying)
+        return found
 
 
 def _put(amounts: list[int], value: Value, kind: int, sign: int) -> None:

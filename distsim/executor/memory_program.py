@@ -16,21 +16,19 @@ from distsim.executor.memory_kernel import CALLED, RECEIVED, Ints, compose
 from distsim.executor.memory_positions import Pattern, pattern_of
 from distsim.executor.memory_table import Table, table_of
 from distsim.executor.memory_walk import KINDS
-from distsim.executor.program import Program, ProgramInput
-from distsim.executor.unroll import Unroller
-from distsim.ir import Device, Function, Op
-from distsim.ir.type import as_tensor
+from distsim.executor.program import Program
+from distsim.ir import Device, Op
 from distsim.schedule import Phase, Task
 
 
 def program_memory(program: Program) -> ProgramMemory:
     """Return the memory in use on the ranks of each stage, from parameters and data in place to the last op.
 
-    Equal, to the byte, to what :func:`peak_memory` says of ``program.to_function()`` without its first
-    distribution of inputs. Nothing is written out, and what depends on the stages alone is kept for other
-    schedules and other numbers of microbatches. (A program whose microbatches share memory, or that reads
-    at the end of the step what a microbatch made that is not the last, is written out; its stages have
-    the same figures then, at the price of the microbatches.) Raises what the schedule's order raises.
+    Equal, to the byte, to what :func:`peak_memory` says of ``program.to_function(steady=True)``. Nothing
+    is written out, and what depends on the stages alone is kept for other schedules and other numbers of
+    microbatches. (A program whose microbatches share memory, or that reads at the end of the step what a
+    microbatch made that is not the last, is written out; its stages have the same figures then, at the
+    price of the microbatches.) Raises what the schedule's order raises.
     """
     pattern = pattern_of(program.schedule)
     table = table_of(program, pattern)
@@ -144,23 +142,7 @@ def _at_step(table: Table, number: int) -> tuple[Op, ...]:
 # --- written out ---------------------------------------------------------------------------------------
 
 
-class _InPlace(Unroller):
-    """Writes a program out with its inputs where they are used from the start."""
-
-    def distribute(self, given: ProgramInput) -> None:
-        """Make an input per stage, and per microbatch if it is divided over them."""
-        count = self.microbatches if given.microbatched else 1
-        for stage in given.stages:
-            type_ = as_tensor(given.key.type, given.key.name).on(self.program.stages[stage].mesh)
-            for number in range(count):
-                value = self.maker.add_input_value(given.key.name, type_, given.source.role)
-                self._put(given.key, number if given.microbatched else None, stage, value)
-
-
 def _written_out(program: Program) -> tuple[MemoryUse, ...]:
-    function = _InPlace(program).function()
-    read = {value for op in function.ops for value in op.inputs} | set(function.outputs)
-    inputs = tuple([value for value in function.inputs if value in read])
-    found = peak_memory(Function(function.name, inputs, function.ops, function.outputs))
+    found = peak_memory(program.to_function(steady=True))
     nothing = MemoryUse(0, dict.fromkeys(KINDS, 0), (), 0)
     return tuple([found.get(stage.mesh.devices[0], nothing) for stage in program.stages])

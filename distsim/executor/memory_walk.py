@@ -206,7 +206,7 @@ class Walk:
                 kinds[value] = kinds[homes[source]]
                 results.append(-1)
                 use.change(value, kinds[value], +1, (op,))
-        ends = set(free)
+        ends = set(free).difference([home[value] for value in op.outputs])  # what it hands back stays
         arguments = tuple(
             [Argument(kinds[h], h in ends and i not in copies, i) for i, h in zip(same, homes, strict=True)]
         )

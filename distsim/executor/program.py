@@ -106,7 +106,7 @@ class Program:
 
         It starts from the global inputs on the device on which their types say they are and brings
         them to their ranks; ``steady`` leaves that part out (as
-        :func:`distsim.transforms.steady_state_transform` does): every rank holds its inputs.
-        Its outputs are those of the program in order, then the copies.
+        :func:`distsim.transforms.steady_state_transform` does): every rank holds its inputs,
+        as far as it reads or returns them. Its outputs are those of the program in order, then the copies.
         """
         return Unroller(self, steady).function()

@@ -38,7 +38,7 @@ class Unroller:
         self.calls: dict[tuple[int, int, bool], _Call] = {}
 
     def function(self) -> Function:
-        """Return the function."""
+        """Return the function; in steady state without inputs that nothing reads: no rank holds them."""
         for given in self.program.inputs:
             if self.steady:
                 self.place(given)
@@ -50,7 +50,11 @@ class Unroller:
                 self.fetch(key, microbatch, target)
         self.update()
         outputs = (*self.outputs(), *self.copies())
-        return Function(self.program.name, tuple(self.maker.inputs), tuple(self.maker.ops), outputs)
+        ops, inputs = tuple(self.maker.ops), tuple(self.maker.inputs)
+        if self.steady:
+            read = {value for op in ops for value in op.inputs}.union(outputs)
+            inputs = tuple([value for value in inputs if value in read])
+        return Function(self.program.name, inputs, ops, outputs)
 
     def place(self, given: ProgramInput) -> None:
         """Take a global input as what every stage that reads it holds of it."""
