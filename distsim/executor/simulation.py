@@ -87,6 +87,12 @@ class Simulation:
         return self.timeline.name
 
     @cached_property
+    def function(self) -> Function:
+        """The function that was simulated, with its types; a program written out."""
+        simulated = self.simulated
+        return simulated.to_function(steady=True) if isinstance(simulated, Program) else simulated
+
+    @cached_property
     def classes(self) -> RankClasses:
         """The rank classes that were simulated, and their devices."""
         return self.timeline.classes

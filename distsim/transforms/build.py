@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from distsim.executor.program import Program
@@ -49,7 +50,8 @@ class _Memory:
     """What was made of one function, which it does not refer to: it is forgotten with the function."""
 
     def __init__(self, function: Function) -> None:
-        outlined = function if any(op.op_type == "Call" for op in function.ops) else outline(function)
+        flat = not any(op.op_type == "Call" for op in function.ops)
+        outlined = outline(updates_last(function)) if flat else function
         self.outlined = None if outlined is function else outlined
         self.numbered = [Numbered(outlined)]
         self.written: list[Function] = []  # with one level of Calls written out, with two, ...
@@ -87,6 +89,21 @@ class _Memory:
             current = self.written[level]
             level += 1
         return current
+
+
+def updates_last(function: Function) -> Function:
+    """Return the function with the ops that only make outputs, as updates do, after all others.
+
+    Updates that follow each gradient at once would be of one block with it, and a sum over microbatches
+    lies between the two.
+    """
+    read = {value for op in function.ops for value in op.inputs}
+    last = [op for op in function.ops if op.inputs and not any(value in read for value in op.outputs)]
+    if len(last) < 2:
+        return function
+    held = set(last)
+    ops = (*[op for op in function.ops if op not in held], *last)
+    return replace(function, ops=ops)
 
 
 def _size(cut: Cut) -> int:
