@@ -22,6 +22,7 @@ from training_models import (
     random_inputs,
     refuses,
     small_gpt,
+    small_llama,
     small_mlp,
     tied,
 )
@@ -53,6 +54,8 @@ JOINTS = {
     "mlp": lambda: differentiate(small_mlp(layers=6), SGD(lr=0.1)),
     "gpt": lambda: differentiate(small_gpt(), Adam()),
     "gpt of two heads": lambda: differentiate(small_gpt(heads=2, batch=4), None),
+    "llama": lambda: differentiate(small_llama(), Adam()),
+    "llama of one key head": lambda: differentiate(small_llama(kv_heads=1, batch=4), None),
     "imported": lambda: differentiate(imported(), SGD(lr=0.1)),
     "tied": lambda: differentiate(tied(), Adam()),
     "tied, gradients": lambda: differentiate(tied(), None),
@@ -133,7 +136,18 @@ def test_an_imported_model_under_every_plan(plan):
 
 
 @pytest.mark.parametrize("plan", SEVERAL, ids=text)
-@pytest.mark.parametrize("name", ["gpt of two heads", "tied", "tied, gradients", "fused attention", "bert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt of two heads",
+        "llama",
+        "llama of one key head",
+        "tied",
+        "tied, gradients",
+        "fused attention",
+        "bert",
+    ],
+)
 def test_other_models_under_several_plans(name, plan):
     deepest = 5 if name.startswith("tied") else 6
     if plan.pp <= deepest and plan.dp * plan.microbatches <= 4:
