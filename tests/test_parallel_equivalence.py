@@ -1,6 +1,6 @@
 """Every plan computes the same step: loss and new parameters as on one device, on every replica."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,9 +48,20 @@ def imported() -> Function:
         return from_onnx(Path(folder) / "small.onnx")
 
 
+def updated_at_once() -> Function:
+    """Eight layers, each weight updated as soon as its gradient is there, as the notebooks write it."""
+    joint = flat_mlp(layers=8, optimizer=True)
+    updates = {op.inputs[1]: op for op in joint.ops if op.op_type == "SGDOptimizer"}
+    ops = [op for op in joint.ops if op.op_type != "SGDOptimizer"]
+    ordered = [each for op in ops for each in (op, *(updates[v] for v in op.outputs if v in updates))]
+    assert len(ordered) == len(joint.ops) and ordered[-1].op_type == "SGDOptimizer"
+    return replace(joint, ops=tuple(ordered))
+
+
 JOINTS = {
     "flat": lambda: flat_mlp(),
     "flat with sgd": lambda: flat_mlp(optimizer=True),
+    "flat with sgd at once": updated_at_once,
     "mlp": lambda: differentiate(small_mlp(layers=6), SGD(lr=0.1)),
     "gpt": lambda: differentiate(small_gpt(), Adam()),
     "gpt of two heads": lambda: differentiate(small_gpt(heads=2, batch=4), None),
@@ -139,6 +150,7 @@ def test_an_imported_model_under_every_plan(plan):
 @pytest.mark.parametrize(
     "name",
     [
+        "flat with sgd at once",
         "gpt of two heads",
         "llama",
         "llama of one key head",

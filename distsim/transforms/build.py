@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from distsim.executor.program import Program
-from distsim.ir import Device, Function, Mesh
+from distsim.ir import Device, Function, Mesh, Role
 from distsim.ir.device import logical_mesh
 from distsim.schedule import Schedule
 from distsim.transforms.balance import coarse
@@ -13,6 +14,7 @@ from distsim.transforms.inline import inline
 from distsim.transforms.numbered import Numbered
 from distsim.transforms.outline import outline
 from distsim.transforms.pipeline import Cut, cut_stages
+from distsim.transforms.roles import roles
 from distsim.transforms.shard import shard
 
 
@@ -45,7 +47,8 @@ class _Memory:
     """What was made of one function, which it does not refer to: it is forgotten with the function."""
 
     def __init__(self, function: Function) -> None:
-        outlined = function if any(op.op_type == "Call" for op in function.ops) else outline(function)
+        calls = any(op.op_type == "Call" for op in function.ops)
+        outlined = function if calls else outline(_updates_last(function))
         self.outlined = None if outlined is function else outlined
         self.numbered = [Numbered(outlined)]
         self.written: list[Function] = []  # with one level of Calls written out, with two, ...
@@ -72,6 +75,24 @@ class _Memory:
             current = self.written[level]
             level += 1
         return current
+
+
+def _updates_last(function: Function) -> Function:
+    """Move what reads a parameter and makes what no op reads, as an update does, behind all other ops.
+
+    An update waits for the whole batch: between the ops of the backward pass it would become part of a
+    block that is run for each microbatch.
+    """
+    known = roles(function)
+    read = {value for op in function.ops for value in op.inputs}
+    late = [
+        any(known.get(value) is Role.PARAMETER for value in op.inputs) and read.isdisjoint(op.outputs)
+        for op in function.ops
+    ]
+    if late == sorted(late):
+        return function
+    order = sorted(range(len(late)), key=late.__getitem__)
+    return replace(function, ops=tuple([function.ops[i] for i in order]))
 
 
 _MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
