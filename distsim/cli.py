@@ -117,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", help="an .onnx file, gpt2, mlp:layers=16,width=8192 or gpt:layers=12,hidden=768"
+        "model",
+        help="an .onnx file, gpt2, or a builder with options: mlp:layers=16,width=8192, gpt:..., llama:...",
     )
     parser.add_argument("--batch", type=int, help="global batch: samples per step")
     parser.add_argument("--bind", default="", help="sizes of symbolic dimensions, seq=128,...")

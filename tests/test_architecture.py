@@ -64,7 +64,7 @@ PUBLIC_NAMES = {
     ],
     "distsim.plan": ["Plan"],
     "distsim.hardware": ["collective_time", "load_cluster", "presets"],
-    "distsim.models": ["gpt", "mlp"],
+    "distsim.models": ["gpt", "llama", "mlp"],
 }
 
 # Slow to import, or extras: imported by the functions that use them.

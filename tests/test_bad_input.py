@@ -19,7 +19,7 @@ from distsim.executor import CostModel, SequentialExecutor, Simulator, infer_typ
 from distsim.hardware import describe, load_cluster
 from distsim.importer import load_model
 from distsim.ir import Device, Float, Float64, FunctionMaker, Int64, Mesh, Role, Tensor, Topology
-from distsim.models import gpt, mlp
+from distsim.models import gpt, llama, mlp
 from distsim.parallelize import parallelize
 from distsim.plan import MAX_DEGREE, Plan
 from distsim.schedule import schedule
@@ -144,7 +144,7 @@ def test_names_that_are_not_known_come_with_those_that_are():
         add_loss(training(), "hinge")
     with says(PlanError, "'lion'", "adam, sgd"):
         optimizer_named("lion")
-    with says(ImportModelError, "'bert'", "gpt2, gpt:..., mlp:..."):
+    with says(ImportModelError, "'bert'", "gpt2, gpt:..., llama:..., mlp:..."):
         load_model("bert")
 
 
@@ -175,6 +175,38 @@ def test_sizes_that_make_no_gpt(name, value):
     sizes = {"layers": 1, "hidden": 8, "heads": 2, "seq": 4, "batch": 4, "vocab": 16, name: value}
     with says(DistsimError, f"{name}={value}", "at least 1"):
         gpt(**sizes)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("name", ["layers", "hidden", "heads", "kv_heads", "ffn", "seq", "batch", "vocab"])
+def test_sizes_that_make_no_llama(name, value):
+    sizes = {"layers": 1, "hidden": 8, "heads": 2, "kv_heads": 1, "ffn": 8, "seq": 4, "batch": 4, "vocab": 16}
+    with says(DistsimError, f"{name}={value}", "at least 1"):
+        llama(**{**sizes, name: value})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"hidden": 10}, ("heads=4", "hidden=10")),
+        ({"hidden": 12}, ("heads=4", "hidden=12", "even")),  # heads of width 3 have no halves
+        ({"kv_heads": 3}, ("kv_heads=3", "heads=4")),
+        ({"kv_heads": 8}, ("kv_heads=8", "heads=4")),
+    ],
+)
+def test_sizes_of_a_llama_that_do_not_divide(sizes, words):
+    given = {
+        "layers": 1,
+        "hidden": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn": 8,
+        "seq": 4,
+        "batch": 4,
+        "vocab": 16,
+    }
+    with says(DistsimError, *words):
+        llama(**{**given, **sizes})
 
 
 # --- links ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from training_models import (
     mlp,
     random_inputs,
     small_gpt,
+    small_llama,
     small_mlp,
     tied,
 )
@@ -64,6 +65,7 @@ MODELS = {
     "mlp": lambda: small_mlp(layers=3),
     "mlp of unequal widths": lambda: mlp(3, 6, 4, input_width=5, output_width=3, dtype=F64),
     "gpt": lambda: small_gpt(batch=2),
+    "llama": lambda: small_llama(batch=2),
     "fused attention": fused_attention,
     "tied embeddings": tied,
     "bert": bert,

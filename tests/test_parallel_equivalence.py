@@ -1,6 +1,6 @@
 """Every plan computes the same step: loss and new parameters as on one device, on every replica."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from training_models import (
     random_inputs,
     refuses,
     small_gpt,
+    small_llama,
     small_mlp,
     tied,
 )
@@ -47,12 +48,25 @@ def imported() -> Function:
         return from_onnx(Path(folder) / "small.onnx")
 
 
+def updated_at_once() -> Function:
+    """Eight layers, each weight updated as soon as its gradient is there, as the notebooks write it."""
+    joint = flat_mlp(layers=8, optimizer=True)
+    updates = {op.inputs[1]: op for op in joint.ops if op.op_type == "SGDOptimizer"}
+    ops = [op for op in joint.ops if op.op_type != "SGDOptimizer"]
+    ordered = [each for op in ops for each in (op, *(updates[v] for v in op.outputs if v in updates))]
+    assert len(ordered) == len(joint.ops) and ordered[-1].op_type == "SGDOptimizer"
+    return replace(joint, ops=tuple(ordered))
+
+
 JOINTS = {
     "flat": lambda: flat_mlp(),
     "flat with sgd": lambda: flat_mlp(optimizer=True),
+    "flat with sgd at once": updated_at_once,
     "mlp": lambda: differentiate(small_mlp(layers=6), SGD(lr=0.1)),
     "gpt": lambda: differentiate(small_gpt(), Adam()),
     "gpt of two heads": lambda: differentiate(small_gpt(heads=2, batch=4), None),
+    "llama": lambda: differentiate(small_llama(), Adam()),
+    "llama of one key head": lambda: differentiate(small_llama(kv_heads=1, batch=4), None),
     "imported": lambda: differentiate(imported(), SGD(lr=0.1)),
     "tied": lambda: differentiate(tied(), Adam()),
     "tied, gradients": lambda: differentiate(tied(), None),
@@ -133,7 +147,19 @@ def test_an_imported_model_under_every_plan(plan):
 
 
 @pytest.mark.parametrize("plan", SEVERAL, ids=text)
-@pytest.mark.parametrize("name", ["gpt of two heads", "tied", "tied, gradients", "fused attention", "bert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "flat with sgd at once",
+        "gpt of two heads",
+        "llama",
+        "llama of one key head",
+        "tied",
+        "tied, gradients",
+        "fused attention",
+        "bert",
+    ],
+)
 def test_other_models_under_several_plans(name, plan):
     deepest = 5 if name.startswith("tied") else 6
     if plan.pp <= deepest and plan.dp * plan.microbatches <= 4:

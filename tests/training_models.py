@@ -24,7 +24,7 @@ from distsim.ir import (
     Topology,
     Value,
 )
-from distsim.models import gpt, mlp
+from distsim.models import gpt, llama, mlp
 from distsim.ops.communication import gather, scatter
 from distsim.plan import Plan
 from distsim.transforms import add_loss, set_precision
@@ -101,6 +101,12 @@ def small_mlp(layers: int = 4, width: int = 8, batch: int = 8) -> Function:
 
 def small_gpt(layers: int = 2, hidden: int = 8, heads: int = 4, seq: int = 4, batch: int = 8) -> Function:
     return gpt(layers, hidden, heads, seq, batch, VOCAB, dtype=F64)
+
+
+def small_llama(
+    layers: int = 2, hidden: int = 16, heads: int = 4, kv_heads: int = 2, seq: int = 4, batch: int = 8
+) -> Function:
+    return llama(layers, hidden, heads, kv_heads, 24, seq, batch, VOCAB, dtype=F64)
 
 
 def attention(make: Maker, query: Value, key: Value, value: Value, heads: int) -> Value:

@@ -11,9 +11,9 @@ from distsim.errors import ImportModelError
 from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
 from distsim.ir import Function
 from distsim.ir.type import dtype_named
-from distsim.models import gpt, mlp
+from distsim.models import gpt, llama, mlp
 
-BUILDERS: dict[str, Callable[..., Function]] = {"gpt": gpt, "mlp": mlp}
+BUILDERS: dict[str, Callable[..., Function]] = {"gpt": gpt, "llama": llama, "mlp": mlp}
 BUNDLED = ("gpt2",)
 MAX_SIZE = 2**31
 
