@@ -10,22 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
+from distsim.executor.classes import place_of
 from distsim.executor.memory_plan import gradient_inputs
 from distsim.executor.memory_walk import (
     ACTIVATIONS,
     GRADIENTS,
-    KIND_OF_ROLE,
     KINDS,
-    RESIDENT,
     Argument,
     Frame,
     OneRank,
     Use,
     Walk,
 )
-from distsim.ir import Function, Op, Role, Type, Value
+from distsim.ir import Function, Op, Type, Value
 
 Slots = tuple[int, ...]
 Amounts = tuple[int, ...]
@@ -62,10 +60,12 @@ class StepOp(NamedTuple):
 
 
 class Given(NamedTuple):
-    """An input: in what role, and whether every microbatch has its part of it."""
+    """An input: what kind of memory it is, whether it is free after its last use, and whether every
+    microbatch has its part of it."""
 
     slot: int
-    role: Role
+    kind: int
+    dies: bool
     part: bool
 
 
@@ -122,25 +122,25 @@ class LifeUse(NamedTuple):
     apart: bool
 
 
-_WALK = Walk(OneRank())
-_LIVES: WeakKeyDictionary[Function, dict[tuple[object, ...], LifeUse]] = WeakKeyDictionary()
+class Living:
+    """Tells a life in the positions asked for; ``more``: there is more than one microbatch.
 
-
-def live(life: Life, position: Position, more: bool) -> LifeUse:
-    """Return what a microbatch in this position does; ``more``: there is more than one.
-
-    Kept for as long as the first function of the life is.
+    ``walk`` remembers the callees, so lives that share their functions want the same.
     """
-    if not life.functions:
-        return _Telling(life, position, more).use()
-    known = _LIVES.get(life.functions[0])
-    if known is None:
-        known = _LIVES[life.functions[0]] = {}
-    key = (life.functions[1:], life[1:], position, more)
-    found = known.get(key)
-    if found is None:
-        found = known[key] = _Telling(life, position, more).use()
-    return found
+
+    def __init__(self, life: Life, more: bool, walk: Walk) -> None:
+        self.life, self.more, self.walk = life, more, walk
+        self.given = [Value("given", type_) for type_ in life.types]
+        self.made = [Value("made", type_) for type_ in life.types]
+
+    def use(self, position: Position) -> LifeUse:
+        """Return what a microbatch in this position does."""
+        return _Telling(self, position).use()
+
+
+def lives() -> Walk:
+    """Return what walks the lives of one program."""
+    return Walk(OneRank())
 
 
 Label = tuple[str, int]
@@ -149,8 +149,10 @@ Label = tuple[str, int]
 class _Telling:
     """Writes a life down as a function and walks it event by event."""
 
-    def __init__(self, life: Life, position: Position, more: bool) -> None:
-        self.life, self.position, self.more = life, position, more
+    def __init__(self, living: Living, position: Position) -> None:
+        self.living, self.life, self.position, self.more = living, living.life, position, living.more
+        life = self.life
+        self.walk = living.walk
         self.env: dict[int, Value] = {}
         self.inputs: list[Value] = []
         self.arguments: list[Argument] = []
@@ -179,7 +181,7 @@ class _Telling:
             if label[0] == "step" and op.op_type != "Call" and self.more:
                 folded[label] = self._moved(frame, op, dying, label[1], moved)
             else:
-                _WALK.step(frame, op, dying, uses.setdefault(label, Use(_WALK.classes)))
+                self.walk.step(frame, op, dying, uses.setdefault(label, Use(self.walk.classes)))
         step = range(len(self.life.step) if self.position.ends else 0)
         return LifeUse(
             tuple([_change(uses.get(("received", i))) for i in range(len(self.life.received))]),
@@ -194,10 +196,10 @@ class _Telling:
     def _write(self) -> None:
         life, position = self.life, self.position
         for given in life.given:
-            value = self._input(given.slot, KIND_OF_ROLE[given.role], given.role not in RESIDENT)
+            value = self._input(given.slot, given.kind, given.dies)
             if not given.part:
                 self.here.add(value)
-                if given.role not in RESIDENT:
+                if given.dies:
                     self.lasting.append(value)
         for phase in (FORWARD, BACKWARD):
             for number, (early, slots) in enumerate(life.received):
@@ -224,7 +226,7 @@ class _Telling:
         self.gradients += [self.env[slot] for slot in slots if slot in self.env]
 
     def _input(self, slot: int, kind: int, dies: bool) -> Value:
-        value = self.env[slot] = Value(f"slot{slot}", self.life.types[slot])
+        value = self.env[slot] = self.living.given[slot]
         self.slot_of[value] = slot
         self.inputs.append(value)
         self.arguments.append(Argument(kind, dies, len(self.arguments)))
@@ -240,13 +242,13 @@ class _Telling:
             callee = self.life.functions[function]
             callees = (callee,)
             self.gradients += [inputs[i] for i in gradient_inputs(callee)]
-            types = [value.type for value in callee.outputs]
+        if label[0] == "step":
+            outputs = tuple([Value("made", self.life.types[slot]) for slot in makes])
         else:
-            types = [self.life.types[slot] for slot in makes]
-        outputs = tuple([Value(f"slot{s}", type_) for s, type_ in zip(makes, types, strict=True)])
-        self.env.update(zip(makes, outputs, strict=True))
-        if label[0] != "step":
+            made = self.living.made
+            outputs = tuple([made[slot] for slot in makes])
             self.slot_of.update(zip(outputs, makes, strict=True))
+        self.env.update(zip(makes, outputs, strict=True))
         self.ops.append(Op(op_type, inputs, outputs, subfunctions=callees))
         self.labels.append(label)
 
@@ -318,10 +320,9 @@ class _Telling:
 
 
 def _put(amounts: list[int], value: Value, kind: int, sign: int) -> None:
-    use = Use(_WALK.classes)
-    use.change(value, kind, sign, ())
-    amounts[0] += use.total[0]
-    amounts[1 + kind] += use.total[0]
+    nbytes = 0 if place_of(value) is None else sign * value.type.nbytes
+    amounts[0] += nbytes
+    amounts[1 + kind] += nbytes
 
 
 def _change(use: Use | None) -> Change:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from distsim.executor.memory_life import BACKWARD, FORWARD, BlockCall, Given, Life, Slots, StepOp
 from distsim.executor.memory_plan import gradient_inputs
+from distsim.executor.memory_walk import KIND_OF_ROLE, RESIDENT
 from distsim.executor.program import Block, Program, ProgramInput, Stage
 from distsim.ir import Function, Type, Value
 
@@ -34,16 +35,13 @@ class Irregular(Exception):
     """The stages pass values in a way that does not repeat with the microbatches."""
 
 
-def outline(program: Program, more: bool) -> Outline | None:
-    """Return the outline of a program of one, or more, microbatches; None if it has none.
+def outline(program: Program, more: bool) -> Outline:
+    """Return the outline of a program of one, or more, microbatches; raise :class:`Irregular` if it has none.
 
     It has one when each value is made in one place and each block reads only what is made before it in
     every order of the microbatches: as all that :func:`distsim.transforms.pipeline` makes.
     """
-    try:
-        return _Outliner(program, more).outline()
-    except Irregular:
-        return None
+    return _Outliner(program, more).outline()
 
 
 def blocks_of(stage: Stage) -> tuple[Block, Block]:
@@ -219,7 +217,10 @@ class _Outliner:
         found: list[Given] = []
         for given in self.given[number]:
             if slots.number.get(given.key) in read:
-                found.append(Given(slots.of(given.key), given.source.role, given.microbatched))
+                role = given.source.role
+                found.append(
+                    Given(slots.of(given.key), KIND_OF_ROLE[role], role not in RESIDENT, given.microbatched)
+                )
         return tuple(found)
 
     # --- the end of the step, as the Unroller emits it --------------------------------------------------

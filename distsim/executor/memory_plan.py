@@ -47,6 +47,11 @@ def plan_of(function: Function, same: tuple[int, ...]) -> Plan:
     return found
 
 
+def forget(function: Function) -> None:
+    """Drop the plans of a function (not those of its callees): they are large where it is."""
+    _PLANS.pop(function, None)
+
+
 def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
     """Return for each place the first one with the same value."""
     first: dict[Value, int] = {}
@@ -129,7 +134,11 @@ class _Planner:
 
     def _put(self, value: Value, owner: Value, number: int) -> None:
         self.home[value] = owner
-        self.until[owner] = max(self.until.get(owner, -1), self.last_read.get(value, -1), number)
+        last = self.last_read.get(value, number)
+        if last < number:
+            last = number
+        if self.until.get(owner, -2) < last:
+            self.until[owner] = last
 
     def _shared_with(self, op: Op, callee: Plan | None, index: int, number: int) -> Value | None:
         """Return the value whose memory an output takes over, or shows under another shape."""
@@ -149,7 +158,9 @@ class _Planner:
 
     def _take(self, operand: Value, result: Value, number: int, overwrites: bool) -> Value | None:
         owner = self.home[operand]
-        if place_of(owner) != place_of(result) or owner.type.nbytes != result.type.nbytes:
+        if owner.type is not result.type and (
+            place_of(owner) != place_of(result) or owner.type.nbytes != result.type.nbytes
+        ):
             return None
         if overwrites:
             if self.until[owner] > number:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from distsim.executor.memory import MemoryUse, peak_memory
 from distsim.executor.memory_kernel import CALLED, RECEIVED, Ints, compose
+from distsim.executor.memory_outline import Outline, outline
 from distsim.executor.memory_positions import Pattern, pattern_of
 from distsim.executor.memory_table import Table, table_of
 from distsim.executor.memory_walk import KINDS
@@ -101,17 +102,15 @@ def _compose(table: Table, pattern: Pattern, columns: int) -> tuple[Ints, Ints, 
 
 def _in_use(program: Program, table: Table, pattern: Pattern) -> tuple[MemoryUse, ...]:
     peak, end, when = _compose(table, pattern, columns=1 + len(KINDS))
+    outlined = cache(lambda: outline(program, pattern.microbatches > 1))
     found: list[MemoryUse] = []
     for stage in range(len(program.stages)):
         what, number, microbatch = map(int, when[stage])
         at: tuple[Op, ...] = ()
         if what == CALLED:
             at = _at_task(program, table, pattern, Task(tuple(Phase)[number], stage, microbatch))
-        elif what == RECEIVED:
-            key = table.outline.brought[number][-1]
-            at = (Op("Send", (key,), (key,)),)
         elif what >= 0:
-            at = _at_step(table, number)
+            at = _at_received(outlined(), number) if what == RECEIVED else _at_step(outlined(), table, number)
         by_kind: dict[str, int] = dict(zip(KINDS, map(int, peak[stage, 1:]), strict=True))
         found.append(MemoryUse(int(peak[stage, 0]), by_kind, at, int(end[stage, 0])))
     return tuple(found)
@@ -129,14 +128,19 @@ def _at_task(program: Program, table: Table, pattern: Pattern, task: Task) -> tu
     return (Op("Call", (), (), subfunctions=(function,), name=str(task)), *inner)
 
 
-def _at_step(table: Table, number: int) -> tuple[Op, ...]:
-    stage, place = table.outline.order[number]
-    life, change = table.outline.lives[stage], table.step[number]
+def _at_received(outlined: Outline, number: int) -> tuple[Op, ...]:
+    key = outlined.brought[number][-1]
+    return (Op("Send", (key,), (key,)),)
+
+
+def _at_step(outlined: Outline, table: Table, number: int) -> tuple[Op, ...]:
+    stage, place = outlined.order[number]
+    life = outlined.lives[stage]
     op = life.step[place]
     if op.function < 0:
         return (Op(op.op_type, (), ()),)
     callee = life.functions[op.function]
-    return (Op("Call", (), (), subfunctions=(callee,), name=f"U@{stage}"), *change.at)
+    return (Op("Call", (), (), subfunctions=(callee,), name=f"U@{stage}"), *table.step[number].at)
 
 
 # --- written out ---------------------------------------------------------------------------------------

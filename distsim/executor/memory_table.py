@@ -1,19 +1,25 @@
-"""The changes of memory of a Program's stages as arrays, kept for other schedules and microbatch counts."""
+"""The changes of memory of a Program's stages as arrays, kept for other schedules and microbatch counts.
+
+What is kept is small: the changes of the events, per distinct stage and position of a microbatch. The
+outline of the stages, and the plans and walks of their functions, are not: they are made again for
+positions that have not been met.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
 from distsim.executor.classes import place_of
 from distsim.executor.memory_kernel import Ints
-from distsim.executor.memory_life import NOTHING, Amounts, Change, Life, LifeUse, live
-from distsim.executor.memory_outline import Outline, outline
+from distsim.executor.memory_life import NOTHING, Amounts, Change, Life, LifeUse, Living, Position, lives
+from distsim.executor.memory_outline import Irregular, Outline, outline
+from distsim.executor.memory_plan import forget
 from distsim.executor.memory_positions import Pattern, Positions
-from distsim.executor.memory_walk import KIND_OF_ROLE
 from distsim.executor.program import Program, Stage
 from distsim.ir import Value
 
@@ -40,38 +46,120 @@ class Columns:
     step_net_each: Ints
     step_top_each: Ints
 
-    def only(self, columns: int) -> Columns:
-        """Return the first columns."""
-        return Columns(*[np.ascontiguousarray(array[:, :columns]) for array in vars(self).values()])
 
-
-@dataclass(frozen=True, eq=False)
 class Table:
-    """What the stages do, per variant of the positions; ``uses`` and ``step`` say it in words."""
+    """What the stages do, per variant of the positions: ``uses``, and ``step`` at the end."""
 
-    outline: Outline
-    uses: tuple[tuple[LifeUse | None, ...], ...]
-    step: tuple[Change, ...]
-    edge_start: Ints
-    edge_target: Ints
-    step_stage: Ints
-    known: dict[int, Columns] = field(default_factory=dict[int, Columns])
+    def __init__(self, stages: _Stages, uses: tuple[tuple[LifeUse | None, ...], ...]) -> None:
+        self.stages, self.uses = stages, uses
+        ending = [[use for use in own if use is not None][-1] for own in uses]  # the last microbatch
+        self.step = [ending[stage].step[number] for stage, number in stages.order]
+        self.edge_start = stages.edge_start
+        self.edge_target = stages.edge_target
+        self.step_stage = stages.step_stage
+        self._columns: dict[int, Columns] = {}
 
     def columns(self, count: int) -> Columns:
         """Return the amounts: in all (one column), or by kind too."""
-        found = self.known.get(count)
+        found = self._columns.get(count)
         if found is None:
-            found = self.known[count] = self.known[len(NOTHING)].only(count)
+            found = self._columns[count] = self._rows(count)
         return found
+
+    def _rows(self, count: int) -> Columns:
+        most = max([len(own) for own in self.uses], default=0)
+        padded = [(*own, *[None] * (most - len(own))) for own in self.uses]
+        calls = [c for own in padded for use in own for c in (_BOTH if use is None else use.called)]
+        sent = [c for own in padded for use in own for c in (_BOTH if use is None else use.sent)]
+        edges = [
+            _NONE if use is None else use.received[number]
+            for _, _, target, number in self.stages.edges
+            for use in padded[target]
+        ]
+        start = self.stages.start
+        rows = (
+            [once for once, _ in start],
+            [each for _, each in start],
+            [c.net for c in calls],
+            [c.peak for c in calls],
+            [c.net for c in sent],
+            [c.net for c in edges],
+            [c.peak for c in edges],
+            [c.net for c in self.step],
+            [c.peak for c in self.step],
+            [c.net_each for c in self.step],
+            [c.peak_each for c in self.step],
+        )
+        return Columns(*[_array(amounts, count) for amounts in rows])
+
+
+class _Stages:
+    """What is remembered of some stages.
+
+    ``number`` says which life each stage has among the distinct ones, ``uses`` what a microbatch in a
+    position does there.
+    """
+
+    def __init__(self, found: Outline) -> None:
+        self.kept, self.order, self.edges = found.kept, found.order, found.edges
+        distinct = _distinct(found.lives)
+        self.number = tuple([distinct.index(life) for life in found.lives])
+        starts = [_start(life) for life in distinct]
+        self.start = [starts[number] for number in self.number]
+        counts = np.zeros(2 * len(found.lives) + 1, np.int64)
+        for source, phase, _, _ in found.edges:
+            counts[2 * source + phase + 1] += 1
+        self.edge_start: Ints = np.cumsum(counts)
+        self.edge_target: Ints = np.array([target for _, _, target, _ in found.edges], np.int64)
+        self.step_stage: Ints = np.array([stage for stage, _ in found.order], np.int64)
+        self.uses: dict[tuple[int, Position], LifeUse] = {}
+        self.tables: dict[Positions, Table | None] = {}
+
+    def table(self, positions: Positions, more: bool, outlined: Callable[[], Outline]) -> Table | None:
+        """Return the table for these positions; ``outlined`` makes the outline of the program."""
+        asked = {
+            (number, position)
+            for number, own in zip(self.number, positions.of, strict=True)
+            for position in own
+            if position is not None
+        }
+        missing = asked.difference(self.uses)
+        if missing:
+            self._tell(outlined(), sorted(missing), more)
+        if not all(self.uses[key].apart for key in asked):
+            return None
+        uses = [
+            tuple([None if position is None else self.uses[number, position] for position in own])
+            for number, own in zip(self.number, positions.of, strict=True)
+        ]
+        return Table(self, tuple(uses))
+
+    def _tell(self, found: Outline, missing: Sequence[tuple[int, Position]], more: bool) -> None:
+        walk, known = lives(), dict[int, Living]()
+        for number, position in missing:
+            if number not in known:
+                known[number] = Living(found.lives[self.number.index(number)], more, walk)
+            self.uses[number, position] = known[number].use(position)
+        for living in known.values():
+            for function in living.life.functions:
+                forget(function)
+
+
+def _distinct(found: Sequence[Life]) -> list[Life]:
+    """Return the lives that differ; equal ones have the very same functions, so few are compared."""
+    distinct: list[Life] = []
+    for life in found:
+        if life not in distinct:
+            distinct.append(life)
+    return distinct
 
 
 class _Known:
-    """What is remembered of some stages; it keeps what it is found by."""
+    """What is remembered, with what it is found by; ``stages`` is None where there is no outline."""
 
-    def __init__(self, program: Program, more: bool) -> None:
+    def __init__(self, program: Program, found: Outline | None) -> None:
         self.keys = [_parts(stage) for stage in program.stages], program.inputs, program.outputs
-        self.outline = outline(program, more)
-        self.tables: dict[Positions, Table | None] = {}
+        self.stages = None if found is None else _Stages(found)
 
 
 _KNOWN: OrderedDict[tuple[int, ...], _Known] = OrderedDict()
@@ -87,78 +175,31 @@ def table_of(program: Program, pattern: Pattern) -> Table | None:
     more = pattern.microbatches > 1
     parts = [part for stage in program.stages for part in _parts(stage)]
     key = (id(program.inputs), id(program.outputs), more, *map(id, parts))
-    known = _KNOWN.get(key)
+    known, found = _KNOWN.get(key), None
     if known is None:
-        known = _KNOWN[key] = _Known(program, more)
+        with suppress(Irregular):
+            found = outline(program, more)
+        known = _KNOWN[key] = _Known(program, found)
         if len(_KNOWN) > _MOST:
             _KNOWN.popitem(last=False)
     else:
         _KNOWN.move_to_end(key)
-    if known.outline is None:
+    stages = known.stages
+    if stages is None or not all(pattern.last_ends[stage][phase] for stage, phase in stages.kept):
         return None
-    if not all(pattern.last_ends[stage][phase] for stage, phase in known.outline.kept):
-        return None
-    if pattern.positions not in known.tables:
-        known.tables[pattern.positions] = _table(known.outline, pattern.positions, more)
-    return known.tables[pattern.positions]
-
-
-def _table(found: Outline, positions: Positions, more: bool) -> Table | None:
-    uses = [
-        [None if position is None else live(life, position, more) for position in own]
-        for life, own in zip(found.lives, positions.of, strict=True)
-    ]
-    if not all(use is None or use.apart for own in uses for use in own):
-        return None
-    variants = max([len(own) for own in uses], default=0)
-    for own in uses:
-        own += [None] * (variants - len(own))
-    calls = [c for own in uses for use in own for c in (_BOTH if use is None else use.called)]
-    sent = [c for own in uses for use in own for c in (_BOTH if use is None else use.sent)]
-    edges = [
-        _NONE if use is None else use.received[number]
-        for _, _, target, number in found.edges
-        for use in uses[target]
-    ]
-    ending = [
-        next(use for use, position in zip(own, at, strict=False) if use and position and position.ends)
-        for own, at in zip(uses, positions.of, strict=True)
-    ]
-    step = [ending[stage].step[number] for stage, number in found.order]
-    start = [_start(life) for life in found.lives]
-    counts = np.zeros(2 * len(found.lives) + 1, np.int64)
-    for source, phase, _, _ in found.edges:
-        counts[2 * source + phase + 1] += 1
-    table = Table(
-        found,
-        tuple(map(tuple, uses)),
-        tuple(step),
-        np.cumsum(counts),
-        np.array([target for _, _, target, _ in found.edges], np.int64),
-        np.array([stage for stage, _ in found.order], np.int64),
-    )
-    table.known[len(NOTHING)] = Columns(
-        _rows([once for once, _ in start]),
-        _rows([each for _, each in start]),
-        _rows([c.net for c in calls]),
-        _rows([c.peak for c in calls]),
-        _rows([c.net for c in sent]),
-        _rows([c.net for c in edges]),
-        _rows([c.peak for c in edges]),
-        _rows([c.net for c in step]),
-        _rows([c.peak for c in step]),
-        _rows([c.net_each for c in step]),
-        _rows([c.peak_each for c in step]),
-    )
-    return table
+    if pattern.positions not in stages.tables:
+        stages.tables[pattern.positions] = stages.table(
+            pattern.positions, more, lambda: found or outline(program, more)
+        )
+    return stages.tables[pattern.positions]
 
 
 _NONE = Change(NOTHING, NOTHING)
 _BOTH = (_NONE, _NONE)
 
 
-def _rows(amounts: Sequence[Amounts]) -> Ints:
-    return np.array(amounts, np.int64).reshape(len(amounts), len(NOTHING))
+def _array(amounts: Sequence[Amounts], columns: int) -> Ints:
+    return np.array([row[:columns] for row in amounts], np.int64).reshape(len(amounts), columns)
 
 
 def _start(life: Life) -> tuple[Amounts, Amounts]:
@@ -171,5 +212,5 @@ def _start(life: Life) -> tuple[Amounts, Amounts]:
         # Of parts that only the end of the step reads there is the last.
         amounts = each if given.part and (given.slot in blocks or given.slot in life.each) else once
         amounts[0] += nbytes
-        amounts[1 + KIND_OF_ROLE[given.role]] += nbytes
+        amounts[1 + given.kind] += nbytes
     return tuple(once), tuple(each)
