@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distsim.executor.unroll import Unroller
+from distsim.executor.written import WrittenOut
 from distsim.ir import Function, Mesh, Value
 from distsim.schedule import Schedule
 
@@ -102,11 +102,11 @@ class Program:
     notes: tuple[str, ...] = ()
 
     def to_function(self, steady: bool = False) -> Function:
-        """Return the whole step as one flat Function of Calls, Sends and collectives.
+        """Return the whole step as one flat Function of Calls, Sends and collectives, written out when read.
 
         It starts from the global inputs on the device on which their types say they are and brings
         them to their ranks; ``steady`` leaves that part out (as
         :func:`distsim.transforms.steady_state_transform` does): every rank holds its inputs,
         as far as it reads or returns them. Its outputs are those of the program in order, then the copies.
         """
-        return Unroller(self, steady).function()
+        return WrittenOut.of(self, steady)

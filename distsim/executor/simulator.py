@@ -17,6 +17,7 @@ from distsim.executor.recurrence import run as run_tasks
 from distsim.executor.simulation import Simulation
 from distsim.executor.tasks import lower
 from distsim.executor.timeline import FlatTimeline
+from distsim.executor.written import WrittenOut
 from distsim.ir import Function, Type, Value
 
 ENGINES = ("maxplus", "events")
@@ -71,6 +72,8 @@ class Simulator:
         Raises what :func:`infer_types` and :func:`lower` raise.
         """
         typed = infer_types(function, types)
+        if isinstance(typed, WrittenOut) and typed.steady:
+            return self.simulate(typed.program)
         timeline = self._flat(typed)
         return Simulation(
             timeline,

@@ -35,14 +35,24 @@ class Unroller:
         self.makers = _makers(program)
         self.latest: dict[tuple[int, Phase | None], int] = {}
         self.readers = _readers(program)
+        self.read = _read(program)
+        self.given: Frame = {}
         self.calls: dict[tuple[int, int, bool], _Call] = {}
 
-    def function(self) -> Function:
-        """Return the function; in steady state without inputs that nothing reads: no rank holds them."""
+    def inputs(self) -> tuple[Value, ...]:
+        """Return the inputs; in steady state those that something reads: no rank holds the others."""
         for given in self.program.inputs:
             if self.steady:
                 self.place(given)
             else:
+                value = self.maker.add_input_value(given.source.name, given.source.type, given.source.role)
+                self.given[given.key] = value
+        return tuple(self.maker.inputs)
+
+    def written(self) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
+        """Return the ops and the outputs; call :meth:`inputs` before."""
+        if not self.steady:
+            for given in self.program.inputs:
                 self.distribute(given)
         for step in self.program.schedule.order():
             sends = [send for task in step for send in self.run(task)]
@@ -50,15 +60,13 @@ class Unroller:
                 self.fetch(key, microbatch, target)
         self.update()
         outputs = (*self.outputs(), *self.copies())
-        ops, inputs = tuple(self.maker.ops), tuple(self.maker.inputs)
-        if self.steady:
-            read = {value for op in ops for value in op.inputs}.union(outputs)
-            inputs = tuple([value for value in inputs if value in read])
-        return Function(self.program.name, inputs, ops, outputs)
+        return tuple(self.maker.ops), outputs
 
     def place(self, given: ProgramInput) -> None:
         """Take a global input as what every stage that reads it holds of it."""
         for stage in given.stages:
+            if (stage, given.key) not in self.read:
+                continue
             type_ = self.places[stage].type(given.key.type)
             if not given.microbatched:
                 local = self.maker.add_input_value(given.source.name, type_, given.source.role)
@@ -70,7 +78,7 @@ class Unroller:
 
     def distribute(self, given: ProgramInput) -> None:
         """Bring a global input to every stage that reads it."""
-        value = self.maker.add_input_value(given.source.name, given.source.type, given.source.role)
+        value = self.given[given.key]
         for stage in given.stages:
             kind, attributes = "MPIBroadcast", self.target[stage]
             if given.shards:
@@ -219,3 +227,15 @@ def _readers(program: Program) -> dict[Value, tuple[int, ...]]:
             for key in block.inputs:
                 found.setdefault(key, {})[index] = None
     return {key: tuple(stages) for key, stages in found.items()}
+
+
+def _read(program: Program) -> frozenset[tuple[int, Value]]:
+    """Return the (stage, key) of inputs that something reads: a block that is run, an output, a Send."""
+    given = {item.key: item.stages for item in program.inputs}
+    wanted = [(output.stage, output.key) for output in program.outputs]
+    wanted += [(stage, output.key) for output in program.outputs for stage in output.copies]
+    for index, stage in enumerate(program.stages):
+        for block in (stage.forward, stage.backward, *[block for _, block in stage.updates]):
+            if block.outputs:
+                wanted += [(index, key) for key in block.inputs]
+    return frozenset([(s if s in given[key] else given[key][0], key) for s, key in wanted if given.get(key)])

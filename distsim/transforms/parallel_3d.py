@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
+from distsim.executor.written import WrittenOut
 from distsim.ir import Device, Function, Mesh, Op, Value
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
@@ -71,6 +72,9 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
     that only bring function inputs there are dropped, and what they made becomes an input, of the
     same role. The function may be of any origin; one that distributes nothing is returned as it is.
     """
+    if isinstance(function, WrittenOut):
+        steady = function.program.to_function(steady=True)
+        return steady, steady.inputs
     moved: dict[Value, Value] = {value: value for value in function.inputs}
     arrived: set[Value] = set()
     rest: list[Op] = []
