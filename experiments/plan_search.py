@@ -227,6 +227,10 @@ def draw(rows: list[dict[str, Any]], memory: float) -> Any:
     front = pareto(shown)
     line = [[r["peak_memory_bytes"] / 2**30 for r in front], [r["step_time_s"] for r in front]]
     axis.step(*line, where="post", color="black", linewidth=1.2, label="Pareto front")
+    if fitting := [row for row in shown if row["fits"]]:
+        best = min(fitting, key=lambda row: row["step_time_s"])
+        place = [best["peak_memory_bytes"] / 2**30], [best["step_time_s"]]
+        axis.plot(*place, "*", color="black", markersize=13, label="fastest that fits")
     axis.axvline(memory / 2**30, color="0.4", linestyle="--", label=f"{memory / 2**30:.0f} GiB of one GPU")
     axis.set(xscale="log", yscale="log", xlabel="peak memory of the fullest GPU (GiB)")
     axis.set(ylabel="step time (s); o 1F1B, x GPipe")
