@@ -293,20 +293,24 @@ class _Telling:
     def _apart(self, frame: Frame, each: set[Value]) -> bool:
         """Whether what passes from one microbatch to the next shares memory with nothing that lives on."""
         home = frame.plan.home
-        values: dict[Value, list[Value]] = {}
+        values: dict[Value, list[Value]] = {}  # of the homes that several values have
         for value in self.slot_of:
-            values.setdefault(home[value], []).append(value)
-        if any(len(values[home[value]]) > 1 for value in self.lasting):
+            if home[value] is not value:
+                values.setdefault(home[value], [home[value]]).append(value)
+        if not values.keys().isdisjoint([home[value] for value in self.lasting]):
             return False
         if self.position.ends and not each <= self._put_together(frame):
             return False
+        shared = [value for value in self.sums if home[value] in values]
+        if not shared:
+            return True
         given = {value for value in self.inputs if self.slot_of[value] not in self.sum_slots}
         made = {value: number for number, op in enumerate(self.ops) for value in op.outputs}
         read = {value: number for number, op in enumerate(self.ops) for value in op.inputs}
         return not any(
             home[value] in given
             or (self.slot_of[other] != self.slot_of[value] and read.get(other, -1) > made[value])
-            for value in self.sums
+            for value in shared
             for other in values[home[value]]
         )
 

@@ -70,7 +70,8 @@ class _Slots:
         return found
 
     def all(self, keys: Sequence[Value]) -> Slots:
-        return tuple([self.of(key) for key in keys])
+        number = self.number
+        return tuple([number[key] if key in number else self.of(key) for key in keys])
 
 
 class _Outliner:

@@ -106,8 +106,12 @@ class _Planner:
 
     def plan(self) -> Plan:
         function = self.function
-        for value, first in zip(function.inputs, self.same, strict=True):
-            self._put(value, function.inputs[first], -1)
+        inputs, last_read, until = function.inputs, self.last_read, self.until
+        for place, (value, first) in enumerate(zip(inputs, self.same, strict=True)):
+            if first == place:
+                self.home[value], until[value] = value, last_read.get(value, -1)
+            else:
+                self._put(value, inputs[first], -1)
         for number, op in enumerate(function.ops):
             callee = None
             if op.op_type == "Call":

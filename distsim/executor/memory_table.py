@@ -7,9 +7,10 @@ positions that have not been met.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,7 +126,8 @@ class _Stages:
         }
         missing = asked.difference(self.uses)
         if missing:
-            self._tell(outlined(), sorted(missing), more)
+            with _no_collection():
+                self._tell(outlined(), sorted(missing), more)
         if not all(self.uses[key].apart for key in asked):
             return None
         uses = [
@@ -162,6 +164,19 @@ class _Known:
         self.stages = None if found is None else _Stages(found)
 
 
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """Put the collector of cycles off: what is made here is many small objects, and no cycle."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 _KNOWN: OrderedDict[tuple[int, ...], _Known] = OrderedDict()
 
 
@@ -177,7 +192,7 @@ def table_of(program: Program, pattern: Pattern) -> Table | None:
     key = (id(program.inputs), id(program.outputs), more, *map(id, parts))
     known, found = _KNOWN.get(key), None
     if known is None:
-        with suppress(Irregular):
+        with _no_collection(), suppress(Irregular):
             found = outline(program, more)
         known = _KNOWN[key] = _Known(program, found)
         if len(_KNOWN) > _MOST:
