@@ -36,7 +36,6 @@ class Unroller:
         self.latest: dict[tuple[int, Phase | None], int] = {}
         self.readers = _readers(program)
         self.read = _read(program)
-        self.given: Frame = {}
         self.calls: dict[tuple[int, int, bool], _Call] = {}
 
     def inputs(self) -> tuple[Value, ...]:
@@ -45,15 +44,14 @@ class Unroller:
             if self.steady:
                 self.place(given)
             else:
-                value = self.maker.add_input_value(given.source.name, given.source.type, given.source.role)
-                self.given[given.key] = value
+                self.maker.add_input_value(given.source.name, given.source.type, given.source.role)
         return tuple(self.maker.inputs)
 
     def written(self) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
         """Return the ops and the outputs; call :meth:`inputs` before."""
         if not self.steady:
-            for given in self.program.inputs:
-                self.distribute(given)
+            for given, value in zip(self.program.inputs, self.maker.inputs, strict=True):
+                self.distribute(given, value)
         for step in self.program.schedule.order():
             sends = [send for task in step for send in self.run(task)]
             for key, microbatch, target in sends:
@@ -76,9 +74,8 @@ class Unroller:
                 name = given.source.name if self.microbatches == 1 else f"{given.source.name}.{index}"
                 frame[given.key] = self.maker.add_input_value(name, type_, given.source.role)
 
-    def distribute(self, given: ProgramInput) -> None:
+    def distribute(self, given: ProgramInput, value: Value) -> None:
         """Bring a global input to every stage that reads it."""
-        value = self.given[given.key]
         for stage in given.stages:
             kind, attributes = "MPIBroadcast", self.target[stage]
             if given.shards:
