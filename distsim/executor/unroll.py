@@ -63,7 +63,8 @@ class Unroller:
     def place(self, given: ProgramInput) -> None:
         """Take a global input as what every stage that reads it holds of it."""
         for stage in given.stages:
-            if (stage, given.key) not in self.read:
+            every = self.read.get((stage, given.key))
+            if every is None:
                 continue
             type_ = self.places[stage].type(given.key.type)
             if not given.microbatched:
@@ -71,6 +72,8 @@ class Unroller:
                 self.step[stage][given.key] = local
                 continue
             for index, frame in enumerate(self.frames[stage]):
+                if not every and index < self.microbatches - 1:
+                    continue
                 name = given.source.name if self.microbatches == 1 else f"{given.source.name}.{index}"
                 frame[given.key] = self.maker.add_input_value(name, type_, given.source.role)
 
@@ -108,7 +111,7 @@ class Unroller:
         source, phase, once = self.makers[key]
         frames = self.step
         if not once:
-            index = self.latest.get((source, phase), 0) if microbatch is None else microbatch
+            index = self.latest.get((source, phase), -1) if microbatch is None else microbatch
             frames = [held[index] for held in self.frames]
         found = frames[stage].get(key)
         if found is None:
@@ -226,13 +229,22 @@ def _readers(program: Program) -> dict[Value, tuple[int, ...]]:
     return {key: tuple(stages) for key, stages in found.items()}
 
 
-def _read(program: Program) -> frozenset[tuple[int, Value]]:
-    """Return the (stage, key) of inputs that something reads: a block that is run, an output, a Send."""
+def _read(program: Program) -> dict[tuple[int, Value], bool]:
+    """Return the (stage, key) of inputs that something reads, and whether of every microbatch.
+
+    What runs once per step reads the last microbatch only.
+    """
     given = {item.key: item.stages for item in program.inputs}
-    wanted = [(output.stage, output.key) for output in program.outputs]
-    wanted += [(stage, output.key) for output in program.outputs for stage in output.copies]
+    wanted = [(output.stage, output.key, output.microbatched) for output in program.outputs]
+    wanted += [(stage, output.key, False) for output in program.outputs for stage in output.copies]
     for index, stage in enumerate(program.stages):
-        for block in (stage.forward, stage.backward, *[block for _, block in stage.updates]):
-            if block.outputs:
-                wanted += [(index, key) for key in block.inputs]
-    return frozenset([(s if s in given[key] else given[key][0], key) for s, key in wanted if given.get(key)])
+        often = [block for block in (stage.forward, stage.backward) if block.outputs]
+        wanted += [(index, key, True) for block in often for key in block.inputs]
+        once = [block for _, block in stage.updates if block.outputs]
+        wanted += [(index, key, False) for block in once for key in block.inputs]
+    found: dict[tuple[int, Value], bool] = {}
+    for stage, key, every in wanted:
+        if given.get(key):
+            place = (stage if stage in given[key] else given[key][0], key)
+            found[place] = found.get(place, False) or every
+    return found
