@@ -2,7 +2,7 @@
 
 ``python experiments/plan_search.py`` writes ``results/plan_search.csv``, ``plan_search_rates.csv`` and
 ``plan_search.png``: 96 layers, 12288 wide, 2048 tokens, batch 1536, bfloat16, Adam, on 128 DGX A100, under
-every (dp, tp, pp, microbatch size, 1F1B or GPipe) that divides; stages may be uneven. ``--small``: 8 layers
+every (dp, tp, pp, microbatch size, 1F1B or GPipe) that divides. ``--small``: 8 layers
 of width 256 on 16 GPUs. A plan goes all the way each time: Plan -> ``parallelize`` ->
 ``Simulator.simulate`` -> step time, and ``program_memory`` -> peak of the fullest device. One process, one
 core, CPU seconds (``process_time``) without imports and Numba's compilation, in three passes:
@@ -70,7 +70,7 @@ class Task:
             for tp in powers
             if tp <= self.most_tp and self.heads % tp == 0
             for pp in powers
-            if pp <= self.layers and self.devices % (tp * pp) == 0
+            if self.layers % pp == 0 and self.devices % (tp * pp) == 0
             for dp in [self.devices // (tp * pp)]
             if self.batch % dp == 0
             for size in range(1, self.batch // dp + 1)

@@ -106,7 +106,11 @@ def place_of_compute(function: Function, op: Op) -> Placement:
 
 def communicates(op: Op) -> bool:
     """Whether an op moves something between devices."""
-    meaning = operator(op.op_type).communication
+    return _moves(op.op_type)
+
+
+def _moves(op_type: str) -> bool:
+    meaning = operator(op_type).communication
     return meaning is not None and meaning.kind != "local"
 
 
@@ -164,7 +168,7 @@ def placements(functions: Sequence[Function]) -> tuple[Placement, ...]:
     return tuple(found)
 
 
-_TYPE, _OUTPUTS = attrgetter("type"), attrgetter("outputs")
+_TYPE, _OUTPUTS, _OP_TYPE = attrgetter("type"), attrgetter("outputs"), attrgetter("op_type")
 
 
 def placement_classes(function: Function) -> RankClasses:
@@ -189,8 +193,9 @@ def rank_classes(function: Function, cost_model: CostModel, lockstep: bool = Tru
     specs = np.array([cost_model.spec(device) for device in devices], np.int64)
     meetings = _Meetings(devices, cost_model)
     for current in (*callees(function), function):
-        for op in current.ops:
-            if communicates(op):
+        moving = set(filter(_moves, set(map(_OP_TYPE, current.ops))))
+        for op in current.ops if moving else ():
+            if op.op_type in moving:
                 meetings.add(op)
     members: dict[int, list[Device]] = {}
     colours = meetings.refine(colours * (specs.max(initial=0) + 1) + specs)

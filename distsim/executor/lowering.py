@@ -72,11 +72,14 @@ class Lowering:
         self._known: dict[tuple[object, ...], Kind] = {}
         self._templates: dict[int, Template] = {}
 
-    def template(self, function: Function) -> Template:
-        """Return the template of a function, made once."""
+    def template(self, function: Function, whole: bool = False) -> Template:
+        """Return the template of a function, made once; ``whole``: its inputs are there from the start."""
         found = self._templates.get(id(function))
         if found is None:
             builder = _Builder(self, function)
+            if whole:
+                start: Made = {}
+                builder.where = dict.fromkeys(function.inputs, start)
             for op in function.ops:
                 builder.add(op)
             found = self._templates[id(function)] = builder.finish()
@@ -209,22 +212,23 @@ class _Builder:
     def _compute(self, op: Op, kind: tuple[tuple[int, int], ...]) -> None:
         rows, where, number = self.open, self.where, self.count
         dep_task, dep_source = rows.dep_task, rows.dep_source
+        ops = self.lowering.ops
         for rank_class, run in kind:
             for value in op.inputs:
                 source = where[value]
                 if type(source) is not int or source < 0:
-                    source = self._source(value, rank_class)
+                    source = self._source(value, rank_class) if source else FROM_START
                     if source == FROM_START:
                         continue
                 dep_task.append(number)
                 dep_source.append(source)
             rows.run.append(run)
-            rows.op.append(len(self.lowering.ops))
+            rows.op.append(len(ops))
             number += 1
         made: Made = self.count
         if len(kind) > 1:
             made = {rank_class: self.count + i for i, (rank_class, _) in enumerate(kind)}
-        self.lowering.ops.append(op)
+        ops.append(op)
         self.count = number
         for value in op.outputs:
             where[value] = made

@@ -78,7 +78,7 @@ def lower(function: Function, cost_model: CostModel, overlap: bool = True, locks
     """
     classes = rank_classes(function, cost_model, lockstep)
     lowering = Lowering(classes, cost_model, overlap)
-    template = lowering.template(function)
+    template = lowering.template(function, whole=True)
     count = len(template.durations)
     known = template.dep_source >= 0  # the others are inputs, which are there from the start
     return Tasks(
