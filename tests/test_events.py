@@ -336,7 +336,7 @@ def test_a_failed_link_names_the_op_and_the_link(link, says):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"jitter": -0.1}, "jitter=-0.1 must be finite and not negative"),
+        ({"jitter": -0.1}, "jitter=-0.1 must lie in 0"),
         ({"jitter": math.nan}, "jitter=nan"),
         ({"seed": -1}, "seed=-1"),
         ({"slow_links": {"nic": 0.5}}, "nic slowed by 0.5: the factor must be finite and at least 1"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Sequence
+from numbers import Real
 from typing import Protocol
 
 import numpy as np
@@ -236,7 +237,7 @@ def element_type(signature: Signature) -> str:
 
 
 def _checked(signature: Signature, cost: float) -> float:
-    if not (math.isfinite(cost) and cost >= 0):
+    if not (isinstance(cost, Real) and math.isfinite(cost) and cost >= 0):
         raise CostError(f"{_describe(signature)} costs {cost} s; a cost must be finite and not negative")
     return float(cost)
 

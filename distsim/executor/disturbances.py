@@ -17,6 +17,10 @@ LinkName = tuple[Device, Device] | tuple[str, Device] | str
 """The link between two devices; the port of a device at a level of the topology; all ports of a level."""
 
 
+MOST_JITTER = 10.0
+"""Largest coefficient of variation: ten times the mean is more than any machine varies."""
+
+
 @dataclass(frozen=True)
 class Disturbances:
     """What disturbs a run; the default is nothing.
@@ -27,7 +31,7 @@ class Disturbances:
     carries 1/factor of what it did; an op that would use one of ``failed_links`` is an error. Links are
     named by two devices, by ``(level, device)`` for a port, or by a level for all its ports.
 
-    Raises :class:`SimulationError` for a jitter that is negative or not finite, a seed below 0, and a
+    Raises :class:`SimulationError` for a jitter outside of 0 to 10, a seed below 0, and a
     factor that is not finite or less than 1.
     """
 
@@ -38,8 +42,8 @@ class Disturbances:
     failed_links: tuple[LinkName, ...] = ()
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.jitter) and self.jitter >= 0):
-            raise SimulationError(f"jitter={self.jitter} must be finite and not negative")
+        if not 0 <= self.jitter <= MOST_JITTER:
+            raise SimulationError(f"jitter={self.jitter} must lie in 0..{MOST_JITTER:g}")
         if self.seed < 0:
             raise SimulationError(f"seed={self.seed} must be 0 or more")
         for name, factor in (*self.slow_devices.items(), *self.slow_links.items()):

@@ -7,13 +7,16 @@ function waits for that was made outside.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
+from distsim.errors import CostError
 from distsim.executor.classes import Classes, ClassExchange, Group, Placement, communicates, place_of_compute
 from distsim.executor.cost_model import CostModel, runs_kernel
 from distsim.executor.templates import FROM_START, Calls, Columns, Floats, Ints, Template, Where
@@ -116,7 +119,8 @@ class Lowering:
         if found is None:
             signature = signature_of(op)
             parts = [(part, self._ends(op, part)) for part in self.classes.exchanges(op)]
-            seconds = [self.cost_model.communication_seconds(signature, part.group) for part, _ in parts]
+            asked = [self.cost_model.communication_seconds(signature, part.group) for part, _ in parts]
+            seconds = [usable(repr(op), cost) for cost in asked]
             found = self._exchanges[key] = tuple(
                 [
                     (part.sources, part.targets, self.run(s, ends))
@@ -162,11 +166,18 @@ class Lowering:
                 signature = signature_of(op)
                 at = self.classes.at(place_of_compute(function, op))
                 first = [self.classes.members[c][:1] for c in at]
-                seconds = [self.cost_model.seconds(signature, where) for where in first]
+                seconds = [usable(repr(op), self.cost_model.seconds(signature, where)) for where in first]
                 runs = [self.run(s, (self.stream(c, "compute"),)) for c, s in zip(at, seconds, strict=True)]
                 found = tuple(zip(at, runs, strict=True))
             self._kinds[key] = found
         return self._kinds[key]
+
+
+def usable(what: str, seconds: float) -> float:
+    """Return the seconds of an op; a cost model of another's making may give anything."""
+    if not (isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0):
+        raise CostError(f"{what} costs {seconds!r} s; a cost must be a number, finite and not negative")
+    return seconds
 
 
 Made = dict[int, int] | int

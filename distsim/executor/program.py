@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from distsim.errors import ScheduleError
 from distsim.executor.written import WrittenOut
 from distsim.ir import Function, Mesh, Value
 from distsim.schedule import Schedule
@@ -100,6 +101,13 @@ class Program:
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.schedule.num_stages != len(self.stages):
+            raise ScheduleError(
+                f"{self.name}: the schedule {self.schedule.name} is for {self.schedule.num_stages} stages, "
+                f"the program has {len(self.stages)}; make them agree"
+            )
 
     def to_function(self, steady: bool = False) -> Function:
         """Return the whole step as one flat Function of Calls, Sends and collectives, written out when read.

@@ -111,6 +111,8 @@ class Simulation:
 
     def throughput(self, samples: float) -> float:
         """Samples per second, for a step over this many samples."""
+        if not samples > 0:
+            raise SimulationError(f"samples={samples}: a step processes at least one")
         if not self.step_time > 0:
             raise SimulationError(f"{self.name} takes {self.step_time} s; it has no throughput")
         return samples / self.step_time

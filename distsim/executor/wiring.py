@@ -14,6 +14,7 @@ import numpy as np
 
 from distsim.executor.blocks import START, BlockTasks, Bools, StageRanks, Summary
 from distsim.executor.cost_model import CostModel
+from distsim.executor.lowering import usable
 from distsim.executor.program import Program
 from distsim.executor.rounds_tables import Wiring
 from distsim.executor.templates import Floats, Ints
@@ -294,7 +295,7 @@ class Wirer:
                     key,
                     (stage, target),
                     (a, b),
-                    self.cost_model.communication_seconds(signature, part.group),
+                    usable(key.name, self.cost_model.communication_seconds(signature, part.group)),
                     (source or self.source)(stage, key, a),
                     channels,
                     cell("value", target, key, b),
