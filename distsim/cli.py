@@ -24,7 +24,7 @@ from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
-from distsim.report.output import check_target
+from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
 from distsim.transforms import (
     add_loss,
@@ -172,13 +172,15 @@ def _training(options: argparse.Namespace, progress: Progress) -> Function:
 def _simulate(options: argparse.Namespace) -> None:
     for path in filter(None, (options.trace, options.plot)):
         check_target(path)
+    if options.plot:
+        check_format(options.plot, "a timeline")
     progress = Progress(sys.stderr)
     plan = Plan.parse(options.plan)
     topology = load_cluster(options.cluster)
-    function = _training(options, progress)
-    program = progress.run(f"parallelizing: {plan}", lambda: parallelize(function, plan, topology))
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
+    function = _training(options, progress)
+    program = progress.run(f"parallelizing: {plan}", lambda: parallelize(function, plan, topology))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
         simulation = progress.run("simulating", lambda: simulator.simulate(program))

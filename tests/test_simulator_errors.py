@@ -55,3 +55,10 @@ def test_throughput_is_of_at_least_one_sample():
     made, topology = program()
     with pytest.raises(SimulationError, match="samples=-3"):
         Simulator(CostModel(topology)).simulate(made).throughput(-3)
+
+
+def test_slow_links_want_contention():
+    _, topology = program()
+    slow = Disturbances(slow_links={(topology.devices[0], topology.devices[1]): 2.0})
+    with pytest.raises(SimulationError, match="need contention=True"):
+        Simulator(CostModel(topology), engine="events", disturbances=slow)

@@ -140,8 +140,9 @@ def program_model(program: Program, cost_model: CostModel, overlap: bool) -> Pro
             for block in (stage.forward, stage.backward, *[update for _, update in stage.updates])
         ]
     )
+    rounds = tuple([tuple([number for number, _ in stage.updates]) for stage in program.stages])
     one = program.schedule.num_microbatches == 1
-    key = (program.mesh, overlap, one, id(program.inputs), id(program.outputs), *map(id, blocks))
+    key = (program.mesh, overlap, one, rounds, id(program.inputs), id(program.outputs), *map(id, blocks))
     found = kept.models.get(key)
     if found is None:
         if len(kept.models) > MOST_KEPT:

@@ -59,6 +59,9 @@ class Simulator:
                 "contention and disturbances are not linear, so the max-plus engine has none; use "
                 'engine="events"'
             )
+        links = disturbances is not None and (disturbances.slow_links or disturbances.failed_links)
+        if links and not contention:
+            raise SimulationError("slow and failed links need contention=True: without it no link is shared")
         self.cost_model = cost_model
         self.overlap = overlap
         self.lockstep = lockstep and not contention and disturbances is None

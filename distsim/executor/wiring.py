@@ -184,8 +184,11 @@ class Wirer:
         places = np.where(own, makers[:, 0] % 2, np.where(makers[:, 0] < 0, -1, -2))
         first = number - number % 2
         inputs = self._makers_of(first)[:, 0] >= 0
+        place = {key: i for i, key in enumerate(self.blocks[first].inputs)}
+        shared = tuple([place.get(key, -1) for key in self.blocks[number].inputs]) if number % 2 else ()
         tasks = [id(own) for pair in self.tasks[first : first + 2] for own in pair]
-        return (number % 2, *tasks, places.tobytes(), makers[:, 1].tobytes(), inputs.tobytes())
+        runs = bool(self.blocks[first].outputs)
+        return (number % 2, runs, *tasks, places.tobytes(), makers[:, 1].tobytes(), inputs.tobytes(), shared)
 
     def _uncovered(self, number: int, variant: int) -> list[int]:
         """Return the ports for which some task waits on streams that may all be free before.

@@ -42,7 +42,8 @@ def check_bindings(inputs: Sequence[Any], bindings: Mapping[str, Any]) -> dict[s
         keywords = [f"{name}=..." if name.isidentifier() else f"**{{{name!r}: ...}}" for name in unbound]
         raise ImportModelError(
             f"the symbolic dimensions {', '.join(unbound)} have no size ({shapes}): "
-            f"bind them with import_from_onnx(path, {', '.join(keywords)})"
+            f"bind them with import_from_onnx(path, {', '.join(keywords)}), or --batch and --bind on the "
+            "command line"
         )
     return sizes
 

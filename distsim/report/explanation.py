@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
-from distsim.errors import SimulationError
 from distsim.executor import CriticalPath, Explanation
 from distsim.executor.text import seconds_text
-from distsim.report.output import replacing
+from distsim.report.output import check_format, replacing
 
-_FORMATS = ("pdf", "png", "svg")
 _COLOURS = ("#4878a8", "#d1793b")
 _FINEST = 1 / 4000
 """Segments that end within this share of the step on one stage are drawn as one: a page has fewer dots."""
@@ -24,9 +21,7 @@ def plot_explanation(explanation: Explanation, path: str | os.PathLike[str]) -> 
     """
     from matplotlib.figure import Figure
 
-    suffix = Path(path).suffix.lower().removeprefix(".")
-    if suffix not in _FORMATS:
-        raise SimulationError(f"{path}: an explanation is drawn as one of {', '.join(_FORMATS)}")
+    suffix = check_format(path, "an explanation")
     stages, gains = max(len(explanation.stages), 1), max(len(explanation.what_ifs), 1)
     heights = (1 + 0.25 * stages, 0.6 + 0.3 * gains)
     figure: Any = Figure(figsize=(12, sum(heights) + 1), layout="constrained")
