@@ -1,11 +1,7 @@
 """outline: closed forms first, then the same function before and after, of models and of what is invented."""
 
-import time
-from pathlib import Path
-
 import numpy as np
 import pytest
-from cli_cases import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx_cases import running_statistics
@@ -20,35 +16,26 @@ from outline_models import (
     masked_layers,
     meaning,
 )
-from test_onnx_models import FILES, PACKAGED, SIZES, TOPOLOGY, forward
+from test_onnx_models import FILES, forward
 from training_models import (
     Maker,
-    assert_same_step,
-    bert,
     flat_mlp,
-    mesh_of,
     random_inputs,
     small_gpt,
 )
 
 from distsim.errors import PlanError
-from distsim.executor import CostModel, SequentialExecutor, Simulator
-from distsim.importer import import_from_onnx
+from distsim.executor import SequentialExecutor
 from distsim.ir import Function, Role, callees, count_ops, verify
 from distsim.models import gpt, mlp
-from distsim.parallelize import parallelize
-from distsim.plan import Plan
-from distsim.schedule import schedule
 from distsim.transforms import (
     SGD,
     Adam,
     add_loss,
-    build_program,
     describe_blocks,
     differentiate,
     inline,
     outline,
-    steady_state_transform,
 )
 from distsim.transforms.repeats import Repeat, tandem_repeats
 from distsim.transforms.roles import roles
@@ -350,85 +337,3 @@ def test_whole_repetitions_of_a_block_with_products_are_found(block, times):
     found = outline(function)
     assert_same_function(function, found)
     assert max(calls(found).values(), default=0) >= times
-
-
-# --- through plans --------------------------------------------------------------------------------
-
-PLANS = [
-    Plan(dp=2),
-    Plan(tp=2),
-    Plan(tp=4, microbatches=2),
-    Plan(pp=2, microbatches=4),
-    Plan(dp=2, tp=2, pp=2, microbatches=2),
-]
-JOINTS = {
-    "notebook": lambda: outline(flat_mlp(8, optimizer=True)),
-    "mlp": lambda: differentiate(outline(layers(8)), SGD(0.1)),
-    "gpt": lambda: differentiate(outline(flat(small_gpt(layers=4))), Adam()),
-    "gpt, joint": lambda: outline(differentiate(flat(small_gpt(layers=4)), Adam())),
-    "bert": lambda: differentiate(outline(bert()), SGD(0.1)),
-}
-
-
-@pytest.mark.parametrize("name", JOINTS)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_an_outlined_step_computes_the_same_under_a_plan(name, plan):
-    joint = JOINTS[name]()
-    inputs = random_inputs(joint)
-    expected = SequentialExecutor().compute(flat(joint), inputs)
-    order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    if joint.inputs[0].type.shape[0] % (plan.dp * plan.microbatches):
-        pytest.skip("the batch is not divisible")
-    program = build_program(joint, mesh_of(plan.dp, plan.tp, plan.pp), order)
-    assert_same_step(joint, program, inputs, expected)
-
-
-def step_time(joint: Function, plan: Plan) -> float:
-    step, inputs = steady_state_transform(parallelize(joint, plan, TOPOLOGY).to_function())
-    return Simulator(CostModel(TOPOLOGY)).interpret(step, inputs).step_time
-
-
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
-def test_an_outlined_model_takes_as_long(name, plan):
-    """Without stages exactly as long as flat; stages are cut between blocks, not inside of them."""
-    if name == "mlp":
-        function = flat(mlp(16, 2048, 2048))
-    else:
-        function = add_loss(import_from_onnx(PACKAGED["gpt2"], **SIZES["gpt2"] | {"seq": 512}))
-    long = step_time(differentiate(function, SGD()), plan)
-    short = step_time(differentiate(outline(function), SGD()), plan)
-    assert short == pytest.approx(long, rel=0.05 if plan.pp > 1 else 0.005)
-
-
-# --- size -----------------------------------------------------------------------------------------
-
-
-def test_a_hundred_thousand_ops_take_seconds():
-    function = flat_mlp(20_000, 2, 2, optimizer=True)
-    assert len(function.ops) == 100_002
-    start = time.process_time()
-    found = outline(function)
-    assert time.process_time() - start < 10
-    assert calls(found) == {"block0": 10_000, "block1": 10_000, "block2": 10_000}
-    assert distinct(found) == 30_012
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-
-def test_show_outline_prints_the_layers_once_and_how_often_they_are_called(capsys):
-    command = ["show", "gpt2", "--batch", 2, "--bind", "seq=16", "--outline"]
-    out, err = run(capsys, *command)
-    assert out.startswith("# h: 43 ops, called 12 times\nfunction gpt2(\n")
-    assert out.count(" = Call h(") == 12 and out.count("function h(\n") == 1
-    assert [line.split()[0] for line in err.splitlines()] == ["reading", "outlining"]
-
-
-def test_show_outline_goes_through_training_and_says_when_nothing_repeats(capsys):
-    path = Path(PACKAGED["mlp"])
-    out, _ = run(capsys, "show", path, "--outline", "--training", "--optimizer", "sgd", "--loss", "mse")
-    assert out.startswith("# block0: 4 ops, called 4 times\nfunction mlp_training(\n")
-    assert out.count(" = Call block0_backward(") == 4
-    out, _ = run(capsys, "show", PACKAGED["zfnet512"], "--outline")
-    assert out.startswith("# nothing repeats\n")
