@@ -175,7 +175,7 @@ def make_partition(
             index,
             tuple(ops_of(problem, held)),
             held,
-            problem.bytes_of(held),
+            problem.bytes_of(held, problem.per_reader),
             tuple(devices[number] for number in where),
             quotient.parents[index],
             quotient.children[index],

@@ -58,7 +58,8 @@ class Problem:
 
     ``function``, when the problem was made from one: its ops are the problem's ops, in order.
     ``per_reader`` counts what comes into a part once for each op that reads it, as torch.fx's partitioner
-    does; that is more than the part holds and only good for reproducing its figures.
+    does; that is more than the part holds and only good for reproducing its figures. What a device holds
+    is checked by the true count.
 
     >>> x = Item("x", (), 16, 16, is_op=False)
     >>> problem = Problem((x, Item("a", (0,), 16, 96), Item("b", (1,), 16, 16), Item("c", (1, 2), 16, 16)))
@@ -107,14 +108,14 @@ class Problem:
         """Bytes of all items, read or not, on one device."""
         return sum(item.total_bytes for item in self.items)
 
-    def bytes_of(self, items: Collection[int]) -> int:
+    def bytes_of(self, items: Collection[int], per_reader: bool = False) -> int:
         """Bytes that a device needs to hold these items and what they read of others.
 
-        An input that comes from another item is counted once however many read it (see ``per_reader``).
+        An input that comes from another item counts once however many read it, or once ``per_reader``.
         """
         held = set(items)
         outside = [i for number in held for i in self.items[number].inputs if i not in held]
-        counted = outside if self.per_reader else set(outside)
+        counted = outside if per_reader else set(outside)
         own = sum([self.items[number].total_bytes for number in held])
         return own + sum([self.items[number].output_bytes for number in counted])
 
