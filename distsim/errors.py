@@ -46,3 +46,7 @@ class ScheduleError(DistsimError, ValueError):
 
 class SimulationError(DistsimError, ValueError):
     """A function cannot be simulated or computed with what was given."""
+
+
+class RematerializationError(DistsimError, ValueError):
+    """A joint graph cannot be split into a forward and a backward pass as asked."""
