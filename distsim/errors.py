@@ -82,3 +82,7 @@ class TooFewDevicesError(PartitionError):
 
 class CyclicPartitionError(PartitionError):
     """Parts wait for each other in a circle."""
+
+
+class RematerializationError(DistsimError, ValueError):
+    """A joint graph cannot be split into a forward and a backward pass as asked."""

@@ -1,4 +1,4 @@
-"""Which op goes where: parts of a function on devices with memory."""
+"""Which op goes where, and what is kept: parts of a function on devices with memory, stages, saved values."""
 
 from distsim.partition.edit import add_op, move_op, remove_op
 from distsim.partition.partitioner import MODES, partition
