@@ -46,3 +46,7 @@ class ScheduleError(DistsimError, ValueError):
 
 class SimulationError(DistsimError, ValueError):
     """A function cannot be simulated or computed with what was given."""
+
+
+class PartitionError(DistsimError, ValueError):
+    """No partition of the ops or blocks meets what is asked of it."""

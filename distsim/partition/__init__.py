@@ -1,0 +1,1 @@
+"""Which op goes where, and what is kept."""

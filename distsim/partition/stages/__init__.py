@@ -1,0 +1,16 @@
+"""Balanced pipeline stages: contiguous blocks of a model, split for the schedule that runs them."""
+
+from distsim.partition.stages.cost import BlockCost, Communication, free_communication, linear_communication
+from distsim.partition.stages.default import default_split
+from distsim.partition.stages.split import Split, auto_split, split_time
+
+__all__ = [
+    "BlockCost",
+    "Communication",
+    "Split",
+    "auto_split",
+    "default_split",
+    "free_communication",
+    "linear_communication",
+    "split_time",
+]
