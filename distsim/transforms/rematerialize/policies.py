@@ -53,7 +53,7 @@ def policy_named(text: str) -> Policy:
     name, colon, figure = text.partition(":")
     if not colon and name in _NAMED:
         return _NAMED[name]
-    if name == "every" and figure.isascii() and figure.isdigit() and 0 < int(figure[:9]):
+    if name == "every" and figure.isascii() and figure.isdigit() and int(figure[:9]) > 0:
         return Policy(text, checkpoint, every=int(figure[:9]))
     raise PlanError(f"remat={text[:40]!r} is not one of {CHOICES}")
 

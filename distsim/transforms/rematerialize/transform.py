@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Op, Value
-from distsim.ir.type import Tensor
 from distsim.ir.device import devices_of
+from distsim.ir.type import Tensor
 from distsim.partition.saves import Tag
 from distsim.transforms.rematerialize.graph import Marks, graph_of
 from distsim.transforms.rematerialize.pairs import Rewritten, find_pairs, joint_of, rewritten
@@ -58,8 +58,8 @@ class _Rematerializer:
         pairs = find_pairs(joint)
         if self.policy.blocks is not None and self.policy.rest is None and len(pairs) < self.policy.every:
             raise PlanError(
-                f"remat={self.policy}: {function.name} has {len(pairs)} blocks that repeat, so nothing would be "
-                "recomputed; use min_cut or budget:X, which take single ops as well, or none"
+                f"remat={self.policy}: {function.name} has {len(pairs)} blocks that repeat, so nothing "
+                "would be recomputed; use min_cut or budget:X, which take single ops as well, or none"
             )
         for number, pair in enumerate(pairs):
             rule = self.rule(self.policy.rule(number))
