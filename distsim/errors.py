@@ -50,3 +50,7 @@ class SimulationError(DistsimError, ValueError):
 
 class PartitionError(DistsimError, ValueError):
     """No partition of the ops or blocks meets what is asked of it."""
+
+
+class RematerializationError(DistsimError, ValueError):
+    """A joint graph cannot be split into a forward and a backward pass as asked."""

@@ -2,6 +2,7 @@
 
 from distsim.ops import (
     accumulate,
+    barrier,
     batch_norm,
     broadcast,
     choice,
@@ -55,6 +56,7 @@ __all__ = [
     "Signature",
     "Work",
     "accumulate",
+    "barrier",
     "batch_norm",
     "broadcast",
     "choice",

@@ -13,6 +13,7 @@ from distsim.transforms.parallel_3d import (
 )
 from distsim.transforms.pipeline import pipeline
 from distsim.transforms.precision import set_precision
+from distsim.transforms.rematerialize import policy_named, rematerialize, split_joint
 from distsim.transforms.shard import Sharded, shard
 
 __all__ = [
@@ -29,7 +30,10 @@ __all__ = [
     "outline",
     "parallel_transform_3d",
     "pipeline",
+    "policy_named",
+    "rematerialize",
     "set_precision",
     "shard",
+    "split_joint",
     "steady_state_transform",
 ]

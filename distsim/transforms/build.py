@@ -14,23 +14,28 @@ from distsim.transforms.inline import inline
 from distsim.transforms.numbered import Numbered
 from distsim.transforms.outline import outline
 from distsim.transforms.pipeline import Cut, cut_stages
-from distsim.transforms.shard import shard
+from distsim.transforms.rematerialize import rematerialize
+from distsim.transforms.shard import Sharded, shard
 
 
-def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program:
+def build_program(function: Function, mesh: Mesh, schedule: Schedule, remat: str = "none") -> Program:
     """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
 
     The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
     Blocks that a flat function repeats become Calls first, and Calls that are too large to make
     balanced stages are written out. What was made of the function before, for other degrees or another
     order, is used again: a known division costs a look-up.
+
+    ``remat`` is the text of a policy (:func:`distsim.transforms.rematerialize.policy_named`): what backward
+    computes again in place of saving it. It is applied to what every rank runs, so that collectives are
+    seen, and before Calls are written out, so that blocks are.
     """
     memory = _MEMORIES.get(function)
     if memory is None:
         memory = _MEMORIES[function] = _Memory(function)
     pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
     figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]  # which of equal devices it is does not matter
-    key = (pp, dp, tp, schedule.num_microbatches, figures)
+    key = (pp, dp, tp, schedule.num_microbatches, figures, remat)
     found = memory.cuts.get(key)
     if found is None:
         found = memory.cut(function, *key)
@@ -42,8 +47,8 @@ MOST_VALUES = 12_000_000
 are forgotten first. These are 1,300 cuts of a GPT of 96 layers under Adam, 1.5 MB each."""
 
 
-Division = tuple[int, int, int, int, Device]
-"""pp, dp, tp, microbatches, and a device with the figures of those that run it."""
+Division = tuple[int, int, int, int, Device, str]
+"""pp, dp, tp, microbatches, a device with the figures of those that run it, and what is recomputed."""
 
 
 class _Memory:
@@ -59,12 +64,18 @@ class _Memory:
         self.keys: dict[Cut, list[Division]] = {}  # plans may share a cut
         self.size = 0
 
-    def cut(self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device) -> Cut:
+    def cut(
+        self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device, remat: str
+    ) -> Cut:
         """Return ``function`` divided and cut for devices with these figures."""
-        function = self._balanced(function, pp, figures)
-        local = shard(function, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
+        level, written = self._balanced(function, pp, figures)
+        plain = remat == "none"
+        outlined = function if self.outlined is None else self.outlined
+        local = shard(written if plain else outlined, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
+        if not plain:
+            local = replace(local, function=_rematerialized(local, remat, figures, level))
         found = cut_stages(local, pp, figures)
-        self._keep((pp, dp, tp, microbatches, figures), found)
+        self._keep((pp, dp, tp, microbatches, figures, remat), found)
         return found
 
     def _keep(self, key: Division, cut: Cut) -> None:
@@ -78,8 +89,8 @@ class _Memory:
             for known in self.keys.pop(oldest):
                 del self.cuts[known]
 
-    def _balanced(self, function: Function, pp: int, figures: Device) -> Function:
-        """Write out Calls until they make ``pp`` balanced stages."""
+    def _balanced(self, function: Function, pp: int, figures: Device) -> tuple[int, Function]:
+        """Write out Calls until they make ``pp`` balanced stages; return how many levels, and the result."""
         current = function if self.outlined is None else self.outlined
         level = 0
         while coarse(self.numbered[level], pp, figures):
@@ -88,7 +99,19 @@ class _Memory:
                 self.numbered.append(Numbered(self.written[level]))
             current = self.written[level]
             level += 1
-        return current
+        return level, current
+
+
+def _rematerialized(local: Sharded, remat: str, figures: Device, levels: int) -> Function:
+    """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
+    known = _REMATERIALIZED.setdefault(local.function, {})
+    key = (remat, figures, levels)
+    if key not in known:
+        if levels:
+            known[key] = inline(_rematerialized(local, remat, figures, levels - 1))
+        else:
+            known[key] = rematerialize(local.function, remat, device=figures)
+    return known[key]
 
 
 def updates_last(function: Function) -> Function:
@@ -111,3 +134,6 @@ def _size(cut: Cut) -> int:
 
 
 _MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
+
+_REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[str, Device, int], Function]] = WeakKeyDictionary()
+"""By local function what recomputes: cuts of it are shared as those of the local function are."""

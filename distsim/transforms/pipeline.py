@@ -13,6 +13,7 @@ from distsim.ir.device import logical_mesh
 from distsim.ops import operator
 from distsim.schedule import Schedule
 from distsim.transforms.numbered import Numbered, early_sums
+from distsim.transforms.received import keep_received
 from distsim.transforms.shard import Sharded
 from distsim.transforms.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.stages import StageMap, assign_stages
@@ -65,8 +66,11 @@ def cut_stages(local: Sharded, num_stages: int, device: Device) -> Cut:
     figures = logical_mesh(device, 1, 1).devices[0]  # which of equal devices it is does not matter
     found = source.cuts.get((num_stages, figures))
     if found is None:
-        assigned = assign_stages(source.function, num_stages, figures)
-        function, assigned = _untie(source.function, assigned, num_stages, figures)
+        function, assigned = source.function, assign_stages(source.function, num_stages, figures)
+        kept = keep_received(function, assigned)
+        if kept is not None:
+            function, assigned = kept, assign_stages(kept, num_stages, figures)
+        function, assigned = _untie(function, assigned, num_stages, figures)
         found = _Cutter(local, source, function, assigned, num_stages).cut()
         source.cuts[num_stages, figures] = found
     return found

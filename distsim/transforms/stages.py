@@ -2,7 +2,8 @@
 
 The forward ops (those that the loss depends on) are cut, in order, into contiguous stages of least
 bottleneck. A backward op lives where its forward op lives: on the last stage on which everything is
-at hand that it reads, going down from the stage that its gradients come from.
+at hand that it reads, going down from the stage that its gradients come from. What backward computes again
+is computed where it was the first time.
 """
 
 from __future__ import annotations
@@ -86,7 +87,13 @@ def _place_rest(
         if forward[op] or loose[op] or function.steps[op]:
             continue
         bound = num_stages - 1
+        original = function.copies.get(op)
+        if original is not None:
+            stage[op] = stage[original]
+            rest.append(op)
+            continue
         for value in read:
+            value = function.originals.get(value, value)
             made = producer[value]
             if made < 0:
                 if held[value] and value in homes:
@@ -128,8 +135,9 @@ class _Sink:
         self.function, self.rest, self.stage, self.homes = function, rest, stage, homes
         self.late = [False] * len(function.values)
         for op in rest:
-            for value in function.makes[op]:
-                self.late[value] = True
+            if op not in function.copies:
+                for value in function.makes[op]:
+                    self.late[value] = True
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[int]]:
@@ -144,7 +152,7 @@ class _Sink:
         function, stage = self.function, self.stage
         for op in reversed(self.rest):
             read = function.reads[op]
-            if not read or not all(self.late[value] for value in read):
+            if op in function.copies or not read or not all(self.late[value] for value in read):
                 continue
             if function.sums[op] and function.uses[read[0]] == 1:
                 continue  # as many bytes before it as after it
