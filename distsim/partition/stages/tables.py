@@ -23,6 +23,7 @@ class Order(NamedTuple):
 
     ``aligned``: every stage runs its forwards, and its backwards, by increasing microbatch. ``paired``
     [k, i]: stage k and all after it run a forward between the backwards of microbatches i - 1 and i.
+    ``due`` [n]: how many backwards the last stage may run when it has run n + 1 forwards.
     """
 
     stage: Ints
@@ -30,6 +31,7 @@ class Order(NamedTuple):
     microbatch: Ints
     aligned: bool
     paired: npt.NDArray[np.bool_]
+    due: Ints
 
 
 class Tables(NamedTuple):
@@ -82,13 +84,16 @@ def order_of(schedule: Schedule) -> Order:
     aligned = True
     paired = np.zeros((count + 1, m), np.bool_)
     paired[count] = True
+    due = np.zeros(m, np.int64)
     for s in range(count - 1, -1, -1):
         own = stage == s
         backward = phase[own] == 1
         forwards = np.cumsum(~backward)[backward]  # before each backward
+        if s == count - 1:
+            due = np.searchsorted(forwards, np.arange(1, m + 1), side="right")
         paired[s] = paired[s + 1] & (np.diff(forwards, prepend=forwards[0]) > 0)
         aligned &= all((np.diff(microbatch[own][part]) > 0).all() for part in (backward, ~backward))
-    return Order(stage, phase, microbatch, aligned, paired)
+    return Order(stage, phase, microbatch, aligned, paired, due)
 
 
 def _repeated(rounds: Rounds) -> tuple[Ints, Ints]:
