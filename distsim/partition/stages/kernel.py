@@ -24,8 +24,8 @@ def makespan(bounds: Any, known: int, others: Any, order: Any, tables: Any, room
     what these do: a microbatch comes back ``others[0]`` (the first) or ``others[1]`` later at the earliest
     than the one arrived there that the last stage runs before. Where the order is aligned, ``others[2]`` lie
     between the starts of two microbatches there, ``others[3]`` between their returns when each stage runs a
-    forward in between, and ``others[4]`` in any case; the second may return ``others[5]`` sooner. ``room`` is working memory:
-    [4, stages] and [2, stages, microbatches].
+    forward in between, and ``others[4]`` in any case; the second may return ``others[5]`` sooner. ``room`` is
+    working memory: [4, stages] and [2, stages, microbatches].
     """
     free, channel, reply, seen = room[0]
     arrived, returned = room[1]

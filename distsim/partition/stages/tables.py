@@ -116,12 +116,13 @@ def tables_of(
     many = schedule.num_microbatches > 1
     figures = {
         name: np.array([getattr(cost, name) for cost in costs], float)
-        for name in ("forward", "backward", "after", "accumulate", "shared", "reduce", "update")
+        for name in ("forward", "recompute", "backward", "after", "accumulate", "shared", "reduce", "update")
     }
     accumulate = figures["accumulate"] if many else np.zeros(count)
     lead = np.zeros((count + 1, count + 1))
     tail = np.zeros((count + 1, count + 1))
-    last = figures["backward"] + accumulate
+    backward = figures["recompute"] + figures["backward"]
+    last = backward + accumulate
     for j in range(1, count + 1):
         made = late = done = 0.0
         for i in range(j - 1, -1, -1):
@@ -137,7 +138,7 @@ def tables_of(
     return Tables(
         lead,
         _sums(figures["forward"]),
-        _sums(figures["backward"]),
+        _sums(backward),
         _sums(accumulate),
         tail,
         np.append(figures["after"], 0.0),
@@ -162,8 +163,10 @@ def _sends(
     for stage in range(stages - 1):
         for j in range(1, len(costs)):
             made = costs[j - 1]
-            ahead[stage, j] = communication(stage, stage + 1, made.sent)
-            back[stage, j] = communication(stage + 1, stage, made.gradient)
+            if made.sent > 0:  # what is not there takes not even a latency
+                ahead[stage, j] = communication(stage, stage + 1, made.sent)
+            if made.gradient > 0:
+                back[stage, j] = communication(stage + 1, stage, made.gradient)
     for seconds in (ahead, back):
         if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
             raise PartitionError(
