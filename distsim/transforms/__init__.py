@@ -4,6 +4,7 @@ from distsim.transforms.build import build_program
 from distsim.transforms.differentiate import differentiate
 from distsim.transforms.inline import inline
 from distsim.transforms.loss import add_loss
+from distsim.transforms.model_blocks import block_costs
 from distsim.transforms.optimizers import SGD, Adam, optimizer_named
 from distsim.transforms.outline import describe_blocks, outline
 from distsim.transforms.parallel_3d import (
@@ -22,6 +23,7 @@ __all__ = [
     "PipeDreamScheduler",
     "Sharded",
     "add_loss",
+    "block_costs",
     "build_program",
     "describe_blocks",
     "differentiate",

@@ -2,6 +2,8 @@
 
 from distsim.partition.stages.cost import BlockCost, Communication, free_communication, linear_communication
 from distsim.partition.stages.default import default_split
+from distsim.partition.stages.links import mesh_communication
+from distsim.partition.stages.pricing import program_costs
 from distsim.partition.stages.split import Split, auto_split, split_time
 
 __all__ = [
@@ -12,5 +14,7 @@ __all__ = [
     "default_split",
     "free_communication",
     "linear_communication",
+    "mesh_communication",
+    "program_costs",
     "split_time",
 ]

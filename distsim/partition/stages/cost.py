@@ -18,13 +18,13 @@ class BlockCost:
 
     Seconds per microbatch, on the device of one rank:
 
-    - ``forward``;
-    - ``backward``, what is recomputed for it (``recompute``, for information) included, of which the last
-      ``after`` come after the gradient that the block before waits for: weight gradients, say;
-    - ``accumulate``: adding the parameter gradients to their sums, after ``after``, for every microbatch
-      but the first;
-    - ``shared``: making constants (a causal mask) at the start of the forward, before anything is
-      received; blocks on one stage make them once, so the most of its blocks counts.
+    - ``forward``, and before it, when nothing need be received, ``shared``: making constants (a causal
+      mask). Blocks on one stage make them once, so the most of its blocks counts;
+    - ``recompute``, what is computed again before ``backward``;
+    - ``backward``, of which the last ``after`` come after the gradient that the block before waits for
+      (weight gradients, say);
+    - ``accumulate``, adding the parameter gradients to their sums, at the very end, for every microbatch
+      but the first.
 
     Once per step, when the last microbatch is done: ``reduce``, the gradients' collectives, then ``update``,
     the optimizer; a block's collectives run beside the update of those before it.
@@ -34,8 +34,8 @@ class BlockCost:
     is kept of a microbatch from its forward to its backward; ``workspace``: the most needed beside, for as
     long as the block runs.
 
-    Raises :class:`PartitionError` for a figure that is negative or not finite, and for ``after`` or
-    ``recompute`` over ``backward``.
+    Raises :class:`PartitionError` for a figure that is negative or not finite, and for ``after`` over
+    ``backward``.
     """
 
     name: str
@@ -62,17 +62,16 @@ class BlockCost:
                 raise PartitionError(
                     f"block {self.name}: {field.name}={figure}; give a finite figure of at least 0"
                 )
-        for part in ("after", "recompute"):
-            if getattr(self, part) > self.backward * (1 + 1e-9):
-                raise PartitionError(
-                    f"block {self.name}: {part}={getattr(self, part)} s is part of a backward pass of "
-                    f"{self.backward} s; give at most that"
-                )
+        if self.after > self.backward * (1 + 1e-9):
+            raise PartitionError(
+                f"block {self.name}: after={self.after} s is part of a backward pass of {self.backward} s; "
+                "give at most that"
+            )
 
     @property
     def work(self) -> float:
-        """Seconds of one microbatch, forward and backward."""
-        return self.forward + self.backward
+        """Seconds of one microbatch, forward, recomputation and backward."""
+        return self.forward + self.recompute + self.backward
 
     @property
     def gradient(self) -> float:

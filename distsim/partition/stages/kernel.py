@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from distsim.compile import compiled
 
 OTHERS = 6
@@ -23,11 +21,11 @@ def makespan(bounds: Any, known: int, others: Any, order: Any, tables: Any, room
     """Return when the last of the first ``known`` stages is done; stage s holds ``bounds[s:s + 2]``.
 
     With all stages known that is the step time. If there are more, ``others`` (:data:`OTHERS` seconds) bound
-    what these do: a microbatch that leaves the last known stage comes back ``others[0]`` (the first) or
-    ``others[1]`` later at the earliest. Where the order is aligned, ``others[2]`` lie between the starts of
-    two microbatches there, ``others[3]`` between their returns when each stage runs a forward in between,
-    and ``others[4]`` in any case; the second may return ``others[5]`` sooner. ``room`` is working memory:
-    [4, stages] and [2, stages, microbatches].
+    what these do: a microbatch comes back ``others[0]`` (the first) or ``others[1]`` later at the earliest
+    than the one arrived there that the last stage runs before. Where the order is aligned, ``others[2]`` lie
+    between the starts of two microbatches there, ``others[3]`` between their returns when each stage runs a
+    forward in between, and ``others[4]`` in any case; the second may return ``others[5]`` sooner. ``room`` is
+    working memory: [4, stages] and [2, stages, microbatches].
     """
     free, channel, reply, seen = room[0]
     arrived, returned = room[1]
@@ -37,7 +35,7 @@ def makespan(bounds: Any, known: int, others: Any, order: Any, tables: Any, room
     seen[:known] = 0.0
     stages = len(free)
     started = paired = unpaired = -math.inf
-    count = 0
+    done = 0
     for n in range(len(order.stage)):
         s = order.stage[n]
         if s >= known:
@@ -56,17 +54,21 @@ def makespan(bounds: Any, known: int, others: Any, order: Any, tables: Any, room
                     arrived[s + 1, m] = channel[s]
                 else:
                     start = channel[s]
-                    if order.aligned and count > 0:
-                        start = max(start, started + others[2])
-                        sooner = others[5] if count == 1 else 0.0
-                        paired += others[3] - sooner if order.paired[known, m] else 0.0
-                        unpaired += others[4] - sooner
+                    if not order.aligned:
+                        reply[s] = max(reply[s], start + others[0]) + tables.back[s, j]
+                        returned[s, m] = reply[s]
+                        continue
+                    start = max(start, started + others[2])
                     started = start
-                    back = start + others[min(count, 1)]
-                    paired, unpaired = max(paired, back), max(unpaired, back)
-                    count += 1
-                    reply[s] = max(reply[s], max(paired, unpaired)) + tables.back[s, j]
-                    returned[s, m] = reply[s]
+                    for b in range(done, order.due[m]):
+                        sooner = others[5] if b == 1 else 0.0
+                        paired += others[3] - sooner if order.paired[known, b] else 0.0
+                        unpaired += others[4] - sooner
+                        back = start + others[min(b, 1)]
+                        paired, unpaired = max(paired, back), max(unpaired, back)
+                        reply[s] = max(reply[s], max(paired, unpaired)) + tables.back[s, j]
+                        returned[s, b] = reply[s]
+                    done = order.due[m]
         else:
             begin = free[s]
             if s + 1 < stages:

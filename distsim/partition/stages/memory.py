@@ -67,8 +67,8 @@ def nothing_fits(memory: np.ndarray, limits: Sequence[float]) -> PartitionError:
         at = end
     over, worst_stage = found[0], -found[1]
     return PartitionError(
-        f"no split of {count} blocks into {stages} stages fits in memory: the least that some stage is over is "
-        f"{over / 2**20:,.1f} MiB, stage {worst_stage} of the split {', '.join(map(str, sizes))}, which needs "
+        f"no split of {count} blocks into {stages} stages fits in memory: at best some stage is over by "
+        f"{over / 2**20:,.1f} MiB, stage {worst_stage} of sizes {', '.join(map(str, sizes))}, which needs "
         f"{(over + limits[worst_stage]) / 2**20:,.1f} of {limits[worst_stage] / 2**20:,.1f} MiB; use more "
         "stages, smaller microbatches, or recompute more"
     )

@@ -79,7 +79,7 @@ def bound_of(
 def search(
     best: Any, time: float, count: int, limit: int, order: Any, tables: Any, suffix: Any, room: Any
 ) -> tuple[float, float, int]:
-    """Find a better split than ``best``, which takes ``time``; return its time, a lower bound, and the effort.
+    """Find a better split than ``best``, which takes ``time``; return its time, a bound, and the effort.
 
     Depth first, one stage after the other; a choice of the first stages is dropped when no split that begins
     with it can be better. After ``limit`` simulations the bound is that of what is still open.

@@ -23,6 +23,7 @@ class Order(NamedTuple):
 
     ``aligned``: every stage runs its forwards, and its backwards, by increasing microbatch. ``paired``
     [k, i]: stage k and all after it run a forward between the backwards of microbatches i - 1 and i.
+    ``due`` [n]: how many backwards the last stage may run when it has run n + 1 forwards.
     """
 
     stage: Ints
@@ -30,6 +31,7 @@ class Order(NamedTuple):
     microbatch: Ints
     aligned: bool
     paired: npt.NDArray[np.bool_]
+    due: Ints
 
 
 class Tables(NamedTuple):
@@ -82,13 +84,16 @@ def order_of(schedule: Schedule) -> Order:
     aligned = True
     paired = np.zeros((count + 1, m), np.bool_)
     paired[count] = True
+    due = np.zeros(m, np.int64)
     for s in range(count - 1, -1, -1):
         own = stage == s
         backward = phase[own] == 1
         forwards = np.cumsum(~backward)[backward]  # before each backward
+        if s == count - 1:
+            due = np.searchsorted(forwards, np.arange(1, m + 1), side="right")
         paired[s] = paired[s + 1] & (np.diff(forwards, prepend=forwards[0]) > 0)
         aligned &= all((np.diff(microbatch[own][part]) > 0).all() for part in (backward, ~backward))
-    return Order(stage, phase, microbatch, aligned, paired)
+    return Order(stage, phase, microbatch, aligned, paired, due)
 
 
 def _repeated(rounds: Rounds) -> tuple[Ints, Ints]:
@@ -111,12 +116,13 @@ def tables_of(
     many = schedule.num_microbatches > 1
     figures = {
         name: np.array([getattr(cost, name) for cost in costs], float)
-        for name in ("forward", "backward", "after", "accumulate", "shared", "reduce", "update")
+        for name in ("forward", "recompute", "backward", "after", "accumulate", "shared", "reduce", "update")
     }
     accumulate = figures["accumulate"] if many else np.zeros(count)
     lead = np.zeros((count + 1, count + 1))
     tail = np.zeros((count + 1, count + 1))
-    last = figures["backward"] + accumulate
+    backward = figures["recompute"] + figures["backward"]
+    last = backward + accumulate
     for j in range(1, count + 1):
         made = late = done = 0.0
         for i in range(j - 1, -1, -1):
@@ -132,7 +138,7 @@ def tables_of(
     return Tables(
         lead,
         _sums(figures["forward"]),
-        _sums(figures["backward"]),
+        _sums(backward),
         _sums(accumulate),
         tail,
         np.append(figures["after"], 0.0),
@@ -157,8 +163,10 @@ def _sends(
     for stage in range(stages - 1):
         for j in range(1, len(costs)):
             made = costs[j - 1]
-            ahead[stage, j] = communication(stage, stage + 1, made.sent)
-            back[stage, j] = communication(stage + 1, stage, made.gradient)
+            if made.sent > 0:  # what is not there takes not even a latency
+                ahead[stage, j] = communication(stage, stage + 1, made.sent)
+            if made.gradient > 0:
+                back[stage, j] = communication(stage + 1, stage, made.gradient)
     for seconds in (ahead, back):
         if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
             raise PartitionError(
