@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
+from distsim.executor.cost_model import CostModel
 from distsim.executor.program import Program
 from distsim.ir import Function, Mesh, Topology
 from distsim.plan import Plan
@@ -12,14 +14,26 @@ from distsim.schedule import schedule
 from distsim.transforms import build_program
 
 
-def parallelize(function: Function, plan: Plan, topology: Topology) -> Program:
+def parallelize(
+    function: Function, plan: Plan, topology: Topology, remat: str = "none", stages: str = "even"
+) -> Program:
     """Return the scheduled training step of a joint function under ``plan``.
 
     The first ``plan.devices`` devices of ``topology`` are used: tensor-parallel ranks next to each
-    other, where links are fastest, then data-parallel ones, then pipeline stages. Raises
+    other, where links are fastest, then data-parallel ones, then pipeline stages. ``remat`` says what is
+    computed again in backward (:func:`distsim.transforms.rematerialize.policy_named`), ``stages`` where the
+    stages begin: see :func:`build_program`. Raises
     :class:`PlanError` when the plan does not fit the topology, the batch or the function.
     """
-    return build_program(function, _mesh(plan, topology), schedule(plan.schedule, plan.pp, plan.microbatches))
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    costs = _cost_model(topology) if stages == "auto" else None
+    return build_program(function, _mesh(plan, topology), order, remat, stages, costs)
+
+
+@lru_cache(8)
+def _cost_model(topology: Topology) -> CostModel:
+    """Return the cost model with which splits are simulated: one for all plans of a topology."""
+    return CostModel(topology)
 
 
 Degrees = tuple[int, int, int]

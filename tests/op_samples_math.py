@@ -22,6 +22,8 @@ MATMUL: tuple[Sample, ...] = (
     sample("MatMul", (1, 4), A=np.array([[2.0]])),
     sample("Gemm", (4, 6), (6, 8)),
     sample("Gemm", (6, 4), (6, 8), (8,), transA=1, alpha=0.5, beta=2.0),
+    sample("GroupedMatMul", (6, 4), (3, 4, 8), np.array([2, 0, 4])),
+    sample("GroupedMatMul", (2, 10, 4), (2, 4, 6), np.array([3, 5])),
     sample("Gemm", (4, 6), (8, 6), (4, 1), transB=1),
     sample("Gemm", (6, 4), (8, 6), (4, 8), transA=1, transB=1, beta=0.5),
     sample("Gemm", (6, 4), (8, 6), transA=1, transB=1, alpha=3.0),

@@ -20,6 +20,7 @@ from training_models import (
 from distsim.errors import PlanError, UnknownOperatorError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Function, Int64, Role, Tensor, callees, count_ops, verify
+from distsim.models import deepseek, moe
 from distsim.transforms import SGD, Adam, differentiate, inline, optimizer_named
 
 EPSILON = 1e-5
@@ -66,6 +67,8 @@ MODELS = {
     "mlp of unequal widths": lambda: mlp(3, 6, 4, input_width=5, output_width=3, dtype=F64),
     "gpt": lambda: small_gpt(batch=2),
     "llama": lambda: small_llama(batch=2),
+    "moe": lambda: moe(2, 8, 2, 1, 6, 4, 2, 1, 5, 2, 16, concentration=1.0, dtype=F64),
+    "deepseek": lambda: deepseek(1, 8, 2, 6, 3, 4, 3, 2, 3, seq=5, batch=2, vocab=16, dtype=F64),
     "fused attention": fused_attention,
     "tied embeddings": tied,
     "bert": bert,

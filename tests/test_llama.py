@@ -10,7 +10,7 @@ from distsim.importer import load_model
 from distsim.ir import Float64, Function, callees
 from distsim.ir.type import BFloat16
 from distsim.models import llama
-from distsim.models.llama import THETA
+from distsim.models.decoder import THETA
 from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.transforms import Adam, differentiate, shard

@@ -30,6 +30,7 @@ from distsim.ops import (
     elementwise,
     gemm,
     group_norm,
+    grouped,
     matmul,
     normalization,
     operator,
@@ -87,7 +88,7 @@ def _narrowed(of: Sample, dtype: DType) -> Sample | None:
 # --- coverage ----------------------------------------------------------------------------------------
 
 MODULES = (
-    *(batch_norm, broadcast, choice, conversion, elementwise, gemm, group_norm, matmul),
+    *(batch_norm, broadcast, choice, conversion, elementwise, gemm, group_norm, grouped, matmul),
     *(normalization, reduction, selection, softmax),
 )
 
@@ -111,7 +112,7 @@ def test_every_operator_has_its_rules() -> None:
     for one in _own():
         assert one.work is not None, one.name
         assert one.compute is not None or one.name.startswith("Cast"), one.name
-        if one.name.endswith("Grad") or one.name in ("MatMulGradA", "MatMulGradB"):
+        if one.name.endswith(("Grad", "GradA", "GradB")):
             assert one.types is not None, one.name
         else:
             assert one.gradient is not None, one.name

@@ -9,21 +9,25 @@ from distsim.errors import TopologyError
 from distsim.hardware import collective_time, describe, figures, load_cluster, presets
 
 
+DGX = ("dgx-2", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200")
+DEVICES = dict.fromkeys(DGX, 8) | {"dgx-2": 16, "rtx-3090": 4}
+
+
 class TestPresets:
     def test_names(self):
-        assert presets() == ("dgx-2", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200")
+        assert presets() == (*DGX, "rtx-3090")
 
     @pytest.mark.parametrize("name", presets())
     def test_loads_and_every_figure_has_unit_and_source(self, name: str):
         topology = load_cluster(name)
-        assert len(topology.devices) == (16 if name == "dgx-2" else 8)
+        assert len(topology.devices) == DEVICES[name]
         rows = figures(name)
         assert len(rows) >= 15
         assert all(row.unit and len(row.source) > 10 and row.si_value > 0 for row in rows)
         text = describe(name)
         assert all(row.name in text and row.source in text for row in rows)
         device = topology.devices[0]
-        assert 30e9 < device.memory < 200e9
+        assert 20e9 < device.memory < 200e9
         assert device.peak("float16") > device.peak("float32") >= device.peak("float64")
         assert device.peak("uint4") == device.throughput
 

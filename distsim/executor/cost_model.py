@@ -228,6 +228,11 @@ def runs_kernel(op_type: str) -> bool:
     return op_type != "Constant" and not operator(op_type).view
 
 
+def takes_turn(op_type: str) -> bool:
+    """Whether an op waits for its turn on a stream: it runs a kernel, or keeps back what follows."""
+    return runs_kernel(op_type) or operator(op_type).waits
+
+
 def element_type(signature: Signature) -> str:
     """The element type that decides which matrix unit is used: that of the first real operand."""
     for tensor in (*signature.inputs, *signature.outputs):

@@ -18,7 +18,7 @@ import numpy as np
 
 from distsim.errors import CostError
 from distsim.executor.classes import Classes, ClassExchange, Group, Placement, communicates, place_of_compute
-from distsim.executor.cost_model import CostModel, runs_kernel
+from distsim.executor.cost_model import CostModel, takes_turn
 from distsim.executor.templates import FROM_START, Calls, Columns, Floats, Ints, Template, Where
 from distsim.ir import Function, Op, Value
 from distsim.ops import signature_of
@@ -143,7 +143,7 @@ class Lowering:
     def kind(self, function: Function, op: Op) -> Kind:
         """Return (rank class, run) of a compute op on each of its classes.
 
-        Nothing for an op that runs no kernel. A communication op has none: it is None.
+        Nothing for an op that takes no turn. A communication op has none: it is None.
         """
         # The objects' ids first: attributes and types are mostly shared, and they outlive the lowering.
         key = (op.op_type, id(op.attributes), op.version, len(op.inputs))
@@ -162,7 +162,7 @@ class Lowering:
             found: Kind = ()
             if communicates(op):
                 found = None
-            elif runs_kernel(op.op_type):
+            elif takes_turn(op.op_type):
                 signature = signature_of(op)
                 at = self.classes.at(place_of_compute(function, op))
                 first = [self.classes.members[c][:1] for c in at]

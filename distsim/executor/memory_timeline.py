@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from distsim.executor.classes import place_of
-from distsim.executor.cost_model import runs_kernel
+from distsim.executor.cost_model import takes_turn
 from distsim.executor.memory import whole
 from distsim.executor.memory_plan import first_places, plan_of
 from distsim.executor.memory_walk import KIND_OF_ROLE, KINDS, RESIDENT, WORKSPACE, Argument, Frame
@@ -142,9 +142,9 @@ class _Teller:
                 _read(held[home[value]], times)
 
     def _next(self, op: Op) -> Times:
-        """Return when the op that comes next runs on each rank class; nothing for what runs no kernel."""
+        """Return when the op that comes next runs on each rank class; nothing for what takes no turn."""
         times: Times = {}
-        if not runs_kernel(op.op_type):
+        if not takes_turn(op.op_type):
             return times
         first = self.task
         while self.task < len(self.ops) and (self.ops[self.task], self.calls[self.task]) == (

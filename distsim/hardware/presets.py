@@ -93,7 +93,7 @@ def presets() -> tuple[str, ...]:
     """The names that :func:`load_cluster` knows.
 
     >>> presets()
-    ('dgx-2', 'dgx-a100', 'dgx-b200', 'dgx-h100', 'dgx-h200')
+    ('dgx-2', 'dgx-a100', 'dgx-b200', 'dgx-h100', 'dgx-h200', 'rtx-3090')
     """
     names = (entry.name for entry in _folder().iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))

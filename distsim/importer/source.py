@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
 from typing import Any, cast
@@ -11,9 +12,15 @@ from distsim.errors import ImportModelError
 from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
 from distsim.ir import Function
 from distsim.ir.type import dtype_named
-from distsim.models import gpt, llama, mlp
+from distsim.models import deepseek, gpt, llama, mlp, moe
 
-BUILDERS: dict[str, Callable[..., Function]] = {"gpt": gpt, "llama": llama, "mlp": mlp}
+BUILDERS: dict[str, Callable[..., Function]] = {
+    "gpt": gpt,
+    "llama": llama,
+    "mlp": mlp,
+    "moe": moe,
+    "deepseek": deepseek,
+}
 BUNDLED = ("gpt2",)
 MAX_SIZE = 2**31
 
@@ -65,12 +72,16 @@ def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Seq
 
 def _build(name: str, options: str, batch: int | None) -> Function:
     builder = BUILDERS[name]
-    known = inspect.signature(builder).parameters
+    known = {
+        key: _READERS[str(parameter.annotation)]
+        for key, parameter in inspect.signature(builder).parameters.items()
+        if str(parameter.annotation) in _READERS
+    }
     given: dict[str, Any] = {}
     for key, text in _split(options, name).items():
         if key not in known:
             raise ImportModelError(f"{name} has no option {key!r}; it has {', '.join(known)}")
-        given[key] = dtype_named(text) if key == "dtype" else _number(key, text)
+        given[key] = known[key](key, text)
     if batch is not None:
         given["batch"] = _number("batch", str(batch))
     return builder(**given)
@@ -95,3 +106,22 @@ def _number(key: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 12 or not 1 <= int(text) <= MAX_SIZE:
         raise ImportModelError(f"{key}={text} must be a whole number from 1 to {MAX_SIZE}")
     return int(text)
+
+
+def _decimal(key: str, text: str) -> float:
+    if (
+        len(text) > 12
+        or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", text, re.ASCII)
+        or not 0 < float(text) <= MAX_SIZE
+    ):
+        raise ImportModelError(f"{key}={text} must be a positive decimal number of at most {MAX_SIZE}")
+    return float(text)
+
+
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "int": _number,
+    "int | None": _number,
+    "float | None": _decimal,
+    "DType": lambda key, text: dtype_named(text),
+}
+"""How the text of a builder's option is read, by the annotation of its parameter; others are for Python."""

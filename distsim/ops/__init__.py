@@ -2,6 +2,7 @@
 
 from distsim.ops import (
     accumulate,
+    barrier,
     batch_norm,
     broadcast,
     choice,
@@ -14,6 +15,7 @@ from distsim.ops import (
     elementwise,
     gemm,
     group_norm,
+    grouped,
     indexing,
     matmul,
     movement,
@@ -54,6 +56,7 @@ __all__ = [
     "Signature",
     "Work",
     "accumulate",
+    "barrier",
     "batch_norm",
     "broadcast",
     "choice",
@@ -67,6 +70,7 @@ __all__ = [
     "elementwise",
     "gemm",
     "group_norm",
+    "grouped",
     "indexing",
     "matmul",
     "movement",

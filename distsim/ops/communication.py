@@ -15,11 +15,13 @@ import numpy as np
 
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
-from distsim.ir.op import Attributes
+from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
 from distsim.ops.operator import (
     Array,
     Communication,
+    GradientContext,
+    GradientRule,
     Operator,
     Signature,
     TypesRule,
@@ -238,8 +240,20 @@ def _same(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
     return list(ranks)
 
 
-def _register(name: str, types: TypesRule, meaning: Communication) -> None:
-    register(Operator(name, types=types, communication=meaning))
+def _alltoall_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    """Every part goes back to the rank that it came from."""
+    back = {
+        "axis": ctx.attributes["axis"],
+        "split": ctx.attributes["concat"],
+        "concat": ctx.attributes["split"],
+    }
+    return [ctx.add("MPIAlltoall", ctx.grad, **back)]
+
+
+def _register(
+    name: str, types: TypesRule, meaning: Communication, gradient: GradientRule | None = None
+) -> None:
+    register(Operator(name, types=types, communication=meaning, gradient=gradient))
 
 
 _register("MPIAllreduce", _allreduce_types, Communication("all_reduce", _allreduce, _input_bytes))
@@ -249,7 +263,12 @@ _register(
     _slice_types("MPIReduceScatter"),
     Communication("reduce_scatter", _reduce_scatter, _input_bytes),
 )
-_register("MPIAlltoall", _alltoall_types, Communication("all_to_all", _alltoall, _input_bytes))
+_register(
+    "MPIAlltoall",
+    _alltoall_types,
+    Communication("all_to_all", _alltoall, _input_bytes),
+    _alltoall_gradient,
+)
 _register("Send", _send_types, Communication("send", _same, _input_bytes, transfers=True))
 _register("MPIBroadcast", _broadcast_types, Communication("broadcast", _scatter_group, _input_bytes, True))
 _register("MPIScatter", _scatter_types, Communication("scatter", _scatter_group, _input_bytes, True))

@@ -254,6 +254,13 @@ def _register_gather(
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:
         return by_place(_DATA, ctx, {"data": _scattered(ctx, f"{name}Grad", option)})
 
+    def of_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+        """What is added at a place has the gradient of that place: a gather again."""
+        index = places(_GRAD, ctx.attributes, len(ctx.inputs))
+        indices = (ctx.inputs[index["indices"]],) if "indices" in index else ()
+        made = ctx.add(name, ctx.grad, *indices, **picked(ctx.attributes, option, "indices"))
+        return by_place(_GRAD, ctx, {"dy": made})
+
     register(Operator(name, compute=meanings[0], work=_gather_work, gradient=gradient, sharding=rules[0]))
     register(
         Operator(
@@ -261,6 +268,7 @@ def _register_gather(
             types=like_shape(f"{name}Grad", 2),
             compute=meanings[1],
             work=_scatter_add_work,
+            gradient=of_gradient,
             sharding=rules[1],
         )
     )

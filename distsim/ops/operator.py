@@ -192,6 +192,8 @@ class Operator:
     """A loss: its gradient rule starts the backward pass and reads no gradient of its output."""
     view: bool = False
     """The output is input 0 under another shape: no kernel runs and no memory is taken."""
+    waits: bool = False
+    """A view that is there only once all inputs are."""
 
 
 _OPERATORS: dict[str, Operator] = {}
@@ -210,6 +212,7 @@ def register(operator: Operator) -> Operator:
             "communication",
             "in_place",
             "view",
+            "waits",
             "seeds_gradient",
         )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}

@@ -4,6 +4,7 @@ from distsim.transforms.build import build_program
 from distsim.transforms.differentiate import differentiate
 from distsim.transforms.inline import inline
 from distsim.transforms.loss import add_loss
+from distsim.transforms.model_blocks import block_costs
 from distsim.transforms.optimizers import SGD, Adam, optimizer_named
 from distsim.transforms.outline import describe_blocks, outline
 from distsim.transforms.parallel_3d import (
@@ -13,6 +14,7 @@ from distsim.transforms.parallel_3d import (
 )
 from distsim.transforms.pipeline import pipeline
 from distsim.transforms.precision import set_precision
+from distsim.transforms.rematerialize import policy_named, rematerialize, split_joint
 from distsim.transforms.shard import Sharded, shard
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "PipeDreamScheduler",
     "Sharded",
     "add_loss",
+    "block_costs",
     "build_program",
     "describe_blocks",
     "differentiate",
@@ -29,7 +32,10 @@ __all__ = [
     "outline",
     "parallel_transform_3d",
     "pipeline",
+    "policy_named",
+    "rematerialize",
     "set_precision",
     "shard",
+    "split_joint",
     "steady_state_transform",
 ]

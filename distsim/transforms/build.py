@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from distsim.errors import PlanError
+from distsim.executor.cost_model import CostModel
 from distsim.executor.program import Program
 from distsim.ir import Device, Function, Mesh
 from distsim.ir.device import logical_mesh
@@ -14,23 +17,47 @@ from distsim.transforms.inline import inline
 from distsim.transforms.numbered import Numbered
 from distsim.transforms.outline import outline
 from distsim.transforms.pipeline import Cut, cut_stages
-from distsim.transforms.shard import shard
+from distsim.transforms.rematerialize import rematerialize
+from distsim.transforms.shard import Sharded, shard
+from distsim.transforms.stage_choice import check_stages, default_cut, fastest_cut
 
 
-def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program:
+def build_program(
+    function: Function,
+    mesh: Mesh,
+    schedule: Schedule,
+    remat: str = "none",
+    stages: str = "even",
+    cost_model: CostModel | None = None,
+) -> Program:
     """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
 
     The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
     Blocks that a flat function repeats become Calls first, and Calls that are too large to make
     balanced stages are written out. What was made of the function before, for other degrees or another
     order, is used again: a known division costs a look-up.
+
+    ``remat`` is the text of a policy (:func:`distsim.transforms.rematerialize.policy_named`): what backward
+    computes again in place of saving it. It is applied to what every rank runs, so that collectives are
+    seen, and before Calls are written out, so that blocks are.
+
+    ``stages``, one of :data:`STAGES`, says where they begin: so that their work is even; after torchtitan's
+    counting of layers; or, with ``auto``, so that the step simulated with ``cost_model`` is the fastest that
+    fits in memory. Raises :class:`PlanError` for what there is not, and for ``auto`` without a cost model.
     """
+    check_stages(stages)
     memory = _MEMORIES.get(function)
     if memory is None:
         memory = _MEMORIES[function] = _Memory(function)
     pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
     figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]  # which of equal devices it is does not matter
-    key = (pp, dp, tp, schedule.num_microbatches, figures)
+    key = (pp, dp, tp, schedule.num_microbatches, figures, remat)
+    if stages == "auto" and pp > 1:
+        if cost_model is None:
+            raise PlanError("stages=auto simulates splits; give build_program a cost_model")
+        return memory.fastest(function, key, mesh, schedule, cost_model).program(mesh, schedule)
+    if stages == "default" and pp > 1:
+        return memory.counted(function, *key).program(mesh, schedule)
     found = memory.cuts.get(key)
     if found is None:
         found = memory.cut(function, *key)
@@ -40,10 +67,12 @@ def build_program(function: Function, mesh: Mesh, schedule: Schedule) -> Program
 MOST_VALUES = 12_000_000
 """How many inputs and outputs the cuts that are remembered of one function may have together; the oldest
 are forgotten first. These are 1,300 cuts of a GPT of 96 layers under Adam, 1.5 MB each."""
+MOST_SEARCHED = 64
+"""How many results of searches are remembered of one function and cost model."""
 
 
-Division = tuple[int, int, int, int, Device]
-"""pp, dp, tp, microbatches, and a device with the figures of those that run it."""
+Division = tuple[int, int, int, int, Device, str]
+"""pp, dp, tp, microbatches, a device with the figures of those that run it, and what is recomputed."""
 
 
 class _Memory:
@@ -58,13 +87,50 @@ class _Memory:
         self.cuts: dict[Division, Cut] = {}
         self.keys: dict[Cut, list[Division]] = {}  # plans may share a cut
         self.size = 0
+        self.searched: WeakKeyDictionary[CostModel, dict[Hashable, Cut]] = WeakKeyDictionary()
 
-    def cut(self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device) -> Cut:
+    def fastest(
+        self, function: Function, key: Division, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+    ) -> Cut:
+        """Return the fastest cut; of blocks as they are, and written out where the even one is."""
+        known = self.searched.setdefault(cost_model, {})
+        asked = (key, mesh, schedule, cost_model.topology.version)
+        if asked not in known:
+            pp, dp, tp, microbatches, figures, remat = key
+            even = self.cuts.get(key) or self.cut(function, *key)
+            levels = sorted({0, self._balanced(function, pp, figures)[0]})
+            functions = [
+                self._local(function, level, dp, tp, microbatches, figures, remat) for level in levels
+            ]
+            known[asked] = fastest_cut(functions, even, mesh, schedule, cost_model)
+            while len(known) > MOST_SEARCHED:
+                del known[next(iter(known))]
+        return known[asked]
+
+    def counted(
+        self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device, remat: str
+    ) -> Cut:
+        """Return the cut by counting layers."""
+        return default_cut(self._local(function, 0, dp, tp, microbatches, figures, remat), pp, figures)
+
+    def _local(
+        self, function: Function, level: int, dp: int, tp: int, microbatches: int, figures: Device, remat: str
+    ) -> Sharded:
+        """Return what every rank runs, with so many levels of Calls written out."""
+        outlined = function if self.outlined is None else self.outlined
+        written = self.written[level - 1] if level and remat == "none" else outlined
+        local = shard(written, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
+        if remat == "none":
+            return local
+        return replace(local, function=_rematerialized(local, remat, figures, level))
+
+    def cut(
+        self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device, remat: str
+    ) -> Cut:
         """Return ``function`` divided and cut for devices with these figures."""
-        function = self._balanced(function, pp, figures)
-        local = shard(function, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
-        found = cut_stages(local, pp, figures)
-        self._keep((pp, dp, tp, microbatches, figures), found)
+        level, _ = self._balanced(function, pp, figures)
+        found = cut_stages(self._local(function, level, dp, tp, microbatches, figures, remat), pp, figures)
+        self._keep((pp, dp, tp, microbatches, figures, remat), found)
         return found
 
     def _keep(self, key: Division, cut: Cut) -> None:
@@ -78,8 +144,8 @@ class _Memory:
             for known in self.keys.pop(oldest):
                 del self.cuts[known]
 
-    def _balanced(self, function: Function, pp: int, figures: Device) -> Function:
-        """Write out Calls until they make ``pp`` balanced stages."""
+    def _balanced(self, function: Function, pp: int, figures: Device) -> tuple[int, Function]:
+        """Write out Calls until they make ``pp`` balanced stages; return how many levels, and the result."""
         current = function if self.outlined is None else self.outlined
         level = 0
         while coarse(self.numbered[level], pp, figures):
@@ -88,7 +154,19 @@ class _Memory:
                 self.numbered.append(Numbered(self.written[level]))
             current = self.written[level]
             level += 1
-        return current
+        return level, current
+
+
+def _rematerialized(local: Sharded, remat: str, figures: Device, levels: int) -> Function:
+    """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
+    known = _REMATERIALIZED.setdefault(local.function, {})
+    key = (remat, figures, levels)
+    if key not in known:
+        if levels:
+            known[key] = inline(_rematerialized(local, remat, figures, levels - 1))
+        else:
+            known[key] = rematerialize(local.function, remat, device=figures)
+    return known[key]
 
 
 def updates_last(function: Function) -> Function:
@@ -111,3 +189,6 @@ def _size(cut: Cut) -> int:
 
 
 _MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
+
+_REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[str, Device, int], Function]] = WeakKeyDictionary()
+"""By local function what recomputes: cuts of it are shared as those of the local function are."""

@@ -27,6 +27,9 @@ class Numbered:
     one, hence runs once per step, ``loose`` whether it makes a constant (it belongs to no stage: each
     that reads one makes it itself), ``forward`` whether the loss depends on it (and it is neither of the
     two before). Ops of equal ``kinds`` differ in names and values only.
+
+    ``copies`` are the backward ops that compute a forward op again, with that op, and the barriers through
+    which they read; ``originals`` the forward values that what they make is equal to.
     """
 
     def __init__(self, function: Function) -> None:
@@ -57,6 +60,10 @@ class Numbered:
         self.has_loose = any(self.loose)
         self.forward = self._forward()
         self.kinds = _kinds(function.ops)
+        self.copies: dict[int, int] = {}
+        self.originals: dict[int, int] = {}
+        if any(operator(op.op_type).waits for op in function.ops):
+            self._find_copies()
         self._seconds: dict[Device, dict[int, float]] = {}
 
     def _steps(self) -> list[bool]:
@@ -93,6 +100,24 @@ class Numbered:
             f and not (step or constant)
             for f, step, constant in zip(found, self.steps, self.loose, strict=True)
         ]
+
+    def _find_copies(self) -> None:
+        same = list(range(len(self.values)))  # the forward value that a value is equal to
+        first: dict[Hashable, int] = {}
+        for index, (op, read) in enumerate(zip(self.ops, self.reads, strict=True)):
+            if operator(op.op_type).waits:
+                same[self.makes[index][0]] = same[read[0]]
+                continue
+            key = self.kinds[index], *[same[value] for value in read]
+            if self.forward[index]:
+                first.setdefault(key, index)
+            elif key in first and not self.loose[index]:
+                self.copies[index] = first[key]
+                for value, original in zip(self.makes[index], self.makes[first[key]], strict=True):
+                    same[value] = self.originals[value] = original
+                for made in [self.producer[value] for value in read]:
+                    if made >= 0 and operator(self.ops[made].op_type).waits:
+                        self.copies[made] = first[key]
 
     def seconds(self, device: Device) -> dict[int, float]:
         """Return how long each forward op keeps ``device`` busy; equal ops are looked at once."""

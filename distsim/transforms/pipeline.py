@@ -13,9 +13,13 @@ from distsim.ir.device import logical_mesh
 from distsim.ops import operator
 from distsim.schedule import Schedule
 from distsim.transforms.numbered import Numbered, early_sums
+from distsim.transforms.received import keep_received
 from distsim.transforms.shard import Sharded
 from distsim.transforms.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.stages import StageMap, assign_stages
+
+Starts = tuple[int, ...]
+"""Where stages begin: places among the forward ops that take time; the first is 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,21 +59,29 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
     return cut_stages(local, mesh.axis_size("pp"), mesh.devices[0]).program(mesh, schedule)
 
 
-def cut_stages(local: Sharded, num_stages: int, device: Device) -> Cut:
-    """Cut what :func:`shard` made into ``num_stages`` stages of even time on ``device``.
+def cut_stages(local: Sharded, num_stages: int, device: Device, starts: Starts | None = None) -> Cut:
+    """Cut what :func:`shard` made into ``num_stages`` stages of even time on ``device``, or at ``starts``.
 
     What was cut already is not cut again while someone holds it: plans that differ in their schedule, or
     divide the batch into as many parts, share it.
     """
     source = _Source.of(local)
     figures = logical_mesh(device, 1, 1).devices[0]  # which of equal devices it is does not matter
-    found = source.cuts.get((num_stages, figures))
+    found = source.cuts.get((num_stages, figures, starts))
     if found is None:
-        assigned = assign_stages(source.function, num_stages, figures)
-        function, assigned = _untie(source.function, assigned, num_stages, figures)
+        function, assigned = source.function, assign_stages(source.function, num_stages, figures, starts)
+        kept = keep_received(function, assigned)
+        if kept is not None:
+            function, assigned = kept, assign_stages(kept, num_stages, figures, starts)
+        function, assigned = _untie(function, assigned, num_stages, figures, starts)
         found = _Cutter(local, source, function, assigned, num_stages).cut()
-        source.cuts[num_stages, figures] = found
+        source.cuts[num_stages, figures, starts] = found
     return found
+
+
+def to_cut(local: Sharded) -> Numbered:
+    """Return the function whose forward ops the starts of :func:`cut_stages` count."""
+    return _Source.of(local).function
 
 
 class _Source:
@@ -85,7 +97,7 @@ class _Source:
             self.inputs.append(source if same else Value(source.name, source.type, key.role))
         self.divided = [divided[id(place)] for place in local.inputs]
         self.outputs = [divided[id(place)] for place in local.outputs]
-        self.cuts: WeakValueDictionary[tuple[int, Device], Cut] = WeakValueDictionary()
+        self.cuts: WeakValueDictionary[tuple[int, Device, Starts | None], Cut] = WeakValueDictionary()
 
     @staticmethod
     def of(local: Sharded) -> _Source:
@@ -125,7 +137,7 @@ def _without_early_sums(function: Numbered, microbatches: int) -> Numbered:
 
 
 def _untie(
-    function: Numbered, assigned: StageMap, num_stages: int, device: Device
+    function: Numbered, assigned: StageMap, num_stages: int, device: Device, starts: Starts | None
 ) -> tuple[Numbered, StageMap]:
     """Sum over microbatches before adding gradients that come from two stages.
 
@@ -151,7 +163,7 @@ def _untie(
             maker.adopt(op)
     maker.set_outputs([function.values[value] for value in function.outputs])
     untied = Numbered(maker.finalize())
-    return untied, assign_stages(untied, num_stages, device)
+    return untied, assign_stages(untied, num_stages, device, starts)
 
 
 def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool:

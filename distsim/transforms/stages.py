@@ -2,11 +2,13 @@
 
 The forward ops (those that the loss depends on) are cut, in order, into contiguous stages of least
 bottleneck. A backward op lives where its forward op lives: on the last stage on which everything is
-at hand that it reads, going down from the stage that its gradients come from.
+at hand that it reads, going down from the stage that its gradients come from. What backward computes again
+is computed where it was the first time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,12 +30,15 @@ class StageMap:
     homes: Mapping[int, tuple[int, ...]]
 
 
-def assign_stages(function: Numbered, num_stages: int, device: Device) -> StageMap:
+def assign_stages(
+    function: Numbered, num_stages: int, device: Device, starts: Sequence[int] | None = None
+) -> StageMap:
     """Cut a (sharded, joint) function into ``num_stages`` stages of even time on ``device``.
 
+    ``starts`` says where they begin instead: places among the forward ops that take time.
     Raises :class:`PlanError` when there are fewer forward ops than stages.
     """
-    stage = _forward_stages(function, num_stages, device)
+    stage = _forward_stages(function, num_stages, device, starts)
     homes = _homes(function, stage)
     rest = _place_rest(function, stage, homes, num_stages)
     late: dict[int, int] = {}
@@ -46,10 +51,16 @@ def assign_stages(function: Numbered, num_stages: int, device: Device) -> StageM
     return StageMap(stage, homes)
 
 
-def _forward_stages(function: Numbered, num_stages: int, device: Device) -> list[int]:
+def _forward_stages(
+    function: Numbered, num_stages: int, device: Device, starts: Sequence[int] | None
+) -> list[int]:
     """Cut the forward ops that take time; what takes none (a view, a sum's mark) follows its operands."""
     seconds = function.seconds(device)
-    own = cut(function, [op for op, cost in seconds.items() if cost > 0], seconds, num_stages)
+    timed = [op for op, cost in seconds.items() if cost > 0]
+    if starts is None:
+        own = cut(function, timed, seconds, num_stages)
+    else:
+        own = {op: bisect_right(starts, place) - 1 for place, op in enumerate(timed)}
     stage = [-1] * len(function.ops)
     made = [-1] * len(function.values)
     for op in seconds:
@@ -86,7 +97,13 @@ def _place_rest(
         if forward[op] or loose[op] or function.steps[op]:
             continue
         bound = num_stages - 1
+        original = function.copies.get(op)
+        if original is not None:
+            stage[op] = stage[original]
+            rest.append(op)
+            continue
         for value in read:
+            value = function.originals.get(value, value)
             made = producer[value]
             if made < 0:
                 if held[value] and value in homes:
@@ -112,10 +129,11 @@ def _reach(function: Numbered, stage: Sequence[int]) -> dict[int, int]:
 
 
 class _Sink:
-    """Moves ops that read gradients only down to where their result is used, if fewer bytes travel so.
+    """Moves ops that read gradients, and data at most, down to where their result is used, if fewer bytes
+    travel so.
 
     The gradient of a bias is the example: its forward op is on the stage below the cut, to which the
-    gradient that it sums up is sent anyway.
+    gradient that it sums up is sent anyway. That of an embedding is another.
     """
 
     def __init__(
@@ -128,8 +146,9 @@ class _Sink:
         self.function, self.rest, self.stage, self.homes = function, rest, stage, homes
         self.late = [False] * len(function.values)
         for op in rest:
-            for value in function.makes[op]:
-                self.late[value] = True
+            if op not in function.copies:
+                for value in function.makes[op]:
+                    self.late[value] = True
 
     @cached_property
     def readers(self) -> Mapping[int, Sequence[int]]:
@@ -144,7 +163,7 @@ class _Sink:
         function, stage = self.function, self.stage
         for op in reversed(self.rest):
             read = function.reads[op]
-            if not read or not all(self.late[value] for value in read):
+            if op in function.copies or not self._movable(read):
                 continue
             if function.sums[op] and function.uses[read[0]] == 1:
                 continue  # as many bytes before it as after it
@@ -154,13 +173,21 @@ class _Sink:
             target = max(known, default=stage[op])
             if len(known) < len(places) or target >= stage[op]:
                 continue
-            extra = sum(self._nbytes(value) for value in read if not self._at_hand(value, op, target))
+            sent = [value for value in read if self.late[value] and not self._at_hand(value, op, target)]
+            extra = sum(map(self._nbytes, sent))
             if extra < sum(map(self._nbytes, function.makes[op])):
                 stage[op] = target
                 for value in function.makes[op]:
                     for user in self.readers.get(value, ()):
                         if function.sums[user]:
                             stage[user] = target
+
+    def _movable(self, read: Sequence[int]) -> bool:
+        """Whether an op reads gradients, and else only what was given with the microbatch."""
+        function = self.function
+        given = [function.producer[value] < 0 and not function.held[value] for value in read]
+        late = [self.late[value] for value in read]
+        return any(late) and all(a or b for a, b in zip(late, given, strict=True))
 
     def _users(self, value: int) -> list[int]:
         """Return the ops that read a value, looking through its sum over microbatches and over ranks."""

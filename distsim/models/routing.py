@@ -1,0 +1,116 @@
+"""How many tokens each expert of a mixture serves: drawn from a seeded distribution, never equal by luck.
+
+A mixture routes each token of a sequence to ``top_k`` of its ``experts``. Which, is known when it runs; how
+many it has to be built for, is known before: the shapes of the experts' products. :func:`draw_routing` draws
+the popularity of the experts from a symmetric Dirichlet distribution, as measured loads are skewed (Switch
+Transformers, Fedus et al. 2022, section 2.2; Tutel, Hwang et al. 2023, figure 1), and caps it at the capacity
+``capacity * tokens * top_k / experts`` of GShard (Lepikhin et al. 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from distsim.errors import PlanError
+from distsim.models.sizes import check_sizes
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The load of a mixture for one sequence: per expert, how many tokens choose it and how many it serves.
+
+    >>> routing = Routing((6, 2), (5, 3))
+    >>> routing.dropped, routing.rows
+    (1, 8)
+    """
+
+    demand: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    @property
+    def dropped(self) -> int:
+        """How many of the choices are not served."""
+        return sum(max(0, want - have) for want, have in zip(self.demand, self.slots, strict=True))
+
+    @property
+    def rows(self) -> int:
+        """How many rows the experts work on together."""
+        return sum(self.slots)
+
+    def busiest(self, ranks: int) -> int:
+        """The most rows of a sequence that one of ``ranks`` equal groups of neighbouring experts works on.
+
+        Raises :class:`PlanError` when the experts do not divide into ``ranks`` groups.
+        """
+        return max(sum(group) for group in self.groups(ranks))
+
+    def groups(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """The slots of the experts of each rank."""
+        size, rest = divmod(len(self.slots), ranks)
+        if rest or ranks < 1:
+            raise PlanError(f"ep={ranks} does not divide the {len(self.slots)} experts evenly")
+        return tuple(self.slots[i * size : (i + 1) * size] for i in range(ranks))
+
+
+def draw_routing(
+    experts: int,
+    top_k: int,
+    tokens: int,
+    concentration: float | None = None,
+    capacity: float | None = None,
+    seed: int = 0,
+) -> Routing:
+    """Draw the load of each expert for ``tokens`` tokens of which each chooses ``top_k`` experts.
+
+    ``concentration``: that of the Dirichlet distribution of the experts' popularity; 100 is nearly even,
+    below 1 a few experts are chosen by most; None is even. No expert is chosen by more than all tokens: what
+    is beyond goes to the others. ``capacity``: the share of its even load that an expert serves at most,
+    None being all that choose it. Raises :class:`PlanError` for figures that are none.
+
+    >>> draw_routing(4, 2, 100)
+    Routing(demand=(50, 50, 50, 50), slots=(50, 50, 50, 50))
+    >>> draw_routing(4, 2, 100, concentration=1.0, capacity=1.25, seed=3)
+    Routing(demand=(6, 20, 74, 100), slots=(6, 20, 63, 63))
+    """
+    check_sizes(experts=experts, top_k=top_k, tokens=tokens)
+    if top_k > experts:
+        raise PlanError(f"top_k={top_k} of only {experts} experts; use top_k of at most {experts}")
+    for name, figure in (("concentration", concentration), ("capacity", capacity)):
+        if figure is not None and not (math.isfinite(figure) and figure > 0):
+            raise PlanError(f"{name}={figure} must be a positive number")
+    if type(seed) is not int or seed < 0:
+        raise PlanError(f"seed={seed!r} must be a whole number of at least 0")
+    popularity = np.full(experts, 1.0 / experts)
+    if concentration is not None:
+        popularity = np.random.default_rng(seed).dirichlet(np.full(experts, concentration))
+    demand = _whole(_shares(popularity, tokens, tokens * top_k), tokens, tokens * top_k)
+    most = tokens if capacity is None else min(tokens, math.ceil(capacity * tokens * top_k / experts))
+    return Routing(demand, tuple(min(want, most) for want in demand))
+
+
+def _shares(popularity: np.ndarray, most: int, total: int) -> np.ndarray:
+    """Divide ``total`` in proportion to the popularity, at most ``most`` to each."""
+    weights = np.maximum(popularity, 1e-12)  # an expert may be drawn with a popularity of zero
+    full = np.zeros(len(weights), bool)
+    while True:
+        rest = total - most * int(full.sum())
+        shares = np.where(full, most, weights * (rest / max(float(weights[~full].sum()), 1e-300)))
+        over = ~full & (shares > most)
+        if not over.any():
+            return shares
+        full |= over
+
+
+def _whole(shares: np.ndarray, most: int, total: int) -> tuple[int, ...]:
+    """Round to whole numbers of the same sum, the largest remainders up, the first of equal ones first."""
+    floors = np.floor(shares + 1e-9).astype(np.int64)
+    order = np.argsort(-(shares - floors), kind="stable")
+    missing = total - int(floors.sum())
+    for expert in order.tolist():
+        if missing and floors[expert] < most:
+            floors[expert] += 1
+            missing -= 1
+    return tuple(floors.tolist())

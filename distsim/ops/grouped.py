@@ -1,0 +1,158 @@
+"""``GroupedMatMul``: rows that lie in groups, each multiplied by the matrix of its group.
+
+The experts of a mixture are the example (MegaBlocks, Gale et al. 2023; ``ragged_dot`` of JAX). ``rows[g]``
+is how many rows group g has; it is a value, so ranks that hold other experts may have other sizes of one
+total. Rows beyond the last group are zero. x [..., n, k], w [groups, k, m], rows [groups] -> y [..., n, m].
+All n rows are paid for, 2 n k m flops for each of the leading places: what is padded is not free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
+from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.operator import (
+    Array,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    arity,
+    bytes_of,
+    common_device,
+    letters,
+    register,
+)
+
+
+def _spans(rows: Array, count: int) -> list[slice]:
+    """Return where the rows of each group lie among ``count``."""
+    ends = np.minimum(np.cumsum(rows), count).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _product(x: Array, w: Array, rows: Array) -> Array:
+    made = np.zeros((*x.shape[:-1], w.shape[-1]), x.dtype)
+    for group, span in enumerate(_spans(rows, x.shape[-2])):
+        made[..., span, :] = x[..., span, :] @ w[group]
+    return made
+
+
+def _weight_gradient(x: Array, rows: Array, dy: Array) -> Array:
+    made = np.zeros((len(rows), x.shape[-1], dy.shape[-1]), dy.dtype)
+    for group, span in enumerate(_spans(rows, x.shape[-2])):
+        a, b = x[..., span, :], dy[..., span, :]
+        made[group] = a.reshape(-1, a.shape[-1]).T @ b.reshape(-1, b.shape[-1])
+    return made
+
+
+def _ranks(op_type: str, ranked: Tensor, w: Tensor | None, rows: Tensor) -> None:
+    if ranked.rank < 2 or (w is not None and w.rank != 3) or rows.rank != 1 or rows.dtype.is_floating:
+        raise TypeRuleError(
+            f"{op_type} takes rows [..., n, k], matrices [groups, k, m] and whole numbers [groups]; not "
+            f"{ranked}, {w} and {rows}"
+        )
+    if w is not None and w.shape[0] != rows.shape[0]:
+        raise TypeRuleError(f"{op_type}: {w.shape[0]} matrices for {rows.shape[0]} groups")
+
+
+def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("GroupedMatMul", inputs, 3)
+    x, w, rows = inputs
+    _ranks("GroupedMatMul", x, w, rows)
+    if x.shape[-1] != w.shape[1]:
+        raise TypeRuleError(
+            f"GroupedMatMul: {x.shape[-1]} columns of {x} do not fit {w.shape[1]} rows of {w}"
+        )
+    device = common_device("GroupedMatMul", inputs)
+    return (Tensor(x.dtype, (*x.shape[:-1], w.shape[-1]), device),)
+
+
+def _types_a(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("GroupedMatMulGradA", inputs, 3)
+    w, rows, dy = inputs
+    _ranks("GroupedMatMulGradA", dy, w, rows)
+    if dy.shape[-1] != w.shape[-1]:
+        raise TypeRuleError(f"GroupedMatMulGradA: {dy} is not the gradient of a product with {w}")
+    device = common_device("GroupedMatMulGradA", inputs)
+    return (Tensor(dy.dtype, (*dy.shape[:-1], w.shape[1]), device),)
+
+
+def _types_b(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("GroupedMatMulGradB", inputs, 3)
+    x, rows, dy = inputs
+    _ranks("GroupedMatMulGradB", x, None, rows)
+    if x.shape[:-1] != dy.shape[:-1]:
+        raise TypeRuleError(f"GroupedMatMulGradB: {dy} is not the gradient of a product of {x}")
+    device = common_device("GroupedMatMulGradB", inputs)
+    return (Tensor(dy.dtype, (rows.shape[0], x.shape[-1], dy.shape[-1]), device),)
+
+
+def _matrix_work(signature: Signature, narrow: Tensor, wide: Tensor) -> Work:
+    """Each of the n rows is multiplied once: [n, k] beside [n, m] is 2 n k m flops, whatever is sought."""
+    flops = 2.0 * narrow.size * wide.shape[-1]
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+
+
+def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    x, w, rows = ctx.inputs
+    dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad) if ctx.wanted[0] else None
+    dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad) if ctx.wanted[1] else None
+    return [dx, dw, None]
+
+
+def _labels(leading: int) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]:
+    """Return the labels of x, w and y. Where groups begin is known of all rows only: they stay whole."""
+    batch = letters(leading, "b")
+    return (*batch, None, "k"), (None, "k", "m"), (*batch, None, "m")
+
+
+def _sharding(signature: Signature) -> ShardingRule:
+    x, w, y = _labels(signature.inputs[0].rank - 2)
+    return ShardingRule((x, w, (None,)), (y,), ((0,), (1,)))
+
+
+def _sharding_a(signature: Signature) -> ShardingRule:
+    x, w, y = _labels(signature.inputs[2].rank - 2)
+    return ShardingRule((w, (None,), y), (x,), ((0,), (2,)))
+
+
+def _sharding_b(signature: Signature) -> ShardingRule:
+    x, w, y = _labels(signature.inputs[0].rank - 2)
+    return ShardingRule((x, (None,), y), (w,), ((0,), (2,)))
+
+
+register(
+    Operator(
+        "GroupedMatMul",
+        types=_types,
+        compute=lambda attributes, a: [_product(a[0], a[1], a[2])],
+        work=lambda s: _matrix_work(s, s.inputs[0], s.outputs[0]),
+        gradient=_gradient,
+        sharding=_sharding,
+    )
+)
+register(
+    Operator(
+        "GroupedMatMulGradA",
+        types=_types_a,
+        compute=lambda attributes, a: [_product(a[2], np.swapaxes(a[0], 1, 2), a[1])],
+        work=lambda s: _matrix_work(s, s.outputs[0], s.inputs[2]),
+        sharding=_sharding_a,
+    )
+)
+register(
+    Operator(
+        "GroupedMatMulGradB",
+        types=_types_b,
+        compute=lambda attributes, a: [_weight_gradient(a[0], a[1], a[2])],
+        work=lambda s: _matrix_work(s, s.inputs[0], s.inputs[2]),
+        sharding=_sharding_b,
+    )
+)

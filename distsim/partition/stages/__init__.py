@@ -1,0 +1,20 @@
+"""Balanced pipeline stages: contiguous blocks of a model, split for the schedule that runs them."""
+
+from distsim.partition.stages.cost import BlockCost, Communication, free_communication, linear_communication
+from distsim.partition.stages.default import default_split
+from distsim.partition.stages.links import mesh_communication
+from distsim.partition.stages.pricing import program_costs
+from distsim.partition.stages.split import Split, auto_split, split_time
+
+__all__ = [
+    "BlockCost",
+    "Communication",
+    "Split",
+    "auto_split",
+    "default_split",
+    "free_communication",
+    "linear_communication",
+    "mesh_communication",
+    "program_costs",
+    "split_time",
+]

@@ -1,0 +1,107 @@
+"""What the blocks of a model cost, and what sending between stages costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from distsim.errors import PartitionError
+
+Communication = Callable[[int, int, float], float]
+"""(source stage, target stage, bytes) -> seconds of one transfer between neighbouring stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """What a block (an embedding, a layer, an output head) costs the stage that holds it.
+
+    Seconds per microbatch, on the device of one rank:
+
+    - ``forward``, and before it, when nothing need be received, ``shared``: making constants (a causal
+      mask). Blocks on one stage make them once, so the most of its blocks counts;
+    - ``recompute``, what is computed again before ``backward``;
+    - ``backward``, of which the last ``after`` come after the gradient that the block before waits for
+      (weight gradients, say);
+    - ``accumulate``, adding the parameter gradients to their sums, at the very end, for every microbatch
+      but the first.
+
+    Once per step, when the last microbatch is done: ``reduce``, the gradients' collectives, then ``update``,
+    the optimizer; a block's collectives run beside the update of those before it.
+
+    Bytes on each device: ``sent``, the output that the next block reads, per microbatch; ``returned``, its
+    gradient (as many if None); ``state``: parameters, sums of gradients, optimizer state; ``saved``: what
+    is kept of a microbatch from its forward to its backward; ``workspace``: the most needed beside, for as
+    long as the block runs.
+
+    Raises :class:`PartitionError` for a figure that is negative or not finite, and for ``after`` over
+    ``backward``.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    sent: float = 0.0
+    returned: float | None = None
+    state: float = 0.0
+    saved: float = 0.0
+    workspace: float = 0.0
+    recompute: float = 0.0
+    after: float = 0.0
+    accumulate: float = 0.0
+    shared: float = 0.0
+    reduce: float = 0.0
+    update: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            figure = getattr(self, field.name)
+            if field.name == "returned" and figure is None:
+                continue
+            if not (math.isfinite(figure) and figure >= 0):
+                raise PartitionError(
+                    f"block {self.name}: {field.name}={figure}; give a finite figure of at least 0"
+                )
+        if self.after > self.backward * (1 + 1e-9):
+            raise PartitionError(
+                f"block {self.name}: after={self.after} s is part of a backward pass of {self.backward} s; "
+                "give at most that"
+            )
+
+    @property
+    def work(self) -> float:
+        """Seconds of one microbatch, forward, recomputation and backward."""
+        return self.forward + self.recompute + self.backward
+
+    @property
+    def gradient(self) -> float:
+        """Bytes of the gradient of the output."""
+        return self.sent if self.returned is None else self.returned
+
+
+def linear_communication(bandwidth: float, latency: float = 0.0) -> Communication:
+    """Return sends that take ``latency`` seconds and the bytes over ``bandwidth``, between any two stages.
+
+    >>> linear_communication(bandwidth=1e9, latency=5e-6)(0, 1, 1e6)
+    0.001005
+    """
+    if not (bandwidth > 0 and math.isfinite(latency) and latency >= 0):
+        raise PartitionError(
+            f"bandwidth={bandwidth} bytes/s, latency={latency} s; give a positive bandwidth and a finite "
+            "latency of at least 0"
+        )
+    return lambda source, target, nbytes: latency + nbytes / bandwidth
+
+
+def free_communication(source: int, target: int, nbytes: float) -> float:
+    """Sends that take no time."""
+    return 0.0
+
+
+def check_sizes(sizes: Sequence[int], blocks: int) -> None:
+    """Raise :class:`PartitionError` unless ``sizes`` are positive and sum to the number of blocks."""
+    if not sizes or min(sizes) < 1 or sum(sizes) != blocks:
+        raise PartitionError(
+            f"a split of {blocks} blocks into sizes {tuple(sizes)}, which sum to {sum(sizes)}; give every "
+            "stage at least one block, and each block to one stage"
+        )

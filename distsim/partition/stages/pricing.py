@@ -1,0 +1,174 @@
+"""What the blocks of a model cost, from the IR: each as if it were a stage of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+
+from distsim.executor.blocks import BlockTasks, StageRanks, block_tasks
+from distsim.executor.cost_model import CostModel
+from distsim.executor.memory_program import program_memory
+from distsim.executor.program import Block, Program, Stage
+from distsim.ir import Function, Mesh, Role, Value
+from distsim.partition.stages.cost import BlockCost
+from distsim.schedule import gpipe
+
+
+def program_costs(
+    program: Program, cost_model: CostModel, names: Sequence[str] | None = None
+) -> tuple[BlockCost, ...]:
+    """Return what each stage of a program costs, as blocks for :func:`auto_split`.
+
+    Cut a function into stages of one block each to learn what its blocks cost. Times are those of the ops of
+    a stage on the first ranks of its mesh, alone, with everything that it receives there; bytes are those
+    that the simulated memory grows by from one microbatch in flight to the next. Blocks that do the same
+    are looked at once. Raises what the cost model raises.
+    """
+    pricer = _Pricer(program, cost_model)
+    sent, returned = _boundaries(program)
+    memory = _memory(program)
+    found: list[BlockCost] = []
+    for index, stage in enumerate(program.stages):
+        shared, forward = pricer.forward(stage)
+        backward, after, accumulate = pricer.backward(stage)
+        reduce, update = pricer.updates(stage)
+        state, saved, workspace = memory[index]
+        name = f"block {index}" if names is None else names[index]
+        found.append(
+            BlockCost(
+                name,
+                forward,
+                backward,
+                sent[index],
+                returned[index],
+                state,
+                saved,
+                workspace,
+                after=after,
+                accumulate=accumulate,
+                shared=shared,
+                reduce=reduce,
+                update=update,
+            )
+        )
+    return tuple(found)
+
+
+class _Pricer:
+    """Times blocks alone; equal ones on equal ranks once."""
+
+    def __init__(self, program: Program, cost_model: CostModel) -> None:
+        self.cost_model = cost_model
+        blocks = [(s, b) for s, stage in enumerate(program.stages) for b in (stage.forward, stage.backward)]
+        self.maker = {key: s for s, block in blocks for key in block.outputs}
+        readers: dict[Value, list[int]] = {}
+        for s, block in blocks:
+            for key in block.inputs:
+                readers.setdefault(key, []).append(s)
+        self.leaving = {
+            key for key, stages in readers.items() if any(s != self.maker.get(key, s) for s in stages)
+        }
+        self.place = {id(stage): index for index, stage in enumerate(program.stages)}
+        self._tasks: dict[tuple[int, Mesh], BlockTasks] = {}
+
+    def tasks(self, function: Function, mesh: Mesh) -> BlockTasks:
+        key = (id(function), mesh)
+        found = self._tasks.get(key)
+        if found is None:
+            ranks = StageRanks(mesh, np.zeros(len(mesh.devices), np.int64))
+            found = self._tasks[key] = block_tasks(function, ranks, self.cost_model, overlap=True)
+        return found
+
+    def forward(self, stage: Stage) -> tuple[float, float]:
+        """Return the seconds before anything received is needed, and those from then on."""
+        block = stage.forward
+        tasks = self.tasks(block.function, stage.mesh)
+        clocks = tasks.summary(range(len(tasks.ports))).clocks
+        total = _longest(clocks)
+        here = self.place[id(stage)]
+        received = [
+            len(clocks) + port
+            for port, (place, _) in enumerate(tasks.ports.tolist())
+            if place < len(block.inputs) and self.maker.get(block.inputs[place], here) != here
+        ]
+        main = _longest(clocks[:, received]) if received else total
+        return total - main, main
+
+    def backward(self, stage: Stage) -> tuple[float, float, float]:
+        """Return the seconds of a backward, those of them after its gradient left, and of accumulation."""
+        block = stage.backward
+        if not block.outputs:
+            return 0.0, 0.0, 0.0
+        tasks = self.tasks(block.function, stage.mesh)
+        summary = tasks.summary(range(len(tasks.ports)))
+        total = _longest(summary.clocks)
+        makers = [int(tasks.makers[i, 0]) for i, key in enumerate(block.outputs) if key in self.leaving]
+        leaves = max([_longest(summary.end(task)) for task in makers if task >= 0], default=total)
+        again = total
+        if block.accumulating is not None:
+            more = self.tasks(block.accumulating, stage.mesh)
+            again = _longest(more.summary(range(len(more.ports))).clocks)
+        return total, max(total - leaves, 0.0), max(again - total, 0.0)
+
+    def updates(self, stage: Stage) -> tuple[float, float]:
+        """Return the seconds of collectives and of compute that follow the last microbatch."""
+        reduce = update = 0.0
+        for _, block in stage.updates:
+            tasks = self.tasks(block.function, stage.mesh)
+            first = tasks.streams[tasks.stream_start[:-1]] if len(tasks) else np.zeros(0, np.int64)
+            computes = np.array([stream.name == "compute" for stream in tasks.stream_table], np.bool_)[first]
+            update += float(tasks.durations[computes].sum())
+            reduce += float(tasks.durations[~computes].sum())
+        return reduce, update
+
+
+def _longest(seconds: np.ndarray) -> float:
+    return max(float(seconds.max(initial=0.0)), 0.0)
+
+
+def _boundaries(program: Program) -> tuple[list[float], list[float]]:
+    """Return, per stage, the bytes that cross to the stages after it and back, per microbatch.
+
+    A value that a far stage reads crosses every boundary on the way.
+    """
+    count = len(program.stages)
+    last: dict[Value, int] = {}
+    first: dict[Value, int] = {}
+    for index, stage in enumerate(program.stages):
+        for key in (*stage.forward.inputs, *stage.backward.inputs):
+            last[key] = index
+            first.setdefault(key, index)
+    sent, returned = np.zeros(count), np.zeros(count)
+    for index, stage in enumerate(program.stages):
+        for key in _per_microbatch(stage.forward):
+            sent[index : last.get(key, index)] += key.type.nbytes
+        for key in _per_microbatch(stage.backward):
+            returned[first.get(key, index) : index] += key.type.nbytes
+    return sent.tolist(), returned.tolist()
+
+
+def _per_microbatch(block: Block) -> list[Value]:
+    return [key for key in block.outputs if key not in block.accumulated]
+
+
+def _memory(program: Program) -> list[tuple[float, float, float]]:
+    """Return (state, saved, workspace) of each stage: what the peak consists of with 2 and 3 in flight."""
+    count = len(program.stages)
+    two, three = (program_memory(replace(program, schedule=gpipe(count, m))).peaks for m in (2, 3))
+    state = [0.0] * count
+    for given in program.inputs:
+        if given.source.role is not Role.INPUT:
+            for stage in given.stages:
+                state[stage] += given.key.type.nbytes
+    for index, stage in enumerate(program.stages):
+        sums = chain(stage.forward.accumulated, stage.backward.accumulated)
+        state[index] += sum(key.type.nbytes for key in sums)
+    found: list[tuple[float, float, float]] = []
+    for own, low, high in zip(state, two, three, strict=True):
+        saved = max(high - low, 0)
+        held = low - 2 * saved
+        found.append((float(own), float(saved), float(max(held - own, 0))))
+    return found

@@ -1,0 +1,175 @@
+"""What every possible stage would cost, as arrays: the input of the compiled loops.
+
+Blocks ``i`` up to, not including, ``j`` on one stage are the entry ``[i, j]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distsim.errors import PartitionError
+from distsim.partition.stages.cost import BlockCost, Communication
+from distsim.partition.stages.memory import stage_memory
+from distsim.schedule import SCHEDULES, Schedule, schedule
+from distsim.schedule.rounds import Ints, Rounds
+
+
+class Order(NamedTuple):
+    """Tasks in an order in which they can run: stage, phase (0 forward, 1 backward) and microbatch.
+
+    ``aligned``: every stage runs its forwards, and its backwards, by increasing microbatch. ``paired``
+    [k, i]: stage k and all after it run a forward between the backwards of microbatches i - 1 and i.
+    ``due`` [n]: how many backwards the last stage may run when it has run n + 1 forwards.
+    """
+
+    stage: Ints
+    phase: Ints
+    microbatch: Ints
+    aligned: bool
+    paired: npt.NDArray[np.bool_]
+    due: Ints
+
+
+class Tables(NamedTuple):
+    """Seconds of stages ``[i, j]``: ``lead`` (constants, before anything is received), ``forward``,
+    ``backward``, ``more`` (accumulation, but for the first microbatch), ``tail`` (what follows the last
+    backward).
+
+    ``rest`` and ``rest_more`` [i]: how long before the end of a backward of a stage that begins with block
+    i its gradient leaves, for the first microbatch and for the others. ``ahead`` and ``back`` [s, j]: a
+    send from stage s to the next, and back, when that one begins with block j. ``memory`` [s, i, j]:
+    bytes; ``allowed`` [s, i, j]: that fits.
+    """
+
+    lead: np.ndarray
+    forward: np.ndarray
+    backward: np.ndarray
+    more: np.ndarray
+    tail: np.ndarray
+    rest: np.ndarray
+    rest_more: np.ndarray
+    ahead: np.ndarray
+    back: np.ndarray
+    memory: np.ndarray
+    allowed: np.ndarray
+
+
+def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedule:
+    """Return a schedule of this many stages and microbatches; raise :class:`PartitionError` if it is not."""
+    if isinstance(named, str):
+        if named not in SCHEDULES:
+            raise PartitionError(f"schedule={named!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+        for name, number in (("stages", stages), ("microbatches", microbatches)):
+            if number < 1:
+                raise PartitionError(f"{name}={number}; give at least 1")
+        return schedule(named, stages, microbatches)
+    if (named.num_stages, named.num_microbatches) != (stages, microbatches):
+        raise PartitionError(
+            f"{named!r} does not fit stages={stages}, microbatches={microbatches}; make them agree"
+        )
+    return named
+
+
+def order_of(schedule: Schedule) -> Order:
+    """Return the tasks of a schedule; raises ``ScheduleError`` as its ``rounds()``."""
+    rounds = schedule.rounds()
+    tasks, shifts = _repeated(rounds)
+    stage, phase = rounds.stage[tasks], rounds.phase[tasks]
+    microbatch = rounds.microbatch[tasks] + shifts
+    count, m = schedule.num_stages, schedule.num_microbatches
+    aligned = True
+    paired = np.zeros((count + 1, m), np.bool_)
+    paired[count] = True
+    due = np.zeros(m, np.int64)
+    for s in range(count - 1, -1, -1):
+        own = stage == s
+        backward = phase[own] == 1
+        forwards = np.cumsum(~backward)[backward]  # before each backward
+        if s == count - 1:
+            due = np.searchsorted(forwards, np.arange(1, m + 1), side="right")
+        paired[s] = paired[s + 1] & (np.diff(forwards, prepend=forwards[0]) > 0)
+        aligned &= all((np.diff(microbatch[own][part]) > 0).all() for part in (backward, ~backward))
+    return Order(stage, phase, microbatch, aligned, paired, due)
+
+
+def _repeated(rounds: Rounds) -> tuple[Ints, Ints]:
+    """Return every task of the rounds written out, and by how much its microbatch is moved."""
+    tasks, shifts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for begin, end, count in zip(rounds.start[:-1], rounds.start[1:], rounds.repeats, strict=True):
+        tasks.append(np.tile(np.arange(begin, end), count))
+        shifts.append(np.repeat(np.arange(count), end - begin))
+    return np.concatenate(tasks), np.concatenate(shifts)
+
+
+def tables_of(
+    costs: Sequence[BlockCost],
+    schedule: Schedule,
+    communication: Communication,
+    limits: Sequence[float] | None,
+) -> Tables:
+    """Return the tables of these blocks on the stages of ``schedule``; ``limits`` are bytes per stage."""
+    count, stages = len(costs), schedule.num_stages
+    many = schedule.num_microbatches > 1
+    figures = {
+        name: np.array([getattr(cost, name) for cost in costs], float)
+        for name in ("forward", "recompute", "backward", "after", "accumulate", "shared", "reduce", "update")
+    }
+    accumulate = figures["accumulate"] if many else np.zeros(count)
+    lead = np.zeros((count + 1, count + 1))
+    tail = np.zeros((count + 1, count + 1))
+    backward = figures["recompute"] + figures["backward"]
+    last = backward + accumulate
+    for j in range(1, count + 1):
+        made = late = done = 0.0
+        for i in range(j - 1, -1, -1):
+            made = max(made, figures["shared"][i])
+            late = max(late - last[i], 0.0) + figures["reduce"][i]
+            done += figures["update"][i]
+            lead[i, j], tail[i, j] = made, late + done
+    ahead, back = _sends(costs, stages, communication)
+    memory = stage_memory(costs, [schedule.in_flight(stage) for stage in range(stages)])
+    allowed = np.ones(memory.shape, np.bool_)
+    if limits is not None:
+        allowed = memory <= np.array(limits, float)[:, None, None]
+    return Tables(
+        lead,
+        _sums(figures["forward"]),
+        _sums(backward),
+        _sums(accumulate),
+        tail,
+        np.append(figures["after"], 0.0),
+        np.append(figures["after"] + accumulate, 0.0),
+        ahead,
+        back,
+        memory,
+        allowed,
+    )
+
+
+def _sums(figures: np.ndarray) -> np.ndarray:
+    """Return the sums over every range of blocks."""
+    before = np.concatenate([[0.0], np.cumsum(figures)])
+    return np.maximum(before[None, :] - before[:, None], 0.0)
+
+
+def _sends(
+    costs: Sequence[BlockCost], stages: int, communication: Communication
+) -> tuple[np.ndarray, np.ndarray]:
+    ahead, back = np.zeros((stages, len(costs) + 1)), np.zeros((stages, len(costs) + 1))
+    for stage in range(stages - 1):
+        for j in range(1, len(costs)):
+            made = costs[j - 1]
+            if made.sent > 0:  # what is not there takes not even a latency
+                ahead[stage, j] = communication(stage, stage + 1, made.sent)
+            if made.gradient > 0:
+                back[stage, j] = communication(stage + 1, stage, made.gradient)
+    for seconds in (ahead, back):
+        if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
+            raise PartitionError(
+                "communication gives a time that is negative or not finite; give seconds of at least 0"
+            )
+    return ahead, back

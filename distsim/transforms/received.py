@@ -1,0 +1,43 @@
+"""Recomputation stays within a stage: what a stage received in the forward pass it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distsim.ir import Function, Op
+from distsim.transforms.numbered import Numbered
+from distsim.transforms.rematerialize.phases import Joint
+from distsim.transforms.rematerialize.recompute import recompute
+from distsim.transforms.stages import StageMap
+
+
+def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
+    """Return the function in which no stage reads what another one computes again; None: it is so already.
+
+    A backward op on another stage than the forward one reads the forward value, which its stage received in
+    forward. What is computed again is so for the ops of its own stage only: right before the first of
+    them, once the gradients have arrived that this one reads.
+    """
+    stage, producer = assigned.stage, function.producer
+    again = function.originals
+    crosses = (
+        value in again and stage[producer[value]] != stage[op]
+        for op, read in enumerate(function.reads)
+        for value in read
+        if stage[op] >= 0
+    )
+    if not any(crosses):
+        return None
+    ops: list[Op] = []
+    stages: dict[Op, int] = {}
+    for number, op in enumerate(function.ops):
+        if number in function.copies:
+            continue
+        read = tuple([function.values[again.get(value, value)] for value in function.reads[number]])
+        ops.append(op if read == op.inputs else replace(op, inputs=read))
+        stages[ops[-1]] = stage[number]
+    outputs = tuple([function.values[value] for value in function.outputs])
+    plain = Joint.of(Function(function.name, tuple(function.inputs), tuple(ops), outputs))
+    dropped = {function.values[value] for value in again.values()}
+    saved = {value for value in plain.made if value not in dropped}
+    return Numbered(recompute(plain, saved, stages).function)

@@ -1,0 +1,98 @@
+"""What is saved and what is recomputed, as policies with a text each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from distsim.errors import PlanError
+from distsim.partition.saves import JointGraph, JointNode, Kind, Phase, Role, Tag, Trait
+
+Rule = Callable[[JointGraph], Iterable[int]]
+"""A joint graph -> the nodes whose values are saved."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is saved of the blocks of a function and of the rest; None: all that backward reads.
+
+    A block is a forward Call with its backward Call. ``every``: of the blocks every so-many-th has the rule,
+    the last of each so many, as torchtitan counts them.
+    """
+
+    text: str
+    blocks: Rule | None = None
+    rest: Rule | None = None
+    every: int = 1
+
+    def rule(self, block: int) -> Rule | None:
+        """Return the rule for a block by its number."""
+        return None if (block + 1) % self.every else self.blocks
+
+    def __str__(self) -> str:
+        return self.text
+
+
+CHOICES = "none, full, every:N (N of 1 or more), matmuls, min_cut, budget:X (X from 0 to 1)"
+
+
+def policy_named(text: str) -> Policy:
+    """Return the policy of a text.
+
+    ``none`` saves what backward reads; ``full`` nothing of a block but its inputs (activation
+    checkpointing; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"); ``every:N`` does so for
+    every N-th block; ``matmuls`` saves the results of matrix products only; ``min_cut`` saves the least
+    bytes from which all that is cheap follows; ``budget:X`` saves at most the share X of what is between
+    the inputs alone and the min-cut, recomputing what takes least time. None recomputes a collective.
+
+    Raises :class:`PlanError` for another text.
+
+    >>> str(policy_named("every:2"))
+    'every:2'
+    """
+    name, colon, figure = text.partition(":")
+    if not colon and name in _NAMED:
+        return _NAMED[name]
+    if name == "every" and figure.isascii() and figure.isdigit() and int(figure[:9]) > 0:
+        return Policy(text, checkpoint, every=int(figure[:9]))
+    raise PlanError(f"remat={text[:40]!r} is not one of {CHOICES}")
+
+
+def checkpoint(graph: JointGraph) -> list[int]:
+    """Save nothing of the forward pass but what is tagged to be, and collectives."""
+    return _kept(graph, lambda node: False)
+
+
+def matmuls(graph: JointGraph) -> list[int]:
+    """Save the results of what runs on the matrix units, as selective checkpointing does."""
+    return _kept(
+        graph, lambda node: node.has(Trait.COMPUTE_INTENSIVE) and node.tag is not Tag.PREFER_RECOMPUTE
+    )
+
+
+def as_read(graph: JointGraph) -> list[int]:
+    """Save what backward reads, but for what is tagged to be recomputed."""
+    return _kept(graph, lambda node: not node.wants_recompute)
+
+
+def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool]) -> list[int]:
+    """Return the forward values to save: those wanted, those tagged, and collectives that are not tagged."""
+    found: list[int] = []
+    for position, node in enumerate(graph.nodes):
+        op = node if node.item is None else graph.nodes[node.inputs[0]]
+        if op.role is not Role.OP or op.phase is not Phase.FORWARD or node.kind is Kind.TUPLE:
+            continue
+        collective = op.has(Trait.COLLECTIVE) and not node.wants_recompute
+        ordered = node.tag in (Tag.MUST_SAVE, Tag.PREFER_SAVE)
+        if node.tag is not Tag.MUST_RECOMPUTE and (
+            ordered or collective or wanted(op if node.tag is None else node)
+        ):
+            found.append(position)
+    return found
+
+
+_NAMED = {
+    "none": Policy("none"),
+    "full": Policy("full", checkpoint),
+    "matmuls": Policy("matmuls", matmuls),
+}

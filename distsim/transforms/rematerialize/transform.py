@@ -1,0 +1,97 @@
+"""rematerialize: a joint function that saves less and computes again what it does not save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from distsim.errors import PlanError
+from distsim.ir import Device, Function, Op, Value
+from distsim.ir.device import devices_of
+from distsim.ir.type import Tensor
+from distsim.partition.saves import Tag
+from distsim.transforms.rematerialize.graph import Marks, graph_of
+from distsim.transforms.rematerialize.pairs import Rewritten, find_pairs, joint_of, rewritten
+from distsim.transforms.rematerialize.phases import Joint
+from distsim.transforms.rematerialize.policies import Policy, Rule, as_read, policy_named
+from distsim.transforms.rematerialize.recompute import recompute
+
+
+def rematerialize(
+    function: Function,
+    policy: Policy | str = "none",
+    tags: Mapping[Value, Tag] | None = None,
+    regions: Mapping[Value, int] | None = None,
+    device: Device | None = None,
+) -> Function:
+    """Return the joint function in which backward reads what the policy saves, and recomputes the rest.
+
+    ``function`` is forward, backward and perhaps the optimizer; the loss, its first scalar output, tells
+    what is forward. A *block* is a forward Call and the backward Call that reads what it saves: the pair
+    is rewritten as one, once for all Calls of the same callees wired alike. Of other Calls no part is
+    recomputed. The copies stand right before the first op that needs them, behind an
+    ``OptimizationBarrier`` that waits for the gradient there, so that the recomputation of a block begins
+    when its backward pass does.
+
+    ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them.
+    Where they are given, values that the policy leaves alone are recomputed if tagged so. ``device``, by
+    default one of those of the function, says how long ops take.
+
+    Inputs and outputs are those of ``function``. Raises :class:`PlanError` for a policy that is unknown,
+    or that is for blocks where there are none.
+    """
+    policy = policy_named(policy) if isinstance(policy, str) else policy
+    marks = Marks(tags or {}, regions or {})
+    if policy.blocks is None and policy.rest is None and not marks.tags:
+        return function
+    return _Rematerializer(policy, marks, device or _some_device(function)).run(function)
+
+
+class _Rematerializer:
+    def __init__(self, policy: Policy, marks: Marks, device: Device) -> None:
+        self.policy, self.marks, self.device = policy, marks, device
+        self.done: dict[tuple[object, ...], Rewritten | None] = {}
+
+    def run(self, function: Function) -> Function:
+        joint = Joint.of(function)
+        calls: dict[Op, Op] = {}
+        pairs = find_pairs(joint)
+        if self.policy.blocks is not None and self.policy.rest is None and len(pairs) < self.policy.every:
+            raise PlanError(
+                f"remat={self.policy}: {function.name} has {len(pairs)} blocks that repeat, so nothing "
+                "would be recomputed; use min_cut or budget:X, which take single ops as well, or none"
+            )
+        for number, pair in enumerate(pairs):
+            rule = self.rule(self.policy.rule(number))
+            if rule is None:
+                continue
+            key = (*pair.key, rule)
+            if key not in self.done:
+                before = joint_of(pair)
+                after = self.rewrite(before, rule)
+                self.done[key] = None if after is before else rewritten(pair, before, after)
+            found = self.done[key]
+            if found is not None:
+                calls.update(zip((pair.forward, pair.backward), found.calls(pair), strict=True))
+        if calls:
+            ops = tuple([calls.get(op, op) for op in function.ops])
+            function = replace(function, ops=ops)
+            joint = Joint.of(function)
+        rule = self.rule(self.policy.rest)
+        return function if rule is None else self.rewrite(joint, rule).function
+
+    def rule(self, rule: Rule | None) -> Rule | None:
+        """Return the rule, or the one that heeds tags only."""
+        return as_read if rule is None and self.marks.tags else rule
+
+    def rewrite(self, joint: Joint, rule: Rule) -> Joint:
+        view = graph_of(joint, self.marks, self.device)
+        saved = view.chosen(rule(view.graph))
+        return recompute(joint, saved)
+
+
+def _some_device(function: Function) -> Device:
+    for value in function.inputs:
+        if isinstance(value.type, Tensor) and value.type.device is not None:
+            return devices_of(value.type.device)[0]
+    return Device(0, "any")

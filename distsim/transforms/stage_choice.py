@@ -1,0 +1,141 @@
+"""Where the stages of a pipeline begin when they are not of even work: by counting, or by searching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from distsim.errors import PartitionError, PlanError
+from distsim.executor.cost_model import CostModel
+from distsim.executor.maxplus import run_program
+from distsim.executor.memory_program import program_memory
+from distsim.ir import Device, Mesh
+from distsim.partition.stages import Split, auto_split, mesh_communication
+from distsim.schedule import Schedule
+from distsim.transforms.model_blocks import ModelBlocks, costs_of, model_blocks
+from distsim.transforms.pipeline import Cut, cut_stages
+from distsim.transforms.shard import Sharded
+
+STAGES = ("even", "default", "auto")
+"""How stages are chosen: of even work, by torchtitan's counting of layers, or the fastest there are."""
+
+EFFORT = 20_000
+"""Simulations of the search for one plan."""
+MOST_TRIES = 6
+"""How often a search is repeated when a split needs more memory than its blocks say."""
+
+
+def check_stages(stages: str) -> None:
+    """Raise :class:`PlanError` for a way to choose stages that there is not."""
+    if stages not in STAGES:
+        raise PlanError(f"stages={stages!r} is unknown; choose one of {', '.join(STAGES)}")
+
+
+def default_cut(local: Sharded, num_stages: int, device: Device) -> Cut:
+    """Cut as torchtitan would: see :meth:`ModelBlocks.default`."""
+    blocks = model_blocks(local, device)
+    starts = blocks.default(num_stages)
+    sizes = _sizes([blocks.starts.index(start) for start in starts], len(blocks))
+    return _noted(cut_stages(local, num_stages, device, starts), f"stages=default: {sizes} blocks")
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A cut, how long its step takes, and the most bytes by which a device is over."""
+
+    cut: Cut
+    step_time: float
+    missing: float
+
+
+def fastest_cut(
+    functions: Sequence[Sharded], even: Cut, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+) -> Cut:
+    """Return the cut of the fastest simulated step that fits in memory.
+
+    ``functions`` are the same function with ever more Calls written out: its blocks are split by
+    :func:`auto_split`, and what comes out is simulated in full, and so is ``even``, the cut by work, which is
+    returned if it is faster. Raises :class:`PartitionError` when nothing fits, by how much.
+    """
+    device = mesh.devices[0]
+    found: list[_Candidate] = []
+    refused: list[PartitionError] = []
+    for local in functions:
+        try:
+            found += _searched(local, device, mesh, schedule, cost_model)
+        except PartitionError as error:
+            refused.append(error)
+    found.append(_simulated(even, mesh, schedule, cost_model))
+    fitting = [each for each in found if each.missing <= 0]
+    if fitting:
+        return min(fitting, key=lambda each: each.step_time).cut
+    if refused:
+        raise refused[0]
+    least = min(each.missing for each in found)
+    raise PartitionError(
+        f"stages=auto: no split into {schedule.num_stages} stages fits in memory; the best is over by "
+        f"{least / 2**20:,.1f} MiB; use more stages, smaller microbatches, or recompute more"
+    )
+
+
+def _searched(
+    local: Sharded, device: Device, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+) -> list[_Candidate]:
+    """Return the best splits of a function's blocks, the last of which fits in memory if any does."""
+    stages = schedule.num_stages
+    blocks = model_blocks(local, device)
+    if len(blocks) < stages:
+        return []
+    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model)
+    limits = [min(d.memory for d in mesh.at(pp=stage).devices) for stage in range(stages)]
+    found: list[_Candidate] = []
+    room = list(limits)
+    for _ in range(MOST_TRIES):
+        split = auto_split(
+            costs,
+            stages,
+            schedule.num_microbatches,
+            schedule,
+            mesh_communication(mesh, cost_model),
+            room,
+            EFFORT,
+        )
+        cut = cut_stages(local, stages, device, blocks.stages(split.starts))
+        cut = _noted(cut, _described(split, blocks))
+        found.append(_simulated(cut, mesh, schedule, cost_model))
+        if found[-1].missing <= 0:
+            break
+        peaks = program_memory(cut.program(mesh, schedule)).peaks
+        over = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
+        # The estimate was short on these stages by so much.
+        short = [peak - memory for peak, memory in zip(peaks, split.memory, strict=True)]
+        room = [
+            min(own, limit - max(less, 1.0)) if above > 0 else own
+            for own, limit, less, above in zip(room, limits, short, over, strict=True)
+        ]
+        if min(room) <= 0:
+            break
+    return found
+
+
+def _simulated(cut: Cut, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> _Candidate:
+    program = cut.program(mesh, schedule)
+    return _Candidate(cut, run_program(program, cost_model).step_time, program_memory(program).missing)
+
+
+def _described(split: Split, blocks: ModelBlocks) -> str:
+    proof = "proven the fastest" if split.proven else f"at most {split.gap:.2%} from the fastest"
+    firsts = ", ".join(blocks.names[first] for first in split.starts)
+    return (
+        f"stages=auto: {_sizes(split.starts, len(blocks))} blocks, beginning with {firsts}; "
+        f"{split.step_time * 1e3:.3f} ms by their costs, {proof} by them"
+    )
+
+
+def _sizes(firsts: Sequence[int], count: int) -> str:
+    ends = [*firsts[1:], count]
+    return ", ".join(str(end - first) for first, end in zip(firsts, ends, strict=True))
+
+
+def _noted(cut: Cut, note: str) -> Cut:
+    return replace(cut, notes=(*cut.notes, note))

@@ -1,0 +1,252 @@
+"""Mixtures of experts: token choice against a plain reference, drawn loads, expert parallelism, plans."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from training_models import F64, assert_same_step, mesh_of, random_inputs
+
+from distsim.errors import PlanError
+from distsim.executor import SequentialExecutor
+from distsim.hardware import load_cluster
+from distsim.importer import load_model
+from distsim.ir import Device, Function, Mesh, Tensor, callees
+from distsim.models import Routing, deepseek, draw_routing, moe
+from distsim.models.decoder import LayerMaker
+from distsim.models.mixture import Mixture, mixture
+from distsim.ops import signature_of, work
+from distsim.parallelize import parallelize
+from distsim.plan import Plan
+from distsim.transforms import Adam, differentiate
+
+SIZES = {"hidden": 16, "heads": 4, "seq": 6, "vocab": 16, "dtype": F64}
+LATENT = {"kv_lora": 4, "nope": 4, "rope": 2, "value": 4}
+
+
+def small_moe(**options) -> Function:
+    return moe(**{**SIZES, "layers": 2, "kv_heads": 2, "ffn": 8, "experts": 4, "batch": 8, **options})
+
+
+def small_deepseek(**options) -> Function:
+    given = {**SIZES, **LATENT, "layers": 3, "ffn": 24, "experts": 4, "top_k": 2, "expert_ffn": 6, "dense": 1}
+    return deepseek(**{**given, "batch": 8, **options})
+
+
+def distinct_inputs(function: Function, seed: int = 0) -> list[np.ndarray]:
+    """Random inputs in which no token comes twice in a sequence: equal ones would be dropped as they come."""
+    inputs = random_inputs(function, seed)
+    batch, seq = inputs[0].shape
+    rng = np.random.default_rng(seed)
+    inputs[0] = np.stack([rng.permutation(SIZES["vocab"])[:seq] for _ in range(batch)])
+    return inputs
+
+
+# --- loads ----------------------------------------------------------------------------------------
+
+loads = st.builds(
+    dict,
+    experts=st.integers(1, 40),
+    tokens=st.integers(1, 300),
+    concentration=st.none() | st.floats(0.01, 100),
+    capacity=st.none() | st.floats(0.1, 8),
+    seed=st.integers(0, 10**6),
+)
+
+
+@given(loads, st.data())
+def test_a_drawn_load_is_what_the_tokens_ask_for_within_the_capacity(figures, data):
+    experts, tokens, capacity = figures["experts"], figures["tokens"], figures["capacity"]
+    top_k = data.draw(st.integers(1, experts))
+    routing = draw_routing(top_k=top_k, **figures)
+    assert sum(routing.demand) == tokens * top_k
+    assert 0 <= min(routing.demand) <= max(routing.demand) <= tokens
+    limit = tokens if capacity is None else math.ceil(capacity * tokens * top_k / experts)
+    assert routing.slots == tuple(min(want, limit) for want in routing.demand)
+    assert routing.dropped == tokens * top_k - routing.rows
+    assert routing == draw_routing(top_k=top_k, **figures)
+    for ranks in (r for r in range(1, experts + 1) if experts % r == 0):
+        assert routing.rows / ranks <= routing.busiest(ranks) <= routing.rows
+
+
+def test_a_smaller_concentration_is_a_larger_imbalance():
+    """The mean of the busiest expert's share over seeds, from even to one that has nearly all."""
+
+    def share(concentration):
+        drawn = [draw_routing(16, 1, 1600, concentration, seed=seed) for seed in range(50)]
+        return np.mean([max(routing.demand) / 1600 for routing in drawn])
+
+    shares = [share(concentration) for concentration in (None, 100.0, 10.0, 1.0, 0.1, 0.01)]
+    assert shares[0] == 1 / 16
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.8, shares
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"top_k": 5}, "top_k=5"),
+        ({"concentration": 0.0}, "concentration=0.0"),
+        ({"capacity": -1.0}, "capacity=-1.0"),
+        ({"capacity": math.nan}, "capacity=nan"),
+        ({"seed": -1}, "seed=-1"),
+        ({"shared": -1}, "shared=-1"),
+        ({"experts": 0}, "experts=0"),
+        ({"routings": [Routing((3,) * 4, (3,) * 4)]}, "1 routings for 2 layers"),
+        ({"routings": [Routing((9,) * 4, (9,) * 4)] * 2}, "sequences of 6 tokens"),
+        ({"mesh": Mesh([Device(i, "gpu") for i in range(3)], ep=3)}, "ep=3 does not divide the 4 experts"),
+    ],
+)
+def test_figures_that_make_no_mixture(options, words):
+    with pytest.raises(PlanError, match=words):
+        small_moe(**options)
+
+
+# --- meaning --------------------------------------------------------------------------------------
+
+
+def layer_of(sizes: Mixture, slots: tuple[int, ...], tokens: int, mesh=None, batch: int = 2) -> Function:
+    """A function that is a mixture alone, of x [batch, tokens, 6]."""
+    layer = LayerMaker("mixture", Tensor(F64, (batch, tokens, 6), mesh), 2)
+    return layer.finish(mixture(layer, layer.x, sizes, Routing(slots, slots)))
+
+
+def token_choice(x, weights, sizes: Mixture, slots):
+    """Token by token: choose, weigh, let each expert keep what gives it the largest gates; count the rest."""
+    scores = x @ weights["router.w"]
+    scores = (
+        np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        if sizes.score == "softmax"
+        else 1 / (1 + np.exp(-scores))
+    )
+    out, dropped = np.zeros_like(x), 0
+
+    def feed(row, gate, up, down):
+        hidden = row @ gate
+        return (hidden / (1 + np.exp(-hidden)) * (row @ up)) @ down
+
+    for sequence in range(len(x)):
+        wishes = {expert: [] for expert in range(sizes.experts)}
+        for token, row in enumerate(scores[sequence]):
+            chosen = np.argsort(-row)[: sizes.top_k]
+            for expert in chosen:
+                total = row[chosen].sum() if sizes.top_k > 1 else 1.0
+                wishes[expert].append((row[expert] / total * sizes.scale, token))
+        for expert, asked in wishes.items():
+            asked.sort(reverse=True)
+            dropped += len(asked[slots[expert] :])
+            for gate, token in asked[: slots[expert]]:
+                parts = (weights[f"experts.{name}.w"][expert] for name in ("gate", "up", "down"))
+                out[sequence, token] += gate * feed(x[sequence, token], *parts)
+    if sizes.shared:
+        out += feed(x, *(weights[f"shared.{name}.w"] for name in ("gate", "up", "down")))
+    return out, dropped
+
+
+@pytest.mark.parametrize(
+    "sizes", [Mixture(4, 2, 5), Mixture(5, 3, 4, 2, "sigmoid", 2.5), Mixture(3, 1, 4, 1)]
+)
+@pytest.mark.parametrize("slots", [12, 4, 1])
+def test_a_mixture_is_token_choice_with_what_is_beyond_the_slots_dropped(sizes, slots):
+    counts = tuple(max(slots - i, 0 if i else 1) if slots < 12 else 12 for i in range(sizes.experts))
+    function = layer_of(sizes, counts, 12)
+    inputs = random_inputs(function, seed=slots)
+    given = {value.name: array for value, array in zip(function.inputs, inputs, strict=True)}
+    expected, dropped = token_choice(given["x"], given, sizes, counts)
+    (made,) = SequentialExecutor().compute(function, inputs)
+    np.testing.assert_allclose(made, expected, rtol=1e-10, atol=1e-12)
+    assert (dropped == 0) == (slots == 12)
+
+
+@pytest.mark.parametrize("slots", [(9,) * 4, (6, 1, 2, 4)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_experts_divided_over_ranks_compute_what_one_rank_computes(ranks, slots):
+    sizes = Mixture(4, 2, 5, shared=1)
+    mesh = Mesh([Device(i, "gpu") for i in range(ranks)], ep=ranks)
+    whole, local = layer_of(sizes, slots, 9, batch=ranks), layer_of(sizes, slots, 9, mesh, batch=1)
+    inputs = random_inputs(whole)
+    own = []
+    for value, array in zip(local.inputs, inputs, strict=True):
+        divided = value.name == "x" or value.name.startswith("experts.")
+        own.append(np.split(array, ranks) if divided else array)
+    (expected,) = SequentialExecutor().compute(whole, inputs)
+    (made,) = SequentialExecutor().compute(local, own)
+    np.testing.assert_allclose(np.concatenate(made), expected, rtol=1e-10)
+    busiest = Routing(slots, slots).busiest(ranks)
+    received = next(op for op in local.ops if op.outputs[0].name == "received").outputs[0]
+    assert received.type.shape == (ranks, busiest, 6)
+
+
+def test_gradients_go_back_through_the_all_to_alls():
+    """The gradients of the ranks' experts are those of one rank that has all; those of others add up."""
+    options = {"layers": 1, "routings": [Routing((6,) * 4, (6, 2, 3, 6))]}
+    mesh = Mesh([Device(i, "gpu") for i in range(2)], ep=2)
+    whole, local = small_moe(batch=2, **options), small_moe(batch=1, mesh=mesh, **options)
+    inputs = distinct_inputs(whole)
+    own = []
+    for value, array in zip(local.inputs, inputs, strict=True):
+        divided = value.name in ("tokens", "labels") or ".experts." in value.name
+        own.append(np.split(array, 2) if divided else array)
+    loss, *expected = SequentialExecutor().compute(differentiate(whole, None), inputs)
+    losses, *made = SequentialExecutor().compute(differentiate(local, None), own)
+    np.testing.assert_allclose(np.mean(losses), loss, rtol=1e-10)
+    for value, ranks, array in zip(whole.parameters, made, expected, strict=True):
+        joined = np.concatenate(ranks) if ".experts." in value.name else np.sum(ranks, axis=0)
+        np.testing.assert_allclose(joined / 2, array, rtol=1e-8, atol=1e-12, err_msg=value.name)
+
+
+@pytest.mark.parametrize("model", [small_moe, small_deepseek])
+@pytest.mark.parametrize("plan", [Plan(2, 2, 2, 2), Plan(1, 1, 3, 4)])
+def test_parallel_steps_compute_what_one_device_computes(model, plan):
+    joint = differentiate(model(shared=1, concentration=1.0, capacity=1.0), Adam())
+    inputs = distinct_inputs(joint)
+    if plan.pp == 3 and model is small_moe:
+        plan = Plan(1, 1, 2, 4)
+    program = parallelize(joint, plan, load_cluster("dgx-a100"))
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+
+
+# --- work -----------------------------------------------------------------------------------------
+
+
+def expert_flops(function: Function) -> float:
+    return sum(
+        work(signature_of(op)).flops
+        for op in function.ops
+        if op.op_type == "GroupedMatMul" or op.outputs[0].name.startswith("shared.")
+        if work(signature_of(op)).matrix
+    )
+
+
+def test_the_work_is_that_of_the_slots_and_of_the_shared_experts():
+    sizes = Mixture(4, 2, 5, shared=2)
+    slots, tokens, batch, hidden = (6, 1, 2, 4), 9, 2, 6
+    routed, shared = sum(slots) * 5, tokens * 2 * 5
+    assert expert_flops(layer_of(sizes, slots, tokens)) == 3 * 2 * batch * hidden * (routed + shared)
+    mesh = mesh_of(dp=2)
+    assert expert_flops(layer_of(sizes, slots, tokens, mesh)) == expert_flops(layer_of(sizes, slots, tokens))
+    mesh = Mesh(mesh.devices, ep=2)
+    routed = 2 * max(6 + 1, 2 + 4) * 5  # the busiest rank, for the sequences of both
+    assert expert_flops(layer_of(sizes, slots, tokens, mesh)) == 3 * 2 * batch * hidden * (routed + shared)
+
+
+def test_layers_of_equal_load_are_calls_of_one_callee():
+    assert [f.name for f in callees(small_moe(layers=5))] == ["layer"]
+    assert [f.name for f in callees(small_deepseek(layers=5))] == ["dense_layer", "expert_layer"]
+    assert len(callees(small_moe(layers=3, concentration=0.5))) == 3
+
+
+def test_the_command_line_knows_it():
+    text = (
+        "layers=2,hidden=16,heads=4,kv_heads=2,ffn=8,experts=4,seq=6,vocab=16,concentration=0.5,capacity=1.25"
+    )
+    function = load_model(f"moe:{text},seed=4", batch=8)
+    assert [v.type.shape for v in function.parameters] == [v.type.shape for v in small_moe().parameters]
+    loads = [draw_routing(4, 2, 6, 0.5, 1.25, seed).rows for seed in (4, 5)]
+    found = [
+        next(op for op in op.callee.ops if op.op_type == "GroupedMatMul").inputs[0].type.shape[1]
+        for op in function.ops
+        if op.op_type == "Call"
+    ]
+    assert found == loads
