@@ -1,5 +1,8 @@
 """Save or recompute: which values of the forward pass the backward pass keeps."""
 
+from distsim.partition.saves.bans import MinCutOptions
+from distsim.partition.saves.budget import save_within_budget
+from distsim.partition.saves.default import save_for_backward
 from distsim.partition.saves.graph import (
     EVERY_OUTPUT,
     JointGraph,
@@ -11,5 +14,32 @@ from distsim.partition.saves.graph import (
     Tag,
     Trait,
 )
+from distsim.partition.saves.merge import Merged, merge_equal
+from distsim.partition.saves.mincut import save_min_cut
+from distsim.partition.saves.needs import Needs, needs
+from distsim.partition.saves.replay import record, recorded, save_replayed
+from distsim.partition.saves.split import split
 
-__all__ = ["EVERY_OUTPUT", "JointGraph", "JointNode", "Kind", "Phase", "Role", "Saves", "Tag", "Trait"]
+__all__ = [
+    "EVERY_OUTPUT",
+    "JointGraph",
+    "JointNode",
+    "Kind",
+    "Merged",
+    "MinCutOptions",
+    "Needs",
+    "Phase",
+    "Role",
+    "Saves",
+    "Tag",
+    "Trait",
+    "merge_equal",
+    "needs",
+    "record",
+    "recorded",
+    "save_for_backward",
+    "save_min_cut",
+    "save_replayed",
+    "save_within_budget",
+    "split",
+]
