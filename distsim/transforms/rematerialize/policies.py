@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from distsim.errors import PlanError
-from distsim.partition.saves import JointGraph, JointNode, Kind, Phase, Role, Tag, Trait
+from distsim.partition.saves import (
+    JointGraph,
+    JointNode,
+    Kind,
+    Phase,
+    Role,
+    Tag,
+    Trait,
+    save_min_cut,
+    save_replayed,
+    save_within_budget,
+)
 
 Rule = Callable[[JointGraph], Iterable[int]]
 """A joint graph -> the nodes whose values are saved."""
@@ -34,6 +47,7 @@ class Policy:
 
 
 CHOICES = "none, full, every:N (N of 1 or more), matmuls, min_cut, budget:X (X from 0 to 1)"
+_SHARE = re.compile(r"0(\.[0-9]{1,9})?|1(\.0{1,9})?", re.ASCII)
 
 
 def policy_named(text: str) -> Policy:
@@ -53,6 +67,9 @@ def policy_named(text: str) -> Policy:
     name, colon, figure = text.partition(":")
     if not colon and name in _NAMED:
         return _NAMED[name]
+    if name == "budget" and _SHARE.fullmatch(figure):
+        share = partial(_within_budget, share=float(figure))
+        return Policy(text, share, share)
     if name == "every" and figure.isascii() and figure.isdigit() and int(figure[:9]) > 0:
         return Policy(text, checkpoint, every=int(figure[:9]))
     raise PlanError(f"remat={text[:40]!r} is not one of {CHOICES}")
@@ -75,6 +92,20 @@ def as_read(graph: JointGraph) -> list[int]:
     return _kept(graph, lambda node: not node.wants_recompute)
 
 
+def min_cut(graph: JointGraph) -> Sequence[int]:
+    """Save the values of a minimum cut (:func:`distsim.partition.saves.save_min_cut`)."""
+    return save_min_cut(graph).saved
+
+
+def replayed(graph: JointGraph) -> Sequence[int]:
+    """Save what a first partition saved (:func:`distsim.partition.saves.save_replayed`)."""
+    return save_replayed(graph).saved
+
+
+def _within_budget(graph: JointGraph, share: float) -> Sequence[int]:
+    return save_within_budget(graph, share).saved
+
+
 def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool]) -> list[int]:
     """Return the forward values to save: those wanted, those tagged, and collectives that are not tagged."""
     found: list[int] = []
@@ -95,4 +126,5 @@ _NAMED = {
     "none": Policy("none"),
     "full": Policy("full", checkpoint),
     "matmuls": Policy("matmuls", matmuls),
+    "min_cut": Policy("min_cut", min_cut, min_cut),
 }

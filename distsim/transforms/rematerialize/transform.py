@@ -87,7 +87,7 @@ class _Rematerializer:
     def rewrite(self, joint: Joint, rule: Rule) -> Joint:
         view = graph_of(joint, self.marks, self.device)
         saved = view.chosen(rule(view.graph))
-        behind = [op for op in joint.function.ops if op not in joint.forward]
+        behind = [op for op in joint.function.ops if joint.behind(op)]
         made = joint.made
         dropped = any(v in made and v not in saved for op in behind for v in op.inputs)
         return recompute(joint, saved) if dropped else joint
