@@ -12,16 +12,19 @@ from distsim.schedule import schedule
 from distsim.transforms import build_program
 
 
-def parallelize(function: Function, plan: Plan, topology: Topology, remat: str = "none") -> Program:
+def parallelize(
+    function: Function, plan: Plan, topology: Topology, remat: str = "none", fsdp: str = "none"
+) -> Program:
     """Return the scheduled training step of a joint function under ``plan``.
 
     The first ``plan.devices`` devices of ``topology`` are used: tensor-parallel ranks next to each
     other, where links are fastest, then data-parallel ones, then pipeline stages. ``remat`` says what is
-    computed again in backward (:func:`distsim.transforms.rematerialize.policy_named`). Raises
+    computed again in backward (:func:`distsim.transforms.rematerialize.policy_named`), ``fsdp`` whether
+    parameters are divided over dp (:func:`build_program`). Raises
     :class:`PlanError` when the plan does not fit the topology, the batch or the function.
     """
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    return build_program(function, _mesh(plan, topology), order, remat)
+    return build_program(function, _mesh(plan, topology), order, remat, fsdp)
 
 
 Degrees = tuple[int, int, int]

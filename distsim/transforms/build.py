@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from distsim.errors import PlanError
 from distsim.executor.program import Program
 from distsim.ir import Device, Function, Mesh
 from distsim.ir.device import logical_mesh
 from distsim.schedule import Schedule
 from distsim.transforms.balance import coarse
+from distsim.transforms.fsdp import fsdp as divide_parameters
+from distsim.transforms.fsdp import gathered
 from distsim.transforms.inline import inline
 from distsim.transforms.numbered import Numbered
 from distsim.transforms.outline import outline
@@ -18,7 +21,9 @@ from distsim.transforms.rematerialize import rematerialize
 from distsim.transforms.shard import Sharded, shard
 
 
-def build_program(function: Function, mesh: Mesh, schedule: Schedule, remat: str = "none") -> Program:
+def build_program(
+    function: Function, mesh: Mesh, schedule: Schedule, remat: str = "none", fsdp: str = "none"
+) -> Program:
     """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
 
     The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
@@ -28,17 +33,20 @@ def build_program(function: Function, mesh: Mesh, schedule: Schedule, remat: str
 
     ``remat`` is the text of a policy (:func:`distsim.transforms.rematerialize.policy_named`): what backward
     computes again in place of saving it. It is applied to what every rank runs, so that collectives are
-    seen, and before Calls are written out, so that blocks are.
+    seen, and before Calls are written out, so that blocks are. ``fsdp`` divides parameters over dp:
+    ``reshard`` gathers them again for backward, ``keep`` keeps what forward gathered (:mod:`fsdp`).
     """
+    if fsdp not in FSDP:
+        raise PlanError(f"fsdp={fsdp!r} is not one of {', '.join(FSDP)}")
     memory = _MEMORIES.get(function)
     if memory is None:
         memory = _MEMORIES[function] = _Memory(function)
     pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
     figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]  # which of equal devices it is does not matter
-    key = (pp, dp, tp, schedule.num_microbatches, figures, remat)
+    key = (pp, dp, tp, schedule.num_microbatches, figures, remat, "none" if dp == 1 else fsdp)
     found = memory.cuts.get(key)
     if found is None:
-        found = memory.cut(function, *key)
+        found = memory.cut(function, key)
     return found.program(mesh, schedule)
 
 
@@ -47,8 +55,11 @@ MOST_VALUES = 12_000_000
 are forgotten first. These are 1,300 cuts of a GPT of 96 layers under Adam, 1.5 MB each."""
 
 
-Division = tuple[int, int, int, int, Device, str]
-"""pp, dp, tp, microbatches, a device with the figures of those that run it, and what is recomputed."""
+Division = tuple[int, int, int, int, Device, str, str]
+"""pp, dp, tp, microbatches, a device with the figures of those that run it, remat and fsdp."""
+
+FSDP = ("none", "reshard", "keep")
+"""Whether parameters are divided over dp, and what becomes of what forward gathered."""
 
 
 class _Memory:
@@ -64,18 +75,18 @@ class _Memory:
         self.keys: dict[Cut, list[Division]] = {}  # plans may share a cut
         self.size = 0
 
-    def cut(
-        self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device, remat: str
-    ) -> Cut:
-        """Return ``function`` divided and cut for devices with these figures."""
+    def cut(self, function: Function, division: Division) -> Cut:
+        """Return ``function`` divided and cut for the devices of the division."""
+        pp, dp, tp, microbatches, figures, remat, fsdp = division
         level, written = self._balanced(function, pp, figures)
-        plain = remat == "none"
+        plain = remat == "none" and fsdp == "none"
         outlined = function if self.outlined is None else self.outlined
-        local = shard(written if plain else outlined, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
+        shown = min(dp, 2) if fsdp == "none" else dp
+        local = shard(written if plain else outlined, logical_mesh(figures, shown, tp), microbatches, dp)
         if not plain:
-            local = replace(local, function=_rematerialized(local, remat, figures, level))
+            local = _rematerialized(local, remat, fsdp, figures, level)
         found = cut_stages(local, pp, figures)
-        self._keep((pp, dp, tp, microbatches, figures, remat), found)
+        self._keep(division, found)
         return found
 
     def _keep(self, key: Division, cut: Cut) -> None:
@@ -102,16 +113,19 @@ class _Memory:
         return level, current
 
 
-def _rematerialized(local: Sharded, remat: str, figures: Device, levels: int) -> Function:
+def _rematerialized(local: Sharded, remat: str, fsdp: str, figures: Device, levels: int) -> Sharded:
     """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
     known = _REMATERIALIZED.setdefault(local.function, {})
-    key = (remat, figures, levels)
-    if key not in known:
-        if levels:
-            known[key] = inline(_rematerialized(local, remat, figures, levels - 1))
-        else:
-            known[key] = rematerialize(local.function, remat, device=figures)
-    return known[key]
+    key = (remat, fsdp, figures, levels)
+    found = known.get(key)
+    if found is None:
+        divided = local if fsdp == "none" else divide_parameters(local)
+        tags = gathered(divided.function, fsdp == "reshard")
+        made = rematerialize(divided.function, remat, tags, device=figures)
+        for _ in range(levels):
+            made = inline(made)
+        found = known[key] = replace(divided, function=made)
+    return replace(found, microbatches=local.microbatches, dp=local.dp)
 
 
 def updates_last(function: Function) -> Function:
@@ -135,5 +149,5 @@ def _size(cut: Cut) -> int:
 
 _MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
 
-_REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[str, Device, int], Function]] = WeakKeyDictionary()
+_REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[object, ...], Sharded]] = WeakKeyDictionary()
 """By local function what recomputes: cuts of it are shared as those of the local function are."""
