@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from distsim.ir import Device, Op, Value, all_ops
@@ -14,10 +15,12 @@ from distsim.transforms.rematerialize.phases import Joint
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """What a user asks of values: tags, and the numbers of the checkpointing regions they belong to."""
+    """What a user asks of values: tags, the numbers of the checkpointing regions that they belong to, and
+    those that a first partition saved, to be saved again."""
 
     tags: Mapping[Value, Tag]
     regions: Mapping[Value, int]
+    replay: AbstractSet[Value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +140,7 @@ class _Grapher:
             self.add(op.outputs[0], inputs, phase=phase, seconds=seconds, traits=traits, call=call)
             return
         tuple_ = len(self.nodes)
+        again = tuple([i for i, value in enumerate(op.outputs) if value in self.marks.replay])
         self.nodes.append(
             JointNode(
                 f"{tuple_}.{op.op_type}",
@@ -144,6 +148,7 @@ class _Grapher:
                 kind=Kind.TUPLE,
                 phase=phase,
                 tag=self.own_tag(phase, call),
+                replay=again or None,
                 seconds=seconds,
                 traits=traits,
             )

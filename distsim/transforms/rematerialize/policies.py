@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from distsim.errors import PlanError
@@ -16,6 +16,7 @@ from distsim.partition.saves import (
     Role,
     Tag,
     Trait,
+    save_for_backward,
     save_min_cut,
     save_replayed,
     save_within_budget,
@@ -106,6 +107,18 @@ def _within_budget(graph: JointGraph, share: float) -> Sequence[int]:
     return save_within_budget(graph, share).saved
 
 
+def by_region(graph: JointGraph) -> Sequence[int]:
+    """Save what enters a checkpointing region or passes from one to a later one, and what is in none.
+
+    Within a region all is recomputed that has no tag.
+    """
+    nodes = [
+        replace(node, tag=Tag.PREFER_RECOMPUTE) if node.region is not None and node.tag is None else node
+        for node in graph.nodes
+    ]
+    return save_for_backward(replace(graph, nodes=tuple(nodes))).saved
+
+
 def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool]) -> list[int]:
     """Return the forward values to save: those wanted, those tagged, and collectives that are not tagged."""
     found: list[int] = []
@@ -121,6 +134,9 @@ def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool]) -> list[int]:
             found.append(position)
     return found
 
+
+REPLAY = Policy("replay", replayed, replayed)
+"""Save what is marked as saved by a first partition, and nothing else that can be recomputed."""
 
 _NAMED = {
     "none": Policy("none"),
