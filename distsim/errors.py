@@ -83,8 +83,6 @@ class TooFewDevicesError(PartitionError):
 class CyclicPartitionError(PartitionError):
     """Parts wait for each other in a circle."""
 
-    """No partition of the ops or blocks meets what is asked of it."""
-
 
 class RematerializationError(DistsimError, ValueError):
     """A joint graph cannot be split into a forward and a backward pass as asked."""

@@ -22,14 +22,19 @@ REMAT = ("none", "full", "every:N", "matmuls", "min_cut", "budget:X")
 products; what a minimum cut says; what fits into the share X in 0..1 of the memory of ``none``."""
 
 
+FSDP = ("none", "reshard", "keep")
+"""Whether parameters and optimizer state are divided over dp, and what becomes of a parameter that forward
+gathered: it is gathered again for backward, or kept."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
 
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
     data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`; `stages` one
-    of `STAGES`, `remat` of `REMAT`. A plan is verified when made, and its text, in which the last two
-    stand only when they are not the default, parses back to it.
+    of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`. A plan is verified when made, and its text, in
+    which the last three stand only when they are not the default, parses back to it.
 
     Raises:
         PlanError: a count is not an integer in 1..MAX_DEGREE, or a name is unknown.
@@ -46,6 +51,7 @@ class Plan:
     schedule: str = "1f1b"
     stages: str = "even"
     remat: str = "none"
+    fsdp: str = "none"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -55,9 +61,7 @@ class Plan:
             raise PlanError(
                 f"schedule={_short(self.schedule)} is unknown; choose one of {', '.join(SCHEDULES)}"
             )
-        if self.stages not in STAGES:
-            raise PlanError(f"stages={_short(self.stages)} is unknown; choose one of {', '.join(STAGES)}")
-        parse_remat(self.remat)
+        check_layout(self.stages, self.remat, self.fsdp)
 
     @property
     def devices(self) -> int:
@@ -100,6 +104,14 @@ _ALWAYS = (*_COUNTS, "schedule")
 
 def _differs(plan: Plan, field: Field[Any]) -> bool:
     return getattr(plan, field.name) != field.default
+
+
+def check_layout(stages: object, remat: object, fsdp: object) -> None:
+    """Raise :class:`PlanError` for a text that is none of STAGES, REMAT or FSDP."""
+    for name, text, choices in (("stages", stages, STAGES), ("fsdp", fsdp, FSDP)):
+        if text not in choices:
+            raise PlanError(f"{name}={_short(text)} is unknown; choose one of {', '.join(choices)}")
+    parse_remat(remat)
 
 
 def parse_remat(text: object) -> tuple[str, float]:

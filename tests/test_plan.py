@@ -5,14 +5,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, PlanError
-from distsim.plan import MAX_DEGREE, REMAT, STAGES, Plan
+from distsim.plan import FSDP, MAX_DEGREE, REMAT, STAGES, Plan
 from distsim.schedule import SCHEDULES
 
 counts = st.integers(1, MAX_DEGREE)
 shares = st.integers(0, 100).map(lambda n: f"budget:{n / 100}")
 remats = st.sampled_from([r for r in REMAT if ":" not in r]) | counts.map("every:{}".format) | shares
 plans = st.builds(
-    Plan, counts, counts, counts, counts, st.sampled_from(list(SCHEDULES)), st.sampled_from(STAGES), remats
+    Plan,
+    counts,
+    counts,
+    counts,
+    counts,
+    st.sampled_from(list(SCHEDULES)),
+    st.sampled_from(STAGES),
+    remats,
+    st.sampled_from(FSDP),
 )
 
 
@@ -73,6 +81,7 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
         ("dp=2,tp=1,dp=4", ["dp is given twice", "2 and '4'"]),
         ("schedule=pipedream", ["schedule='pipedream' is unknown", "choose one of 1f1b, gpipe"]),
         ("stages=best", ["stages='best' is unknown", "choose one of even, default, auto"]),
+        ("fsdp=on", ["fsdp='on' is unknown", "choose one of none, reshard, keep"]),
         ("remat=some", ["remat='some' is unknown", "none, full, every:N, matmuls, min_cut, budget:X"]),
         ("remat=every", ["remat='every' is unknown", "every:N"]),
         ("remat=full:2", ["remat='full:2' is unknown"]),

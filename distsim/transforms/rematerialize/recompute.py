@@ -43,7 +43,7 @@ class _Writer:
 
     def add(self, op: Op) -> None:
         """Take an op over; one of the backward pass reads copies of what is not saved."""
-        if op in self.joint.forward or op in self.joint.constants:
+        if not self.joint.behind(op):
             self.ops.append(op)
             return
         stage = self.stages.get(op, 0)
