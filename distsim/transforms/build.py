@@ -90,10 +90,10 @@ class _Memory:
         known = self.searched.setdefault(cost_model, {})
         asked = (key, mesh, schedule, cost_model.topology.version)
         if asked not in known:
-            pp, *division, figures = key
+            pp, dp, tp, microbatches, figures = key
             even = self.cuts.get(key) or self.cut(function, *key)
             levels = sorted({0, self._balanced(function, pp, figures)[0]})
-            functions = [self._local(function, level, *division, figures) for level in levels]
+            functions = [self._local(function, level, dp, tp, microbatches, figures) for level in levels]
             known[asked] = fastest_cut(functions, even, mesh, schedule, cost_model)
             while len(known) > MOST_SEARCHED:
                 del known[next(iter(known))]
