@@ -27,40 +27,49 @@ from distsim.partition.size_based import size_based
 COARSE = 64
 
 
+Placed = tuple[list[Piece], Placement]
+
+
 def coarse_cost_aware(
     problem: Problem, devices: Sequence[PartitionDevice], transfer_rate: float, coarse: int
-) -> tuple[list[Piece], Placement]:
+) -> Placed:
     """Return the cost-aware pieces and where they are.
 
     The size-based ones instead if those find no place, or if they are of groups and take longer.
     """
     grouped = _Grouped(problem, [problem.ops], coarse, transfer_rate)
     pieces, places, found = cost_aware(grouped.problem, devices, transfer_rate)
-    pieces = grouped.back(pieces)
     if not found:
         return size_based(problem, devices)
+    placed = grouped.back(pieces), places
     if grouped.problem is problem:
-        return pieces, places
+        return placed
     try:
-        other, elsewhere = size_based(problem, devices)
+        return _shorter(Evaluator(problem, devices, transfer_rate), placed, size_based(problem, devices))
     except PartitionError:
-        return pieces, places
-    evaluator = Evaluator(problem, devices, transfer_rate)
-    found_cost = evaluator.latency(pieces, parents_of(problem, pieces), places)
-    other_cost = evaluator.latency(other, parents_of(problem, other), elsewhere)
-    return (pieces, places) if found_cost <= other_cost else (other, elsewhere)
+        return placed
 
 
 def coarse_kernighan_lin(
     problem: Problem, devices: Sequence[PartitionDevice], transfer_rate: float, coarse: int
-) -> tuple[list[Piece], Placement]:
+) -> Placed:
     """Return the size-based pieces, improved by swaps of ops or of groups within a piece."""
     pieces, places = size_based(problem, devices)
     parts = [ops_in(problem, piece.items) for piece in pieces]
     grouped = _Grouped(problem, parts, coarse, transfer_rate)
     start = [piece_of(grouped.problem, grouped.problem.close(ops)) for ops in grouped.parts]
-    found, places = kernighan_lin(grouped.problem, devices, transfer_rate, start, places)
-    return grouped.back(found), places
+    found, elsewhere = kernighan_lin(grouped.problem, devices, transfer_rate, start, places)
+    placed = grouped.back(found), elsewhere
+    return _shorter(Evaluator(problem, devices, transfer_rate), placed, (pieces, places))
+
+
+def _shorter(evaluator: Evaluator, first: Placed, second: Placed) -> Placed:
+    """Return the one of less latency; the first if they are equal."""
+
+    def latency(placed: Placed) -> float:
+        return evaluator.latency(placed[0], parents_of(evaluator.problem, placed[0]), placed[1])
+
+    return first if latency(first) <= latency(second) else second
 
 
 def ops_in(problem: Problem, items: Collection[int]) -> list[int]:
