@@ -8,7 +8,7 @@ from typing import Any
 from fx_cases import Case, devices_of, problem_of
 
 from distsim import errors
-from distsim.partition import Partition, Problem, remove_op
+from distsim.partition import Partition, Problem, add_op, remove_op
 
 KINDS = {
     "No devices": errors.NoDevicesError,
@@ -94,14 +94,17 @@ def _longer(
 
 
 def removal(case: Case, ours: Partition) -> list[str]:
-    """Check the bytes of a part before and after an op is removed from it (keys ``remove_NAME``)."""
+    """Check the bytes of a part before and after an op leaves or joins it (``remove_NAME``, ``add_NAME``)."""
     lines: list[str] = []
-    number = {item.name: k for k, item in enumerate(ours.problem.items)}
+    number = {item.name: k for k, item in enumerate(ours.problem.items) if item.is_op}
     for key, recorded in case.items():
-        if key.startswith("remove_") and key.removeprefix("remove_") in number:
-            op = number[key.removeprefix("remove_")]
-            part = ours.parts[ours.part_of[op]]
-            figures = {"before": part.bytes, "after": remove_op(ours.problem, part, op).bytes}
+        action, _, name = key.partition("_")
+        if action in ("remove", "add") and name in number:
+            part = ours.parts[ours.part_of[number[name]]]
+            without = remove_op(ours.problem, part, number[name])
+            again = add_op(ours.problem, without, number[name])
+            steps = (part, without) if action == "remove" else (without, again)
+            figures = {"before": steps[0].bytes, "after": steps[1].bytes}
             if figures != recorded:
                 lines.append(f"{key} gives {recorded}, ours {figures}")
     return lines
@@ -118,6 +121,7 @@ def defects(case: Case) -> list[str]:
         *_placement_defects(case, problem, held),
         *_member_defects(case, problem, held),
         *_memory_defects(case, problem, held),
+        *_order_defects(case, problem, held),
     ]
 
 
@@ -170,6 +174,15 @@ def _memory_defects(case: Case, problem: Problem, held: dict[int, list[int]]) ->
         if need > device.memory:
             lines.append(f"it puts {need} bytes on {device.name}, which has {device.memory}")
     return lines
+
+
+def _order_defects(case: Case, problem: Problem, held: dict[int, list[int]]) -> list[str]:
+    if len(held) < 2 or any(part["parents"] for part in case["partitions"]):
+        return []
+    home = {item: part for part, items in held.items() for item in items if problem.items[item].is_op}
+    cross = any(home.get(i, home[op]) != home[op] for op in home for i in problem.items[op].inputs)
+    wrong = cross and "total_latency" in case
+    return ["it leaves given parts unconnected, so that its latency is the slowest part's"] if wrong else []
 
 
 def explained(case: Case) -> bool:

@@ -1,20 +1,25 @@
 """Many ops: group them, search on the groups, and take the result back.
 
 The searches that try all pairs take time of the third power, so beyond ``coarse`` ops they get groups of
-ops instead: intervals of a topological order that goes depth first (after an op, one that reads it comes
-next if it can), of about equal shares of latency and bytes. Intervals of a topological order read each
-other in one direction only, so no circle can arise: the coarsening step of multilevel acyclic partitioners
-(Herrmann et al., "Multilevel algorithms for acyclic partitioning of directed acyclic graphs", 2019). What a
-group needs and how long it takes are never underestimated, so what fits as groups fits as ops.
+ops instead: intervals of a topological order, of about equal shares of latency and bytes. Intervals of a
+topological order read each other in one direction only, so no circle can arise: the coarsening step of
+multilevel acyclic partitioners (Herrmann et al., "Multilevel algorithms for acyclic partitioning of
+directed acyclic graphs", 2019). Of three orders (as given; by earliest start, which keeps groups short
+where the graph is wide; depth first, which keeps branches together) that is taken whose groups have the
+least graph latency, all apart. What a group needs and how long it takes are never underestimated, so
+what fits as groups fits as ops.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
+from distsim.errors import PartitionError
 from distsim.partition.cost_aware import cost_aware
+from distsim.partition.evaluate import Evaluator
 from distsim.partition.kernighan_lin import kernighan_lin
-from distsim.partition.pieces import Piece, Placement, piece_of
+from distsim.partition.pieces import Piece, Placement, parents_of, piece_of
 from distsim.partition.problem import Item, PartitionDevice, Problem
 from distsim.partition.quotient import Quotient
 from distsim.partition.size_based import size_based
@@ -22,24 +27,49 @@ from distsim.partition.size_based import size_based
 COARSE = 64
 
 
+Placed = tuple[list[Piece], Placement]
+
+
 def coarse_cost_aware(
     problem: Problem, devices: Sequence[PartitionDevice], transfer_rate: float, coarse: int
-) -> tuple[list[Piece], Placement]:
-    """Return the cost-aware pieces and where they are; the size-based ones if those find no place."""
-    grouped = _Grouped(problem, [problem.ops], coarse)
+) -> Placed:
+    """Return the cost-aware pieces and where they are.
+
+    The size-based ones instead if those find no place, or if they are of groups and take longer.
+    """
+    grouped = _Grouped(problem, [problem.ops], coarse, transfer_rate)
     pieces, places, found = cost_aware(grouped.problem, devices, transfer_rate)
-    return (grouped.back(pieces), places) if found else size_based(problem, devices)
+    if not found:
+        return size_based(problem, devices)
+    placed = grouped.back(pieces), places
+    if grouped.problem is problem:
+        return placed
+    try:
+        return _shorter(Evaluator(problem, devices, transfer_rate), placed, size_based(problem, devices))
+    except PartitionError:
+        return placed
 
 
 def coarse_kernighan_lin(
     problem: Problem, devices: Sequence[PartitionDevice], transfer_rate: float, coarse: int
-) -> tuple[list[Piece], Placement]:
+) -> Placed:
     """Return the size-based pieces, improved by swaps of ops or of groups within a piece."""
     pieces, places = size_based(problem, devices)
-    grouped = _Grouped(problem, [ops_in(problem, piece.items) for piece in pieces], coarse)
+    parts = [ops_in(problem, piece.items) for piece in pieces]
+    grouped = _Grouped(problem, parts, coarse, transfer_rate)
     start = [piece_of(grouped.problem, grouped.problem.close(ops)) for ops in grouped.parts]
-    found, places = kernighan_lin(grouped.problem, devices, transfer_rate, start, places)
-    return grouped.back(found), places
+    found, elsewhere = kernighan_lin(grouped.problem, devices, transfer_rate, start, places)
+    placed = grouped.back(found), elsewhere
+    return _shorter(Evaluator(problem, devices, transfer_rate), placed, (pieces, places))
+
+
+def _shorter(evaluator: Evaluator, first: Placed, second: Placed) -> Placed:
+    """Return the one of less latency; the first if they are equal."""
+
+    def latency(placed: Placed) -> float:
+        return evaluator.latency(placed[0], parents_of(evaluator.problem, placed[0]), placed[1])
+
+    return first if latency(first) <= latency(second) else second
 
 
 def ops_in(problem: Problem, items: Collection[int]) -> list[int]:
@@ -53,17 +83,19 @@ class _Grouped:
     ``parts[k]`` become the numbers of the groups that part k of the original consists of.
     """
 
-    def __init__(self, problem: Problem, parts: Sequence[Sequence[int]], coarse: int) -> None:
+    def __init__(
+        self, problem: Problem, parts: Sequence[Sequence[int]], coarse: int, transfer_rate: float
+    ) -> None:
         self._original = problem
         if len(problem.ops) <= coarse:
             self.problem, self.parts = problem, [list(ops) for ops in parts]
             self._groups: dict[int, Sequence[int]] | None = None
             return
         part_of = {op: k for k, ops in enumerate(parts) for op in ops}
-        groups = _intervals(problem, part_of, coarse)
+        groups = _best_groups(problem, part_of, coarse, transfer_rate)
         self._build(problem, groups)
         first = len(problem.items) - len(problem.ops)
-        self.parts = [[] for _ in parts]
+        self.parts: list[list[int]] = [[] for _ in parts]
         for number, group in enumerate(groups):
             self.parts[part_of[group[0]]].append(first + number)
 
@@ -98,12 +130,31 @@ class _Grouped:
         return [piece_of(self._original, self._original.close(ops)) for ops in found]
 
 
-def _intervals(problem: Problem, part_of: dict[int, int], count: int) -> list[list[int]]:
-    """Cut the ops, part by part, into about ``count`` intervals of even weight, none over two parts."""
+def _best_groups(
+    problem: Problem, part_of: dict[int, int], count: int, transfer_rate: float
+) -> list[list[int]]:
+    """Return the groups of the order whose groups have the least latency; of equal ones, the first."""
+    orders = [
+        sorted(problem.ops, key=part_of.__getitem__),
+        _earliest_first(problem, part_of),
+        _depth_first(problem, part_of),
+    ]
+    best, least = list[list[int]](), math.inf
+    for order in orders:
+        groups = _intervals(problem, order, part_of, count)
+        latency = Quotient(problem, groups).latency(range(len(groups)), transfer_rate)
+        if latency < least:
+            best, least = groups, latency
+    return best
+
+
+def _intervals(
+    problem: Problem, order: Sequence[int], part_of: dict[int, int], count: int
+) -> list[list[int]]:
+    """Cut an order into about ``count`` intervals of even weight, none over two parts."""
     items = problem.items
-    latency = sum(items[op].latency for op in problem.ops) or 1.0
-    size = sum(items[op].total_bytes for op in problem.ops) or 1
-    order = _depth_first(problem, part_of)
+    latency = sum(items[op].latency for op in order) or 1.0
+    size = sum(items[op].total_bytes for op in order) or 1
     groups: list[list[int]] = []
     weight, share = 0.0, 2.0 / count
     for op in order:
@@ -114,6 +165,16 @@ def _intervals(problem: Problem, part_of: dict[int, int], count: int) -> list[li
         groups[-1].append(op)
         weight += own
     return groups
+
+
+def _earliest_first(problem: Problem, part_of: dict[int, int]) -> list[int]:
+    """Return the ops part by part, by when each could start if nothing but its inputs held it up."""
+    ends = [0.0] * len(problem.items)
+    start = [0.0] * len(problem.items)
+    for op in problem.ops:
+        start[op] = max([ends[read] for read in problem.items[op].inputs], default=0.0)
+        ends[op] = start[op] + problem.items[op].latency
+    return sorted(problem.ops, key=lambda op: (part_of[op], start[op]))
 
 
 def _depth_first(problem: Problem, part_of: dict[int, int]) -> list[int]:

@@ -41,7 +41,7 @@ def given_parts(
             raise unplaced(problem, pieces, places, devices)
         return pieces, places
     known: dict[int, int] = {device.id: number for number, device in enumerate(devices)}
-    places = []
+    places: Placement = []
     for part in groups:
         ids = assigned_devices.get(part, ())
         if not ids or any(i not in known for i in ids):
