@@ -165,7 +165,7 @@ def _sort_machines(row: int, states: Any) -> None:
 
 @compiled
 def _arrives_no_later(one: int, other: int, job: int, states: Any, jobs: Any) -> bool:
-    """Return whether what a job made is, in state ``one``, wherever it may be read no later than in ``other``."""
+    """Return whether what a job made is, wherever it may be read, no later in state ``one``."""
     here, there = states.where[one, job], states.where[other, job]
     first, second = states.end[one, job], states.end[other, job]
     if here == there and first <= second:

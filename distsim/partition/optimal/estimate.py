@@ -125,10 +125,10 @@ def estimate(
     horizon: int,
     limit: float,
 ) -> float:
-    """Return a lower bound on the makespan of what goes on from a schedule; any bound from ``limit`` on will do.
+    """Return a lower bound on the makespan of what goes on from a schedule; from ``limit`` on any will do.
 
-    No job starts on a machine before ``scratch.base``. ``added`` was put into the schedule since ``above`` was
-    the work above each job. Looks at the next ``horizon`` jobs one by one: when each can start on each
+    No job starts on a machine before ``scratch.base``. ``added`` was put into the schedule after ``above``,
+    the work above each job, was taken. Looks at the next ``horizon`` jobs one by one: when each can start on each
     machine, given where its inputs are or may be at the earliest.
     """
     seconds, tail, head, descends = jobs.seconds, jobs.tail, jobs.head, jobs.descends
@@ -166,8 +166,8 @@ def estimate(
                 level = min(level, total / (k + 1))
             floor = max(floor, level)
         least = _begin(
-            job, floor, machines, end, where, seconds, start, before, delay, base, earliest, first, second, at,
-            remote, order, taken,
+            job, floor, machines, end, where, seconds, start, before, delay, base, earliest, first, second,
+            at, remote, order, taken,
         )  # fmt: skip
         found = max(found, least + seconds[job] + tail[job])
         if found >= limit:

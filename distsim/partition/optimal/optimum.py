@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from time import perf_counter
 
 import numpy as np
 
 from distsim.errors import NoMappingError, PartitionError
 from distsim.partition.optimal.jobs import Jobs, make_jobs
+from distsim.partition.optimal.replay import order_by_start, replay
 from distsim.partition.optimal.search import Clock, Search, compile_search
 from distsim.partition.optimal.states import Memory, no_limit
 from distsim.partition.parts import Partition, make_partition
@@ -25,7 +25,8 @@ MOST_OPS = 2000
 class OptimalPartition(Partition):
     """A partition with its schedule. Times in the unit of the latencies (seconds, for a Function).
 
-    ``makespan`` is when the last op ends, ``ends`` when each item does (outside inputs: 0). No schedule on
+    ``sequence`` is the order in which ops are issued, a device runs its own in it; ``makespan`` is when the
+    last op ends, ``ends`` when each item does (outside inputs: 0). No schedule on
     these devices takes less than ``lower_bound``; ``proven``: to the tolerance that was asked for, this one
     takes no more.
     """
@@ -33,18 +34,13 @@ class OptimalPartition(Partition):
     makespan: float = 0.0
     lower_bound: float = 0.0
     proven: bool = False
+    sequence: tuple[int, ...] = ()
     ends: tuple[float, ...] = ()
 
     @property
     def gap(self) -> float:
         """By which share of the makespan a schedule may still be shorter."""
         return 1.0 - self.lower_bound / self.makespan if self.makespan > 0 else 0.0
-
-    @cached_property
-    def sequence(self) -> tuple[int, ...]:
-        """The ops in the order in which they start, which is that in which a device runs its own."""
-        items, ends = self.problem.items, self.ends
-        return tuple(sorted(self.problem.ops, key=lambda op: (ends[op] - items[op].latency, ends[op], op)))
 
 
 def optimal_partition(
@@ -82,7 +78,7 @@ def optimal_partition(
         raise PartitionError(f"tolerance={tolerance} and time_limit={time_limit} must not be negative")
     compile_search()
     begin = perf_counter()
-    delays = _transfers(problem, transfer_rate) if transfers is None else transfers
+    delays = transfer_times(problem, transfer_rate) if transfers is None else transfers
     jobs = _jobs(problem, delays)
     memory = _memory(problem, devices)
     clock = Clock(begin + time_limit, tolerance, _step(jobs))
@@ -91,27 +87,33 @@ def optimal_partition(
         search.run()
     if search.end is None or search.machine is None:
         raise _no_mapping(problem, devices, search.impossible, time_limit)
-    ends = [0.0] * len(problem.items)
+    starts = [0.0] * len(problem.items)
     where = [-1] * len(problem.items)
-    for op, end, machine in zip(problem.ops, search.end.tolist(), search.machine.tolist(), strict=True):
-        ends[op], where[op] = end, machine
+    begins = (search.end - jobs.seconds).tolist()
+    for op, start, machine in zip(problem.ops, begins, search.machine.tolist(), strict=True):
+        starts[op], where[op] = start, machine
+    sequence = order_by_start(problem, starts)
+    ends = replay(problem, where, sequence, delays)
+    makespan = max(ends)
+    lower = min(search.lower, makespan)
     groups, placed = _parts(problem, where)
     plain = make_partition(problem, devices, groups, placed, transfer_rate, "optimal")
-    lower = min(search.lower, search.upper)
     return OptimalPartition(
-        plain.problem,
-        plain.devices,
-        plain.parts,
-        transfer_rate,
-        "optimal",
-        search.upper,
-        lower,
-        clock.close(lower, search.upper),
-        tuple(ends),
+        problem=problem,
+        devices=plain.devices,
+        parts=plain.parts,
+        transfer_rate=transfer_rate,
+        mode="optimal",
+        makespan=makespan,
+        lower_bound=lower,
+        proven=clock.close(lower, makespan),
+        sequence=sequence,
+        ends=ends,
     )
 
 
-def _transfers(problem: Problem, rate: float) -> list[float]:
+def transfer_times(problem: Problem, rate: float) -> list[float]:
+    """Return the time that each item takes to another device: its bytes over the rate."""
     if rate > 0:
         return [item.output_bytes / rate for item in problem.items]
     moving = [

@@ -29,19 +29,9 @@ _FIRST_WIDTH = 16
 """States that a level keeps in the first round; each round keeps four times as many."""
 
 
-@dataclass(frozen=True, eq=False)
-class Timetable:
-    """When every job ends and on which machine it runs, and what is known of the best: all in the unit of the jobs."""
-
-    end: Floats
-    machine: Ints
-    makespan: float
-    lower_bound: float
-
-
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one search found: the best schedule (none: no better one), and that no other ends before ``floor``."""
+    """The best schedule that one search found (none: no better one); no other ends before ``floor``."""
 
     end: Floats | None
     machine: Ints | None
@@ -50,7 +40,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """When to stop, and how near is near enough: in seconds of the jobs, and ``step`` if all are multiples of it."""
+    """When to stop, and how near is near enough; all times of the jobs are multiples of ``step``, if it is not 0."""
 
     deadline: float
     tolerance: float
