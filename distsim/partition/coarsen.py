@@ -53,12 +53,17 @@ def coarse_cost_aware(
 def coarse_kernighan_lin(
     problem: Problem, devices: Sequence[PartitionDevice], transfer_rate: float, coarse: int
 ) -> Placed:
-    """Return the size-based pieces, improved by swaps of ops or of groups within a piece."""
+    """Return the size-based pieces, improved by swaps of ops or of groups within a piece.
+
+    Of groups, at most ``32 * coarse**2`` swaps over the number of pieces are tried: with thousands of
+    pieces, which are never in one group, each takes long.
+    """
     pieces, places = size_based(problem, devices)
     parts = [ops_in(problem, piece.items) for piece in pieces]
     grouped = _Grouped(problem, parts, coarse, transfer_rate)
     start = [piece_of(grouped.problem, grouped.problem.close(ops)) for ops in grouped.parts]
-    found, elsewhere = kernighan_lin(grouped.problem, devices, transfer_rate, start, places)
+    trials = math.inf if grouped.problem is problem else 32 * coarse**2 / len(pieces)
+    found, elsewhere = kernighan_lin(grouped.problem, devices, transfer_rate, start, places, trials)
     placed = grouped.back(found), elsewhere
     return _shorter(Evaluator(problem, devices, transfer_rate), placed, (pieces, places))
 

@@ -23,19 +23,22 @@ def kernighan_lin(
     transfer_rate: float,
     pieces: Sequence[Piece],
     places: Placement,
+    trials: float = math.inf,
 ) -> tuple[list[Piece], Placement]:
     """Return pieces of no more latency than those given, and where they are.
 
     For each op in turn: of all swaps with an op of another piece, and moves to another piece, that which
     gives the least latency is done if that is less than before. Pieces are placed anew each time; what
     cannot be placed, or waits in a circle, is not done. Pieces that become empty are left out. Without any
-    swap the pieces are still placed anew if that takes no longer than where they were.
+    swap the pieces are still placed anew if that takes no longer than where they were. The search ends
+    with the op at which it has tried ``trials`` swaps and moves.
     """
     search = _Search(Evaluator(problem, devices, transfer_rate), list(pieces), places)
     for _ in range(PASSES):
         before = search.cost
         for op in problem.ops:
-            search.improve(op)
+            if search.tried < trials:
+                search.improve(op)
         if not search.cost < before:
             break
     search.place_anew()
@@ -47,7 +50,7 @@ class _Search:
 
     def __init__(self, evaluator: Evaluator, pieces: list[Piece], places: Placement) -> None:
         self._evaluator, self._problem = evaluator, evaluator.problem
-        self.pieces, self.places = pieces, places
+        self.pieces, self.places, self.tried = pieces, places, 0
         self.cost = evaluator.latency(pieces, parents_of(self._problem, pieces), places)
 
     def improve(self, op: int) -> None:
@@ -56,6 +59,7 @@ class _Search:
         best: tuple[list[Piece], Placement] | None = None
         for other in range(len(self.pieces)):
             partners = [] if other == home else [*self._ops(other), None]
+            self.tried += len(partners)
             for partner in partners:
                 pieces = self._swapped(op, home, partner, other)
                 cost, places = self._cost(pieces)

@@ -151,14 +151,14 @@ def problem_of(function: Function, cost_model: CostModel, device: Device | None 
         if value not in held:
             number_of[value] = len(items)
             items.append(Item(value.name, (), value.type.nbytes, value.type.nbytes, is_op=False))
-    costs = _Costs(cost_model, device)
+    costs, parameters = _Costs(cost_model, device), frozenset(function.parameters)
     for op in function.ops:
         inputs = tuple(dict.fromkeys(number_of[value] for value in op.inputs if value not in held))
         made = sum(value.type.nbytes for value in op.outputs)
         own = sum(value.type.nbytes for value in dict.fromkeys(op.inputs) if value in held)
         memory, compute = costs.latencies(op)
         name = op.outputs[0].name if op.outputs else op.op_type
-        embedding = _is_embedding(op, set(function.parameters))
+        embedding = _is_embedding(op, parameters)
         items.append(Item(name, inputs, made, made + own, memory, compute, True, embedding))
         number_of.update(dict.fromkeys(op.outputs, len(items) - 1))
     returned = dict.fromkeys(number_of[value] for value in function.outputs if value in number_of)
