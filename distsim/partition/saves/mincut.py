@@ -30,7 +30,7 @@ def save_min_cut(graph: JointGraph, options: MinCutOptions | None = None) -> Sav
     rules are those of PyTorch's ``min_cut_rematerialization_partition``. Raises
     :class:`~distsim.errors.RematerializationError` when tags contradict each other.
 
-    >>> from distsim.partition.saves.graph import JointNode
+    >>> from distsim.partition.saves import JointNode
     >>> cheap = Trait.FUSIBLE | Trait.ALLOWED
     >>> nodes = (
     ...     JointNode("x", role=Role.PRIMAL, nbytes=8), JointNode("dy", role=Role.TANGENT, nbytes=8),
