@@ -59,19 +59,27 @@ ALIASES = names("""
     tensor_split transpose unbind unflatten unfold view_as view_as_complex view_as_real vsplit
     """)
 
-# Random for the cut's rules; of these and of RANDOM each call draws anew.
-BANNED_RANDOM = names("native_dropout rand_like randn_like")
+# Each call draws anew. PyTorch's rules know the first three only.
+FUSIBLE_RANDOM = names("native_dropout rand_like randn_like")
+RANDOM = FUSIBLE_RANDOM | names(
+    """
+    _fused_dropout _standard_gamma alpha_dropout bernoulli binomial cauchy dropout exponential geometric
+    log_normal multinomial normal normal_functional poisson rand randint randint_like randn randperm rrelu
+    rrelu_with_noise_functional uniform inductor_rand_eager_offset inductor_rand_eager_offsets inductor_seed
+    inductor_seeds
+    """
+)
 
-RANDOM = names("""
-    _cudnn_rnn _efficient_attention_forward _flash_attention_forward _fused_dropout
+# They may draw; they survive the removal of dead ops.
+SEEDED = names(
+    """
+    _cudnn_rnn _efficient_attention_forward _flash_attention_forward
     _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
     _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
     _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
-    _scaled_dot_product_fused_attention_overrideable _standard_gamma alpha_dropout bernoulli binomial cauchy
-    dropout exponential geometric gru log_normal lstm miopen_rnn multinomial normal normal_functional poisson
-    rand randint randint_like randn randperm rnn_relu rnn_tanh rrelu rrelu_with_noise_functional uniform
-    inductor_rand_eager_offset inductor_rand_eager_offsets inductor_seed inductor_seeds
-    """)
+    _scaled_dot_product_fused_attention_overrideable gru lstm miopen_rnn rnn_relu rnn_tanh
+    """
+)
 
 COMPUTE_INTENSIVE = names("""
     mm convolution convolution_backward bmm addmm _scaled_dot_product_flash_attention
@@ -85,16 +93,21 @@ LISTS = names("cat stack meshgrid block_diag broadcast_tensors einsum _chunk_cat
 INDEXED = names("index index_put _unsafe_index _unsafe_index_put")
 
 # What an op gives follows from its tensors, its result's shape and its name alone.
-PLAIN = names("""
-    _log_softmax _softmax _to_copy _unsafe_view abs acos acosh alias amax asin asinh atan atan2 atanh
-    bitwise_and bitwise_not bitwise_or bitwise_xor bmm cat ceil clone convert_element_type cos cosh detach
-    digamma embedding erf erfc erfinv exp exp2 expand expm1 floor gelu gelu_backward isfinite isinf isnan
-    lgamma log log10 log1p log2 logical_and logical_not logical_or logical_xor maximum mean minimum mm
-    native_layer_norm neg ones_like permute reciprocal relu round rsqrt sgn sigmoid sigmoid_backward sign
-    silu silu_backward sin sinh sqrt square squeeze sum t tan tanh tanh_backward threshold_backward
-    transpose trunc unsqueeze var_mean view zeros_like
-    """)
-BINARY = names("add addcmul addmm baddbmm div eq ge gt le lt mul ne pow sub where masked_fill")
+PLAIN = names(
+    """
+    _log_softmax _native_batch_norm_legit _softmax _to_copy _unsafe_view abs acos acosh alias amax amin arange
+    asin asinh atan atan2 atanh avg_pool2d bitwise_and bitwise_not bitwise_or bitwise_xor bmm cat ceil celu
+    clone convert_element_type convolution cos cosh cumsum detach digamma elu embedding eq erf erfc erfinv exp
+    exp2 expand expm1 floor ge gelu gelu_backward gt hardsigmoid hardswish hardtanh isfinite isinf isnan le
+    leaky_relu lgamma linalg_vector_norm log log10 log1p log2 log_sigmoid_forward logical_and logical_not
+    logical_or logical_xor logsumexp lt max_pool2d_with_indices maximum mean minimum mish mm
+    native_group_norm native_layer_norm ne neg nll_loss_forward ones_like permute reciprocal relu round rsqrt
+    scalar_tensor selu sgn sigmoid sigmoid_backward sign silu silu_backward sin sinh softplus sqrt square
+    squeeze std sum t tan tanh tanh_backward threshold_backward transpose trunc unsqueeze var var_mean view
+    where zeros_like
+    """
+)
+BINARY = names("add addcmul addmm baddbmm div mul pow sub masked_fill")
 
 SIZES = re.compile(r"^aten\.sym_|^<built-in function (?!getitem)|^<function _?sym_|^<class 'torch\.Sym")
 
@@ -124,8 +137,9 @@ def mutates(target: str) -> bool:
 def traits(target: str) -> Trait:
     """Return what the rules for recomputation know of an operator."""
     if target.startswith("_c10d_functional."):
-        waits = packet(target) == "wait_tensor"
-        return Trait.COLLECTIVE | (Trait.WAIT | Trait.KEPT if waits else Trait.NONE)
+        if packet(target) == "wait_tensor":
+            return Trait.COLLECTIVE | Trait.WAIT | Trait.KEPT
+        return Trait.COLLECTIVE | (Trait.GATHER if "all_gather" in target else Trait.NONE)
     if is_item(target) or is_size(target):
         return Trait.FUSIBLE | Trait.ALLOWED
     if not target.startswith(("aten.", "prims.")):
@@ -140,9 +154,9 @@ def traits(target: str) -> Trait:
         found |= Trait.ALIAS
     if name in COMPUTE_INTENSIVE:
         found |= Trait.COMPUTE_INTENSIVE
-    if name in BANNED_RANDOM:
-        found |= Trait.RANDOM | Trait.FUSIBLE
-    if name in RANDOM | BANNED_RANDOM:
+    if name in RANDOM:
+        found |= Trait.RANDOM | Trait.KEPT | (Trait.FUSIBLE if name in FUSIBLE_RANDOM else Trait.NONE)
+    if name in SEEDED:
         found |= Trait.KEPT
     if name in ("_to_copy", "convert_element_type"):
         found |= Trait.CAST

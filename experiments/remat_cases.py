@@ -11,6 +11,7 @@ The cases name an op's tensors but not its other arguments; a list of their text
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from distsim.partition.saves import (
     save_within_budget,
 )
 
+RNG = re.compile(r"run_(with|and_save)_rng_state(_\d+)?")
 KINDS = ("match", "corrected", "difference", "unreadable")
 
 
@@ -118,8 +120,15 @@ def merged_by_first(graph: JointGraph) -> JointGraph:
 
 
 def differences(saves: Saves, expected: Expected) -> str:
-    """Return what differs from the record, "" for nothing."""
-    name = [node.name for node in saves.graph.nodes]
+    """Return what differs from the record, "" for nothing.
+
+    For a random op that is tagged for recomputation the original saves the state of its generator as well and
+    calls the op and its items by other names; these are passed over.
+    """
+    nodes = saves.graph.nodes
+    name = [node.name for node in nodes]
+    random = {node.name for node in nodes if node.wants_recompute and node.has(Trait.RANDOM | Trait.KEPT)}
+    renamed = random | {node.name for node in nodes if random and node.item is not None}
     ours: dict[str, list[str]] = {
         "saved": list(saves.names),
         "recomputed_in_bw": [name[each] for each in saves.recomputed],
@@ -127,13 +136,17 @@ def differences(saves: Saves, expected: Expected) -> str:
         "fw_out": [*("None" if i is None else name[i] for i in saves.graph.forward_outputs), *saves.names],
     }
     found: list[str] = []
-    for key, mine in ours.items():
-        if key in expected:
-            theirs = expected[key]
-            # The order of recomputed ops follows from that of bw_ops, where it is recorded.
-            same = sorted(mine) == sorted(theirs) if key == "recomputed_in_bw" else mine == theirs
-            if not same:
-                found.append(f"{key} {mine}, recorded {theirs}")
+    for key in [key for key in ours if key in expected]:
+        mine, theirs = ours[key], expected[key]
+        if key in ("saved", "fw_out"):
+            states = len(theirs) - len(mine)
+            theirs = theirs[:-states] if 0 < states <= len(random) else theirs
+        else:
+            mine = [each for each in mine if each not in renamed]
+            theirs = [each for each in theirs if each not in renamed and not RNG.fullmatch(each)]
+        # The order of recomputed ops follows from that of bw_ops, where it is recorded.
+        if sorted(mine) != sorted(theirs) or (key != "recomputed_in_bw" and mine != theirs):
+            found.append(f"{key} {mine}, recorded {theirs}")
     return "; ".join(found)
 
 
@@ -168,7 +181,7 @@ def budget_defect(case: Case, expected: Expected) -> str:
     saved = [graph.positions.get(each) for each in expected.get("saved", ())]
     size = sum(graph.sizes[each] for each in saved if each is not None)
     inputs = sum(graph.sizes[i] for i, node in enumerate(graph.nodes) if node.role is Role.PRIMAL)
-    most = save_within_budget(graph, 1.0).nbytes
+    most = save_within_budget(graph, 1.0).nbytes if 0 < case.budget < 1 else 0
     room = inputs + case.budget * max(most - inputs, 0)
     if size > room and case.budget < 1:
         return f"the original saves {size} bytes, {size - room:.0f} more than its budget of {room:.0f}"

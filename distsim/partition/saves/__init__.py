@@ -3,6 +3,7 @@
 from distsim.partition.saves.bans import MinCutOptions
 from distsim.partition.saves.budget import save_within_budget
 from distsim.partition.saves.default import save_for_backward
+from distsim.partition.saves.gathers import GatherChain, gather_chains, with_gathers
 from distsim.partition.saves.graph import (
     EVERY_OUTPUT,
     JointGraph,
@@ -17,11 +18,13 @@ from distsim.partition.saves.graph import (
 from distsim.partition.saves.merge import Merged, merge_equal
 from distsim.partition.saves.mincut import save_min_cut
 from distsim.partition.saves.needs import Needs, needs
+from distsim.partition.saves.regions import checkpointed, save_by_region
 from distsim.partition.saves.replay import record, recorded, save_replayed
 from distsim.partition.saves.split import split
 
 __all__ = [
     "EVERY_OUTPUT",
+    "GatherChain",
     "JointGraph",
     "JointNode",
     "Kind",
@@ -33,13 +36,17 @@ __all__ = [
     "Saves",
     "Tag",
     "Trait",
+    "checkpointed",
+    "gather_chains",
     "merge_equal",
     "needs",
     "record",
     "recorded",
+    "save_by_region",
     "save_for_backward",
     "save_min_cut",
     "save_replayed",
     "save_within_budget",
     "split",
+    "with_gathers",
 ]

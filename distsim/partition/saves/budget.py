@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import cached_property
 
 from distsim.errors import RematerializationError
 from distsim.partition.saves.bans import MinCutOptions
 from distsim.partition.saves.default import save_for_backward
-from distsim.partition.saves.graph import JointGraph, Kind, Saves, Tag, Trait
+from distsim.partition.saves.graph import JointGraph, JointNode, Kind, Saves, Tag, Trait
 from distsim.partition.saves.knapsack import exact_knapsack, rounded_knapsack
 from distsim.partition.saves.mincut import cut_values, prepared
-from distsim.partition.saves.needs import FAR, Needs, needs
+from distsim.partition.saves.needs import FAR, needs
 from distsim.partition.saves.split import split
+from distsim.partition.saves.tags import save_collectives
 
 
 def save_within_budget(graph: JointGraph, budget: float, options: MinCutOptions | None = None) -> Saves:
@@ -29,22 +31,25 @@ def save_within_budget(graph: JointGraph, budget: float, options: MinCutOptions 
     """
     if not 0 <= budget <= 1:
         raise RematerializationError(f"a memory budget is a share from 0 to 1, not {budget}")
-    graph = prepared(graph)
-    need = needs(graph)
-    if not need.backward:
-        return save_for_backward(graph)
-    return split(graph, Budget(need, options or MinCutOptions(), budget).choose())
+    chosen = Budget(graph, options or MinCutOptions(), budget)
+    if not chosen.need.backward:
+        return save_for_backward(chosen.need.graph)
+    return split(chosen.need.graph, chosen.choose())
 
 
 class Budget:
     """One joint graph under a memory budget."""
 
-    def __init__(self, need: Needs, options: MinCutOptions, budget: float) -> None:
-        self.need, self.options, self.budget = need, options, budget
-        self.most = cut_values(need, options).saved
-        self.least = self._least()
+    def __init__(self, graph: JointGraph, options: MinCutOptions, budget: float) -> None:
+        self.need, self.options, self.budget = needs(prepared(graph)), options, budget
+        self.given = save_collectives(graph)
 
-    @property
+    @cached_property
+    def most(self) -> tuple[int, ...]:
+        """What min-cut saves."""
+        return cut_values(self.need, self.options).saved
+
+    @cached_property
     def room(self) -> int:
         """The bytes that may be saved: ``inputs + budget * (min-cut - inputs)``, or what must be if more."""
         inputs, most = self.size(self.need.inputs), self.size(self.most)
@@ -57,12 +62,12 @@ class Budget:
 
     def choose(self) -> Sequence[int]:
         """Return the values to save."""
+        if self.budget == 0:
+            return self.least
         inputs = self.size(self.need.inputs)
         span = self.size(self.most) - inputs
         if self.budget == 1 or span <= 0:
-            return self.most if self.budget else self.least
-        if self.budget == 0:
-            return self.least
+            return self.most
         aggressive = self.options.aggressive()
         for options in (self.options.more_aggressive(), aggressive):
             cut = cut_values(self.need, options)
@@ -70,21 +75,23 @@ class Budget:
                 return cut.saved
         items = self._recomputable(cut.banned)
         if not items:
-            return self.least
+            kept = [each for each in cut.banned if self.need.graph.nodes[each].tag is Tag.MUST_SAVE]
+            saved = split(self.need.graph, [*self.least, *kept]).saved
+            return saved if self.size(saved) <= self.room else self.least
         sizes = [self.need.graph.sizes[each] for each in items]
         seconds = [self.need.graph.nodes[each].seconds for each in items]
         kept = rounded_knapsack([size / span for size in sizes], seconds, self.budget)
         capacity = self.room - inputs
         while True:
             allowed = frozenset(items) - {items[i] for i in kept}
-            saved = cut_values(self.need, aggressive, allowed).saved
+            saved = split(self.need.graph, cut_values(self.need, aggressive, allowed).saved).saved
             excess = self.size(saved) - self.room
             if excess <= 0:
                 return saved
             if capacity < 0:
                 return self.least
             kept = exact_knapsack(sizes, seconds, capacity)
-            capacity = min(capacity - 1, sum(sizes[i] for i in kept) - 1)
+            capacity = min(capacity, sum(sizes[i] for i in kept)) - excess
 
     def _recomputable(self, banned: Iterable[int]) -> list[int]:
         """Return the banned values that may be recomputed after all, largest first.
@@ -96,21 +103,25 @@ class Budget:
         found = [
             each
             for each in banned
-            if self.need.distance[each] < FAR and graph.storages[each] not in inputs and not self._fixed(each)
+            if self.need.distance[each] < FAR
+            and graph.storages[each] not in inputs
+            and not _fixed(graph.nodes[each])
         ]
         return sorted(found, key=lambda each: -graph.sizes[each])
 
-    def _fixed(self, position: int) -> bool:
-        node = self.need.graph.nodes[position]
-        return not node.wants_recompute and (node.tag is Tag.MUST_SAVE or node.has(Trait.RANDOM))
-
-    def _least(self) -> tuple[int, ...]:
-        """Return the inputs and the values that are never recomputed, items for tuples."""
-        graph, found = self.need.graph, set(self.need.inputs)
+    @cached_property
+    def least(self) -> tuple[int, ...]:
+        """The inputs and the values that are never recomputed, items for tuples."""
+        graph, found = self.given, set(self.need.inputs)
         for position in self.need.forward:
-            if self._fixed(position) and self.need.distance[position] < FAR:
+            if _fixed(graph.nodes[position]) and self.need.distance[position] < FAR:
                 if graph.nodes[position].kind is Kind.TUPLE:
                     found.update(user for user in graph.users[position] if graph.nodes[user].item is not None)
                 else:
                     found.add(position)
         return tuple(sorted(found))
+
+
+def _fixed(node: JointNode) -> bool:
+    """Tell whether the value is never recomputed."""
+    return not node.wants_recompute and (node.tag is Tag.MUST_SAVE or node.has(Trait.RANDOM))

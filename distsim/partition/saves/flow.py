@@ -13,6 +13,9 @@ from distsim.compile import compiled
 from distsim.errors import RematerializationError
 
 Integers = npt.NDArray[np.int64]
+Edge = tuple[int, int, int | None]
+"""Tail, head, and a capacity of at least 0, None for an infinite one."""
+
 LIMIT = 2**62
 
 
@@ -24,9 +27,7 @@ class Cut:
     at_sink: npt.NDArray[np.bool_]
 
 
-def minimum_cut(
-    edges: Sequence[tuple[int, int, int | None]], nodes: int, source: int, sink: int
-) -> Cut | None:
+def minimum_cut(edges: Sequence[Edge], nodes: int, source: int, sink: int) -> Cut | None:
     """Return the minimum cut between ``source`` and ``sink`` whose sink side is the smallest, or None.
 
     ``edges`` are (tail, head, capacity), the capacity an integer of at least 0 or None for an infinite one;

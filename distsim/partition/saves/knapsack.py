@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,7 @@ def exact_knapsack(sizes: Sequence[int], seconds: Sequence[float], room: int) ->
     >>> exact_knapsack([5, 4, 3], [2.0, 3.0, 2.0], 7)
     (1, 2)
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
+    optimize: Any = import_module("scipy.optimize")  # slow to import, and without type hints
     fits = [i for i, size in enumerate(sizes) if size <= room]
     free = [i for i in fits if sizes[i] == 0]
     fits = [i for i in fits if sizes[i] > 0]
@@ -58,11 +58,11 @@ def exact_knapsack(sizes: Sequence[int], seconds: Sequence[float], room: int) ->
     limit = room // unit
     while True:
         # Whole numbers come back as nearly whole ones: the exact sum decides.
-        result: Any = milp(
+        result: Any = optimize.milp(
             c=-gains / max(gains.max(), 1e-300),
-            constraints=LinearConstraint(weights[None, :], ub=limit),
+            constraints=optimize.LinearConstraint(weights[None, :], ub=limit),
             integrality=np.ones(len(fits)),
-            bounds=Bounds(0, 1),
+            bounds=optimize.Bounds(0, 1),
             options={"mip_rel_gap": 0.0},
         )
         kept = [i for i, value in zip(fits, result.x, strict=True) if value > 0.5]

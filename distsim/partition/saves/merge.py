@@ -24,6 +24,7 @@ def merge_equal(graph: JointGraph) -> Merged:
     and with either of the two a value belongs to the first region that one of them names. PyTorch keeps the
     first one's and loses what was asked of the others.
 
+    >>> from distsim.partition.saves import Tag
     >>> nodes = (
     ...     JointNode("x", role=Role.PRIMAL, nbytes=8), JointNode("dy", role=Role.TANGENT, nbytes=8),
     ...     JointNode("exp", (0,), 8, key="exp"), JointNode("y", (2,), 8, key="add"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from distsim.errors import RematerializationError
 from distsim.partition.saves.bans import Bans, MinCutOptions
 from distsim.partition.saves.default import save_for_backward
-from distsim.partition.saves.flow import minimum_cut
+from distsim.partition.saves.flow import Edge, minimum_cut
 from distsim.partition.saves.graph import JointGraph, Kind, Role, Saves, Trait
 from distsim.partition.saves.needs import Needs, needs
 from distsim.partition.saves.split import split
@@ -15,8 +15,6 @@ from distsim.partition.saves.tags import save_collectives, save_region_boundarie
 
 GROWTH = 1.1
 """How much dearer a value is per op between it and backward, up to 100 ops."""
-
-Edge = tuple[int, int, int | None]
 
 
 def save_min_cut(graph: JointGraph, options: MinCutOptions | None = None) -> Saves:
@@ -30,7 +28,7 @@ def save_min_cut(graph: JointGraph, options: MinCutOptions | None = None) -> Sav
     rules are those of PyTorch's ``min_cut_rematerialization_partition``. Raises
     :class:`~distsim.errors.RematerializationError` when tags contradict each other.
 
-    >>> from distsim.partition.saves.graph import JointNode
+    >>> from distsim.partition.saves import JointNode
     >>> cheap = Trait.FUSIBLE | Trait.ALLOWED
     >>> nodes = (
     ...     JointNode("x", role=Role.PRIMAL, nbytes=8), JointNode("dy", role=Role.TANGENT, nbytes=8),
@@ -57,6 +55,17 @@ def prepared(graph: JointGraph) -> JointGraph:
 
 
 @dataclass(frozen=True)
+class Network:
+    """The flow network of a joint graph: value i enters at node 2 i and leaves at node 2 i + 1."""
+
+    edges: list[Edge]
+    nodes: int
+    source: int
+    sink: int
+    banned: dict[int, str]
+
+
+@dataclass(frozen=True)
 class CutValues:
     """The values of a minimum cut, its cost, and what was banned from recomputation, with the reason."""
 
@@ -66,7 +75,18 @@ class CutValues:
 
 
 def cut_values(need: Needs, options: MinCutOptions, allowed: frozenset[int] = frozenset()) -> CutValues:
-    """Solve the minimum cut; ``allowed`` values may be recomputed whatever the rules say.
+    """Solve the minimum cut; ``allowed`` values may be recomputed whatever the rules say."""
+    network = cut_network(need, options, allowed)
+    cut = minimum_cut(network.edges, network.nodes, network.source, network.sink)
+    if cut is None:
+        raise _contradiction(need, network)
+    at_sink = cut.at_sink.tolist()
+    saved = [i for i in range(len(need.graph)) if at_sink[2 * i + 1] and not at_sink[2 * i]]
+    return CutValues(tuple(saved), cut.capacity, network.banned)
+
+
+def cut_network(need: Needs, options: MinCutOptions, allowed: frozenset[int] = frozenset()) -> Network:
+    """Return the network whose minimum cut says what to save.
 
     Each value is two nodes with an edge of its cost in between. An edge that cannot be cut leads from the
     source to what must not be recomputed, from a value to its readers, and to the sink from what backward
@@ -98,12 +118,7 @@ def cut_values(need: Needs, options: MinCutOptions, allowed: frozenset[int] = fr
     if options.ban_if_long_fusible_chains:
         bans.ban_long_fusible_chains()
     edges += [(source, 2 * position, None) for position in bans.banned]
-    cut = minimum_cut(edges, 2 * len(graph) + 2, source, sink)
-    if cut is None:
-        raise _contradiction(need, bans, edges, source, sink)
-    at_sink = cut.at_sink.tolist()
-    saved = [i for i in range(len(graph)) if at_sink[2 * i + 1] and not at_sink[2 * i]]
-    return CutValues(tuple(saved), cut.capacity, bans.banned)
+    return Network(edges, 2 * len(graph) + 2, source, sink, bans.banned)
 
 
 def value_cost(bans: Bans, position: int) -> int | None:
@@ -124,15 +139,13 @@ def value_cost(bans: Bans, position: int) -> int | None:
     return cost if bans.written(position) else 2 * cost
 
 
-def _contradiction(
-    need: Needs, bans: Bans, edges: list[Edge], source: int, sink: int
-) -> RematerializationError:
+def _contradiction(need: Needs, network: Network) -> RematerializationError:
     """Describe a path of values that can be neither saved nor recomputed."""
     nexts: dict[int, list[int]] = {}
-    for tail, head, capacity in edges:
+    for tail, head, capacity in network.edges:
         if capacity is None:
             nexts.setdefault(tail, []).append(head)
-    before, stack = {source: source}, [source]
+    before, stack = {network.source: network.source}, [network.source]
     while stack:
         tail = stack.pop()
         for head in nexts.get(tail, ()):
@@ -140,14 +153,14 @@ def _contradiction(
                 before[head] = tail
                 stack.append(head)
     path: list[int] = []
-    place = before[sink]
-    while place != source:
+    place = before[network.sink]
+    while place != network.source:
         if not path or path[-1] != place // 2:
             path.append(place // 2)
         place = before[place]
     names = [need.graph.nodes[each].name for each in reversed(path)]
     return RematerializationError(
-        f"{names[0]} must not be recomputed ({bans.banned.get(path[-1], 'input')}) and the backward pass "
+        f"{names[0]} must not be recomputed ({network.banned.get(path[-1], 'input')}) and the backward pass "
         f"computes {names[-1]}, but none of {', '.join(names)} can be saved; tag {names[-1]} as MUST_SAVE "
         f"or {names[0]} as MUST_RECOMPUTE"
     )

@@ -17,7 +17,7 @@ def split(graph: JointGraph, saved: Iterable[int], lazily: bool = True) -> Saves
 
     Raises :class:`~distsim.errors.RematerializationError` when backward cannot be computed from ``saved``.
 
-    >>> from distsim.partition.saves.graph import JointNode
+    >>> from distsim.partition.saves import JointNode, Role
     >>> nodes = (
     ...     JointNode("x", role=Role.PRIMAL, nbytes=4), JointNode("dy", role=Role.TANGENT, nbytes=4),
     ...     JointNode("y", (0,), 4), JointNode("z", (2,), 4), JointNode("dx", (1, 2), 4),
