@@ -41,9 +41,9 @@ def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
             f"{local.function.name} is on a pattern of {ranks} of {local.dp} data-parallel ranks; shard it "
             f"on a mesh of dp={local.dp}, for the shapes depend on it"
         )
-    dims = {} if ranks == 1 else _divided(local.function.parameters, ranks, smallest)
-    if not dims:
+    if ranks == 1:
         return local
+    dims = _divided(local.function.parameters, ranks, smallest)
     return _Divider(local, ranks, dims, smallest).run()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from distsim.ir import Device, Op, Value, all_ops
 from distsim.ops import operator, signature_of, work
-from distsim.partition.saves import JointGraph, JointNode, Kind, Phase, Role, Tag, Trait
+from distsim.partition.saves import EVERY_OUTPUT, JointGraph, JointNode, Kind, Phase, Role, Tag, Trait
 from distsim.transforms.numbered import seconds_of
 from distsim.transforms.rematerialize.phases import Joint
 
@@ -111,21 +111,19 @@ class _Grapher:
         self.number[value] = len(self.nodes)
         region = self.marks.regions.get(value)
         tag = self.marks.tags.get(value, self.own_tag(phase, call))
-        name = f"{len(self.nodes)}.{value.name}"
         self.nodes.append(
             JointNode(
-                name,
+                f"{len(self.nodes)}.{value.name}",
                 inputs,
                 value.type.nbytes,
-                role,
-                Kind.TENSOR,
-                phase,
-                tag,
-                None,
-                region,
-                item,
-                seconds,
-                traits,
+                role=role,
+                phase=phase,
+                tag=tag,
+                replay=EVERY_OUTPUT if value in self.marks.replay else None,
+                region=region,
+                item=item,
+                seconds=seconds,
+                traits=traits,
             )
         )
         self.values.append(value)
