@@ -24,33 +24,47 @@ def fits(bounds: Any, tables: Any) -> bool:
 
 
 @compiled
+def exact(bounds: Any, order: Any, tables: Any, room: Any) -> float:
+    """Return the step time of a split, infinite if it does not fit in memory."""
+    if not fits(bounds, tables):
+        return np.inf
+    return makespan(bounds, len(bounds) - 1, np.zeros(OTHERS), order, tables, room)
+
+
+@compiled
+def copy(source: Any, target: Any) -> None:
+    """Copy element by element."""
+    for i in range(len(source)):
+        target[i] = source[i]
+
+
+@compiled
 def climb(bounds: Any, order: Any, tables: Any, room: Any) -> tuple[float, int]:
     """Move one or two blocks between any two stages while that is faster; ``bounds`` become the best found.
 
     Return its step time and how many splits were simulated.
     """
     stages = len(bounds) - 1
-    none = np.zeros(OTHERS)
-    best = makespan(bounds, stages, none, order, tables, room)
-    tried = 1
-    found = bounds.copy()
+    best, tried = np.inf, 0
+    trial, found = np.zeros(stages + 1, np.int64), np.zeros(stages + 1, np.int64)
+    copy(bounds, found)
     better = True
     while better:
         better = False
-        start = bounds.copy()
-        for first in range(1, stages):
-            for last in range(first, stages):
-                for move in (-1, 1, -2, 2):
-                    trial = start.copy()
-                    trial[first : last + 1] += move
-                    if trial[first] <= 0 or trial[last] >= trial[stages] or not fits(trial, tables):
+        for first in range(1, max(stages, 2)):
+            for last in range(first, max(stages, 2)):
+                for step in range(5):
+                    move = step - 2
+                    for s in range(stages + 1):
+                        trial[s] = bounds[s] + (move if first <= s <= last and s < stages else 0)
+                    if move == 0 and tried > 0:
                         continue
-                    time = makespan(trial, stages, none, order, tables, room)
+                    time = exact(trial, order, tables, room)
                     tried += 1
                     if time < best * (1 - NOTHING_BETTER):
                         best, better = time, True
-                        found[:] = trial
-        bounds[:] = found
+                        copy(trial, found)
+        copy(found, bounds)
     return best, tried
 
 
@@ -73,15 +87,6 @@ def bound_of(
         returned = tables.back[k, j] + return_seconds(i, j, order.aligned, tables)
         least = max(least, ahead + suffix.trip[k + 1, j] + returned + back, ahead + suffix.finish[k + 1, j])
     return least
-
-
-@compiled
-def exact(bounds: Any, order: Any, tables: Any, room: Any) -> float:
-    """Return the step time of a split, infinite if its last stage does not fit."""
-    stages = len(bounds) - 1
-    if stages > 1 and not tables.allowed[stages - 1, bounds[stages - 1], bounds[stages]]:
-        return np.inf
-    return makespan(bounds, stages, np.zeros(OTHERS), order, tables, room)
 
 
 @compiled
@@ -110,7 +115,7 @@ def choices(
             found = exact(bounds, order, tables, room)
             if found < time * (1 - NOTHING_BETTER):
                 time = found
-                best[:] = bounds
+                copy(bounds, best)
             continue
         bound = max(bound, makespan(bounds, k + 1, suffix.others[k + 1, j], order, tables, room))
         if bound >= time * (1 - NOTHING_BETTER):
