@@ -9,8 +9,7 @@ from distsim.executor import CostModel, Simulator
 from distsim.hardware import collective_time, load_cluster
 from distsim.ir import Function, Mesh, Topology
 from distsim.models import Routing, deepseek, draw_routing, llama, moe
-from distsim.partition.stages import BlockCost, auto_split, split_time
-from distsim.partition.stages.calls import call_costs
+from distsim.partition.stages import BlockCost, auto_split, call_costs, split_time
 from distsim.transforms import SGD, differentiate
 
 RANKS, LAYERS, SEQ = 4, 8, 1024

@@ -8,7 +8,7 @@ from itertools import pairwise
 from distsim.errors import PlanError
 from distsim.executor.cost_model import CostModel
 from distsim.executor.program import Program, Stage
-from distsim.ir import Device, Function, Mesh, Role
+from distsim.ir import Device, Function, Mesh, Role, Tensor
 from distsim.ir.device import logical_mesh
 from distsim.partition.stages import BlockCost, default_split, program_costs
 from distsim.schedule import gpipe
@@ -90,8 +90,10 @@ def model_blocks(local: Sharded, device: Device) -> ModelBlocks:
 
 
 def _reads_matrix(function: Numbered, op: int) -> bool:
-    inputs = function.ops[op].inputs
-    return any(v.role is Role.PARAMETER and len(v.type.shape) > 1 for v in inputs if hasattr(v.type, "shape"))
+    return any(
+        value.role is Role.PARAMETER and isinstance(value.type, Tensor) and len(value.type.shape) > 1
+        for value in function.ops[op].inputs
+    )
 
 
 def costs_of(

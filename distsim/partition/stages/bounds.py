@@ -30,8 +30,8 @@ class Suffix(NamedTuple):
 def own_seconds(i: int, j: int, count: int, tables: Any) -> float:
     """Return how long a stage is busy from its first arrival on, over ``count`` microbatches."""
     forward, lead = tables.forward[i, j], tables.lead[i, j]
-    busy = forward + (count - 1) * (lead + forward)
-    return busy + count * tables.backward[i, j] + (count - 1) * tables.more[i, j]
+    busy = forward + (count - 1) * (lead + forward) + (count - 1) * tables.more[i, j]
+    return busy + count * (tables.back_lead[i, j] + tables.backward[i, j])
 
 
 @compiled
@@ -74,7 +74,7 @@ def add_others(k: int, i: int, j: int, tables: Any, others: Any, splits: Any) ->
     sends = tables.ahead[k, j] + tables.back[k, j]
     after, own = others[k + 1, j], others[k, i]
     start = tables.lead[i, j] + tables.forward[i, j]
-    returned = tables.backward[i, j] + tables.more[i, j]
+    returned = tables.back_lead[i, j] + tables.backward[i, j] + tables.more[i, j]
     own[0] = min(own[0], after[0] + sends - tables.rest[i])
     own[1] = min(own[1], after[1] + sends - tables.rest_more[i])
     own[2] = min(own[2], max(after[2], start))

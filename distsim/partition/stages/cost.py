@@ -18,8 +18,9 @@ class BlockCost:
 
     Seconds per microbatch, on the device of one rank:
 
-    - ``forward``, and before it, when nothing need be received, ``shared``: making constants (a causal
-      mask). Blocks on one stage make them once, so the most of its blocks counts;
+    - ``forward``, and before it, when nothing need be received, ``constants``: making a causal mask, say.
+      Blocks on one stage make them once, so the most of its blocks counts. Likewise
+      ``backward_constants``;
     - ``recompute``, what is computed again before ``backward``;
     - ``backward``, of which the last ``after`` come after the gradient that the block before waits for
       (weight gradients, say);
@@ -27,15 +28,16 @@ class BlockCost:
       but the first.
 
     Once per step, when the last microbatch is done: ``reduce``, the gradients' collectives, then ``update``,
-    the optimizer; a block's collectives run beside the update of those before it.
+    the optimizer. Collectives run beside the backward of the blocks before; ``overlap`` of the update runs
+    beside the block's own collectives.
 
     Bytes on each device: ``sent``, the output that the next block reads, per microbatch; ``returned``, its
     gradient (as many if None); ``state``: parameters, sums of gradients, optimizer state; ``saved``: what
     is kept of a microbatch from its forward to its backward; ``workspace``: the most needed beside, for as
     long as the block runs.
 
-    Raises :class:`PartitionError` for a figure that is negative or not finite, and for ``after`` over
-    ``backward``.
+    Raises :class:`PartitionError` for a figure that is negative or not finite, for ``after`` over
+    ``backward``, and for ``overlap`` over ``reduce`` or ``update``.
     """
 
     name: str
@@ -49,9 +51,11 @@ class BlockCost:
     recompute: float = 0.0
     after: float = 0.0
     accumulate: float = 0.0
-    shared: float = 0.0
+    constants: float = 0.0
+    backward_constants: float = 0.0
     reduce: float = 0.0
     update: float = 0.0
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
@@ -62,11 +66,12 @@ class BlockCost:
                 raise PartitionError(
                     f"block {self.name}: {field.name}={figure}; give a finite figure of at least 0"
                 )
-        if self.after > self.backward * (1 + 1e-9):
-            raise PartitionError(
-                f"block {self.name}: after={self.after} s is part of a backward pass of {self.backward} s; "
-                "give at most that"
-            )
+        for part, whole in (("after", "backward"), ("overlap", "reduce"), ("overlap", "update")):
+            if getattr(self, part) > getattr(self, whole) * (1 + 1e-9):
+                raise PartitionError(
+                    f"block {self.name}: {part}={getattr(self, part)} s is part of {whole}="
+                    f"{getattr(self, whole)} s; give at most that"
+                )
 
     @property
     def work(self) -> float:

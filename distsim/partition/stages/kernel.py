@@ -70,7 +70,7 @@ def makespan(bounds: Any, known: int, others: Any, order: Any, tables: Any, room
                         returned[s, b] = reply[s]
                     done = order.due[m]
         else:
-            begin = free[s]
+            begin = free[s] + tables.back_lead[i, j]
             if s + 1 < stages:
                 begin = max(begin, returned[s, m])
             end = begin + tables.backward[i, j]

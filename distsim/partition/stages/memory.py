@@ -19,15 +19,20 @@ def stage_memory(costs: Sequence[BlockCost], in_flight: Sequence[int]) -> np.nda
     >>> float(stage_memory(blocks, [3])[0, 0, 2])
     265.0
     """
-    count = len(costs)
     state = np.concatenate([[0.0], np.cumsum([cost.state for cost in costs])])
     saved = np.concatenate([[0.0], np.cumsum([cost.saved for cost in costs])])
-    workspace = np.zeros((count + 1, count + 1))
-    for i in range(count):
-        workspace[i, i + 1 :] = np.maximum.accumulate([cost.workspace for cost in costs[i:]])
-    held = state[None, :] - state[:, None] + workspace
+    held = state[None, :] - state[:, None] + most_of([cost.workspace for cost in costs])
     kept = saved[None, :] - saved[:, None]
     return held[None] + np.array(in_flight, float)[:, None, None] * kept[None]
+
+
+def most_of(figures: Sequence[float]) -> np.ndarray:
+    """Return [i, j]: the largest of the figures i up to j, 0 where there is none."""
+    count = len(figures)
+    most = np.zeros((count + 1, count + 1))
+    for i in range(count):
+        most[i, i + 1 :] = np.maximum.accumulate(figures[i:])
+    return most
 
 
 def memory_limits(memory: float | Sequence[float] | None, stages: int) -> list[float] | None:

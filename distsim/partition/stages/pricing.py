@@ -32,9 +32,9 @@ def program_costs(
     memory = _memory(program)
     found: list[BlockCost] = []
     for index, stage in enumerate(program.stages):
-        shared, forward = pricer.forward(stage)
-        backward, after, accumulate = pricer.backward(stage)
-        reduce, update = pricer.updates(stage)
+        constants, forward, summed = pricer.forward(stage)
+        backward_constants, backward, after, accumulate = pricer.backward(stage)
+        reduce, update, overlap = pricer.updates(stage)
         state, saved, workspace = memory[index]
         name = f"block {index}" if names is None else names[index]
         found.append(
@@ -48,10 +48,12 @@ def program_costs(
                 saved,
                 workspace,
                 after=after,
-                accumulate=accumulate,
-                shared=shared,
+                accumulate=accumulate + summed,
+                constants=constants,
+                backward_constants=backward_constants,
                 reduce=reduce,
                 update=update,
+                overlap=overlap,
             )
         )
     return tuple(found)
@@ -63,15 +65,12 @@ class _Pricer:
     def __init__(self, program: Program, cost_model: CostModel) -> None:
         self.cost_model = cost_model
         blocks = [(s, b) for s, stage in enumerate(program.stages) for b in (stage.forward, stage.backward)]
-        self.maker = {key: s for s, block in blocks for key in block.outputs}
+        maker = {key: s for s, block in blocks for key in block.outputs}
         readers: dict[Value, list[int]] = {}
         for s, block in blocks:
             for key in block.inputs:
                 readers.setdefault(key, []).append(s)
-        self.leaving = {
-            key for key, stages in readers.items() if any(s != self.maker.get(key, s) for s in stages)
-        }
-        self.place = {id(stage): index for index, stage in enumerate(program.stages)}
+        self.leaving = {key for key, stages in readers.items() if any(s != maker.get(key, s) for s in stages)}
         self._tasks: dict[tuple[int, Mesh], BlockTasks] = {}
 
     def tasks(self, function: Function, mesh: Mesh) -> BlockTasks:
@@ -82,47 +81,55 @@ class _Pricer:
             found = self._tasks[key] = block_tasks(function, ranks, self.cost_model, overlap=True)
         return found
 
-    def forward(self, stage: Stage) -> tuple[float, float]:
-        """Return the seconds before anything received is needed, and those from then on."""
-        block = stage.forward
-        tasks = self.tasks(block.function, stage.mesh)
-        clocks = tasks.summary(range(len(tasks.ports))).clocks
-        total = _longest(clocks)
-        here = self.place[id(stage)]
-        received = [
-            len(clocks) + port
-            for port, (place, _) in enumerate(tasks.ports.tolist())
-            if place < len(block.inputs) and self.maker.get(block.inputs[place], here) != here
-        ]
-        main = _longest(clocks[:, received]) if received else total
-        return total - main, main
+    def forward(self, stage: Stage) -> tuple[float, float, float]:
+        """Return the seconds of making constants, of the rest, and of sums (the loss) over microbatches."""
+        tasks = self.tasks(stage.forward.function, stage.mesh)
+        constants = _constants(tasks)
+        total = self._total(stage.forward.function, stage.mesh)
+        return constants, total - constants, self._accumulation(stage.forward, stage.mesh, total)
 
-    def backward(self, stage: Stage) -> tuple[float, float, float]:
-        """Return the seconds of a backward, those of them after its gradient left, and of accumulation."""
+    def backward(self, stage: Stage) -> tuple[float, float, float, float]:
+        """Return the seconds of constants, of the rest, of that after the gradient left, of accumulation."""
         block = stage.backward
         if not block.outputs:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0
         tasks = self.tasks(block.function, stage.mesh)
         summary = tasks.summary(range(len(tasks.ports)))
-        total = _longest(summary.clocks)
+        total, constants = _longest(summary.clocks), _constants(tasks)
         makers = [int(tasks.makers[i, 0]) for i, key in enumerate(block.outputs) if key in self.leaving]
         leaves = max([_longest(summary.end(task)) for task in makers if task >= 0], default=total)
-        again = total
-        if block.accumulating is not None:
-            more = self.tasks(block.accumulating, stage.mesh)
-            again = _longest(more.summary(range(len(more.ports))).clocks)
-        return total, max(total - leaves, 0.0), max(again - total, 0.0)
+        accumulation = self._accumulation(block, stage.mesh, total)
+        return constants, total - constants, max(total - leaves, 0.0), accumulation
 
-    def updates(self, stage: Stage) -> tuple[float, float]:
-        """Return the seconds of collectives and of compute that follow the last microbatch."""
-        reduce = update = 0.0
+    def _total(self, function: Function, mesh: Mesh) -> float:
+        tasks = self.tasks(function, mesh)
+        return _longest(tasks.summary(range(len(tasks.ports))).clocks)
+
+    def _accumulation(self, block: Block, mesh: Mesh, first: float) -> float:
+        """Return how much longer a block takes when there are sums to add to."""
+        return 0.0 if block.accumulating is None else max(self._total(block.accumulating, mesh) - first, 0.0)
+
+    def updates(self, stage: Stage) -> tuple[float, float, float]:
+        """Return the seconds of collectives and of compute that follow the last microbatch, and of both."""
+        reduce = update = overlap = 0.0
         for _, block in stage.updates:
             tasks = self.tasks(block.function, stage.mesh)
             first = tasks.streams[tasks.stream_start[:-1]] if len(tasks) else np.zeros(0, np.int64)
             computes = np.array([stream.name == "compute" for stream in tasks.stream_table], np.bool_)[first]
-            update += float(tasks.durations[computes].sum())
-            reduce += float(tasks.durations[~computes].sum())
-        return reduce, update
+            busy, moving = float(tasks.durations[computes].sum()), float(tasks.durations[~computes].sum())
+            update += busy
+            reduce += moving
+            overlap += min(max(busy + moving - self._total(block.function, stage.mesh), 0.0), busy, moving)
+        return reduce, update, overlap
+
+
+def _constants(tasks: BlockTasks) -> float:
+    """Return the seconds of the ops, outside of Calls, that need no input: a stage runs them once."""
+    fixed = tasks.call == 0
+    for task in range(len(tasks)):
+        needs = tasks.deps[tasks.dep_start[task] : tasks.dep_start[task + 1]]
+        fixed[task] &= bool((needs >= 0).all() and fixed[needs].all())
+    return float(tasks.durations[fixed].sum())
 
 
 def _longest(seconds: np.ndarray) -> float:

@@ -24,33 +24,47 @@ def fits(bounds: Any, tables: Any) -> bool:
 
 
 @compiled
+def exact(bounds: Any, order: Any, tables: Any, room: Any) -> float:
+    """Return the step time of a split, infinite if it does not fit in memory."""
+    if not fits(bounds, tables):
+        return np.inf
+    return makespan(bounds, len(bounds) - 1, np.zeros(OTHERS), order, tables, room)
+
+
+@compiled
+def copy(source: Any, target: Any) -> None:
+    """Copy element by element."""
+    for i in range(len(source)):
+        target[i] = source[i]
+
+
+@compiled
 def climb(bounds: Any, order: Any, tables: Any, room: Any) -> tuple[float, int]:
     """Move one or two blocks between any two stages while that is faster; ``bounds`` become the best found.
 
     Return its step time and how many splits were simulated.
     """
     stages = len(bounds) - 1
-    none = np.zeros(OTHERS)
-    best = makespan(bounds, stages, none, order, tables, room)
-    tried = 1
-    found = bounds.copy()
+    best, tried = np.inf, 0
+    trial, found = np.zeros(stages + 1, np.int64), np.zeros(stages + 1, np.int64)
+    copy(bounds, found)
     better = True
     while better:
         better = False
-        start = bounds.copy()
-        for first in range(1, stages):
-            for last in range(first, stages):
-                for move in (-1, 1, -2, 2):
-                    trial = start.copy()
-                    trial[first : last + 1] += move
-                    if trial[first] <= 0 or trial[last] >= trial[stages] or not fits(trial, tables):
+        for first in range(1, max(stages, 2)):
+            for last in range(first, max(stages, 2)):
+                for step in range(5):
+                    move = step - 2
+                    for s in range(stages + 1):
+                        trial[s] = bounds[s] + (move if first <= s <= last and s < stages else 0)
+                    if move == 0 and tried > 0:
                         continue
-                    time = makespan(trial, stages, none, order, tables, room)
+                    time = exact(trial, order, tables, room)
                     tried += 1
                     if time < best * (1 - NOTHING_BETTER):
                         best, better = time, True
-                        found[:] = trial
-        bounds[:] = found
+                        copy(trial, found)
+        copy(found, bounds)
     return best, tried
 
 
@@ -76,68 +90,73 @@ def bound_of(
 
 
 @compiled
-def search(
-    best: Any, time: float, count: int, limit: int, order: Any, tables: Any, suffix: Any, room: Any
-) -> tuple[float, float, int]:
+def choices(
+    k: int, bounds: Any, best: Any, time: float, count: int, state: Any, sums: Any, ends: Any, least: Any
+) -> tuple[int, float, int]:
+    """Find the ends of stage k after which a split may still be faster, the most promising first.
+
+    Fill in ``ends`` and the bounds ``least``; return how many they are, the time of the best split so far and
+    the effort. When one stage is left, splits are complete: the best goes to ``best``.
+    """
+    order, tables, suffix, room = state
+    stages, blocks = len(best) - 1, best[len(best) - 1]
+    i = bounds[k]
+    width = tried = 0
+    for j in range(i + 1, blocks - (stages - k - 1) + 1):
+        if not tables.allowed[k, i, j] or suffix.trip[k + 1, j] == np.inf:
+            continue
+        bound = bound_of(k, j, bounds, count, order, tables, suffix, sums)
+        if bound >= time * (1 - NOTHING_BETTER):
+            continue
+        bounds[k + 1] = j
+        tried += 1
+        if k + 2 >= stages:
+            bounds[stages] = blocks
+            found = exact(bounds, order, tables, room)
+            if found < time * (1 - NOTHING_BETTER):
+                time = found
+                copy(bounds, best)
+            continue
+        bound = max(bound, makespan(bounds, k + 1, suffix.others[k + 1, j], order, tables, room))
+        if bound >= time * (1 - NOTHING_BETTER):
+            continue
+        place = width
+        while place > 0 and least[place - 1] > bound:
+            least[place], ends[place] = least[place - 1], ends[place - 1]
+            place -= 1
+        least[place], ends[place] = bound, j
+        width += 1
+    return width, time, tried
+
+
+@compiled
+def search(best: Any, time: float, count: int, limit: int, state: Any) -> tuple[float, float, int]:
     """Find a better split than ``best``, which takes ``time``; return its time, a bound, and the effort.
 
     Depth first, one stage after the other; a choice of the first stages is dropped when no split that begins
-    with it can be better. After ``limit`` simulations the bound is that of what is still open.
+    with it can be better. After ``limit`` simulations the bound is that of what is still open. ``state``:
+    order, tables, suffix and room, as elsewhere.
     """
+    order, tables = state[0], state[1]
     stages, blocks = len(best) - 1, best[len(best) - 1]
     bounds = np.zeros(stages + 1, np.int64)
     sums = np.zeros((2, stages + 1))
     ends = np.zeros((stages, blocks + 1), np.int64)
     least = np.zeros((stages, blocks + 1))
     width, at = np.zeros(stages, np.int64), np.zeros(stages, np.int64)
-    none = np.zeros(OTHERS)
-    tried, k = 0, 0
-    fresh = True
-    lowest = time
+    k = 0
+    width[0], time, tried = choices(0, bounds, best, time, count, state, sums, ends[0], least[0])
     while k >= 0:
-        i = bounds[k]
-        if fresh:  # the choices for stage k, the most promising first
-            width[k], at[k] = 0, 0
-            for j in range(i + 1, blocks - (stages - k - 1) + 1):
-                if not tables.allowed[k, i, j] or suffix.trip[k + 1, j] == np.inf:
-                    continue
-                bound = bound_of(k, j, bounds, count, order, tables, suffix, sums)
-                if bound >= time * (1 - NOTHING_BETTER):
-                    continue
-                bounds[k + 1] = j
-                if k + 2 >= stages:
-                    bounds[stages] = blocks
-                    exact = stages == 1 or tables.allowed[stages - 1, bounds[stages - 1], blocks]
-                    tried += 1
-                    if exact:
-                        found = makespan(bounds, stages, none, order, tables, room)
-                        if found < time * (1 - NOTHING_BETTER):
-                            time = found
-                            best[:] = bounds
-                    continue
-                relaxed = makespan(bounds, k + 1, suffix.others[k + 1, j], order, tables, room)
-                tried += 1
-                bound = max(bound, relaxed)
-                if bound >= time * (1 - NOTHING_BETTER):
-                    continue
-                place = width[k]
-                while place > 0 and least[k, place - 1] > bound:
-                    least[k, place] = least[k, place - 1]
-                    ends[k, place] = ends[k, place - 1]
-                    place -= 1
-                least[k, place] = bound
-                ends[k, place] = j
-                width[k] += 1
-            fresh = False
         if at[k] == width[k] or least[k, at[k]] >= time * (1 - NOTHING_BETTER):
             k -= 1
             continue
         if tried >= limit:
+            lowest = time
             for level in range(k + 1):
                 if at[level] < width[level]:
                     lowest = min(lowest, least[level, at[level]])
-            return time, min(lowest, time), tried
-        j = ends[k, at[k]]
+            return time, lowest, tried
+        i, j = bounds[k], ends[k, at[k]]
         at[k] += 1
         leaves = tables.rest_more[i] if order.aligned else tables.rest[i]
         back = sums[1, k] if k > 0 else leaves + tables.tail[i, j]
@@ -145,5 +164,7 @@ def search(
         sums[0, k + 1] = sums[0, k] + tables.forward[i, j] + tables.ahead[k, j]
         sums[1, k + 1] = back + tables.back[k, j] + return_seconds(i, j, order.aligned, tables)
         k += 1
-        fresh = True
+        at[k] = 0
+        width[k], time, more = choices(k, bounds, best, time, count, state, sums, ends[k], least[k])
+        tried += more
     return time, time, tried

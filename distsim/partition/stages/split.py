@@ -132,9 +132,8 @@ class _Problem:
         if not suffix.trip[0, 0] < np.inf:
             raise nothing_fits(self.tables.memory, self.limits or ())
         best, time, tried = self._climbed(suffix)
-        time, bound, more = search(
-            best, time, self.microbatches, effort, self.order, self.tables, suffix, self.room
-        )
+        state = (self.order, self.tables, suffix, self.room)
+        time, bound, more = search(best, time, self.microbatches, effort, state)
         bounds: list[int] = best.tolist()
         memory = [float(self.tables.memory[s, i, j]) for s, (i, j) in enumerate(pairwise(bounds))]
         return Split(

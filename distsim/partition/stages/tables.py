@@ -6,6 +6,8 @@ Blocks ``i`` up to, not including, ``j`` on one stage are the entry ``[i, j]``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ import numpy.typing as npt
 
 from distsim.errors import PartitionError
 from distsim.partition.stages.cost import BlockCost, Communication
-from distsim.partition.stages.memory import stage_memory
+from distsim.partition.stages.memory import most_of, stage_memory
 from distsim.schedule import SCHEDULES, Schedule, schedule
 from distsim.schedule.rounds import Ints, Rounds
 
@@ -35,9 +37,9 @@ class Order(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Seconds of stages ``[i, j]``: ``lead`` (constants, before anything is received), ``forward``,
-    ``backward``, ``more`` (accumulation, but for the first microbatch), ``tail`` (what follows the last
-    backward).
+    """Seconds of stages ``[i, j]``: ``lead`` and ``back_lead`` (constants, before anything is received),
+    ``forward``, ``backward``, ``more`` (accumulation, but for the first microbatch), ``tail`` (what follows
+    the last backward).
 
     ``rest`` and ``rest_more`` [i]: how long before the end of a backward of a stage that begins with block
     i its gradient leaves, for the first microbatch and for the others. ``ahead`` and ``back`` [s, j]: a
@@ -46,6 +48,7 @@ class Tables(NamedTuple):
     """
 
     lead: np.ndarray
+    back_lead: np.ndarray
     forward: np.ndarray
     backward: np.ndarray
     more: np.ndarray
@@ -99,7 +102,9 @@ def order_of(schedule: Schedule) -> Order:
 def _repeated(rounds: Rounds) -> tuple[Ints, Ints]:
     """Return every task of the rounds written out, and by how much its microbatch is moved."""
     tasks, shifts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for begin, end, count in zip(rounds.start[:-1], rounds.start[1:], rounds.repeats, strict=True):
+    starts: list[int] = rounds.start.tolist()
+    counts: list[int] = rounds.repeats.tolist()
+    for (begin, end), count in zip(pairwise(starts), counts, strict=True):
         tasks.append(np.tile(np.arange(begin, end), count))
         shifts.append(np.repeat(np.arange(count), end - begin))
     return np.concatenate(tasks), np.concatenate(shifts)
@@ -115,28 +120,30 @@ def tables_of(
     count, stages = len(costs), schedule.num_stages
     many = schedule.num_microbatches > 1
     figures = {
-        name: np.array([getattr(cost, name) for cost in costs], float)
-        for name in ("forward", "recompute", "backward", "after", "accumulate", "shared", "reduce", "update")
+        field.name: np.array([getattr(cost, field.name) for cost in costs], float)
+        for field in fields(BlockCost)
+        if field.name not in ("name", "returned")
     }
     accumulate = figures["accumulate"] if many else np.zeros(count)
-    lead = np.zeros((count + 1, count + 1))
     tail = np.zeros((count + 1, count + 1))
     backward = figures["recompute"] + figures["backward"]
     last = backward + accumulate
     for j in range(1, count + 1):
-        made = late = done = 0.0
+        late = done = 0.0
         for i in range(j - 1, -1, -1):
-            made = max(made, figures["shared"][i])
+            # Gradients are reduced beside the backwards of the blocks before; those of the first block, the
+            # last to be reduced, are the first to be applied.
             late = max(late - last[i], 0.0) + figures["reduce"][i]
+            tail[i, j] = late + figures["update"][i] - figures["overlap"][i] + done
             done += figures["update"][i]
-            lead[i, j], tail[i, j] = made, late + done
     ahead, back = _sends(costs, stages, communication)
     memory = stage_memory(costs, [schedule.in_flight(stage) for stage in range(stages)])
     allowed = np.ones(memory.shape, np.bool_)
     if limits is not None:
         allowed = memory <= np.array(limits, float)[:, None, None]
     return Tables(
-        lead,
+        most_of(figures["constants"].tolist()),
+        most_of(figures["backward_constants"].tolist()),
         _sums(figures["forward"]),
         _sums(backward),
         _sums(accumulate),
