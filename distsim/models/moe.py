@@ -38,7 +38,8 @@ def moe(
     feed-forward of width ``ffn``, each token goes to ``top_k`` of them and to ``shared`` more. The load of
     layer i is drawn with seed ``seed + i``, ``concentration`` and ``capacity`` (:func:`draw_routing`), or
     given: ``routings``, one a layer. Layers of equal load are Calls of one callee. On a ``mesh`` with an
-    axis ``ep`` the function is that of its ranks: ``batch`` is local, each rank has its part of the experts.
+    axis ``ep`` the function is that of its ranks: ``batch`` is local, each rank has its part of the experts,
+    and gradients of what all ranks have are those of the rank's own sequences.
 
     >>> sizes = dict(layers=2, hidden=16, heads=4, kv_heads=2, ffn=8, seq=8, batch=2, vocab=32)
     >>> function = moe(experts=4, top_k=2, **sizes)

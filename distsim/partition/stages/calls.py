@@ -95,7 +95,7 @@ class _Pricer:
             sent=sum(_nbytes(value) for value in mine if value in elsewhere),
             state=state,
             saved=sum(map(_nbytes, kept)),
-            shared=self.seconds(self.constants),
+            constants=self.seconds(self.constants),
         )
 
     def seconds(self, ops: Sequence[Op]) -> float:
