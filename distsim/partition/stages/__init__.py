@@ -5,12 +5,13 @@ from distsim.partition.stages.cost import BlockCost, Communication, free_communi
 from distsim.partition.stages.default import default_split
 from distsim.partition.stages.links import mesh_communication
 from distsim.partition.stages.pricing import program_costs
-from distsim.partition.stages.split import Split, auto_split, split_time
+from distsim.partition.stages.split import Split, StageProblem, auto_split, split_time
 
 __all__ = [
     "BlockCost",
     "Communication",
     "Split",
+    "StageProblem",
     "auto_split",
     "call_costs",
     "default_split",

@@ -18,9 +18,9 @@ class BlockCost:
 
     Seconds per microbatch, on the device of one rank:
 
-    - ``forward``, and before it, when nothing need be received, ``constants``: making a causal mask, say.
+    - ``forward``, and before it, when nothing need be received, ``shared``: making a causal mask, say.
       Blocks on one stage make them once, so the most of its blocks counts. Likewise
-      ``backward_constants``;
+      ``shared_backward``;
     - ``recompute``, what is computed again before ``backward``;
     - ``backward``, of which the last ``after`` come after the gradient that the block before waits for
       (weight gradients, say);
@@ -51,8 +51,8 @@ class BlockCost:
     recompute: float = 0.0
     after: float = 0.0
     accumulate: float = 0.0
-    constants: float = 0.0
-    backward_constants: float = 0.0
+    shared: float = 0.0
+    shared_backward: float = 0.0
     reduce: float = 0.0
     update: float = 0.0
     overlap: float = 0.0

@@ -67,10 +67,8 @@ def split_time(
     >>> split_time(blocks, (2, 2), microbatches=4)  # (m + p - 1) * (2 + 4)
     30.0
     """
-    check_sizes(sizes, len(costs))
     found = as_schedule(schedule, len(sizes), microbatches)
-    problem = _Problem(costs, found, communication, None)
-    return problem.time(np.array([0, *accumulate(sizes)], np.int64))
+    return StageProblem(costs, found, communication).time(sizes)
 
 
 def auto_split(
@@ -105,18 +103,18 @@ def auto_split(
         )
     if effort < 1:
         raise PartitionError(f"effort={effort}; give at least 1")
-    return _Problem(costs, found, communication, memory_limits(memory, stages)).best(effort)
+    return StageProblem(costs, found, communication, memory_limits(memory, stages)).best(effort)
 
 
-class _Problem:
-    """Blocks, a schedule and a memory, as arrays."""
+class StageProblem:
+    """Blocks, a schedule and a memory, as arrays made once, for any number of splits."""
 
     def __init__(
         self,
         costs: Sequence[BlockCost],
         schedule: Schedule,
-        communication: Communication,
-        limits: Sequence[float] | None,
+        communication: Communication = free_communication,
+        limits: Sequence[float] | None = None,
     ) -> None:
         self.blocks, self.stages = len(costs), schedule.num_stages
         self.microbatches, self.limits = schedule.num_microbatches, limits
@@ -124,10 +122,14 @@ class _Problem:
         self.tables: Tables = tables_of(costs, schedule, communication, limits)
         self.room = (np.empty((4, self.stages)), np.empty((2, self.stages, self.microbatches)))
 
-    def time(self, bounds: np.ndarray) -> float:
+    def time(self, sizes: Sequence[int]) -> float:
+        """Return the seconds of a split, as :func:`split_time`."""
+        check_sizes(sizes, self.blocks)
+        bounds = np.array([0, *accumulate(sizes)], np.int64)
         return makespan(bounds, self.stages, np.zeros(OTHERS), self.order, self.tables, self.room)
 
-    def best(self, effort: int) -> Split:
+    def best(self, effort: int = EFFORT) -> Split:
+        """Return the best split, as :func:`auto_split`."""
         suffix = self._suffix()
         if not suffix.trip[0, 0] < np.inf:
             raise nothing_fits(self.tables.memory, self.limits or ())

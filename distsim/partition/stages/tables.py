@@ -142,8 +142,8 @@ def tables_of(
     if limits is not None:
         allowed = memory <= np.array(limits, float)[:, None, None]
     return Tables(
-        most_of(figures["constants"].tolist()),
-        most_of(figures["backward_constants"].tolist()),
+        most_of(figures["shared"].tolist()),
+        most_of(figures["shared_backward"].tolist()),
         _sums(figures["forward"]),
         _sums(backward),
         _sums(accumulate),
