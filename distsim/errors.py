@@ -49,7 +49,39 @@ class SimulationError(DistsimError, ValueError):
 
 
 class PartitionError(DistsimError, ValueError):
-    """No partition of the ops or blocks meets what is asked of it."""
+    """A partition is not possible, or breaks a rule of partitions."""
+
+
+class NoDevicesError(PartitionError):
+    """There are no devices to put parts on."""
+
+
+class NoOpsError(PartitionError):
+    """There is nothing to partition."""
+
+
+class NotEnoughMemoryError(PartitionError):
+    """Parts do not fit: all devices together, or the one given, have too little memory."""
+
+
+class OpTooLargeError(PartitionError):
+    """An op fits on no device that is free for it."""
+
+
+class NoMappingError(PartitionError):
+    """No device was found for a part."""
+
+
+class UnequalMemoriesError(PartitionError):
+    """A mode that needs devices of equal memory got others."""
+
+
+class TooFewDevicesError(PartitionError):
+    """There are more embedding parts than devices."""
+
+
+class CyclicPartitionError(PartitionError):
+    """Parts wait for each other in a circle."""
 
 
 class RematerializationError(DistsimError, ValueError):

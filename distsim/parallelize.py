@@ -14,20 +14,16 @@ from distsim.schedule import schedule
 from distsim.transforms import build_program
 
 
-def parallelize(
-    function: Function, plan: Plan, topology: Topology, remat: str = "none", stages: str = "even"
-) -> Program:
+def parallelize(function: Function, plan: Plan, topology: Topology) -> Program:
     """Return the scheduled training step of a joint function under ``plan``.
 
     The first ``plan.devices`` devices of ``topology`` are used: tensor-parallel ranks next to each
-    other, where links are fastest, then data-parallel ones, then pipeline stages. ``remat`` says what is
-    computed again in backward (:func:`distsim.transforms.rematerialize.policy_named`), ``stages`` where the
-    stages begin: see :func:`build_program`. Raises
+    other, where links are fastest, then data-parallel ones, then pipeline stages. Raises
     :class:`PlanError` when the plan does not fit the topology, the batch or the function.
     """
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    costs = _cost_model(topology) if stages == "auto" else None
-    return build_program(function, _mesh(plan, topology), order, remat, stages, costs)
+    costs = _cost_model(topology) if plan.stages == "auto" else None
+    return build_program(function, _mesh(plan, topology), order, plan.remat, plan.fsdp, plan.stages, costs)
 
 
 @lru_cache(8)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+import re
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from distsim.errors import PlanError
@@ -12,17 +13,31 @@ from distsim.schedule import SCHEDULES
 MAX_DEGREE = 2**20
 """Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
 
+STAGES = ("even", "default", "auto")
+"""How a model is cut into pipeline stages: at any op for even work and few bytes sent; in whole layers as
+torchtitan counts them; or in whole blocks, for the least simulated step."""
+
+REMAT = ("none", "full", "every:N", "matmuls", "min_cut", "budget:X")
+"""What backward computes again: nothing; each block from its inputs; every N-th block so; all but matrix
+products; what a minimum cut says; what fits into the share X in 0..1 of the memory of ``none``."""
+
+
+FSDP = ("none", "reshard", "keep")
+"""Whether parameters and optimizer state are divided over dp, and what becomes of a parameter that forward
+gathered: it is gathered again for backward, or kept."""
+
 
 @dataclass(frozen=True)
 class Plan:
-    """Degrees of parallelism, microbatches per step and the pipeline schedule.
+    """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
 
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
-    data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`. A plan is
-    verified when made, and its text parses back to it.
+    data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`; `stages` one
+    of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`. A plan is verified when made, and its text, in
+    which the last three stand only when they are not the default, parses back to it.
 
     Raises:
-        PlanError: a count is not an integer in 1..MAX_DEGREE, or the schedule is unknown.
+        PlanError: a count is not an integer in 1..MAX_DEGREE, or a name is unknown.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -34,6 +49,9 @@ class Plan:
     pp: int = 1
     microbatches: int = 1
     schedule: str = "1f1b"
+    stages: str = "even"
+    remat: str = "none"
+    fsdp: str = "none"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -43,6 +61,7 @@ class Plan:
             raise PlanError(
                 f"schedule={_short(self.schedule)} is unknown; choose one of {', '.join(SCHEDULES)}"
             )
+        check_layout(self.stages, self.remat, self.fsdp)
 
     @property
     def devices(self) -> int:
@@ -50,7 +69,8 @@ class Plan:
         return math.prod((self.dp, self.tp, self.pp))
 
     def __str__(self) -> str:
-        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        shown = [field for field in fields(self) if field.name in _ALWAYS or _differs(self, field)]
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in shown)
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -78,7 +98,47 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_COUNTS = tuple(name for name in _FIELDS if name != "schedule")
+_COUNTS = ("dp", "tp", "pp", "microbatches")
+_ALWAYS = (*_COUNTS, "schedule")
+
+
+def _differs(plan: Plan, field: Field[Any]) -> bool:
+    return getattr(plan, field.name) != field.default
+
+
+def check_layout(stages: object, remat: object, fsdp: object) -> None:
+    """Raise :class:`PlanError` for a text that is none of STAGES, REMAT or FSDP."""
+    for name, text, choices in (("stages", stages, STAGES), ("fsdp", fsdp, FSDP)):
+        if text not in choices:
+            raise PlanError(f"{name}={_short(text)} is unknown; choose one of {', '.join(choices)}")
+    parse_remat(remat)
+
+
+def parse_remat(text: object) -> tuple[str, float]:
+    """Return the name of a way to save or recompute, one of REMAT, and its number (0 where it has none).
+
+    Raises :class:`PlanError` for an unknown name, and for a number that is missing or out of range.
+
+    >>> parse_remat("every:2"), parse_remat("min_cut")
+    (('every', 2.0), ('min_cut', 0.0))
+    """
+    name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+    known = {choice.partition(":")[0]: choice for choice in REMAT}.get(name, "")
+    if not known or bool(colon) != (":" in known):
+        raise PlanError(f"remat={_short(text)} is unknown; choose one of {', '.join(REMAT)}")
+    if not colon:
+        return name, 0.0
+    whole, low, high = (True, 1, MAX_DEGREE) if name == "every" else (False, 0, 1)
+    pattern = r"[0-9]{1,7}" if whole else r"[0-9]{1,7}(\.[0-9]{1,12})?"
+    if not re.fullmatch(pattern, number, re.ASCII) or not low <= float(number) <= high:
+        kind = "an integer" if whole else "a number"
+        raise PlanError(
+            f"remat={_short(text)}: {name} takes {kind} in {low}..{high}, as in {_EXAMPLES[name]}"
+        )
+    return name, float(number)
+
+
+_EXAMPLES = {"every": "every:2", "budget": "budget:0.5"}
 
 
 def _parse_count(name: str, text: str) -> int:

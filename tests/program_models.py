@@ -85,17 +85,13 @@ def _results(step: Step) -> int:
 
 @dataclass(frozen=True)
 class Habits:
-    """What the functions of one program have in common.
-
-    ``seconds``: how long work may take. ``regrouped``: the axes of collectives whose shapes depend on the
-    number of ranks.
-    """
+    """How long work may take, and the axes of collectives whose shapes depend on the number of ranks."""
 
     seconds: tuple[float, ...]
     regrouped: tuple[str, ...]
 
 
-KINDS = ("work",) * 6 + ("pair", "view", "constant", "fill", "dp", "tp", "gather", "swap", "call")
+KINDS = ("work",) * 6 + ("pair", "view", "barrier", "constant", "fill", "dp", "tp", "gather", "swap", "call")
 
 
 Inputs = Sequence[tuple[int, Role]]
@@ -140,7 +136,8 @@ def _invent_step(rng: Random, made: Sequence[int], habits: Habits, depth: int) -
         return Step("pair" if kind == "pair" else "work", operands, rng.choice(habits.seconds))
     if kind in ("dp", "tp"):
         return Step("reduce", operands[:1], axis=kind)
-    return Step(kind, operands[:1], axis=rng.choice(habits.regrouped))
+    reads = operands if kind == "barrier" else operands[:1]
+    return Step(kind, reads, axis=rng.choice(habits.regrouped))
 
 
 class Writer:
@@ -180,8 +177,9 @@ class Writer:
             case "work" | "pair":
                 kind = "ModelPair" if step.kind == "pair" else "ModelWork"
                 return maker.add(kind, operands, {"flops": step.seconds})
-            case "view":
-                return maker.add("ModelView", operands)
+            case "view" | "barrier":
+                kind = "ModelView" if step.kind == "view" else "OptimizationBarrier"
+                return maker.add(kind, operands)
             case "constant":
                 value = Literal(np.full((ROWS, step.width), 0.25))
                 return maker.add("Constant", attributes={"value": value, "device": self.pattern})

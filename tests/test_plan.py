@@ -5,11 +5,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, PlanError
-from distsim.plan import MAX_DEGREE, Plan
+from distsim.plan import FSDP, MAX_DEGREE, REMAT, STAGES, Plan
 from distsim.schedule import SCHEDULES
 
 counts = st.integers(1, MAX_DEGREE)
-plans = st.builds(Plan, counts, counts, counts, counts, st.sampled_from(list(SCHEDULES)))
+shares = st.integers(0, 100).map(lambda n: f"budget:{n / 100}")
+remats = st.sampled_from([r for r in REMAT if ":" not in r]) | counts.map("every:{}".format) | shares
+plans = st.builds(
+    Plan,
+    counts,
+    counts,
+    counts,
+    counts,
+    st.sampled_from(list(SCHEDULES)),
+    st.sampled_from(STAGES),
+    remats,
+    st.sampled_from(FSDP),
+)
 
 
 def test_parse_the_example():
@@ -21,6 +33,7 @@ def test_parse_the_example():
 def test_a_field_left_out_has_its_default_and_spaces_do_not_count():
     assert Plan.parse(" pp = 4 , schedule = gpipe ") == Plan(pp=4, schedule="gpipe")
     assert str(Plan()) == "dp=1,tp=1,pp=1,microbatches=1,schedule=1f1b"
+    assert str(Plan(stages="auto", remat="every:2")) == f"{Plan()},stages=auto,remat=every:2"
     assert Plan().devices == 1
 
 
@@ -67,6 +80,15 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
         ("pp=1" + "0" * 6000, ["pp='1000", "is out of range"]),
         ("dp=2,tp=1,dp=4", ["dp is given twice", "2 and '4'"]),
         ("schedule=pipedream", ["schedule='pipedream' is unknown", "choose one of 1f1b, gpipe"]),
+        ("stages=best", ["stages='best' is unknown", "choose one of even, default, auto"]),
+        ("fsdp=on", ["fsdp='on' is unknown", "choose one of none, reshard, keep"]),
+        ("remat=some", ["remat='some' is unknown", "none, full, every:N, matmuls, min_cut, budget:X"]),
+        ("remat=every", ["remat='every' is unknown", "every:N"]),
+        ("remat=full:2", ["remat='full:2' is unknown"]),
+        ("remat=every:0", ["every takes an integer in 1..", "every:2"]),
+        ("remat=every:1.5", ["every takes an integer in 1.."]),
+        ("remat=budget:1.01", ["budget takes a number in 0..1", "budget:0.5"]),
+        ("remat=budget:nan", ["budget takes a number in 0..1"]),
         ("schedule=", ["schedule='' is unknown", "choose one of 1f1b, gpipe"]),
         ("", ["'' is not key=value", str(Plan())]),
         ("dp=2,,tp=1", ["'' is not key=value"]),
@@ -91,6 +113,8 @@ def test_bad_text_is_refused(text, parts):
         ({"microbatches": "8"}, "microbatches='8' is not an integer"),
         ({"dp": 10**5000}, "more than 20 digits is out of range"),
         ({"schedule": "zb"}, "schedule='zb' is unknown"),
+        ({"stages": None}, "stages=None is unknown"),
+        ({"remat": 3}, "remat=3 is unknown"),
         ({"schedule": ["1f1b"]}, r"schedule=['1f1b'] is unknown"),
     ],
 )

@@ -8,7 +8,6 @@ import distsim.hardware
 from distsim.errors import TopologyError
 from distsim.hardware import collective_time, describe, figures, load_cluster, presets
 
-
 DGX = ("dgx-2", "dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200")
 DEVICES = dict.fromkeys(DGX, 8) | {"dgx-2": 16, "rtx-3090": 4}
 

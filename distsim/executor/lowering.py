@@ -29,7 +29,8 @@ class Stream:
     """What runs one task after the other, in order: one lane of one rank class.
 
     ``name`` is ``compute``, ``collective <axis>``, ``transfer`` (between one device and a mesh),
-    ``send <class>``, ``receive <class>``, or ``all`` when nothing overlaps.
+    ``send <class>``, ``receive <class>`` (of a Send's further channels ``send <class>.<channel>``), or ``all``
+    when nothing overlaps.
     """
 
     rank_class: int
@@ -133,7 +134,9 @@ class Lowering:
         """Return the streams that an exchange occupies."""
         if op.op_type == "Send":
             (source,), (target,) = part.sources, part.targets
-            names = ((source, f"send {target}"), (target, f"receive {source}"))
+            channel = op.attributes.get("channel", 0)
+            lane = f".{channel}" if channel else ""
+            names = ((source, f"send {target}{lane}"), (target, f"receive {source}{lane}"))
         else:
             axis = op.attributes.get("axis")
             name = "transfer" if axis is None else f"collective {axis}"

@@ -2,7 +2,8 @@
 
 ``MPIAllreduce(x; axis)``, ``MPIAllgather(x; axis, dim)``, ``MPIReduceScatter(x; axis, dim)``,
 ``MPIAlltoall(x; axis, split, concat)`` run inside a mesh. ``LocalSlice(x; axis, dim)`` keeps the own
-part and moves nothing. ``Send(x; to)`` goes from a mesh to another of the same axes, rank by rank.
+part and moves nothing. ``Send(x; to, channel)`` goes from a mesh to another of the same axes, rank by
+rank; Sends between the same two devices wait for each other on one channel (0 unless given).
 ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to a mesh,
 ``MPIGather(x; to, shards)`` back. ``shards`` lists (dim, axis, pieces).
 """
@@ -145,6 +146,9 @@ def _alltoall(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]
 def _send_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("Send", inputs, 1)
     _required("Send", attributes, "to")
+    channel = attributes.get("channel", 0)
+    if not isinstance(channel, int) or channel < 0:
+        raise TypeRuleError(f"Send: channel={channel!r} must count from 0")
     source, target = inputs[0].device, attributes["to"]
     if isinstance(source, Mesh) != isinstance(target, Mesh) or (
         isinstance(source, Mesh) and isinstance(target, Mesh) and source.axes != target.axes

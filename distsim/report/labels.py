@@ -26,8 +26,10 @@ def stream_label(simulation: Simulation, name: str) -> str:
     kind, _, peer = name.rpartition(" ")
     if kind not in ("send", "receive"):
         return name
-    devices = simulation.classes.members[int(peer)]
-    return f"{kind} {'to' if kind == 'send' else 'from'} {ranks_label(devices)}"
+    number, _, channel = peer.partition(".")
+    devices = simulation.classes.members[int(number)]
+    lane = f", channel {channel}" if channel else ""
+    return f"{kind} {'to' if kind == 'send' else 'from'} {ranks_label(devices)}{lane}"
 
 
 def bytes_label(number: float) -> str:

@@ -2,6 +2,7 @@
 
 from distsim.transforms.build import build_program
 from distsim.transforms.differentiate import differentiate
+from distsim.transforms.fsdp import fsdp, gathered
 from distsim.transforms.inline import inline
 from distsim.transforms.loss import add_loss
 from distsim.transforms.model_blocks import block_costs
@@ -27,6 +28,8 @@ __all__ = [
     "build_program",
     "describe_blocks",
     "differentiate",
+    "fsdp",
+    "gathered",
     "inline",
     "optimizer_named",
     "outline",

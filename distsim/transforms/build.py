@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
@@ -11,15 +12,18 @@ from distsim.executor.cost_model import CostModel
 from distsim.executor.program import Program
 from distsim.ir import Device, Function, Mesh
 from distsim.ir.device import logical_mesh
+from distsim.plan import check_layout
 from distsim.schedule import Schedule
 from distsim.transforms.balance import coarse
+from distsim.transforms.fsdp import fsdp as divide_parameters
+from distsim.transforms.fsdp import gathered
 from distsim.transforms.inline import inline
 from distsim.transforms.numbered import Numbered
 from distsim.transforms.outline import outline
 from distsim.transforms.pipeline import Cut, cut_stages
 from distsim.transforms.rematerialize import rematerialize
 from distsim.transforms.shard import Sharded, shard
-from distsim.transforms.stage_choice import check_stages, default_cut, fastest_cut
+from distsim.transforms.stage_choice import default_cut, fastest_cut
 
 
 def build_program(
@@ -27,6 +31,7 @@ def build_program(
     mesh: Mesh,
     schedule: Schedule,
     remat: str = "none",
+    fsdp: str = "none",
     stages: str = "even",
     cost_model: CostModel | None = None,
 ) -> Program:
@@ -39,28 +44,31 @@ def build_program(
 
     ``remat`` is the text of a policy (:func:`distsim.transforms.rematerialize.policy_named`): what backward
     computes again in place of saving it. It is applied to what every rank runs, so that collectives are
-    seen, and before Calls are written out, so that blocks are.
+    seen, and before Calls are written out, so that blocks are. ``fsdp``, one of :data:`distsim.plan.FSDP`,
+    divides parameters over dp: ``reshard`` gathers them again for backward, ``keep`` keeps what forward
+    gathered (:mod:`fsdp`).
 
-    ``stages``, one of :data:`STAGES`, says where they begin: so that their work is even; after torchtitan's
-    counting of layers; or, with ``auto``, so that the step simulated with ``cost_model`` is the fastest that
-    fits in memory. Raises :class:`PlanError` for what there is not, and for ``auto`` without a cost model.
+    ``stages``, one of :data:`distsim.plan.STAGES`, says where they begin: so that their work is even; after
+    torchtitan's counting of layers; or, with ``auto``, so that the step simulated with ``cost_model`` is the
+    fastest that fits in memory. Raises :class:`PlanError` for what there is not, and for ``auto`` without a
+    cost model.
     """
-    check_stages(stages)
+    check_layout(stages, remat, fsdp)
     memory = _MEMORIES.get(function)
     if memory is None:
         memory = _MEMORIES[function] = _Memory(function)
     pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
     figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]  # which of equal devices it is does not matter
-    key = (pp, dp, tp, schedule.num_microbatches, figures, remat)
+    key = Division(pp, dp, tp, schedule.num_microbatches, figures, remat, "none" if dp == 1 else fsdp)
     if stages == "auto" and pp > 1:
         if cost_model is None:
             raise PlanError("stages=auto simulates splits; give build_program a cost_model")
         return memory.fastest(function, key, mesh, schedule, cost_model).program(mesh, schedule)
     if stages == "default" and pp > 1:
-        return memory.counted(function, *key).program(mesh, schedule)
+        return memory.counted(function, key).program(mesh, schedule)
     found = memory.cuts.get(key)
     if found is None:
-        found = memory.cut(function, *key)
+        found = memory.cut(function, key)
     return found.program(mesh, schedule)
 
 
@@ -71,8 +79,16 @@ MOST_SEARCHED = 64
 """How many results of searches are remembered of one function and cost model."""
 
 
-Division = tuple[int, int, int, int, Device, str]
-"""pp, dp, tp, microbatches, a device with the figures of those that run it, and what is recomputed."""
+class Division(NamedTuple):
+    """What a cut depends on: the degrees, a device with the figures of those that run it, what is kept."""
+
+    pp: int
+    dp: int
+    tp: int
+    microbatches: int
+    figures: Device
+    remat: str
+    fsdp: str
 
 
 class _Memory:
@@ -96,42 +112,32 @@ class _Memory:
         known = self.searched.setdefault(cost_model, {})
         asked = (key, mesh, schedule, cost_model.topology.version)
         if asked not in known:
-            pp, dp, tp, microbatches, figures, remat = key
-            even = self.cuts.get(key) or self.cut(function, *key)
-            levels = sorted({0, self._balanced(function, pp, figures)[0]})
-            functions = [
-                self._local(function, level, dp, tp, microbatches, figures, remat) for level in levels
-            ]
+            even = self.cuts.get(key) or self.cut(function, key)
+            levels = sorted({0, self._balanced(function, key)})
+            functions = [self._local(function, key, level) for level in levels]
             known[asked] = fastest_cut(functions, even, mesh, schedule, cost_model)
             while len(known) > MOST_SEARCHED:
                 del known[next(iter(known))]
         return known[asked]
 
-    def counted(
-        self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device, remat: str
-    ) -> Cut:
+    def counted(self, function: Function, key: Division) -> Cut:
         """Return the cut by counting layers."""
-        return default_cut(self._local(function, 0, dp, tp, microbatches, figures, remat), pp, figures)
+        return default_cut(self._local(function, key, 0), key.pp, key.figures)
 
-    def _local(
-        self, function: Function, level: int, dp: int, tp: int, microbatches: int, figures: Device, remat: str
-    ) -> Sharded:
-        """Return what every rank runs, with so many levels of Calls written out."""
-        outlined = function if self.outlined is None else self.outlined
-        written = self.written[level - 1] if level and remat == "none" else outlined
-        local = shard(written, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
-        if remat == "none":
-            return local
-        return replace(local, function=_rematerialized(local, remat, figures, level))
-
-    def cut(
-        self, function: Function, pp: int, dp: int, tp: int, microbatches: int, figures: Device, remat: str
-    ) -> Cut:
-        """Return ``function`` divided and cut for devices with these figures."""
-        level, _ = self._balanced(function, pp, figures)
-        found = cut_stages(self._local(function, level, dp, tp, microbatches, figures, remat), pp, figures)
-        self._keep((pp, dp, tp, microbatches, figures, remat), found)
+    def cut(self, function: Function, key: Division) -> Cut:
+        """Return ``function`` divided and cut for the devices of the division."""
+        found = cut_stages(self._local(function, key, self._balanced(function, key)), key.pp, key.figures)
+        self._keep(key, found)
         return found
+
+    def _local(self, function: Function, key: Division, level: int) -> Sharded:
+        """Return what every rank runs, with so many levels of Calls written out."""
+        plain = key.remat == "none" and key.fsdp == "none"
+        outlined = function if self.outlined is None else self.outlined
+        written = self.written[level - 1] if level and plain else outlined
+        shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
+        local = shard(written, logical_mesh(key.figures, shown, key.tp), key.microbatches, key.dp)
+        return local if plain else _rematerialized(local, key.remat, key.fsdp, key.figures, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:
         self.cuts[key] = cut
@@ -144,29 +150,32 @@ class _Memory:
             for known in self.keys.pop(oldest):
                 del self.cuts[known]
 
-    def _balanced(self, function: Function, pp: int, figures: Device) -> tuple[int, Function]:
-        """Write out Calls until they make ``pp`` balanced stages; return how many levels, and the result."""
+    def _balanced(self, function: Function, key: Division) -> int:
+        """Write out Calls until they make balanced stages; return how many levels."""
         current = function if self.outlined is None else self.outlined
         level = 0
-        while coarse(self.numbered[level], pp, figures):
+        while coarse(self.numbered[level], key.pp, key.figures):
             if level == len(self.written):
                 self.written.append(inline(current))
                 self.numbered.append(Numbered(self.written[level]))
             current = self.written[level]
             level += 1
-        return level, current
+        return level
 
 
-def _rematerialized(local: Sharded, remat: str, figures: Device, levels: int) -> Function:
+def _rematerialized(local: Sharded, remat: str, fsdp: str, figures: Device, levels: int) -> Sharded:
     """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
     known = _REMATERIALIZED.setdefault(local.function, {})
-    key = (remat, figures, levels)
-    if key not in known:
-        if levels:
-            known[key] = inline(_rematerialized(local, remat, figures, levels - 1))
-        else:
-            known[key] = rematerialize(local.function, remat, device=figures)
-    return known[key]
+    key = (remat, fsdp, figures, levels)
+    found = known.get(key)
+    if found is None:
+        divided = local if fsdp == "none" else divide_parameters(local)
+        tags = gathered(divided.function, fsdp == "reshard")
+        made = rematerialize(divided.function, remat, tags, device=figures)
+        for _ in range(levels):
+            made = inline(made)
+        found = known[key] = replace(divided, function=made)
+    return replace(found, microbatches=local.microbatches, dp=local.dp)
 
 
 def updates_last(function: Function) -> Function:
@@ -190,5 +199,5 @@ def _size(cut: Cut) -> int:
 
 _MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
 
-_REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[str, Device, int], Function]] = WeakKeyDictionary()
+_REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[object, ...], Sharded]] = WeakKeyDictionary()
 """By local function what recomputes: cuts of it are shared as those of the local function are."""

@@ -13,6 +13,7 @@ from distsim.ir.device import logical_mesh
 from distsim.ops import operator
 from distsim.schedule import Schedule
 from distsim.transforms.numbered import Numbered, early_sums
+from distsim.transforms.prefetch import prefetch
 from distsim.transforms.received import keep_received
 from distsim.transforms.shard import Sharded
 from distsim.transforms.stage_blocks import Blocks, Group, group_of
@@ -74,6 +75,7 @@ def cut_stages(local: Sharded, num_stages: int, device: Device, starts: Starts |
         if kept is not None:
             function, assigned = kept, assign_stages(kept, num_stages, figures, starts)
         function, assigned = _untie(function, assigned, num_stages, figures, starts)
+        function, assigned = prefetch(function, assigned)
         found = _Cutter(local, source, function, assigned, num_stages).cut()
         source.cuts[num_stages, figures, starts] = found
     return found

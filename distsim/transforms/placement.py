@@ -44,18 +44,23 @@ def sharded(dim: int, pieces: tuple[int, ...] | None = None) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The states of a value along the batch axis (microbatches and dp) and along the tp axis."""
+    """The states of a value along the batch axis (microbatches and dp) and along the tp axis.
+
+    ``held``: how what stays over microbatches, a parameter, is divided over dp, after tp divided it.
+    """
 
     batch: State = REPLICATED
     tp: State = REPLICATED
+    held: State = REPLICATED
 
     def shards(self) -> tuple[tuple[int, str, tuple[int, ...] | None], ...]:
         """Return (dimension, mesh axis, pieces) of what is divided, for ``MPIScatter`` and ``MPIGather``."""
-        states = (("dp", self.batch), ("tp", self.tp))
+        states = (("dp", self.batch), ("tp", self.tp), ("dp", self.held))
         return tuple((state.dim, axis, state.pieces) for axis, state in states if state.sharded)
 
     def __str__(self) -> str:
-        return f"dp:{self.batch} tp:{self.tp}"
+        held = f" held:{self.held}" if self.held.sharded else ""
+        return f"dp:{self.batch} tp:{self.tp}{held}"
 
 
 @lru_cache(maxsize=65536)

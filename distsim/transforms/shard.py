@@ -32,7 +32,7 @@ class Sharded:
 
     ``sources`` are the inputs of the function that was sharded, in the order of ``function.inputs``.
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
-    not, because a shape depends on how many there are (see :func:`shard`).
+    not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are further notes.
     """
 
     function: Function
@@ -45,11 +45,12 @@ class Sharded:
     tp: Decision
     dp: int
     needs_dp: bool
+    remarks: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the placement: work that is replicated, a choice not proven best."""
-        tp, found = self.mesh.axis_size("tp"), list[str]()
+        tp, found = self.mesh.axis_size("tp"), list(self.remarks)
         if self.tp.divided < REPLICATION_NOTED:
             share = f"{1 - self.tp.divided:.0%}"
             found.append(f"tp={tp}: {share} of the matrix FLOPs are not divided, every tp rank does them all")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distsim.errors import PartitionError, PlanError
+from distsim.errors import PartitionError
 from distsim.executor.cost_model import CostModel
 from distsim.executor.maxplus import run_program
 from distsim.executor.memory_program import program_memory
@@ -16,19 +16,10 @@ from distsim.transforms.model_blocks import ModelBlocks, costs_of, model_blocks
 from distsim.transforms.pipeline import Cut, cut_stages
 from distsim.transforms.shard import Sharded
 
-STAGES = ("even", "default", "auto")
-"""How stages are chosen: of even work, by torchtitan's counting of layers, or the fastest there are."""
-
 EFFORT = 20_000
 """Simulations of the search for one plan."""
 MOST_TRIES = 6
 """How often a search is repeated when a split needs more memory than its blocks say."""
-
-
-def check_stages(stages: str) -> None:
-    """Raise :class:`PlanError` for a way to choose stages that there is not."""
-    if stages not in STAGES:
-        raise PlanError(f"stages={stages!r} is unknown; choose one of {', '.join(STAGES)}")
 
 
 def default_cut(local: Sharded, num_stages: int, device: Device) -> Cut:

@@ -1,5 +1,9 @@
 """Save or recompute: which values of the forward pass the backward pass keeps."""
 
+from distsim.partition.saves.bans import MinCutOptions
+from distsim.partition.saves.budget import save_within_budget
+from distsim.partition.saves.default import save_for_backward
+from distsim.partition.saves.gathers import GatherChain, gather_chains, with_gathers
 from distsim.partition.saves.graph import (
     EVERY_OUTPUT,
     JointGraph,
@@ -11,5 +15,38 @@ from distsim.partition.saves.graph import (
     Tag,
     Trait,
 )
+from distsim.partition.saves.merge import Merged, merge_equal
+from distsim.partition.saves.mincut import save_min_cut
+from distsim.partition.saves.needs import Needs, needs
+from distsim.partition.saves.regions import checkpointed, save_by_region
+from distsim.partition.saves.replay import record, recorded, save_replayed
+from distsim.partition.saves.split import split
 
-__all__ = ["EVERY_OUTPUT", "JointGraph", "JointNode", "Kind", "Phase", "Role", "Saves", "Tag", "Trait"]
+__all__ = [
+    "EVERY_OUTPUT",
+    "GatherChain",
+    "JointGraph",
+    "JointNode",
+    "Kind",
+    "Merged",
+    "MinCutOptions",
+    "Needs",
+    "Phase",
+    "Role",
+    "Saves",
+    "Tag",
+    "Trait",
+    "checkpointed",
+    "gather_chains",
+    "merge_equal",
+    "needs",
+    "record",
+    "recorded",
+    "save_by_region",
+    "save_for_backward",
+    "save_min_cut",
+    "save_replayed",
+    "save_within_budget",
+    "split",
+    "with_gathers",
+]

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from distsim.ir import Device, Op, Value, all_ops
 from distsim.ops import operator, signature_of, work
-from distsim.partition.saves import JointGraph, JointNode, Kind, Phase, Role, Tag, Trait
+from distsim.partition.saves import EVERY_OUTPUT, JointGraph, JointNode, Kind, Phase, Role, Tag, Trait
 from distsim.transforms.numbered import seconds_of
 from distsim.transforms.rematerialize.phases import Joint
 
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """What a user asks of values: tags, and the numbers of the checkpointing regions they belong to."""
+    """What a user asks of values: tags, the numbers of the checkpointing regions that they belong to, and
+    those that a first partition saved, to be saved again."""
 
     tags: Mapping[Value, Tag]
     regions: Mapping[Value, int]
+    replay: AbstractSet[Value]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +39,9 @@ def graph_of(joint: Joint, marks: Marks, device: Device) -> ValueGraph:
     """Return the graph of a joint function; ``device`` says how long it takes to compute a value again.
 
     A node per value, and one for the tuple that an op with several results makes. The pass in which an op
-    is recorded is that of the joint function. Backward ops that read no gradient (the gradient of the loss is
-    made of forward values) read a tangent of no size, with which the backward pass begins.
+    is recorded is that of the joint function; what runs once per step has no nodes. Backward ops that read
+    no gradient (the gradient of the loss is made of forward values) read a tangent of no size, with which
+    the backward pass begins. What a Call returns is to be saved unless it is tagged otherwise.
     """
     return _Grapher(joint, marks, device).run()
 
@@ -63,16 +67,31 @@ class _Grapher:
                 for value in op.outputs:
                     self.add(value, role=Role.CONSTANT, traits=Trait.FREE)
                 continue
+            if op in self.joint.steps:
+                continue
             ahead = op in self.joint.forward
             inputs = tuple([self.number[v] for v in op.inputs])
             if not ahead:
                 inputs = inputs if any(v in late for v in op.inputs) else (*inputs, begin)
                 late.update(op.outputs)
             self.op(op, inputs, Phase.FORWARD if ahead else Phase.BACKWARD)
-        places = [i for i in range(len(function.outputs)) if i not in self.joint.outputs]
-        outputs = tuple([self.number[function.outputs[i]] for i in (*self.joint.outputs, *places)])
-        graph = JointGraph(tuple(self.nodes), outputs, len(self.joint.outputs))
+        front, back = self.outputs()
+        graph = JointGraph(tuple(self.nodes), (*front, *back), len(front))
         return ValueGraph(graph, tuple(self.values))
+
+    def outputs(self) -> tuple[list[int], list[int]]:
+        """Return what each pass returns, to the caller or to what runs once per step."""
+        joint, made = self.joint, self.joint.made
+        given = joint.function.outputs
+        front = [given[i] for i in joint.outputs]
+        back = [v for i, v in enumerate(given) if i not in joint.outputs]
+        for op in joint.function.ops:
+            for value in op.inputs if op in joint.steps else ():
+                (front if value in made else back).append(value)
+        known = [
+            dict.fromkeys([self.number[v] for v in values if v in self.number]) for values in (front, back)
+        ]
+        return list(known[0]), list(known[1])
 
     def free(self, value: Value) -> Trait:
         return Trait.FREE if value in self.joint.free else Trait.NONE
@@ -86,43 +105,55 @@ class _Grapher:
         item: int | None = None,
         seconds: float = 0.0,
         traits: Trait = Trait.NONE,
+        call: bool = False,
     ) -> None:
         """Add the node of a value."""
         self.number[value] = len(self.nodes)
-        tag, region = self.marks.tags.get(value), self.marks.regions.get(value)
-        name = f"{len(self.nodes)}.{value.name}"
+        region = self.marks.regions.get(value)
+        tag = self.marks.tags.get(value, self.own_tag(phase, call))
         self.nodes.append(
             JointNode(
-                name,
+                f"{len(self.nodes)}.{value.name}",
                 inputs,
                 value.type.nbytes,
-                role,
-                Kind.TENSOR,
-                phase,
-                tag,
-                None,
-                region,
-                item,
-                seconds,
-                traits,
+                role=role,
+                phase=phase,
+                tag=tag,
+                replay=EVERY_OUTPUT if value in self.marks.replay else None,
+                region=region,
+                item=item,
+                seconds=seconds,
+                traits=traits,
             )
         )
         self.values.append(value)
 
+    def own_tag(self, phase: Phase | None, call: bool) -> Tag | None:
+        """Return the tag of what nobody tagged."""
+        return Tag.MUST_SAVE if call and phase is Phase.FORWARD else None
+
     def op(self, op: Op, inputs: tuple[int, ...], phase: Phase) -> None:
-        traits, seconds = traits_of(op), seconds_of(op, self.device)
+        traits, seconds, call = traits_of(op), seconds_of(op, self.device), op.op_type == "Call"
         if len(op.outputs) == 1:
-            self.add(op.outputs[0], inputs, phase=phase, seconds=seconds, traits=traits)
+            self.add(op.outputs[0], inputs, phase=phase, seconds=seconds, traits=traits, call=call)
             return
         tuple_ = len(self.nodes)
+        again = tuple([i for i, value in enumerate(op.outputs) if value in self.marks.replay])
         self.nodes.append(
             JointNode(
-                f"{tuple_}.{op.op_type}", inputs, kind=Kind.TUPLE, phase=phase, seconds=seconds, traits=traits
+                f"{tuple_}.{op.op_type}",
+                inputs,
+                kind=Kind.TUPLE,
+                phase=phase,
+                tag=self.own_tag(phase, call),
+                replay=again or None,
+                seconds=seconds,
+                traits=traits,
             )
         )
         self.values.append(None)
         for index, value in enumerate(op.outputs):
-            self.add(value, (tuple_,), phase=phase, item=index)
+            self.add(value, (tuple_,), phase=phase, item=index, call=call)
 
 
 def traits_of(op: Op) -> Trait:

@@ -92,7 +92,7 @@ def joint_of(pair: Pair) -> Joint:
             made.update(op.outputs)
     late = set(tangents.values()) - set(held)
     first = tuple(range(len(pair.required)))
-    return Joint(function, set(ahead.ops) - constants, constants, late, {*free, *held, *made}, first)
+    return Joint(function, set(ahead.ops) - constants, constants, set(), late, {*free, *held, *made}, first)
 
 
 def _flat(function: Function) -> Function:

@@ -15,15 +15,16 @@ class Joint:
     """A joint function and its passes.
 
     ``forward`` are the ops that the loss depends on, ``constants`` those that only follow from constants
-    (each pass makes them itself). All other ops are backward: gradients, what is made of them, and what
-    runs once per step. ``tangents`` are the inputs that are gradients. ``free`` are values that are in memory
-    anyway, in both passes: parameters, optimizer state, constants. ``outputs`` are the places of the outputs
-    that the forward pass returns.
+    (each pass makes them itself), ``steps`` those that run once per step, after a sum over microbatches.
+    All other ops are backward: gradients and what is made of them. ``tangents`` are the inputs that are
+    gradients. ``free`` are values that are in memory anyway, in both passes: parameters, optimizer state,
+    constants. ``outputs`` are the places of the outputs that the forward pass returns.
     """
 
     function: Function
     forward: AbstractSet[Op]
     constants: AbstractSet[Op]
+    steps: AbstractSet[Op]
     tangents: AbstractSet[Value]
     free: AbstractSet[Value]
     outputs: tuple[int, ...]
@@ -35,10 +36,15 @@ class Joint:
         held = [v for v, stays in zip(function.inputs, numbered.held, strict=False) if stays]
         constants = [op for op, loose in zip(function.ops, numbered.loose, strict=True) if loose]
         forward = [op for op, ahead in zip(function.ops, numbered.forward, strict=True) if ahead]
+        steps = [op for op, once in zip(function.ops, numbered.steps, strict=True) if once]
         made = [v for op in constants for v in op.outputs]
         ahead = {v for op in forward for v in op.outputs}
         outputs = tuple([i for i, v in enumerate(function.outputs) if v in ahead])
-        return Joint(function, set(forward), set(constants), set(), {*held, *made}, outputs)
+        return Joint(function, set(forward), set(constants), set(steps), set(), {*held, *made}, outputs)
+
+    def behind(self, op: Op) -> bool:
+        """Whether an op is of the backward pass."""
+        return op not in self.forward and op not in self.constants and op not in self.steps
 
     @property
     def made(self) -> dict[Value, Op]:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
-from distsim.errors import PlanError
-from distsim.partition.saves import JointGraph, JointNode, Kind, Phase, Role, Tag, Trait
+from distsim.partition.saves import (
+    JointGraph,
+    JointNode,
+    Kind,
+    Phase,
+    Role,
+    Tag,
+    Trait,
+    save_for_backward,
+    save_min_cut,
+    save_replayed,
+    save_within_budget,
+)
+from distsim.plan import parse_remat
 
 Rule = Callable[[JointGraph], Iterable[int]]
 """A joint graph -> the nodes whose values are saved."""
@@ -33,9 +46,6 @@ class Policy:
         return self.text
 
 
-CHOICES = "none, full, every:N (N of 1 or more), matmuls, min_cut, budget:X (X from 0 to 1)"
-
-
 def policy_named(text: str) -> Policy:
     """Return the policy of a text.
 
@@ -50,12 +60,11 @@ def policy_named(text: str) -> Policy:
     >>> str(policy_named("every:2"))
     'every:2'
     """
-    name, colon, figure = text.partition(":")
-    if not colon and name in _NAMED:
-        return _NAMED[name]
-    if name == "every" and figure.isascii() and figure.isdigit() and int(figure[:9]) > 0:
-        return Policy(text, checkpoint, every=int(figure[:9]))
-    raise PlanError(f"remat={text[:40]!r} is not one of {CHOICES}")
+    name, figure = parse_remat(text)
+    if name == "budget":
+        share = partial(_within_budget, share=figure)
+        return Policy(text, share, share)
+    return Policy(text, checkpoint, every=int(figure)) if name == "every" else _NAMED[name]
 
 
 def checkpoint(graph: JointGraph) -> list[int]:
@@ -75,6 +84,32 @@ def as_read(graph: JointGraph) -> list[int]:
     return _kept(graph, lambda node: not node.wants_recompute)
 
 
+def min_cut(graph: JointGraph) -> Sequence[int]:
+    """Save the values of a minimum cut (:func:`distsim.partition.saves.save_min_cut`)."""
+    return save_min_cut(graph).saved
+
+
+def replayed(graph: JointGraph) -> Sequence[int]:
+    """Save what a first partition saved (:func:`distsim.partition.saves.save_replayed`)."""
+    return save_replayed(graph).saved
+
+
+def _within_budget(graph: JointGraph, share: float) -> Sequence[int]:
+    return save_within_budget(graph, share).saved
+
+
+def by_region(graph: JointGraph) -> Sequence[int]:
+    """Save what enters a checkpointing region or passes from one to a later one, and what is in none.
+
+    Within a region all is recomputed that has no tag.
+    """
+    nodes = [
+        replace(node, tag=Tag.PREFER_RECOMPUTE) if node.region is not None and node.tag is None else node
+        for node in graph.nodes
+    ]
+    return save_for_backward(replace(graph, nodes=tuple(nodes))).saved
+
+
 def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool]) -> list[int]:
     """Return the forward values to save: those wanted, those tagged, and collectives that are not tagged."""
     found: list[int] = []
@@ -91,8 +126,12 @@ def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool]) -> list[int]:
     return found
 
 
+REPLAY = Policy("replay", replayed, replayed)
+"""Save what is marked as saved by a first partition, and nothing else that can be recomputed."""
+
 _NAMED = {
     "none": Policy("none"),
     "full": Policy("full", checkpoint),
     "matmuls": Policy("matmuls", matmuls),
+    "min_cut": Policy("min_cut", min_cut, min_cut),
 }

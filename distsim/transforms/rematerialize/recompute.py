@@ -14,11 +14,11 @@ def recompute(joint: Joint, saved: AbstractSet[Value], stages: Mapping[Op, int] 
     """Return the function in which backward reads of the forward pass only what is ``saved``.
 
     What it needs besides is computed again from saved values, inputs and constants: a copy of each op
-    that takes part, once, right before the first backward op for which it is needed. A copy that reads no
-    other copy reads one of its operands through an ``OptimizationBarrier``, which waits for the gradients
-    that this op reads, or, if it reads none, for those that were waited for before: backward does not begin
-    to recompute before its gradient has arrived. What follows from parameters alone (an all-gather of
-    weights) waits for nothing. With the pipeline ``stages`` of the ops, an op reads as it is what another
+    that takes part, once, right before the first backward op for which it is needed. A copy that follows
+    from no other barrier reads one of its operands through an ``OptimizationBarrier``, which waits for the
+    gradients that this op reads, or, if it reads none, for those that were waited for before: backward does
+    not begin to recompute before its gradient has arrived. What follows from parameters alone (an all-gather
+    of weights) waits for nothing. With the pipeline ``stages`` of the ops, an op reads as it is what another
     stage makes: it was received in forward.
     """
     writer = _Writer(joint, saved, stages or {})
@@ -37,13 +37,14 @@ class _Writer:
         self.place = {op: number for number, op in enumerate(joint.function.ops)}
         self.ops: list[Op] = []
         self.again: dict[Value, Value] = {}
+        self.waiting: set[Value] = set()  # what follows from a barrier
         self.late = set(joint.tangents)
         first = tuple([v for v in joint.function.inputs if v in joint.tangents])
         self.arrived: dict[int, tuple[Value, ...]] = {0: first}  # by stage
 
     def add(self, op: Op) -> None:
         """Take an op over; one of the backward pass reads copies of what is not saved."""
-        if op in self.joint.forward or op in self.joint.constants:
+        if not self.joint.behind(op):
             self.ops.append(op)
             return
         stage = self.stages.get(op, 0)
@@ -78,15 +79,22 @@ class _Writer:
 
     def _copy(self, op: Op, stage: int) -> None:
         inputs = self._read(op, stage)
-        arrived = self.arrived.get(stage, ())
-        first = next((i for i, v in enumerate(inputs) if v not in self.joint.free), None)
-        if first is not None and arrived and all(v is own for v, own in zip(inputs, op.inputs, strict=True)):
-            kept = inputs[first]
-            inputs[first] = Value(kept.name, kept.type)
-            self.ops.append(Op("OptimizationBarrier", (kept, *arrived), (inputs[first],)))
+        if self.waiting.isdisjoint(inputs):
+            own = [
+                v is given and v not in self.joint.free for v, given in zip(inputs, op.inputs, strict=True)
+            ]
+            if any(own):
+                first = own.index(True)
+                kept = inputs[first]
+                inputs[first] = Value(kept.name, kept.type)
+                read = (kept, *self.arrived.get(stage, ()))
+                self.ops.append(Op("OptimizationBarrier", read, (inputs[first],)))
+                self.waiting.add(inputs[first])
         outputs = tuple([Value(v.name, v.type) for v in op.outputs])
         self.ops.append(replace(op, inputs=tuple(inputs), outputs=outputs))
         self.again.update(zip(op.outputs, outputs, strict=True))
+        if not self.waiting.isdisjoint(inputs):
+            self.waiting.update(outputs)
 
 
 def _reading(op: Op, inputs: Sequence[Value]) -> Op:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from distsim.errors import PlanError
@@ -13,7 +13,7 @@ from distsim.partition.saves import Tag
 from distsim.transforms.rematerialize.graph import Marks, graph_of
 from distsim.transforms.rematerialize.pairs import Rewritten, find_pairs, joint_of, rewritten
 from distsim.transforms.rematerialize.phases import Joint
-from distsim.transforms.rematerialize.policies import Policy, Rule, as_read, policy_named
+from distsim.transforms.rematerialize.policies import Policy, Rule, as_read, by_region, policy_named
 from distsim.transforms.rematerialize.recompute import recompute
 
 
@@ -22,6 +22,7 @@ def rematerialize(
     policy: Policy | str = "none",
     tags: Mapping[Value, Tag] | None = None,
     regions: Mapping[Value, int] | None = None,
+    replay: Iterable[Value] = (),
     device: Device | None = None,
 ) -> Function:
     """Return the joint function in which backward reads what the policy saves, and recomputes the rest.
@@ -34,15 +35,16 @@ def rematerialize(
     when its backward pass does.
 
     ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them.
-    Where they are given, values that the policy leaves alone are recomputed if tagged so. ``device``, by
-    default one of those of the function, says how long ops take.
+    Where the policy has no rule, what is tagged so, or is of a region, is recomputed. ``replay`` are the
+    values that a first partition saved; they are for the policy :data:`REPLAY`. ``device``, by default
+    one of those of the function, says how long ops take.
 
     Inputs and outputs are those of ``function``. Raises :class:`PlanError` for a policy that is unknown,
     or that is for blocks where there are none.
     """
     policy = policy_named(policy) if isinstance(policy, str) else policy
-    marks = Marks(tags or {}, regions or {})
-    if policy.blocks is None and policy.rest is None and not marks.tags:
+    marks = Marks(tags or {}, regions or {}, frozenset(replay))
+    if policy.blocks is None and policy.rest is None and not (marks.tags or marks.regions):
         return function
     return _Rematerializer(policy, marks, device or _some_device(function)).run(function)
 
@@ -81,13 +83,18 @@ class _Rematerializer:
         return function if rule is None else self.rewrite(joint, rule).function
 
     def rule(self, rule: Rule | None) -> Rule | None:
-        """Return the rule, or the one that heeds tags only."""
+        """Return the rule, or the one that heeds what the user asks."""
+        if rule is None and self.marks.regions:
+            return by_region
         return as_read if rule is None and self.marks.tags else rule
 
     def rewrite(self, joint: Joint, rule: Rule) -> Joint:
         view = graph_of(joint, self.marks, self.device)
         saved = view.chosen(rule(view.graph))
-        return recompute(joint, saved)
+        behind = [op for op in joint.function.ops if joint.behind(op)]
+        made = joint.made
+        dropped = any(v in made and v not in saved for op in behind for v in op.inputs)
+        return recompute(joint, saved) if dropped else joint
 
 
 def _some_device(function: Function) -> Device:

@@ -1,0 +1,301 @@
+"""Rematerialisation: the same numbers from fewer saved values, recomputed where and when they are needed."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from training_models import (
+    F64,
+    Maker,
+    assert_same_step,
+    flat_mlp,
+    mesh_of,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    small_mlp,
+)
+
+from distsim.errors import PlanError
+from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
+from distsim.executor.memory import peak_memory
+from distsim.executor.memory_program import program_memory
+from distsim.ir import Function, FunctionMaker, Mesh, Tensor, Topology, all_ops, callees, count_ops, verify
+from distsim.parallelize import parallelize
+from distsim.partition.saves import Tag
+from distsim.plan import Plan
+from distsim.schedule import schedule
+from distsim.transforms import (
+    SGD,
+    Adam,
+    build_program,
+    differentiate,
+    inline,
+    policy_named,
+    rematerialize,
+    shard,
+    split_joint,
+)
+from distsim.transforms.rematerialize import REPLAY, Joint, recompute
+
+POLICIES = ("none", "matmuls", "every:2", "full", "min_cut", "budget:0", "budget:0.5", "budget:1")
+MODELS = {
+    "mlp": lambda: differentiate(small_mlp(layers=6), SGD(lr=0.1)),
+    "gpt": lambda: differentiate(small_gpt(), Adam()),
+    "llama": lambda: differentiate(small_llama(layers=3), Adam()),
+}
+
+
+@cache
+def case(name: str):
+    joint = MODELS[name]()
+    inputs = random_inputs(joint, 0)
+    return joint, inputs, SequentialExecutor().compute(joint, inputs)
+
+
+def recomputed(function: Function) -> Function:
+    verify(function)
+    return function
+
+
+# --- the same numbers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_computes_the_same_to_the_bit(name: str, policy: str) -> None:
+    joint, inputs, expected = case(name)
+    again = recomputed(rematerialize(joint, policy))
+    assert again.inputs == joint.inputs and [v.name for v in again.outputs] == [v.name for v in joint.outputs]
+    for made, array in zip(SequentialExecutor().compute(again, inputs), expected, strict=True):
+        np.testing.assert_array_equal(made, array)
+
+
+PLANS = [
+    ("llama", Plan(2, 2, 1, 2), "full"),
+    ("llama", Plan(1, 1, 2, 4), "full"),  # cut within a layer
+    ("llama", Plan(1, 2, 4, 2), "min_cut"),
+    ("llama", Plan(2, 1, 3, 2, "gpipe"), "every:2"),
+    ("gpt", Plan(2, 1, 3, 2), "full"),
+    ("gpt", Plan(1, 2, 2, 2), "budget:0.5"),
+    ("gpt", Plan(1, 1, 2, 4), "matmuls"),
+    ("mlp", Plan(2, 2, 3, 2), "full"),
+    ("mlp", Plan(1, 1, 4, 4), "budget:0"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "policy"), PLANS, ids=str)
+def test_every_rank_computes_the_same_step(name: str, plan: Plan, policy: str) -> None:
+    joint, inputs, expected = case(name)
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    mesh = mesh_of(plan.dp, plan.tp, plan.pp)
+    program = build_program(joint, mesh, order, policy)
+    assert_same_step(joint, program, inputs, expected)
+    flat, plain = program.to_function(steady=True), build_program(joint, mesh, order).to_function(steady=True)
+    sends = [sum(op.op_type == "Send" for op in each.ops) for each in (flat, plain)]
+    assert sends[0] == sends[1], "what is recomputed is never sent"
+    peaks = peak_memory(flat)
+    for device, use in program_memory(program).devices.items():
+        assert use.peak == peaks[device].peak
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_any_choice_of_saved_values_computes_the_same(data: st.DataObject) -> None:
+    """And backward reads nothing of forward but what is saved."""
+    make = Maker("random")
+    values = [make.data("x", 4, 4), make.parameter("w", 4, 4)]
+    for _ in range(data.draw(st.integers(2, 9))):
+        kind = data.draw(st.sampled_from(["Tanh", "Sin", "Mul", "Add", "MatMul", "Split"]))
+        read = [values[data.draw(st.integers(0, len(values) - 1))] for _ in range(2)]
+        if kind == "Split":
+            parts = make.add("Split", read[:1], {"axis": 1, "num_outputs": 2})
+            values.append(make("Concat", *reversed(parts), axis=1))
+        else:
+            values.append(make(kind, *(read if kind in ("Mul", "Add", "MatMul") else read[:1])))
+    used = make("Add", make("Tanh", make("MatMul", values[-1], values[1])), values[-2])
+    joint = differentiate(make.end(make("Loss", used, values[0], N=4)), None)
+    parts = Joint.of(joint)
+    saved = {value for value in parts.made if data.draw(st.booleans())}
+    again = recompute(parts, saved)
+    verify(again.function)
+    behind = [op for op in again.function.ops if again.behind(op)]
+    copies = {v for op in behind for v in op.outputs}
+    assert all(v in saved or v in copies or v not in parts.made for op in behind for v in op.inputs)
+    inputs = random_inputs(joint, 1)
+    one, other = (SequentialExecutor().compute(each, inputs) for each in (joint, again.function))
+    for made, array in zip(other, one, strict=True):
+        np.testing.assert_array_equal(made, array)
+    split = split_joint(again)
+    held = dict(zip(split.forward.inputs, inputs, strict=True))
+    held |= dict(zip(split.forward.outputs, SequentialExecutor().compute(split.forward, inputs), strict=True))
+    grads = SequentialExecutor().compute(split.backward, [held[v] for v in split.backward.inputs])
+    np.testing.assert_array_equal(grads[0], one[1])
+
+
+# --- how much -----------------------------------------------------------------------------------------
+
+
+def test_a_block_saves_its_input_and_computes_all_again_but_its_last_product() -> None:
+    """Closed forms for an MLP of blocks of MatMul, Relu, MatMul, Relu: backward reads both products."""
+    layers, width, batch = 6, 8, 8
+    joint, _, _ = case("mlp")
+    activation = batch * width * F64.itemsize
+    blocks = layers // 2
+    assert split_joint(rematerialize(joint, "full")).nbytes == blocks * activation  # one enters the loss
+    assert split_joint(rematerialize(joint, "matmuls")).nbytes == (layers + blocks) * activation
+    again = count_flops(rematerialize(joint, "full")) - count_flops(joint)
+    assert again == blocks * (2 * 2 * batch * width * width + batch * width)
+    assert count_flops(rematerialize(joint, "every:2")) - count_flops(joint) == again // blocks
+
+
+def test_saved_bytes_fall_with_the_budget_and_flops_rise() -> None:
+    joint, _, _ = case("llama")
+    made = [rematerialize(joint, f"budget:{share}") for share in ("1", "0.8", "0.5", "0.2", "0")]
+    saved = [split_joint(each).nbytes for each in made]
+    assert saved == sorted(saved, reverse=True) and saved[0] > saved[-1]
+    assert saved[0] == split_joint(rematerialize(joint, "min_cut")).nbytes
+    flops = [count_flops(each) for each in made]
+    assert flops == sorted(flops) and flops[0] < flops[-1]
+
+
+def cluster(count: int, gbps: float) -> Topology:
+    topology = Topology()
+    devices = [topology.add_device("gpu", 1e12, 1e12, 1e-6) for _ in range(count)]
+    for i, one in enumerate(devices):
+        for other in devices[i + 1 :]:
+            topology.set_bandwidth(one, other, gbps)
+    return topology
+
+
+def test_hfu_counts_what_is_recomputed_and_mfu_does_not() -> None:
+    joint, _, _ = case("gpt")
+    topology = cluster(4, 100)
+    simulator = Simulator(CostModel(topology))
+    plan = Plan(2, 1, 2, 2)
+    plain, full = (
+        simulator.simulate(parallelize(joint, plan, topology, remat)) for remat in ("none", "full")
+    )
+    extra = count_flops(rematerialize(joint, "full")) - count_flops(joint)
+    assert full.flops - plain.flops == pytest.approx(extra)
+    assert full.step_time > plain.step_time
+
+
+@pytest.mark.parametrize("policy", ["full", "min_cut"])
+def test_recomputation_waits_for_the_gradient(policy: str) -> None:
+    """Behind a slow link: no op of a backward block starts before what the block received has arrived."""
+    joint, _, _ = case("mlp")
+    topology = cluster(3, 0.01)
+    program = parallelize(joint, Plan(pp=3, microbatches=2), topology, policy)
+    simulation = Simulator(CostModel(topology)).simulate(program)
+    spans = list(simulation.spans())
+    first = [s for s in spans if s.stream.rank_class == 0 and s.stream.name == "compute"]
+    arrivals = sorted(s.end for s in spans if s.op.op_type == "Send" and s.stream.rank_class == 0 and s.place)
+    for microbatch, arrival in enumerate(arrivals):
+        starts = [s.start for s in first if s.path.startswith(f"B{microbatch}@0")]
+        assert starts and min(starts) >= arrival
+
+
+# --- what a user asks ---------------------------------------------------------------------------------
+
+
+def names(function: Function) -> list[str]:
+    return [value.name for value in split_joint(function).saved]
+
+
+def test_tags_override_the_policy() -> None:
+    joint, _, _ = case("llama")
+    layer = next(f for f in callees(joint) if f.name == "layer")
+    of = {v.name: v for op in layer.ops for v in op.outputs}
+    plain, full = rematerialize(joint, "none"), rematerialize(joint, "full")
+    dropped = rematerialize(joint, "none", tags={of["swish"]: Tag.MUST_RECOMPUTE})
+    assert names(plain).count("swish") == 3 and "swish" not in names(dropped)
+    assert len(names(dropped)) == len(names(plain)) - 3
+    kept = rematerialize(joint, "full", tags={of["gate"]: Tag.MUST_SAVE})
+    assert names(kept).count("gate") == 3 and "gate" not in names(full)
+    assert "swish" in names(rematerialize(joint, "none", tags={of["swish"]: Tag.PREFER_SAVE}))
+    assert "swish" not in names(rematerialize(joint, "none", tags={of["swish"]: Tag.PREFER_RECOMPUTE}))
+
+
+def test_regions_save_what_enters_them() -> None:
+    """Two regions of a flat MLP of four layers: the first layer of each is entered by one value."""
+    joint = inline(differentiate(small_mlp(layers=4), None))
+    order = {v.name: i for i, v in enumerate(Joint.of(joint).made)}
+    regions = {v: order[v.name] // 4 for v in Joint.of(joint).made if v.name[0] in "ya"}
+    again = rematerialize(joint, "none", regions=regions)
+    verify(again)
+    assert len(names(again)) == 1 < len(names(joint))
+    inputs = random_inputs(joint, 0)
+    pairs = zip(*(SequentialExecutor().compute(f, inputs) for f in (joint, again)), strict=True)
+    assert all(np.array_equal(one, other) for one, other in pairs)
+
+
+def test_replay_saves_on_a_second_graph_what_the_first_saved() -> None:
+    """A min-cut of the whole, replayed on the same function written out op by op."""
+    joint, _, _ = case("gpt")
+    flat = inline(joint)
+    first = rematerialize(flat, "min_cut")
+    marks = set(names(first))
+    replay = [v for v in Joint.of(flat).made if v.name in marks]
+    again = rematerialize(flat, REPLAY, replay=replay)
+    assert names(again) == names(first)
+    assert len(names(rematerialize(flat, REPLAY))) < len(names(again))
+
+
+def test_no_collective_is_recomputed_unless_tagged() -> None:
+    joint, _, _ = case("gpt")
+    local = shard(joint, Mesh(mesh_of(1, 2, 1).devices, dp=1, tp=2)).function
+
+    def collectives(function: Function) -> int:
+        return sum(op.op_type.startswith("MPI") for op in all_ops(function))
+
+    for policy in POLICIES:
+        assert collectives(rematerialize(local, policy)) == collectives(local)
+    layer = next(f for f in callees(local) if any(op.op_type == "MPIAllreduce" for op in f.ops))
+    reduced = next(op.outputs[0] for op in layer.ops if op.op_type == "MPIAllreduce")
+    tagged = rematerialize(local, "full", tags={reduced: Tag.MUST_RECOMPUTE})
+    assert collectives(tagged) == collectives(local) + 2  # of each of the two layers
+
+
+def test_equal_blocks_share_their_callees() -> None:
+    joint, _, _ = case("llama")
+    again = rematerialize(joint, "full")
+    assert [f.name for f in callees(again)] == [f.name for f in callees(joint)]
+    every = rematerialize(joint, "every:2")
+    assert len([f for f in callees(every) if f.name == "layer"]) == 2
+    assert count_ops(every) < count_ops(again)
+    assert rematerialize(joint, "none") is joint
+
+
+def test_a_barrier_is_a_view_that_waits() -> None:
+    maker = FunctionMaker("f")
+    gpu = cluster(1, 1).devices[0]
+    x, y = (maker.add_input_value(name, Tensor(F64, (1000,), gpu)) for name in "xy")
+    late = maker.add_op("Exp", inputs=[y])
+    maker.add_op("Exp", inputs=[maker.add_op("OptimizationBarrier", inputs=[x, late])])
+    function = maker.finalize()
+    inputs = [np.ones(1000), np.zeros(1000)]
+    np.testing.assert_array_equal(SequentialExecutor().compute(function, inputs)[0], np.exp(inputs[0]))
+    assert peak_memory(function)[gpu].peak == 3 * 8000  # x, its exponential, and y or late
+
+
+# --- errors -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text", ["", "all", "every:0", "every", "budget:1.5", "budget:-1", "budget:nan", "full:1"]
+)
+def test_unknown_policies_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="is not one of none, full, every:N"):
+        policy_named(text)
+
+
+def test_a_policy_for_blocks_is_refused_where_none_repeat() -> None:
+    joint = flat_mlp()
+    with pytest.raises(PlanError, match="mlp has 0 blocks that repeat"):
+        rematerialize(joint, "full")
+    assert len(names(rematerialize(joint, "budget:0"))) < len(names(joint))
+    with pytest.raises(PlanError, match="remat='most' is not one of"):
+        build_program(joint, mesh_of(1, 1, 1), schedule("1f1b", 1, 1), "most")
