@@ -8,8 +8,8 @@ error when a figure of the hardware is another. ``--small``: four rows.
 Everything is given: the configurations are those of the pull request (1F1B, sequences of 2048 tokens, one a
 microbatch, vocabulary 2048, 16 heads, AdamW; every second layer of a stage checkpointed in Llama, none in
 DeepSeek: ``selective_ac_option`` 2 and 64), the figures of the GPU those of the preset ``rtx-3090``, and the
-element type is float32, since torchtitan has no mixed precision under pipeline parallelism alone. Nothing is
-fitted to the rows. The row 8192/16 is left out of the mean: its published throughput repeats another row's.
+element type is float32: torchtitan has no mixed precision under a pipeline alone (``maybe_enable_amp``). No
+figure is fitted to the rows. 8192/16 is left out of the mean: its published throughput repeats another's.
 """
 
 from __future__ import annotations

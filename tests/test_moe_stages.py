@@ -45,7 +45,7 @@ def test_the_blocks_of_one_device_together_take_what_the_function_takes():
     costs = call_costs(function, COSTS)
     assert [cost.name for cost in costs] == ["embedding", "h0", "h1", "h2", "head"]
     on_one = Simulator(COSTS).interpret(function, function.inputs)
-    total = sum(cost.forward + cost.backward for cost in costs) + costs[0].constants
+    total = sum(cost.forward + cost.backward for cost in costs) + costs[0].shared
     assert total == pytest.approx(on_one.step_time, rel=1e-9)
     assert sum(cost.state for cost in costs) == 2 * sum(v.type.nbytes for v in function.parameters)
     assert {cost.sent for cost in costs} == {2 * 64 * 256 * 4, 0}

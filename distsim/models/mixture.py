@@ -140,9 +140,11 @@ def _taken(layer: LayerMaker, assigned: Value, experts: int, places: _Places) ->
     names = ["gates_of_experts", "tokens_of_experts"]
     found = layer.maker.add("TopK", [by_expert], attributes, output_names=names)
 
+    everything = np.array_equal(places.rows, np.arange(experts * places.depth))
+
     def rows(source: Value) -> Value:
         flat = layer("Reshape", source, shape=(layer.batch, experts * places.depth))
-        return layer("Gather", flat, axis=1, indices=Literal(places.rows))
+        return flat if everything else layer("Gather", flat, axis=1, indices=Literal(places.rows))
 
     gates, tokens = (layer("Unsqueeze", rows(value), axes=(2,)) for value in found)
     if not places.used.all():

@@ -95,7 +95,7 @@ class _Pricer:
             sent=sum(_nbytes(value) for value in mine if value in elsewhere),
             state=state,
             saved=sum(map(_nbytes, kept)),
-            constants=self.seconds(self.constants),
+            shared=self.seconds(self.constants),
         )
 
     def seconds(self, ops: Sequence[Op]) -> float:
