@@ -77,7 +77,9 @@ def place(
     """
     function = partition.problem.function
     if function is None:
-        raise PartitionError("the problem was not made from a function (problem_of), so nothing can be placed")
+        raise PartitionError(
+            "the problem was not made from a function (problem_of), so nothing can be placed"
+        )
     if len(devices) < len(partition.devices):
         raise PartitionError(f"the partition is on {len(partition.devices)} devices, {len(devices)} given")
     known = transfers is not None or partition.transfer_rate > 0

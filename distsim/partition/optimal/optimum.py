@@ -11,7 +11,7 @@ import numpy as np
 
 from distsim.errors import NoMappingError, PartitionError
 from distsim.partition.optimal.jobs import Jobs, make_jobs
-from distsim.partition.optimal.replay import order_by_start, replay
+from distsim.partition.optimal.replay import order_by_time, replay
 from distsim.partition.optimal.search import Clock, Search, compile_search
 from distsim.partition.optimal.states import Memory, no_limit
 from distsim.partition.parts import Partition, make_partition
@@ -87,12 +87,11 @@ def optimal_partition(
         search.run()
     if search.end is None or search.machine is None:
         raise _no_mapping(problem, devices, search.impossible, time_limit)
-    starts = [0.0] * len(problem.items)
+    found = [0.0] * len(problem.items)
     where = [-1] * len(problem.items)
-    begins = (search.end - jobs.seconds).tolist()
-    for op, start, machine in zip(problem.ops, begins, search.machine.tolist(), strict=True):
-        starts[op], where[op] = start, machine
-    sequence = order_by_start(problem, starts)
+    for op, end, machine in zip(problem.ops, search.end.tolist(), search.machine.tolist(), strict=True):
+        found[op], where[op] = end, machine
+    sequence = order_by_time(problem, found)
     ends = replay(problem, where, sequence, delays)
     makespan = max(ends)
     lower = min(search.lower, makespan)
