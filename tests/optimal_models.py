@@ -29,11 +29,11 @@ def random_problem(seed, count=7, density=0.35, whole=False):
     seconds = [float(number(0 if whole else 1, 10)) for _ in range(count)]
     sent = [source.randint(0, 8) for _ in range(count)]
     edges = [(u, v) for v in range(count) for u in range(v) if source.random() < density]
-    return make_problem(seconds, sent, edges, [source.randint(1, 10) for _ in range(count)])
+    return make_problem(seconds, sent, edges, [size + source.randint(1, 10) for size in sent])
 
 
 def layered_problem(seed, layers, width, delay, whole=True):
-    """Each op reads one or two of the layer before; seconds from 1 to 10, delays up to twice ``delay`` means."""
+    """Each op reads one or two of the layer before; 1 to 10 seconds, delays up to twice ``delay`` means."""
     source = random.Random(seed)
     count = layers * width
     seconds = [float(source.randint(1, 10)) if whole else source.uniform(1, 10) for _ in range(count)]
@@ -48,7 +48,7 @@ def layered_problem(seed, layers, width, delay, whole=True):
 
 
 def shortest(problem, devices, rate=1.0):
-    """The least makespan over all devices and all orders: ops are appended in every way, after each device's last."""
+    """The least makespan over all devices and all orders: ops are appended in every way."""
     items = problem.items
     best = [math.inf]
 
@@ -78,7 +78,7 @@ def shortest(problem, devices, rate=1.0):
                         begin = max(begin, ends[u] + (items[u].output_bytes / rate if where[u] != d else 0))
                 end = begin + items[op].latency
                 if end < best[0]:
-                    extend(ends | {op: end}, where | {op: d}, free[:d] + (end,) + free[d + 1 :])
+                    extend(ends | {op: end}, where | {op: d}, (*free[:d], end, *free[d + 1 :]))
 
     extend({}, {}, (0.0,) * len(devices))
     return best[0]

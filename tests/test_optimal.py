@@ -1,9 +1,9 @@
-"""The optimal mode: closed forms, brute force, the state of the art's sizes, memory, what it says of itself."""
+"""The optimal mode: closed forms, brute force, layers of ops, little memory, what it says of itself."""
 
 import pytest
 from optimal_models import layered_problem, make_devices, make_problem, random_problem, shortest
 
-from distsim.errors import NoMappingError, PartitionError
+from distsim.errors import NoDevicesError, NoMappingError, NoOpsError, OpTooLargeError, PartitionError
 from distsim.partition import Item, Problem, partition
 from distsim.partition.optimal import optimal_partition
 from distsim.partition.optimal.timetable import timetable
@@ -60,7 +60,7 @@ def test_brute_force_finds_none_shorter_in_little_memory(seed):
     devices = make_devices(1, share) + make_devices(3, share + 4)[1:]
     expected = shortest(problem, devices)
     if expected == float("inf"):
-        with pytest.raises(NoMappingError, match=f"{problem.total_bytes} bytes"):
+        with pytest.raises((NoMappingError, OpTooLargeError), match="bytes"):
             optimal_partition(problem, devices, 1.0, time_limit=60)
         return
     found = optimal_partition(problem, devices, 1.0, tolerance=0.0, time_limit=60)
@@ -115,5 +115,13 @@ def test_what_cannot_be_is_refused_with_the_numbers():
         optimal_partition(problem, make_devices(2))
     with pytest.raises(PartitionError, match=r"tolerance=-1"):
         optimal_partition(problem, make_devices(2), 1.0, tolerance=-1)
-    with pytest.raises(NoMappingError, match=r"2 ops of 8 bytes on devices of 3, 3 bytes"):
+    with pytest.raises(OpTooLargeError, match=r"op0 needs 4 bytes with what it reads; .* has 3: 1 too few"):
         optimal_partition(problem, make_devices(2, 3), 1.0)
+    with pytest.raises(NoDevicesError, match="2 ops"):
+        optimal_partition(problem, [])
+    with pytest.raises(NoOpsError, match="0 ops among 0 items"):
+        optimal_partition(Problem(()), make_devices(1))
+    with pytest.raises(
+        NoMappingError, match=r"no placing of 3 ops of 24 bytes on devices of 10, 10 bytes fits"
+    ):
+        optimal_partition(make_problem([1.0] * 3, [8] * 3, []), make_devices(2, 10))

@@ -19,8 +19,8 @@ class Jobs(NamedTuple):
     The edges into j are ``before_start[j]:before_start[j + 1]`` of ``before`` and ``delay_in``: who comes
     before, and how long its result travels when they are on different machines; likewise ``after`` and
     ``delay_out``. ``descends[i, j]``: there is a way from i to j. ``apart[j]`` is the least time from the end
-    of j to the start of something that descends from it on another machine. ``tail[j]`` is a lower bound on the
-    time from the end of j to the end of all, ``head[j]`` one on when j can start.
+    of j to the start of something that descends from it on another machine. ``tail[j]`` is a lower bound on
+    the time from the end of j to the end of all, ``head[j]`` one on when j can start.
     """
 
     seconds: Floats
