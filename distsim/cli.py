@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from distsim.importer import load_model
 from distsim.ir import Device, Function, cpprint
 from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
+from distsim.partitioned import HOST_MODES, partition_model
 from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
@@ -82,7 +84,21 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument(
         "--cluster", required=True, help="a preset such as dgx-a100 or dgx-h100:4, or a .toml"
     )
-    simulate.add_argument("--plan", default="dp=1", help="dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b")
+    simulate.add_argument("--plan", help="dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b (default dp=1)")
+    simulate.add_argument(
+        "--partition",
+        metavar="MODE",
+        help=f"inference of one batch instead of a plan, its ops on all devices by {', '.join(HOST_MODES)}",
+    )
+    simulate.add_argument(
+        "--device-memory", type=float, metavar="BYTES", help="with --partition: less memory than devices have"
+    )
+    simulate.add_argument(
+        "--saturate-host", action="store_true", help="with --partition: replicas on devices that are idle"
+    )
+    simulate.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="with --partition optimal (default 10)"
+    )
     simulate.add_argument("--strict", action="store_true", help="refuse operators without a work rule")
     simulate.add_argument("--no-overlap", action="store_true", help="one stream per device: nothing overlaps")
     simulate.add_argument(
@@ -175,7 +191,13 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.plot:
         check_format(options.plot, "a timeline")
     progress = Progress(sys.stderr)
-    plan = Plan.parse(options.plan)
+    if options.partition:
+        _simulate_partition(options, progress)
+        return
+    for name in ("device_memory", "saturate_host", "time_limit"):
+        if getattr(options, name):
+            raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
+    plan = Plan.parse(options.plan or "dp=1")
     topology = load_cluster(options.cluster)
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
@@ -194,6 +216,42 @@ def _simulate(options: argparse.Namespace) -> None:
         notes.append(f"costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
     for note in notes:
         print(f"note: {note}")
+    _write(options, simulation, progress)
+
+
+def _simulate_partition(options: argparse.Namespace, progress: Progress) -> None:
+    """Inference of one batch, partitioned over the devices of the cluster."""
+    training = [name for name in ("plan", "loss", "optimizer") if getattr(options, name)]
+    if training:
+        raise PlanError(
+            f"--partition places the ops of a forward pass, --{training[0]} is for training: leave one out"
+        )
+    if options.time_limit is not None and options.partition != "optimal":
+        raise PlanError("--time-limit is for --partition optimal; the other modes do not search")
+    topology = load_cluster(options.cluster)
+    cost_model = CostModel(topology, strict=options.strict)
+    simulator = _simulator(options, cost_model)
+    function = _read(options, progress)
+    memory = math.inf if options.device_memory is None else options.device_memory
+    limit = 10.0 if options.time_limit is None else options.time_limit
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
+        found = progress.run(
+            f"partitioning: {options.partition}",
+            lambda: partition_model(
+                function, topology, options.partition, memory, options.saturate_host, limit
+            ),
+        )
+        run = found.placed.function
+        simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
+    samples = _samples(function)
+    print(f"{options.model} on {options.cluster}, {options.partition}, inference, batch {samples}\n")
+    print(found.describe(simulation))
+    print(summarize(simulation, samples, count_flops(function)))
+    if options.explain:
+        print(progress.run("explaining", simulation.explain))
+    if cost_model.uncosted:
+        print(f"note: costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
     _write(options, simulation, progress)
 
 

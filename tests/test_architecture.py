@@ -29,6 +29,7 @@ FLOORS = {
     "transforms": 5,
     "parallelize": 6,
     "search": 7,
+    "partitioned": 6,
     "cli": 8,
     "__main__": 9,
     "distsim": 9,  # distsim/__init__.py hands the names on

@@ -29,8 +29,8 @@ class Stream:
     """What runs one task after the other, in order: one lane of one rank class.
 
     ``name`` is ``compute``, ``collective <axis>``, ``transfer`` (between one device and a mesh),
-    ``send <class>``, ``receive <class>`` (of a Send's further channels ``send <class>.<channel>``), or ``all``
-    when nothing overlaps.
+    ``send <class>``, ``receive <class>`` (further channels: ``send <class>.<channel>``), or ``all`` when
+    nothing overlaps.
     """
 
     rank_class: int

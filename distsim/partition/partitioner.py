@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from distsim.errors import NoDevicesError, NoOpsError, NotEnoughMemoryError, PartitionError
 from distsim.executor.cost_model import CostModel
 from distsim.ir import Function
 from distsim.partition.coarsen import COARSE, coarse_cost_aware, coarse_kernighan_lin
 from distsim.partition.given import given_parts
+from distsim.partition.optimal import OptimalPartition, optimal_partition
 from distsim.partition.parts import Partition, make_partition
 from distsim.partition.pieces import Piece, Placement, piece_of
 from distsim.partition.problem import PartitionDevice, Problem, check_devices, problem_of
@@ -16,7 +18,7 @@ from distsim.partition.replicate import saturate
 from distsim.partition.size_based import size_based
 from distsim.partition.sparse_nn import sparse_nn
 
-MODES = ("single", "size_based", "sparse_nn", "cost_aware", "kernighan_lin", "ahead_of_time")
+MODES = ("single", "size_based", "sparse_nn", "cost_aware", "kernighan_lin", "ahead_of_time", "optimal")
 
 
 def partition(
@@ -29,11 +31,12 @@ def partition(
     assigned_devices: Mapping[int, Sequence[int]] | None = None,
     cost_model: CostModel | None = None,
     coarse: int = COARSE,
+    time_limit: float = 10.0,
 ) -> Partition:
     """Partition a problem, or a function costed by ``cost_model``, and return the verified result.
 
-    Whatever the mode, a problem that fits on the device of most memory is one part there; except
-    ahead_of_time, where ``assignment`` says the part of every op (by name, or in order) and
+    Whatever the mode, a problem that fits on the device of most memory is one part there; except in optimal,
+    and ahead_of_time, where ``assignment`` says the part of every op (by name, or in order) and
     ``assigned_devices`` the ids of the devices of every part (without it, parts are placed by best fit).
 
     ========================  ===========================================================================
@@ -43,6 +46,8 @@ def partition(
     ``cost_aware``            join pieces while that shortens the graph latency
     ``kernighan_lin``         size_based, then swap ops between parts while that shortens the graph latency
     ``ahead_of_time``         as given
+    ``optimal``               least makespan of a run (:func:`~distsim.partition.optimal_partition`), as good
+                              as it gets in ``time_limit`` seconds
     ========================  ===========================================================================
 
     ``transfer_rate`` in bytes per second is needed by cost_aware and kernighan_lin. They look at all pairs
@@ -68,6 +73,9 @@ def partition(
         problem = problem_of(problem, cost_model)
     _check(problem, devices)
     largest = max(range(len(devices)), key=lambda number: devices[number].memory)
+    if mode == "optimal":
+        found = optimal_partition(problem, devices, transfer_rate, time_limit)
+        return _saturated(found) if saturate_host else found
     if assignment is not None:
         pieces, places = given_parts(problem, devices, assignment, assigned_devices)
     elif problem.total_bytes <= devices[largest].memory:
@@ -85,6 +93,18 @@ def partition(
         places = saturate(pieces, devices, places)
     groups = [piece.items for piece in pieces]
     return make_partition(problem, devices, groups, places, transfer_rate, mode)
+
+
+def _saturated(found: OptimalPartition) -> OptimalPartition:
+    """Return an optimal partition with replicas on idle devices."""
+    number = {device: place for place, device in enumerate(found.devices)}
+    pieces = [piece_of(found.problem, part.items) for part in found.parts]
+    places = saturate(pieces, found.devices, [[number[d] for d in part.devices] for part in found.parts])
+    parts = [
+        replace(part, devices=tuple(found.devices[place] for place in where))
+        for part, where in zip(found.parts, places, strict=True)
+    ]
+    return replace(found, parts=tuple(parts))
 
 
 def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:

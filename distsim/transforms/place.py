@@ -41,7 +41,7 @@ def partition_devices(topology: Topology) -> tuple[PartitionDevice, ...]:
 
 
 def transfer_seconds(problem: Problem, cost_model: CostModel) -> tuple[float, ...]:
-    """Return what sending each item's outputs takes between the two devices farthest apart, by the cost model.
+    """Return what sending each item's outputs takes from the first device to the last, by the cost model.
 
     That is the time between any two where all are alike. Of one device: 0.
     """
@@ -70,10 +70,11 @@ def place(
 
     Each part runs on the first of its devices (replicas do the same elsewhere, for other data). What another
     device reads is sent there once, as soon as it is made; sends between two devices that would overlap (by
-    the rate of the partition, or ``transfers`` per item) go on *channels* of their own, so that none waits for
-    another. The simulated time of an :class:`OptimalPartition` is then its makespan, if devices and links are
-    what its problem says, and at most that where an op has several outputs or is a Call, whose results may
-    leave before it ends. Raises :class:`PartitionError` for a partition without function, or too few devices.
+    the rate of the partition, or ``transfers`` per item) go on *channels* of their own, so that none waits
+    for another. The simulated time of an :class:`OptimalPartition` is then its makespan, if devices and links
+    are what its problem says, and at most that where an op has several outputs or is a Call, whose results
+    may leave before it ends. Raises :class:`PartitionError` for a partition without function, or for too few
+    devices.
     """
     function = partition.problem.function
     if function is None:

@@ -60,11 +60,8 @@ def _fork(job: int, jobs: Any, remote: Any, order: Any) -> float:
 
 @compiled
 def _load_behind(job: int, jobs: Any, machines: int, by_tail: Any) -> float:
-    """Return the least time for all that descends from a job: the other machines begin a delay later."""
-    first, last = jobs.after_start[job], jobs.after_start[job + 1]
-    delay = math.inf
-    for k in range(first, last):
-        delay = min(delay, jobs.delay_out[k])
+    """Return the least time for all that descends from a job: the other machines begin later."""
+    delay = jobs.apart[job]
     work, best = 0.0, 0.0
     for k in range(len(by_tail)):
         other = by_tail[k]

@@ -128,8 +128,8 @@ def estimate(
     """Return a lower bound on the makespan of what goes on from a schedule; from ``limit`` on any will do.
 
     No job starts on a machine before ``scratch.base``. ``added`` was put into the schedule after ``above``,
-    the work above each job, was taken. Looks at the next ``horizon`` jobs one by one: when each can start on each
-    machine, given where its inputs are or may be at the earliest.
+    the work above each job, was taken. Looks at the next ``horizon`` jobs one by one: when each can start on
+    each machine, given where its inputs are or may be at the earliest.
     """
     seconds, tail, head, descends = jobs.seconds, jobs.tail, jobs.head, jobs.descends
     start, before, delay = jobs.before_start, jobs.before, jobs.delay_in

@@ -18,8 +18,9 @@ class Jobs(NamedTuple):
 
     The edges into j are ``before_start[j]:before_start[j + 1]`` of ``before`` and ``delay_in``: who comes
     before, and how long its result travels when they are on different machines; likewise ``after`` and
-    ``delay_out``. ``descends[i, j]``: there is a way from i to j. ``tail[j]`` is a lower bound on the time
-    from the end of j to the end of all, ``head[j]`` one on when j can start.
+    ``delay_out``. ``descends[i, j]``: there is a way from i to j. ``apart[j]`` is the least time from the end
+    of j to the start of something that descends from it on another machine. ``tail[j]`` is a lower bound on
+    the time from the end of j to the end of all, ``head[j]`` one on when j can start.
     """
 
     seconds: Floats
@@ -30,6 +31,7 @@ class Jobs(NamedTuple):
     after: Ints
     delay_out: Floats
     descends: Flags
+    apart: Floats
     tail: Floats
     head: Floats
 
@@ -54,19 +56,27 @@ def make_jobs(
     descends = np.zeros((count, count) if searched else (count, 0), np.bool_)
     after_start = np.searchsorted(source[by_source], places)
     after = target[by_source]
-    for job in range(count - 1, -1, -1) if searched else ():
-        for following in after[after_start[job] : after_start[job + 1]]:
+    times, delay_out = np.array(seconds, np.float64), delay[by_source]
+    apart = np.full(count, np.inf)
+    for job in range(count - 1, -1, -1):
+        edges_out = slice(after_start[job], after_start[job + 1])
+        following = after[edges_out]
+        # It moves at once, or first runs here what comes next.
+        later = np.minimum(delay_out[edges_out], times[following] + apart[following])
+        apart[job] = later.min(initial=np.inf)
+        if searched:
             descends[job, following] = True
-            descends[job] |= descends[following]
+            descends[job] |= descends[following].any(axis=0)
     return Jobs(
-        np.array(seconds, np.float64),
+        times,
         np.searchsorted(target[by_target], places).astype(np.int64),
         source[by_target],
         delay[by_target],
         after_start.astype(np.int64),
         after,
-        delay[by_source],
+        delay_out,
         descends,
+        apart,
         np.zeros(count),
         np.zeros(count),
     )

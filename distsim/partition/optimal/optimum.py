@@ -9,13 +9,14 @@ from time import perf_counter
 
 import numpy as np
 
-from distsim.errors import NoMappingError, PartitionError
+from distsim.errors import NoDevicesError, NoMappingError, NoOpsError, OpTooLargeError, PartitionError
 from distsim.partition.optimal.jobs import Jobs, make_jobs
-from distsim.partition.optimal.replay import order_by_start, replay
+from distsim.partition.optimal.replay import order_by_time, replay
 from distsim.partition.optimal.search import Clock, Search, compile_search
 from distsim.partition.optimal.states import Memory, no_limit
 from distsim.partition.parts import Partition, make_partition
-from distsim.partition.problem import PartitionDevice, Problem
+from distsim.partition.problem import PartitionDevice, Problem, check_devices
+from distsim.partition.size_based import size_based
 
 MOST_OPS = 2000
 """Ops of a problem that is searched; the search keeps which op descends from which."""
@@ -76,6 +77,7 @@ def optimal_partition(
     """
     if not tolerance >= 0 or not time_limit >= 0:
         raise PartitionError(f"tolerance={tolerance} and time_limit={time_limit} must not be negative")
+    _check(problem, devices)
     compile_search()
     begin = perf_counter()
     delays = transfer_times(problem, transfer_rate) if transfers is None else transfers
@@ -83,16 +85,17 @@ def optimal_partition(
     memory = _memory(problem, devices)
     clock = Clock(begin + time_limit, tolerance, _step(jobs))
     search = Search(jobs, len(devices), memory, clock, progress)
+    if memory.limited:
+        _offer_size_based(problem, devices, delays, search)
     if len(problem.ops) <= MOST_OPS:
         search.run()
     if search.end is None or search.machine is None:
         raise _no_mapping(problem, devices, search.impossible, time_limit)
-    starts = [0.0] * len(problem.items)
+    found = [0.0] * len(problem.items)
     where = [-1] * len(problem.items)
-    begins = (search.end - jobs.seconds).tolist()
-    for op, start, machine in zip(problem.ops, begins, search.machine.tolist(), strict=True):
-        starts[op], where[op] = start, machine
-    sequence = order_by_start(problem, starts)
+    for op, end, machine in zip(problem.ops, search.end.tolist(), search.machine.tolist(), strict=True):
+        found[op], where[op] = end, machine
+    sequence = order_by_time(problem, found)
     ends = replay(problem, where, sequence, delays)
     makespan = max(ends)
     lower = min(search.lower, makespan)
@@ -110,6 +113,44 @@ def optimal_partition(
         sequence=sequence,
         ends=ends,
     )
+
+
+def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
+    if not devices:
+        raise NoDevicesError(f"no devices are given for {len(problem.ops)} ops")
+    if not problem.ops:
+        raise NoOpsError(
+            f"there are 0 ops among {len(problem.items)} items, so there is nothing to partition"
+        )
+    check_devices(devices)
+    items, most = problem.items, max(device.memory for device in devices)
+    for op in problem.ops:
+        sizes = [min(items[read].output_bytes, items[read].total_bytes) for read in items[op].inputs]
+        need = items[op].total_bytes + sum(sizes)
+        if need > most:
+            raise OpTooLargeError(
+                f"{items[op].name} needs {need} bytes with what it reads; the largest device has {most}: "
+                f"{need - most} too few"
+            )
+
+
+def _offer_size_based(
+    problem: Problem, devices: Sequence[PartitionDevice], delays: Sequence[float], search: Search
+) -> None:
+    """Let the search begin from the size-based partition, which fits more often than a list schedule."""
+    try:
+        pieces, places = size_based(problem, devices)
+    except PartitionError:
+        return
+    where = [-1] * len(problem.items)
+    for piece, (place, *_) in zip(pieces, places, strict=True):
+        for item in piece.items:
+            where[item] = place
+    groups = [[op for op in problem.ops if where[op] == place] for place in range(len(devices))]
+    if all(problem.bytes_of(problem.close(g)) <= d.memory for g, d in zip(groups, devices, strict=True)):
+        ends = replay(problem, where, problem.ops, delays)
+        ops = list(problem.ops)
+        search.offer(np.array(ends)[ops], np.array(where)[ops])
 
 
 def transfer_times(problem: Problem, rate: float) -> list[float]:

@@ -8,11 +8,16 @@ from heapq import heapify, heappop, heappush
 from distsim.partition.problem import Problem
 
 
-def order_by_start(problem: Problem, starts: Sequence[float]) -> tuple[int, ...]:
-    """Return the ops in the order of their starts, each after what it reads also where starts are equal."""
+def order_by_time(problem: Problem, ends: Sequence[float]) -> tuple[int, ...]:
+    """Return the ops in an order in which they can be issued so that they end at these times.
+
+    It is that of the middles of their runs: rounding, which may let two runs on a device overlap, does not
+    change it, and one that takes no time stays before what the device goes on with.
+    """
     items = problem.items
+    middle = [end - item.latency / 2 for item, end in zip(items, ends, strict=True)]
     missing = [sum(items[read].is_op for read in item.inputs) for item in items]
-    ready = [(starts[op], op) for op in problem.ops if not missing[op]]
+    ready = [(middle[op], op) for op in problem.ops if not missing[op]]
     heapify(ready)
     found: list[int] = []
     while ready:
@@ -21,7 +26,7 @@ def order_by_start(problem: Problem, starts: Sequence[float]) -> tuple[int, ...]
         for reader in problem.readers[op]:
             missing[reader] -= 1
             if not missing[reader]:
-                heappush(ready, (starts[reader], reader))
+                heappush(ready, (middle[reader], reader))
     return tuple(found)
 
 

@@ -40,7 +40,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """When to stop, and how near is near enough; all times of the jobs are multiples of ``step``, if it is not 0."""
+    """When to stop, and how near is near enough; all times are multiples of ``step``, unless it is 0."""
 
     deadline: float
     tolerance: float
@@ -61,7 +61,7 @@ class Clock:
 
     def close(self, lower: float, upper: float) -> bool:
         """Return whether these bounds prove a schedule."""
-        return upper - lower <= self.tolerance * upper + 1e-12 * upper
+        return upper < math.inf and upper - lower <= self.tolerance * upper + 1e-12 * upper
 
 
 def beam(
@@ -167,6 +167,11 @@ class Search:
         self.upper = math.inf if self.end is None else float(self.end.max())
         self.impossible = False
         self._dolls = [Dolls(self.forward, machines), Dolls(self.backward, machines)]
+
+    def offer(self, end: Floats, machine: Ints) -> None:
+        """Take a schedule to begin with, if it is shorter than what there is."""
+        if end.max() < self.upper:
+            self.end, self.machine, self.upper = end, machine, float(end.max())
 
     def run(self) -> None:
         """Search."""

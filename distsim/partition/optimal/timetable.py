@@ -28,9 +28,9 @@ class Timetable:
 def timetable(partition: Partition, transfers: Sequence[float] | None = None) -> Timetable:
     """Return when the ops of a partition run, each part on the first of its devices.
 
-    The rules are those of :func:`optimal_partition`. Each device runs its ops in the order of the problem; those
-    of an :class:`OptimalPartition` in the order that was found. ``transfers`` gives the time per item instead
-    of its bytes over the partition's rate.
+    The rules are those of :func:`optimal_partition`. Each device runs its ops in the order of the problem;
+    those of an :class:`OptimalPartition` in the order that was found. ``transfers`` gives the time per item
+    instead of its bytes over the partition's rate.
 
     >>> from distsim.partition import Item, PartitionDevice, Problem, make_partition
     >>> chain = Problem((Item("a", (), 8, 8, 1.0), Item("b", (0,), 8, 8, 1.0)))

@@ -1,0 +1,165 @@
+"""place: partitions compute what the function computes, and run as long as their timetable says."""
+
+import numpy as np
+import pytest
+
+from distsim.cli import main
+from distsim.errors import PartitionError
+from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.ir import Float, FunctionMaker, Role, Tensor, Topology
+from distsim.models import gpt, mlp
+from distsim.partition import Item, PartitionDevice, Problem, make_partition, partition, problem_of
+from distsim.partition.optimal import optimal_partition
+from distsim.partition.optimal.timetable import timetable
+from distsim.partitioned import HOST_MODES, partition_model
+from distsim.transforms import inline
+from distsim.transforms.place import partition_devices, place, transfer_seconds
+
+RATE = 25e9
+
+
+def machine(count, gbps=200):
+    topology = Topology()
+    devices = [topology.add_device("gpu", memory=2e9) for _ in range(count)]
+    for a in range(count):
+        for b in range(a):
+            topology.set_bandwidth(devices[a], devices[b], gbps)
+    return topology
+
+
+def random_function(seed, count=16):
+    """Element-wise ops and matrix products over values that are read once or often."""
+    draw = np.random.default_rng(seed)
+    maker = FunctionMaker(f"random_{seed}")
+    values = [maker.add_input_value(n, Tensor(Float(), (64, 64))) for n in ("x", "y")]
+    values.append(maker.add_input_value("w", Tensor(Float(), (64, 64)), Role.PARAMETER))
+    for _ in range(count):
+        a, b = (values[int(draw.integers(max(0, len(values) - 6), len(values)))] for _ in range(2))
+        values.append(maker.add_op(("Add", "Mul", "MatMul")[int(draw.integers(3))], inputs=[a, b]))
+    return maker.finalize()
+
+
+def arrays(function):
+    draw = np.random.default_rng(0)
+    return [
+        draw.integers(0, 7, v.type.shape).astype(v.type.dtype.np)
+        if not v.type.dtype.is_floating
+        else draw.normal(0, 0.1, v.type.shape).astype(v.type.dtype.np)
+        for v in function.inputs
+    ]
+
+
+def check(function, placed):
+    given = arrays(function)
+    expected = SequentialExecutor().compute(function, given)
+    made = SequentialExecutor().compute(placed.function, placed.arguments(given))
+    for one, other in zip(expected, made, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("gbps", [200, 2])
+def test_the_makespan_is_what_the_simulator_says(seed, gbps):
+    topology = machine(3, gbps)
+    function = random_function(seed)
+    cost_model = CostModel(topology)
+    problem = problem_of(function, cost_model)
+    transfers = transfer_seconds(problem, cost_model)
+    rate = gbps * 1e9 / 8
+    assert transfers == pytest.approx([i.output_bytes / rate if i.is_op else 0.0 for i in problem.items])
+    found = optimal_partition(problem, partition_devices(topology), rate, 0.3)
+    placed = place(found, topology.devices)
+    for engine in ("maxplus", "events"):
+        simulation = Simulator(cost_model, engine=engine).interpret(placed.function, placed.function.inputs)
+        assert simulation.step_time == pytest.approx(found.makespan, rel=1e-12)
+    check(function, placed)
+
+
+@pytest.mark.parametrize("mode", ["size_based", "cost_aware", "kernighan_lin"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_heuristic_modes_run_as_their_timetable_says(mode, seed):
+    topology = machine(4)
+    function = random_function(seed, 24)
+    cost_model = CostModel(topology)
+    problem = problem_of(function, cost_model)
+    devices = [PartitionDevice(d.name, problem.total_bytes // 2, d.id) for d in partition_devices(topology)]
+    found = partition(problem, devices, mode, RATE)
+    placed = place(found, topology.devices)
+    simulation = Simulator(cost_model).interpret(placed.function, placed.function.inputs)
+    assert simulation.step_time == pytest.approx(timetable(found).makespan, rel=1e-12)
+    assert simulation.step_time >= optimal_partition(problem, devices, RATE, 0.2).lower_bound
+    check(function, placed)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [mlp(layers=3, width=16, batch=4), gpt(layers=2, hidden=32, heads=4, seq=8, vocab=50, batch=2)],
+)
+@pytest.mark.parametrize("inlined", [False, True])
+def test_models_with_calls_and_views(function, inlined):
+    topology = machine(2)
+    while inlined and any(op.op_type == "Call" for op in function.ops):
+        function = inline(function)
+    cost_model = CostModel(topology)
+    problem = problem_of(function, cost_model)
+    found = optimal_partition(
+        problem, partition_devices(topology), RATE, 0.3, transfers=transfer_seconds(problem, cost_model)
+    )
+    # Any placing will do, and one that moves often shows more than the best.
+    groups = [[op] for op in problem.ops]
+    often = make_partition(problem, found.devices, groups, [[k % 2] for k in range(len(groups))], RATE)
+    for each in (found, often):
+        placed = place(each, topology.devices, transfer_seconds(problem, cost_model))
+        simulation = Simulator(cost_model).interpret(placed.function, placed.function.inputs)
+        assert simulation.step_time <= timetable(each).makespan * (1 + 1e-12)
+        check(function, placed)
+
+
+def test_what_cannot_be_placed_is_refused():
+    problem = Problem((Item("a", (), 4, 4, 1.0),))
+    device = PartitionDevice("d0", 100, 0)
+    with pytest.raises(PartitionError, match="not made from a function"):
+        place(make_partition(problem, [device], [[0]], [[0]]), machine(1).devices)
+    topology = machine(2)
+    found = optimal_partition(
+        problem_of(random_function(0), CostModel(topology)), partition_devices(topology), RATE, 0.1
+    )
+    with pytest.raises(PartitionError, match="on 2 devices, 1 given"):
+        place(found, topology.devices[:1])
+
+
+@pytest.mark.parametrize("mode", HOST_MODES)
+def test_the_command_line_simulates_a_partition(mode, capsys, tmp_path):
+    memory = "1e9" if mode in ("single", "optimal") else "3e7"
+    command = ["simulate", "mlp:layers=4,width=1024", "--cluster", "dgx-a100", "--batch", "64"]
+    command += ["--partition", mode, "--device-memory", memory, "--trace", str(tmp_path / "t.json")]
+    if mode == "optimal":
+        command += ["--time-limit", "0.5"]
+    status = main(command)
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    assert "makespan" in out and "part_0" in out and (tmp_path / "t.json").exists()
+    assert ("no schedule takes less than" in out) == (mode == "optimal")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--partition", "optimal", "--plan", "dp=2"], "--plan is for training"),
+        (["--partition", "best"], "there is no mode 'best'; choose one of single"),
+        (["--partition", "single", "--time-limit", "3"], "other modes do not search"),
+        (["--partition", "size_based", "--device-memory", "1000"], "bytes"),
+        (["--saturate-host"], "--saturate-host goes with --partition"),
+    ],
+)
+def test_the_command_line_says_what_is_wrong(extra, message, capsys):
+    assert main(["simulate", "mlp:layers=2,width=64", "--cluster", "dgx-a100", "--batch", "8", *extra]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_replicas_are_stated():
+    topology = machine(4)
+    found = partition_model(mlp(layers=2, width=16, batch=4), topology, "size_based", saturate_host=True)
+    run = found.placed.function
+    simulation = Simulator(CostModel(topology)).interpret(run, run.inputs)
+    assert "replicas      up to 4 of a part" in found.describe(simulation)
