@@ -1,4 +1,4 @@
-"""Saved sets beside those that PyTorch 2.13 and AutoParallel chose, through the experiment that prints them."""
+"""Saved sets beside those that PyTorch and AutoParallel chose, through the experiment that prints them."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ BROKEN = {
     "no node": (lambda case: {**case, "joint": [3]}, "expected an object"),
     "no name": (lambda case: {**case, "joint": [{}]}, "'name' is missing"),
     "unknown input": (lambda case: changed(case, 2, inputs=["nowhere"]), "reads 'nowhere'"),
-    "inputs of inputs": (lambda case: changed(case, 2, inputs=[["cos"]]), "reads ['cos']"),
-    "two of a name": (lambda case: changed(case, 3, name="cos"), "two nodes"),
+    "inputs of inputs": (lambda case: changed(case, 3, inputs=[["cos"]]), "'inputs' of cos_1"),
+    "two of a name": (lambda case: {**case, "joint": case["joint"][:1] + case["joint"]}, "two nodes"),
     "a negative size": (lambda case: changed(case, 2, bytes=-4), "bytes of cos"),
     "a shape of words": (lambda case: changed(case, 2, shape=["n"]), "shape of cos"),
     "a budget of words": (lambda case: {**case, "budget": "half"}, "budget"),
