@@ -104,6 +104,8 @@ def checked(row: Any) -> Row:
     """Return a node's row with the fields that every node must have."""
     for key, kind in (("name", str), ("op", str), ("target", str), ("inputs", list)):
         field(row, key, kind)
+    if not all(isinstance(each, str) for each in row["inputs"]):
+        raise CaseError(f"'inputs' of {row['name']} are no names: {row['inputs']!r}")
     return row
 
 
@@ -190,7 +192,8 @@ def shapes_of(row: Row, several: bool) -> Shapes:
     shape = row.get("shape")
     if not isinstance(shape, list):
         return []
-    shapes = shape if several else [shape]
+    plain = not several or any(isinstance(size, int) for size in shape)
+    shapes = [shape] if plain else shape
     for each in shapes:
         if not isinstance(each, list) or not all(isinstance(size, int) and size >= 0 for size in each):
             raise CaseError(f"the shape of {row['name']} is {shape!r}")

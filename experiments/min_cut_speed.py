@@ -131,6 +131,8 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
     for key, label in (("networkx_s", "networkx"), ("distsim_s", "distsim")):
         axis.loglog(values, [row[key] for row in rows], marker="o", label=label)
     axis.set(xlabel="values of the joint graph", ylabel="seconds for one minimum cut")
+    axis.set_xticks(SIZES, [str(size) for size in SIZES])
+    axis.set_xticks([], minor=True)
     axis.legend(frameon=False)
     return figure
 

@@ -146,20 +146,25 @@ def _untie(
     A parameter that two stages read (tied embeddings) gets a gradient from each; adding them per
     microbatch would send one of them every time.
     """
-    tied: dict[Op, Op] = {}
+    tied: dict[Op, tuple[Op, ...]] = {}
     for number, op in enumerate(function.ops):
         if function.sums[number]:
-            added = function.producer[function.reads[number][0]]
-            if _from_two_stages(function, assigned, added):
-                tied[op] = function.ops[added]
+            found = _added_before(function, number)
+            if found and _from_two_stages(function, assigned, found[0]):
+                tied[op] = tuple([function.ops[each] for each in found])
     if not tied:
         return function, assigned
     maker = FunctionMaker(function.name)
     maker.adopt_inputs(function.inputs)
-    gone = set(tied.values())
+    gone = {each for ops in tied.values() for each in ops}
     for op in function.ops:
         if op in tied:
-            sums = [maker.add("Accumulate", [v], output_names=[v.name])[0] for v in tied[op].inputs]
+            added, *scattered = tied[op]
+            sums: list[Value] = []
+            for value in added.inputs:
+                for each in scattered:
+                    value = maker.add(each.op_type, [value], each.attributes, output_names=[value.name])[0]
+                sums += maker.add("Accumulate", [value], output_names=[value.name])
             maker.adopt(Op("Add", tuple(sums), op.outputs))
         elif op not in gone:
             maker.adopt(op)
@@ -168,9 +173,18 @@ def _untie(
     return untied, assign_stages(untied, num_stages, device, starts)
 
 
+def _added_before(function: Numbered, sum_: int) -> list[int]:
+    """Return the op that makes what is summed over microbatches, and the scattering over ranks after it."""
+    made = function.producer[function.reads[sum_][0]]
+    if made >= 0 and function.ops[made].op_type == "MPIReduceScatter":
+        before = function.producer[function.reads[made][0]]
+        return [before, made] if before >= 0 and function.uses[function.makes[made][0]] == 1 else []
+    return [made] if made >= 0 else []
+
+
 def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool:
     """Whether an op adds what two stages make, and its sum is read once."""
-    if added < 0 or function.ops[added].op_type != "Add" or len(function.reads[added]) < 2:
+    if function.ops[added].op_type != "Add" or len(function.reads[added]) < 2:
         return False
     (value,) = function.makes[added]
     if function.uses[value] + function.outputs.count(value) > 1:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Mesh, Value
+from distsim.ir import Device, Function, Mesh, Value, callees
 from distsim.ir.device import logical_mesh
 from distsim.ir.type import as_tensor
+from distsim.ops import operator
 from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
 from distsim.transforms.decide import Decision
 from distsim.transforms.lower import DegreeNeeded, Lowered, lower
@@ -73,7 +74,7 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
 
     ``function`` may be any function: forward, or joint with its backward pass and optimizer. Data
     inputs carry the batch in dimension 0. Raises :class:`PlanError` naming the numbers when the batch
-    is not divisible or an op needs the whole batch at once.
+    is not divisible or an op needs the whole batch at once, and for a function that recomputes already.
 
     With ``dp``, the real number of replicas, the mesh is a pattern whose two data-parallel ranks stand
     for any number: all do the same on parts of the same shape. Everything is decided for the real
@@ -85,6 +86,7 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
     """
     memory = _MEMORIES.get(function)
     if memory is None:
+        _check_order(function)
         memory = _MEMORIES[function] = _Memory(function)
     key = (mesh, microbatches, dp)
     found = memory.results.get(key)
@@ -92,6 +94,16 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
         found = memory.shard(function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp)
         memory.results[key] = found
     return found
+
+
+def _check_order(function: Function) -> None:
+    """Raise for a function that recomputes already: a barrier would ask for values to be brought together."""
+    for each in (*callees(function), function):
+        if any(operator(op.op_type).waits for op in each.ops):
+            raise PlanError(
+                f"{each.name} was rematerialized before it is sharded; shard it first, which remat= of "
+                "build_program and parallelize does, so that no collective is recomputed"
+            )
 
 
 def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatches: int) -> None:

@@ -51,10 +51,10 @@ class Budget:
 
     @cached_property
     def room(self) -> int:
-        """The bytes that may be saved: ``inputs + budget * (min-cut - inputs)``, or what must be if more."""
+        """The bytes that may be saved: ``inputs + budget * (min-cut - inputs)``, at least the least."""
         inputs, most = self.size(self.need.inputs), self.size(self.most)
         room = inputs + Fraction(self.budget) * max(most - inputs, 0)
-        return max(math.floor(room), min(self.size(self.least), most))
+        return max(math.floor(room), self.size(self.least))
 
     def size(self, values: Iterable[int]) -> int:
         """Return the bytes of the values."""

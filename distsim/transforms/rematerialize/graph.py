@@ -171,7 +171,8 @@ def traits_of(op: Op) -> Trait:
         return found
     meaning = operator(op.op_type)
     if meaning.communication is not None:
-        return Trait.ALLOWED if meaning.communication.kind == "local" else Trait.COLLECTIVE
+        kinds = {"local": Trait.ALLOWED, "all_gather": Trait.COLLECTIVE | Trait.GATHER}
+        return kinds.get(meaning.communication.kind, Trait.COLLECTIVE)
     if meaning.view:
         return Trait.VIEW | Trait.ALLOWED | Trait.FUSIBLE
     demand = work(signature_of(op))

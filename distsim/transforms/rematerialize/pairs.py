@@ -15,20 +15,22 @@ class Pair:
     """A forward Call and its backward Call.
 
     ``wiring`` says of each operand of ``backward`` what it is: (0, i) is operand i of ``forward``, (1, i)
-    its result i, (2, i) operand i of its own, i the first place where it reads it. ``required`` are the
-    results of ``forward`` that others read, ``free`` its operands that are in memory anyway.
+    its result i, (2, i) operand i of its own, i the first place where it reads it. ``late`` are those of its
+    operands that the backward pass makes, ``required`` the results of ``forward`` that others read, ``free``
+    its operands that are in memory anyway.
     """
 
     forward: Op
     backward: Op
     wiring: tuple[tuple[int, int], ...]
+    late: tuple[int, ...]
     required: tuple[int, ...]
     free: tuple[int, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
         """Equal for pairs of which the same becomes."""
-        return self.forward.callee, self.backward.callee, self.wiring, self.required, self.free
+        return self.forward.callee, self.backward.callee, self.wiring, self.late, self.required, self.free
 
 
 def find_pairs(joint: Joint) -> list[Pair]:
@@ -42,6 +44,7 @@ def find_pairs(joint: Joint) -> list[Pair]:
         readers.setdefault(value, {})[None] = None
     found: list[Pair] = []
     taken: set[Op] = set()
+    late = {v for op in function.ops if joint.behind(op) for v in op.outputs}
     for op in function.ops:
         if op.op_type != "Call" or op not in joint.forward:
             continue
@@ -49,12 +52,14 @@ def find_pairs(joint: Joint) -> list[Pair]:
         for back in dict.fromkeys(alone):
             if back and back.op_type == "Call" and back not in joint.forward and back not in taken:
                 taken.add(back)
-                found.append(_pair(joint, op, back, readers))
+                found.append(_pair(joint, op, back, readers, late))
                 break
     return found
 
 
-def _pair(joint: Joint, op: Op, back: Op, readers: dict[Value, dict[Op | None, None]]) -> Pair:
+def _pair(
+    joint: Joint, op: Op, back: Op, readers: dict[Value, dict[Op | None, None]], made: set[Value]
+) -> Pair:
     ins = {value: i for i, value in reversed(list(enumerate(op.inputs)))}
     outs = {value: i for i, value in enumerate(op.outputs)}
     own = {value: i for i, value in reversed(list(enumerate(back.inputs)))}
@@ -63,7 +68,8 @@ def _pair(joint: Joint, op: Op, back: Op, readers: dict[Value, dict[Op | None, N
         i for i, v in enumerate(op.outputs) if any(reader is not back for reader in readers.get(v, ()))
     ]
     free = [i for i, v in enumerate(op.inputs) if v in joint.free]
-    return Pair(op, back, tuple(wiring), tuple(required), tuple(free))
+    late = [i for i, v in enumerate(back.inputs) if v in made]
+    return Pair(op, back, tuple(wiring), tuple(late), tuple(required), tuple(free))
 
 
 def joint_of(pair: Pair) -> Joint:
@@ -85,12 +91,12 @@ def joint_of(pair: Pair) -> Joint:
     function = Function(ahead.name, inputs, (*ahead.ops, *ops), outputs)
     free = [v for i, v in enumerate(ahead.inputs) if i in pair.free or v.role is not Role.INPUT]
     held = [v for v in tangents.values() if v.role is not Role.INPUT]
+    late = {value for place, value in tangents.items() if place in pair.late}
     constants, made = set[Op](), set[Value]()
     for op in ahead.ops:
         if made.issuperset(op.inputs):
             constants.add(op)
             made.update(op.outputs)
-    late = set(tangents.values()) - set(held)
     first = tuple(range(len(pair.required)))
     return Joint(function, set(ahead.ops) - constants, constants, set(), late, {*free, *held, *made}, first)
 

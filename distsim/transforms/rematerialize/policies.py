@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from distsim.partition.saves import (
@@ -14,7 +14,7 @@ from distsim.partition.saves import (
     Role,
     Tag,
     Trait,
-    save_for_backward,
+    save_by_region,
     save_min_cut,
     save_replayed,
     save_within_budget,
@@ -99,15 +99,8 @@ def _within_budget(graph: JointGraph, share: float) -> Sequence[int]:
 
 
 def by_region(graph: JointGraph) -> Sequence[int]:
-    """Save what enters a checkpointing region or passes from one to a later one, and what is in none.
-
-    Within a region all is recomputed that has no tag.
-    """
-    nodes = [
-        replace(node, tag=Tag.PREFER_RECOMPUTE) if node.region is not None and node.tag is None else node
-        for node in graph.nodes
-    ]
-    return save_for_backward(replace(graph, nodes=tuple(nodes))).saved
+    """Save what crosses the boundaries of regions (:func:`distsim.partition.saves.save_by_region`)."""
+    return save_by_region(graph).saved
 
 
 def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool]) -> list[int]:
