@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_never_returned():
 def test_the_error_says_by_how_much_and_on_which_stage():
     blocks = [BlockCost(f"b{i}", 1.0, 2.0, state=2**30, saved=2**28) for i in range(4)]
     message = (
-        r"no split of 4 blocks into 2 stages fits in memory: at best some stage is over by 2,048\.0 MiB, stage "
+        r"no split of 4 blocks into 2 stages fits in memory: at best some stage is over by 2,048\.0 MiB, "
         r"stage 0 of sizes 2, 2, which needs 3,072\.0 of 1,024\.0 MiB; use more stages"
     )
     with pytest.raises(PartitionError, match=message):

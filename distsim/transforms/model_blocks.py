@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from distsim.errors import PlanError
+from distsim.errors import PartitionError, PlanError
 from distsim.executor.cost_model import CostModel
 from distsim.executor.program import Program, Stage
-from distsim.ir import Device, Function, Mesh, Role, Tensor
+from distsim.ir import Device, Function, Mesh, Op, Role
 from distsim.ir.device import logical_mesh
+from distsim.ops import signature_of, work
 from distsim.partition.stages import BlockCost, default_split, program_costs
 from distsim.schedule import gpipe
-from distsim.transforms.numbered import Numbered
 from distsim.transforms.outline import outline
 from distsim.transforms.pipeline import Starts, cut_stages, to_cut
 from distsim.transforms.shard import Sharded, shard
@@ -26,7 +26,7 @@ class ModelBlocks:
     """Where the blocks of a function begin, among its forward ops that take time, and what they are.
 
     A Call is a layer, a block of its own. Other ops follow the one before, unless that is a Call or they
-    read a matrix of parameters: an embedding, the final norm and the output head become a block each.
+    multiply by parameters: the embedding, the final norm and the output head become a block each.
     """
 
     starts: Starts
@@ -44,8 +44,8 @@ class ModelBlocks:
         """Return where stages begin by torchtitan's counting of layers; see :func:`default_split`.
 
         What comes before the first layer is on the first stage, what follows the last on the last one.
-        Raises :class:`PlanError` without layers or with nothing after them on a last stage without any,
-        and what ``default_split`` raises.
+        Raises :class:`PlanError` without layers, when ``default_split`` refuses, and when a stage without
+        layers would hold nothing else either.
         """
         layers = [block for block, layer in enumerate(self.layers) if layer]
         if not layers:
@@ -55,7 +55,11 @@ class ModelBlocks:
         after = layers[-1] + 1
         held = 0
         firsts = [0]
-        for size in default_split(len(layers), stages)[:-1]:
+        try:
+            sizes = default_split(len(layers), stages)
+        except PartitionError as error:
+            raise PlanError(f"stages=default: {error}") from error
+        for size in sizes[:-1]:
             held += size
             firsts.append(layers[held] if held < len(layers) else after)
         if firsts[-1] == len(self) or sorted({*firsts}) != firsts:
@@ -75,7 +79,7 @@ def model_blocks(local: Sharded, device: Device) -> ModelBlocks:
     for place, (op, cost) in enumerate(timed):
         before = function.ops[timed[place - 1][0]] if place else None
         called = function.ops[op].op_type == "Call"
-        if before is None or called or before.op_type == "Call" or _reads_matrix(function, op):
+        if before is None or called or before.op_type == "Call" or _multiplies(function.ops[op]):
             starts.append(place)
             work.append(0.0)
         work[-1] += cost
@@ -89,11 +93,10 @@ def model_blocks(local: Sharded, device: Device) -> ModelBlocks:
     return ModelBlocks(tuple(starts), names, tuple([op.op_type == "Call" for op in ops]))
 
 
-def _reads_matrix(function: Numbered, op: int) -> bool:
-    return any(
-        value.role is Role.PARAMETER and isinstance(value.type, Tensor) and len(value.type.shape) > 1
-        for value in function.ops[op].inputs
-    )
+def _multiplies(op: Op) -> bool:
+    """Whether an op is a product with parameters."""
+    demand = None if op.op_type == "Call" else work(signature_of(op))
+    return demand is not None and demand.matrix and any(v.role is Role.PARAMETER for v in op.inputs)
 
 
 def costs_of(

@@ -10,7 +10,7 @@ from distsim.executor.cost_model import CostModel
 from distsim.executor.maxplus import run_program
 from distsim.executor.memory_program import program_memory
 from distsim.ir import Device, Mesh
-from distsim.partition.stages import Split, auto_split, mesh_communication
+from distsim.partition.stages import Split, StageProblem, mesh_communication
 from distsim.schedule import Schedule
 from distsim.transforms.model_blocks import ModelBlocks, costs_of, model_blocks
 from distsim.transforms.pipeline import Cut, cut_stages
@@ -18,8 +18,11 @@ from distsim.transforms.shard import Sharded
 
 EFFORT = 20_000
 """Simulations of the search for one plan."""
-MOST_TRIES = 6
-"""How often a search is repeated when a split needs more memory than its blocks say."""
+ROOM = 1.25
+"""How much more than the memory of a device its blocks may need by their figures, which are estimates, before
+what they need in fact is looked at."""
+MOST_TRIES = 12
+"""How often a search is repeated when a split turns out to need too much memory."""
 
 
 def default_cut(local: Sharded, num_stages: int, device: Device) -> Cut:
@@ -44,9 +47,9 @@ def fastest_cut(
 ) -> Cut:
     """Return the cut of the fastest simulated step that fits in memory.
 
-    ``functions`` are the same function with ever more Calls written out: its blocks are split by
-    :func:`auto_split`, and what comes out is simulated in full, and so is ``even``, the cut by work, which is
-    returned if it is faster. Raises :class:`PartitionError` when nothing fits, by how much.
+    ``functions`` are the same function with ever more Calls written out: the blocks of each are split
+    (:func:`distsim.partition.stages.auto_split`), and what comes out is simulated in full. So is ``even``,
+    the cut by work, which is returned if it is faster. Raises :class:`PartitionError` when nothing fits.
     """
     device = mesh.devices[0]
     found: list[_Candidate] = []
@@ -56,6 +59,7 @@ def fastest_cut(
             found += _searched(local, device, mesh, schedule, cost_model)
         except PartitionError as error:
             refused.append(error)
+    even = _noted(even, "stages=auto: the cut of even work is the fastest of those simulated")
     found.append(_simulated(even, mesh, schedule, cost_model))
     fitting = [each for each in found if each.missing <= 0]
     if fitting:
@@ -79,33 +83,25 @@ def _searched(
         return []
     costs = costs_of(local, blocks, mesh.at(pp=0), cost_model)
     limits = [min(d.memory for d in mesh.at(pp=stage).devices) for stage in range(stages)]
+    problem = StageProblem(costs, schedule, mesh_communication(mesh, cost_model), limits)
     found: list[_Candidate] = []
-    room = list(limits)
+    room = [ROOM * limit for limit in limits]
     for _ in range(MOST_TRIES):
-        split = auto_split(
-            costs,
-            stages,
-            schedule.num_microbatches,
-            schedule,
-            mesh_communication(mesh, cost_model),
-            room,
-            EFFORT,
-        )
+        try:
+            split = problem.within(room).best(EFFORT)
+        except PartitionError:
+            break
         cut = cut_stages(local, stages, device, blocks.stages(split.starts))
         cut = _noted(cut, _described(split, blocks))
         found.append(_simulated(cut, mesh, schedule, cost_model))
         if found[-1].missing <= 0:
-            break
+            return found
         peaks = program_memory(cut.program(mesh, schedule)).peaks
-        over = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
-        # The estimate was short on these stages by so much.
-        short = [peak - memory for peak, memory in zip(peaks, split.memory, strict=True)]
-        room = [
-            min(own, limit - max(less, 1.0)) if above > 0 else own
-            for own, limit, less, above in zip(room, limits, short, over, strict=True)
-        ]
-        if min(room) <= 0:
-            break
+        for stage, (peak, limit, memory) in enumerate(zip(peaks, limits, split.memory, strict=True)):
+            if peak > limit:  # so much by the blocks' figures is too much
+                room[stage] = limit - (peak - memory)
+    if not found:
+        problem.within(limits).best(1)  # says what is missing
     return found
 
 

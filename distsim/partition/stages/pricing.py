@@ -14,7 +14,7 @@ from distsim.executor.memory_program import program_memory
 from distsim.executor.program import Block, Program, Stage
 from distsim.ir import Function, Mesh, Role, Value
 from distsim.partition.stages.cost import BlockCost
-from distsim.schedule import gpipe
+from distsim.schedule import Schedule
 
 
 def program_costs(
@@ -162,9 +162,13 @@ def _per_microbatch(block: Block) -> list[Value]:
 
 
 def _memory(program: Program) -> list[tuple[float, float, float]]:
-    """Return (state, saved, workspace) of each stage: what the peak consists of with 2 and 3 in flight."""
+    """Return (state, saved, workspace) of each stage.
+
+    The peaks of a stage that runs one microbatch, or two, forward and then backward, and again, tell what a
+    microbatch in flight adds; sums of gradients are there from the first ones on.
+    """
     count = len(program.stages)
-    two, three = (program_memory(replace(program, schedule=gpipe(count, m))).peaks for m in (2, 3))
+    one, two = (program_memory(replace(program, schedule=_in_turn(count, size))).peaks for size in (1, 2))
     state = [0.0] * count
     for given in program.inputs:
         if given.source.role is not Role.INPUT:
@@ -174,8 +178,14 @@ def _memory(program: Program) -> list[tuple[float, float, float]]:
         sums = chain(stage.forward.accumulated, stage.backward.accumulated)
         state[index] += sum(key.type.nbytes for key in sums)
     found: list[tuple[float, float, float]] = []
-    for own, low, high in zip(state, two, three, strict=True):
-        saved = max(high - low, 0)
-        held = low - 2 * saved
-        found.append((float(own), float(saved), float(max(held - own, 0))))
+    for own, low, high in zip(state, one, two, strict=True):
+        saved = float(max(high - low, 0))
+        found.append((own, saved, max(low - saved - own, 0.0)))
     return found
+
+
+def _in_turn(stages: int, size: int) -> Schedule:
+    """Return the schedule in which every stage runs ``size`` forwards, their backwards, and so on."""
+    group = [*range(0, 2 * size, 2), *range(1, 2 * size, 2)]
+    row = [2 * size * turn + code for turn in range(3) for code in group]
+    return Schedule.from_codes(f"{size} in turn", np.array([row] * stages, np.int64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -122,11 +123,24 @@ class StageProblem:
         self.tables: Tables = tables_of(costs, schedule, communication, limits)
         self.room = (np.empty((4, self.stages)), np.empty((2, self.stages, self.microbatches)))
 
+    def within(self, limits: Sequence[float]) -> StageProblem:
+        """Return the same problem with other bytes on the stages' devices."""
+        made = copy(self)
+        allowed = self.tables.memory <= np.array(limits, float)[:, None, None]
+        made.limits, made.tables = limits, self.tables._replace(allowed=allowed)
+        return made
+
     def time(self, sizes: Sequence[int]) -> float:
         """Return the seconds of a split, as :func:`split_time`."""
         check_sizes(sizes, self.blocks)
         bounds = np.array([0, *accumulate(sizes)], np.int64)
         return makespan(bounds, self.stages, np.zeros(OTHERS), self.order, self.tables, self.room)
+
+    def memory(self, sizes: Sequence[int]) -> tuple[float, ...]:
+        """Return the bytes that a split needs on each stage."""
+        check_sizes(sizes, self.blocks)
+        bounds = pairwise([0, *accumulate(sizes)])
+        return tuple([float(self.tables.memory[s, i, j]) for s, (i, j) in enumerate(bounds)])
 
     def best(self, effort: int = EFFORT) -> Split:
         """Return the best split, as :func:`auto_split`."""
@@ -137,14 +151,8 @@ class StageProblem:
         state = (self.order, self.tables, suffix, self.room)
         time, bound, more = search(best, time, self.microbatches, effort, state)
         bounds: list[int] = best.tolist()
-        memory = [float(self.tables.memory[s, i, j]) for s, (i, j) in enumerate(pairwise(bounds))]
-        return Split(
-            tuple([j - i for i, j in pairwise(bounds)]),
-            float(time),
-            float(bound),
-            tuple(memory),
-            tried + more,
-        )
+        sizes = tuple([j - i for i, j in pairwise(bounds)])
+        return Split(sizes, float(time), float(bound), self.memory(sizes), tried + more)
 
     def _suffix(self) -> Suffix:
         shape = (self.stages + 1, self.blocks + 1)

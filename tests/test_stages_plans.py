@@ -1,0 +1,237 @@
+"""Stages chosen for a model: what its blocks cost, what plans make of it, and that it computes the same."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from training_models import (
+    assert_same_step,
+    flat_mlp,
+    mesh_of,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    tied,
+    topology_of,
+)
+
+from distsim.errors import PartitionError, PlanError
+from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.executor.memory_program import program_memory
+from distsim.hardware import load_cluster
+from distsim.ir import Mesh
+from distsim.ir.device import logical_mesh
+from distsim.models import gpt, llama, mlp
+from distsim.parallelize import parallelize
+from distsim.partition.stages import StageProblem, mesh_communication, split_time
+from distsim.plan import Plan
+from distsim.schedule import schedule
+from distsim.transforms import SGD, Adam, block_costs, build_program, differentiate, outline, shard
+from distsim.transforms.model_blocks import costs_of, model_blocks
+from distsim.transforms.pipeline import cut_stages
+
+MODELS = {
+    "mlp": lambda: differentiate(mlp(layers=9, width=1024, batch=2048), SGD(lr=0.1)),
+    "gpt": lambda: differentiate(
+        gpt(layers=6, hidden=512, heads=8, seq=256, vocab=20000, batch=16), Adam(lr=0.1)
+    ),
+    "llama": lambda: differentiate(
+        llama(layers=5, hidden=512, heads=8, kv_heads=4, ffn=1024, seq=256, vocab=4000, batch=16), SGD(lr=0.1)
+    ),
+}
+
+
+@cache
+def model(name):
+    return MODELS[name]()
+
+
+@cache
+def cluster():
+    topology = load_cluster("dgx-a100:2")
+    return topology, CostModel(topology)
+
+
+def outlined(name):
+    joint = model(name)
+    return joint if any(op.op_type == "Call" for op in joint.ops) else outline(joint)
+
+
+def calls_per_stage(program):
+    return [sum(op.op_type == "Call" for op in s.forward.function.ops) for s in program.stages]
+
+
+def step_time(program, cost_model):
+    return Simulator(cost_model).simulate(program).step_time
+
+
+# --- what blocks cost ----------------------------------------------------------------------------------
+
+
+def test_the_blocks_of_a_model_are_its_layers_and_what_lies_around_them():
+    topology, cost_model = cluster()
+    costs = block_costs(model("gpt"), cost_model, microbatches=4)
+    assert [cost.name for cost in costs] == ["embedded", *[f"h{i}" for i in range(6)], "final", "logits"]
+    layers = costs[1:7]
+    assert len({(c.forward, c.backward, c.sent, c.saved) for c in layers[1:]}) == 1
+    assert all(1.5 < c.backward / c.forward < 2.5 for c in layers)
+    width, tokens, vocabulary, positions = 512, 4 * 256, 20000, 256
+    assert all(c.sent == c.gradient == 4 * tokens * width for c in costs[:8])
+    assert costs[-1].sent == 0
+    # Parameters, the sums of their gradients, and Adam's two moments, of 4 bytes each.
+    assert layers[1].state == 4 * 4 * (12 * width**2 + 13 * width)
+    assert costs[-1].state == 4 * 4 * vocabulary * width + 4  # and the sum of the loss
+    assert sum(c.state for c in costs[:2]) == layers[1].state + 4 * 4 * (vocabulary + positions) * width
+    # An embedding is costed by the bytes that it moves: what is looked up, and the gradient of the table.
+    device = topology.devices[0]
+    rate = device.dram_bandwidth * device.bytes_efficiency
+    assert costs[0].forward >= 2 * 4 * tokens * width / rate
+    assert costs[0].backward >= 4 * vocabulary * width / rate
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_the_memory_of_blocks_is_that_of_their_stages(name):
+    topology, cost_model = cluster()
+    mesh, order = Mesh(topology.devices[:2], pp=2, dp=1, tp=1), schedule("1f1b", 2, 8)
+    program = build_program(model(name), mesh, order, stages="default")
+    costs = block_costs(model(name), cost_model, microbatches=8)
+    first = 1 + calls_per_stage(program)[0]
+    memory = StageProblem(costs, order).memory((first, len(costs) - first))
+    peaks = program_memory(program).peaks
+    assert memory[0] == pytest.approx(peaks[0], rel=0.08)  # an embedding's workspace is not used at the peak
+    assert memory[1] == pytest.approx(peaks[1], rel=0.002)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize(("dp", "tp", "within"), [(1, 1, 2e-3), (2, 1, 0.02), (1, 2, 0.01)])
+def test_the_costs_of_blocks_foretell_the_simulated_step(name, dp, tp, within):
+    topology, cost_model = cluster()
+    rng = np.random.default_rng(dp + 2 * tp)
+    for stages, microbatches, order in ((2, 4, "1f1b"), (4, 8, "1f1b"), (3, 4, "gpipe")):
+        mesh = Mesh(topology.devices[: stages * dp * tp], pp=stages, dp=dp, tp=tp)
+        device = logical_mesh(mesh.devices[0], 1, 1).devices[0]
+        local = shard(outlined(name), logical_mesh(device, dp, tp), microbatches, dp)
+        blocks = model_blocks(local, device)
+        costs = costs_of(local, blocks, mesh.at(pp=0), cost_model)
+        firsts = (0, *sorted(rng.choice(np.arange(1, len(blocks)), stages - 1, replace=False).tolist()))
+        cut = cut_stages(local, stages, device, blocks.stages(firsts))
+        sizes = np.diff([*firsts, len(blocks)]).tolist()
+        foretold = split_time(costs, sizes, microbatches, order, mesh_communication(mesh, cost_model))
+        simulated = step_time(cut.program(mesh, schedule(order, stages, microbatches)), cost_model)
+        assert foretold == pytest.approx(simulated, rel=within), (stages, sizes)
+
+
+# --- plans ---------------------------------------------------------------------------------------------
+
+JOINTS = {
+    "flat": lambda: flat_mlp(layers=5, optimizer=True),
+    "gpt": lambda: differentiate(small_gpt(layers=4), Adam()),
+    "llama": lambda: differentiate(small_llama(), SGD(lr=0.1)),
+    "tied": lambda: differentiate(tied(layers=3), Adam()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"), [("flat", "auto"), ("gpt", "default"), ("llama", "auto"), ("tied", "auto")]
+)
+def test_the_step_computes_the_same_whatever_its_stages(name, stages):
+    joint = JOINTS[name]()
+    inputs = random_inputs(joint, 0)
+    expected = SequentialExecutor().compute(joint, inputs)
+    cost_model = CostModel(topology_of(8))
+    for dp, tp, pp, m, order in ((2, 1, 3, 2, "gpipe"), (1, 2, 2, 2, "1f1b")):
+        if (name, tp) == ("flat", 2):
+            continue  # its widths are not divided
+        program = build_program(joint, mesh_of(dp, tp, pp), schedule(order, pp, m), stages, cost_model)
+        assert_same_step(joint, program, inputs, expected)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_auto_is_never_slower_than_even_or_default(name):
+    topology, cost_model = cluster()
+    faster = 0
+    for text in (
+        "pp=2,microbatches=4",
+        "pp=4,microbatches=8",
+        "dp=2,pp=3,microbatches=4,schedule=gpipe",
+        "pp=8,microbatches=8",
+    ):
+        plan = Plan.parse(text)
+        times = {}
+        for stages in ("even", "default", "auto"):
+            if stages == "default" and plan.pp == 8 and name != "gpt":
+                continue  # more stages than layers
+            times[stages] = step_time(parallelize(model(name), plan, topology, stages=stages), cost_model)
+        best = times.pop("auto")
+        assert best <= min(times.values()) * (1 + 1e-12), text
+        faster += best < 0.995 * min(times.values())
+    assert faster
+
+
+def test_default_counts_layers_as_torchtitan_does():
+    topology, _ = cluster()
+    joint = differentiate(
+        llama(layers=12, hidden=64, heads=4, kv_heads=4, ffn=128, seq=16, vocab=100, batch=8)
+    )
+    mesh = Mesh(topology.devices[:4], pp=4, dp=1, tp=1)
+    program = build_program(joint, mesh, schedule("1f1b", 4, 8), stages="default")
+    assert calls_per_stage(program) == [3, 4, 3, 2]
+    first, last = (program.stages[i].forward.function.ops for i in (0, 3))
+    assert any(op.op_type == "Gather" for op in first)
+    assert [op.op_type for op in last if op.op_type != "Constant"][-3:] == [
+        "RMSNormalization",
+        "MatMul",
+        "CrossEntropyLoss",
+    ]
+
+
+def test_the_gradient_of_an_embedding_is_made_where_its_table_is():
+    topology, _ = cluster()
+    blocks = model_blocks(local := shard(model("llama"), mesh_of(1, 1), 4, 1), topology.devices[0])
+    cut = cut_stages(local, 2, topology.devices[0], blocks.stages((0, 1)))  # the embedding alone
+    ops = [[op.op_type for op in backward.function.ops] for _, backward, _ in cut.stages]
+    assert ops[0] == ["GatherGrad"]
+    assert "GatherGrad" not in ops[1]
+
+
+# --- memory, and what is refused -----------------------------------------------------------------------
+
+
+def small_memory(nbytes, count=2):
+    topology = topology_of(count, memory=nbytes)
+    return Mesh(topology.devices, pp=count, dp=1, tp=1), CostModel(topology)
+
+
+def test_a_plan_whose_stages_fit_is_found_though_the_even_one_does_not():
+    joint, order = model("gpt"), schedule("1f1b", 2, 8)
+    mesh, cost_model = small_memory(10**12)
+    even = build_program(joint, mesh, order)
+    peak = max(program_memory(even).peaks)
+    tight, cost_model = small_memory(peak - 2**20)
+    found = build_program(joint, tight, order, "auto", cost_model)
+    assert program_memory(found).missing <= 0 < program_memory(build_program(joint, tight, order)).missing
+    mesh, cost_model = small_memory(2**27)
+    with pytest.raises(PartitionError, match=r"at best some stage is over by [\d,.]+ MiB, stage \d of sizes"):
+        build_program(joint, mesh, order, "auto", cost_model)
+
+
+def test_what_was_found_is_said_and_found_again():
+    topology, _ = cluster()
+    plan = Plan.parse("pp=4,microbatches=8")
+    one, two = (parallelize(model("gpt"), plan, topology, stages="auto") for _ in range(2))
+    assert one.stages[0].forward is two.stages[0].forward
+    assert one.notes[-1].startswith("stages=auto: ")
+
+
+def test_what_cannot_be_is_refused():
+    topology, _ = cluster()
+    mesh, order = Mesh(topology.devices[:2], pp=2, dp=1, tp=1), schedule("1f1b", 2, 2)
+    with pytest.raises(PlanError, match="stages='best' is unknown; choose one of even, default, auto"):
+        build_program(model("gpt"), mesh, order, "best")
+    with pytest.raises(PlanError, match="stages=auto simulates splits; give build_program a cost_model"):
+        build_program(model("gpt"), mesh, order, "auto")
+    with pytest.raises(PlanError, match="stages=default counts layers, but the function repeats no block"):
+        build_program(flat_mlp(layers=1), mesh_of(1, 1, 2), order, "default")
+    deep = Mesh(topology.devices[:16], pp=16, dp=1, tp=1)
+    with pytest.raises(PlanError, match="stages=default: 16 stages, but only 8 to divide"):
+        build_program(model("gpt"), deep, schedule("1f1b", 16, 2), "default")
