@@ -13,6 +13,9 @@ from partition_problems import broken_rules, outside, random_devices, random_pro
 
 from distsim import errors
 from distsim.partition import Item, PartitionDevice, Problem, partition
+from distsim.partition.pieces import levels_of, parents_of, piece_of
+from distsim.partition.regions import join_regions
+from distsim.partition.sparse_nn import regions_of
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "data" / "fx"
@@ -106,6 +109,7 @@ def test_a_wrong_or_unreadable_case_is_a_line_and_an_exit_status(tmp_path):
             errors.NotEnoughMemoryError,
             "16 bytes, 2 devices have 15: 1",
         ),
+        (ops(8, 8), devices(9, 12), "single", errors.NotEnoughMemoryError, "16 bytes, d1 has 12: 4 more"),
         (ops(8, 30), devices(20, 25), "size_based", errors.OpTooLargeError, "op1 needs 34.*has 25"),
         (ops(8, 30), devices(25, 25), "sparse_nn", errors.OpTooLargeError, "op1 needs 34.*has 25"),
         (ops(60, 60, 60), devices(100, 100), "size_based", errors.NoMappingError, "op2 needs 64 bytes"),
@@ -124,7 +128,7 @@ def test_a_wrong_or_unreadable_case_is_a_line_and_an_exit_status(tmp_path):
             errors.NoMappingError,
             "24 more than the 40",
         ),
-        (ops(8, 8), devices(12, 12), "fastest", errors.PartitionError, "choose one of size_based"),
+        (ops(8, 8), devices(12, 12), "fastest", errors.PartitionError, "choose one of single"),
         (ops(8, 8), devices(12, 12), "cost_aware", errors.PartitionError, "transfer rate is 0.0"),
         (ops(8, 8), devices(12, 12), "ahead_of_time", errors.PartitionError, "an assignment goes with"),
     ],
@@ -160,7 +164,7 @@ def test_a_given_assignment_is_checked():
 
 
 def test_what_fits_on_one_device_is_one_part_there():
-    for mode in HEURISTICS:
+    for mode in ("single", *HEURISTICS):
         found = partition(ops(8, 8, 8), devices(20, 24, 24), mode)
         assert [(part.ops, part.bytes, part.devices[0].id) for part in found.parts] == [((0, 1, 2), 24, 1)]
 
@@ -198,6 +202,20 @@ def test_generated_graphs_break_no_rule(mode):
         made += 1
         several += len(found.parts) > 1
     assert made > 250 and several > 100, (made, several)
+
+
+def test_joined_regions_keep_their_bytes_and_levels():
+    joined = 0
+    for seed in range(200):
+        problem = random_problem(seed, most_ops=30)
+        largest = max(piece_of(problem, problem.close([op])).bytes for op in problem.ops)
+        begun = regions_of(problem, largest)
+        found = join_regions(problem, begun, 2 * largest)
+        joined += len(begun) - len(found)
+        pieces = [piece_of(problem, region.items) for region in found]
+        assert [region.bytes for region in found] == [piece.bytes for piece in pieces]
+        assert [region.level for region in found] == levels_of(parents_of(problem, pieces))
+    assert joined > 200
 
 
 def test_kernighan_lin_keeps_what_it_finds():

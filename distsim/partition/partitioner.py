@@ -18,7 +18,15 @@ from distsim.partition.replicate import saturate
 from distsim.partition.size_based import size_based
 from distsim.partition.sparse_nn import sparse_nn
 
-MODES = ("size_based", "sparse_nn", "cost_aware", "kernighan_lin", "ahead_of_time", "optimal")
+MODES = (
+    "single",
+    "size_based",
+    "sparse_nn",
+    "cost_aware",
+    "kernighan_lin",
+    "ahead_of_time",
+    "optimal",
+)
 
 
 def partition(
@@ -40,6 +48,7 @@ def partition(
     ``assigned_devices`` the ids of the devices of every part (without it, parts are placed by best fit).
 
     ========================  ===========================================================================
+    ``single``                one part, or an error
     ``size_based``            fill one device after the other, in the order of the ops
     ``sparse_nn``             embedding regions apart, the dense parts replicated next to them
     ``cost_aware``            join pieces while that shortens the graph latency
@@ -80,10 +89,11 @@ def partition(
     elif problem.total_bytes <= devices[largest].memory:
         pieces, places = [piece_of(problem, range(len(problem.items)))], [[largest]]
     else:
-        memory = sum(device.memory for device in devices)
+        memory = devices[largest].memory if mode == "single" else sum(device.memory for device in devices)
         if problem.total_bytes > memory:
+            place = f"{devices[largest].name} has" if mode == "single" else f"{len(devices)} devices have"
             raise NotEnoughMemoryError(
-                f"the whole needs {problem.total_bytes} bytes, {len(devices)} devices have {memory}: "
+                f"the whole needs {problem.total_bytes} bytes, {place} {memory}: "
                 f"{problem.total_bytes - memory} more"
             )
         pieces, places = _split(problem, devices, mode, transfer_rate, coarse)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distsim.errors import NoMappingError, OpTooLargeError, TooFewDevicesError, UnequalMemoriesError
-from distsim.partition.pieces import Growing, Piece, Placement, best_fit, levels_of, parents_of, piece_of
+from distsim.partition.pieces import Growing, Piece, Placement, best_fit, piece_of
 from distsim.partition.problem import PartitionDevice, Problem
+from distsim.partition.regions import join_regions
 from distsim.partition.size_based import unplaced
 
 
@@ -24,11 +25,9 @@ def sparse_nn(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[lis
     if any(device.memory != memory for device in devices):
         given = {device.name: device.memory for device in devices}
         raise UnequalMemoriesError(f"sparse_nn wants devices of equal memory, not {given}")
-    joining = _Joining(problem, memory)
-    joining.join(False)
-    joining.join(True)
-    pieces, embedding = joining.pieces, joining.embedding
-    # In the order in which pieces became what they are, which is also theirs among all pieces.
+    regions = join_regions(problem, regions_of(problem, memory), memory)
+    pieces = [piece_of(problem, region.items) for region in regions]
+    embedding = [region.embedding for region in regions]
     sparse = [k for k in range(len(pieces)) if embedding[k]]
     if not sparse:
         places, found = best_fit(problem, pieces, devices)
@@ -52,59 +51,21 @@ def sparse_nn(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[lis
     return pieces, [[rank[k]] if embedding[k] else list(range(len(sparse))) for k in range(len(pieces))]
 
 
-class _Joining:
-    """The pieces, of which kind they are, and which read which; joined pieces go to the end."""
-
-    def __init__(self, problem: Problem, memory: int) -> None:
-        self._problem, self._memory = problem, memory
-        self.pieces: list[Piece] = []
-        self.embedding: list[bool] = []
-        self._regions()
-        self._parents = parents_of(problem, self.pieces)
-
-    def _regions(self) -> None:
-        current, kind = Growing(self._problem), False
-        for op in self._problem.ops:
-            item = self._problem.items[op]
-            full = current.bytes + current.extra(op) > self._memory
-            if current.items and (full or item.embedding != kind):
-                self._keep(current, kind)
-                current = Growing(self._problem)
-            kind = item.embedding
-            if (need := current.bytes + current.extra(op)) > self._memory:
-                raise OpTooLargeError(
-                    f"{item.name} needs {need} bytes with its inputs; a device has {self._memory}. "
-                    f"Give devices of at least {need} bytes"
-                )
-            current.add(op)
-        self._keep(current, kind)
-
-    def _keep(self, current: Growing, kind: bool) -> None:
-        self.pieces.append(current.piece())
-        self.embedding.append(kind)
-
-    def join(self, kind: bool) -> None:
-        """Join pieces of a kind until the smallest fits nowhere."""
-        while (pair := self._pair(kind)) is not None:
-            joined, first, second = pair
-            keep = [k for k in range(len(self.pieces)) if k not in (first, second)]
-            new = {k: number for number, k in enumerate(keep)} | {first: len(keep), second: len(keep)}
-            both = self._parents[first] | self._parents[second]
-            above = [*[self._parents[k] for k in keep], both - {first, second}]
-            self._parents = [{new[k] for k in parents} for parents in above]
-            self.pieces = [*[self.pieces[k] for k in keep], joined]
-            self.embedding = [*[self.embedding[k] for k in keep], kind]
-
-    def _pair(self, kind: bool) -> tuple[Piece, int, int] | None:
-        mine = [k for k in range(len(self.pieces)) if self.embedding[k] == kind]
-        mine.sort(key=lambda k: self.pieces[k].bytes)
-        if len(mine) < 2:
-            return None
-        levels = levels_of(self._parents)
-        smallest = mine[0]
-        for other in reversed(mine[1:]):
-            if abs(levels[smallest] - levels[other]) <= 1:
-                joined = piece_of(self._problem, self.pieces[other].items | self.pieces[smallest].items)
-                if joined.bytes <= self._memory:
-                    return joined, other, smallest
-        return None
+def regions_of(problem: Problem, memory: int) -> list[tuple[Growing, bool]]:
+    """Return runs of ops of one kind that fit on a device, and whether they are embeddings."""
+    found: list[tuple[Growing, bool]] = []
+    current, kind = Growing(problem), False
+    for op in problem.ops:
+        item = problem.items[op]
+        full = current.bytes + current.extra(op) > memory
+        if current.items and (full or item.embedding != kind):
+            found.append((current, kind))
+            current = Growing(problem)
+        kind = item.embedding
+        if (need := current.bytes + current.extra(op)) > memory:
+            raise OpTooLargeError(
+                f"{item.name} needs {need} bytes with its inputs; a device has {memory}. "
+                f"Give devices of at least {need} bytes"
+            )
+        current.add(op)
+    return [*found, (current, kind)]
