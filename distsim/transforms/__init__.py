@@ -12,6 +12,7 @@ from distsim.transforms.parallel_3d import (
     steady_state_transform,
 )
 from distsim.transforms.pipeline import pipeline
+from distsim.transforms.place import Placed, partition_devices, place, transfer_seconds
 from distsim.transforms.precision import set_precision
 from distsim.transforms.shard import Sharded, shard
 
@@ -19,6 +20,7 @@ __all__ = [
     "SGD",
     "Adam",
     "PipeDreamScheduler",
+    "Placed",
     "Sharded",
     "add_loss",
     "build_program",
@@ -28,8 +30,11 @@ __all__ = [
     "optimizer_named",
     "outline",
     "parallel_transform_3d",
+    "partition_devices",
     "pipeline",
+    "place",
     "set_precision",
     "shard",
     "steady_state_transform",
+    "transfer_seconds",
 ]
