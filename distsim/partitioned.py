@@ -17,8 +17,8 @@ from distsim.report.labels import bytes_label
 from distsim.transforms import inline
 from distsim.transforms.place import Placed, partition_devices, place, transfer_seconds
 
-HOST_MODES = ("single", *(mode for mode in MODES if mode != "ahead_of_time"))
-"""The modes that need nothing but a model and devices; ``single``: all on one device."""
+HOST_MODES = tuple(mode for mode in MODES if mode != "ahead_of_time")
+"""The modes that need nothing but a model and devices."""
 
 _MOST_PARTS = 24
 
@@ -101,9 +101,6 @@ def _partition(
     saturate_host: bool,
     time_limit: float,
 ) -> Partition:
-    if mode == "single":
-        single = [0] * len(problem.ops)
-        return partition(problem, devices, "ahead_of_time", rate, saturate_host, single, {0: [devices[0].id]})
     if mode != "optimal":
         return partition(problem, devices, mode, rate, saturate_host)
     if saturate_host:

@@ -3,7 +3,14 @@
 import pytest
 from optimal_models import layered_problem, make_devices, make_problem, random_problem, shortest
 
-from distsim.errors import NoDevicesError, NoMappingError, NoOpsError, OpTooLargeError, PartitionError
+from distsim.errors import (
+    NoDevicesError,
+    NoMappingError,
+    NoOpsError,
+    NotEnoughMemoryError,
+    OpTooLargeError,
+    PartitionError,
+)
 from distsim.partition import Item, Problem, partition
 from distsim.partition.optimal import optimal_partition
 from distsim.partition.optimal.timetable import timetable
@@ -60,7 +67,7 @@ def test_brute_force_finds_none_shorter_in_little_memory(seed):
     devices = make_devices(1, share) + make_devices(3, share + 4)[1:]
     expected = shortest(problem, devices)
     if expected == float("inf"):
-        with pytest.raises((NoMappingError, OpTooLargeError), match="bytes"):
+        with pytest.raises((NoMappingError, OpTooLargeError, NotEnoughMemoryError), match="bytes"):
             optimal_partition(problem, devices, 1.0, time_limit=60)
         return
     found = optimal_partition(problem, devices, 1.0, tolerance=0.0, time_limit=60)
@@ -116,12 +123,13 @@ def test_what_cannot_be_is_refused_with_the_numbers():
     with pytest.raises(PartitionError, match=r"tolerance=-1"):
         optimal_partition(problem, make_devices(2), 1.0, tolerance=-1)
     with pytest.raises(OpTooLargeError, match=r"op0 needs 4 bytes with what it reads; .* has 3: 1 too few"):
-        optimal_partition(problem, make_devices(2, 3), 1.0)
+        optimal_partition(problem, make_devices(4, 3), 1.0)
     with pytest.raises(NoDevicesError, match="2 ops"):
         optimal_partition(problem, [])
     with pytest.raises(NoOpsError, match="0 ops among 0 items"):
         optimal_partition(Problem(()), make_devices(1))
-    with pytest.raises(
-        NoMappingError, match=r"no placing of 3 ops of 24 bytes on devices of 10, 10 bytes fits"
-    ):
-        optimal_partition(make_problem([1.0] * 3, [8] * 3, []), make_devices(2, 10))
+    three = make_problem([1.0] * 3, [8] * 3, [])
+    with pytest.raises(NotEnoughMemoryError, match=r"needs 24 bytes, 2 devices have 22: 2 more"):
+        optimal_partition(three, make_devices(2, 11), 1.0)
+    with pytest.raises(NoMappingError, match=r"3 ops of 24 bytes on devices of 15, 15 bytes fits"):
+        optimal_partition(three, make_devices(2, 15), 1.0)

@@ -46,8 +46,7 @@ def partition(
     ``cost_aware``            join pieces while that shortens the graph latency
     ``kernighan_lin``         size_based, then swap ops between parts while that shortens the graph latency
     ``ahead_of_time``         as given
-    ``optimal``               least makespan of a run (:func:`~distsim.partition.optimal_partition`), as good
-                              as it gets in ``time_limit`` seconds
+    ``optimal``               :func:`optimal_partition`: the shortest run found in ``time_limit`` seconds
     ========================  ===========================================================================
 
     ``transfer_rate`` in bytes per second is needed by cost_aware and kernighan_lin. They look at all pairs
@@ -74,8 +73,7 @@ def partition(
     _check(problem, devices)
     largest = max(range(len(devices)), key=lambda number: devices[number].memory)
     if mode == "optimal":
-        found = optimal_partition(problem, devices, transfer_rate, time_limit)
-        return _saturated(found) if saturate_host else found
+        return _optimal(problem, devices, transfer_rate, time_limit, saturate_host)
     if assignment is not None:
         pieces, places = given_parts(problem, devices, assignment, assigned_devices)
     elif problem.total_bytes <= devices[largest].memory:
@@ -95,8 +93,17 @@ def partition(
     return make_partition(problem, devices, groups, places, transfer_rate, mode)
 
 
-def _saturated(found: OptimalPartition) -> OptimalPartition:
-    """Return an optimal partition with replicas on idle devices."""
+def _optimal(
+    problem: Problem,
+    devices: Sequence[PartitionDevice],
+    transfer_rate: float,
+    time_limit: float,
+    saturate_host: bool,
+) -> OptimalPartition:
+    """Return the optimal partition, with replicas on idle devices if they are wanted."""
+    found = optimal_partition(problem, devices, transfer_rate, time_limit)
+    if not saturate_host:
+        return found
     number = {device: place for place, device in enumerate(found.devices)}
     pieces = [piece_of(found.problem, part.items) for part in found.parts]
     places = saturate(pieces, found.devices, [[number[d] for d in part.devices] for part in found.parts])

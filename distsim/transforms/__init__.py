@@ -14,6 +14,7 @@ from distsim.transforms.parallel_3d import (
     steady_state_transform,
 )
 from distsim.transforms.pipeline import pipeline
+from distsim.transforms.place import Placed, partition_devices, place, transfer_seconds
 from distsim.transforms.precision import set_precision
 from distsim.transforms.rematerialize import policy_named, rematerialize, split_joint
 from distsim.transforms.shard import Sharded, shard
@@ -22,6 +23,7 @@ __all__ = [
     "SGD",
     "Adam",
     "PipeDreamScheduler",
+    "Placed",
     "Sharded",
     "add_loss",
     "block_costs",
@@ -34,11 +36,14 @@ __all__ = [
     "optimizer_named",
     "outline",
     "parallel_transform_3d",
+    "partition_devices",
     "pipeline",
+    "place",
     "policy_named",
     "rematerialize",
     "set_precision",
     "shard",
     "split_joint",
     "steady_state_transform",
+    "transfer_seconds",
 ]

@@ -9,7 +9,14 @@ from time import perf_counter
 
 import numpy as np
 
-from distsim.errors import NoDevicesError, NoMappingError, NoOpsError, OpTooLargeError, PartitionError
+from distsim.errors import (
+    NoDevicesError,
+    NoMappingError,
+    NoOpsError,
+    NotEnoughMemoryError,
+    OpTooLargeError,
+    PartitionError,
+)
 from distsim.partition.optimal.jobs import Jobs, make_jobs
 from distsim.partition.optimal.replay import order_by_time, replay
 from distsim.partition.optimal.search import Clock, Search, compile_search
@@ -123,6 +130,12 @@ def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
             f"there are 0 ops among {len(problem.items)} items, so there is nothing to partition"
         )
     check_devices(devices)
+    whole = sum(device.memory for device in devices)
+    if problem.total_bytes > whole:
+        raise NotEnoughMemoryError(
+            f"the whole needs {problem.total_bytes} bytes, {len(devices)} devices have {whole}: "
+            f"{problem.total_bytes - whole} more"
+        )
     items, most = problem.items, max(device.memory for device in devices)
     for op in problem.ops:
         sizes = [min(items[read].output_bytes, items[read].total_bytes) for read in items[op].inputs]
