@@ -33,6 +33,9 @@ PARTITIONERS = {
     "replay": "replay",
 }
 RECORDED = ("saved", "recomputed_in_bw", "bw_ops", "fw_out", "error")
+UNKNOWN = 64
+"""What a size counts that the case gives as a symbol."""
+
 Expected = dict[str, Any]
 Row = dict[str, Any]
 Shapes = list[list[int]]
@@ -192,12 +195,12 @@ def shapes_of(row: Row, several: bool) -> Shapes:
     shape = row.get("shape")
     if not isinstance(shape, list):
         return []
-    plain = not several or any(isinstance(size, int) for size in shape)
+    plain = not several or any(isinstance(size, str | int) for size in shape)
     shapes = [shape] if plain else shape
     for each in shapes:
-        if not isinstance(each, list) or not all(isinstance(size, int) and size >= 0 for size in each):
+        if not isinstance(each, list) or not all(isinstance(size, str | int) for size in each):
             raise CaseError(f"the shape of {row['name']} is {shape!r}")
-    return shapes
+    return [[size if isinstance(size, int) else UNKNOWN for size in each] for each in shapes]
 
 
 def nbytes(row: Row, shapes: Shapes) -> int:
@@ -205,6 +208,8 @@ def nbytes(row: Row, shapes: Shapes) -> int:
     given = row.get("bytes")
     if given is None:
         return 4 * sum(math.prod(shape) for shape in shapes)
+    if isinstance(given, str) and not given.lstrip("-").isdigit():
+        given = 4 * sum(math.prod(shape) for shape in shapes)
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
         raise CaseError(f"the bytes of {row['name']} are {given!r}")
     return given

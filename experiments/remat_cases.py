@@ -182,9 +182,9 @@ def budget_defect(case: Case, expected: Expected) -> str:
     size = sum(graph.sizes[each] for each in saved if each is not None)
     inputs = sum(graph.sizes[i] for i, node in enumerate(graph.nodes) if node.role is Role.PRIMAL)
     most = save_within_budget(graph, 1.0).nbytes if 0 < case.budget < 1 else 0
-    room = inputs + case.budget * max(most - inputs, 0)
-    if size > room and case.budget < 1:
-        return f"the original saves {size} bytes, {size - room:.0f} more than its budget of {room:.0f}"
+    room = case.budget * max(most - inputs, 0)
+    if size - inputs > room and case.budget < 1:
+        return f"the original saves {size - inputs} bytes beyond the inputs, its budget is {room:.0f}"
     return ""
 
 

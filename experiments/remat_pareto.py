@@ -177,7 +177,7 @@ def pareto(sizes: Mapping[str, int], small: bool) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for weights in ("reshard", "keep"):
         for policy in common.progress(POLICIES):
-            program = parallelize(joint, plan, topology, policy, weights)
+            program = parallelize(joint, replace(plan, remat=policy, fsdp=weights), topology)
             simulation = simulator.simulate(program)
             rows.append(
                 {

@@ -124,7 +124,7 @@ def test_a_pattern_of_replicas_is_refused() -> None:
     figures = mesh_of(1, 1, 1).devices[0]
     with pytest.raises(PlanError, match="pattern of 2 of 4 data-parallel ranks"):
         fsdp(shard(joint, logical_mesh(figures, 2, 1), 1, 4))
-    with pytest.raises(PlanError, match="fsdp='zero' is not one of none, reshard, keep"):
+    with pytest.raises(PlanError, match="fsdp='zero' is unknown; choose one of none, reshard, keep"):
         build_program(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), fsdp="zero")
 
 

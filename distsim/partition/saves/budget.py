@@ -76,7 +76,7 @@ class Budget:
         items = self._recomputable(cut.banned)
         if not items:
             kept = [each for each in cut.banned if self.need.graph.nodes[each].tag is Tag.MUST_SAVE]
-            saved = split(self.need.graph, [*self.least, *kept]).saved
+            saved = split(self.need.graph, sorted([*self.least, *kept])).saved
             return saved if self.size(saved) <= self.room else self.least
         sizes = [self.need.graph.sizes[each] for each in items]
         seconds = [self.need.graph.nodes[each].seconds for each in items]

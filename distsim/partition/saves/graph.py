@@ -234,9 +234,10 @@ class JointGraph:
 class Saves:
     """What a partitioner decided about ``graph`` (the one given, its tags perhaps made plainer).
 
-    ``saved`` are the values that go from forward to backward, in the graph's order, each once: tensors,
-    then opaque values, then sizes. ``recomputed`` are the forward ops that run in backward again, in the
-    graph's order; ``forward`` and ``backward`` are the ops of the two passes in the order to run them.
+    ``saved`` are the values that go from forward to backward, each once: tensors, then opaque values, then
+    sizes, in the graph's order (sizes that stand for a tensor in the order of the tensors). ``recomputed``
+    are the forward ops that run in backward again, in the graph's order; ``forward`` and ``backward`` are
+    the ops of the two passes in the order to run them.
     """
 
     graph: JointGraph

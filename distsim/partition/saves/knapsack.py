@@ -25,16 +25,19 @@ def rounded_knapsack(sizes: Sequence[float], seconds: Sequence[float], room: flo
     """
     sizes_in_steps = [round(size * STEPS) for size in sizes]
     capacity = round(room * STEPS)
-    table: npt.NDArray[np.float32] = np.zeros((len(sizes) + 1, capacity + 1), dtype=np.float32)
+    best: npt.NDArray[np.float32] = np.zeros(capacity + 1, dtype=np.float32)
+    taken: npt.NDArray[np.bool_] = np.zeros((len(sizes), capacity + 1), dtype=np.bool_)
     for i, (size, gain) in enumerate(zip(sizes_in_steps, np.array(seconds, dtype=np.float32), strict=True)):
-        table[i + 1] = table[i]
+        with_item = best.copy()
         if size == 0:
-            table[i + 1] += gain
+            with_item += gain
         elif size <= capacity:
-            np.maximum(table[i, size:], table[i, :-size] + gain, out=table[i + 1, size:])
+            np.maximum(best[size:], best[:-size] + gain, out=with_item[size:])
+        taken[i] = with_item != best
+        best = with_item
     kept: list[int] = []
     for i in reversed(range(len(sizes))):
-        if table[i + 1, capacity] != table[i, capacity]:
+        if taken[i, capacity]:
             kept.append(i)
             capacity -= sizes_in_steps[i]
     return tuple(reversed(kept))

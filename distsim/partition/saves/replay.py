@@ -44,7 +44,7 @@ def save_replayed(graph: JointGraph) -> Saves:
             saved += _items(graph, position)
         elif node.kind is not Kind.TENSOR or node.role is not Role.OP or _marked(node):
             saved.append(position)
-    return split(graph, [each for each in saved if each not in need.tangents])
+    return split(graph, sorted(set(saved) - need.tangents))
 
 
 def _marked(node: JointNode) -> bool:

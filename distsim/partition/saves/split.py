@@ -11,7 +11,7 @@ from distsim.partition.saves.needs import backward_inputs, extract, forward_inpu
 def split(graph: JointGraph, saved: Iterable[int], lazily: bool = True) -> Saves:
     """Cut the graph into its two passes with ``saved`` between them, less what backward does not read.
 
-    Saved values are tensors, then opaque values, then sizes, each in the graph's order and once. With
+    Saved values are tensors, then opaque values, then sizes, each in the order given and once. With
     ``lazily`` a recomputed op runs right before the first op that needs it, as an autograd engine would
     run it; otherwise all run in the graph's order.
 
@@ -26,7 +26,7 @@ def split(graph: JointGraph, saved: Iterable[int], lazily: bool = True) -> Saves
     >>> split(graph, [2]).recomputed, split(graph, [0]).recomputed
     ((), (2,))
     """
-    kept = sorted(dict.fromkeys(saved))
+    kept = list(dict.fromkeys(saved))
     tangents = backward_inputs(graph)
     unread = _unread(graph, kept, tangents)
     kinds = (Kind.TENSOR, Kind.OPAQUE, Kind.SIZE)
