@@ -22,7 +22,6 @@ from distsim.hardware import load_cluster
 from distsim.ir import Mesh
 from distsim.ir.device import logical_mesh
 from distsim.models import gpt, llama, mlp
-from distsim.parallelize import parallelize
 from distsim.partition.stages import StageProblem, mesh_communication, split_time
 from distsim.plan import Plan
 from distsim.schedule import schedule
@@ -59,6 +58,13 @@ def outlined(name):
 
 def calls_per_stage(program):
     return [sum(op.op_type == "Call" for op in s.forward.function.ops) for s in program.stages]
+
+
+def planned(name, plan, stages):
+    topology, cost_model = cluster()
+    mesh = Mesh(topology.devices[: plan.devices], pp=plan.pp, dp=plan.dp, tp=plan.tp)
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    return build_program(model(name), mesh, order, stages=stages, cost_model=cost_model)
 
 
 def step_time(program, cost_model):
@@ -142,13 +148,15 @@ def test_the_step_computes_the_same_whatever_its_stages(name, stages):
     for dp, tp, pp, m, order in ((2, 1, 3, 2, "gpipe"), (1, 2, 2, 2, "1f1b")):
         if (name, tp) == ("flat", 2):
             continue  # its widths are not divided
-        program = build_program(joint, mesh_of(dp, tp, pp), schedule(order, pp, m), stages, cost_model)
+        program = build_program(
+            joint, mesh_of(dp, tp, pp), schedule(order, pp, m), stages=stages, cost_model=cost_model
+        )
         assert_same_step(joint, program, inputs, expected)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_auto_is_never_slower_than_even_or_default(name):
-    topology, cost_model = cluster()
+    _, cost_model = cluster()
     faster = 0
     for text in (
         "pp=2,microbatches=4",
@@ -161,7 +169,7 @@ def test_auto_is_never_slower_than_even_or_default(name):
         for stages in ("even", "default", "auto"):
             if stages == "default" and plan.pp == 8 and name != "gpt":
                 continue  # more stages than layers
-            times[stages] = step_time(parallelize(model(name), plan, topology, stages=stages), cost_model)
+            times[stages] = step_time(planned(name, plan, stages), cost_model)
         best = times.pop("auto")
         assert best <= min(times.values()) * (1 + 1e-12), text
         faster += best < 0.995 * min(times.values())
@@ -208,17 +216,16 @@ def test_a_plan_whose_stages_fit_is_found_though_the_even_one_does_not():
     even = build_program(joint, mesh, order)
     peak = max(program_memory(even).peaks)
     tight, cost_model = small_memory(peak - 2**20)
-    found = build_program(joint, tight, order, "auto", cost_model)
+    found = build_program(joint, tight, order, stages="auto", cost_model=cost_model)
     assert program_memory(found).missing <= 0 < program_memory(build_program(joint, tight, order)).missing
     mesh, cost_model = small_memory(2**27)
     with pytest.raises(PartitionError, match=r"at best some stage is over by [\d,.]+ MiB, stage \d of sizes"):
-        build_program(joint, mesh, order, "auto", cost_model)
+        build_program(joint, mesh, order, stages="auto", cost_model=cost_model)
 
 
 def test_what_was_found_is_said_and_found_again():
-    topology, _ = cluster()
     plan = Plan.parse("pp=4,microbatches=8")
-    one, two = (parallelize(model("gpt"), plan, topology, stages="auto") for _ in range(2))
+    one, two = (planned("gpt", plan, "auto") for _ in range(2))
     assert one.stages[0].forward is two.stages[0].forward
     assert one.notes[-1].startswith("stages=auto: ")
 
@@ -227,11 +234,11 @@ def test_what_cannot_be_is_refused():
     topology, _ = cluster()
     mesh, order = Mesh(topology.devices[:2], pp=2, dp=1, tp=1), schedule("1f1b", 2, 2)
     with pytest.raises(PlanError, match="stages='best' is unknown; choose one of even, default, auto"):
-        build_program(model("gpt"), mesh, order, "best")
+        build_program(model("gpt"), mesh, order, stages="best")
     with pytest.raises(PlanError, match="stages=auto simulates splits; give build_program a cost_model"):
-        build_program(model("gpt"), mesh, order, "auto")
+        build_program(model("gpt"), mesh, order, stages="auto")
     with pytest.raises(PlanError, match="stages=default counts layers, but the function repeats no block"):
-        build_program(flat_mlp(layers=1), mesh_of(1, 1, 2), order, "default")
+        build_program(flat_mlp(layers=1), mesh_of(1, 1, 2), order, stages="default")
     deep = Mesh(topology.devices[:16], pp=16, dp=1, tp=1)
     with pytest.raises(PlanError, match="stages=default: 16 stages, but only 8 to divide"):
-        build_program(model("gpt"), deep, schedule("1f1b", 16, 2), "default")
+        build_program(model("gpt"), deep, schedule("1f1b", 16, 2), stages="default")
