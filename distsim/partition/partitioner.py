@@ -38,6 +38,7 @@ def partition(
     Whatever the mode, a problem that fits on the device of most memory is one part there; except in optimal,
     and ahead_of_time, where ``assignment`` says the part of every op (by name, or in order) and
     ``assigned_devices`` the ids of the devices of every part (without it, parts are placed by best fit).
+    ``saturate_host`` replicates the parts on idle devices.
 
     ========================  ===========================================================================
     ``single``                one part, or an error
@@ -49,10 +50,9 @@ def partition(
     ``optimal``               :func:`optimal_partition`: the shortest run found in ``time_limit`` seconds
     ========================  ===========================================================================
 
-    ``transfer_rate`` in bytes per second is needed by cost_aware and kernighan_lin. They look at all pairs
-    of up to ``coarse`` ops; more are first grouped into that many (:mod:`distsim.partition.coarsen`).
-    ``saturate_host`` replicates the parts on idle devices. Raises a :class:`PartitionError`: its kind says
-    which rule cannot be kept, its text the numbers.
+    ``transfer_rate`` in bytes per second is needed by cost_aware and kernighan_lin, which look at all pairs
+    of up to ``coarse`` ops and group more into that many (:mod:`distsim.partition.coarsen`). Raises a
+    :class:`PartitionError`: its kind says which rule cannot be kept, its text the numbers.
 
     >>> from distsim.partition.problem import Item
     >>> chain = Problem((Item("a", (), 4, 10), Item("b", (0,), 4, 10), Item("c", (1,), 4, 10)))
