@@ -185,19 +185,21 @@ def flops(target: str, shapes: Sequence[Shape | None], result: Shape | None) -> 
     48.0
     """
     name = packet(target)
-    known = [shape for shape in shapes if shape is not None]
+    known = [shape for shape in shapes if shape]
     count = 0
     if name in ("mm", "_scaled_mm", "bmm", "addmm", "baddbmm") and known and result:
         first = known[1] if name in ("addmm", "baddbmm") and len(known) > 2 else known[0]
         count = 2 * math.prod(result) * first[-1]
     elif name in ("convolution", "_convolution", "cudnn_convolution") and len(known) > 1 and result:
         data, weight = known[0], known[1]
-        transposed = len(weight) > 1 and data[1] == weight[0] != weight[1] and result[1] != weight[0]
+        if min(len(data), len(weight), len(result)) < 2:
+            return 1.0
+        transposed = data[1] == weight[0] != weight[1] and result[1] != weight[0]
         places = data[2:] if transposed else result[2:]
         count = 2 * math.prod(places) * math.prod(weight[2:]) * data[0] * weight[0] * weight[1]
     elif name in ATTENTION and len(known) > 2:
         query, key, value = known[:3]
-        count = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+        count = 2 * math.prod(query[:-1]) * math.prod(key[-2:-1]) * (query[-1] + value[-1])
     return float(max(count, 1))
 
 

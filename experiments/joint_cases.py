@@ -36,6 +36,8 @@ RECORDED = ("saved", "recomputed_in_bw", "bw_ops", "fw_out", "error")
 UNKNOWN = 64
 """What a size counts that the case gives as a symbol."""
 
+MOST_BYTES = 2**50
+
 Expected = dict[str, Any]
 Row = dict[str, Any]
 Shapes = list[list[int]]
@@ -207,11 +209,11 @@ def nbytes(row: Row, shapes: Shapes) -> int:
     """Return the bytes recorded, else those of the shapes in 4 bytes an element."""
     given = row.get("bytes")
     if given is None:
-        return 4 * sum(math.prod(shape) for shape in shapes)
+        given = 4 * sum(math.prod(shape) for shape in shapes)
     if isinstance(given, str) and not given.lstrip("-").isdigit():
         given = 4 * sum(math.prod(shape) for shape in shapes)
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise CaseError(f"the bytes of {row['name']} are {given!r}")
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < MOST_BYTES:
+        raise CaseError(f"the bytes of {row['name']} are {str(given)[:40]}")
     return given
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from joint_cases import Case, CaseError, Expected, read_case
+from joint_cases import Case, Expected, read_case
 
 from distsim.errors import DistsimError
 from distsim.partition.saves import (
@@ -72,7 +72,7 @@ def run_folder(folder: Path) -> Iterator[Verdict]:
     for path in sorted(folder.rglob("*.json")):
         try:
             case = read_case(path)
-        except (CaseError, DistsimError, OSError, ValueError, RecursionError) as error:
+        except (DistsimError, OSError, ValueError, ArithmeticError, RecursionError) as error:
             yield Verdict(str(path.relative_to(folder)), "-", "unreadable", str(error).splitlines()[0])
             continue
         for partitioner, expected in case.expected.items():

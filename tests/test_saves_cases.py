@@ -62,6 +62,7 @@ BROKEN = {
     "inputs of inputs": (lambda case: changed(case, 3, inputs=[["cos"]]), "'inputs' of cos_1"),
     "two of a name": (lambda case: {**case, "joint": case["joint"][:1] + case["joint"]}, "two nodes"),
     "a negative size": (lambda case: changed(case, 2, bytes=-4), "bytes of cos"),
+    "a size of nothing on earth": (lambda case: changed(case, 2, bytes=10**400), "bytes of cos"),
     "a shape of words": (lambda case: changed(case, 2, shape=[2.5]), "shape of cos"),
     "a budget of words": (lambda case: {**case, "budget": "half"}, "budget"),
     "a budget of 2": (lambda case: {**case, "budget": 2}, "share from 0 to 1"),

@@ -207,7 +207,7 @@ class JointGraph:
             source: int | None = position
             if node.item is not None:
                 parent = self.nodes[node.inputs[0]]
-                if parent.has(Trait.VIEW | Trait.ALIAS):
+                if parent.inputs and parent.has(Trait.VIEW | Trait.ALIAS):
                     source = storages[parent.inputs[0]]
             elif node.kind is not Kind.TENSOR:
                 source = None
