@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Value
-from distsim.transforms.fsdp import chains
+from distsim.transforms.fsdp import chains, gathers
 from distsim.transforms.numbered import Numbered
 from distsim.transforms.stages import StageMap
 
@@ -24,6 +24,8 @@ def prefetch(function: Numbered, assigned: StageMap) -> tuple[Numbered, StageMap
     nothing, those of the first of the backward pass for what it reads of the forward pass. A function that
     gathers no parameters over dp is returned as it is.
     """
+    if not any(gathers(op) for op in function.ops):
+        return function, assigned
     plain = Function(
         function.name,
         tuple(function.inputs),

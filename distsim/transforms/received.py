@@ -20,6 +20,8 @@ def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
     """
     stage, producer = assigned.stage, function.producer
     again = function.originals
+    if not again:
+        return None
     crosses = (
         value in again and stage[producer[value]] != stage[op]
         for op, read in enumerate(function.reads)
