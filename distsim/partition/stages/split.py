@@ -94,7 +94,7 @@ def auto_split(
     >>> blocks = [BlockCost("layer", 1.0, 2.0)] * 5 + [BlockCost("head", 2.0, 4.0)]
     >>> split = auto_split(blocks, stages=3, microbatches=8)
     >>> split.sizes, split.step_time, split.proven
-    ((3, 2, 1), 81.0, True)
+    ((3, 2, 1), 78.0, True)
     """
     found = as_schedule(schedule, stages, microbatches)
     if len(costs) < stages:
