@@ -30,7 +30,6 @@ FLOORS = {
     "parallelize": 6,
     "partitioned": 6,
     "search": 7,
-    "partitioned": 6,
     "cli": 8,
     "__main__": 9,
     "distsim": 9,  # distsim/__init__.py hands the names on

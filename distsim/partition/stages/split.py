@@ -51,6 +51,15 @@ class Split:
         """The first block of each stage."""
         return (0, *accumulate(self.sizes[:-1]))
 
+    @property
+    def assignment(self) -> tuple[int, ...]:
+        """The stage of each block; where blocks are ops, an assignment for :func:`~distsim.partition.partition`.
+
+        >>> Split((2, 1), 3.0, 3.0, (0.0, 0.0)).assignment
+        (0, 0, 1)
+        """
+        return tuple([stage for stage, size in enumerate(self.sizes) for _ in range(size)])
+
 
 def split_time(
     costs: Sequence[BlockCost],
