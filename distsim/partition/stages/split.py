@@ -53,7 +53,7 @@ class Split:
 
     @property
     def assignment(self) -> tuple[int, ...]:
-        """The stage of each block; where blocks are ops, an assignment for :func:`~distsim.partition.partition`.
+        """The stage of each block: an assignment for :func:`~distsim.partition.partition` if blocks are ops.
 
         >>> Split((2, 1), 3.0, 3.0, (0.0, 0.0)).assignment
         (0, 0, 1)
