@@ -209,7 +209,7 @@ class Search:
         self.lower = max(getattr(self, "lower", 0.0), self.clock.rounded(bound))
 
     def _look(self, width: int, weight: float) -> None:
-        """Search both ways at once; only forward where memory is limited, as it fills in the order of time."""
+        """Search both ways at once; only forward where memory is limited, as that fills with time."""
         ways = (self.forward,) if self.memory.limited else (self.forward, self.backward)
         seconds, delays = self.forward.seconds.sum(), self.forward.delay_in.sum()
         upper = self.upper if self.upper < math.inf else 2.0 * float(seconds + delays)
