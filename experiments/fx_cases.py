@@ -6,11 +6,12 @@ came out: ``error``, or ``partitions``, ``node_to_partition``, ``dag``, latencie
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from distsim.partition import Item, Partition, PartitionDevice, Problem, partition
+from distsim.partition import Item, Partition, PartitionDevice, Problem, make_partition, partition
 
 Case = dict[str, Any]
 
@@ -23,6 +24,7 @@ MODES = {
     "aot_based": "ahead_of_time",
     "ahead_of_time": "ahead_of_time",
 }
+ASSIGNMENTS = ("node_to_partition_mapping", "assignment", "node_to_partition")
 EMBEDDING = re.compile(r"embed|(^|[._])emb(?![a-z])", re.IGNORECASE)
 
 
@@ -58,7 +60,9 @@ def run(case: Case, problem: Problem) -> Partition:
     mode = MODES[case["mode"]]
     assignment = places = None
     if mode == "ahead_of_time":
-        given = _first(case, "node_to_partition_mapping", "assignment", "node_to_partition")
+        given = _first(case, *ASSIGNMENTS)
+        if not given:
+            raise KeyError(ASSIGNMENTS[0])
         ops = {problem.items[op].name for op in problem.ops}
         assignment = {name: int(part) for name, part in given.items() if name in ops}
         places = _first(case, "partition_to_logical_device_mapping") or {
@@ -76,11 +80,24 @@ def _first(case: Case, *keys: str) -> dict[str, Any]:
     return next((case[key] for key in keys if case.get(key)), {})
 
 
+def recorded_latency(case: Case) -> float:
+    """Return the graph latency of the recorded parts where they are; infinite for a recorded error."""
+    if case.get("error"):
+        return math.inf
+    problem, devices = problem_of(case), devices_of(case)
+    number = {item.name: k for k, item in enumerate(problem.items)}
+    place = {device.id: k for k, device in enumerate(devices)}
+    groups = [[number[name] for name in part["nodes"]] for part in case["partitions"]]
+    placed = [[place[i] for i in part["logical_device_ids"]] for part in case["partitions"]]
+    rate = float(case["transfer_rate_bytes_per_sec"])
+    return make_partition(problem, devices, groups, placed, rate).latency
+
+
 def ids_of(case: Case, count: int) -> list[int]:
     """Return the names of our parts: 0, 1, ..., except that an assignment names its own."""
     if MODES[case["mode"]] != "ahead_of_time":
         return list(range(count))
-    given = _first(case, "node_to_partition_mapping", "assignment", "node_to_partition")
+    given = _first(case, *ASSIGNMENTS)
     ops = {node["name"] for node in case["nodes"] if node["op"].startswith("call_")}
     return sorted({int(part) for name, part in given.items() if name in ops})
 
@@ -122,23 +139,14 @@ def outcome(case: Case, result: Partition) -> Case:
 def dag(case: Case, result: Partition, ids: Sequence[int]) -> tuple[list[Case], int]:
     """Return the calls of the parts in the order of split_module, and how many nodes that graph has."""
     problem, part_of = result.problem, result.part_of
-    reads: list[dict[int, None]] = [{} for _ in result.parts]
-    hands: list[dict[int, None]] = [{} for _ in result.parts]
-    waits: list[dict[int, None]] = [{} for _ in result.parts]
-    readers: list[dict[int, None]] = [{} for _ in result.parts]
+    reads = {node.part: node.inputs for node in result.dag}
+    hands = {node.part: node.outputs for node in result.dag}
+    waits = {part: {part_of[i]: None for i in read if part_of[i] >= 0} for part, read in reads.items()}
+    readers: dict[int, dict[int, None]] = {part: {} for part in reads}
     for op in problem.ops:
-        here = part_of[op]
         for read in problem.items[op].inputs:
-            there = part_of[read]
-            if there != here:
-                reads[here][read] = None
-                if there >= 0:
-                    hands[there][read] = None
-                    readers[there][here] = None
-                    waits[here][there] = None
-    for item in problem.outputs:
-        if part_of[item] >= 0:
-            hands[part_of[item]][item] = None
+            if part_of[read] not in (-1, part_of[op]):
+                readers[part_of[read]][part_of[op]] = None
     seen = dict.fromkeys(part_of[op] for op in problem.ops)
     ready, order = [part for part in seen if not waits[part]], list[int]()
     while ready:

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from fx_cases import Case, outcome, problem_of, run
+from fx_cases import MODES, Case, outcome, problem_of, recorded_latency, run
 from fx_judge import crash, defects, differences, error_kind, explained, removal
 
 from distsim.errors import PartitionError
@@ -65,8 +65,8 @@ def judge(case: Case) -> str:
     replay = attempt(case, per_reader=True)
     if not compare(case, replay) and explained(case):
         reasons.insert(0, f"{COUNTS} ({found[0]})")
-    elif case["mode"] == "kl_based" and not reasons and isinstance(ours, Partition):
-        better = ours.latency < float(case.get("total_latency", float("inf")))
+    elif MODES[case["mode"]] == "kernighan_lin" and not reasons and isinstance(ours, Partition):
+        better = ours.latency < recorded_latency(case)
         reasons += ["it finds shorter swaps and discards them"] if better else []
     if reasons:
         return f"defect of the original: {'; '.join(dict.fromkeys(reasons))}; ours is {text}"

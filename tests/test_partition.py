@@ -57,6 +57,10 @@ def test_bytes_and_latency_in_closed_form():
     assert (first.children, second.parents, second.level) == ((1,), (0,), 1)
     assert found.latencies[0] == (3.0, 5.0, 5.0)
     assert found.latencies[1] == (9.0, 1.0, 9.0)
+    assert [(node.part, node.inputs, node.outputs) for node in found.dag] == [
+        (0, (0,), (1,)),
+        (1, (1, 0), (3,)),
+    ]
     assert found.latency == 5 + (16 + 8) / 4 + 9  # x counts with a on the edge, as in torch.fx
     assert make_partition(CHAIN, DEVICES, [[1], [2, 3]], [[0], [0]], 4.0).latency == 14.0
     assert CHAIN.bytes_of([2, 3], per_reader=True) == second.bytes - 8 + 16 + 8
@@ -114,6 +118,8 @@ def test_items_and_devices_are_checked():
         Problem((outside("x", 1), dataclasses.replace(outside("y", 1), inputs=(0,))))
     with pytest.raises(errors.PartitionError, match="-1 bytes"):
         partition(CHAIN, [device(-1)])
+    with pytest.raises(errors.PartitionError, match="given twice"):
+        partition(CHAIN, [device(60), device(60)])
 
 
 def test_an_op_removed_and_added_again():

@@ -9,6 +9,7 @@ from functools import cached_property
 from distsim.errors import CyclicPartitionError, NotEnoughMemoryError, PartitionError
 from distsim.ir import Function
 from distsim.partition.cut import cut
+from distsim.partition.dag import DagNode, dag_of
 from distsim.partition.problem import PartitionDevice, Problem
 from distsim.partition.quotient import PartLatency, Quotient
 
@@ -63,6 +64,11 @@ class Partition:
     def order(self) -> tuple[int, ...]:
         """The parts in an order in which each comes after those that it reads."""
         return self.quotient.order
+
+    @cached_property
+    def dag(self) -> tuple[DagNode, ...]:
+        """For each part, in :attr:`order`, the items that it takes and those that it hands on."""
+        return dag_of(self.problem, self.part_of, self.order)
 
     @cached_property
     def latencies(self) -> tuple[PartLatency, ...]:

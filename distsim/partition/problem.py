@@ -208,7 +208,9 @@ def _is_embedding(op: Op, parameters: Collection[Value]) -> bool:
 
 
 def check_devices(devices: Sequence[PartitionDevice]) -> None:
-    """Raise :class:`PartitionError` for a device whose memory is no number of bytes."""
-    for device in devices:
+    """Raise :class:`PartitionError` for a device given twice, or whose memory is no number of bytes."""
+    for number, device in enumerate(devices):
+        if device in devices[:number]:
+            raise PartitionError(f"{device} is given twice; each device needs a name or an id of its own")
         if not (math.isfinite(device.memory) and device.memory >= 0):
             raise PartitionError(f"device {device.name} has {device.memory} bytes of memory; give 0 or more")
