@@ -197,7 +197,7 @@ def _simulate(options: argparse.Namespace) -> None:
     for name in ("device_memory", "saturate_host", "time_limit"):
         if getattr(options, name):
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
-    plan = Plan.parse(options.plan or "dp=1")
+    plan = Plan.parse("dp=1" if options.plan is None else options.plan)
     topology = load_cluster(options.cluster)
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
@@ -221,7 +221,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> None:
     """Inference of one batch, partitioned over the devices of the cluster."""
-    training = [name for name in ("plan", "loss", "optimizer") if getattr(options, name)]
+    training = [name for name in ("plan", "loss", "optimizer") if getattr(options, name) is not None]
     if training:
         raise PlanError(
             f"--partition places the ops of a forward pass, --{training[0]} is for training: leave one out"

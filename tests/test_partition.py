@@ -196,7 +196,7 @@ def test_a_cut_function_computes_the_same(mode):
         if mode == "ahead_of_time":
             given = [k * 3 // len(problem.ops) for k in range(len(problem.ops))]
         try:
-            found = partition(problem, devices, mode, 1e9, assignment=given)
+            found = partition(problem, devices, mode, 1e9, assignment=given, time_limit=0.2)
         except errors.PartitionError:
             continue
         parts += len(found.parts)

@@ -92,7 +92,7 @@ def reverse(jobs: Jobs) -> Jobs:
     """Return the jobs with time running backwards: a schedule of one is one of the other, mirrored."""
     last = len(jobs.seconds) - 1
     edges = [(last - to, last - origin, delay) for origin, to, delay in edges_of(jobs)]
-    turned = make_jobs(jobs.seconds[::-1].tolist(), edges)
+    turned = make_jobs(jobs.seconds[::-1].tolist(), edges, jobs.descends.size > 0)
     return turned._replace(tail=jobs.head[::-1].copy(), head=jobs.tail[::-1].copy())
 
 

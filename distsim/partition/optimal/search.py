@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -22,7 +23,7 @@ from distsim.partition.optimal.greedy import greedy
 from distsim.partition.optimal.jobs import Floats, Ints, Jobs, make_jobs, restrict, reverse
 from distsim.partition.optimal.states import Memory, make_children, make_scratch, make_states, no_limit
 
-_HORIZON = 24
+_HORIZON = 16
 """Jobs ahead of a state that its bound looks at one by one."""
 
 _FIRST_WIDTH = 16
@@ -143,6 +144,9 @@ def _floor(found: Found, upper: float, clock: Clock) -> float:
 class Search:
     """A search in rounds, each wider than the one before, until the proof or the end of the time.
 
+    What looks forward and what looks backward run in two threads, and are joined in that order: the result
+    does not depend on which is first.
+
     ``upper`` is what the best schedule takes, infinite if there is none yet; a search that ends with none
     has proven that the memory allows none.
     """
@@ -184,18 +188,18 @@ class Search:
     def _rounds(self) -> Iterator[None]:
         yield
         for weight in (0.0, 0.3):
-            for backward in (False, True):
-                self._look(_FIRST_WIDTH, backward, weight)
-                yield
+            self._look(_FIRST_WIDTH, weight)
+            yield
         width = _FIRST_WIDTH // 2
-        while True:
-            for dolls in self._dolls:
-                dolls.improve(width, self.clock)
+        with ThreadPoolExecutor(2) as pool:
+            while True:
+                improved = [pool.submit(dolls.improve, width, self.clock) for dolls in self._dolls]
+                for each in improved:
+                    each.result()
                 self._share_tails()
                 yield
-            width *= 4
-            for backward in (False, True):
-                self._look(width, backward, 0.0)
+                width *= 4
+                self._look(width, 0.0)
                 yield
 
     def _share_tails(self) -> None:
@@ -204,25 +208,26 @@ class Search:
         bound = root_bound(self.forward, self.machines)
         self.lower = max(getattr(self, "lower", 0.0), self.clock.rounded(bound))
 
-    def _look(self, width: int, backward: bool, weight: float) -> None:
-        """Search one way. Memory fills in the order of time, so a limited one is looked at forward only."""
-        if backward and self.memory.limited:
-            return
-        jobs = self.backward if backward else self.forward
-        upper = self.upper if self.upper < math.inf else 2.0 * float(jobs.seconds.sum() + jobs.delay_in.sum())
-        found = beam(jobs, self.machines, self.memory, width, upper, self.clock, weight)
-        if found.end is None or found.machine is None:
-            if self.upper == math.inf:
-                self.impossible = found.floor >= upper - self.clock.margin(upper)
-                return
-            self.lower = max(self.lower, _floor(found, upper, self.clock))
-            return
-        self.lower = max(self.lower, self.clock.rounded(found.floor))
-        self.upper = float(found.end.max())
-        self.end, self.machine = found.end, found.machine
-        if backward:
-            self.end = (self.upper - found.end + jobs.seconds)[::-1].copy()
-            self.machine = found.machine[::-1].copy()
+    def _look(self, width: int, weight: float) -> None:
+        """Search both ways at once; only forward where memory is limited, as that fills with time."""
+        ways = (self.forward,) if self.memory.limited else (self.forward, self.backward)
+        seconds, delays = self.forward.seconds.sum(), self.forward.delay_in.sum()
+        upper = self.upper if self.upper < math.inf else 2.0 * float(seconds + delays)
+        with ThreadPoolExecutor(2) as pool:
+            running = [
+                pool.submit(beam, jobs, self.machines, self.memory, width, upper, self.clock, weight)
+                for jobs in ways
+            ]
+            found = [each.result() for each in running]
+        for jobs, each in zip(ways, found, strict=True):
+            self.lower = max(self.lower, _floor(each, upper, self.clock))
+            if each.end is None or each.machine is None:
+                proven = each.floor >= upper - self.clock.margin(upper)
+                self.impossible = self.impossible or (self.upper == math.inf and proven)
+            elif jobs is self.forward:
+                self.offer(each.end, each.machine)
+            else:
+                self.offer((each.end.max() - each.end + jobs.seconds)[::-1].copy(), each.machine[::-1].copy())
 
 
 @functools.cache
