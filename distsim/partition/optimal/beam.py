@@ -237,7 +237,8 @@ def select(
     those cut off.
     """
     heads.fill(-1)
-    row, lost = np.int64(0), math.inf  # a plain 0 has everything below compiled twice, once for row 0
+    row: Any = np.int64(0)  # a plain 0 has everything below compiled twice, once for row 0
+    lost = math.inf
     for child in order:
         if row == width:
             lost = min(lost, children.bound[child])

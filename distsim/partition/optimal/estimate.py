@@ -83,7 +83,8 @@ def _begin(
     begin, stop = start[job], start[job + 1]
     for machine in range(machines):
         # A plain 0 has _join compiled twice, once for a count of 0.
-        ready, count = max(floor, base[machine]), np.int64(0)
+        ready = max(floor, base[machine])
+        count: Any = np.int64(0)
         for k in range(begin, stop):
             source = before[k]
             if end[source] >= 0.0:
