@@ -2,6 +2,8 @@
 
 import pytest
 from optimal_models import layered_problem, make_devices, make_problem, random_problem, shortest
+from partition_problems import random_devices as mixed_devices
+from partition_problems import random_problem as mixed_problem
 
 from distsim.errors import (
     NoDevicesError,
@@ -13,6 +15,11 @@ from distsim.errors import (
 )
 from distsim.partition import Item, Problem, partition
 from distsim.partition.optimal import optimal_partition
+from distsim.partition.optimal.anneal import anneal
+from distsim.partition.optimal.jobs import make_jobs
+from distsim.partition.optimal.replay import order_by_time, replay
+from distsim.partition.optimal.search import Clock, Search
+from distsim.partition.optimal.states import no_limit
 from distsim.partition.optimal.timetable import timetable
 
 
@@ -100,6 +107,42 @@ def test_many_ops_get_a_list_schedule_and_a_bound():
     assert timetable(found).makespan == found.makespan
 
 
+def test_a_placing_that_only_cost_aware_finds_is_taken():
+    problem = mixed_problem(7027, most_ops=30)
+    devices = mixed_devices(7027, problem)
+    with pytest.raises(NoMappingError):
+        partition(problem, devices, "size_based")
+    least = timetable(partition(problem, devices, "cost_aware", 3.0)).makespan
+    found = optimal_partition(problem, devices, 3.0, time_limit=0.0)
+    assert found.makespan <= least * (1 + 1e-12)
+    assert all(found.bytes_on(device) <= device.memory for device in devices)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_moves_shorten_a_schedule_and_keep_its_rules(seed):
+    problem = layered_problem(seed, 10, 8, 1.5, whole=False)
+    search = Search(
+        make_jobs(
+            [item.latency for item in problem.items],
+            [
+                (u, v, float(problem.items[u].output_bytes))
+                for v, i in enumerate(problem.items)
+                for u in i.inputs
+            ],
+        ),
+        4,
+        no_limit(80, 4),
+        Clock(float("inf"), 0.0, 0.0),
+    )
+    end, machine = anneal(search.forward, 4, search.end, search.machine, 0.0, 100_000, seed)
+    assert search.lower <= end.max() < 0.95 * search.upper
+    again, same = anneal(search.forward, 4, search.end, search.machine, 0.0, 100_000, seed)
+    assert (again.tolist(), same.tolist()) == (end.tolist(), machine.tolist())
+    transfers = [float(item.output_bytes) for item in problem.items]
+    ends = replay(problem, machine.tolist(), order_by_time(problem, end.tolist()), transfers)
+    assert max(ends) == pytest.approx(end.max(), rel=1e-12)
+
+
 def test_it_is_a_mode_of_partition():
     problem = random_problem(1)
     found = partition(problem, make_devices(6), "optimal", 1.0, saturate_host=True)
@@ -111,7 +154,7 @@ def test_it_is_a_mode_of_partition():
 def test_progress_tells_the_bounds():
     told = []
     problem = layered_problem(0, 20, 4, 0.5)
-    optimal_partition(problem, make_devices(4), 1.0, progress=lambda low, high: told.append((low, high)))
+    optimal_partition(problem, make_devices(4), 1.0, 1.0, progress=lambda low, high: told.append((low, high)))
     assert all(low <= high for low, high in told)
     assert told == [(max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(told, [told[0], *told], strict=False)]
 

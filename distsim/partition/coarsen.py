@@ -31,7 +31,7 @@ Placed = tuple[list[Piece], Placement]
 
 
 def coarse_cost_aware(
-    problem: Problem, devices: Sequence[PartitionDevice], transfer_rate: float, coarse: int
+    problem: Problem, devices: Sequence[PartitionDevice], transfer_rate: float, coarse: int = COARSE
 ) -> Placed:
     """Return the cost-aware pieces and where they are.
 

@@ -127,8 +127,12 @@ def _add(
     """Write a child as row ``row`` of the following level."""
     parent, job = children.parent[child], children.job[child]
     machine, start = children.machine[child], children.start[child]
-    following.end[row], following.where[row] = states.end[parent], states.where[parent]
-    following.free[row], following.above[row] = states.free[parent], states.above[parent]
+    for other in range(len(jobs.seconds)):
+        following.end[row, other] = states.end[parent, other]
+        following.where[row, other] = states.where[parent, other]
+        following.above[row, other] = states.above[parent, other]
+    for other in range(states.free.shape[1]):
+        following.free[row, other] = states.free[parent, other]
     done = start + jobs.seconds[job]
     following.end[row, job], following.where[row, job] = done, machine
     following.free[row, machine], following.last[row] = done, start
@@ -139,7 +143,10 @@ def _add(
     if not memory.limited:
         _sort_machines(row, following)
         return
-    following.used[row], following.held[row] = states.used[parent], states.held[parent]
+    for other in range(states.free.shape[1]):
+        following.used[row, other] = states.used[parent, other]
+    for thing in range(states.held.shape[1]):
+        following.held[row, thing] = states.held[parent, thing]
     following.used[row, machine] += memory.own[job]
     for k in range(memory.read_start[job], memory.read_start[job + 1]):
         thing = memory.reads[k]
@@ -153,11 +160,15 @@ def _add(
 def _sort_machines(row: int, states: Any) -> None:
     """Number equal machines by when they are free, so that equal states look equal."""
     free, machines = states.free[row], states.free.shape[1]
-    order = np.argsort(free, kind="mergesort")
-    place = np.empty(machines, np.int64)
+    order, place = np.empty(machines, np.int64), np.empty(machines, np.int64)
+    for i in range(machines):
+        time, k = free[i], i
+        while k > 0 and free[k - 1] > time:
+            free[k], order[k] = free[k - 1], order[k - 1]
+            k -= 1
+        free[k], order[k] = time, i
     for i in range(machines):
         place[order[i]] = i
-    states.free[row] = free[order]
     for job in range(states.end.shape[1]):
         if states.end[row, job] >= 0.0:
             states.where[row, job] = place[states.where[row, job]]
@@ -225,8 +236,9 @@ def select(
     ``heads`` and ``chain`` are room for a hash table. Return how many there are, and the least bound of
     those cut off.
     """
-    heads[:] = -1
-    row, lost = 0, math.inf
+    heads.fill(-1)
+    row: Any = np.int64(0)  # a plain 0 has everything below compiled twice, once for row 0
+    lost = math.inf
     for child in order:
         if row == width:
             lost = min(lost, children.bound[child])

@@ -13,16 +13,7 @@ from typing import Any
 import numpy as np
 
 from distsim.compile import compiled
-
-
-@compiled
-def level_load(work: float, free: Any, machines: int) -> float:
-    """Return when ``work`` seconds can be done by machines that are free from ``free`` (ascending) on."""
-    total, best = work, math.inf
-    for k in range(machines):
-        total += free[k]
-        best = min(best, total / (k + 1))
-    return best
+from distsim.partition.optimal.jobs import Jobs
 
 
 @compiled
@@ -60,49 +51,34 @@ def _fork(job: int, jobs: Any, remote: Any, order: Any) -> float:
 
 @compiled
 def _load_behind(job: int, jobs: Any, machines: int, by_tail: Any) -> float:
-    """Return the least time for all that descends from a job: the other machines begin later."""
+    """Return the least time for what descends from a job (``by_tail``): the other machines begin later."""
     delay = jobs.apart[job]
     work, best = 0.0, 0.0
-    for k in range(len(by_tail)):
-        other = by_tail[k]
-        if jobs.descends[job, other]:
-            work += jobs.seconds[other]
-            time = min(work, (work + (machines - 1) * delay) / machines)
-            best = max(best, time + jobs.tail[other])
+    for other in by_tail:
+        work += jobs.seconds[other]
+        time = min(work, (work + (machines - 1) * delay) / machines)
+        best = max(best, time + jobs.tail[other])
     return best
 
 
-@compiled
-def add_tail(job: int, jobs: Any, machines: int) -> None:
+def add_tail(job: int, jobs: Jobs, machines: int) -> None:
     """Raise the tail of a job to what follows from the tails behind it."""
     count = jobs.after_start[job + 1] - jobs.after_start[job]
     if count == 0:
         return
     fork = _fork(job, jobs, np.empty(count), np.empty(count, np.int64))
-    behind = np.nonzero(jobs.descends[job])[0]
-    by_tail = behind[np.argsort(-jobs.tail[behind], kind="mergesort")]
+    behind = np.flatnonzero(jobs.descends[job])
+    by_tail = behind[np.argsort(-jobs.tail[behind], kind="stable")]
     jobs.tail[job] = max(jobs.tail[job], fork, _load_behind(job, jobs, machines, by_tail))
 
 
-@compiled
-def add_tails(jobs: Any, machines: int) -> None:
-    """Raise the tails of all jobs, from the last to the first."""
-    for job in range(len(jobs.seconds) - 1, -1, -1):
-        add_tail(job, jobs, machines)
-
-
-@compiled
-def root_bound(jobs: Any, machines: int) -> float:
+def root_bound(jobs: Jobs, machines: int) -> float:
     """Return a lower bound on the makespan: every way, and every window of heads and tails, with its work."""
-    count = len(jobs.seconds)
-    best = 0.0
-    by_tail = np.argsort(-jobs.tail, kind="mergesort")
-    for job in range(count):
-        best = max(best, jobs.head[job] + jobs.seconds[job] + jobs.tail[job])
-        work = 0.0
-        for k in range(count):
-            other = by_tail[k]
-            if jobs.head[other] >= jobs.head[job]:
-                work += jobs.seconds[other]
-                best = max(best, jobs.head[job] + work / machines + jobs.tail[other])
+    by_tail = np.argsort(-jobs.tail, kind="stable")
+    seconds, head, tail = jobs.seconds[by_tail], jobs.head[by_tail], jobs.tail[by_tail]
+    best = float((head + seconds + tail).max(initial=0.0))
+    for begin in np.unique(head):
+        late = head >= begin
+        work = np.cumsum(seconds[late])
+        best = max(best, float((begin + work / machines + tail[late]).max()))
     return best

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from distsim.compile import compiled
 
 
@@ -80,7 +82,9 @@ def _begin(
     least, next_least, least_at = math.inf, math.inf, -1
     begin, stop = start[job], start[job + 1]
     for machine in range(machines):
-        ready, count = max(floor, base[machine]), 0
+        # A plain 0 has _join compiled twice, once for a count of 0.
+        ready = max(floor, base[machine])
+        count: Any = np.int64(0)
         for k in range(begin, stop):
             source = before[k]
             if end[source] >= 0.0:

@@ -17,11 +17,13 @@ from distsim.errors import (
     OpTooLargeError,
     PartitionError,
 )
+from distsim.partition.coarsen import coarse_cost_aware
 from distsim.partition.optimal.jobs import Jobs, make_jobs
 from distsim.partition.optimal.replay import order_by_time, replay
 from distsim.partition.optimal.search import Clock, Search, compile_search
 from distsim.partition.optimal.states import Memory, no_limit
 from distsim.partition.parts import Partition, make_partition
+from distsim.partition.pieces import Piece, Placement
 from distsim.partition.problem import PartitionDevice, Problem, check_devices
 from distsim.partition.size_based import size_based
 
@@ -93,7 +95,7 @@ def optimal_partition(
     clock = Clock(begin + time_limit, tolerance, _step(jobs))
     search = Search(jobs, len(devices), memory, clock, progress)
     if memory.limited:
-        _offer_size_based(problem, devices, delays, search)
+        _offer_heuristics(problem, devices, delays, transfer_rate, search)
     if len(problem.ops) <= MOST_OPS:
         search.run()
     if search.end is None or search.machine is None:
@@ -147,12 +149,30 @@ def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
             )
 
 
-def _offer_size_based(
-    problem: Problem, devices: Sequence[PartitionDevice], delays: Sequence[float], search: Search
+def _offer_heuristics(
+    problem: Problem,
+    devices: Sequence[PartitionDevice],
+    delays: Sequence[float],
+    transfer_rate: float,
+    search: Search,
 ) -> None:
-    """Let the search begin from the size-based partition, which fits more often than a list schedule."""
+    """Let the search begin from heuristic modes, which find what fits more often than a list schedule."""
+    _offer(problem, devices, delays, search, lambda: size_based(problem, devices))
+    if search.end is None:
+        rate = transfer_rate if transfer_rate > 0 else 1.0  # any will do to find a placing
+        _offer(problem, devices, delays, search, lambda: coarse_cost_aware(problem, devices, rate))
+
+
+def _offer(
+    problem: Problem,
+    devices: Sequence[PartitionDevice],
+    delays: Sequence[float],
+    search: Search,
+    mode: Callable[[], tuple[list[Piece], Placement]],
+) -> None:
+    """Let the search begin from what a mode finds, if anything."""
     try:
-        pieces, places = size_based(problem, devices)
+        pieces, places = mode()
     except PartitionError:
         return
     where = [-1] * len(problem.items)

@@ -17,6 +17,7 @@ from time import perf_counter
 
 import numpy as np
 
+from distsim.partition.optimal.anneal import anneal
 from distsim.partition.optimal.beam import expand, select
 from distsim.partition.optimal.bounds import add_tail, root_bound
 from distsim.partition.optimal.greedy import greedy
@@ -28,6 +29,11 @@ _HORIZON = 16
 
 _FIRST_WIDTH = 16
 """States that a level keeps in the first round; each round keeps four times as many."""
+
+_MOVES = 12_500
+"""Moves that a round tries in the best schedule, for each state that its levels keep."""
+
+_MOST_MOVES = 800_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,7 @@ class Search:
         self.end, self.machine = greedy(jobs, machines, memory)
         self.upper = math.inf if self.end is None else float(self.end.max())
         self.impossible = False
+        self._tried = 0
         self._dolls = [Dolls(self.forward, machines), Dolls(self.backward, machines)]
 
     def offer(self, end: Floats, machine: Ints) -> None:
@@ -191,6 +198,8 @@ class Search:
             self._look(_FIRST_WIDTH, weight)
             yield
         width = _FIRST_WIDTH // 2
+        self._anneal(_MOVES * width)
+        yield
         with ThreadPoolExecutor(2) as pool:
             while True:
                 improved = [pool.submit(dolls.improve, width, self.clock) for dolls in self._dolls]
@@ -199,8 +208,19 @@ class Search:
                 self._share_tails()
                 yield
                 width *= 4
+                self._anneal(_MOVES * width)
+                yield
                 self._look(width, 0.0)
                 yield
+
+    def _anneal(self, moves: int) -> None:
+        """Change the best schedule move by move. What moves are possible knows nothing of memory."""
+        if self.memory.limited or self.end is None or self.machine is None:
+            return
+        goal = self.lower * (1.0 + self.clock.tolerance)
+        self._tried += 1
+        moves = min(moves, _MOST_MOVES)
+        self.offer(*anneal(self.forward, self.machines, self.end, self.machine, goal, moves, self._tried))
 
     def _share_tails(self) -> None:
         self.backward.head[:] = np.maximum(self.backward.head, self.forward.tail[::-1])
@@ -236,3 +256,4 @@ def compile_search() -> None:
     tiny = make_jobs([1.0, 1.0], [(0, 1, 1.0)])
     Search(tiny, 2, no_limit(2, 2), Clock(math.inf, 0.0, 0.0)).run()
     beam(tiny, 2, no_limit(2, 2), 2, 4.0, Clock(math.inf, 0.0, 0.0))
+    anneal(tiny, 2, np.array([1.0, 2.0]), np.zeros(2, np.int64), 0.0, 2, 0)
