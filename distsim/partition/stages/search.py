@@ -145,7 +145,7 @@ def search(best: Any, time: float, count: int, limit: int, state: Any) -> tuple[
     ends = np.zeros((stages, blocks + 1), np.int64)
     least = np.zeros((stages, blocks + 1))
     width, at = np.zeros(stages, np.int64), np.zeros(stages, np.int64)
-    k: Any = at[0]  # 0, but not the literal, for which `choices` would be compiled once more
+    k = int(at[0])  # 0, but not the literal, for which `choices` would be compiled once more
     width[0], time, tried = choices(k, bounds, best, time, count, state, sums, ends[k], least[k])
     while k >= 0:
         if at[k] == width[k] or least[k, at[k]] >= time * (1 - NOTHING_BETTER):
