@@ -17,7 +17,13 @@ from distsim.compile import compiled
 OTHERS = np.dtype(
     [(name, float) for name in ("first", "later", "starts", "paired", "unpaired", "sooner")], align=True
 )
-"""What bounds the stages that are not known, in seconds: see :func:`makespan`."""
+"""What bounds the stages that are not known, in seconds.
+
+A microbatch comes back ``first`` (the first) or ``later`` seconds later at the earliest than the one arrived
+there that the last stage runs before. Where the order is aligned, ``starts`` lie between the starts of two
+microbatches there, ``paired`` between their returns when each stage runs a forward in between, and
+``unpaired`` in any case; the second may return ``sooner``.
+"""
 STREAM = np.dtype([(name, float) for name in ("free", "ahead", "back", "ran")], align=True)
 MESSAGE = np.dtype([("arrived", float), ("returned", float)], align=True)
 
@@ -43,11 +49,8 @@ def room_for(stages: int, microbatches: int) -> Room:
 def makespan(bounds: Any, known: int, others: Any, order: Any, tables: Any, room: Any) -> float:
     """Return when the last of the first ``known`` stages is done; stage s holds ``bounds[s:s + 2]``.
 
-    With all stages known that is the step time. If there are more, ``others`` bound what these do: a
-    microbatch comes back ``first`` (the first) or ``later`` seconds later at the earliest than the one
-    arrived there that the last stage runs before. Where the order is aligned, ``starts`` lie between the
-    starts of two microbatches there, ``paired`` between their returns when each stage runs a forward in
-    between, and ``unpaired`` in any case; the second may return ``sooner``.
+    With all stages known that is the step time. If there are more, ``others``, a record of :data:`OTHERS`,
+    bounds what these do.
     """
     streams, messages = room.streams, room.messages
     stages = len(streams)

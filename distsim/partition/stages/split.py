@@ -11,7 +11,13 @@ import numpy as np
 
 from distsim.errors import PartitionError
 from distsim.partition.stages.bounds import Suffix, fill_suffix
-from distsim.partition.stages.cost import BlockCost, Communication, check_sizes, free_communication
+from distsim.partition.stages.cost import (
+    BlockCost,
+    Communication,
+    check_count,
+    check_sizes,
+    free_communication,
+)
 from distsim.partition.stages.kernel import OTHERS, makespan, room_for
 from distsim.partition.stages.memory import fitting, memory_limits, nothing_fits, stage_memory
 from distsim.partition.stages.search import climb, search
@@ -102,8 +108,7 @@ def auto_split(
             f"{len(costs)} blocks cannot make {stages} stages that all hold one; use at most "
             f"{max(len(costs), 1)} stages, or divide the blocks"
         )
-    if effort < 1:
-        raise PartitionError(f"effort={effort}; give at least 1")
+    check_count("effort", effort)
     return StageProblem(costs, found, communication, memory_limits(memory, stages)).best(effort)
 
 

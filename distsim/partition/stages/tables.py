@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import PartitionError
-from distsim.partition.stages.cost import BlockCost, Communication
+from distsim.partition.stages.cost import BlockCost, Communication, check_count
 from distsim.partition.stages.memory import most_of
 from distsim.schedule import SCHEDULES, Schedule, schedule
 from distsim.schedule.rounds import Ints, Rounds
@@ -64,8 +64,7 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
         if named not in SCHEDULES:
             raise PartitionError(f"schedule={named!r} is unknown; choose one of {', '.join(SCHEDULES)}")
         for name, number in (("stages", stages), ("microbatches", microbatches)):
-            if number < 1:
-                raise PartitionError(f"{name}={number}; give at least 1")
+            check_count(name, number)
         return schedule(named, stages, microbatches)
     if (named.num_stages, named.num_microbatches) != (stages, microbatches):
         raise PartitionError(
