@@ -195,9 +195,10 @@ def test_default_split_counts_as_torchtitan_does():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((4, 0), r"stages=0; give at least 1"),
-        ((-1, 2), r"layers=-1; give at least 0"),
-        ((4, 2, -1), r"input_weight=-1; give at least 0"),
+        ((4, 0), r"stages=0; give a whole number of at least 1"),
+        ((-1, 2), r"layers=-1; give a whole number of at least 0"),
+        ((4.0, 2), r"layers=4.0; give a whole number"),
+        ((4, 2, -1), r"input_weight=-1; give a whole number of at least 0"),
         (
             (2, 5),
             r"5 stages, but only 4 to divide \(2 layers, input_weight=1 and output_weight=1\).* at most 4",
@@ -219,8 +220,9 @@ def test_default_split_refuses_what_torchtitan_refuses(arguments, message):
     [
         (lambda: auto_split([LAYER] * 3, 4, 8), r"3 blocks cannot make 4 stages .* at most 3"),
         (lambda: auto_split([], 1, 8), r"0 blocks cannot make 1 stages"),
-        (lambda: auto_split([LAYER] * 3, 0, 8), r"stages=0; give at least 1"),
-        (lambda: auto_split([LAYER] * 3, 2, 0), r"microbatches=0; give at least 1"),
+        (lambda: auto_split([LAYER] * 3, 0, 8), r"stages=0; give a whole number of at least 1"),
+        (lambda: auto_split([LAYER] * 3, "2", 8), r"stages='2'; give a whole number"),
+        (lambda: auto_split([LAYER] * 3, 2, 0), r"microbatches=0; give a whole number of at least 1"),
         (
             lambda: auto_split([LAYER] * 3, 2, 4, "zigzag"),
             r"schedule='zigzag' is unknown; choose one of 1f1b",

@@ -25,7 +25,16 @@ from distsim.models import gpt, llama, mlp
 from distsim.partition.stages import StageProblem, mesh_communication, split_time
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import SGD, Adam, block_costs, build_program, differentiate, outline, shard
+from distsim.transforms import (
+    SGD,
+    Adam,
+    block_costs,
+    build_program,
+    differentiate,
+    outline,
+    shard,
+    stage_choice,
+)
 from distsim.transforms.model_blocks import costs_of, model_blocks
 from distsim.transforms.pipeline import cut_stages
 
@@ -174,6 +183,21 @@ def test_auto_is_never_slower_than_even_or_default(name):
         assert best <= min(times.values()) * (1 + 1e-12), text
         faster += best < 0.995 * min(times.values())
     assert faster
+
+
+def test_auto_is_the_cut_by_counting_layers_where_that_is_faster_than_all_others(monkeypatch):
+    monkeypatch.setattr(stage_choice, "_searched", lambda *given: [])
+    topology, cost_model = cluster()
+    device, mesh, order = (
+        topology.devices[0],
+        Mesh(topology.devices[:2], pp=2, dp=1, tp=1),
+        schedule("1f1b", 2, 4),
+    )
+    local = shard(model("llama"), mesh_of(1, 1), 4, 1)
+    uneven = cut_stages(local, 2, device, model_blocks(local, device).stages((0, 1)))  # the embedding alone
+    found = stage_choice.fastest_cut([local], uneven, mesh, order, cost_model).program(mesh, order)
+    assert calls_per_stage(found) == [3, 2]
+    assert found.notes[-1].startswith("stages=auto: the cut by counting layers is the fastest")
 
 
 def test_default_counts_layers_as_torchtitan_does():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distsim.errors import PartitionError
+from distsim.errors import PartitionError, PlanError
 from distsim.executor.cost_model import CostModel
 from distsim.executor.maxplus import run_program
 from distsim.executor.memory_program import program_memory
@@ -48,8 +48,9 @@ def fastest_cut(
     """Return the cut of the fastest simulated step that fits in memory.
 
     ``functions`` are the same function with ever more Calls written out: the blocks of each are split
-    (:func:`distsim.partition.stages.auto_split`), and what comes out is simulated in full. So is ``even``,
-    the cut by work, which is returned if it is faster. Raises :class:`PartitionError` when nothing fits.
+    (:func:`distsim.partition.stages.auto_split`), and what comes out is simulated in full. So are ``even``,
+    the cut by work, and that of :func:`default_cut`, where there is one: the fastest is returned. Raises
+    :class:`PartitionError` when nothing fits.
     """
     device = mesh.devices[0]
     found: list[_Candidate] = []
@@ -59,6 +60,7 @@ def fastest_cut(
             found += _searched(local, device, mesh, schedule, cost_model)
         except PartitionError as error:
             refused.append(error)
+    found += _counted(functions[0], device, mesh, schedule, cost_model)
     even = _noted(even, "stages=auto: the cut of even work is the fastest of those simulated")
     found.append(_simulated(even, mesh, schedule, cost_model))
     fitting = [each for each in found if each.missing <= 0]
@@ -103,6 +105,18 @@ def _searched(
     if not found:
         problem.within(limits).best(1)  # says what is missing
     return found
+
+
+def _counted(
+    local: Sharded, device: Device, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+) -> list[_Candidate]:
+    """Return the cut by counting layers, if these can be counted: costs of blocks are estimates."""
+    try:
+        cut = default_cut(local, schedule.num_stages, device)
+    except PlanError:
+        return []
+    note = "stages=auto: the cut by counting layers is the fastest of those simulated"
+    return [_simulated(_noted(cut, note), mesh, schedule, cost_model)]
 
 
 def _simulated(cut: Cut, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> _Candidate:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from distsim.compile import compiled
+from distsim.compile import compiled, inner
 
 
 class Suffix(NamedTuple):
@@ -26,20 +26,21 @@ class Suffix(NamedTuple):
     splits: np.ndarray
 
 
-@compiled
+@inner
 def own_seconds(i: int, j: int, count: int, tables: Any) -> float:
     """Return how long a stage is busy from its first arrival on, over ``count`` microbatches."""
-    forward, lead = tables.forward[i, j], tables.lead[i, j]
-    busy = forward + (count - 1) * (lead + forward) + (count - 1) * tables.more[i, j]
-    return busy + count * (tables.back_lead[i, j] + tables.backward[i, j])
+    own = tables.stages[i, j]
+    busy = own.forward + (count - 1) * (own.lead + own.forward + own.more)
+    return busy + count * (own.back_lead + own.backward)
 
 
-@compiled
+@inner
 def return_seconds(i: int, j: int, aligned: bool, tables: Any) -> float:
     """Return the seconds from the gradient that a stage receives last to the one that it sends."""
+    own, edge = tables.stages[i, j], tables.edges[i]
     if aligned:
-        return tables.backward[i, j] + tables.more[i, j] - tables.rest_more[i]
-    return tables.backward[i, j] - tables.rest[i]
+        return own.backward + own.more - edge.rest_more
+    return own.backward - edge.rest
 
 
 @compiled
@@ -48,55 +49,58 @@ def fill_suffix(count: int, aligned: bool, tables: Any, suffix: Any) -> None:
     trip, finish, others, splits = suffix
     stages, blocks = len(trip) - 1, trip.shape[1] - 1
     trip[stages, blocks] = finish[stages, blocks] = 0.0
-    others[stages, blocks] = 0.0
+    last = others[stages, blocks]
+    last.first = last.later = last.starts = last.paired = last.unpaired = 0.0
     for k in range(stages - 1, -1, -1):
         for i in range(blocks - (stages - k), k - 1, -1):
             for j in range(i + 1, blocks - (stages - k - 1) + 1):
                 if not tables.allowed[k, i, j] or trip[k + 1, j] == np.inf:
                     continue
                 own = own_seconds(i, j, count, tables)
-                ahead = tables.forward[i, j] + tables.ahead[k, j]
-                back = tables.back[k, j] + return_seconds(i, j, aligned, tables)
-                here = own - (tables.rest_more[i] if aligned else tables.rest[i])
+                ahead = tables.stages[i, j].forward + tables.sends[k, j].ahead
+                back = tables.sends[k, j].back + return_seconds(i, j, aligned, tables)
+                here = own - (tables.edges[i].rest_more if aligned else tables.edges[i].rest)
                 if k + 1 < stages:
                     here = max(here, ahead + trip[k + 1, j] + back)
                 if here < trip[k, i]:
                     trip[k, i] = here
                     splits[0, k, i] = j
-                finish[k, i] = min(finish[k, i], max(own + tables.tail[i, j], ahead + finish[k + 1, j]))
+                finish[k, i] = min(
+                    finish[k, i], max(own + tables.stages[i, j].tail, ahead + finish[k + 1, j])
+                )
                 add_others(k, i, j, tables, others, splits)
     add_work(aligned, tables, others)
 
 
-@compiled
+@inner
 def add_others(k: int, i: int, j: int, tables: Any, others: Any, splits: Any) -> None:
     """Lower the figures of the stages from k on by a stage of blocks i up to j."""
-    sends = tables.ahead[k, j] + tables.back[k, j]
-    after, own = others[k + 1, j], others[k, i]
-    start = tables.lead[i, j] + tables.forward[i, j]
-    returned = tables.back_lead[i, j] + tables.backward[i, j] + tables.more[i, j]
-    own[0] = min(own[0], after[0] + sends - tables.rest[i])
-    own[1] = min(own[1], after[1] + sends - tables.rest_more[i])
-    own[2] = min(own[2], max(after[2], start))
-    period = max(after[3], start + returned)
-    if period < own[3]:
-        own[3] = period
+    own, edge, sends = tables.stages[i, j], tables.edges[i], tables.sends[k, j]
+    after, found = others[k + 1, j], others[k, i]
+    start = own.lead + own.forward
+    returned = own.back_lead + own.backward + own.more
+    found.first = min(found.first, after.first + sends.ahead + sends.back - edge.rest)
+    found.later = min(found.later, after.later + sends.ahead + sends.back - edge.rest_more)
+    found.starts = min(found.starts, max(after.starts, start))
+    period = max(after.paired, start + returned)
+    if period < found.paired:
+        found.paired = period
         splits[1, k, i] = j
-    own[4] = min(own[4], max(after[4], returned))
+    found.unpaired = min(found.unpaired, max(after.unpaired, returned))
 
 
-@compiled
+@inner
 def add_work(aligned: bool, tables: Any, others: Any) -> None:
     """Complete the figures that are sums over all blocks that are left, and the slack."""
     stages, blocks = others.shape[0] - 1, others.shape[1] - 1
     slack = 0.0
     for i in range(blocks - 1, -1, -1):
-        slack = max(slack, tables.rest_more[i] - tables.rest[i])
-        work = tables.forward[i, blocks] + tables.backward[i, blocks]
+        slack = max(slack, tables.edges[i].rest_more - tables.edges[i].rest)
+        rest = tables.stages[i, blocks]
         for k in range(stages):
-            own = others[k, i]
-            own[0] += work
-            own[1] += work + tables.more[i, blocks]
-            own[5] = slack
+            found = others[k, i]
+            found.first += rest.forward + rest.backward
+            found.later += rest.forward + rest.backward + rest.more
+            found.sooner = slack
             if not aligned:
-                own[1] = own[0]
+                found.later = found.first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 
 from distsim.errors import PartitionError
 
@@ -101,6 +102,12 @@ def linear_communication(bandwidth: float, latency: float = 0.0) -> Communicatio
 def free_communication(source: int, target: int, nbytes: float) -> float:
     """Sends that take no time."""
     return 0.0
+
+
+def check_count(name: str, number: object, least: int = 1) -> None:
+    """Raise :class:`PartitionError` unless this is a whole number of at least ``least``."""
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
+        raise PartitionError(f"{name}={number!r}; give a whole number of at least {least}")
 
 
 def check_sizes(sizes: Sequence[int], blocks: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distsim.errors import PartitionError
+from distsim.partition.stages.cost import check_count
 
 
 def default_split(layers: int, stages: int, input_weight: int = 1, output_weight: int = 1) -> tuple[int, ...]:
@@ -13,21 +14,19 @@ def default_split(layers: int, stages: int, input_weight: int = 1, output_weight
     first stages. A first or last stage may hold no layer. (torchtitan, ``pipeline_parallel.py``,
     ``generate_llm_fqn_per_model_part``, 2025.)
 
-    Raises :class:`PartitionError` for fewer than one stage, negative numbers, more stages than
-    layers with the weights, and a weight over what the smallest stage holds.
+    Raises :class:`PartitionError` for fewer than one stage, numbers that are negative or not whole, more
+    stages than layers with the weights, and a weight over what the smallest stage holds.
 
     >>> default_split(6, 4), default_split(12, 4), default_split(16, 4)
     ((1, 2, 2, 1), (3, 4, 3, 2), (4, 5, 4, 3))
     """
-    if stages < 1:
-        raise PartitionError(f"stages={stages}; give at least 1")
+    check_count("stages", stages)
     for name, number in (
         ("layers", layers),
         ("input_weight", input_weight),
         ("output_weight", output_weight),
     ):
-        if number < 0:
-            raise PartitionError(f"{name}={number}; give at least 0")
+        check_count(name, number, 0)
     if stages == 1:
         return (layers,)
     total = layers + input_weight + output_weight

@@ -8,82 +8,111 @@ stream, each direction between two stages another.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from distsim.compile import compiled
 
-OTHERS = 6
-"""How many figures bound the stages that are not known."""
+OTHERS = np.dtype(
+    [(name, float) for name in ("first", "later", "starts", "paired", "unpaired", "sooner")], align=True
+)
+"""What bounds the stages that are not known, in seconds.
+
+A microbatch comes back ``first`` (the first) or ``later`` seconds later at the earliest than the one arrived
+there that the last stage runs before. Where the order is aligned, ``starts`` lie between the starts of two
+microbatches there, ``paired`` between their returns when each stage runs a forward in between, and
+``unpaired`` in any case; the second may return ``sooner``.
+"""
+STREAM = np.dtype([(name, float) for name in ("free", "ahead", "back", "ran")], align=True)
+MESSAGE = np.dtype([("arrived", float), ("returned", float)], align=True)
+
+
+class Room(NamedTuple):
+    """Working memory of a simulation.
+
+    ``streams`` [stages]: when a stage and its sends, to the next one and back, are free, and whether it ran a
+    backward; ``messages`` [stages, microbatches]: when what it waits for is there; ``none`` [1]: nothing.
+    """
+
+    streams: np.ndarray
+    messages: np.ndarray
+    none: np.ndarray
+
+
+def room_for(stages: int, microbatches: int) -> Room:
+    """Return the working memory for so many stages and microbatches."""
+    return Room(np.zeros(stages, STREAM), np.zeros((stages, microbatches), MESSAGE), np.zeros(1, OTHERS))
 
 
 @compiled
 def makespan(bounds: Any, known: int, others: Any, order: Any, tables: Any, room: Any) -> float:
     """Return when the last of the first ``known`` stages is done; stage s holds ``bounds[s:s + 2]``.
 
-    With all stages known that is the step time. If there are more, ``others`` (:data:`OTHERS` seconds) bound
-    what these do: a microbatch comes back ``others[0]`` (the first) or ``others[1]`` later at the earliest
-    than the one arrived there that the last stage runs before. Where the order is aligned, ``others[2]`` lie
-    between the starts of two microbatches there, ``others[3]`` between their returns when each stage runs a
-    forward in between, and ``others[4]`` in any case; the second may return ``others[5]`` sooner. ``room`` is
-    working memory: [4, stages] and [2, stages, microbatches].
+    With all stages known that is the step time. If there are more, ``others``, a record of :data:`OTHERS`,
+    bounds what these do.
     """
-    free, channel, reply, seen = room[0]
-    arrived, returned = room[1]
-    free[:known] = 0.0
-    channel[:known] = 0.0
-    reply[:known] = 0.0
-    seen[:known] = 0.0
-    stages = len(free)
+    streams, messages = room.streams, room.messages
+    stages = len(streams)
+    for s in range(known):
+        stream = streams[s]
+        stream.free = stream.ahead = stream.back = stream.ran = 0.0
     started = paired = unpaired = -math.inf
     done = 0
-    for n in range(len(order.stage)):
-        s = order.stage[n]
+    for n in range(len(order.tasks)):
+        task = order.tasks[n]
+        s, m = task.stage, task.microbatch
         if s >= known:
             continue
-        m = order.microbatch[n]
-        i, j = bounds[s], bounds[s + 1]
-        if order.phase[n] == 0:
-            end = free[s] + tables.lead[i, j]
+        stream, message = streams[s], messages[s, m]
+        j = bounds[s + 1]
+        own = tables.stages[bounds[s], j]
+        if task.phase == 0:
+            end = stream.free + own.lead
             if s > 0:
-                end = max(end, arrived[s, m])
-            end += tables.forward[i, j]
-            free[s] = end
-            if s + 1 < stages:
-                channel[s] = max(channel[s], end) + tables.ahead[s, j]
-                if s + 1 < known:
-                    arrived[s + 1, m] = channel[s]
-                else:
-                    start = channel[s]
-                    if not order.aligned:
-                        reply[s] = max(reply[s], start + others[0]) + tables.back[s, j]
-                        returned[s, m] = reply[s]
-                        continue
-                    start = max(start, started + others[2])
-                    started = start
-                    for b in range(done, order.due[m]):
-                        sooner = others[5] if b == 1 else 0.0
-                        paired += others[3] - sooner if order.paired[known, b] else 0.0
-                        unpaired += others[4] - sooner
-                        back = start + others[min(b, 1)]
-                        paired, unpaired = max(paired, back), max(unpaired, back)
-                        reply[s] = max(reply[s], max(paired, unpaired)) + tables.back[s, j]
-                        returned[s, b] = reply[s]
-                    done = order.due[m]
+                end = max(end, message.arrived)
+            end += own.forward
+            stream.free = end
+            if s + 1 == stages:
+                continue
+            sends = tables.sends[s, j]
+            start = max(stream.ahead, end) + sends.ahead
+            stream.ahead = start
+            if s + 1 < known:
+                messages[s + 1, m].arrived = start
+            elif not order.aligned:
+                stream.back = max(stream.back, start + others.first) + sends.back
+                message.returned = stream.back
+            else:
+                start = max(start, started + others.starts)
+                started = start
+                for b in range(done, order.due[m]):
+                    sooner = others.sooner if b == 1 else 0.0
+                    if order.paired[known, b]:
+                        paired += others.paired - sooner
+                    unpaired += others.unpaired - sooner
+                    back = start + (others.first if b == 0 else others.later)
+                    paired, unpaired = max(paired, back), max(unpaired, back)
+                    stream.back = max(stream.back, max(paired, unpaired)) + sends.back
+                    messages[s, b].returned = stream.back
+                done = order.due[m]
         else:
-            begin = free[s] + tables.back_lead[i, j]
+            end = stream.free + own.back_lead
             if s + 1 < stages:
-                begin = max(begin, returned[s, m])
-            end = begin + tables.backward[i, j]
-            rest = tables.rest[i]
-            if seen[s] > 0:
-                end += tables.more[i, j]
-                rest = tables.rest_more[i]
-            seen[s] = 1.0
-            free[s] = end
+                end = max(end, message.returned)
+            end += own.backward
+            edge = tables.edges[bounds[s]]
+            rest = edge.rest
+            if stream.ran > 0:
+                end += own.more
+                rest = edge.rest_more
+            stream.ran = 1.0
+            stream.free = end
             if s > 0:
-                reply[s - 1] = max(reply[s - 1], end - rest) + tables.back[s - 1, i]
-                returned[s - 1, m] = reply[s - 1]
+                before = streams[s - 1]
+                before.back = max(before.back, end - rest) + tables.sends[s - 1, bounds[s]].back
+                messages[s - 1, m].returned = before.back
     longest = 0.0
     for s in range(known):
-        longest = max(longest, free[s] + tables.tail[bounds[s], bounds[s + 1]])
+        longest = max(longest, streams[s].free + tables.stages[bounds[s], bounds[s + 1]].tail)
     return longest

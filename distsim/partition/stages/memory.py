@@ -26,6 +26,13 @@ def stage_memory(costs: Sequence[BlockCost], in_flight: Sequence[int]) -> np.nda
     return held[None] + np.array(in_flight, float)[:, None, None] * kept[None]
 
 
+def fitting(memory: np.ndarray, limits: Sequence[float] | None) -> np.ndarray:
+    """Return which of :func:`stage_memory` are within the bytes of their stages: all, without limits."""
+    if limits is None:
+        return np.ones(memory.shape, np.bool_)
+    return memory <= np.array(limits, float)[:, None, None]
+
+
 def most_of(figures: Sequence[float]) -> np.ndarray:
     """Return [i, j]: the largest of the figures i up to j, 0 where there is none."""
     count = len(figures)

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from distsim.compile import compiled
+from distsim.compile import compiled, inner
 from distsim.partition.stages.bounds import own_seconds, return_seconds
-from distsim.partition.stages.kernel import OTHERS, makespan
+from distsim.partition.stages.kernel import makespan
 
 NOTHING_BETTER = 1e-12
 """The least share by which a split must be better than the best so far."""
 
 
-@compiled
+@inner
 def fits(bounds: Any, tables: Any) -> bool:
     """Whether every stage holds a block and fits in memory."""
     for s in range(len(bounds) - 1):
@@ -23,15 +23,15 @@ def fits(bounds: Any, tables: Any) -> bool:
     return True
 
 
-@compiled
+@inner
 def exact(bounds: Any, order: Any, tables: Any, room: Any) -> float:
     """Return the step time of a split, infinite if it does not fit in memory."""
     if not fits(bounds, tables):
         return np.inf
-    return makespan(bounds, len(bounds) - 1, np.zeros(OTHERS), order, tables, room)
+    return makespan(bounds, len(bounds) - 1, room.none[0], order, tables, room)
 
 
-@compiled
+@inner
 def copy(source: Any, target: Any) -> None:
     """Copy element by element."""
     for i in range(len(source)):
@@ -68,7 +68,7 @@ def climb(bounds: Any, order: Any, tables: Any, room: Any) -> tuple[float, int]:
     return best, tried
 
 
-@compiled
+@inner
 def bound_of(
     k: int, j: int, bounds: Any, count: int, order: Any, tables: Any, suffix: Any, sums: Any
 ) -> float:
@@ -78,18 +78,19 @@ def bound_of(
     """
     i = bounds[k]
     own = own_seconds(i, j, count, tables)
-    leaves = tables.rest_more[i] if order.aligned else tables.rest[i]
-    back = sums[1, k] if k > 0 else leaves + tables.tail[i, j]
-    ahead = sums[0, k] + tables.forward[i, j] + tables.ahead[k, j]
-    least = max(sums[0, k] + own + tables.tail[i, j], sums[0, k] + own - leaves + back)
+    stage, sends = tables.stages[i, j], tables.sends[k, j]
+    leaves = tables.edges[i].rest_more if order.aligned else tables.edges[i].rest
+    back = sums[1, k] if k > 0 else leaves + stage.tail
+    ahead = sums[0, k] + stage.forward + sends.ahead
+    least = max(sums[0, k] + own + stage.tail, sums[0, k] + own - leaves + back)
     last = k + 2 == len(bounds)
     if not last:
-        returned = tables.back[k, j] + return_seconds(i, j, order.aligned, tables)
+        returned = sends.back + return_seconds(i, j, order.aligned, tables)
         least = max(least, ahead + suffix.trip[k + 1, j] + returned + back, ahead + suffix.finish[k + 1, j])
     return least
 
 
-@compiled
+@inner
 def choices(
     k: int, bounds: Any, best: Any, time: float, count: int, state: Any, sums: Any, ends: Any, least: Any
 ) -> tuple[int, float, int]:
@@ -144,8 +145,8 @@ def search(best: Any, time: float, count: int, limit: int, state: Any) -> tuple[
     ends = np.zeros((stages, blocks + 1), np.int64)
     least = np.zeros((stages, blocks + 1))
     width, at = np.zeros(stages, np.int64), np.zeros(stages, np.int64)
-    k = 0
-    width[0], time, tried = choices(0, bounds, best, time, count, state, sums, ends[0], least[0])
+    k = int(at[0])  # 0, but not the literal, for which `choices` would be compiled once more
+    width[0], time, tried = choices(k, bounds, best, time, count, state, sums, ends[k], least[k])
     while k >= 0:
         if at[k] == width[k] or least[k, at[k]] >= time * (1 - NOTHING_BETTER):
             k -= 1
@@ -158,11 +159,12 @@ def search(best: Any, time: float, count: int, limit: int, state: Any) -> tuple[
             return time, lowest, tried
         i, j = bounds[k], ends[k, at[k]]
         at[k] += 1
-        leaves = tables.rest_more[i] if order.aligned else tables.rest[i]
-        back = sums[1, k] if k > 0 else leaves + tables.tail[i, j]
+        stage, sends = tables.stages[i, j], tables.sends[k, j]
+        leaves = tables.edges[i].rest_more if order.aligned else tables.edges[i].rest
+        back = sums[1, k] if k > 0 else leaves + stage.tail
         bounds[k + 1] = j
-        sums[0, k + 1] = sums[0, k] + tables.forward[i, j] + tables.ahead[k, j]
-        sums[1, k + 1] = back + tables.back[k, j] + return_seconds(i, j, order.aligned, tables)
+        sums[0, k + 1] = sums[0, k] + stage.forward + sends.ahead
+        sums[1, k + 1] = back + sends.back + return_seconds(i, j, order.aligned, tables)
         k += 1
         at[k] = 0
         width[k], time, more = choices(k, bounds, best, time, count, state, sums, ends[k], least[k])

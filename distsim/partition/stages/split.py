@@ -11,9 +11,15 @@ import numpy as np
 
 from distsim.errors import PartitionError
 from distsim.partition.stages.bounds import Suffix, fill_suffix
-from distsim.partition.stages.cost import BlockCost, Communication, check_sizes, free_communication
-from distsim.partition.stages.kernel import OTHERS, makespan
-from distsim.partition.stages.memory import memory_limits, nothing_fits
+from distsim.partition.stages.cost import (
+    BlockCost,
+    Communication,
+    check_count,
+    check_sizes,
+    free_communication,
+)
+from distsim.partition.stages.kernel import OTHERS, makespan, room_for
+from distsim.partition.stages.memory import fitting, memory_limits, nothing_fits, stage_memory
 from distsim.partition.stages.search import climb, search
 from distsim.partition.stages.tables import Order, Tables, as_schedule, order_of, tables_of
 from distsim.schedule import Schedule
@@ -111,8 +117,7 @@ def auto_split(
             f"{len(costs)} blocks cannot make {stages} stages that all hold one; use at most "
             f"{max(len(costs), 1)} stages, or divide the blocks"
         )
-    if effort < 1:
-        raise PartitionError(f"effort={effort}; give at least 1")
+    check_count("effort", effort)
     return StageProblem(costs, found, communication, memory_limits(memory, stages)).best(effort)
 
 
@@ -129,33 +134,33 @@ class StageProblem:
         self.blocks, self.stages = len(costs), schedule.num_stages
         self.microbatches, self.limits = schedule.num_microbatches, limits
         self.order: Order = order_of(schedule)
-        self.tables: Tables = tables_of(costs, schedule, communication, limits)
-        self.room = (np.empty((4, self.stages)), np.empty((2, self.stages, self.microbatches)))
+        self.bytes = stage_memory(costs, [schedule.in_flight(stage) for stage in range(self.stages)])
+        self.tables: Tables = tables_of(costs, schedule, communication, fitting(self.bytes, limits))
+        self.room = room_for(self.stages, self.microbatches)
 
     def within(self, limits: Sequence[float]) -> StageProblem:
         """Return the same problem with other bytes on the stages' devices."""
         made = copy(self)
-        allowed = self.tables.memory <= np.array(limits, float)[:, None, None]
-        made.limits, made.tables = limits, self.tables._replace(allowed=allowed)
+        made.limits, made.tables = limits, self.tables._replace(allowed=fitting(self.bytes, limits))
         return made
 
     def time(self, sizes: Sequence[int]) -> float:
         """Return the seconds of a split, as :func:`split_time`."""
         check_sizes(sizes, self.blocks)
         bounds = np.array([0, *accumulate(sizes)], np.int64)
-        return makespan(bounds, self.stages, np.zeros(OTHERS), self.order, self.tables, self.room)
+        return makespan(bounds, self.stages, self.room.none[0], self.order, self.tables, self.room)
 
     def memory(self, sizes: Sequence[int]) -> tuple[float, ...]:
         """Return the bytes that a split needs on each stage."""
         check_sizes(sizes, self.blocks)
         bounds = pairwise([0, *accumulate(sizes)])
-        return tuple([float(self.tables.memory[s, i, j]) for s, (i, j) in enumerate(bounds)])
+        return tuple([float(self.bytes[s, i, j]) for s, (i, j) in enumerate(bounds)])
 
     def best(self, effort: int = EFFORT) -> Split:
         """Return the best split, as :func:`auto_split`."""
         suffix = self._suffix()
         if not suffix.trip[0, 0] < np.inf:
-            raise nothing_fits(self.tables.memory, self.limits or ())
+            raise nothing_fits(self.bytes, self.limits or ())
         best, time, tried = self._climbed(suffix)
         state = (self.order, self.tables, suffix, self.room)
         time, bound, more = search(best, time, self.microbatches, effort, state)
@@ -168,7 +173,7 @@ class StageProblem:
         suffix = Suffix(
             np.full(shape, np.inf),
             np.full(shape, np.inf),
-            np.full((*shape, OTHERS), np.inf),
+            np.full(shape, np.inf, OTHERS),
             np.zeros((2, *shape), np.int64),
         )
         fill_suffix(self.microbatches, self.order.aligned, self.tables, suffix)

@@ -14,50 +14,47 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import PartitionError
-from distsim.partition.stages.cost import BlockCost, Communication
-from distsim.partition.stages.memory import most_of, stage_memory
+from distsim.partition.stages.cost import BlockCost, Communication, check_count
+from distsim.partition.stages.memory import most_of
 from distsim.schedule import SCHEDULES, Schedule, schedule
 from distsim.schedule.rounds import Ints, Rounds
 
+TASK = np.dtype([(name, np.int64) for name in ("stage", "phase", "microbatch")], align=True)
+STAGE = np.dtype(
+    [(name, float) for name in ("lead", "back_lead", "forward", "backward", "more", "tail")], align=True
+)
+EDGE = np.dtype([("rest", float), ("rest_more", float)], align=True)
+SENDS = np.dtype([("ahead", float), ("back", float)], align=True)
+
 
 class Order(NamedTuple):
-    """Tasks in an order in which they can run: stage, phase (0 forward, 1 backward) and microbatch.
+    """``tasks`` in an order in which they can run: stage, phase (0 forward, 1 backward) and microbatch.
 
     ``aligned``: every stage runs its forwards, and its backwards, by increasing microbatch. ``paired``
     [k, i]: stage k and all after it run a forward between the backwards of microbatches i - 1 and i.
     ``due`` [n]: how many backwards the last stage may run when it has run n + 1 forwards.
     """
 
-    stage: Ints
-    phase: Ints
-    microbatch: Ints
+    tasks: np.ndarray
     aligned: bool
     paired: npt.NDArray[np.bool_]
     due: Ints
 
 
 class Tables(NamedTuple):
-    """Seconds of stages ``[i, j]``: ``lead`` and ``back_lead`` (constants, before anything is received),
+    """Seconds. ``stages`` [i, j]: ``lead`` and ``back_lead`` (constants, before anything is received),
     ``forward``, ``backward``, ``more`` (accumulation, but for the first microbatch), ``tail`` (what follows
     the last backward).
 
-    ``rest`` and ``rest_more`` [i]: how long before the end of a backward of a stage that begins with block
-    i its gradient leaves, for the first microbatch and for the others. ``ahead`` and ``back`` [s, j]: a
-    send from stage s to the next, and back, when that one begins with block j. ``memory`` [s, i, j]:
-    bytes; ``allowed`` [s, i, j]: that fits.
+    ``edges`` [i]: how long before the end of a backward of a stage that begins with block i its gradient
+    leaves, ``rest`` for the first microbatch and ``rest_more`` for the others. ``sends`` [s, j]: ``ahead``
+    from stage s to the next, and ``back``, when that one begins with block j. ``allowed`` [s, i, j]: that
+    fits in memory.
     """
 
-    lead: np.ndarray
-    back_lead: np.ndarray
-    forward: np.ndarray
-    backward: np.ndarray
-    more: np.ndarray
-    tail: np.ndarray
-    rest: np.ndarray
-    rest_more: np.ndarray
-    ahead: np.ndarray
-    back: np.ndarray
-    memory: np.ndarray
+    stages: np.ndarray
+    edges: np.ndarray
+    sends: np.ndarray
     allowed: np.ndarray
 
 
@@ -67,8 +64,7 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
         if named not in SCHEDULES:
             raise PartitionError(f"schedule={named!r} is unknown; choose one of {', '.join(SCHEDULES)}")
         for name, number in (("stages", stages), ("microbatches", microbatches)):
-            if number < 1:
-                raise PartitionError(f"{name}={number}; give at least 1")
+            check_count(name, number)
         return schedule(named, stages, microbatches)
     if (named.num_stages, named.num_microbatches) != (stages, microbatches):
         raise PartitionError(
@@ -96,7 +92,7 @@ def order_of(schedule: Schedule) -> Order:
             due = np.searchsorted(forwards, np.arange(1, m + 1), side="right")
         paired[s] = paired[s + 1] & (np.diff(forwards, prepend=forwards[0]) > 0)
         aligned &= all((np.diff(microbatch[own][part]) > 0).all() for part in (backward, ~backward))
-    return Order(stage, phase, microbatch, aligned, paired, due)
+    return Order(_records(TASK, (len(stage),), stage, phase, microbatch), aligned, paired, due)
 
 
 def _repeated(rounds: Rounds) -> tuple[Ints, Ints]:
@@ -114,9 +110,9 @@ def tables_of(
     costs: Sequence[BlockCost],
     schedule: Schedule,
     communication: Communication,
-    limits: Sequence[float] | None,
+    allowed: np.ndarray,
 ) -> Tables:
-    """Return the tables of these blocks on the stages of ``schedule``; ``limits`` are bytes per stage."""
+    """Return the tables of these blocks on the stages of ``schedule``, of which those ``allowed`` may be."""
     count, stages = len(costs), schedule.num_stages
     many = schedule.num_microbatches > 1
     figures = {
@@ -137,24 +133,29 @@ def tables_of(
             tail[i, j] = late + figures["update"][i] - figures["overlap"][i] + done
             done += figures["update"][i]
     ahead, back = _sends(costs, stages, communication)
-    memory = stage_memory(costs, [schedule.in_flight(stage) for stage in range(stages)])
-    allowed = np.ones(memory.shape, np.bool_)
-    if limits is not None:
-        allowed = memory <= np.array(limits, float)[:, None, None]
-    return Tables(
+    seconds = (
         most_of(figures["shared"].tolist()),
         most_of(figures["shared_backward"].tolist()),
         _sums(figures["forward"]),
         _sums(backward),
         _sums(accumulate),
         tail,
-        np.append(figures["after"], 0.0),
-        np.append(figures["after"] + accumulate, 0.0),
-        ahead,
-        back,
-        memory,
+    )
+    edges = (np.append(figures["after"], 0.0), np.append(figures["after"] + accumulate, 0.0))
+    return Tables(
+        _records(STAGE, tail.shape, *seconds),
+        _records(EDGE, (count + 1,), *edges),
+        _records(SENDS, ahead.shape, ahead, back),
         allowed,
     )
+
+
+def _records(kind: np.dtype[np.void], shape: tuple[int, ...], *figures: np.ndarray) -> np.ndarray:
+    """Return an array of records whose fields are these arrays: one record is passed around, not them all."""
+    made = np.zeros(shape, kind)
+    for name, array in zip(kind.names or (), figures, strict=True):
+        made[name] = array
+    return made
 
 
 def _sums(figures: np.ndarray) -> np.ndarray:
