@@ -13,6 +13,7 @@ from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulato
 from distsim.executor.memory import peak_memory
 from distsim.executor.memory_program import program_memory
 from distsim.executor.memory_timeline import memory_timeline
+from distsim.executor.memory_walk import KINDS
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh, all_ops, callees, verify
 from distsim.ir.device import logical_mesh
@@ -151,15 +152,17 @@ def llama3() -> Function:
 
 
 @cache
-def simulated(remat: str, kept: tuple[str, ...]) -> Simulation:
-    """A step on 128 GPUs; ``kept`` are the matrices whose gathered weights are saved."""
+def simulated(remat: str, kept: tuple[str, ...] | None) -> Simulation:
+    """A step on 128 GPUs; ``kept`` are the matrices whose gathered weights are saved, None: all are whole."""
     topology = load_cluster("dgx-h100:16")
     devices = topology.devices
-    local = fsdp(shard(llama3(), logical_mesh(devices[0], RANKS, 1)), smallest=4097)
-    tags = {
-        value: Tag.MUST_SAVE if value.name.removesuffix(".w").split(".")[-1] in kept else tag
-        for value, tag in gathered(local.function).items()
-    }
+    local, tags = shard(llama3(), logical_mesh(devices[0], RANKS, 1)), {}
+    if kept is not None:
+        local = fsdp(local, smallest=4097)
+        tags = {
+            value: Tag.MUST_SAVE if value.name.removesuffix(".w").split(".")[-1] in kept else tag
+            for value, tag in gathered(local.function).items()
+        }
     function = rematerialize(local.function, remat, tags)
     mesh = Mesh(devices, pp=1, dp=RANKS, tp=1)
     program = pipeline(replace(local, function=function), mesh, schedule("1f1b", 1, 1))
@@ -167,10 +170,12 @@ def simulated(remat: str, kept: tuple[str, ...]) -> Simulation:
 
 
 def after_forward(simulation: Simulation) -> int:
-    """Bytes in use when the loss is there, from the memory timeline."""
+    """Bytes in use when the loss is computed, from the memory timeline, without parameters and state."""
     (timeline,) = memory_timeline(simulation)
-    (end,) = [span.end for span in simulation.spans() if span.op.op_type == "CrossEntropyLoss"]
-    return int(timeline.in_use[np.searchsorted(timeline.times, end, side="right") - 1])
+    (start,) = [span.start for span in simulation.spans() if span.op.op_type == "CrossEntropyLoss"]
+    place = np.searchsorted(timeline.times, start, side="right") - 1
+    resident = [KINDS.index(kind) for kind in ("parameters", "state")]
+    return int(timeline.in_use[place] - timeline.by_kind[place, resident].sum())
 
 
 def test_a_layer_has_416_mib_of_gathered_weights() -> None:
@@ -187,11 +192,15 @@ def test_keeping_the_weights_of_six_of_seven_products_costs_1216_mib() -> None:
     (behind,) = [f for f in callees(again.function) if f.name == "layer_backward"]
     weights = {v.name for op in behind.ops if op.op_type == "MatMul" for v in op.inputs if v in behind.inputs}
     assert weights == {f"{name}.w" for name in LAYER} - {"down.w"}
-    assert after_forward(kept) - after_forward(again) == LAYERS * 304 * MIB == 1216 * MIB
+    whole = after_forward(simulated("full", None))
+    assert after_forward(again) - whole == 0
+    assert after_forward(kept) - whole == LAYERS * 304 * MIB == 1216 * MIB
     assert kept.step_time < again.step_time
 
 
 def test_keeping_all_gathered_matrices_costs_2666_mib_and_gathering_again_none() -> None:
     again, kept = simulated("none", ()), simulated("none", (*LAYER, "head"))
-    assert after_forward(kept) - after_forward(again) == (LAYERS * 416 + 1002) * MIB == 2666 * MIB
+    whole = after_forward(simulated("none", None))
+    assert after_forward(again) - whole == 0
+    assert after_forward(kept) - whole == (LAYERS * 416 + 1002) * MIB == 2666 * MIB
     assert kept.step_time < again.step_time
