@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from training_models import assert_same_step, mesh_of, random_inputs, small_gpt, small_llama, small_mlp
+from training_models import F64, assert_same_step, mesh_of, random_inputs, small_gpt, small_llama, small_mlp
 
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
@@ -18,7 +18,7 @@ from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh, all_ops, callees, verify
 from distsim.ir.device import logical_mesh
 from distsim.ir.type import BFloat16
-from distsim.models import llama
+from distsim.models import llama, moe
 from distsim.partition.saves import Tag
 from distsim.plan import Plan
 from distsim.schedule import schedule
@@ -118,6 +118,18 @@ def test_a_parameter_that_cannot_be_divided_stays_whole_and_is_noted() -> None:
     small = local_of("llama", 2, smallest=20)
     assert small.remarks == ()
     assert {v.name.split(".")[-1] for v in small.function.parameters if v.type.shape == (16,)} == {"scale"}
+
+
+def test_a_parameter_updated_in_parts_along_tp_stays_whole_and_is_noted() -> None:
+    sizes = {"hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 8, "seq": 6, "vocab": 16, "batch": 8}
+    routing = {"experts": 4, "shared": 1, "capacity": 1.0, "concentration": 1.0}
+    joint = differentiate(moe(layers=4, **sizes, **routing, dtype=F64), Adam())
+    inputs = random_inputs(joint, 0)
+    rng = np.random.default_rng(0)
+    inputs[0] = np.stack([rng.permutation(16)[:6] for _ in range(8)])  # equal tokens would be dropped
+    program = build_program(joint, mesh_of(2, 2, 1), schedule("1f1b", 1, 4), fsdp="reshard")
+    assert "h0.o.w the first, are updated in parts, along another axis" in program.notes[0]
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
 
 
 def test_a_pattern_of_replicas_is_refused() -> None:
