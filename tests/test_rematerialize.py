@@ -184,7 +184,7 @@ def cluster(count: int, gbps: float) -> Topology:
     return topology
 
 
-def test_hfu_counts_what_is_recomputed_and_mfu_does_not() -> None:
+def test_hfu_counts_what_is_recomputed() -> None:
     joint, _, _ = case("gpt")
     topology = cluster(4, 100)
     simulator = Simulator(CostModel(topology))
