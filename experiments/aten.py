@@ -104,7 +104,7 @@ PLAIN = names(
     native_group_norm native_layer_norm ne neg nll_loss_forward ones_like permute reciprocal relu round rsqrt
     scalar_tensor selu sgn sigmoid sigmoid_backward sign silu silu_backward sin sinh softplus sqrt square
     squeeze std sum t tan tanh tanh_backward threshold_backward transpose trunc unsqueeze var var_mean view
-    where zeros_like
+    ones where zeros zeros_like
     """
 )
 BINARY = names("add addcmul addmm baddbmm div mul pow sub masked_fill")

@@ -225,7 +225,7 @@ def kind(row: Row, shapes: Shapes) -> Kind:
         return Kind.TUPLE
     if aten.is_size(row["target"]) or (row["op"] == "placeholder" and row["target"].startswith("primals")):
         return Kind.SIZE
-    return Kind.OPAQUE
+    return Kind.TUPLE if row["target"].startswith(("aten.", "prims.")) else Kind.OPAQUE
 
 
 def role(row: Row) -> Role:

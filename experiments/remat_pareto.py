@@ -23,7 +23,8 @@ import common
 
 from distsim.executor import CostModel, Simulation, Simulator, count_flops
 from distsim.executor.memory_program import program_memory
-from distsim.executor.memory_timeline import MemoryTimeline, memory_timeline
+from distsim.executor.memory_timeline import memory_timeline
+from distsim.executor.memory_walk import KINDS
 from distsim.executor.program import Program
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh, Topology, Value
@@ -113,27 +114,32 @@ def weights_of_products(function: Function) -> set[str]:
 
 
 def figure(case: Case) -> dict[str, Any]:
-    """The row of a case: gathered matrices in memory when forward ends, and the step time."""
+    """The row of a case: gathered matrices in memory when forward ends, and the step time.
+
+    Parameters lie sharded and are counted as such; what else is held, beyond what the step whose parameters
+    are whole on every rank holds at that time, are gathered weights.
+    """
     program = laid_out(case)
-    simulation = Simulator(CostModel(case.topology)).simulate(program)
-    held = held_after_forward(simulation)
-    bare = held_after_forward(without_weights(case))
+    simulator = Simulator(CostModel(case.topology))
+    simulation, whole = simulator.simulate(program), simulator.simulate(laid_out(case, divided=False))
     return {
         "case": case.name,
         "layers": LAYERS,
         "devices": len(program.mesh),
-        "gathered_mib": (held - bare) / MIB,
+        "gathered_mib": (held_after_forward(simulation) - held_after_forward(whole)) / MIB,
         "step_s": simulation.step_time,
         "peak_gib": max(program_memory(program).peaks) / 2**30,
     }
 
 
-def laid_out(case: Case) -> Program:
-    """The program of a case; vectors, the scales of norms, stay whole on every rank."""
+def laid_out(case: Case, divided: bool = True) -> Program:
+    """The program of a case; vectors, the scales of norms, stay whole on every rank, or all parameters do."""
     devices = case.topology.devices
-    whole = shard(case.function, logical_mesh(devices[0], len(devices), 1))
-    local = fsdp(whole, smallest=widest_vector(case.function) + 1)
-    function = rematerialize(local.function, case.remat, case.tags(local.function))
+    local = shard(case.function, logical_mesh(devices[0], len(devices), 1))
+    if divided:
+        local = fsdp(local, smallest=widest_vector(case.function) + 1)
+    tags = case.tags(local.function) if divided else {}
+    function = rematerialize(local.function, case.remat, tags)
     mesh = Mesh(devices, pp=1, dp=len(devices), tp=1)
     return pipeline(replace(local, function=function), mesh, schedule("1f1b", 1, 1))
 
@@ -144,23 +150,13 @@ def widest_vector(function: Function) -> int:
     return max(type_.size for type_ in types if type_.rank < 2)
 
 
-def without_weights(case: Case) -> Simulation:
-    """The same step with everything gathered again: nothing but the difference is gathered weights."""
-    program = laid_out(replace(case, tags=gathered))
-    return Simulator(CostModel(case.topology)).simulate(program)
-
-
 def held_after_forward(simulation: Simulation) -> int:
-    """Return the bytes in use on a device when the loss is there."""
-    ends = [span.end for span in simulation.spans() if span.op.op_type == "CrossEntropyLoss"]
+    """Return the bytes in use on a device when the loss is computed, without parameters and their state."""
+    starts = [span.start for span in simulation.spans() if span.op.op_type == "CrossEntropyLoss"]
     (timeline, *_) = memory_timeline(simulation)
-    return in_use_at(timeline, ends[-1])
-
-
-def in_use_at(timeline: MemoryTimeline, seconds: float) -> int:
-    """Return the bytes in use at a time."""
-    place = int(timeline.times.searchsorted(seconds, side="right")) - 1
-    return int(timeline.in_use[place])
+    place = int(timeline.times.searchsorted(starts[-1], side="right")) - 1
+    amounts = dict(zip(KINDS, timeline.by_kind[place].tolist(), strict=True))
+    return sum(amounts.values()) - amounts["parameters"] - amounts["state"]
 
 
 # --- the curve -------------------------------------------------------------------------------------------

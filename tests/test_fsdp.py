@@ -6,18 +6,19 @@ from functools import cache
 
 import numpy as np
 import pytest
-from training_models import assert_same_step, mesh_of, random_inputs, small_gpt, small_llama, small_mlp
+from training_models import F64, assert_same_step, mesh_of, random_inputs, small_gpt, small_llama, small_mlp
 
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
 from distsim.executor.memory import peak_memory
 from distsim.executor.memory_program import program_memory
 from distsim.executor.memory_timeline import memory_timeline
+from distsim.executor.memory_walk import KINDS
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh, all_ops, callees, verify
 from distsim.ir.device import logical_mesh
 from distsim.ir.type import BFloat16
-from distsim.models import llama
+from distsim.models import llama, moe
 from distsim.partition.saves import Tag
 from distsim.plan import Plan
 from distsim.schedule import schedule
@@ -119,6 +120,18 @@ def test_a_parameter_that_cannot_be_divided_stays_whole_and_is_noted() -> None:
     assert {v.name.split(".")[-1] for v in small.function.parameters if v.type.shape == (16,)} == {"scale"}
 
 
+def test_a_parameter_updated_in_parts_along_tp_stays_whole_and_is_noted() -> None:
+    sizes = {"hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 8, "seq": 6, "vocab": 16, "batch": 8}
+    routing = {"experts": 4, "shared": 1, "capacity": 1.0, "concentration": 1.0}
+    joint = differentiate(moe(layers=4, **sizes, **routing, dtype=F64), SGD(lr=0.1))
+    inputs = random_inputs(joint, 0)
+    rng = np.random.default_rng(0)
+    inputs[0] = np.stack([rng.permutation(16)[:6] for _ in range(8)])  # equal tokens would be dropped
+    program = build_program(joint, mesh_of(2, 2, 1), schedule("1f1b", 1, 4), fsdp="reshard")
+    assert "h0.o.w the first, are updated in parts, along another axis" in program.notes[0]
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+
+
 def test_a_pattern_of_replicas_is_refused() -> None:
     joint, _, _ = case("mlp")
     figures = mesh_of(1, 1, 1).devices[0]
@@ -151,15 +164,17 @@ def llama3() -> Function:
 
 
 @cache
-def simulated(remat: str, kept: tuple[str, ...]) -> Simulation:
-    """A step on 128 GPUs; ``kept`` are the matrices whose gathered weights are saved."""
+def simulated(remat: str, kept: tuple[str, ...] | None) -> Simulation:
+    """A step on 128 GPUs; ``kept`` are the matrices whose gathered weights are saved, None: all are whole."""
     topology = load_cluster("dgx-h100:16")
     devices = topology.devices
-    local = fsdp(shard(llama3(), logical_mesh(devices[0], RANKS, 1)), smallest=4097)
-    tags = {
-        value: Tag.MUST_SAVE if value.name.removesuffix(".w").split(".")[-1] in kept else tag
-        for value, tag in gathered(local.function).items()
-    }
+    local, tags = shard(llama3(), logical_mesh(devices[0], RANKS, 1)), {}
+    if kept is not None:
+        local = fsdp(local, smallest=4097)
+        tags = {
+            value: Tag.MUST_SAVE if value.name.removesuffix(".w").split(".")[-1] in kept else tag
+            for value, tag in gathered(local.function).items()
+        }
     function = rematerialize(local.function, remat, tags)
     mesh = Mesh(devices, pp=1, dp=RANKS, tp=1)
     program = pipeline(replace(local, function=function), mesh, schedule("1f1b", 1, 1))
@@ -167,10 +182,12 @@ def simulated(remat: str, kept: tuple[str, ...]) -> Simulation:
 
 
 def after_forward(simulation: Simulation) -> int:
-    """Bytes in use when the loss is there, from the memory timeline."""
+    """Bytes in use when the loss is computed, from the memory timeline, without parameters and state."""
     (timeline,) = memory_timeline(simulation)
-    (end,) = [span.end for span in simulation.spans() if span.op.op_type == "CrossEntropyLoss"]
-    return int(timeline.in_use[np.searchsorted(timeline.times, end, side="right") - 1])
+    (start,) = [span.start for span in simulation.spans() if span.op.op_type == "CrossEntropyLoss"]
+    place = np.searchsorted(timeline.times, start, side="right") - 1
+    resident = [KINDS.index(kind) for kind in ("parameters", "state")]
+    return int(timeline.in_use[place] - timeline.by_kind[place, resident].sum())
 
 
 def test_a_layer_has_416_mib_of_gathered_weights() -> None:
@@ -187,11 +204,15 @@ def test_keeping_the_weights_of_six_of_seven_products_costs_1216_mib() -> None:
     (behind,) = [f for f in callees(again.function) if f.name == "layer_backward"]
     weights = {v.name for op in behind.ops if op.op_type == "MatMul" for v in op.inputs if v in behind.inputs}
     assert weights == {f"{name}.w" for name in LAYER} - {"down.w"}
-    assert after_forward(kept) - after_forward(again) == LAYERS * 304 * MIB == 1216 * MIB
+    whole = after_forward(simulated("full", None))
+    assert after_forward(again) - whole == 0
+    assert after_forward(kept) - whole == LAYERS * 304 * MIB == 1216 * MIB
     assert kept.step_time < again.step_time
 
 
 def test_keeping_all_gathered_matrices_costs_2666_mib_and_gathering_again_none() -> None:
     again, kept = simulated("none", ()), simulated("none", (*LAYER, "head"))
-    assert after_forward(kept) - after_forward(again) == (LAYERS * 416 + 1002) * MIB == 2666 * MIB
+    whole = after_forward(simulated("none", None))
+    assert after_forward(again) - whole == 0
+    assert after_forward(kept) - whole == (LAYERS * 416 + 1002) * MIB == 2666 * MIB
     assert kept.step_time < again.step_time

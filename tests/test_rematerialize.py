@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -162,6 +163,18 @@ def test_saved_bytes_fall_with_the_budget_and_flops_rise() -> None:
     assert flops == sorted(flops) and flops[0] < flops[-1]
 
 
+def test_sums_of_a_block_that_is_written_out_keep_no_gradients_waiting() -> None:
+    """A flat step of eight layers in three stages: what is saved is less, and so is the most in use."""
+    joint, order = flat_mlp(layers=8, optimizer=True), schedule("gpipe", 3, 2)
+    peaks = [
+        program_memory(build_program(joint, mesh_of(2, 1, 3), order, remat)).peaks
+        for remat in ("none", "min_cut", "budget:0.5")
+    ]
+    for more, less in pairwise(peaks):
+        assert all(one >= other for one, other in zip(more, less, strict=True))
+    assert max(peaks[2]) < max(peaks[0])
+
+
 def cluster(count: int, gbps: float) -> Topology:
     topology = Topology()
     devices = [topology.add_device("gpu", 1e12, 1e12, 1e-6) for _ in range(count)]
@@ -171,7 +184,7 @@ def cluster(count: int, gbps: float) -> Topology:
     return topology
 
 
-def test_hfu_counts_what_is_recomputed_and_mfu_does_not() -> None:
+def test_hfu_counts_what_is_recomputed() -> None:
     joint, _, _ = case("gpt")
     topology = cluster(4, 100)
     simulator = Simulator(CostModel(topology))
@@ -300,6 +313,8 @@ def test_a_policy_for_blocks_is_refused_where_none_repeat() -> None:
     joint = flat_mlp()
     with pytest.raises(PlanError, match="mlp has 0 blocks that repeat"):
         rematerialize(joint, "full")
+    with pytest.raises(PlanError, match="use at most every:3; or min_cut"):
+        rematerialize(case("mlp")[0], "every:4")
     assert len(names(rematerialize(joint, "budget:0"))) < len(names(joint))
     with pytest.raises(PlanError, match="remat='most' is unknown"):
         build_program(joint, mesh_of(1, 1, 1), schedule("1f1b", 1, 1), "most")

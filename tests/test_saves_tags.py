@@ -26,6 +26,7 @@ from distsim.partition.saves import (
     save_for_backward,
     save_min_cut,
     save_replayed,
+    save_within_budget,
     with_gathers,
 )
 
@@ -235,3 +236,17 @@ def test_an_order_of_the_user_goes_before_resharding():
     nodes = [replace(node, tag=Tag.MUST_SAVE) if i == wait else node for i, node in enumerate(graph.nodes)]
     tagged = with_gathers(replace(graph, nodes=tuple(nodes)), reshard=True)
     assert "wait0" in save_for_backward(tagged).names
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.1, 0.5])
+def test_no_budget_keeps_a_gathered_table_of_which_backward_reads_a_row(budget):
+    nodes = (
+        primal("shard", 1000, Trait.FREE),
+        tangent("dy"),
+        JointNode("wait", (0,), 4000, traits=COLLECTIVE | Trait.WAIT, tag=Tag.MUST_SAVE),
+        JointNode("row", (2,), 8, traits=CHEAP),
+        JointNode("y", (3,), 8, traits=HEAVY),
+        JointNode("dx", (1, 3), 8),
+    )
+    saves = save_within_budget(JointGraph(nodes, (4, 5), 1), budget)
+    assert (saves.names, saves.recomputed) == (("row",), ())

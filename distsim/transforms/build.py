@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from distsim.errors import PlanError
 from distsim.executor.cost_model import CostModel
 from distsim.executor.program import Program
-from distsim.ir import Device, Function, Mesh
+from distsim.ir import Device, Function, Mesh, Op
 from distsim.ir.device import logical_mesh
 from distsim.plan import check_layout
 from distsim.schedule import Schedule
@@ -18,7 +18,7 @@ from distsim.transforms.balance import coarse
 from distsim.transforms.fsdp import fsdp as divide_parameters
 from distsim.transforms.fsdp import gathered
 from distsim.transforms.inline import inline
-from distsim.transforms.numbered import Numbered
+from distsim.transforms.numbered import Numbered, is_sum
 from distsim.transforms.outline import outline
 from distsim.transforms.pipeline import Cut, cut_stages
 from distsim.transforms.rematerialize import rematerialize
@@ -174,6 +174,7 @@ def _rematerialized(local: Sharded, remat: str, fsdp: str, figures: Device, leve
         made = rematerialize(divided.function, remat, tags, device=figures)
         for _ in range(levels):
             made = inline(made)
+        made = sums_at_once(made) if levels else made
         found = known[key] = replace(divided, function=made)
     return replace(found, microbatches=local.microbatches, dp=local.dp)
 
@@ -191,6 +192,22 @@ def updates_last(function: Function) -> Function:
     held = set(last)
     ops = (*[op for op in function.ops if op not in held], *last)
     return replace(function, ops=ops)
+
+
+def sums_at_once(function: Function) -> Function:
+    """Return the function with each sum over microbatches right after what makes the operand.
+
+    Sums stand after the Call that returns their operands; once it is written out, one op after the other may
+    make room for the next.
+    """
+    producer = {value: op for op in function.ops for value in op.outputs}
+    after: dict[Op, list[Op]] = {}
+    for op in function.ops:
+        if is_sum(op) and len(op.inputs) == 1 and op.inputs[0] in producer:
+            after.setdefault(producer[op.inputs[0]], []).append(op)
+    moved = {op for sums in after.values() for op in sums}
+    ops = [each for op in function.ops if op not in moved for each in (op, *after.get(op, ()))]
+    return replace(function, ops=tuple(ops)) if len(ops) == len(function.ops) else function
 
 
 def _size(cut: Cut) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
-from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
+from distsim.ir import Function, FunctionMaker, Op, Role, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.partition.saves import Tag
@@ -26,7 +26,8 @@ def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
     """Divide the parameters of what :func:`shard` made, and their optimizer state, over the dp ranks.
 
     Each parameter of at least ``smallest`` elements is divided along the first dimension of its local shape
-    that the number of ranks divides; one without such a dimension stays whole, and a note says so. The
+    that the number of ranks divides; one without such a dimension stays whole, as does one that an update
+    takes apart along another axis, and a note says so. The
     whole is gathered at the top level, before the first op or Call that reads it: once for each run of ops
     between Calls, and for each Call, that reads it in forward; backward reads what forward gathered
     (:func:`gathered` tags it to be gathered again instead). What an optimizer of a divided parameter reads
@@ -43,7 +44,8 @@ def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
         )
     if ranks == 1:
         return local
-    dims = _divided(local.function.parameters, ranks, smallest)
+    whole = _updated_in_parts(local.function)
+    dims = _divided([v for v in local.function.parameters if v not in whole], ranks, smallest)
     return _Divider(local, ranks, dims, smallest).run()
 
 
@@ -93,6 +95,16 @@ def _divided(parameters: Sequence[Value], ranks: int, smallest: int) -> dict[Val
         dim = next((i for i, size in enumerate(type_.shape) if size and size % ranks == 0), None)
         if dim is not None and type_.size >= smallest:
             found[value] = dim
+    return found
+
+
+def _updated_in_parts(function: Function) -> set[Value]:
+    """Return the parameters of which an update reads something else than the parameter as it is."""
+    found: set[Value] = set()
+    for op in function.ops:
+        direct = {update.parameter for update in _updates(op)}
+        if direct:
+            found.update(v for v in op.inputs if v.role is Role.PARAMETER and v not in direct)
     return found
 
 
@@ -239,12 +251,16 @@ class _Divider:
     def _remarks(self) -> list[str]:
         left = [v for v in self.function.parameters if v not in self.parameters]
         large = [v for v in left if as_tensor(v.type, v.name).size >= self.smallest]
-        if not large:
-            return []
-        nbytes = sum(v.type.nbytes for v in large)
+        parts = _updated_in_parts(self.function)
+        reasons = {
+            f"have no dimension that dp={self.ranks} divides": [v for v in large if v not in parts],
+            "are updated in parts, along another axis": [v for v in large if v in parts],
+        }
         return [
-            f"{len(large)} parameters of {nbytes:,} bytes, {large[0].name} the first, have no dimension that "
-            f"dp={self.ranks} divides: every rank holds them whole"
+            f"{len(found)} parameters of {sum(v.type.nbytes for v in found):,} bytes, {found[0].name} the "
+            f"first, {reason}: every rank holds them whole"
+            for reason, found in reasons.items()
+            if found
         ]
 
     def _op(self, op: Op, forward: bool) -> None:

@@ -22,10 +22,11 @@ def save_within_budget(graph: JointGraph, budget: float, options: MinCutOptions 
     """Save what a share ``budget`` of the activation memory allows, 0 <= ``budget`` <= 1.
 
     1 is what min-cut saves; 0 is the inputs of the forward pass and what is never recomputed unless tagged
-    so: random values, collectives, MUST_SAVE. In between three cuts are tried, each with fewer rules
-    against recomputation; when none fits, a knapsack chooses which of the values that are dear to recompute
-    are saved: the most ``seconds`` that fit. The choice is PyTorch's wherever it keeps the budget, which its
-    rounding of sizes does not always (:attr:`Budget.room` says what keeping it means).
+    so (random values, collectives, MUST_SAVE), or what follows from these where that is smaller. In between
+    three cuts are tried, each with fewer rules against recomputation; when none fits, a knapsack chooses
+    which of the values that are dear to recompute are saved: the most ``seconds`` that fit. The choice is
+    PyTorch's wherever it keeps the budget, which its rounding of sizes does not always
+    (:attr:`Budget.room` says what keeping it means).
 
     Raises :class:`~distsim.errors.RematerializationError` for a budget outside [0, 1].
     """
@@ -54,7 +55,7 @@ class Budget:
         """The bytes that may be saved: ``inputs + budget * (min-cut - inputs)``, at least the least."""
         inputs, most = self.size(self.need.inputs), self.size(self.most)
         room = inputs + Fraction(self.budget) * max(most - inputs, 0)
-        return max(math.floor(room), self.size(self.least))
+        return max(math.floor(room), self.size(self._read(self.smallest)))
 
     def size(self, values: Iterable[int]) -> int:
         """Return the bytes of the values."""
@@ -63,7 +64,7 @@ class Budget:
     def choose(self) -> Sequence[int]:
         """Return the values to save."""
         if self.budget == 0:
-            return self.least
+            return self.smallest
         inputs = self.size(self.need.inputs)
         span = self.size(self.most) - inputs
         if self.budget == 1 or span <= 0:
@@ -76,20 +77,20 @@ class Budget:
         items = self._recomputable(cut.banned)
         if not items:
             kept = [each for each in cut.banned if self.need.graph.nodes[each].tag is Tag.MUST_SAVE]
-            saved = split(self.need.graph, sorted([*self.least, *kept])).saved
-            return saved if self.size(saved) <= self.room else self.least
+            saved = self._read(sorted([*self.least, *kept]))
+            return saved if self.size(saved) <= self.room else self.smallest
         sizes = [self.need.graph.sizes[each] for each in items]
         seconds = [self.need.graph.nodes[each].seconds for each in items]
         kept = rounded_knapsack([size / span for size in sizes], seconds, self.budget)
         capacity = self.room - inputs
         while True:
             allowed = frozenset(items) - {items[i] for i in kept}
-            saved = split(self.need.graph, cut_values(self.need, aggressive, allowed).saved).saved
+            saved = self._read(cut_values(self.need, aggressive, allowed).saved)
             excess = self.size(saved) - self.room
             if excess <= 0:
                 return saved
             if capacity < 0:
-                return self.least
+                return self.smallest
             kept = exact_knapsack(sizes, seconds, capacity)
             capacity = min(capacity, sum(sizes[i] for i in kept)) - excess
 
@@ -108,6 +109,20 @@ class Budget:
             and not _fixed(graph.nodes[each])
         ]
         return sorted(found, key=lambda each: -graph.sizes[each])
+
+    @cached_property
+    def smallest(self) -> Sequence[int]:
+        """The fewest bytes: the least, or where less comes of what is never recomputed, that."""
+        if set(self.least) <= set(self.need.inputs):
+            return self.least
+        aggressive = self.options.aggressive()
+        again = frozenset(self._recomputable(cut_values(self.need, aggressive).banned))
+        cut = cut_values(self.need, aggressive, again).saved
+        return min(self.least, cut, key=lambda saved: self.size(self._read(saved)))
+
+    def _read(self, saved: Sequence[int]) -> tuple[int, ...]:
+        """Return those of the values that backward reads."""
+        return split(self.need.graph, saved).saved
 
     @cached_property
     def least(self) -> tuple[int, ...]:

@@ -59,9 +59,10 @@ class _Rematerializer:
         calls: dict[Op, Op] = {}
         pairs = find_pairs(joint)
         if self.policy.blocks is not None and self.policy.rest is None and len(pairs) < self.policy.every:
+            fewer = f"at most every:{len(pairs)}; or " if pairs else ""
             raise PlanError(
-                f"remat={self.policy}: {function.name} has {len(pairs)} blocks that repeat, so nothing "
-                "would be recomputed; use min_cut or budget:X, which take single ops as well, or none"
+                f"remat={self.policy}: {function.name} has {len(pairs)} blocks that repeat, so nothing would "
+                f"be recomputed; use {fewer}min_cut or budget:X, which take single ops as well, or none"
             )
         for number, pair in enumerate(pairs):
             rule = self.rule(self.policy.rule(number))
