@@ -19,7 +19,8 @@ torchtitan counts them; or in whole blocks, for the least simulated step."""
 
 REMAT = ("none", "full", "every:N", "matmuls", "min_cut", "budget:X")
 """What backward computes again: nothing; each block from its inputs; every N-th block so; all but matrix
-products; what a minimum cut says; what fits into the share X in 0..1 of the memory of ``none``."""
+products; what a minimum cut does not save; what does not fit into the share X, 0 to 1, of the bytes that the
+minimum cut of each block saves beyond the block's inputs."""
 
 
 FSDP = ("none", "reshard", "keep")

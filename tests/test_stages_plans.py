@@ -247,6 +247,19 @@ def test_a_plan_whose_stages_fit_is_found_though_the_even_one_does_not():
         build_program(joint, mesh, order, stages="auto", cost_model=cost_model)
 
 
+def test_one_stage_has_to_fit_as_well():
+    joint, order = model("gpt"), schedule("1f1b", 1, 8)
+    mesh, cost_model = small_memory(10**12, count=1)
+    even, found = (
+        build_program(joint, mesh, order, stages=s, cost_model=cost_model) for s in ("even", "auto")
+    )
+    simulate = Simulator(cost_model).simulate
+    assert simulate(found).step_time == simulate(even).step_time
+    mesh, cost_model = small_memory(max(program_memory(even).peaks) - 2**20, count=1)
+    with pytest.raises(PartitionError, match=r"no split into 1 stages fits.*the best is over by 1\.0 MiB"):
+        build_program(joint, mesh, order, stages="auto", cost_model=cost_model)
+
+
 def test_what_was_found_is_said_and_found_again():
     plan = Plan.parse("pp=4,microbatches=8")
     one, two = (planned("gpt", plan, "auto") for _ in range(2))

@@ -60,7 +60,7 @@ def build_program(
     pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
     figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]  # which of equal devices it is does not matter
     key = Division(pp, dp, tp, schedule.num_microbatches, figures, remat, "none" if dp == 1 else fsdp)
-    if stages == "auto" and pp > 1:
+    if stages == "auto":
         if cost_model is None:
             raise PlanError("stages=auto simulates splits; give build_program a cost_model")
         return memory.fastest(function, key, mesh, schedule, cost_model).program(mesh, schedule)
