@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -18,9 +17,10 @@ from distsim.importer.dimensions import check_bindings, check_declared, input_ty
 from distsim.importer.evaluate import PartialEvaluator
 from distsim.importer.scope import Scope, used_names
 from distsim.importer.tensors import MAX_FILE_BYTES, read_bytes
+from distsim.ir.dead import trim
 from distsim.ir.function import Function
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.op import Op, Role, Value
+from distsim.ir.op import Role, Value
 from distsim.ir.type import as_tensor
 from distsim.ops.operator import Array
 
@@ -119,7 +119,9 @@ def _import(
         evaluator.add_stored(tensor.name, tensor, scope)
     evaluator.run(scope)
     _set_outputs(evaluator, graph, scope, sizes)
-    function = _without_dead(maker.finalize(), keep=frozenset(info.name for info in inputs))
+    names = frozenset(info.name for info in inputs)
+    whole = maker.finalize()
+    function = trim(whole, stay=[value for value in whole.inputs if value.name in names]).function
     if not load_values:
         return function
     return function, {v.name: evaluator.stored[v]() for v in function.inputs if v in evaluator.stored}
@@ -174,15 +176,3 @@ def _set_outputs(evaluator: PartialEvaluator, graph: Any, scope: Scope, sizes: M
         check_declared(info, as_tensor(value.type, value.name), sizes)
         outputs.append(value)
     evaluator.maker.set_outputs(outputs)
-
-
-def _without_dead(function: Function, keep: frozenset[str]) -> Function:
-    """Return the function without the ops, and the stored inputs, that no output needs."""
-    needed = set(function.outputs)
-    ops: list[Op] = []
-    for op in reversed(function.ops):
-        if not needed.isdisjoint(op.outputs):
-            ops.append(op)
-            needed.update(op.inputs)
-    inputs = tuple(value for value in function.inputs if value in needed or value.name in keep)
-    return replace(function, inputs=inputs, ops=tuple(reversed(ops)))

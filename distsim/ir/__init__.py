@@ -1,5 +1,6 @@
 """Types, values, ops and functions; devices, meshes and topologies."""
 
+from distsim.ir.dead import Trimmed, needed_ops, trim
 from distsim.ir.device import Device, Mesh
 from distsim.ir.function import Function, all_ops, callees, count_ops
 from distsim.ir.maker import FunctionMaker
@@ -44,6 +45,7 @@ __all__ = [
     "Role",
     "Tensor",
     "Topology",
+    "Trimmed",
     "TupleType",
     "Type",
     "Value",
@@ -51,6 +53,8 @@ __all__ = [
     "callees",
     "count_ops",
     "cpprint",
+    "needed_ops",
     "pformat",
+    "trim",
     "verify",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from distsim.ir import Function, Op, Value
+from distsim.ir import Function, Op, Value, needed_ops
 from distsim.transforms.numbered import Numbered
 
 
@@ -87,7 +87,7 @@ def split_joint(joint: Function | Joint) -> Split:
     own = [function.outputs[i] for i in joint.outputs]
     rest = [v for i, v in enumerate(function.outputs) if i not in joint.outputs]
     behind = [op for op in function.ops if op not in joint.forward and op not in joint.constants]
-    ops = _needed(function, behind, joint.constants, rest)
+    ops = _needed(function, {*behind, *joint.constants}, rest)
     read = dict.fromkeys([*(v for op in ops for v in op.inputs), *rest])
     saved = tuple([v for v in made if v in read and v not in own])
     given = [v for v in made if v in read]
@@ -95,18 +95,11 @@ def split_joint(joint: Function | Joint) -> Split:
     ahead = [v for v in function.inputs if v not in joint.tangents]
     back = Function(f"{function.name}_backward", (*inputs, *given), tuple(ops), tuple(rest))
     outputs = (*own, *saved)
-    needed = _needed(function, [op for op in function.ops if op in joint.forward], joint.constants, outputs)
+    needed = _needed(function, joint.forward | joint.constants, outputs)
     front = Function(f"{function.name}_forward", tuple(ahead), tuple(needed), outputs)
     return Split(front, back, saved)
 
 
-def _needed(
-    function: Function, own: Sequence[Op], constants: AbstractSet[Op], outputs: Iterable[Value]
-) -> list[Op]:
-    """Return those of a pass's ops, and of the constants, that the outputs need, in order."""
-    passing, wanted, kept = set(own) | constants, set(outputs), list[Op]()
-    for op in reversed(function.ops):
-        if op in passing and not wanted.isdisjoint(op.outputs):
-            wanted.update(op.inputs)
-            kept.append(op)
-    return kept[::-1]
+def _needed(function: Function, own: AbstractSet[Op], outputs: Iterable[Value]) -> list[Op]:
+    """Return those of a pass's ops, constants included, that the outputs need, in order."""
+    return needed_ops([op for op in function.ops if op in own], outputs)

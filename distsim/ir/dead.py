@@ -1,0 +1,114 @@
+"""Dead ops: those that no output of a function needs, in the function and in what it calls.
+
+No op does anything but make its outputs, so that a transfer or a collective whose result nobody reads is as
+dead as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from distsim.ir.function import Function
+from distsim.ir.op import Op, Value
+
+Mask = tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Trimmed:
+    """A function without its dead ops, and those ops: of a callee once, however often it is called."""
+
+    function: Function
+    dead: tuple[Op, ...]
+
+
+def trim(
+    function: Function, outputs: Sequence[Value] | None = None, stay: Container[Value] | None = None
+) -> Trimmed:
+    """Return ``function`` with only these of its ``outputs`` (all, unless given), and the ops that they need.
+
+    A Call of which not all outputs are needed is one of a callee that makes, and reads, no more than that:
+    the same callee for all Calls that need the same outputs. Inputs that no op reads stay if ``stay`` holds
+    them (all do, unless it is given). Values of ``function`` are the same objects; so is a function, or a
+    callee, of which everything is needed.
+
+    >>> from distsim.ir import Float, FunctionMaker, Tensor
+    >>> maker = FunctionMaker("two")
+    >>> x = maker.add_input_value("x", Tensor(Float(), (2,)))
+    >>> y, z = maker.add_op("Relu", inputs=[x]), maker.add_op("Exp", inputs=[x])
+    >>> trim(maker.finalize(), outputs=[y])
+    Trimmed(function=Function('two', 1 inputs, 1 ops, 1 outputs), dead=(exp1 = Exp(x),))
+    """
+    trimmer = _Trimmer()
+    wanted = function.outputs if outputs is None else tuple(outputs)
+    made = trimmer.trim(function, wanted, frozenset(function.inputs) if stay is None else stay)
+    return Trimmed(made, tuple(trimmer.dead))
+
+
+def needed_ops(ops: Sequence[Op], outputs: Iterable[Value]) -> list[Op]:
+    """Return those of ``ops``, which are in topological order, that ``outputs`` need, in order."""
+    needed, found = set(outputs), list[Op]()
+    for op in reversed(ops):
+        if not needed.isdisjoint(op.outputs):
+            needed.update(op.inputs)
+            found.append(op)
+    return found[::-1]
+
+
+class _Trimmer:
+    """Trims a function, and each callee once per set of outputs that Calls of it need."""
+
+    def __init__(self) -> None:
+        self.dead: dict[Op, None] = {}
+        self.callees: dict[tuple[Function, Mask], tuple[Function, Mask]] = {}
+
+    def trim(self, function: Function, outputs: Sequence[Value], stay: Container[Value]) -> Function:
+        needed, ops, changed = set(outputs), list[Op](), False
+        for op in reversed(function.ops):
+            if needed.isdisjoint(op.outputs):
+                self.dead[op] = None
+                changed = True
+                continue
+            made = self.call(op, needed) if op.op_type == "Call" else op
+            changed |= made is not op
+            needed.update(made.inputs)
+            ops.append(made)
+        inputs = tuple([v for v in function.inputs if v in needed or v in stay])
+        if not changed and len(inputs) == len(function.inputs) and tuple(outputs) == function.outputs:
+            return function
+        return replace(function, inputs=inputs, ops=tuple(ops[::-1]), outputs=tuple(outputs))
+
+    def call(self, op: Op, needed: set[Value]) -> Op:
+        """Return the Call that makes those of its outputs that are needed."""
+        mask = tuple([value in needed for value in op.outputs])
+        key = op.callee, mask
+        if key not in self.callees:
+            self.callees[key] = self.callee(*key)
+        callee, read = self.callees[key]
+        if callee is op.callee:
+            return op
+        inputs = tuple([v for v, kept in zip(op.inputs, read, strict=True) if kept])
+        outputs = tuple([v for v, kept in zip(op.outputs, mask, strict=True) if kept])
+        return replace(op, inputs=inputs, outputs=outputs, subfunctions=(callee,))
+
+    def callee(self, function: Function, mask: Mask) -> tuple[Function, Mask]:
+        """Return the callee that makes these outputs only, and which inputs of ``function`` it reads."""
+        outputs = [v for v, kept in zip(function.outputs, mask, strict=True) if kept]
+        made = self.trim(function, outputs, ())
+        read = frozenset(made.inputs)
+        # Values of its own: Calls that need other outputs may call the callee as it was, in one function.
+        own = function if made is function else _copied(made)
+        return own, tuple([v in read for v in function.inputs])
+
+
+def _copied(function: Function) -> Function:
+    """Return the function with values of its own."""
+    own = {v: Value(v.name, v.type, v.role) for v in function.inputs}
+    ops: list[Op] = []
+    for op in function.ops:
+        inputs = tuple([own[v] for v in op.inputs])
+        own.update((v, Value(v.name, v.type, v.role)) for v in op.outputs)
+        ops.append(replace(op, inputs=inputs, outputs=tuple([own[v] for v in op.outputs])))
+    inputs, outputs = (tuple([own[v] for v in values]) for values in (function.inputs, function.outputs))
+    return replace(function, inputs=inputs, ops=tuple(ops), outputs=outputs)
