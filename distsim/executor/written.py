@@ -25,17 +25,23 @@ class WrittenOut(Function):
     _unroller: Any
 
     def __new__(
-        cls, name: str, inputs: tuple[Value, ...], ops: tuple[Op, ...], outputs: tuple[Value, ...]
+        cls,
+        name: str,
+        inputs: tuple[Value, ...],
+        ops: tuple[Op, ...],
+        outputs: tuple[Value, ...],
+        notes: tuple[str, ...] = (),
     ) -> Any:
         """Return a plain Function: a changed copy of one is no longer what a program was written out to."""
-        return Function(name, inputs, ops, outputs)
+        return Function(name, inputs, ops, outputs, notes)
 
     @staticmethod
     def of(program: Program, steady: bool) -> WrittenOut:
         """Return a program as a Function."""
         made = object.__new__(WrittenOut)
         unroller = Unroller(program, steady)
-        values = {"name": program.name, "inputs": unroller.inputs(), "program": program, "steady": steady}
+        values = {"name": program.name, "notes": program.notes, "inputs": unroller.inputs()}
+        values |= {"program": program, "steady": steady}
         for key, value in (values | {"_unroller": unroller, "_made": None}).items():
             object.__setattr__(made, key, value)
         return made

@@ -13,13 +13,15 @@ class Function:
     """A list of ops in topological order, from ``inputs`` to ``outputs``.
 
     Made by :meth:`distsim.ir.FunctionMaker.finalize`, which verifies it; a function built by hand is
-    checked with :func:`distsim.ir.verify`.
+    checked with :func:`distsim.ir.verify`. ``notes`` say what a user should know of how it was made; a
+    transform hands them on.
     """
 
     name: str
     inputs: tuple[Value, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Value, ...]
+    notes: tuple[str, ...] = ()
 
     def inputs_with(self, *roles: Role) -> tuple[Value, ...]:
         """Return the inputs that have one of these roles, in order."""

@@ -24,8 +24,8 @@ class FunctionMaker:
     Function('double', 1 inputs, 1 ops, 1 outputs)
     """
 
-    def __init__(self, name: str = "function") -> None:
-        self.name = name
+    def __init__(self, name: str = "function", notes: tuple[str, ...] = ()) -> None:
+        self.name, self.notes = name, notes
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
         self.outputs: list[Value] | None = None
@@ -127,7 +127,7 @@ class FunctionMaker:
     def finalize(self) -> Function:
         """Return the frozen function, after checking every rule of the IR (:func:`verify`)."""
         outputs = self._unread() if self.outputs is None else self.outputs
-        function = Function(self.name, tuple(self.inputs), tuple(self.ops), tuple(outputs))
+        function = Function(self.name, tuple(self.inputs), tuple(self.ops), tuple(outputs), self.notes)
         verify_one(function)  # callees were verified when they were made
         return function
 

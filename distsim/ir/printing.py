@@ -58,7 +58,7 @@ def cpprint(function: Function, file: TextIO | None = None) -> None:
 
 def _format_one(function: Function, colour: bool) -> str:
     names = _Names(function)
-    lines = [f"function {function.name}("]
+    lines = [*[f"# {note}" for note in function.notes], f"function {function.name}("]
     for value in function.inputs:
         role = "" if value.role is Role.INPUT else f"  # {value.role.value}"
         lines.append(f"  {names[value]}: {value.type},{role}")

@@ -10,7 +10,7 @@ def inline(function: Function) -> Function:
 
     What a Call returns keeps the names that the Call gives it.
     """
-    maker = FunctionMaker(function.name)
+    maker = FunctionMaker(function.name, function.notes)
     maker.adopt_inputs(function.inputs)
     copies: dict[Value, Value] = {value: value for value in function.inputs}
     for op in function.ops:

@@ -83,7 +83,7 @@ class _Outliner:
             self.outline(block)
         if not self.calls:
             return wiring.function
-        maker = FunctionMaker(wiring.function.name)
+        maker = FunctionMaker(wiring.function.name, wiring.function.notes)
         maker.adopt_inputs(wiring.function.inputs)
         index = 0
         while index < len(wiring.ops):

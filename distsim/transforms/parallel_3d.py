@@ -93,7 +93,7 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
     inputs = {v: replace(v, role=moved[v].role) for v in read if v not in made}
     ops = [_reading(op, inputs) for op in rest]
     outputs = tuple([inputs.get(value, value) for value in function.outputs])
-    steady = Function(function.name, tuple(inputs.values()), tuple(ops), outputs)
+    steady = Function(function.name, tuple(inputs.values()), tuple(ops), outputs, function.notes)
     return steady, steady.inputs
 
 

@@ -107,7 +107,7 @@ class _Placer:
         for op in function.ops:
             for value in op.inputs:
                 self.readers.setdefault(value, {})[self.device[op]] = None
-        self.maker = FunctionMaker(function.name)
+        self.maker = FunctionMaker(function.name, function.notes)
         self.copies: dict[tuple[Value, Device | None], Value] = {}
         self.channels: dict[tuple[Device, Device], list[float]] = {}
         self.callees: dict[tuple[object, ...], Function] = {}

@@ -29,7 +29,7 @@ class _Precision:
         self.dtype, self.source, self.convert = dtype, source, convert
 
     def function(self, function: Function) -> Function:
-        maker = FunctionMaker(function.name)
+        maker = FunctionMaker(function.name, function.notes)
         copies: dict[Value, Value] = {}
         for value in function.inputs:
             copies[value] = maker.add_input_value(value.name, self.type(value.type), value.role)
