@@ -141,6 +141,9 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameters", default="", help="patterns of graph inputs that are parameters: p_*,..."
     )
+    parser.add_argument(
+        "--keep", action="append", metavar="NAME", help="an output to compute that the loss does not need"
+    )
     parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
     parser.add_argument("--optimizer", help=f"{' or '.join(sorted(OPTIMIZERS))} (default adam)")
     parser.add_argument(
@@ -171,9 +174,9 @@ def _read(options: argparse.Namespace, progress: Progress) -> Function:
 
 
 def _training(options: argparse.Namespace, progress: Progress) -> Function:
-    if options.parameters and (options.loss or options.optimizer):
+    if options.parameters and (options.loss or options.optimizer or options.keep):
         raise PlanError(
-            "--parameters says that the model brings its own backward pass: no --loss, --optimizer"
+            "--parameters says that the model brings its own backward pass: no --loss, --optimizer, --keep"
         )
     optimizer = optimizer_named(options.optimizer or "adam")
     loss = options.loss or "auto"
@@ -182,7 +185,10 @@ def _training(options: argparse.Namespace, progress: Progress) -> Function:
     function = _read(options, progress)
     if options.parameters:
         return function
-    return progress.run("differentiating", lambda: differentiate(add_loss(function, loss), optimizer))
+    keep = options.keep or ()
+    return progress.run(
+        "differentiating", lambda: differentiate(add_loss(function, loss, keep), optimizer, keep)
+    )
 
 
 def _simulate(options: argparse.Namespace) -> None:
@@ -221,7 +227,8 @@ def _simulate(options: argparse.Namespace) -> None:
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> None:
     """Inference of one batch, partitioned over the devices of the cluster."""
-    training = [name for name in ("plan", "loss", "optimizer") if getattr(options, name) is not None]
+    fields = ("plan", "loss", "optimizer", "keep")
+    training = [name for name in fields if getattr(options, name) is not None]
     if training:
         raise PlanError(
             f"--partition places the ops of a forward pass, --{training[0]} is for training: leave one out"
@@ -297,7 +304,7 @@ def _samples(function: Function) -> int:
 def _show(options: argparse.Namespace) -> None:
     progress = Progress(sys.stderr)
     if not options.plan and (options.cluster or not options.training):
-        given = [n for n in ("cluster", "loss", "optimizer") if getattr(options, n)]
+        given = [n for n in ("cluster", "loss", "optimizer", "keep") if getattr(options, n)]
         if given:
             raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
     if not options.plan and not options.training:

@@ -35,6 +35,7 @@ SHAPE: tuple[Sample, ...] = (
     sample("Shape", (4, 2), grads=()),
     sample("Size", (4, 2), grads=()),
     sample("Accumulate", (4, 2), grads=()),
+    sample("ForwardOutput", (4, 2)),
 )
 
 MOVEMENT: tuple[Sample, ...] = (

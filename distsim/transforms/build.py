@@ -18,6 +18,7 @@ from distsim.transforms.balance import coarse
 from distsim.transforms.fsdp import fsdp as divide_parameters
 from distsim.transforms.fsdp import gathered
 from distsim.transforms.inline import inline
+from distsim.transforms.kept import only_needed
 from distsim.transforms.numbered import Numbered, is_sum
 from distsim.transforms.outline import outline
 from distsim.transforms.pipeline import Cut, cut_stages
@@ -40,7 +41,8 @@ def build_program(
     The composition behind :func:`parallel_transform_3d` and :func:`distsim.parallelize.parallelize`.
     Blocks that a flat function repeats become Calls first, and Calls that are too large to make
     balanced stages are written out. What was made of the function before, for other degrees or another
-    order, is used again: a known division costs a look-up.
+    order, is used again: a known division costs a look-up. Ops that no output needs are left out before; the
+    notes of the program say so, after those of the function.
 
     ``remat`` is the text of a policy (:func:`distsim.transforms.rematerialize.policy_named`): what backward
     computes again in place of saving it. It is applied to what every rank runs, so that collectives are
@@ -95,9 +97,10 @@ class _Memory:
     """What was made of one function, which it does not refer to: it is forgotten with the function."""
 
     def __init__(self, function: Function) -> None:
+        whole, function = function, only_needed(function, function.outputs, "no output needs it")
         flat = not any(op.op_type == "Call" for op in function.ops)
         outlined = outline(updates_last(function)) if flat else function
-        self.outlined = None if outlined is function else outlined
+        self.outlined = None if outlined is whole else outlined
         self.numbered = [Numbered(outlined)]
         self.written: list[Function] = []  # with one level of Calls written out, with two, ...
         self.cuts: dict[Division, Cut] = {}

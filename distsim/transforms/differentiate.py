@@ -8,29 +8,37 @@ from dataclasses import dataclass
 import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
-from distsim.ir import Function, FunctionMaker, Literal, Op, Tensor, Value
+from distsim.ir import Function, FunctionMaker, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
+from distsim.transforms.kept import kept_outputs, mark_forward, only_needed
 from distsim.transforms.optimizers import SGD, Optimizer
 from distsim.transforms.updates import add_updates
 
 Mask = tuple[bool, ...]
 
 
-def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Function:  # noqa: B008
+def differentiate(
+    function: Function,
+    optimizer: Optimizer | None = SGD(),  # noqa: B008
+    keep: Sequence[str] = (),
+) -> Function:
     """Return the function that runs ``function``, its backward pass and ``optimizer``.
 
     The first output of ``function`` is the loss, a floating-point scalar (see :func:`add_loss`).
-    Outputs: the loss, then per parameter in order its new value, then its new optimizer state; with
-    ``optimizer=None``, the gradients instead. Optimizer state comes in as inputs of role STATE. A
-    parameter that does not influence the loss keeps its value and is not an output.
+    Outputs: the loss, then those of ``function`` that ``keep`` names, in their order, then per parameter in
+    order its new value, then its new optimizer state; with ``optimizer=None``, the gradients instead.
+    Optimizer state comes in as inputs of role STATE. A parameter that does not influence the loss keeps its
+    value and is not an output. What is kept is computed by the forward pass (``ForwardOutput`` marks it);
+    ops that no output needs are left out, those of callees too, and a note of the function says which.
 
     The parameters of one Call are updated by one Call, of a callee that all Calls with parameters of
     the same types share (see :func:`add_updates`).
 
     Reverse accumulation over the ops and through Calls: a callee is differentiated once per set of
     wanted gradients, into a forward function that also returns what backward needs, and a backward
-    function. Raises :class:`UnknownOperatorError` for an operator without a gradient.
+    function. Raises :class:`UnknownOperatorError` for an operator without a gradient, and
+    :class:`PlanError` without a loss, without parameters, and for a name that no output has.
     """
     if not function.outputs:
         raise PlanError(f"{function.name} has no outputs; the first one must be a scalar loss")
@@ -42,7 +50,9 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
     parameters = function.parameters
     if not parameters:
         raise PlanError(f"{function.name} has no input marked as a parameter (Role.PARAMETER)")
-    pass_ = _Pass(FunctionMaker(f"{function.name}_training"), _Callees())
+    kept = kept_outputs(function, keep, loss)
+    function = mark_forward(only_needed(function, (loss, *kept), "the loss does not need it"))
+    pass_ = _Pass(FunctionMaker(f"{function.name}_training", function.notes), _Callees())
     for value in function.inputs:
         pass_.copies[value] = pass_.maker.add_input_value(value.name, value.type, value.role)
     wanted = _influenced(function, parameters)
@@ -50,13 +60,13 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
     pass_.forward(function)
     pass_.backward(function, wanted, frozenset((loss,)))
     pairs = [(pass_.copies[p], pass_.grads[p]) for p in parameters if p in pass_.grads]
-    outputs = [pass_.copies[loss]]
+    outputs = [pass_.copies[value] for value in function.outputs]
     if optimizer is None:
         outputs += [grad for _, grad in pairs]
     else:
         outputs += add_updates(pass_.maker, optimizer, pairs, _owners(function, pass_.copies))
     pass_.maker.set_outputs(outputs)
-    return pass_.maker.finalize()
+    return trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
 
 
 def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tuple[Op, str]]:

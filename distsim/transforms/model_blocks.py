@@ -13,6 +13,7 @@ from distsim.ir.device import logical_mesh
 from distsim.ops import signature_of, work
 from distsim.partition.stages import BlockCost, default_split, program_costs
 from distsim.schedule import gpipe
+from distsim.transforms.kept import only_needed
 from distsim.transforms.outline import outline
 from distsim.transforms.pipeline import Starts, cut_stages, to_cut
 from distsim.transforms.shard import Sharded, shard
@@ -122,6 +123,7 @@ def block_costs(
     """
     if mesh is None:
         mesh = Mesh(cost_model.topology.devices[:1], dp=1, tp=1)
+    function = only_needed(function, function.outputs, "no output needs it")
     if not any(op.op_type == "Call" for op in function.ops):
         function = outline(function)
     dp, tp = mesh.axis_size("dp"), mesh.axis_size("tp")

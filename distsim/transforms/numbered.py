@@ -25,8 +25,9 @@ class Numbered:
 
     Of each op, ``sums`` says whether it marks a sum over microbatches, ``steps`` whether it comes after
     one, hence runs once per step, ``loose`` whether it makes a constant (it belongs to no stage: each
-    that reads one makes it itself), ``forward`` whether the loss depends on it (and it is neither of the
-    two before). Ops of equal ``kinds`` differ in names and values only.
+    that reads one makes it itself), ``forward`` whether the loss, or what is marked as an output of the
+    forward pass, depends on it (and it is neither of the two before). Ops of equal ``kinds`` differ in names
+    and values only.
 
     ``copies`` are the backward ops that compute a forward op again, with that op, and the barriers through
     which they read; ``originals`` the forward values that what they make is equal to.
@@ -87,10 +88,12 @@ class Numbered:
         return found
 
     def _forward(self) -> list[bool]:
-        """Ancestors of the loss, the first scalar output; every op when there is no such output."""
+        """Ancestors of the loss, the first scalar output, and of what ``ForwardOutput`` marks; every op when
+        there is no loss."""
         losses = [v for v in self.outputs if _scalar(self.values[v])]
         found = [not losses] * len(self.ops)
-        todo = losses[:1]
+        marked = _marking(self.ops)
+        todo = [*losses[:1], *(value for op in marked for value in self.makes[op])]
         while todo:
             op = self.producer[todo.pop()]
             if op >= 0 and not found[op]:
@@ -179,6 +182,20 @@ def early_sums(function: Numbered) -> dict[int, int]:
 
 def _scalar(value: Value) -> bool:
     return isinstance(value.type, Tensor) and value.type.shape == ()
+
+
+def _marking(ops: Sequence[Op]) -> list[int]:
+    """Return the ops that mark an output of the forward pass, and the Calls that run such an op."""
+    known: dict[Function, bool] = {}
+
+    def marks(op: Op) -> bool:
+        if op.op_type != "Call":
+            return op.op_type == "ForwardOutput"
+        if op.callee not in known:
+            known[op.callee] = any(map(marks, op.callee.ops))
+        return known[op.callee]
+
+    return [number for number, op in enumerate(ops) if marks(op)]
 
 
 def _kinds(ops: Sequence[Op]) -> list[int]:

@@ -18,6 +18,7 @@ from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
 from distsim.transforms.decide import Decision
+from distsim.transforms.kept import only_needed
 from distsim.transforms.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.placement import Placement
 from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate, roles
@@ -73,8 +74,9 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
     """Divide ``function`` over ``mesh`` (axes dp and tp) and over ``microbatches``.
 
     ``function`` may be any function: forward, or joint with its backward pass and optimizer. Data
-    inputs carry the batch in dimension 0. Raises :class:`PlanError` naming the numbers when the batch
-    is not divisible or an op needs the whole batch at once, and for a function that recomputes already.
+    inputs carry the batch in dimension 0. Ops that no output needs are left out, which is noted. Raises
+    :class:`PlanError` naming the numbers when the batch is not divisible or an op needs the whole batch at
+    once, and for a function that recomputes already.
 
     With ``dp``, the real number of replicas, the mesh is a pattern whose two data-parallel ranks stand
     for any number: all do the same on parts of the same shape. Everything is decided for the real
@@ -91,7 +93,9 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
     key = (mesh, microbatches, dp)
     found = memory.results.get(key)
     if found is None:
-        found = memory.shard(function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp)
+        found = memory.shard(
+            memory.lean or function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp
+        )
         memory.results[key] = found
     return found
 
@@ -135,6 +139,8 @@ class _Memory:
     """What is known of one function: what may be divided, what was decided, what came out."""
 
     def __init__(self, function: Function) -> None:
+        whole, function = function, only_needed(function, function.outputs, "no output needs it")
+        self.lean = None if function is whole else function  # it must not refer to what it is known by
         self.known = roles(function)
         self.data = batch_inputs(function, self.known)
         self.structure = structure_of(function, self.known)
@@ -171,6 +177,7 @@ class _Memory:
             tensor,
             dp,
             lowered.needs_dp,
+            function.notes,
         )
 
     def _decide(self, tp: int, dp: int, microbatches: int, device: Device) -> tuple[Decision, Decision]:
