@@ -1,5 +1,6 @@
 """What a training function computes: what its loss needs and the outputs that are kept, nothing dead."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -235,6 +236,18 @@ def test_a_joint_function_with_dead_ops_is_simulated_without_them_and_says_so():
         assert_same_step(dead, program, *computed(dead))
     assert simulate(dead, "pp=3")[1].flops == count_flops(dead)
     assert block_costs(dead, COSTS) == block_costs(plain, COSTS)
+
+
+def test_a_parameter_that_only_backward_reads_is_gathered_where_it_is_read():
+    """As in an export with its own backward pass, where nothing tells the second output from a gradient."""
+    joint = trained(True, "pooled")
+    marks = [op for op in joint.ops if op.op_type == "ForwardOutput"]
+    env = {op.outputs[0]: op.inputs[0] for op in marks}
+    ops = [replace(op, inputs=tuple(env.get(v, v) for v in op.inputs)) for op in joint.ops if op not in marks]
+    export = replace(joint, ops=tuple(ops), outputs=tuple(env.get(v, v) for v in joint.outputs))
+    verify(export)
+    for text in PLANS:
+        assert_same_step(export, simulate(export, text)[0], *computed(export))
 
 
 def test_trim_takes_what_an_unread_input_of_a_callee_needs():

@@ -89,31 +89,41 @@ def _homes(function: Numbered, stage: Sequence[int]) -> dict[int, tuple[int, ...
 def _place_rest(
     function: Numbered, stage: list[int], homes: Mapping[int, tuple[int, ...]], num_stages: int
 ) -> list[int]:
-    """Place the backward ops, each as far up as what it reads is at hand; return them."""
+    """Place the backward ops, each as far up as what it reads is at hand; return them.
+
+    What is at hand anywhere, such as the gather of a parameter that forward does not read, is made where it
+    is read, on the stage whose backward pass runs first.
+    """
     reach = _reach(function, stage)
     rest: list[int] = []
     producer, forward, loose, held = function.producer, function.forward, function.loose, function.held
     for op, read in enumerate(function.reads):
         if forward[op] or loose[op] or function.steps[op]:
             continue
-        bound = num_stages - 1
         original = function.copies.get(op)
         if original is not None:
             stage[op] = stage[original]
             rest.append(op)
             continue
+        bounds: list[int] = []
         for value in read:
             value = function.originals.get(value, value)
             made = producer[value]
             if made < 0:
                 if held[value] and value in homes:
-                    bound = min(bound, homes[value][-1])
+                    bounds.append(homes[value][-1])
             elif forward[made]:
-                bound = min(bound, reach[value])
-            elif not loose[made]:
-                bound = min(bound, stage[made])
-        stage[op] = bound
+                bounds.append(reach[value])
+            elif not loose[made] and stage[made] >= 0:
+                bounds.append(stage[made])
+        stage[op] = min(bounds, default=-1)
         rest.append(op)
+    last: dict[int, int] = {}  # the last stage that reads each value
+    for op in reversed(rest):
+        if stage[op] < 0:
+            stage[op] = max([last[v] for v in function.makes[op] if v in last], default=num_stages - 1)
+        for value in function.reads[op]:
+            last[value] = max(last.get(value, 0), stage[op])
     return rest
 
 
