@@ -298,19 +298,22 @@ def test_the_outputs_are_the_loss_what_is_kept_then_what_training_makes():
 
 
 def oddities() -> Function:
-    """Outputs of many kinds: a mean, indices, after the loss, an input."""
+    """Outputs of many kinds: batch in another dimension, a mean, indices, after the loss, an input."""
     make = Maker("odd")
     x, target = make.data("x", 8, 4), make.data("target", 8, 4)
     h = make("Tanh", make("MatMul", x, make.parameter("w", 4, 4)))
     y = make("MatMul", h, make.parameter("v", 4, 4))
     loss = make("Loss", y, target, N=8)
+    turned = make("Transpose", h, perm=(1, 0))
     outputs = {
+        "turned": turned,
         "mean": make("ReduceMean", h, axes=(0,), keepdims=0),
         "largest": make("ArgMax", h, axis=1, keepdims=0),
         "perplexity": make("Exp", loss),
         "bias": make("Add", make.parameter("q", 4), B=1.0),
         "fixed": make.add("Constant", (), {"value": Literal(np.arange(3.0))})[0],
         "data": x,
+        "merged": make("Reshape", turned, shape=(32,)),
     }
     named = [make.add("Identity", [value], output_names=[name])[0] for name, value in outputs.items()]
     make.set_outputs([loss, y, *named])
@@ -319,13 +322,20 @@ def oddities() -> Function:
 
 def test_kept_outputs_of_every_kind_are_those_of_one_device():
     function = oddities()
-    names = [value.name for value in function.outputs[1:]]
+    names = [value.name for value in function.outputs[1:-1]]
     joint = differentiate(function, Adam(), names)
     for text in ("dp=2,microbatches=4", "pp=2,dp=2,fsdp=keep,remat=min_cut,microbatches=2", "pp=2,tp=2"):
         program = simulate(joint, text)[0]
         assert_same_step(joint, program, *computed(joint))
         held = {key for stage in program.stages for key in stage.backward.outputs}
         assert held.isdisjoint(output.key for output in program.outputs[1 : len(names) + 1])
+
+
+def test_a_kept_output_whose_microbatches_lie_between_each_other_is_refused():
+    joint = differentiate(oddities(), Adam(), ["merged"])
+    assert_same_step(joint, simulate(joint, "pp=2,dp=2")[0], *computed(joint))
+    with pytest.raises(PlanError, match="'merged' has the batch in parts.*2 microbatches.*microbatches=1"):
+        simulate(joint, "microbatches=2")
 
 
 def test_unknown_names_are_refused_with_those_that_there_are():

@@ -71,7 +71,7 @@ class ProgramInput:
 class ProgramOutput:
     """A global output: its key, its division, and the stage that makes it, or holds it if it is an input.
 
-    ``microbatched``: there is one value per microbatch, which make up dimension 0. ``copies`` are
+    ``microbatched``: there is one value per microbatch, which make up the ``dimension``. ``copies`` are
     stages to which the new value of a parameter that they share is sent.
     """
 
@@ -80,6 +80,7 @@ class ProgramOutput:
     microbatched: bool
     stage: int
     copies: tuple[int, ...] = ()
+    dimension: int = 0
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,8 @@ class Unroller:
         for output in self.program.outputs:
             if output.microbatched and self.microbatches > 1:
                 parts = [self.fetch(output.key, i, output.stage) for i in range(self.microbatches)]
-                yield self.maker.add("Concat", parts, {"axis": 0}, output_names=[output.key.name])[0]
+                along = {"axis": output.dimension}
+                yield self.maker.add("Concat", parts, along, output_names=[output.key.name])[0]
             else:
                 yield self.fetch(output.key, 0 if output.microbatched else None, output.stage)
 

@@ -98,7 +98,7 @@ class _Source:
             same = source.role is key.role
             self.inputs.append(source if same else Value(source.name, source.type, key.role))
         self.divided = [divided[id(place)] for place in local.inputs]
-        self.outputs = [divided[id(place)] for place in local.outputs]
+        self.outputs = [(divided[id(place)][0], place.batch) for place in local.outputs]
         self.cuts: WeakValueDictionary[tuple[int, Device, Starts | None], Cut] = WeakValueDictionary()
 
     @staticmethod
@@ -278,12 +278,18 @@ class _Cutter:
         found: list[ProgramOutput] = []
         function = self.function
         shared = any(len(homes) > 1 for homes in self.homes.values())
-        for value, (shards, divided) in zip(function.outputs, self.source.outputs, strict=True):
-            op = function.producer[value]
+        for value, (shards, batch) in zip(function.outputs, self.source.outputs, strict=True):
+            op, key = function.producer[value], function.values[value]
             stage = inputs[value].stages[0] if op < 0 else self.stage[op]
-            microbatched = divided and not (op >= 0 and function.steps[op])
+            microbatched = batch.sharded and not (op >= 0 and function.steps[op])
+            if microbatched and batch.pieces and self.local.microbatches > 1:
+                raise PlanError(
+                    f"output {key.name!r} has the batch in parts of dimension {batch.dim}, which "
+                    f"{self.local.microbatches} microbatches do not make one after the other; use "
+                    "microbatches=1, or return it before its dimensions are merged"
+                )
             copies = self._copies(op, value, stage) if shared and op >= 0 else ()
-            found.append(ProgramOutput(function.values[value], shards, microbatched, stage, copies))
+            found.append(ProgramOutput(key, shards, microbatched, stage, copies, max(batch.dim, 0)))
         return tuple(found)
 
     def _copies(self, op: int, value: int, stage: int) -> tuple[int, ...]:
