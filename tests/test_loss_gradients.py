@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_differentiate import assert_gradients, compute
+from test_differentiate import assert_gradients, compute, directional
 from training_models import F64, Maker, assert_same_step, mesh_of, random_inputs
 
-from distsim.errors import PlanError
+from distsim.errors import PlanError, UnknownOperatorError
 from distsim.ir import Function, Literal, Tensor, Value, callees
 from distsim.plan import Plan
 from distsim.schedule import schedule
@@ -189,6 +189,60 @@ def test_a_loss_that_is_a_parameter_has_the_gradient_one():
     function = make.end(make("Add", make.squared(), make.scalar("w")))
     assert_gradients(function)
     assert compute(differentiate(function, None), random_inputs(function))[-1] == 1
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+def normed(statistic: str) -> Function:
+    """A normalization in inference; one of its statistics is computed from a parameter."""
+    make = Net()
+    held = {name: make.parameter(name, WIDTH) for name in ("scale", "bias", "mean", "var")}
+    held["var"] = (
+        make("Add", make("Mul", held["var"], held["var"]), B=0.5) if statistic == "var" else held["var"]
+    )
+    held["mean"] = make("Sin", held["mean"]) if statistic == "mean" else held["mean"]
+    y = make("BatchNormalization", make.go(), *held.values())
+    return make.end(make.squared(y))
+
+
+def test_running_statistics_stay_as_they_are_also_in_callees():
+    function = normed("")
+    names = [value.name for value in differentiate(function).outputs[1:]]
+    assert names == ["scale.new", "bias.new", "w0.new"]
+    make = Maker("top")
+    x, target = make.data("x", BATCH, WIDTH), make.data("target", BATCH, WIDTH)
+    loss = make.call(
+        function, x, *(make.parameter(v.name, *v.type.shape) for v in function.parameters), target
+    )
+    assert [value.name for value in differentiate(make.end(loss)).outputs[1:]] == names
+
+
+@pytest.mark.parametrize("statistic", ["mean", "var"])
+def test_a_statistic_that_is_computed_has_a_gradient(statistic):
+    function = normed(statistic)
+    joint = differentiate(function, None)
+    names = [v.name for v in function.parameters if v.name in ("scale", "bias", "w0", statistic)]
+    inputs = [abs(array) for array in random_inputs(function)]
+    _, *grads = compute(joint, inputs)
+    grad = dict(zip(names, grads, strict=True))[statistic]
+    (place,) = [i for i, v in enumerate(function.inputs) if v.name == statistic]
+    expected = directional(function, inputs, place, np.ones(WIDTH))
+    assert grad.sum() == pytest.approx(expected, rel=1e-6) and abs(expected) > 1e-3
+
+
+def test_weights_of_classes_are_given():
+    make = Net()
+    logits, labels = (
+        make("MatMul", make.go(), make.parameter("head", WIDTH, CLASSES)),
+        make.tokens("labels", BATCH),
+    )
+    weights = make.parameter("weights", CLASSES)
+    function = make.end(make("SoftmaxCrossEntropyLoss", logits, labels, weights))
+    assert [value.name for value in differentiate(function).outputs[1:]] == ["w0.new", "head.new"]
+    make.set_outputs([make("SoftmaxCrossEntropyLoss", logits, labels, make("Exp", weights))])
+    with pytest.raises(UnknownOperatorError, match="no gradient of its operand weights; make it a constant"):
+        differentiate(make.finalize())
 
 
 # --- plans ----------------------------------------------------------------------------------------

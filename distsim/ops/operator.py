@@ -165,6 +165,8 @@ ComputeRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 WorkRule = Callable[[Signature], Work]
 GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
+BufferRule = Callable[[Attributes, int], Sequence[int]]
+"""(attributes, number of inputs) -> places of inputs."""
 GroupRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 """(attributes, the input on each rank of one group) -> the output on each rank."""
 
@@ -197,6 +199,8 @@ class Operator:
     communication: Communication | None = None
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
     """Output index -> index of the input whose memory it takes over."""
+    buffers: BufferRule | None = None
+    """The inputs that hold what training leaves as it is, such as running statistics."""
     view: bool = False
     """The output is input 0 under another shape: no kernel runs and no memory is taken."""
     waits: bool = False
@@ -220,6 +224,7 @@ def register(operator: Operator) -> Operator:
             "in_place",
             "view",
             "waits",
+            "buffers",
         )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
         twice = [name for name in given if getattr(known, name)]

@@ -24,7 +24,8 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
     The first output of ``function`` is the loss, a floating-point scalar (see :func:`add_loss`).
     Outputs: the loss, then per parameter in order its new value, then its new optimizer state; with
     ``optimizer=None``, the gradients instead. Optimizer state comes in as inputs of role STATE. A
-    parameter that does not influence the loss keeps its value and is not an output.
+    parameter that does not influence the loss, or that ops read as a buffer only (running statistics),
+    keeps its value and is not an output.
 
     The parameters of one Call are updated by one Call, of a callee that all Calls with parameters of
     the same types share (see :func:`add_updates`).
@@ -43,15 +44,16 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
     parameters = function.parameters
     if not parameters:
         raise PlanError(f"{function.name} has no input marked as a parameter (Role.PARAMETER)")
+    trained = _trained(function)
     pass_ = _Pass(FoldingMaker(f"{function.name}_training"), _Callees())
     for value in function.inputs:
         pass_.copies[value] = pass_.maker.add_input_value(value.name, value.type, value.role)
-    wanted = _influenced(function, parameters)
+    wanted = _influenced(function, trained)
     pass_.plan_calls(function, wanted, [loss])
     pass_.forward(function)
     pass_.grads[loss] = pass_.maker.number(1.0, loss.type, "one")
     pass_.backward(function, wanted)
-    pairs = [(pass_.copies[p], pass_.grads[p]) for p in parameters if p in pass_.grads]
+    pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
     outputs = [pass_.copies[loss]]
     if optimizer is None:
         outputs += [grad for _, grad in pairs]
@@ -74,6 +76,28 @@ def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tu
         if op is not None and len(ops) == 1 and op.op_type == "Call":
             found[copies[value]] = (op, op.callee.inputs[op.inputs.index(value)].name)
     return found
+
+
+def _trained(function: Function) -> list[Value]:
+    """Return the parameters that some op reads otherwise than as a buffer, or that are returned."""
+    known: dict[int, set[Value]] = {}
+
+    def read(current: Function) -> set[Value]:
+        if id(current) not in known:
+            found = set(current.outputs)
+            for op in current.ops:
+                if op.op_type == "Call":
+                    inner = read(op.callee)
+                    found.update(v for v, i in zip(op.inputs, op.callee.inputs, strict=True) if i in inner)
+                else:
+                    rule = operator(op.op_type).buffers
+                    held = () if rule is None else rule(op.attributes, len(op.inputs))
+                    found.update(v for place, v in enumerate(op.inputs) if place not in held)
+            known[id(current)] = found
+        return known[id(current)]
+
+    used = read(function)
+    return [value for value in function.parameters if value in used]
 
 
 def _influenced(function: Function, sources: Sequence[Value]) -> set[Value]:
