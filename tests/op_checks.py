@@ -1,22 +1,22 @@
 """Checks that hold for every operator, given samples of it.
 
-A :class:`Sample` is an op and arrays for its values. The checks compare the operator's rules with what
-the operator computes: types with results, gradients with finite differences, sharding rules with the
-result put together from parts. The ops that a gradient rule emits are samples too.
+The checks compare the operator's rules with what the operator computes: types with results, gradients
+with finite differences, sharding rules with the result put together from parts. The ops that a gradient
+rule emits are samples too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
+from op_samples import Sample, normal
 
-from distsim.ir import FunctionMaker, Op, Tensor, Value
-from distsim.ir.op import Attributes
-from distsim.ir.registry import output_types
-from distsim.ir.type import from_numpy
+from distsim.errors import TypeRuleError, UnknownOperatorError
+from distsim.ir import FunctionMaker, Op, Value
 from distsim.ops import (
     GradientContext,
     Pieces,
@@ -31,73 +31,9 @@ from distsim.ops.communication import join_parts, take_part
 from distsim.ops.operator import Label, factors_of, label_of
 
 RANKS = 2
+REFUSALS = (UnknownOperatorError, TypeRuleError)
 RTOL = 1e-6
 """Relative error of a central difference against the gradient; float64, step 1e-6."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """An op: its values, attributes and operator set. ``grads`` are the outputs that carry a gradient."""
-
-    op_type: str
-    arrays: tuple[np.ndarray, ...]
-    attributes: Attributes = field(default_factory=Attributes)
-    version: int | None = None
-    grads: tuple[int, ...] = (0,)
-    skip: tuple[int, ...] = ()
-    """Inputs that have no gradient on purpose: what is never trained, such as running statistics."""
-
-    @property
-    def types(self) -> tuple[Tensor, ...]:
-        return tuple(Tensor(from_numpy(array.dtype), array.shape) for array in self.arrays)
-
-    @property
-    def signature(self) -> Signature:
-        made = output_types(self.op_type, self.attributes, self.types, (), self.version)
-        return Signature(self.op_type, self.attributes, self.types, made, self.version)
-
-    def __str__(self) -> str:
-        shapes = ",".join("x".join(map(str, a.shape)) or "-" for a in self.arrays)
-        options = ",".join(f"{k}={v}" for k, v in self.attributes.items())
-        return f"{self.op_type}({shapes};{options}){'' if self.version is None else self.version}"
-
-
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    """Normal numbers, none within 0.05 of zero, where many functions have a kink."""
-    array = np.random.default_rng((seed, *shape)).normal(size=shape)
-    return np.asarray(array + np.copysign(0.05, array))
-
-
-def positive(*shape: int, seed: int = 0) -> np.ndarray:
-    """Numbers from 0.5 to 2."""
-    return np.asarray(np.random.default_rng((seed, 1, *shape)).uniform(0.5, 2.0, size=shape))
-
-
-def unit(*shape: int, seed: int = 0) -> np.ndarray:
-    """Numbers from -0.9 to 0.9, none within 0.01 of zero."""
-    array = np.random.default_rng((seed, 2, *shape)).uniform(-0.89, 0.89, size=shape)
-    return np.asarray(array + np.copysign(0.01, array))
-
-
-def integers(*shape: int, high: int = 4, low: int = 0, seed: int = 0) -> np.ndarray:
-    """Integers from low to high - 1."""
-    return np.asarray(np.random.default_rng((seed, 3, *shape)).integers(low, high, size=shape))
-
-
-def sample(
-    op_type: str,
-    *arrays: np.ndarray | tuple[int, ...],
-    version: int | None = None,
-    grads: tuple[int, ...] = (0,),
-    skip: tuple[int, ...] = (),
-    **attributes: Any,
-) -> Sample:
-    """Return a sample; a tuple stands for normal numbers of that shape, others at every place."""
-    made = (
-        normal(*item, seed=place) if isinstance(item, tuple) else np.asarray(item)
-        for place, item in enumerate(arrays)
-    )
-    return Sample(op_type, tuple(made), Attributes(attributes), version, grads, skip)
 
 
 def run(of: Sample, arrays: Sequence[np.ndarray] | None = None) -> tuple[np.ndarray, ...]:
@@ -169,7 +105,7 @@ def backward(of: Sample, wanted: Sequence[bool] | None = None) -> Backward:
             env[seeds[-1]] = seed.astype(value.type.dtype.np)
     op = maker.ops[-1]
     if wanted is None:
-        wanted = [type_.dtype.is_floating for type_ in of.types]
+        wanted = of.wanted
     rule = operator(of.op_type).gradient
     assert rule is not None, f"{of.op_type} has no gradient rule"
     made = tuple(rule(GradientContext(maker, op, inputs, outputs, tuple(seeds), tuple(wanted))))
@@ -184,14 +120,46 @@ def backward(of: Sample, wanted: Sequence[bool] | None = None) -> Backward:
 
 
 def check_gradient(of: Sample, rtol: float = RTOL) -> Backward:
+    """The gradients of the outputs, together and each alone, are right; the rest is refused."""
+    whole = _check_gradients(of, rtol)
+    for place in of.refused:
+        with pytest.raises(REFUSALS):
+            backward(of, [i == place for i in range(len(of.arrays))])
+    outputs = floating_outputs(of)
+    for output in outputs if len(outputs) > 1 else ():
+        alone = replace(of, grads=(output,))
+        if output not in of.unused:
+            _check_gradients(alone, rtol)
+        else:
+            with pytest.raises(REFUSALS):
+                backward(alone)
+    return whole
+
+
+def floating_outputs(of: Sample) -> list[int]:
+    """The outputs that can carry a gradient."""
+    return [i for i, type_ in enumerate(of.signature.outputs) if type_.dtype.is_floating]
+
+
+def check_no_gradient(of: Sample) -> None:
+    """The rule refuses a sample without ``grads``, unless there is nothing to differentiate."""
+    outputs = floating_outputs(of)
+    if outputs and any(of.wanted):
+        with pytest.raises(REFUSALS):
+            backward(replace(of, grads=tuple(outputs)))
+
+
+def _check_gradients(of: Sample, rtol: float) -> Backward:
     """The gradients equal central differences, and do not depend on which others are wanted."""
     floating = [type_.dtype.is_floating for type_ in of.types]
     whole = backward(of)
     assert len(whole.grads) == len(of.arrays)
     for place, grad in enumerate(whole.grads):
         assert grad is None or floating[place], f"{of}: a gradient of integers"
+        if place in of.refused:
+            continue
         if grad is None:
-            if floating[place] and place not in of.skip:
+            if floating[place]:
                 _check_difference(of, place, None, rtol)
             continue
         assert grad.type == whole.inputs[place].type, f"{of}: {grad!r} for {whole.inputs[place]!r}"
@@ -346,11 +314,14 @@ def check_all(of: Sample) -> None:
     check_types(of)
     check_sharding(of)
     check_linear(of)
-    if operator(of.op_type).gradient is not None and of.grads:
-        for emitted in check_gradient(of).samples():
-            check_types(emitted)
-            check_sharding(emitted)
-            check_linear(emitted)
+    if operator(of.op_type).gradient is None:
+        return
+    if not of.grads:
+        return check_no_gradient(of)
+    for emitted in check_gradient(of).samples():
+        check_types(emitted)
+        check_sharding(emitted)
+        check_linear(emitted)
 
 
 def divided(samples: Iterable[Sample]) -> dict[str, set[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from onnx import TensorProto
-from op_checks import Sample, integers, normal, positive, sample, unit
+from op_samples import Sample, integers, normal, positive, sample, unit
 
 from distsim.ops.elementwise import UNARY, Unary
 
@@ -96,6 +96,7 @@ BROADCAST: tuple[Sample, ...] = (
         )
     ),
     sample("Mod", (2, 4), B=0.7, fmod=1),
+    sample("Mod", (2, 4), positive(4), fmod=1, refused=(1,)),
     sample("Mod", integers(2, 4, low=-9, high=9), integers(4, low=1), grads=()),
     *(sample(name, normal(2, 4) > 0, normal(4, seed=1) > 0, grads=()) for name in ("And", "Or", "Xor")),
     *(
@@ -114,6 +115,7 @@ BROADCAST: tuple[Sample, ...] = (
     sample("Pow", (2, 4), integers(4, seed=1)),
     sample("Pow", positive(2, 4), normal(4, seed=1)),
     sample("Pow", (2, 4), X=np.array(3.0)),
+    sample("Pow", positive(4), X=np.array([0.0, 2.0, 3.0, 0.5])),
 )
 CHOICE: tuple[Sample, ...] = (
     sample("Where", _MASK, normal(2, 4, seed=1), normal(4, seed=2)),
@@ -124,6 +126,7 @@ CHOICE: tuple[Sample, ...] = (
     sample("Clip", (2, 4), max=0.5),
     sample("Clip", (2, 4), max=np.array(0.5), absent=("min",)),
     sample("Clip", (2, 4), version=6, min=-0.5, max=0.5),
+    sample("Clip", (2, 4), np.array(-0.5), np.array(0.5), refused=(1, 2)),
     sample("Clip", integers(2, 4), np.array(1), np.array(2), grads=()),
     *(
         one
@@ -139,6 +142,7 @@ CHOICE: tuple[Sample, ...] = (
 )
 CONVERSION: tuple[Sample, ...] = (
     sample("Identity", (2, 4)),
+    sample("OptimizationBarrier", (2, 4), (4,)),
     sample("Cast", (2, 4), to=TensorProto.DOUBLE),
     sample("Cast", (2, 4), to=TensorProto.INT32, grads=()),
     sample("Cast", integers(2, 4), to=TensorProto.FLOAT, grads=()),
@@ -149,10 +153,10 @@ CONVERSION: tuple[Sample, ...] = (
 )
 _STATS = ((4,), (4,), (4,), positive(4))
 CHANNEL_NORMS: tuple[Sample, ...] = (
-    sample("BatchNormalization", (2, 4, 2, 6), *_STATS, skip=(3, 4)),
-    sample("BatchNormalization", (2, 4), *_STATS, skip=(3, 4), version=9, epsilon=1e-3),
-    sample("BatchNormalization", (2, 1, 4), (1,), (1,), positive(1), skip=(3,), input_mean=np.array([0.5])),
-    sample("BatchNormalization", (2, 1, 4), (1,), (1,), (1,), skip=(3,), version=9, var=np.array([0.5])),
+    sample("BatchNormalization", (2, 4, 2, 6), *_STATS),
+    sample("BatchNormalization", (2, 4), *_STATS, version=9, epsilon=1e-3),
+    sample("BatchNormalization", (2, 1, 4), (1,), (1,), positive(1), input_mean=np.array([0.5])),
+    sample("BatchNormalization", (2, 1, 4), (1,), (1,), (1,), version=9, var=np.array([0.5])),
     sample("InstanceNormalization", (2, 4, 6), (4,), (4,)),
     sample("InstanceNormalization", (2, 4, 2, 3), (4,), (4,), epsilon=1e-3),
     sample("GroupNormalization", (2, 8, 3), (4,), (4,), num_groups=4),
@@ -165,10 +169,10 @@ CHANNEL_NORMS: tuple[Sample, ...] = (
 DRAWN: tuple[Sample, ...] = (
     sample("Dropout", (4, 6), ratio=0.3, training_mode=np.array(True), seed=3),
     sample("Dropout", (4, 6), ratio=0.3, training_mode=np.array(True), seed=3, outputs=2),
-    sample("Dropout", (4, 6), np.array(0.3), np.array(True), seed=3, grads=()),
-    sample("BatchNormalization", (4, 4, 3), *_STATS, skip=(3, 4), training_mode=1),
-    sample("BatchNormalization", (4, 4, 3), *_STATS, skip=(3, 4), training_mode=1, outputs=3),
-    sample("BatchNormalization", (4, 4, 3), *_STATS, skip=(3, 4), version=9, outputs=5),
+    sample("Dropout", (4, 6), np.array(0.3), np.array(True), seed=3, refused=(1,)),
+    sample("BatchNormalization", (4, 4, 3), *_STATS, training_mode=1),
+    sample("BatchNormalization", (4, 4, 3), *_STATS, training_mode=1, outputs=3, unused=(1, 2)),
+    sample("BatchNormalization", (4, 4, 3), *_STATS, version=9, outputs=5, unused=(1, 2, 3, 4)),
 )
 """Samples whose numbers change, and only they, when the op is divided: every rank draws a mask of its
 own, or takes the statistics of its own part of the batch."""
@@ -215,7 +219,7 @@ SOFTMAX: tuple[Sample, ...] = (
         for reduction in ("mean", "sum", "none")
         for one in (
             sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, reduction=reduction),
-            sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, reduction=reduction, outputs=2),
+            sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, reduction=reduction, outputs=2, unused=(1,)),
             sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, reduction=reduction, ignore_index=2),
             sample("SoftmaxCrossEntropyLoss", (2, 6, 4), integers(2, 4, high=6), reduction=reduction),
             sample("NegativeLogLikelihoodLoss", (4, 6), _LABELS, reduction=reduction),
@@ -223,7 +227,8 @@ SOFTMAX: tuple[Sample, ...] = (
         )
     ),
     *(
-        sample("SoftmaxCrossEntropyLoss", (4, 6), _LABELS, positive(6), reduction=reduction, skip=(2,))
+        sample(name, (4, 6), _LABELS, positive(6), reduction=reduction, refused=(2,))
+        for name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
         for reduction in ("mean", "sum", "none")
     ),
 )
@@ -231,12 +236,24 @@ NORMALIZATION: tuple[Sample, ...] = (
     sample("LayerNormalization", (2, 4, 6), (6,)),
     sample("LayerNormalization", (2, 4, 6), (6,), (6,)),
     sample("LayerNormalization", (2, 4, 6), (4, 6), (4, 6), axis=1, epsilon=1e-3),
-    sample("LayerNormalization", (2, 4, 6), (6,), (6,), outputs=3),
+    sample("LayerNormalization", (2, 4, 6), (6,), (6,), outputs=3, unused=(1, 2)),
     sample("LayerNormalization", (2, 4, 6), (4, 6), (6,), axis=-2),
     sample("LayerNormalization", (2, 4, 6), (6,), Scale=np.array([2.0])),
     sample("LayerNormalization", (2, 4, 6), (6,), B=np.array([2.0])),
     sample("RMSNormalization", (2, 4, 6), (6,)),
     sample("RMSNormalization", (2, 4, 6), (4, 6), axis=1, version=23),
+)
+
+_LOGITS = normal(2, 4, 6)
+LOSS: tuple[Sample, ...] = (
+    sample("Loss", (4, 6), (4, 6), N=4),
+    sample("Loss", (2, 4, 2), (2, 4, 2), N=8),
+    sample("LossGrad", (4, 6), (4, 6), N=8),
+    sample("LossGrad", (4, 6), (4, 6), N=8, dy=-0.5),
+    sample("CrossEntropyLoss", (4, 6), _LABELS, N=4),
+    sample("CrossEntropyLoss", _LOGITS, integers(2, 4, high=6), N=16),
+    sample("CrossEntropyLossGrad", (4, 6), _LABELS, N=4),
+    sample("CrossEntropyLossGrad", _LOGITS, integers(2, 4, high=6), N=16, dy=0.25),
 )
 
 SAMPLES: tuple[Sample, ...] = (
@@ -249,4 +266,5 @@ SAMPLES: tuple[Sample, ...] = (
     *SOFTMAX,
     *NORMALIZATION,
     *CHANNEL_NORMS,
+    *LOSS,
 )

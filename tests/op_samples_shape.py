@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from op_checks import Sample, integers, sample
+from op_samples import Sample, integers, sample
 
 from distsim.ir import Literal
 
@@ -126,7 +126,7 @@ CONVOLUTION: tuple[Sample, ...] = (
     sample("MaxPool", (2, 4, 6, 5), kernel_shape=(3, 2), strides=(2, 1), pads=(1, 0, 1, 1)),
     sample("MaxPool", (2, 4, 7), kernel_shape=(2,), strides=(3,), ceil_mode=1),
     sample("MaxPool", (2, 4, 6), kernel_shape=(2,), dilations=(2,), auto_pad="SAME_LOWER"),
-    sample("MaxPool", (2, 4, 6), kernel_shape=(2,), outputs=2, grads=()),
+    sample("MaxPool", (2, 4, 6), kernel_shape=(2,), outputs=2),
     sample("AveragePool", (2, 4, 6, 5), kernel_shape=(3, 2), strides=(2, 1), pads=(1, 0, 1, 1)),
     sample("AveragePool", (2, 4, 7), kernel_shape=(2,), strides=(3,), ceil_mode=1),
     sample("AveragePool", (2, 4, 7), kernel_shape=(3,), pads=(1, 1), strides=(2,), count_include_pad=1),

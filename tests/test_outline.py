@@ -212,6 +212,16 @@ def test_calls_are_ops_of_a_block():
     assert outline(forward_) is forward_
 
 
+def test_what_is_made_of_losses_is_left_as_it_is():
+    """Weights of two losses that are trained: sums over microbatches are taken between these scalars."""
+    make = Maker("weighted")
+    losses = [make("Loss", make.data(f"x{i}", 8, 8), make.data(f"t{i}", 8, 8), N=8) for i in range(2)]
+    for i, loss in enumerate(losses):
+        losses[i] = make("Mul", loss, make("Exp", make("Neg", make.parameter(f"s{i}"))))
+    function = make.end(make("Add", *losses))
+    assert outline(function) is function
+
+
 def test_roles_of_a_function_without_marks_stay_what_they_are():
     function = flat_mlp(8, optimizer=True)
     assert roles(outline(function)) == roles(function)

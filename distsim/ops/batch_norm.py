@@ -111,8 +111,15 @@ def _batch_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, outputs, (), mean)
 
 
+def _running(attributes: Attributes, count: int) -> Sequence[int]:
+    """The running statistics are averages, not trained."""
+    formals = _batch_formals(attributes)
+    index = places(formals, attributes, count)
+    return [index[name] for name in formals[3:] if name in index]
+
+
 def _batch_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    """The running statistics are not trained: they get no gradient."""
+    """In training the first output does not depend on the running statistics."""
     if any(grad is not None for grad in ctx.grads[1:]):
         raise TypeRuleError("BatchNormalization: only its first output may influence the loss")
     training = _in_training(ctx.attributes)
@@ -123,8 +130,10 @@ def _batch_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     names = zip(_BATCH, formals, strict=True)
     static = {new: ctx.attributes[old] for new, old in names if old in ctx.attributes and new != "B"}
     options = {**picked(ctx.attributes, "epsilon"), **static, "training_mode": int(training)}
+    if not training and any(ctx.wanted[place] for place in _running(ctx.attributes, len(ctx.inputs))):
+        options["statistics"] = 1
     made = ctx.add_many("BatchNormalizationGrad", *values, ctx.grad, **options)
-    grads = {formals[0]: made[0], formals[1]: made[1], formals[2]: made[2]}
+    grads = dict(zip(formals, made, strict=False))
     return [grads.get(name) for name in index]
 
 
@@ -132,12 +141,18 @@ def _batch_grad_formals(attributes: Mapping[str, Any]) -> tuple[str, ...]:
     return ("X", "scale", "dy") if attributes["training_mode"] else ("X", "scale", *_BATCH[3:], "dy")
 
 
+def _batch_grad_vectors(attributes: Attributes) -> tuple[str, ...]:
+    """Return whose element types the outputs behind dx have: dscale, dB and, if asked for, dmean, dvar."""
+    return ("scale", "scale", *(_BATCH[3:] if attributes.get("statistics", 0) else ()))
+
+
 def _batch_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if len(inputs) < 2 or inputs[0].shape != inputs[-1].shape:
         raise TypeRuleError(f"BatchNormalizationGrad takes X first and its gradient last, not {inputs}")
     x = inputs[0].on(common_device("BatchNormalizationGrad", inputs))
-    vector = Tensor((inputs[1] if len(inputs) > 2 else x).dtype, (x.shape[1],), x.device)
-    return (x, vector, vector)
+    index = places(_batch_grad_formals(attributes), attributes, len(inputs))
+    like = [inputs[index.get(name, 0)].dtype for name in _batch_grad_vectors(attributes)]
+    return (x, *(Tensor(dtype, (x.shape[1],), x.device) for dtype in like))
 
 
 def _batch_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -152,14 +167,19 @@ def _batch_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Arr
         mean, var = (_channels(given[name], x.ndim, x.dtype) for name in _BATCH[3:])
         rate = 1 / np.sqrt(var + x.dtype.type(epsilon_of(attributes)))
         xhat, dx = (x - mean) * rate, dy * scale * rate
-    made = [dx, (dy * xhat).sum(axis=axes), dy.sum(axis=axes)]
-    return [made[0].astype(given["X"].dtype, copy=False), *(g.astype(given["scale"].dtype) for g in made[1:])]
+    made = [(dy * xhat).sum(axis=axes), dy.sum(axis=axes)]
+    if attributes.get("statistics", 0):  # y = (x - mean) rate scale + B, where rate = (var + epsilon)^-1/2
+        slope = (scale * rate).reshape(-1)
+        made += [-slope * made[1], -0.5 * slope * rate.reshape(-1) * made[0]]
+    like = [given["X" if name in attributes else name].dtype for name in _batch_grad_vectors(attributes)]
+    vectors = [grad.astype(dtype, copy=False) for grad, dtype in zip(made, like, strict=True)]
+    return [dx.astype(given["X"].dtype, copy=False), *vectors]
 
 
 def _batch_grad_sharding(signature: Signature) -> ShardingRule:
     dims = _batch_labels(signature.inputs[0].rank, signature.attributes)
-    vectors = (("c",),) * (len(signature.inputs) - 2)
-    return ShardingRule((dims, *vectors, dims), (dims, ("c",), ("c",)), ((len(signature.inputs) - 1,),))
+    given, made = ((("c",),) * (len(tensors) - 1) for tensors in (signature.inputs[1:], signature.outputs))
+    return ShardingRule((dims, *given, dims), (dims, *made), ((len(signature.inputs) - 1,),))
 
 
 register(
@@ -171,6 +191,7 @@ register(
         work=lambda s: norm_work(s, 7.0 if _in_training(s.attributes) else 2.0),
         gradient=_batch_gradient,
         sharding=_batch_sharding,
+        buffers=_running,
     )
 )
 register(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distsim.errors import TypeRuleError, UnknownOperatorError
+from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
 from distsim.ops.elementwise import no_gradient
@@ -31,7 +31,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import by_place, places, shape_of, wanted
+from distsim.ops.places import by_place, picked, places, refuse, shape_of, wanted
 from distsim.ops.shape import summed
 
 Shape = tuple[int, ...]
@@ -104,13 +104,6 @@ def _both(formals: tuple[str, str], attributes: Attributes, arrays: Sequence[Arr
     if left is None or right is None:
         raise TypeRuleError(f"operands {formals} must both be given")
     return left, right
-
-
-def refuse(op_type: str, formals: tuple[str, ...], ctx: GradientContext, *names: str) -> None:
-    """Raise when an operand that has no gradient here needs one."""
-    for name in names:
-        if wanted(formals, ctx, name):
-            raise UnknownOperatorError(f"{op_type} has no gradient of its operand {name}; make it a constant")
 
 
 def operand(formals: tuple[str, ...], ctx: GradientContext, name: str) -> Value | None:
@@ -258,7 +251,7 @@ register(
 )
 
 
-# --- Pow ---------------------------------------------------------------------------------------------
+# --- Pow(X, Y) and PowGrad(X, Y, dy; of="X"), before the sum over what was repeated ------------------
 
 _POW_GRAD = ("X", "Y", "dy")
 
@@ -269,35 +262,24 @@ def _pow(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
 
 
 def _pow_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    grads: dict[str, Value | None] = {}
-    if wanted(_XY, ctx, "X"):
-        options = {"Y": ctx.attributes["Y"]} if "Y" in ctx.attributes else {}
-        grads["X"] = sum_for(ctx, _XY, "X", ctx.add("PowGrad", *ctx.inputs, ctx.grad, **options))
-    if wanted(_XY, ctx, "Y"):  # d(x^y) / dy = x^y log x
-        base = operand(_XY, ctx, "X")
-        change = ctx.add("Mul", ctx.grad, ctx.outputs[0])
-        if base is None:
-            rate = np.log(static_array(ctx.attributes["X"], None).astype(np.float64))
-            change = ctx.add("Mul", change, B=rate.astype(_dtype(ctx.grad)))
-        else:
-            change = ctx.add("Mul", change, ctx.add("Log", base))
-        grads["Y"] = sum_for(ctx, _XY, "Y", change)
+    static, grads = picked(ctx.attributes, *_XY), dict[str, Value | None]()
+    for name in _XY:
+        if wanted(_XY, ctx, name):
+            of = {"of": "Y"} if name == "Y" else {}
+            grads[name] = sum_for(ctx, _XY, name, ctx.add("PowGrad", *ctx.inputs, ctx.grad, **static, **of))
     return by_place(_XY, ctx, grads)
 
 
-def _dtype(value: Value) -> np.dtype[Any]:
-    if not isinstance(value.type, Tensor):
-        raise UnknownOperatorError(f"{value!r} is no tensor")
-    return value.type.dtype.np
-
-
 def _pow_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("PowGrad", inputs, 3 - ("Y" in attributes))
+    arity("PowGrad", inputs, 3 - sum(name in attributes for name in _XY))
     return (inputs[-1].on(common_device("PowGrad", inputs)),)
 
 
 def _pow_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     base, exponent, dy = *_both(_XY, attributes, arrays[:-1]), arrays[-1]
+    if attributes.get("of") == "Y":  # x^y log x; where x is 0 all of its powers are, but those below zero
+        some = np.where((base == 0) & (exponent >= 0), np.ones_like(base), base)
+        return [np.asarray(dy * np.power(some, exponent) * np.log(some)).astype(dy.dtype, copy=False)]
     # x^0 has no slope, also at 0, where x^-1 is infinite.
     slope = exponent * np.power(base, np.where(exponent == 0, 1, exponent - 1))
     return [np.asarray(dy * slope).astype(dy.dtype, copy=False)]

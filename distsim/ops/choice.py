@@ -14,7 +14,6 @@ from distsim.ops.broadcast import (
     all_operands,
     broadcast_rule,
     operand,
-    refuse,
     sum_for,
 )
 from distsim.ops.onnx_bridge import static_array
@@ -32,7 +31,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import by_place, places, shape_of, wanted
+from distsim.ops.places import by_place, places, refuse, shape_of, wanted
 from distsim.ops.shape import summed
 
 # --- Where -------------------------------------------------------------------------------------------

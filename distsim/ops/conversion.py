@@ -25,7 +25,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import operands, picked, view_work
+from distsim.ops.places import operands, picked, refuse, view_work
 
 register(
     Operator(
@@ -94,6 +94,7 @@ def _dropout(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]
 
 
 def _dropout_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    refuse("Dropout", _DROPOUT, ctx, "ratio")
     rest = [None] * (len(ctx.inputs) - 1)
     if len(ctx.inputs) == 1 and not _in_training(ctx.attributes):
         return [ctx.grad]

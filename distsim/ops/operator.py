@@ -119,7 +119,9 @@ class GradientContext:
     """What a gradient rule sees: the forward op, the gradients of its outputs, and a maker.
 
     ``outputs[i]`` may be read too (it is then saved). ``grads[i]`` is None when output i does not
-    influence the loss. ``wanted[i]`` tells whether input i needs a gradient.
+    influence the loss. ``wanted[i]`` tells whether input i needs a gradient: what a rule gives None has
+    the derivative zero. ``numbers`` are gradients known to be one number, the same in every step: that of
+    the loss with respect to itself is 1.
     """
 
     maker: FunctionMaker
@@ -128,6 +130,7 @@ class GradientContext:
     outputs: tuple[Value, ...]
     grads: tuple[Value | None, ...]
     wanted: tuple[bool, ...]
+    numbers: Mapping[Value, Array] = field(default_factory=dict[Value, Array])
 
     @property
     def grad(self) -> Value:
@@ -136,6 +139,12 @@ class GradientContext:
         if grad is None:
             raise TypeRuleError(f"{self.op!r}: the first output has no gradient")
         return grad
+
+    @property
+    def number(self) -> float | None:
+        """The gradient of the first output where it is a known number."""
+        known = self.numbers.get(self.grad)
+        return None if known is None else float(known.item())
 
     @property
     def attributes(self) -> Attributes:
@@ -156,6 +165,8 @@ ComputeRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 WorkRule = Callable[[Signature], Work]
 GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
+BufferRule = Callable[[Attributes, int], Sequence[int]]
+"""(attributes, number of inputs) -> places of inputs."""
 GroupRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 """(attributes, the input on each rank of one group) -> the output on each rank."""
 
@@ -188,8 +199,8 @@ class Operator:
     communication: Communication | None = None
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
     """Output index -> index of the input whose memory it takes over."""
-    seeds_gradient: bool = False
-    """A loss: its gradient rule starts the backward pass and reads no gradient of its output."""
+    buffers: BufferRule | None = None
+    """The inputs that hold what training leaves as it is, such as running statistics."""
     view: bool = False
     """The output is input 0 under another shape: no kernel runs and no memory is taken."""
     waits: bool = False
@@ -213,7 +224,7 @@ def register(operator: Operator) -> Operator:
             "in_place",
             "view",
             "waits",
-            "seeds_gradient",
+            "buffers",
         )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
         twice = [name for name in given if getattr(known, name)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from distsim.errors import UnknownOperatorError
 from distsim.ir.op import Attributes, Literal, Value
 from distsim.ir.type import Tensor
 from distsim.ops.onnx_bridge import static_array
@@ -60,6 +61,13 @@ def wanted(formals: Sequence[str], ctx: GradientContext, name: str) -> bool:
     """Return whether the operand is a value that needs a gradient."""
     index = places(formals, ctx.attributes, len(ctx.inputs)).get(name)
     return index is not None and ctx.wanted[index]
+
+
+def refuse(op_type: str, formals: Sequence[str], ctx: GradientContext, *names: str) -> None:
+    """Raise when an operand that has no gradient here needs one."""
+    for name in names:
+        if wanted(formals, ctx, name):
+            raise UnknownOperatorError(f"{op_type} has no gradient of its operand {name}; make it a constant")
 
 
 def ints(value: Any) -> tuple[int, ...]:

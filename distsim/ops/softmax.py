@@ -29,7 +29,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import picked, shape_of
+from distsim.ops.places import picked, refuse, shape_of
 
 Axes = tuple[int, ...]
 
@@ -169,7 +169,7 @@ def _loss_sharding(signature: Signature, grad: bool) -> ShardingRule:
     return ShardingRule((full, rows, *others), (loss, full)[: len(signature.outputs)], (), mean)
 
 
-def _register_loss(name: str, from_scores: bool) -> None:
+def _register_loss(name: str, formals: tuple[str, str, str], from_scores: bool) -> None:
     grad_name = f"{name}Grad"
 
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -181,6 +181,7 @@ def _register_loss(name: str, from_scores: bool) -> None:
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:
         if any(grad is not None for grad in ctx.grads[1:]):
             raise TypeRuleError(f"{name}: only the loss, not the log-probabilities, may influence the loss")
+        refuse(name, formals, ctx, formals[2])
         options = picked(ctx.attributes, "reduction", "ignore_index")
         count = math.prod(shape_of(ctx.inputs[1]))
         made = ctx.add(grad_name, *ctx.inputs, ctx.grad, count=count, **options)
@@ -211,6 +212,7 @@ def _register_loss(name: str, from_scores: bool) -> None:
             work=lambda s: norm_work(s, flops),
             gradient=gradient,
             sharding=lambda s: _loss_sharding(s, grad=False),
+            buffers=lambda attributes, count: range(2, count),  # the weights of the classes are given
         )
     )
     register(
@@ -224,5 +226,5 @@ def _register_loss(name: str, from_scores: bool) -> None:
     )
 
 
-_register_loss("SoftmaxCrossEntropyLoss", from_scores=True)
-_register_loss("NegativeLogLikelihoodLoss", from_scores=False)
+_register_loss("SoftmaxCrossEntropyLoss", ("scores", "labels", "weights"), from_scores=True)
+_register_loss("NegativeLogLikelihoodLoss", ("input", "target", "weight"), from_scores=False)

@@ -2,11 +2,16 @@
 
 ``N`` is the number of samples (tokens) in the *global* batch, so a loss over part of the batch is a
 part of the sum: partial over data-parallel ranks and over microbatches.
+
+``XGrad(x, z, dy)`` is dy times the gradient of the loss X; dy, a scalar, is the gradient of the loss itself.
+Without it, it is one: the loss is what is trained. As a number that is known (the weight of an auxiliary
+loss) it is the attribute ``dy``: no kernel scales it, no stage of a pipeline waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -59,13 +64,53 @@ def _loss_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((dims, dims), ((),))
 
 
+def _incoming(ctx: GradientContext) -> tuple[tuple[Value, ...], dict[str, Any]]:
+    """Return the gradient of a loss as operand or as attribute dy, and the attributes of the loss."""
+    number = ctx.number
+    if number is None:
+        return (ctx.grad,), {**ctx.attributes}
+    return (), {**ctx.attributes} if number == 1.0 else {**ctx.attributes, "dy": number}
+
+
 def _loss_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    return [ctx.add("LossGrad", *ctx.inputs, **ctx.attributes), None]
+    """The gradient of the target is minus that of the prediction: the roles exchanged."""
+    (y, z), (dy, options) = ctx.inputs, _incoming(ctx)
+    if not ctx.wanted[1]:
+        return [ctx.add("LossGrad", y, z, *dy, **options), None]
+    if not ctx.wanted[0]:
+        return [None, ctx.add("LossGrad", z, y, *dy, **options)]
+    grad = ctx.add("LossGrad", y, z, *dy, **options)
+    return [grad, ctx.add("Neg", grad)]
+
+
+def _check_incoming(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...]) -> None:
+    """Raise unless there are two operands, or three and the last one is the gradient of a loss."""
+    if len(inputs) != 3:
+        return arity(op_type, inputs, 2)
+    if "dy" in attributes:
+        raise TypeRuleError(f"{op_type} takes dy as an operand or as an attribute, not both")
+    if inputs[2].shape or inputs[2].dtype != inputs[0].dtype:
+        raise TypeRuleError(f"{op_type}: dy must be a scalar of {inputs[0].dtype.name}, not {inputs[2]}")
+
+
+def _scaled(attributes: Attributes, arrays: Sequence[Array], grad: Array) -> Sequence[Array]:
+    """Return ``grad`` times dy, wherever it is given."""
+    if len(arrays) == 3:
+        grad = arrays[2] * grad
+    elif "dy" in attributes:
+        grad = attributes["dy"] * grad
+    return [grad.astype(arrays[0].dtype, copy=False)]
 
 
 def _loss_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _same_shapes("LossGrad", inputs, 2)
+    _check_incoming("LossGrad", attributes, inputs)
+    _same_shapes("LossGrad", inputs[:2], 2)
     return (inputs[0].on(common_device("LossGrad", inputs)),)
+
+
+def _loss_grad_sharding(signature: Signature) -> ShardingRule:
+    dims, dy = letters(signature.inputs[0].rank), ((),) * (len(signature.inputs) - 2)
+    return ShardingRule((dims, dims, *dy), (dims,), ((0, 1), *((2,) for _ in dy)))
 
 
 register(
@@ -75,7 +120,6 @@ register(
         compute=_loss,
         work=lambda s: memory_bound(s, 3.0 * s.inputs[0].size),
         gradient=_loss_gradient,
-        seeds_gradient=True,
         sharding=_loss_sharding,
     )
 )
@@ -83,9 +127,9 @@ register(
     Operator(
         "LossGrad",
         types=_loss_grad_types,
-        compute=lambda a, x: [(2.0 / a["N"]) * (x[0] - x[1])],
+        compute=lambda a, x: _scaled(a, x, (2.0 / a["N"]) * (x[0] - x[1])),
         work=lambda s: memory_bound(s, 2.0),
-        sharding=lambda s: elementwise_rule(s, ((0, 1),)),
+        sharding=_loss_grad_sharding,
     )
 )
 
@@ -107,8 +151,14 @@ def _cross_entropy_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> 
     return (Tensor(inputs[0].dtype, (), common_device("CrossEntropyLoss", inputs)),)
 
 
+def _cross_entropy_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    dy, options = _incoming(ctx)
+    return [ctx.add("CrossEntropyLossGrad", *ctx.inputs, *dy, **options), None]
+
+
 def _cross_entropy_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _check_labels("CrossEntropyLossGrad", inputs)
+    _check_incoming("CrossEntropyLossGrad", attributes, inputs)
+    _check_labels("CrossEntropyLossGrad", inputs[:2])
     return (inputs[0].on(common_device("CrossEntropyLossGrad", inputs)),)
 
 
@@ -124,17 +174,18 @@ def _cross_entropy(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[
 
 
 def _cross_entropy_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    logits, labels = arrays
+    logits, labels = arrays[:2]
     grad = np.exp(_log_softmax(logits))
     index = labels[..., None].astype(np.int64)
     np.put_along_axis(grad, index, np.take_along_axis(grad, index, axis=-1) - 1, axis=-1)
-    return [(grad / attributes["N"]).astype(logits.dtype)]
+    return _scaled(attributes, arrays, grad / attributes["N"])
 
 
 def _cross_entropy_sharding(signature: Signature) -> ShardingRule:
     labels = letters(signature.inputs[1].rank)
     outputs = tuple((*labels, None) if tensor.rank else () for tensor in signature.outputs)
-    return ShardingRule(((*labels, None), labels), outputs)
+    dy = ((),) * (len(signature.inputs) - 2)
+    return ShardingRule(((*labels, None), labels, *dy), outputs, tuple((2,) for _ in dy))
 
 
 register(
@@ -143,8 +194,7 @@ register(
         types=_cross_entropy_types,
         compute=_cross_entropy,
         work=lambda s: memory_bound(s, 5.0 * s.inputs[0].size),
-        gradient=lambda ctx: [ctx.add("CrossEntropyLossGrad", *ctx.inputs, **ctx.attributes), None],
-        seeds_gradient=True,
+        gradient=_cross_entropy_gradient,
         sharding=_cross_entropy_sharding,
     )
 )
@@ -227,4 +277,4 @@ register(
 )
 
 LOSSES = ("CrossEntropyLoss", "CrossEntropyLossGrad", "Loss", "LossGrad")
-"""Operators whose inputs carry the batch in dimension 0 and whose ``N`` counts the global batch."""
+"""Operators whose first two inputs carry the batch in dimension 0 and whose ``N`` counts the global batch."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from distsim.ir import Tensor
 from distsim.transforms.repeats import Integers, Repeat, tandem_repeats
 from distsim.transforms.wiring import Wiring
 
@@ -42,7 +43,8 @@ class _Cover:
         self.placed = 0
 
     def run(self) -> Blocks:
-        repeats = [repeat for repeat in tandem_repeats(self.wiring.labels) if not self.is_call(repeat)]
+        found = tandem_repeats(self.wiring.labels)
+        repeats = [repeat for repeat in found if not self.is_call(repeat) and not self.is_scalar(repeat)]
         self.place([repeat for repeat in repeats if self.weight(repeat)])
         counts = self.counts()
         self.place([repeat for repeat in repeats if not self.weight(repeat)], counts)
@@ -52,6 +54,15 @@ class _Cover:
     def is_call(self, repeat: Repeat) -> bool:
         """Whether the unit is one Call: outlined already."""
         return repeat.period == 1 and self.wiring.ops[repeat.start].op_type == "Call"
+
+    def is_scalar(self, repeat: Repeat) -> bool:
+        """Whether the unit makes scalars only, as what follows losses does.
+
+        There is no work in it, and a sum over microbatches of one of its values may lie between its ops.
+        """
+        unit = self.wiring.ops[repeat.start : repeat.start + repeat.period]
+        values = [value for op in unit for value in op.outputs]
+        return all(isinstance(value.type, Tensor) and value.type.rank == 0 for value in values)
 
     def weight(self, repeat: Repeat) -> int:
         """The products in one unit of a repeat."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
-from distsim.ir import Function, FunctionMaker, Literal, Op, Tensor, Value, trim
+from distsim.ir import Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
+from distsim.transforms.constant_folding import FoldingMaker
 from distsim.transforms.kept import kept_outputs, mark_forward, only_needed
 from distsim.transforms.optimizers import SGD, Optimizer
 from distsim.transforms.updates import add_updates
@@ -28,9 +29,10 @@ def differentiate(
     The first output of ``function`` is the loss, a floating-point scalar (see :func:`add_loss`).
     Outputs: the loss, then those of ``function`` that ``keep`` names, in their order, then per parameter in
     order its new value, then its new optimizer state; with ``optimizer=None``, the gradients instead.
-    Optimizer state comes in as inputs of role STATE. A parameter that does not influence the loss keeps its
-    value and is not an output. What is kept is computed by the forward pass (``ForwardOutput`` marks it);
-    ops that no output needs are left out, those of callees too, and a note of the function says which.
+    Optimizer state comes in as inputs of role STATE. A parameter that does not influence the loss, or that
+    ops read as a buffer only (running statistics), keeps its value and is not an output. What is kept is
+    computed by the forward pass (``ForwardOutput`` marks it); ops that no output needs are left out, those
+    of callees too, and a note of the function says which.
 
     The parameters of one Call are updated by one Call, of a callee that all Calls with parameters of
     the same types share (see :func:`add_updates`).
@@ -52,14 +54,16 @@ def differentiate(
         raise PlanError(f"{function.name} has no input marked as a parameter (Role.PARAMETER)")
     kept = kept_outputs(function, keep, loss)
     function = mark_forward(only_needed(function, (loss, *kept), "the loss does not need it"))
-    pass_ = _Pass(FunctionMaker(f"{function.name}_training", function.notes), _Callees())
+    trained = _trained(function)
+    pass_ = _Pass(FoldingMaker(f"{function.name}_training", function.notes), _Callees())
     for value in function.inputs:
         pass_.copies[value] = pass_.maker.add_input_value(value.name, value.type, value.role)
-    wanted = _influenced(function, parameters)
+    wanted = _influenced(function, trained)
     pass_.plan_calls(function, wanted, [loss])
     pass_.forward(function)
-    pass_.backward(function, wanted, frozenset((loss,)))
-    pairs = [(pass_.copies[p], pass_.grads[p]) for p in parameters if p in pass_.grads]
+    pass_.grads[loss] = pass_.maker.number(1.0, loss.type, "one")
+    pass_.backward(function, wanted)
+    pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
     outputs = [pass_.copies[value] for value in function.outputs]
     if optimizer is None:
         outputs += [grad for _, grad in pairs]
@@ -82,6 +86,28 @@ def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tu
         if op is not None and len(ops) == 1 and op.op_type == "Call":
             found[copies[value]] = (op, op.callee.inputs[op.inputs.index(value)].name)
     return found
+
+
+def _trained(function: Function) -> list[Value]:
+    """Return the parameters that some op reads otherwise than as a buffer, or that are returned."""
+    known: dict[int, set[Value]] = {}
+
+    def read(current: Function) -> set[Value]:
+        if id(current) not in known:
+            found = set(current.outputs)
+            for op in current.ops:
+                if op.op_type == "Call":
+                    inner = read(op.callee)
+                    found.update(v for v, i in zip(op.inputs, op.callee.inputs, strict=True) if i in inner)
+                else:
+                    rule = operator(op.op_type).buffers
+                    held = () if rule is None else rule(op.attributes, len(op.inputs))
+                    found.update(v for place, v in enumerate(op.inputs) if place not in held)
+            known[id(current)] = found
+        return known[id(current)]
+
+    used = read(function)
+    return [value for value in function.parameters if value in used]
 
 
 def _influenced(function: Function, sources: Sequence[Value]) -> set[Value]:
@@ -128,14 +154,14 @@ class _Callees:
 
     def _linearize(self, callee: Function, wanted: Mask, given: Mask) -> _Linearized:
         influenced = _influenced(callee, [v for v, w in zip(callee.inputs, wanted, strict=True) if w])
-        forward = FunctionMaker(callee.name)
+        forward = FoldingMaker(callee.name)
         ahead = _Pass(forward, self)
         for value in callee.inputs:
             ahead.copies[value] = forward.add_input_value(value.name, value.type, value.role)
         ahead.plan_calls(callee, influenced, [v for v, g in zip(callee.outputs, given, strict=True) if g])
         ahead.forward(callee)
 
-        backward = FunctionMaker(f"{callee.name}_backward")
+        backward = FoldingMaker(f"{callee.name}_backward")
         behind = _Pass(backward, self)
         behind.linearized = ahead.linearized
         everything = [*callee.inputs, *(v for op in callee.ops for v in op.outputs)]
@@ -151,7 +177,7 @@ class _Callees:
         for index in grads:
             value = callee.outputs[index]
             behind.accumulate(value, backward.add_input_value(f"d{value.name}", value.type))
-        behind.backward(callee, influenced, frozenset())
+        behind.backward(callee, influenced)
         targets = [i for i, v in enumerate(callee.inputs) if wanted[i] and v in behind.grads]
         backward.set_outputs([behind.grads[callee.inputs[i]] for i in targets])
         return self._wire(callee, ahead, backward, back_of, grads, tuple(targets))
@@ -160,7 +186,7 @@ class _Callees:
         self,
         callee: Function,
         ahead: _Pass,
-        backward: FunctionMaker,
+        backward: FoldingMaker,
         back_of: dict[Value, Value],
         given: tuple[int, ...],
         targets: tuple[int, ...],
@@ -193,7 +219,7 @@ class _Callees:
 class _Pass:
     """Copies a function forward into a maker, and emits its backward pass into one."""
 
-    def __init__(self, maker: FunctionMaker, callees: _Callees) -> None:
+    def __init__(self, maker: FoldingMaker, callees: _Callees) -> None:
         self.maker, self.callees = maker, callees
         self.copies: dict[Value, Value] = {}
         self.grads: dict[Value, Value] = {}
@@ -226,15 +252,14 @@ class _Pass:
             self.copies.update(zip(op.outputs, made, strict=False))
             self.extras[op] = made[len(op.outputs) :]
 
-    def backward(self, function: Function, wanted: set[Value], ones: frozenset[Value]) -> None:
-        """Emit the gradients that follow from those that are there, and from ``ones``, the loss itself."""
+    def backward(self, function: Function, wanted: set[Value]) -> None:
+        """Emit the gradients that follow from those that are there."""
         for op in reversed(function.ops):
-            has = any(v in self.grads for v in op.outputs)
-            needs = any(v in wanted for v in op.inputs)
-            if needs and op.op_type == "Call" and has:
-                self.call(op)
-            elif needs and (has or any(v in ones for v in op.outputs)):
-                self.op(op, wanted, seeded=any(v in ones for v in op.outputs))
+            if any(v in self.grads for v in op.outputs) and any(v in wanted for v in op.inputs):
+                if op.op_type == "Call":
+                    self.call(op)
+                else:
+                    self.op(op, wanted)
 
     def accumulate(self, value: Value, grad: Value) -> None:
         known = self.grads.get(value)
@@ -242,31 +267,23 @@ class _Pass:
             grad = self.maker.add("Add", [known, grad], output_names=[f"d{value.name}"])[0]
         self.grads[value] = grad
 
-    def op(self, op: Op, wanted: set[Value], seeded: bool) -> None:
+    def op(self, op: Op, wanted: set[Value]) -> None:
         rule = operator(op.op_type).gradient
         if rule is None:
             raise UnknownOperatorError(
                 f"operator {op.op_type} ({op!r}) has no gradient rule; give it one in distsim.ops, or "
                 "differentiate a function without it"
             )
-        grads = tuple(self.grads.get(v) for v in op.outputs)
-        if seeded and grads[0] is None and not operator(op.op_type).seeds_gradient:
-            grads = (self._one(op.outputs[0]), *grads[1:])
         context = GradientContext(
             self.maker,
             op,
             tuple(self.copies[v] for v in op.inputs),
             tuple(self.copies[v] for v in op.outputs),
-            grads,
+            tuple(self.grads.get(v) for v in op.outputs),
             tuple(v in wanted for v in op.inputs),
+            self.maker.numbers,
         )
         self._take(op.inputs, rule(context), wanted.__contains__, op)
-
-    def _one(self, loss: Value) -> Value:
-        """The gradient of the loss with respect to itself."""
-        type_ = as_tensor(loss.type, loss.name)
-        one = {"value": Literal(np.ones((), type_.dtype.np)), "device": type_.device}
-        return self.maker.add("Constant", (), one, output_names=["one"])[0]
 
     def _zero(self, value: Value) -> Value:
         """The gradient of an output of a Call that does not reach the loss, where another one does."""

@@ -34,6 +34,8 @@ def outline(function: Function, products: int = 2) -> Function:
     Repeats without products, such as updates of parameters, are grouped into as many Calls as there
     are of some block with products, or, in a function without any, outlined as they are.
 
+    What makes scalars only is left as it is: sums over microbatches are taken there.
+
     Inputs, outputs and all values outside of blocks are those of ``function``, the same objects. An
     input of a callee has the role that all the Calls' operands have, else Role.INPUT. A function in
     which nothing repeats is returned as it is. Raises :class:`PlanError` unless ``products`` is

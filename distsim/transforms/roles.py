@@ -33,7 +33,7 @@ def roles(function: Function) -> dict[Value, Role]:
     seeds: Marks = {}
     for op in all_ops(function):
         if op.op_type in LOSSES:
-            seeds |= dict.fromkeys(op.inputs, WHOLE_BATCH)
+            seeds |= dict.fromkeys(op.inputs[:2], WHOLE_BATCH)
     if not seeds:
         raise PlanError(
             f"{function.name}: no input is marked as a parameter and there is no loss to tell which "
