@@ -18,18 +18,9 @@ def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
     forward. What is computed again is so for the ops of its own stage only: right before the first of
     them, once the gradients have arrived that this one reads.
     """
-    stage, producer = assigned.stage, function.producer
-    again = function.originals
-    if not again:
+    if not _misplaced(function, assigned):
         return None
-    crosses = (
-        value in again and stage[producer[value]] != stage[op]
-        for op, read in enumerate(function.reads)
-        for value in read
-        if stage[op] >= 0
-    )
-    if not any(crosses):
-        return None
+    stage, again = assigned.stage, function.originals
     ops: list[Op] = []
     stages: dict[Op, int] = {}
     for number, op in enumerate(function.ops):
@@ -43,3 +34,23 @@ def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
     dropped = {function.values[value] for value in again.values()}
     saved = {value for value in plain.made if value not in dropped}
     return Numbered(recompute(plain, saved, stages).function)
+
+
+def _misplaced(function: Numbered, assigned: StageMap) -> bool:
+    """Whether an op reads what another stage computes again, or what the backward pass of one before makes.
+
+    Where nobody knew of stages a barrier waits for the gradient read last. That may be one of a stage before,
+    as with several losses, and this stage's backward pass would wait for one that waits for it.
+    """
+    stage, again = assigned.stage, function.originals
+    for op, read in enumerate(function.reads if again else ()):
+        own = stage[op]
+        if own < 0 or function.forward[op]:
+            continue
+        for value in read:
+            maker = function.producer[value]
+            if maker < 0 or function.forward[maker]:
+                continue
+            if stage[maker] != own if value in again else 0 <= stage[maker] < own:
+                return True
+    return False
