@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from training_models import Maker, assert_same_step, random_inputs
 
-from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.executor.memory import peak_memory
 from distsim.executor.memory_program import program_memory
 from distsim.hardware import load_cluster
@@ -94,6 +94,29 @@ def test_no_stage_waits_for_one_that_waits_for_it(
     function: Callable[[], Function], pp: int, microbatches: int
 ) -> None:
     assert_a_step(differentiate(function(), SGD(lr=0.1)), pp, microbatches, POLICIES)
+
+
+def skipping_blocks() -> Function:
+    """Four equal blocks, each of which reads the two before it, and a loss of the second one."""
+    make, callee = Maker("skipping_blocks"), block()
+    x, t = make.data("x", 8, 4), make.data("t", 8, 4)
+    made = [make("MatMul", x, make.parameter("first", 4, 4))] * 2
+    for i in range(4):
+        made.append(make.call(callee, made[-1], made[-2], make.parameter(f"w{i}", 4, 4)))
+    losses = [make("Loss", make("Exp", value), t, N=8) for value in (made[3], made[5])]
+    return make.end(make("Add", *losses))
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5, 8])
+def test_stages_that_cut_blocks_run_their_part_again_whole(pp: int) -> None:
+    joint = differentiate(skipping_blocks(), SGD(lr=0.1))
+    assert_a_step(joint, pp, 2, ("full", "full_early", "every:2", "every_early:2"))
+    mesh = Mesh(CLUSTER.devices[:pp], pp=pp, dp=1, tp=1)
+    simulator, order = Simulator(CostModel(CLUSTER)), schedule("1f1b", pp, 2)
+    full, none = (
+        simulator.simulate(build_program(joint, mesh, order, each)).flops for each in ("full", "none")
+    )
+    assert full - none == 4 * count_flops(block())
 
 
 @pytest.mark.parametrize(("seed", "pp"), [(1, 6), (2, 8), (3, 4), (4, 2), (5, 3), (7, 5), (11, 7), (20, 8)])

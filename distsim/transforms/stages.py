@@ -102,7 +102,11 @@ def _place_rest(
             stage[op] = stage[original]
             rest.append(op)
             continue
+        waits = operator(function.ops[op].op_type).waits
         for value in read:
+            if waits and value in function.originals:  # for what runs again, where it does
+                bound = min(bound, stage[producer[value]])
+                continue
             value = function.originals.get(value, value)
             made = producer[value]
             if made < 0:
