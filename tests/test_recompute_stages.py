@@ -1,16 +1,19 @@
-"""Recomputation in pipelines: functions with several losses and with skips over stages."""
+"""Recomputation in pipelines: functions with several losses and with skips over stages; its memory."""
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
-from training_models import Maker, assert_same_step, random_inputs
+from training_models import Maker, assert_same_step, random_inputs, small_gpt, tied
 
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.executor.memory import peak_memory
 from distsim.executor.memory_program import program_memory
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh
+from distsim.parallelize import parallelize
+from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.transforms import SGD, build_program, differentiate
 
@@ -122,3 +125,21 @@ def test_stages_that_cut_blocks_run_their_part_again_whole(pp: int) -> None:
 @pytest.mark.parametrize(("seed", "pp"), [(1, 6), (2, 8), (3, 4), (4, 2), (5, 3), (7, 5), (11, 7), (20, 8)])
 def test_random_losses_and_skips(seed: int, pp: int) -> None:
     assert_a_step(differentiate(random_function(seed), SGD(lr=0.1)), pp, 2, POLICIES)
+
+
+def test_recomputation_that_saves_no_memory_is_noted() -> None:
+    """Peaks are those of the step without recomputation at most, or a note has both figures."""
+    costs, noted = CostModel(CLUSTER), 0
+    for joint in (differentiate(each(), SGD(lr=0.1)) for each in (tied, small_gpt)):
+        for plan in (Plan(1, 1, 1, 2), Plan(2, 1, 2, 2, fsdp="reshard"), Plan(1, 2, 4, 2)):
+            none = Simulator(costs).simulate(parallelize(joint, plan, CLUSTER))
+            assert not any("recomputation" in note for note in none.notes)
+            for policy in ("full", "matmuls", "min_cut"):
+                program = parallelize(joint, replace(plan, remat=policy), CLUSTER)
+                simulation = Simulator(costs).simulate(program)
+                own, other = (max(each.peak_memory.values()) for each in (simulation, none))
+                notes = [note for note in simulation.notes if "recomputation saves no memory" in note]
+                assert bool(notes) == (own > other)
+                assert all(f"{own:,} bytes" in note and f"remat=none {other:,}" in note for note in notes)
+                noted += len(notes)
+    assert noted

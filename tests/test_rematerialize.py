@@ -197,6 +197,17 @@ def test_saved_bytes_fall_with_the_budget_and_flops_rise() -> None:
     assert flops == sorted(flops) and flops[0] < flops[-1]
 
 
+@pytest.mark.parametrize("policy", ["min_cut", "budget:1", "budget:0.5"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_saves_no_byte_is_left_as_it_is(name: str, policy: str) -> None:
+    """The minimum cut of a GPT block is as many bytes as backward reads: nothing to recompute for."""
+    joint, _, _ = case(name)
+    again = rematerialize(joint, policy)
+    saved, read = (split_joint(each).nbytes for each in (again, joint))
+    assert saved < read or again is joint
+    assert (again is joint) == (name != "llama" and policy != "budget:0.5")
+
+
 def test_sums_of_a_block_that_is_written_out_keep_no_gradients_waiting() -> None:
     """A flat step of eight layers in three stages: what is saved is less, and so is the most in use."""
     joint, order = flat_mlp(layers=8, optimizer=True), schedule("gpipe", 3, 2)

@@ -13,12 +13,14 @@ from distsim.partition.saves import (
     Kind,
     Phase,
     Role,
+    Saves,
     Tag,
     Trait,
     save_by_region,
     save_min_cut,
     save_replayed,
     save_within_budget,
+    split,
 )
 from distsim.plan import parse_remat
 
@@ -103,8 +105,11 @@ def as_read(graph: JointGraph) -> list[int]:
 
 
 def min_cut(graph: JointGraph) -> Sequence[int]:
-    """Save the values of a minimum cut (:func:`distsim.partition.saves.save_min_cut`)."""
-    return save_min_cut(graph).saved
+    """Save the values of a minimum cut (:func:`distsim.partition.saves.save_min_cut`), if that saves bytes.
+
+    The cut weighs bytes by what saving them costs in time, so it may be as many bytes as backward reads.
+    """
+    return _fewer_bytes(save_min_cut(graph))
 
 
 def replayed(graph: JointGraph) -> Sequence[int]:
@@ -113,7 +118,22 @@ def replayed(graph: JointGraph) -> Sequence[int]:
 
 
 def _within_budget(graph: JointGraph, share: float) -> Sequence[int]:
-    return save_within_budget(graph, share).saved
+    return _fewer_bytes(save_within_budget(graph, share))
+
+
+def _fewer_bytes(saves: Saves) -> Sequence[int]:
+    """Return what is saved; or, where that is no fewer bytes, what is if nothing is recomputed unasked."""
+    given = [place for place, node in enumerate(saves.graph.nodes) if node.role is Role.PRIMAL]
+    plain = split(saves.graph, [*given, *as_read(saves.graph)])
+    return saves.saved if _held(saves) < _held(plain) else plain.saved
+
+
+def _held(saves: Saves) -> int:
+    """Return the bytes in memory from forward to backward that saving takes: parameters are there anyway."""
+    graph = saves.graph
+    storages = {graph.storages[position] for position in saves.saved} - {None}
+    free = {position for position, node in enumerate(graph.nodes) if node.has(Trait.FREE)}
+    return sum(graph.sizes[position] for position in storages - free if position is not None)
 
 
 def by_region(graph: JointGraph) -> Sequence[int]:
