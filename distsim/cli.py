@@ -217,7 +217,7 @@ def _simulate(options: argparse.Namespace) -> None:
     print(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
     if options.explain:
         print(progress.run("explaining", simulation.explain))
-    notes = list(program.notes)
+    notes = list(simulation.notes)
     if cost_model.uncosted:
         notes.append(f"costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
     for note in notes:

@@ -17,10 +17,10 @@ STAGES = ("even", "default", "auto")
 """How a model is cut into pipeline stages: at any op for even work and few bytes sent; in whole layers as
 torchtitan counts them; or in whole blocks, for the least simulated step."""
 
-REMAT = ("none", "full", "every:N", "matmuls", "min_cut", "budget:X")
-"""What backward computes again: nothing; each block from its inputs; every N-th block so; all but matrix
-products; what a minimum cut does not save; what does not fit into the share X, 0 to 1, of the bytes that the
-minimum cut of each block saves beyond the block's inputs."""
+REMAT = ("none", "full", "full_early", "every:N", "every_early:N", "matmuls", "min_cut", "budget:X")
+"""What backward computes again: nothing; each block from its inputs, all of it, or up to the last op that
+backward needs; every N-th block so; all but matrix products; what a minimum cut does not save; what does not
+fit into the share X, 0 to 1, of the bytes that the minimum cut of each block saves beyond its inputs."""
 
 
 FSDP = ("none", "reshard", "keep")
@@ -129,7 +129,7 @@ def parse_remat(text: object) -> tuple[str, float]:
         raise PlanError(f"remat={_short(text)} is unknown; choose one of {', '.join(REMAT)}")
     if not colon:
         return name, 0.0
-    whole, low, high = (True, 1, MAX_DEGREE) if name == "every" else (False, 0, 1)
+    whole, low, high = (True, 1, MAX_DEGREE) if name in ("every", "every_early") else (False, 0, 1)
     pattern = r"[0-9]{1,7}" if whole else r"[0-9]{1,7}(\.[0-9]{1,12})?"
     if not re.fullmatch(pattern, number, re.ASCII) or not low <= float(number) <= high:
         kind = "an integer" if whole else "a number"
@@ -139,7 +139,7 @@ def parse_remat(text: object) -> tuple[str, float]:
     return name, float(number)
 
 
-_EXAMPLES = {"every": "every:2", "budget": "budget:0.5"}
+_EXAMPLES = {"every": "every:2", "every_early": "every_early:2", "budget": "budget:0.5"}
 
 
 def _parse_count(name: str, text: str) -> int:

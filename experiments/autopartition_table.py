@@ -34,7 +34,7 @@ from distsim.transforms import Adam, differentiate
 from distsim.transforms.model_blocks import costs_of, model_blocks
 from distsim.transforms.pipeline import cut_stages
 from distsim.transforms.rematerialize import rematerialize
-from distsim.transforms.rematerialize.policies import Policy, Rule, checkpoint
+from distsim.transforms.rematerialize.policies import Policy, Rule, Run, checkpoint
 from distsim.transforms.shard import Sharded, shard
 
 STAGES, SEQ, VOCAB, HEADS = 4, 2048, 2048, 16
@@ -138,7 +138,7 @@ class Pipeline:
             layers.update(own[every - 1 :: every])
         if not layers:
             return self.local
-        policy = Chosen("chosen", checkpoint, layers=frozenset(layers))
+        policy = Chosen("chosen", checkpoint, run=Run.EARLY, layers=frozenset(layers))
         return replace(self.local, function=rematerialize(self.local.function, policy, device=self.figures))
 
     def simulate(self, sizes: Sizes, overlap: bool = True) -> Simulation:

@@ -4,7 +4,7 @@
 layers (4096 wide, feed-forwards of 14336, 8 key and value heads, bfloat16) on a mesh of 128, held at the end
 of the forward pass, read off the simulated memory timeline, and the step time, when
 
-- all are gathered again for backward (the layers recomputed in full);
+- all are gathered again for backward (the layers recomputed up to what backward needs);
 - those that the recomputed products read are saved: AutoParallel's pull request 485 tells of about 1.2 GB for
   four layers, since backward recomputes 6 of 7 products (all but the last of the feed-forward);
 - all that backward reads are saved, with the output head (vocabulary 128,256).
@@ -42,7 +42,8 @@ MIB = 2**20
 LAYERS = 4
 LLAMA3 = {"hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
 NARROW = {"hidden": 256, "heads": 8, "kv_heads": 2, "ffn": 896, "vocab": 8192}
-POLICIES = ("none", "matmuls", "every:2", "full", "min_cut", *(f"budget:{i / 10:.1f}" for i in range(10)))
+WHOLE = ("every:2", "every_early:2", "full", "full_early")
+POLICIES = ("none", "matmuls", *WHOLE, "min_cut", *(f"budget:{i / 10:.1f}" for i in range(10)))
 
 Tags = Mapping[Value, Tag]
 
@@ -84,8 +85,8 @@ def cases(sizes: Mapping[str, int], devices: int, small: bool) -> list[Case]:
     model = llama(LAYERS, **sizes, seq=128 if small else 2048, batch=devices, dtype=BFloat16())
     joint = differentiate(model, Adam())
     return [
-        Case("full, gathered again", joint, topology, "full", gathered),
-        Case("full, kept for recomputed products", joint, topology, "full", kept_for_products),
+        Case("full_early, gathered again", joint, topology, "full_early", gathered),
+        Case("full_early, kept for recomputed products", joint, topology, "full_early", kept_for_products),
         Case("nothing recomputed, gathered again", joint, topology, "none", gathered),
         Case("nothing recomputed, all kept", joint, topology, "none", kept),
     ]
@@ -98,7 +99,7 @@ def kept(function: Function) -> Tags:
 
 def kept_for_products(function: Function) -> Tags:
     """Save the gathered weights that recomputed matrix products read, gather the others again."""
-    names = weights_of_products(rematerialize(function, "full", gathered(function)))
+    names = weights_of_products(rematerialize(function, "full_early", gathered(function)))
     saved = {op.outputs[0]: Tag.MUST_SAVE for chain in chains(function) for op in chain[-1:]}
     return {**gathered(function), **{value: tag for value, tag in saved.items() if value.name in names}}
 

@@ -59,6 +59,7 @@ CASES = [
     ("gpt", Plan(4, 1, 1, 2), "every:2", "keep"),
     ("llama", Plan(2, 1, 3, 2), "none", "reshard"),
     ("llama", Plan(2, 2, 1, 2), "full", "reshard"),
+    ("llama", Plan(2, 1, 3, 2), "full_early", "reshard"),
     ("llama", Plan(2, 1, 2, 2), "full", "keep"),
     ("llama, gradients", Plan(4, 2, 1, 1), "none", "reshard"),
 ]
@@ -199,12 +200,12 @@ def test_a_layer_has_416_mib_of_gathered_weights() -> None:
 
 
 def test_keeping_the_weights_of_six_of_seven_products_costs_1216_mib() -> None:
-    """In full recomputation backward needs all results of products but the last of the feed-forward."""
-    again, kept = simulated("full", ()), simulated("full", tuple(LAYER)[:-1])
+    """Backward needs the results of all products of a layer but the last, with which recomputation stops."""
+    again, kept = simulated("full_early", ()), simulated("full_early", tuple(LAYER)[:-1])
     (behind,) = [f for f in callees(again.function) if f.name == "layer_backward"]
     weights = {v.name for op in behind.ops if op.op_type == "MatMul" for v in op.inputs if v in behind.inputs}
     assert weights == {f"{name}.w" for name in LAYER} - {"down.w"}
-    whole = after_forward(simulated("full", None))
+    whole = after_forward(simulated("full_early", None))
     assert after_forward(again) - whole == 0
     assert after_forward(kept) - whole == LAYERS * 304 * MIB == 1216 * MIB
     assert kept.step_time < again.step_time

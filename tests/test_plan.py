@@ -82,7 +82,13 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
         ("schedule=pipedream", ["schedule='pipedream' is unknown", "choose one of 1f1b, gpipe"]),
         ("stages=best", ["stages='best' is unknown", "choose one of even, default, auto"]),
         ("fsdp=on", ["fsdp='on' is unknown", "choose one of none, reshard, keep"]),
-        ("remat=some", ["remat='some' is unknown", "none, full, every:N, matmuls, min_cut, budget:X"]),
+        (
+            "remat=some",
+            [
+                "remat='some' is unknown",
+                "none, full, full_early, every:N, every_early:N, matmuls, min_cut, budget:X",
+            ],
+        ),
         ("remat=every", ["remat='every' is unknown", "every:N"]),
         ("remat=full:2", ["remat='full:2' is unknown"]),
         ("remat=every:0", ["every takes an integer in 1..", "every:2"]),

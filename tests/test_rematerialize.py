@@ -42,7 +42,8 @@ from distsim.transforms import (
 )
 from distsim.transforms.rematerialize import REPLAY, Joint, recompute, recorded
 
-POLICIES = ("none", "matmuls", "every:2", "full", "min_cut", "budget:0", "budget:0.5", "budget:1")
+WHOLE = ("full", "full_early", "every:2", "every_early:2")
+POLICIES = ("none", "matmuls", *WHOLE, "min_cut", "budget:0", "budget:0.5", "budget:1")
 MODELS = {
     "mlp": lambda: differentiate(small_mlp(layers=6), SGD(lr=0.1)),
     "gpt": lambda: differentiate(small_gpt(), Adam()),
@@ -78,6 +79,8 @@ def test_computes_the_same_to_the_bit(name: str, policy: str) -> None:
 PLANS = [
     ("llama", Plan(2, 2, 1, 2), "full"),
     ("llama", Plan(1, 1, 2, 4), "full"),  # cut within a layer
+    ("llama", Plan(1, 2, 4, 2), "full"),
+    ("gpt", Plan(1, 1, 3, 2, "gpipe"), "full_early"),
     ("llama", Plan(1, 2, 4, 2), "min_cut"),
     ("llama", Plan(2, 1, 3, 2, "gpipe"), "every:2"),
     ("gpt", Plan(2, 1, 3, 2), "full"),
@@ -140,7 +143,7 @@ def test_any_choice_of_saved_values_computes_the_same(data: st.DataObject) -> No
 # --- how much -----------------------------------------------------------------------------------------
 
 
-def test_a_block_saves_its_input_and_computes_all_again_but_its_last_product() -> None:
+def test_a_block_saves_its_input_and_runs_again() -> None:
     """Closed forms for an MLP of blocks of MatMul, Relu, MatMul, Relu: backward reads both products."""
     layers, width, batch = 6, 8, 8
     joint, _, _ = case("mlp")
@@ -148,9 +151,40 @@ def test_a_block_saves_its_input_and_computes_all_again_but_its_last_product() -
     blocks = layers // 2
     assert split_joint(rematerialize(joint, "full")).nbytes == blocks * activation  # one enters the loss
     assert split_joint(rematerialize(joint, "matmuls")).nbytes == (layers + blocks) * activation
-    again = count_flops(rematerialize(joint, "full")) - count_flops(joint)
-    assert again == blocks * (2 * 2 * batch * width * width + batch * width)
-    assert count_flops(rematerialize(joint, "every:2")) - count_flops(joint) == again // blocks
+
+    def again(policy: str) -> float:
+        return count_flops(rematerialize(joint, policy)) - count_flops(joint)
+
+    block = 2 * (2 * batch * width * width + batch * width)
+    assert again("full") == blocks * block and again("every:2") == block
+    assert again("full_early") == blocks * (block - batch * width) == blocks * again("every_early:2")
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3])  # three stages cut within layers
+@pytest.mark.parametrize(("name", "build"), [("gpt", small_gpt), ("llama", small_llama)])
+def test_full_runs_every_op_of_a_block_again_and_early_stops(name: str, build, pp: int) -> None:
+    """With tp=2 a layer reduces twice forward, twice again and twice backward, as Megatron runs it."""
+    layers = 4
+    joint = differentiate(build(layers=layers), SGD(lr=0.1))
+    topology = cluster(2 * pp, 100)
+
+    def simulated(policy: str, tp: int) -> tuple[float, list[int]]:
+        program = parallelize(joint, Plan(tp=tp, pp=pp, remat=policy), topology)
+        simulation = Simulator(CostModel(topology)).simulate(program)
+        written = [op for op in program.to_function(steady=True).ops if op.op_type == "Call"]
+        passes = [[op for op in written if op.name.startswith(letter)] for letter in "FB"]
+        return simulation.flops, [
+            sum(inner.op_type == "MPIAllreduce" for op in calls for inner in all_ops(op.callee))
+            for calls in passes
+        ]
+
+    _, (ahead, behind) = simulated("none", 2)
+    assert ahead + behind == 4 * layers + 1  # one for the output head
+    for policy, count in (("full", 2), ("full_early", 1), ("every:2", 1), ("every_early:2", 0.5)):
+        assert simulated(policy, 2)[1] == [ahead, behind + layers * count]
+    again = simulated("full", 1)[0] - simulated("none", 1)[0]
+    layer = next(op.callee for op in joint.ops if op.op_type == "Call")
+    assert again == layers * count_flops(layer)
 
 
 def test_saved_bytes_fall_with_the_budget_and_flops_rise() -> None:
@@ -161,6 +195,17 @@ def test_saved_bytes_fall_with_the_budget_and_flops_rise() -> None:
     assert saved[0] == split_joint(rematerialize(joint, "min_cut")).nbytes
     flops = [count_flops(each) for each in made]
     assert flops == sorted(flops) and flops[0] < flops[-1]
+
+
+@pytest.mark.parametrize("policy", ["min_cut", "budget:1", "budget:0.5"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_saves_no_byte_is_left_as_it_is(name: str, policy: str) -> None:
+    """The minimum cut of a GPT block is as many bytes as backward reads: nothing to recompute for."""
+    joint, _, _ = case(name)
+    again = rematerialize(joint, policy)
+    saved, read = (split_joint(each).nbytes for each in (again, joint))
+    assert saved < read or again is joint
+    assert (again is joint) == (name != "llama" and policy != "budget:0.5")
 
 
 def test_sums_of_a_block_that_is_written_out_keep_no_gradients_waiting() -> None:
@@ -261,19 +306,21 @@ def test_replay_saves_on_a_second_graph_what_the_first_saved() -> None:
     assert sorted(names(back)) == sorted(names(again))
 
 
-def test_no_collective_is_recomputed_unless_tagged() -> None:
+def test_a_collective_runs_again_in_a_block_that_runs_again_or_where_it_is_tagged() -> None:
     joint, _, _ = case("gpt")
     local = shard(joint, Mesh(mesh_of(1, 2, 1).devices, dp=1, tp=2)).function
 
     def collectives(function: Function) -> int:
         return sum(op.op_type.startswith("MPI") for op in all_ops(function))
 
-    for policy in POLICIES:
+    for policy in {*POLICIES} - {*WHOLE}:
         assert collectives(rematerialize(local, policy)) == collectives(local)
     layer = next(f for f in callees(local) if any(op.op_type == "MPIAllreduce" for op in f.ops))
     reduced = next(op.outputs[0] for op in layer.ops if op.op_type == "MPIAllreduce")
-    tagged = rematerialize(local, "full", tags={reduced: Tag.MUST_RECOMPUTE})
+    tagged = rematerialize(local, "matmuls", tags={reduced: Tag.MUST_RECOMPUTE})
     assert collectives(tagged) == collectives(local) + 2  # of each of the two layers
+    kept = rematerialize(local, "full", tags={reduced: Tag.MUST_SAVE})
+    assert collectives(kept) == collectives(rematerialize(local, "full")) - 2
 
 
 def test_equal_blocks_share_their_callees() -> None:
@@ -302,10 +349,24 @@ def test_a_barrier_is_a_view_that_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "all", "every:0", "every", "budget:1.5", "budget:-1", "budget:nan", "full:1"]
+    "text",
+    [
+        "",
+        "all",
+        "every:0",
+        "every",
+        "budget:1.5",
+        "budget:-1",
+        "budget:nan",
+        "full:1",
+        "full_early:2",
+        "every_early",
+    ],
 )
 def test_unknown_policies_are_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=r"is unknown; choose one of none, full, every:N|takes an? "):
+    with pytest.raises(
+        PlanError, match=r"is unknown; choose one of none, full, full_early, every:N|takes an? "
+    ):
         policy_named(text)
 
 

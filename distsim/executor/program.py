@@ -7,7 +7,8 @@ function from which the stages were cut. What is in flight is what a block reads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from distsim.errors import ScheduleError
 from distsim.executor.written import WrittenOut
@@ -91,7 +92,8 @@ class Program:
     types of all blocks are: it stands for the slice of every stage. Its devices are numbered from 0 and
     lie nowhere; replicas do the same, so two of them stand for any number, unless local shapes depend
     on how many there are. :meth:`to_function` writes the program out as one Function. ``notes`` say what
-    a user should know of how it was placed.
+    a user should know of how it was placed. ``saving_all`` makes the program that recomputes nothing, with
+    which memory is compared when it is asked for; None for one that recomputes nothing itself.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Program:
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
     notes: tuple[str, ...] = ()
+    saving_all: Callable[[], Program] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.schedule.num_stages != len(self.stages):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from distsim.errors import SimulationError
+from distsim.errors import PartitionError, SimulationError
 from distsim.executor.classes import RankClasses, communicates
 from distsim.executor.cost_model import CostModel
 from distsim.executor.critical_path import CriticalPath
@@ -185,6 +185,12 @@ class Simulation:
         return {device: use.peak for device, use in self.memory.items()}
 
     @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the program, and of recomputation that saves no memory."""
+        simulated = self.simulated
+        return (*simulated.notes, *_dearer(simulated)) if isinstance(simulated, Program) else ()
+
+    @cached_property
     def flops(self) -> float:
         """FLOPs executed in the step on all devices, with what is recomputed or replicated.
 
@@ -199,6 +205,23 @@ class Simulation:
         if found is None:
             raise SimulationError(f"{device} does not occur in {self.name}")
         return found
+
+
+def _dearer(program: Program) -> list[str]:
+    """Say so if the fullest device has more in use than if nothing were recomputed."""
+    if program.saving_all is None:
+        return []
+    try:
+        plain = program.saving_all()
+    except PartitionError:  # no split of that one fits in memory
+        return []
+    own, other = (max(program_memory(each).peaks) for each in (program, plain))
+    if own <= other:
+        return []
+    return [
+        f"recomputation saves no memory here: the fullest device has {own:,} bytes in use, with remat=none "
+        f"{other:,}; what is computed again for a block's backward pass is more than what other blocks save"
+    ]
 
 
 def _spans(piece: Piece, paths: Sequence[str], part: slice) -> Iterator[Span]:

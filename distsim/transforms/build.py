@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -56,6 +57,23 @@ def build_program(
     cost model.
     """
     check_layout(stages, remat, fsdp)
+    cut = _cut(function, mesh, schedule, remat, fsdp, stages, cost_model)
+    if remat == "none":
+        return cut.program(mesh, schedule)
+    plain = partial(build_program, function, mesh, schedule, "none", fsdp, stages, cost_model)
+    return cut.program(mesh, schedule, plain)
+
+
+def _cut(
+    function: Function,
+    mesh: Mesh,
+    schedule: Schedule,
+    remat: str,
+    fsdp: str,
+    stages: str,
+    cost_model: CostModel | None,
+) -> Cut:
+    """Return the cut function, as :func:`build_program` says."""
     memory = _MEMORIES.get(function)
     if memory is None:
         memory = _MEMORIES[function] = _Memory(function)
@@ -65,13 +83,10 @@ def build_program(
     if stages == "auto":
         if cost_model is None:
             raise PlanError("stages=auto simulates splits; give build_program a cost_model")
-        return memory.fastest(function, key, mesh, schedule, cost_model).program(mesh, schedule)
+        return memory.fastest(function, key, mesh, schedule, cost_model)
     if stages == "default" and pp > 1:
-        return memory.counted(function, key).program(mesh, schedule)
-    found = memory.cuts.get(key)
-    if found is None:
-        found = memory.cut(function, key)
-    return found.program(mesh, schedule)
+        return memory.counted(function, key)
+    return memory.cuts.get(key) or memory.cut(function, key)
 
 
 MOST_VALUES = 12_000_000

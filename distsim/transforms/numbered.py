@@ -5,7 +5,7 @@ All that does not depend on where the function is cut, found once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from distsim.executor.cost_model import RooflineRules, runs_kernel
 from distsim.ir import Attributes, Device, Function, Op, Role, Tensor, Value, all_ops
@@ -30,10 +30,11 @@ class Numbered:
     and values only.
 
     ``copies`` are the backward ops that compute a forward op again, with that op, and the barriers through
-    which they read; ``originals`` the forward values that what they make is equal to.
+    which they read, given as ``copies`` where that is known; ``originals`` the forward values that what they
+    make is equal to.
     """
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, copies: Mapping[Op, Op] | None = None) -> None:
         self.name, self.inputs, self.ops = function.name, function.inputs, function.ops
         self.num_inputs = len(function.inputs)
         self.values: list[Value] = list(function.inputs)
@@ -63,8 +64,11 @@ class Numbered:
         self.kinds = _kinds(function.ops)
         self.copies: dict[int, int] = {}
         self.originals: dict[int, int] = {}
-        if any(operator(op.op_type).waits for op in function.ops):
-            self._find_copies()
+        if copies is not None:
+            place = {op: index for index, op in enumerate(function.ops)}
+            self._set_copies({place[copy]: place[original] for copy, original in copies.items()})
+        elif any(operator(op.op_type).waits for op in function.ops):
+            self._set_copies(self._find_copies())
         self._seconds: dict[Device, dict[int, float]] = {}
 
     def _steps(self) -> list[bool]:
@@ -104,23 +108,50 @@ class Numbered:
             for f, step, constant in zip(found, self.steps, self.loose, strict=True)
         ]
 
-    def _find_copies(self) -> None:
-        same = list(range(len(self.values)))  # the forward value that a value is equal to
-        first: dict[Hashable, int] = {}
+    def _set_copies(self, copies: Mapping[int, int]) -> None:
+        self.copies.update(copies)
+        for index, original in copies.items():
+            if not operator(self.ops[index].op_type).waits:
+                self.originals.update(zip(self.makes[index], self.makes[original], strict=True))
+
+    def _find_copies(self) -> dict[int, int]:
+        """Find the copies by what they compute, where nobody says which they are."""
+        same = list(range(len(self.values)))  # the first value that a value is equal to
+        equal: dict[Hashable, list[int]] = {}  # forward ops that compute the same
+        found: dict[int, tuple[int, ...]] = {}  # those that a backward op may be a copy of
         for index, (op, read) in enumerate(zip(self.ops, self.reads, strict=True)):
             if operator(op.op_type).waits:
                 same[self.makes[index][0]] = same[read[0]]
                 continue
             key = self.kinds[index], *[same[value] for value in read]
             if self.forward[index]:
-                first.setdefault(key, index)
-            elif key in first and not self.loose[index]:
-                self.copies[index] = first[key]
-                for value, original in zip(self.makes[index], self.makes[first[key]], strict=True):
-                    same[value] = self.originals[value] = original
-                for made in [self.producer[value] for value in read]:
-                    if made >= 0 and operator(self.ops[made].op_type).waits:
-                        self.copies[made] = first[key]
+                equal.setdefault(key, []).append(index)
+            elif key in equal and not self.loose[index]:
+                found[index] = tuple(equal[key])
+            for value, first in zip(self.makes[index], self.makes[equal.get(key, [index])[0]], strict=True):
+                same[value] = first
+        copies = self._originals(found)
+        for index, original in list(copies.items()):
+            for made in [self.producer[value] for value in self.reads[index]]:
+                if made >= 0 and operator(self.ops[made].op_type).waits:
+                    copies[made] = original
+        return copies
+
+    def _originals(self, found: dict[int, tuple[int, ...]]) -> dict[int, int]:
+        """Choose the forward op of each copy: the one that the original of a reader reads, or one without."""
+        read_by: dict[int, int] = {}
+        chosen: dict[int, int] = {}
+        taken: set[int] = set()
+        for index in reversed(found):
+            free = [each for each in found[index] if each not in taken] or found[index]
+            original = read_by.get(index, -1)
+            original = chosen[index] = original if original in found[index] else free[0]
+            taken.add(original)
+            for value, first in zip(self.reads[index], self.reads[original], strict=True):
+                made = self.producer[value]
+                if made in found:
+                    read_by[made] = self.producer[first]
+        return chosen
 
     def seconds(self, device: Device) -> dict[int, float]:
         """Return how long each forward op keeps ``device`` busy; equal ops are looked at once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -34,15 +34,30 @@ class Cut:
     outputs: tuple[ProgramOutput, ...]
     notes: tuple[str, ...]
 
-    def program(self, mesh: Mesh, schedule: Schedule) -> Program:
-        """Return the program that runs the stages on the slices of ``mesh`` in this order."""
+    def program(
+        self, mesh: Mesh, schedule: Schedule, saving_all: Callable[[], Program] | None = None
+    ) -> Program:
+        """Return the program that runs the stages on the slices of ``mesh`` in this order.
+
+        ``saving_all`` makes the one that recomputes nothing, if this one recomputes.
+        """
         if schedule.num_stages != len(self.stages):
             raise PlanError(
                 f"the schedule has {schedule.num_stages} stages, the mesh has pp={len(self.stages)}; make "
                 "them agree"
             )
         stages = tuple([Stage(mesh.at(pp=i), *blocks) for i, blocks in enumerate(self.stages)])
-        return Program(self.name, mesh, self.pattern, stages, schedule, self.inputs, self.outputs, self.notes)
+        return Program(
+            self.name,
+            mesh,
+            self.pattern,
+            stages,
+            schedule,
+            self.inputs,
+            self.outputs,
+            self.notes,
+            saving_all,
+        )
 
 
 def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
@@ -71,10 +86,11 @@ def cut_stages(local: Sharded, num_stages: int, device: Device, starts: Starts |
     found = source.cuts.get((num_stages, figures, starts))
     if found is None:
         function, assigned = source.function, assign_stages(source.function, num_stages, figures, starts)
+        # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
+        function, assigned = _untie(function, assigned, num_stages, figures, starts)
         kept = keep_received(function, assigned)
         if kept is not None:
             function, assigned = kept, assign_stages(kept, num_stages, figures, starts)
-        function, assigned = _untie(function, assigned, num_stages, figures, starts)
         function, assigned = prefetch(function, assigned)
         found = _Cutter(local, source, function, assigned, num_stages).cut()
         source.cuts[num_stages, figures, starts] = found

@@ -106,7 +106,11 @@ def _place_rest(
             rest.append(op)
             continue
         bounds: list[int] = []
+        waits = operator(function.ops[op].op_type).waits
         for value in read:
+            if waits and value in function.originals:  # for what runs again, where it does
+                bounds.append(stage[producer[value]])
+                continue
             value = function.originals.get(value, value)
             made = producer[value]
             if made < 0:

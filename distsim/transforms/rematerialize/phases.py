@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distsim.ir import Function, Op, Value, needed_ops
 from distsim.transforms.numbered import Numbered
@@ -18,7 +18,8 @@ class Joint:
     (each pass makes them itself), ``steps`` those that run once per step, after a sum over microbatches.
     All other ops are backward: gradients and what is made of them. ``tangents`` are the inputs that are
     gradients. ``free`` are values that are in memory anyway, in both passes: parameters, optimizer state,
-    constants. ``outputs`` are the places of the outputs that the forward pass returns.
+    constants. ``outputs`` are the places of the outputs that the forward pass returns. ``copies`` are the
+    ops that compute a forward op again, where that is known, with that op, and the barriers that they read.
     """
 
     function: Function
@@ -28,6 +29,7 @@ class Joint:
     tangents: AbstractSet[Value]
     free: AbstractSet[Value]
     outputs: tuple[int, ...]
+    copies: Mapping[Op, Op] = field(default_factory=dict[Op, Op])
 
     @staticmethod
     def of(function: Function) -> Joint:

@@ -10,7 +10,12 @@ from distsim.ir import Op, Value
 from distsim.transforms.rematerialize.phases import Joint
 
 
-def recompute(joint: Joint, saved: AbstractSet[Value], stages: Mapping[Op, int] | None = None) -> Joint:
+def recompute(
+    joint: Joint,
+    saved: AbstractSet[Value],
+    stages: Mapping[Op, int] | None = None,
+    runs: Mapping[Op, Sequence[Op]] | None = None,
+) -> Joint:
     """Return the function in which backward reads of the forward pass only what is ``saved``.
 
     What it needs besides is computed again from saved values, inputs and constants: a copy of each op
@@ -20,23 +25,34 @@ def recompute(joint: Joint, saved: AbstractSet[Value], stages: Mapping[Op, int] 
     not begin to recompute before its gradient has arrived. What follows from parameters alone (an all-gather
     of weights) waits for nothing. With the pipeline ``stages`` of the ops, an op reads as it is what another
     stage makes: it was received in forward.
+
+    ``runs`` are forward ops that run again together, whoever reads their results, by the backward op before
+    which they do. That op waits for all of them, through a barrier on an operand: so a checkpointed block
+    runs again before its backward pass begins. They are of the stage of that op.
     """
-    writer = _Writer(joint, saved, stages or {})
+    writer = _Writer(joint, saved, stages or {}, runs or {})
     for op in joint.function.ops:
         writer.add(op)
     function = replace(joint.function, ops=tuple(writer.ops))
-    return replace(joint, function=function)
+    return replace(joint, function=function, copies=writer.copies)
 
 
 class _Writer:
     """Writes the ops again; ``again`` maps a forward value to the copy that backward reads."""
 
-    def __init__(self, joint: Joint, saved: AbstractSet[Value], stages: Mapping[Op, int]) -> None:
-        self.joint, self.saved, self.stages = joint, saved, stages
+    def __init__(
+        self,
+        joint: Joint,
+        saved: AbstractSet[Value],
+        stages: Mapping[Op, int],
+        runs: Mapping[Op, Sequence[Op]],
+    ) -> None:
+        self.joint, self.saved, self.stages, self.runs = joint, saved, stages, runs
         self.made = joint.made
         self.place = {op: number for number, op in enumerate(joint.function.ops)}
         self.ops: list[Op] = []
         self.again: dict[Value, Value] = {}
+        self.copies: dict[Op, Op] = {}
         self.waiting: set[Value] = set()  # what follows from a barrier
         self.late = set(joint.tangents)
         first = tuple([v for v in joint.function.inputs if v in joint.tangents])
@@ -52,15 +68,20 @@ class _Writer:
         if late:
             self.arrived[stage] = late
         self.late.update(op.outputs)
-        for missing in self._missing(op):
-            self._copy(missing, stage)
-        self.ops.append(_reading(op, self._read(op, stage)))
+        run = self.runs.get(op, ())
+        own = {v for each in run for v in each.outputs}
+        for missing in self._missing(op, run):
+            self._copy(missing, stage, own)
+        inputs = self._read(op, stage)
+        if run:
+            self._wait(op, inputs, run)
+        self.ops.append(_reading(op, inputs))
 
-    def _missing(self, reader: Op) -> list[Op]:
-        """Return the forward ops to run again before an op can run, in order."""
+    def _missing(self, reader: Op, run: Sequence[Op]) -> list[Op]:
+        """Return the forward ops to run again before an op can run, those of its run too, in order."""
         stage = self.stages.get(reader, 0)
-        found: set[Op] = set()
-        todo = [v for v in reader.inputs if self._dropped(v, stage)]
+        found = {op for op in run if op.outputs[0] not in self.again}
+        todo = [v for op in (reader, *found) for v in op.inputs if self._dropped(v, stage)]
         while todo:
             op = self.made[todo.pop()]
             if op not in found and op.outputs[0] not in self.again:
@@ -74,24 +95,39 @@ class _Writer:
             value in self.made and value not in self.saved and self.stages.get(self.made[value], 0) == stage
         )
 
-    def _read(self, op: Op, stage: int) -> list[Value]:
-        return [self.again[v] if self._dropped(v, stage) else v for v in op.inputs]
+    def _read(self, op: Op, stage: int, own: AbstractSet[Value] = frozenset()) -> list[Value]:
+        """Return what an op reads: of ``own``, what ops make that run again with it, the copies."""
+        return [self.again[v] if v in own or self._dropped(v, stage) else v for v in op.inputs]
 
-    def _copy(self, op: Op, stage: int) -> None:
-        inputs = self._read(op, stage)
+    def _wait(self, reader: Op, inputs: list[Value], run: Sequence[Op]) -> None:
+        """Let an op read one of its operands, a gradient if there is one, once all of a run has ended."""
+        read = {v for op in run for v in op.inputs}
+        place = next((i for i, v in enumerate(reader.inputs) if v in self.late), 0)
+        ends = [self.again[v] for op in run for v in op.outputs if v in self.again and v not in read]
+        if ends:
+            ready = Value(inputs[place].name, inputs[place].type)
+            self.ops.append(Op("OptimizationBarrier", (inputs[place], *ends), (ready,)))
+            inputs[place] = ready
+
+    def _add(self, copy: Op, original: Op) -> None:
+        self.ops.append(copy)
+        self.copies[copy] = original
+
+    def _copy(self, op: Op, stage: int, own: AbstractSet[Value]) -> None:
+        inputs = self._read(op, stage, own)
         if self.waiting.isdisjoint(inputs):
-            own = [
+            early = [
                 v is given and v not in self.joint.free for v, given in zip(inputs, op.inputs, strict=True)
             ]
-            if any(own):
-                first = own.index(True)
+            if any(early):
+                first = early.index(True)
                 kept = inputs[first]
                 inputs[first] = Value(kept.name, kept.type)
                 read = (kept, *self.arrived.get(stage, ()))
-                self.ops.append(Op("OptimizationBarrier", read, (inputs[first],)))
+                self._add(Op("OptimizationBarrier", read, (inputs[first],)), op)
                 self.waiting.add(inputs[first])
         outputs = tuple([Value(v.name, v.type) for v in op.outputs])
-        self.ops.append(replace(op, inputs=tuple(inputs), outputs=outputs))
+        self._add(replace(op, inputs=tuple(inputs), outputs=outputs), op)
         self.again.update(zip(op.outputs, outputs, strict=True))
         if not self.waiting.isdisjoint(inputs):
             self.waiting.update(outputs)

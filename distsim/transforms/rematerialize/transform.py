@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from distsim.errors import PlanError
@@ -13,7 +14,7 @@ from distsim.partition.saves import Tag
 from distsim.transforms.rematerialize.graph import Marks, graph_of
 from distsim.transforms.rematerialize.pairs import Rewritten, find_pairs, joint_of, rewritten
 from distsim.transforms.rematerialize.phases import Joint
-from distsim.transforms.rematerialize.policies import Policy, Rule, as_read, by_region, policy_named
+from distsim.transforms.rematerialize.policies import Policy, Rule, Run, as_read, by_region, policy_named
 from distsim.transforms.rematerialize.recompute import recompute
 
 
@@ -30,9 +31,9 @@ def rematerialize(
     ``function`` is forward, backward and perhaps the optimizer; the loss, its first scalar output, tells
     what is forward. A *block* is a forward Call and the backward Call that reads what it saves: the pair
     is rewritten as one, once for all Calls of the same callees wired alike. Of other Calls no part is
-    recomputed. The copies stand right before the first op that needs them, behind an
-    ``OptimizationBarrier`` that waits for the gradient there, so that the recomputation of a block begins
-    when its backward pass does.
+    recomputed. The copies stand right before the first op that needs them, those of a block that runs again
+    as a whole (:class:`Run`) before the first op of its backward pass, behind an ``OptimizationBarrier`` that
+    waits for the gradient there, so that the recomputation of a block begins when its backward pass does.
 
     ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them.
     Where the policy has no rule, what is tagged so, or is of a region, is recomputed. ``replay`` are the
@@ -71,7 +72,7 @@ class _Rematerializer:
             key = (*pair.key, rule)
             if key not in self.done:
                 before = joint_of(pair)
-                after = self.rewrite(before, rule)
+                after = self.rewrite(before, rule, self.policy.run)
                 self.done[key] = None if after is before else rewritten(pair, before, after)
             found = self.done[key]
             if found is not None:
@@ -89,13 +90,26 @@ class _Rematerializer:
             return by_region
         return as_read if rule is None and self.marks.tags else rule
 
-    def rewrite(self, joint: Joint, rule: Rule) -> Joint:
+    def rewrite(self, joint: Joint, rule: Rule, run: Run = Run.NEEDED) -> Joint:
         view = graph_of(joint, self.marks, self.device)
         saved = view.chosen(rule(view.graph))
         behind = [op for op in joint.function.ops if joint.behind(op)]
-        made = joint.made
-        dropped = any(v in made and v not in saved for op in behind for v in op.inputs)
-        return recompute(joint, saved) if dropped else joint
+        runs = {} if run is Run.NEEDED else _together(joint, saved, behind, run)
+        dropped = any(v in joint.made and v not in saved for op in behind for v in op.inputs)
+        return recompute(joint, saved, runs=runs) if dropped or runs else joint
+
+
+def _together(joint: Joint, saved: AbstractSet[Value], behind: Sequence[Op], run: Run) -> dict[Op, list[Op]]:
+    """Return what of a block runs again together, by the op with which its backward pass begins."""
+    again = [
+        op for op in joint.function.ops if op in joint.forward and any(v not in saved for v in op.outputs)
+    ]
+    if run is Run.EARLY:
+        read = {v for op in behind for v in op.inputs}
+        needed = [place for place, op in enumerate(again) if any(v in read - saved for v in op.outputs)]
+        again = again[: max(needed, default=-1) + 1]
+    first = next((op for op in behind if op.inputs), None)
+    return {first: again} if first is not None and again else {}
 
 
 def _some_device(function: Function) -> Device:

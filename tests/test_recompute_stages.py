@@ -1,0 +1,145 @@
+"""Recomputation in pipelines: functions with several losses and with skips over stages; its memory."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from training_models import Maker, assert_same_step, random_inputs, small_gpt, tied
+
+from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
+from distsim.executor.memory import peak_memory
+from distsim.executor.memory_program import program_memory
+from distsim.hardware import load_cluster
+from distsim.ir import Function, Mesh
+from distsim.parallelize import parallelize
+from distsim.plan import Plan
+from distsim.schedule import schedule
+from distsim.transforms import SGD, build_program, differentiate
+
+CLUSTER = load_cluster("dgx-a100")
+POLICIES = ("min_cut", "budget:0", "budget:0.5", "budget:1")
+
+
+def two_losses() -> Function:
+    """The second loss is of what the first one's layer starts with."""
+    make = Maker("two_losses")
+    x, t, t2 = (make.data(name, 8, 4) for name in ("x", "t", "t2"))
+    h = make("Tanh", make("MatMul", x, make.parameter("w0", 4, 4)))
+    h = make("Mul", h, make("Sigmoid", h))
+    y = make("MatMul", h, make.parameter("w1", 4, 4))
+    return make.end(make("Add", make("Loss", y, t, N=8), make("Loss", h, t2, N=8)))
+
+
+def skips(layers: int = 6) -> Function:
+    """Every layer reads what the first one made."""
+    make = Maker("skips")
+    x, t = make.data("x", 8, 4), make.data("t", 8, 4)
+    h = first = make("Gelu", make("MatMul", x, make.parameter("w", 4, 4)))
+    for i in range(layers):
+        h = make("Gelu", make("MatMul", make("Mul", h, first), make.parameter(f"w{i}", 4, 4)))
+    return make.end(make("Loss", h, t, N=8))
+
+
+def block() -> Function:
+    make = Maker("block")
+    x, y, w = make.data("x", 8, 4), make.data("y", 8, 4), make.parameter("w", 4, 4)
+    h = make("Mul", make("Gelu", make("MatMul", x, w)), make("Sigmoid", y))
+    return make.end(make("Add", h, make("Tanh", y)))
+
+
+def random_function(seed: int) -> Function:
+    """Ops and Calls that read any earlier value, some of them read by nobody, and several losses."""
+    draw = random.Random(seed)
+    make, callee = Maker("random"), block()
+    x, t = make.data("x", 8, 4), make.data("t", 8, 4)
+    values, losses = [x], []
+
+    def any_value():
+        return draw.choice(values[-3:] if draw.random() < 0.6 else values)
+
+    for i in range(draw.randint(6, 12)):
+        kind = draw.choice(("Tanh", "Gelu", "Mul", "Add", "MatMul", "MatMul", "Call", "Call", "Loss"))
+        if kind == "Loss":
+            losses.append(make("Loss", any_value(), t, N=8))
+        elif kind == "Call":
+            values.append(make.call(callee, any_value(), any_value(), make.parameter(f"c{i}", 4, 4)))
+        elif kind == "MatMul":
+            values.append(make("MatMul", any_value(), make.parameter(f"w{i}", 4, 4)))
+        else:
+            count = 2 if kind in ("Mul", "Add") else 1
+            values.append(make(kind, *[any_value() for _ in range(count)]))
+    total = make("Loss", make("MatMul", values[-1], make.parameter("last", 4, 4)), t, N=8)
+    for loss in losses:
+        total = make("Add", total, loss)
+    return make.end(total)
+
+
+def assert_a_step(joint: Function, pp: int, microbatches: int, policies: tuple[str, ...]) -> None:
+    """Written out it computes what one device does; engines and memory agree with what is written out."""
+    inputs = random_inputs(joint)
+    expected = SequentialExecutor().compute(joint, inputs)
+    mesh = Mesh(CLUSTER.devices[:pp], pp=pp, dp=1, tp=1)
+    costs = CostModel(CLUSTER)
+    fast, events = Simulator(costs), Simulator(costs, engine="events")
+    for policy in policies:
+        program = build_program(joint, mesh, schedule("1f1b", pp, microbatches), policy)
+        assert_same_step(joint, program, inputs, expected)
+        assert fast.simulate(program).step_time == pytest.approx(events.simulate(program).step_time)
+        peaks = peak_memory(program.to_function(steady=True))
+        for device, use in program_memory(program).devices.items():
+            assert use.peak == peaks[device].peak
+
+
+@pytest.mark.parametrize("function", [two_losses, skips])
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 2), (4, 1), (5, 4), (6, 2)])
+def test_no_stage_waits_for_one_that_waits_for_it(
+    function: Callable[[], Function], pp: int, microbatches: int
+) -> None:
+    assert_a_step(differentiate(function(), SGD(lr=0.1)), pp, microbatches, POLICIES)
+
+
+def skipping_blocks() -> Function:
+    """Four equal blocks, each of which reads the two before it, and a loss of the second one."""
+    make, callee = Maker("skipping_blocks"), block()
+    x, t = make.data("x", 8, 4), make.data("t", 8, 4)
+    made = [make("MatMul", x, make.parameter("first", 4, 4))] * 2
+    for i in range(4):
+        made.append(make.call(callee, made[-1], made[-2], make.parameter(f"w{i}", 4, 4)))
+    losses = [make("Loss", make("Exp", value), t, N=8) for value in (made[3], made[5])]
+    return make.end(make("Add", *losses))
+
+
+@pytest.mark.parametrize("pp", [2, 3, 5, 8])
+def test_stages_that_cut_blocks_run_their_part_again_whole(pp: int) -> None:
+    joint = differentiate(skipping_blocks(), SGD(lr=0.1))
+    assert_a_step(joint, pp, 2, ("full", "full_early", "every:2", "every_early:2"))
+    mesh = Mesh(CLUSTER.devices[:pp], pp=pp, dp=1, tp=1)
+    simulator, order = Simulator(CostModel(CLUSTER)), schedule("1f1b", pp, 2)
+    full, none = (
+        simulator.simulate(build_program(joint, mesh, order, each)).flops for each in ("full", "none")
+    )
+    assert full - none == 4 * count_flops(block())
+
+
+@pytest.mark.parametrize(("seed", "pp"), [(1, 6), (2, 8), (3, 4), (4, 2), (5, 3), (7, 5), (11, 7), (20, 8)])
+def test_random_losses_and_skips(seed: int, pp: int) -> None:
+    assert_a_step(differentiate(random_function(seed), SGD(lr=0.1)), pp, 2, POLICIES)
+
+
+def test_recomputation_that_saves_no_memory_is_noted() -> None:
+    """Peaks are those of the step without recomputation at most, or a note has both figures."""
+    costs, noted = CostModel(CLUSTER), 0
+    for joint in (differentiate(each(), SGD(lr=0.1)) for each in (tied, small_gpt)):
+        for plan in (Plan(1, 1, 1, 2), Plan(2, 1, 2, 2, fsdp="reshard"), Plan(1, 2, 4, 2)):
+            none = Simulator(costs).simulate(parallelize(joint, plan, CLUSTER))
+            assert not any("recomputation" in note for note in none.notes)
+            for policy in ("full", "matmuls", "min_cut"):
+                program = parallelize(joint, replace(plan, remat=policy), CLUSTER)
+                simulation = Simulator(costs).simulate(program)
+                own, other = (max(each.peak_memory.values()) for each in (simulation, none))
+                notes = [note for note in simulation.notes if "recomputation saves no memory" in note]
+                assert bool(notes) == (own > other)
+                assert all(f"{own:,} bytes" in note and f"remat=none {other:,}" in note for note in notes)
+                noted += len(notes)
+    assert noted
