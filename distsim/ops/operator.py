@@ -191,7 +191,8 @@ class Operator:
     seeds_gradient: bool = False
     """A loss: its gradient rule starts the backward pass and reads no gradient of its output."""
     view: bool = False
-    """The output is input 0 under another shape: no kernel runs and no memory is taken."""
+    """The output is input 0, or its first elements, under another shape: no kernel runs and no memory is
+    taken."""
     waits: bool = False
     """A view that is there only once all inputs are."""
 
