@@ -33,7 +33,7 @@ class Sharded:
 
     ``sources`` are the inputs of the function that was sharded, in the order of ``function.inputs``.
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
-    not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are further notes.
+    not, because a shape depends on how many there are (see :func:`shard`).
     """
 
     function: Function
@@ -46,12 +46,11 @@ class Sharded:
     tp: Decision
     dp: int
     needs_dp: bool
-    remarks: tuple[str, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the placement: work that is replicated, a choice not proven best."""
-        tp, found = self.mesh.axis_size("tp"), list(self.remarks)
+        tp, found = self.mesh.axis_size("tp"), list[str]()
         if self.tp.divided < REPLICATION_NOTED:
             share = f"{1 - self.tp.divided:.0%}"
             found.append(f"tp={tp}: {share} of the matrix FLOPs are not divided, every tp rank does them all")
