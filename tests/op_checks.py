@@ -64,7 +64,8 @@ def check_types(of: Sample) -> None:
     assert min(asked.flops, asked.bytes_read, asked.bytes_written) >= 0
     if operator(of.op_type).view:
         assert (asked.flops, asked.bytes_read, asked.bytes_written) == (0, 0, 0)
-        assert_close(results[0].reshape(-1), of.arrays[0].reshape(-1), f"{of} is no view")
+        seen = of.arrays[0].reshape(-1)[: results[0].size]  # what is behind it may be left out
+        assert_close(results[0].reshape(-1), seen, f"{of} is no view")
 
 
 # --- gradients ---------------------------------------------------------------------------------------

@@ -1,24 +1,40 @@
 """FSDP: parameters, gradients and optimizer state divided over dp; what gathered weights cost in memory."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
-from training_models import F64, assert_same_step, mesh_of, random_inputs, small_gpt, small_llama, small_mlp
+from training_models import (
+    F64,
+    Maker,
+    assert_same_step,
+    mesh_of,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    small_mlp,
+    tied,
+    topology_of,
+)
 
 from distsim.errors import PlanError
-from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
+from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator, events, recurrence
+from distsim.executor.cost_model import collective_of
 from distsim.executor.memory import peak_memory
 from distsim.executor.memory_program import program_memory
 from distsim.executor.memory_timeline import memory_timeline
 from distsim.executor.memory_walk import KINDS
-from distsim.hardware import load_cluster
-from distsim.ir import Function, Mesh, all_ops, callees, verify
+from distsim.executor.program import Program
+from distsim.executor.tasks import lower
+from distsim.hardware import collective_time, load_cluster
+from distsim.ir import Function, FunctionMaker, Mesh, Role, Value, all_ops, callees, verify
 from distsim.ir.device import logical_mesh
 from distsim.ir.type import BFloat16
-from distsim.models import llama, moe
+from distsim.models import gpt, llama, moe
+from distsim.ops import signature_of
 from distsim.partition.saves import Tag
 from distsim.plan import Plan
 from distsim.schedule import schedule
@@ -40,7 +56,24 @@ MODELS = {
     "gpt": lambda: differentiate(small_gpt(), SGD(lr=0.1)),
     "llama": lambda: differentiate(small_llama(layers=3), Adam()),
     "llama, gradients": lambda: differentiate(small_llama(), None),
+    "odd mlp": lambda: differentiate(biased_mlp(), Adam()),
+    "odd gpt": lambda: differentiate(small_gpt(hidden=6, heads=2, batch=12), Adam()),
+    "odd llama": lambda: differentiate(small_llama(hidden=12, heads=2, kv_heads=2, batch=12), SGD(lr=0.1)),
+    "tied": lambda: differentiate(tied(batch=12, hidden=7), Adam()),
 }
+
+
+def biased_mlp() -> Function:
+    """Six layers of 8 and 5 features in turn, with biases."""
+    widen = Maker("widen")
+    x, w, b = widen.data("x", 36, 5), widen.parameter("w", 5, 8), widen.parameter("b", 8)
+    widened = widen.end(widen("Gelu", widen("Add", widen("MatMul", x, w), b)))
+    make = Maker("odd_mlp")
+    x, z = make.data("x", 36, 5), make.data("z", 36, 5)
+    for number in range(3):
+        x = make.layer(widened, x, f"h{number}")
+        x = make.linear(x, f"o{number}", 8, 5)
+    return make.end(make("Loss", x, z, N=36))
 
 
 @cache
@@ -62,6 +95,13 @@ CASES = [
     ("llama", Plan(2, 1, 3, 2), "full_early", "reshard"),
     ("llama", Plan(2, 1, 2, 2), "full", "keep"),
     ("llama, gradients", Plan(4, 2, 1, 1), "none", "reshard"),
+    ("odd mlp", Plan(3, 1, 1, 2), "none", "keep"),
+    ("odd mlp", Plan(4, 1, 3, 3, "gpipe"), "full", "reshard"),
+    ("odd gpt", Plan(4, 2, 2, 3), "min_cut", "reshard"),
+    ("odd gpt", Plan(12, 1, 1, 1), "budget:0.5", "keep"),  # three ranks have nothing of a bias but padding
+    ("odd gpt", Plan(3, 1, 2, 2), "full", "keep"),
+    ("odd llama", Plan(3, 2, 1, 2), "matmuls", "reshard"),
+    ("tied", Plan(3, 1, 2, 2), "none", "reshard"),
 ]
 
 
@@ -71,10 +111,33 @@ def test_every_rank_computes_the_same_step(name: str, plan: Plan, remat: str, we
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
     program = build_program(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, weights)
     assert_same_step(joint, program, inputs, expected)
-    peaks = peak_memory(program.to_function(steady=True))
+    assert_all_divided(program)
+    flat = program.to_function(steady=True)
+    peaks = peak_memory(flat)
     for device, use in program_memory(program).devices.items():
-        assert use.peak == peaks[device].peak
-        assert use.end == peaks[device].end
+        assert (use.peak, use.end, use.by_kind) == (
+            peaks[device].peak,
+            peaks[device].end,
+            peaks[device].by_kind,
+        )
+    model = CostModel(topology_of(len(program.mesh)))
+    found = Simulator(model).simulate(program).step_time
+    tasks = lower(flat, model)
+    for _, end in (recurrence.run(tasks), events.run(tasks)):
+        assert max(end) == pytest.approx(found, rel=1e-9)
+
+
+def assert_all_divided(program: Program) -> None:
+    """Of every parameter, and of its state, a rank has ceil(n / dp) elements of the n that tp leaves it."""
+    dp, tp = (program.mesh.axis_size(axis) for axis in ("dp", "tp"))
+    for given in program.inputs:
+        if given.source.role in (Role.PARAMETER, Role.STATE):
+            along = {axis for _, axis, _ in given.shards}
+            assert [shard[:2] for shard in given.shards][-1:] == [(None, "dp")]
+            assert given.key.type.shape == (
+                math.ceil(given.source.type.size / (tp if "tp" in along else 1) / dp),
+            )
+    assert not any("whole" in note for note in program.notes)
 
 
 def local_of(name: str, dp: int, smallest: int = 1):
@@ -109,28 +172,110 @@ def test_gradients_are_reduce_scattered_and_weights_gathered_twice_or_once() -> 
         assert count["MPIAllreduce"] == 1  # the loss
 
 
-def test_a_parameter_that_cannot_be_divided_stays_whole_and_is_noted() -> None:
-    joint = differentiate(small_llama(hidden=12, heads=2, kv_heads=1, batch=10), None)
-    local = fsdp(shard(joint, logical_mesh(mesh_of(1, 1, 1).devices[0], 5, 1)))
-    whole = [
-        v.name for v, place in zip(local.function.inputs, local.inputs, strict=True) if place.held.sharded
-    ]
-    assert whole == [] and "have no dimension that dp=5 divides" in local.notes[0]
+def test_only_what_is_asked_to_stays_whole() -> None:
     small = local_of("llama", 2, smallest=20)
-    assert small.remarks == ()
     assert {v.name.split(".")[-1] for v in small.function.parameters if v.type.shape == (16,)} == {"scale"}
 
 
-def test_a_parameter_updated_in_parts_along_tp_stays_whole_and_is_noted() -> None:
-    sizes = {"hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 8, "seq": 6, "vocab": 16, "batch": 8}
+def test_what_all_tp_ranks_hold_is_divided_over_dp() -> None:
+    sizes = {"hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 8, "seq": 6, "vocab": 16, "batch": 6}
     routing = {"experts": 4, "shared": 1, "capacity": 1.0, "concentration": 1.0}
     joint = differentiate(moe(layers=4, **sizes, **routing, dtype=F64), SGD(lr=0.1))
     inputs = random_inputs(joint, 0)
     rng = np.random.default_rng(0)
-    inputs[0] = np.stack([rng.permutation(16)[:6] for _ in range(8)])  # equal tokens would be dropped
-    program = build_program(joint, mesh_of(2, 2, 1), schedule("1f1b", 1, 4), fsdp="reshard")
-    assert "h0.o.w the first, are updated in parts, along another axis" in program.notes[0]
+    inputs[0] = np.stack([rng.permutation(16)[:6] for _ in range(6)])  # equal tokens would be dropped
+    program = build_program(joint, mesh_of(3, 2, 1), schedule("1f1b", 1, 2), fsdp="reshard")
+    assert_all_divided(program)
+    axes = [{axis for _, axis, _ in given.shards} for given in program.inputs]
+    assert {"dp"} in axes and {"dp", "tp"} in axes
     assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+
+
+def test_what_is_gathered_and_scattered_has_the_padded_size() -> None:
+    """Bytes of a collective are those of n ceil(size / n) elements, whatever the shape of the parameter."""
+    joint, ranks = case("odd gpt")[0], 4
+    topology = topology_of(ranks)
+    group = tuple(topology.devices)
+    local = fsdp(shard(joint, Mesh(group, dp=ranks, tp=1)))
+    padded = Counter([8 * ranks * math.ceil(math.prod(v.type.shape) / ranks) for v in joint.parameters])
+    assert {8 * v.type.size for v in joint.parameters} - set(padded) != set(), "some are padded"
+    found = {name: Counter[int]() for name in ("MPIAllgather", "MPIReduceScatter")}
+    model = CostModel(topology)
+    for op in local.function.ops:
+        if op.op_type in found:
+            whole = max(op.inputs[0].type, op.outputs[0].type, key=lambda type_: type_.nbytes)
+            found[op.op_type][whole.nbytes] += 1
+            kind, nbytes = collective_of(signature_of(op), group)
+            assert nbytes == whole.nbytes == ranks * min(v.type.nbytes for v in (*op.inputs, *op.outputs))
+            assert model.communication_seconds(signature_of(op), group) == pytest.approx(
+                collective_time(kind, whole.nbytes, group, topology)
+            )
+    assert found["MPIReduceScatter"] == padded
+    assert set(found["MPIAllgather"]) == set(padded)
+    pads = [op for op in local.function.ops if op.op_type == "Pad"]
+    assert len(pads) == sum(v.type.size % ranks > 0 for v in joint.parameters), "where there is padding only"
+
+
+def test_530b_is_divided_over_1120_ranks() -> None:
+    """1120 = 2^5 * 5 * 7, hidden = 2^12 * 5: it divides no dimension of any parameter."""
+    ranks, hidden, vocab, seq = 1120, 20480, 51200, 64
+    joint = differentiate(gpt(2, hidden, 128, seq, ranks, vocab, dtype=BFloat16()), Adam())
+    assert not any(size % ranks == 0 for v in joint.parameters for size in v.type.shape)
+    topology = load_cluster("dgx-a100:140")
+    mesh = Mesh(topology.devices, pp=1, dp=ranks, tp=1)
+    program = build_program(joint, mesh, schedule("1f1b", 1, 1), "full", "reshard")
+    assert_all_divided(program)
+    own = sum(2 * math.ceil(v.type.size / ranks) for v in joint.parameters)
+    (use,) = program_memory(program).stages
+    assert (use.by_kind["parameters"], use.by_kind["state"]) == (own, 2 * own)
+    elements = 2 * (12 * hidden**2 + 13 * hidden) + (2 * vocab + seq + 2) * hidden
+    assert 0 <= own - 2 * elements / ranks < 2 * len(joint.parameters)
+    assert Simulator(CostModel(topology)).simulate(program).step_time > 0
+
+
+def test_gradients_of_a_table_that_two_stages_read_are_added_once_a_step() -> None:
+    """As without fsdp (test_pipeline): its gradient goes down once, flat, and its new part up."""
+    joint = case("tied")[0]
+    for microbatches in (1, 4):
+        order = schedule("1f1b", 2, microbatches)
+        flat = build_program(joint, mesh_of(3, 1, 2), order, fsdp="reshard").to_function()
+        flats = [op for op in flat.ops if op.op_type == "Send" and op.inputs[0].type.rank == 1]
+        part = math.ceil(16 * 7 / 3)
+        assert Counter(op.inputs[0].type.shape for op in flats)[part,] == 2
+
+
+class Scaled(SGD):
+    """Divides the gradient by its largest element: an optimizer that looks at all of it."""
+
+    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
+        (largest,) = maker.add("ReduceMax", [grad], {"keepdims": 0})
+        return super().update(maker, weight, *maker.add("Div", [grad, largest]))
+
+
+class Watched(SGD):
+    """Returns the largest element of the new parameter as well."""
+
+    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
+        (new,) = super().update(maker, weight, grad)
+        return new, *maker.add("ReduceMax", [new], {"keepdims": 0})
+
+
+def test_an_update_that_needs_whole_operands_is_refused() -> None:
+    def local(model: Function, optimizer: SGD):
+        return shard(differentiate(model, optimizer), logical_mesh(mesh_of().devices[0], 2, 1))
+
+    for made in (local(small_gpt(), Watched()), local(small_mlp(), Watched())):
+        with pytest.raises(PlanError, match="needs its operands whole.*use fsdp=none"):
+            fsdp(made)
+
+
+def test_a_gradient_that_is_read_whole_before_the_update_is_divided_for_it() -> None:
+    for model in (small_mlp(width=7, batch=6), biased_mlp()):  # updated one by one, and by layers, in Calls
+        joint = differentiate(model, Scaled())
+        inputs = random_inputs(joint, 0)
+        program = build_program(joint, mesh_of(3, 1, 1), schedule("1f1b", 1, 2), fsdp="keep")
+        assert_all_divided(program)
+        assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
 
 
 def test_a_pattern_of_replicas_is_refused() -> None:
@@ -145,9 +290,12 @@ def test_a_pattern_of_replicas_is_refused() -> None:
 def test_the_chain_of_a_parameter_is_recognised() -> None:
     local = local_of("mlp", 2)
     found = chains(local.function)
-    assert len(found) == 6 and all([op.op_type for op in chain] == ["MPIAllgather"] for chain in found)
+    ops = ["MPIAllgather", "Unflatten"]
+    assert len(found) == 6 and all([op.op_type for op in chain] == ops for chain in found)
     assert set(gathered(local.function).values()) == {Tag.MUST_RECOMPUTE}
-    assert set(gathered(local.function, reshard=False).values()) == {Tag.MUST_SAVE}
+    tags = gathered(local.function, reshard=False)
+    kept = [tags.get(op.outputs[0]) for chain in found for op in chain]
+    assert kept == [Tag.MUST_SAVE, None] + [Tag.MUST_SAVE, Tag.MUST_RECOMPUTE] * 5, "of w0 no gradient reads"
 
 
 # --- figures of Llama 3 8B -------------------------------------------------------------------------------

@@ -133,6 +133,19 @@ def test_a_gathered_weight_is_a_communication_buffer_on_every_rank():
     assert memory[A].by_kind["communication"] == 5 * NBYTES
 
 
+def test_a_view_of_a_part_keeps_the_whole_unless_it_is_handed_out():
+    """What a caller gets is as large as its type says: a part that is returned is memory of its own."""
+    for returned in (False, True):
+        maker = FunctionMaker("f")
+        x = maker.add_input_value("x", f32())
+        (part,) = maker.add("Unflatten", [grad(maker, x)], {"shape": (3, 5)})
+        grad(maker, x)
+        y = grad(maker, part)
+        maker.set_outputs([y, part] if returned else [y])
+        use = use_of(maker)
+        assert (use.peak, use.end) == ((2 * NBYTES + 60, 120) if returned else (3 * NBYTES, 60))
+
+
 def test_zero_3_state_is_divided_by_dp():
     for dp in (1, 2, 4):
         maker, mesh = FunctionMaker("f"), Mesh(GPUS[:dp], dp=dp)

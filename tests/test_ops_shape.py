@@ -231,10 +231,11 @@ def test_a_gather_reads_what_it_takes():
     assert done.bytes_written == 4 * 16 * 768 * 4
 
 
-@pytest.mark.parametrize("op_type", ["Reshape", "Flatten", "Squeeze", "Unsqueeze"])
+@pytest.mark.parametrize("op_type", ["Reshape", "Flatten", "Squeeze", "Unsqueeze", "Unflatten"])
 def test_views_do_no_work(op_type):
-    attributes = {"Reshape": {"shape": (6, 1)}, "Unsqueeze": {"axes": (0,)}}.get(op_type, {})
-    done = work(signature(op_type, [np.empty((2, 3, 1))], **attributes))
+    attributes = {"Reshape": {"shape": (6, 1)}, "Unsqueeze": {"axes": (0,)}, "Unflatten": {"shape": (5,)}}
+    shape = (6,) if op_type == "Unflatten" else (2, 3, 1)
+    done = work(signature(op_type, [np.empty(shape)], **attributes.get(op_type, {})))
     assert (done.flops, done.bytes_read, done.bytes_written) == (0, 0, 0)
     assert operator(op_type).view
 
@@ -344,6 +345,8 @@ def test_what_does_not_fit_is_refused():
         maker.add("ConstantOfShape", [])
     with pytest.raises(TypeRuleError, match="names 2 operands, 1 are given"):
         parse("ij,jk", [2])
+    with pytest.raises(TypeRuleError, match=r"must be flat and have the 6 elements of \(2, 3\)"):
+        types("Unflatten", Attributes({"shape": (2, 3)}), (Tensor(Float64(), (5,)),), None)
     with pytest.raises(TypeRuleError, match="do not fit 2 spatial dimensions"):
         windows(Attributes({"strides": (1,)}), (4, 4), (2, 2))
 

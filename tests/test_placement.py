@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distsim.errors import TypeRuleError
+from distsim.executor import SequentialExecutor
 from distsim.hardware import collective_time
-from distsim.ir import Device, Float, Mesh, Tensor, Topology
+from distsim.ir import Device, Float, FunctionMaker, Int64, Mesh, Tensor, Topology
 from distsim.ops.communication import gather, join_parts, scatter, take_part
 from distsim.transforms.eliminate import Problem, solve
 from distsim.transforms.placement import (
@@ -39,6 +41,8 @@ def test_a_placement_says_what_is_scattered():
     assert Placement().shards() == Placement(PARTIAL, PARTIAL).shards() == ()
     placed = Placement(sharded(0), sharded(1, (8, 16)))
     assert placed.shards() == ((0, "dp", None), (1, "tp", (8, 16)))
+    assert Placement(tp=sharded(0), flat=(4, 24)).shards() == ((0, "tp", None), (None, "dp", (4, 24)))
+    assert str(Placement(tp=sharded(0), flat=(4, 24))) == "dp:R tp:S0 dp:flat[4, 24]"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +109,8 @@ def test_moves_obey_the_triangle_inequality_up_to_the_all_gather():
 
 @st.composite
 def scattered(draw):
-    """(whole array, mesh, shards): each dimension divided by at most one axis, perhaps in pieces."""
+    """(whole array, mesh, shards): each dimension divided by at most one axis, perhaps in pieces; what that
+    leaves perhaps divided flat by another axis."""
     sizes = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
     mesh = Mesh([Device(i, "gpu") for i in range(math.prod(sizes))], dp=sizes[0], tp=sizes[1])
     dims = draw(st.permutations(range(3)))[: draw(st.integers(0, 2))]
@@ -116,6 +121,10 @@ def scattered(draw):
         pieces = pieces and tuple(n * count for n in pieces)
         shape[dim] = sum(pieces) if pieces else shape[dim] * count
         shards.append((dim, axis, pieces))
+    free = [axis for axis in ("dp", "tp") if axis not in [axis for _, axis, _ in shards]]
+    if free and draw(st.booleans()):
+        taken = {dim: mesh.axis_size(axis) for dim, axis, _ in shards}
+        shards.append((None, free[0], tuple([n // taken.get(dim, 1) for dim, n in enumerate(shape)])))
     return np.arange(math.prod(shape)).reshape(shape), mesh, tuple(shards)
 
 
@@ -126,8 +135,28 @@ def test_gather_is_the_inverse_of_scatter(case):
     ranks = scatter(whole, mesh, shards)
     sizes = {dim: mesh.axis_size(axis) for dim, axis, _ in shards}
     local = tuple(n // sizes.get(dim, 1) for dim, n in enumerate(whole.shape))
+    if None in sizes:
+        local = (math.ceil(math.prod(local) / sizes[None]),)
     assert [rank.shape for rank in ranks] == [local] * len(mesh)
     np.testing.assert_array_equal(gather(ranks, mesh, shards), whole)
+    maker = FunctionMaker("there and back")
+    x = maker.add_input_value("x", Tensor(Int64(), whole.shape, Device(0, "gpu")))
+    attributes = {"to": mesh, "shards": shards}
+    (parts,) = maker.add("MPIScatter", [x], attributes)
+    (back,) = maker.add("MPIGather", [parts], {**attributes, "to": x.type.device, "from_mesh": mesh})
+    maker.set_outputs([parts, back])
+    made, again = SequentialExecutor().compute(maker.finalize(), [whole])
+    np.testing.assert_array_equal(made, ranks)
+    np.testing.assert_array_equal(again, whole)
+
+
+def test_flat_parts_are_padded_at_the_end():
+    parts = [take_part(np.arange(1, 6).reshape(5, 1), None, rank, 4, (5, 1)).tolist() for rank in range(4)]
+    assert parts == [[1, 2], [3, 4], [5, 0], [0, 0]], "two each, so the last rank has padding only"
+    maker, mesh = FunctionMaker("wrong"), Mesh([Device(i, "gpu") for i in range(2)], dp=2)
+    x = maker.add_input_value("x", Tensor(Int64(), (5, 1), Device(0, "gpu")))
+    with pytest.raises(TypeRuleError, match=r"is divided flat as a tensor of shape \(5,\)"):
+        maker.add("MPIScatter", [x], {"to": mesh, "shards": ((None, "dp", (5,)),)})
 
 
 def test_pieces_are_divided_each():

@@ -19,10 +19,11 @@ from distsim.ir import (
     callees,
     verify,
 )
-from distsim.models import gpt, mlp
+from distsim.models import gpt, mlp, moe
 from distsim.ops import operator
 from distsim.schedule import schedule
 from distsim.transforms import SGD, Adam, build_program, differentiate, shard
+from distsim.transforms.structure import overwritten
 
 
 def collectives(function: Function, axis: str | None = None) -> Counter:
@@ -108,6 +109,18 @@ def test_optimizer_state_lies_where_its_parameter_lies():
     assert {n: (found[f"{n}.m"], found[f"{n}.v"]) for n in names} == {n: (found[n],) * 2 for n in names}
     outputs = {v.name: str(p.tp) for v, p in zip(made.function.outputs, made.outputs, strict=True)}
     assert {n: outputs[f"{n}.new"] for n in names if f"{n}.new" in outputs} == {n: found[n] for n in names}
+
+
+def test_a_parameter_is_updated_as_it_lies():
+    """No rank updates a slice of a parameter that it holds whole: that would not be in place."""
+    sizes = {"hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 8, "seq": 6, "vocab": 16, "batch": 8}
+    routing = {"experts": 4, "shared": 1, "capacity": 1.0, "concentration": 1.0}
+    joint = differentiate(moe(layers=4, **sizes, **routing, dtype=Float64()), SGD())
+    made = shard(joint, mesh_of(dp=2, tp=2))
+    assert {"R", "S0", "S1"} <= set(placements(made).values())
+    for function in (*callees(made.function), made.function):
+        sliced = {op.outputs[0] for op in function.ops if op.op_type == "LocalSlice"}
+        assert all(sliced.isdisjoint([op.inputs[i] for i in overwritten(op)]) for op in function.ops)
 
 
 def test_degrees_that_divide_no_parameter_are_refused_with_those_that_do():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from distsim.executor.classes import place_of
@@ -59,7 +60,7 @@ def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
 
 
 def gradient_values(function: Function) -> set[Value]:
-    """Return the values that in-place ops read, directly or through collectives, views and additions.
+    """Return the values that in-place ops read, directly or through collectives, views, Pad and additions.
 
     In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
     parameters and optimizer state, these values are gradients.
@@ -73,7 +74,7 @@ def gradient_values(function: Function) -> set[Value]:
         if meaning.in_place:
             found.update(op.inputs)
         elif not found.isdisjoint(op.outputs):
-            if op.op_type == "Add":
+            if op.op_type in ("Add", "Pad"):
                 found.update(op.inputs)
             elif meaning.view or (meaning.communication is not None and not meaning.communication.transfers):
                 found.update(op.inputs[:1])
@@ -136,6 +137,18 @@ class _Planner:
             frozenset([number_of[value] for value in self.overwritten if value in number_of]),
         )
 
+    @cached_property
+    def handed(self) -> set[Value]:
+        """The outputs, and what they are views of.
+
+        A caller knows the memory of what it gets by its type, so none of these is a part of something larger.
+        """
+        found = set(self.function.outputs)
+        for op in reversed(self.function.ops):
+            if operator(op.op_type).view and op.inputs and not found.isdisjoint(op.outputs):
+                found.add(op.inputs[0])
+        return found
+
     def _put(self, value: Value, owner: Value, number: int) -> None:
         self.home[value] = owner
         last = self.last_read.get(value, number)
@@ -162,10 +175,10 @@ class _Planner:
 
     def _take(self, operand: Value, result: Value, number: int, overwrites: bool) -> Value | None:
         owner = self.home[operand]
-        if owner.type is not result.type and (
-            place_of(owner) != place_of(result) or owner.type.nbytes != result.type.nbytes
-        ):
-            return None
+        if owner.type is not result.type:
+            left = owner.type.nbytes - result.type.nbytes  # what a view leaves out
+            if place_of(owner) != place_of(result) or left < 0 or (left and result in self.handed):
+                return None
         if overwrites:
             if self.until[owner] > number:
                 return None

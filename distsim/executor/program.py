@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from distsim.errors import ScheduleError
 from distsim.executor.written import WrittenOut
 from distsim.ir import Function, Mesh, Value
+from distsim.ops.communication import Shard
 from distsim.schedule import Schedule
 
-Shards = tuple[tuple[int, str, tuple[int, ...] | None], ...]
-"""(dimension, mesh axis, pieces): what ``MPIScatter`` does to a global value."""
+Shards = tuple[Shard, ...]
+"""What ``MPIScatter`` does to a global value."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@
 part and moves nothing. ``Send(x; to, channel)`` goes from a mesh to another of the same axes, rank by
 rank; Sends between the same two devices wait for each other on one channel (0 unless given).
 ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to a mesh,
-``MPIGather(x; to, shards)`` back. ``shards`` lists (dim, axis, pieces).
+``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`Shard`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,9 +32,29 @@ from distsim.ops.operator import (
     register,
 )
 
+Shard = tuple[int | None, str, tuple[int, ...] | None]
+"""How a tensor is divided over a mesh axis.
 
-def take_part(array: Array, dim: int, index: int, count: int, pieces: tuple[int, ...] | None) -> Array:
-    """Return part ``index`` of ``count`` along ``dim``: of each of the ``pieces`` in turn, if given."""
+(dim, axis, pieces): dimension ``dim`` is, with ``pieces`` each of them. (None, axis, shape): all of a tensor
+of this shape is, flat: its elements in order, with zeros behind them up to a multiple of the ranks.
+"""
+
+
+def flat_part(size: int, count: int) -> int:
+    """Return how many elements each of ``count`` ranks has of a flat tensor of ``size``, padding included.
+
+    >>> flat_part(13, 3)
+    5
+    """
+    return -(-size // count)
+
+
+def take_part(array: Array, dim: int | None, index: int, count: int, pieces: tuple[int, ...] | None) -> Array:
+    """Return part ``index`` of ``count``, divided as a :data:`Shard` of these ``dim`` and ``pieces`` says."""
+    if dim is None:
+        size = flat_part(array.size, count)
+        part = array.reshape(-1)[index * size : (index + 1) * size]
+        return np.pad(part, (0, size - part.size))
     sizes = pieces or (array.shape[dim],)
     starts = np.cumsum((0, *sizes[:-1]))
     picks = [
@@ -42,8 +63,11 @@ def take_part(array: Array, dim: int, index: int, count: int, pieces: tuple[int,
     return np.take(array, np.concatenate(picks), axis=dim)
 
 
-def join_parts(parts: Sequence[Array], dim: int, pieces: tuple[int, ...] | None) -> Array:
+def join_parts(parts: Sequence[Array], dim: int | None, pieces: tuple[int, ...] | None) -> Array:
     """Return the whole of which ``parts`` were taken (the inverse of :func:`take_part`)."""
+    if dim is None:
+        shape = pieces or ()
+        return np.concatenate(parts)[: math.prod(shape)].reshape(shape)
     if not pieces:
         return np.concatenate(parts, axis=dim)
     ends = np.cumsum([n // len(parts) for n in pieces])[:-1]
@@ -175,7 +199,13 @@ def _scatter_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[
     tensor, target = _to_mesh("MPIScatter", attributes, inputs)
     _required("MPIScatter", attributes, "shards")
     for dim, axis, pieces in attributes["shards"]:
-        (tensor,) = _resized(tensor, dim, _part("MPIScatter", tensor, dim, target.axis_size(axis), pieces))
+        count = target.axis_size(axis)
+        if dim is None:
+            if tensor.shape != pieces:
+                raise TypeRuleError(f"MPIScatter: {tensor} is divided flat as a tensor of shape {pieces}")
+            tensor = tensor.with_shape((flat_part(tensor.size, count),))
+        else:
+            (tensor,) = _resized(tensor, dim, _part("MPIScatter", tensor, dim, count, pieces))
     return (tensor.on(target),)
 
 
@@ -185,14 +215,15 @@ def _gather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[T
     tensor, target = inputs[0], attributes["to"]
     if not isinstance(tensor.device, Mesh) or not isinstance(target, Device):
         raise TypeRuleError(f"MPIGather goes from a mesh to one device, not {tensor.device} to {target}")
-    for dim, axis, _ in attributes["shards"]:
-        (tensor,) = _resized(tensor, dim, tensor.shape[dim] * inputs[0].device.axis_size(axis))  # pyright: ignore
+    for dim, axis, pieces in reversed(attributes["shards"]):
+        if dim is None:
+            tensor = tensor.with_shape(pieces)
+        else:
+            (tensor,) = _resized(tensor, dim, tensor.shape[dim] * inputs[0].device.axis_size(axis))  # pyright: ignore
     return (tensor.on(target),)
 
 
-def scatter(
-    array: Array, mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int, ...] | None]]
-) -> list[Array]:
+def scatter(array: Array, mesh: Mesh, shards: Sequence[Shard]) -> list[Array]:
     """Return the local array of every device of ``mesh``, in the order of its devices."""
     made: list[Array] = []
     for device in mesh.devices:
@@ -203,14 +234,12 @@ def scatter(
     return made
 
 
-def gather(
-    ranks: Sequence[Array], mesh: Mesh, shards: Sequence[tuple[int, str, tuple[int, ...] | None]]
-) -> Array:
+def gather(ranks: Sequence[Array], mesh: Mesh, shards: Sequence[Shard]) -> Array:
     """Return the whole array of which the devices of ``mesh`` hold parts (inverse of scatter)."""
     by_place = {tuple(mesh.coordinates(d).items()): a for d, a in zip(mesh.devices, ranks, strict=True)}
     place = dict.fromkeys((name for name, _ in mesh.axes), 0)
 
-    def assemble(remaining: Sequence[tuple[int, str, tuple[int, ...] | None]]) -> Array:
+    def assemble(remaining: Sequence[Shard]) -> Array:
         if not remaining:
             return by_place[tuple(place.items())]
         dim, axis, pieces = remaining[0]

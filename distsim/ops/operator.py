@@ -202,7 +202,8 @@ class Operator:
     buffers: BufferRule | None = None
     """The inputs that hold what training leaves as it is, such as running statistics."""
     view: bool = False
-    """The output is input 0 under another shape: no kernel runs and no memory is taken."""
+    """The output is input 0, or its first elements, under another shape: no kernel runs and no memory is
+    taken."""
     waits: bool = False
     """A view that is there only once all inputs are."""
 

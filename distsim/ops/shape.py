@@ -1,7 +1,8 @@
 """Operators that keep every element and change the shape, or repeat what is there.
 
-``Reshape``, ``Flatten``, ``Squeeze`` and ``Unsqueeze`` are views. ``Transpose``, ``Expand`` and ``Tile``
-write a new tensor. ``Shape`` and ``Size`` are folded at import and cost nothing where one is left.
+``Reshape``, ``Flatten``, ``Squeeze`` and ``Unsqueeze`` are views, and so is ``Unflatten(x; shape)``, the
+first elements of a flat tensor under a shape. ``Transpose``, ``Expand`` and ``Tile`` write a new tensor.
+``Shape`` and ``Size`` are folded at import and cost nothing where one is left.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -20,6 +23,7 @@ from distsim.ops.operator import (
     ShardingRule,
     Signature,
     Work,
+    arity,
     bytes_of,
     letters,
     register,
@@ -122,6 +126,27 @@ def _squeeze_rule(signature: Signature) -> ShardingRule:
     return _view_rule(signature, localize)
 
 
+def _unflatten_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("Unflatten", inputs, 1)
+    tensor, shape = inputs[0], attributes["shape"]
+    if tensor.rank != 1 or math.prod(shape) > tensor.size:
+        raise TypeRuleError(
+            f"Unflatten: {tensor} must be flat and have the {math.prod(shape)} elements of {shape}"
+        )
+    return (tensor.with_shape(shape),)
+
+
+def _unflatten(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    shape = attributes["shape"]
+    return [arrays[0][: math.prod(shape)].reshape(shape)]
+
+
+def _unflatten_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    flat = reshaped(ctx, ctx.grad, (math.prod(shape_of(ctx.grad)),))
+    rest = shape_of(ctx.inputs[0])[0] - shape_of(flat)[0]
+    return [ctx.add("Pad", flat, pads=(0, rest)) if rest else flat]
+
+
 def _transpose_perm(attributes: Attributes, rank: int) -> tuple[int, ...]:
     return ints(attributes["perm"]) if "perm" in attributes else tuple(reversed(range(rank)))
 
@@ -220,6 +245,17 @@ register(Operator("Reshape", work=view_work, gradient=_reshape_gradient, shardin
 register(Operator("Flatten", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
 register(Operator("Squeeze", work=view_work, gradient=_reshape_gradient, sharding=_squeeze_rule, view=True))
 register(Operator("Unsqueeze", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
+register(
+    Operator(
+        "Unflatten",
+        types=_unflatten_types,
+        compute=_unflatten,
+        work=view_work,
+        gradient=_unflatten_gradient,
+        sharding=lambda s: ShardingRule(((None,),), ((None,) * s.outputs[0].rank,), ((0,),)),
+        view=True,
+    )
+)
 register(
     Operator(
         "Transpose",

@@ -21,7 +21,7 @@ from distsim.transforms.moves import TOUCH_WEIGHT, Moves
 from distsim.transforms.options import Ids, Option, Options
 from distsim.transforms.placement import FORBIDDEN, PARTIAL, REPLICATED, State, divisible, moved_bytes
 from distsim.transforms.strategies import Strategy
-from distsim.transforms.structure import Node, Structure
+from distsim.transforms.structure import Node, Structure, overwritten
 
 LINK_SHARE = 1 / 7
 """What a link moves of what device memory moves: A100, 300e9 of 2.0e12 byte/s (NVIDIA A100 datasheet).
@@ -122,9 +122,10 @@ class _Chooser:
         for number in range(len(self.options)):
             ops.append(self._add_op(problem, values, number, insistence))
         for tie in self.structure.ties:
-            table = self._moves(tie.target, tie.top, self.domains[tie.source], self.domains[tie.target])
+            ends = self.domains[tie.source], self.domains[tie.target]
+            table = self._moves(tie.target, tie.top, *ends) * (tie.times * self._repeats(tie.source))
             problem.pair(
-                values[tie.source], values[tie.target], table * (tie.times * self._repeats(tie.source))
+                values[tie.source], values[tie.target], _unmoved(table, *ends) if tie.in_place else table
             )
         solution = solve(problem)
         if not np.isfinite(solution.cost):
@@ -167,11 +168,14 @@ class _Chooser:
             raw = tuple([option.outputs[index] for option in options])
             table = self._moves(place, node.top, raw, self.domains[place])
             problem.pair(variable, values[place], table * (node.times * self._repeats(place)))
+        taken = overwritten(node.op)
         for index, place in enumerate(node.inputs):
             asked = tuple([option.inputs[index] for option in options])
             table = self._moves(place, node.top, self.domains[place], asked)
-            scale = node.times * self._repeats(place) * (1 + READER_WEIGHT)
-            problem.pair(values[place], variable, table * scale)
+            table *= node.times * self._repeats(place) * (1 + READER_WEIGHT)
+            if index in taken:
+                table = _unmoved(table, self.domains[place], asked)
+            problem.pair(values[place], variable, table)
         return variable
 
     def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
@@ -219,3 +223,9 @@ class _Chooser:
                 times = group.times * group.count * self._repeats(number)
                 moved += times * moved_bytes(group.type, names[source], names[target], self.axis.ranks)
         return moved
+
+
+def _unmoved(table: Table, sources: Ids, targets: Ids) -> Table:
+    """Forbid all moves: what an op overwrites, a parameter, is updated where and as it lies."""
+    same = np.equal.outer(np.array(sources), np.array(targets))
+    return np.where(same, table, FORBIDDEN)

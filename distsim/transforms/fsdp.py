@@ -2,22 +2,27 @@
 
 Fully sharded data parallelism (Zhao et al. 2023; ZeRO stage 3, Rajbhandari et al. 2020): a rank holds an
 equal part of each parameter, of its gradient and of its optimizer state. A parameter is all-gathered before
-it is used, its gradient reduce-scattered per microbatch, and each rank updates its part.
+it is used, its gradient reduce-scattered per microbatch, and each rank updates its part. Parts are flat, as
+those of DeepSpeed and of torch's FlatParameter: the elements in order, padded with zeros to a multiple of the
+ranks, so that any number of ranks divides any parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
-from distsim.ir import Function, FunctionMaker, Op, Role, Tensor, Type, Value
+from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value, all_ops
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
+from distsim.ops.communication import flat_part
 from distsim.partition.saves import Tag
+from distsim.transforms.inline import inline
 from distsim.transforms.numbered import Numbered, is_sum
-from distsim.transforms.placement import Placement, sharded
+from distsim.transforms.placement import Placement
 from distsim.transforms.shard import Sharded
+from distsim.transforms.structure import written
 
 AXIS = "dp"
 
@@ -25,16 +30,15 @@ AXIS = "dp"
 def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
     """Divide the parameters of what :func:`shard` made, and their optimizer state, over the dp ranks.
 
-    Each parameter of at least ``smallest`` elements is divided along the first dimension of its local shape
-    that the number of ranks divides; one without such a dimension stays whole, as does one that an update
-    takes apart along another axis, and a note says so. The
-    whole is gathered at the top level, before the first op or Call that reads it: once for each run of ops
-    between Calls, and for each Call, that reads it in forward; backward reads what forward gathered
+    Of each parameter of at least ``smallest`` elements, as tp leaves it, a rank holds ceil(elements / ranks).
+    The whole is gathered at the top level, before the first op or Call that reads it: once for each run of
+    ops between Calls, and for each Call, that reads it in forward; backward reads what forward gathered
     (:func:`gathered` tags it to be gathered again instead). What an optimizer of a divided parameter reads
     and makes is divided like it.
 
     ``local`` must be on a mesh with all its replicas, since shapes depend on how many there are. Raises
-    :class:`PlanError` if it is not.
+    :class:`PlanError` if it is not, and for an update of a divided parameter that does more than go through
+    it element by element.
     """
     ranks = local.mesh.axis_size(AXIS)
     if ranks != local.dp:
@@ -44,9 +48,9 @@ def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
         )
     if ranks == 1:
         return local
-    whole = _updated_in_parts(local.function)
-    dims = _divided([v for v in local.function.parameters if v not in whole], ranks, smallest)
-    return _Divider(local, ranks, dims, smallest).run()
+    local = replace(local, function=_with_plain_updates(local.function))
+    divided = [v for v in local.function.parameters if as_tensor(v.type, v.name).size >= max(smallest, 1)]
+    return _Divider(local, ranks, divided).run()
 
 
 def gathered(function: Function, reshard: bool = True) -> dict[Value, Tag]:
@@ -54,14 +58,21 @@ def gathered(function: Function, reshard: bool = True) -> dict[Value, Tag]:
 
     The chain of each parameter is followed through casts, gathers over dp and views. ``reshard``: all of a
     chain is recomputed, so no gathered weight is held as an activation. Otherwise the last value that is no
-    view is saved, and the rest is recomputed from it or from the parameter.
+    view is saved, and the rest is recomputed from it or from the parameter: of views, which need what they
+    are views of, those that backward reads.
     """
     tags: dict[Value, Tag] = {}
+    numbered = Numbered(function)
+    ahead = zip(function.ops, numbered.forward, strict=True)
+    late = {value for op, forward in ahead if not forward for value in op.inputs}
     for chain in chains(function):
         tags |= dict.fromkeys([v for op in chain for v in op.outputs], Tag.MUST_RECOMPUTE)
         if not reshard:
-            kept = [op for op in chain if not operator(op.op_type).view]
-            tags[kept[-1].outputs[0]] = Tag.MUST_SAVE
+            last = max(i for i, op in enumerate(chain) if not operator(op.op_type).view)
+            tags[chain[last].outputs[0]] = Tag.MUST_SAVE
+            if chain[-1].outputs[0] not in late:
+                for op in chain[last + 1 :]:
+                    del tags[op.outputs[0]]
     return tags
 
 
@@ -87,30 +98,19 @@ def _passes(op: Op) -> bool:
     return gathers(op) or op.op_type == "Cast" or (operator(op.op_type).view and not is_sum(op))
 
 
-def _divided(parameters: Sequence[Value], ranks: int, smallest: int) -> dict[Value, int]:
-    """Return the dimension along which each parameter is divided."""
-    found: dict[Value, int] = {}
-    for value in parameters:
-        type_ = as_tensor(value.type, value.name)
-        dim = next((i for i, size in enumerate(type_.shape) if size and size % ranks == 0), None)
-        if dim is not None and type_.size >= smallest:
-            found[value] = dim
-    return found
+def _with_plain_updates(function: Function) -> Function:
+    """Write out the Calls that update parameters and do more: what else they do is done on whole values."""
+    known: dict[Function, bool] = {}
 
+    def mixed(callee: Function) -> bool:
+        if callee not in known:
+            updates = [bool(operator(op.op_type).in_place) for op in all_ops(callee)]
+            known[callee] = any(updates) and not all(updates)
+        return known[callee]
 
-def _updated_in_parts(function: Function) -> set[Value]:
-    """Return the parameters of which an update reads something else than the parameter as it is."""
-    found: set[Value] = set()
-    for op in function.ops:
-        direct = {update.parameter for update in _updates(op)}
-        if direct:
-            found.update(v for v in op.inputs if v.role is Role.PARAMETER and v not in direct)
-    return found
-
-
-def _part(type_: Type, dim: int, ranks: int) -> Tensor:
-    whole = as_tensor(type_, "a parameter")
-    return whole.with_shape((*whole.shape[:dim], whole.shape[dim] // ranks, *whole.shape[dim + 1 :]))
+    while calls := {op for op in function.ops if op.op_type == "Call" and mixed(op.callee)}:
+        function = inline(function, calls)
+    return function
 
 
 @dataclass(frozen=True)
@@ -124,38 +124,55 @@ class _Update:
 
 
 def _updates(op: Op) -> list[_Update]:
-    """Return the optimizers that an op is, or that a Call runs, in values of the caller."""
+    """Return the optimizers that an op is, or that a Call runs, in values of the caller.
+
+    Raises :class:`PlanError` if it does anything else, of which it would need whole operands.
+    """
     if op.op_type != "Call":
-        return [_update(op, {})] if operator(op.op_type).in_place and not is_sum(op) else []
+        return [_update(op)]
     known = dict(zip(op.callee.inputs, op.inputs, strict=True))
     known |= dict(zip(op.callee.outputs, op.outputs, strict=True))
-    inner = [each for part in op.callee.ops for each in _updates(part)]
-    return [
-        _Update(
-            known[each.parameter],
-            known[each.gradient],
-            tuple([known[v] for v in each.state]),
-            tuple([known[v] for v in each.results]),
-        )
-        for each in inner
-        if all(v in known for v in (each.parameter, each.gradient, *each.state, *each.results))
-    ]
+    found: list[_Update] = []
+    for part in op.callee.ops:
+        for each in _updates(part):
+            if not all(v in known for v in (each.parameter, each.gradient, *each.state, *each.results)):
+                raise _whole(part)
+            found.append(
+                _Update(
+                    known[each.parameter],
+                    known[each.gradient],
+                    tuple([known[v] for v in each.state]),
+                    tuple([known[v] for v in each.results]),
+                )
+            )
+    return found
 
 
-def _update(op: Op, known: Mapping[Value, Value]) -> _Update:
+def _update(op: Op) -> _Update:
     held = set(operator(op.op_type).in_place.values())
+    shapes = {as_tensor(v.type, v.name).shape for v in (*op.inputs, *op.outputs)}
+    gradients = [v for i, v in enumerate(op.inputs) if i not in held]
+    if 0 not in held or len(gradients) != 1 or len(shapes) > 1:
+        raise _whole(op)
     state = tuple([v for i, v in enumerate(op.inputs) if i in held and i > 0])
-    gradient = next(v for i, v in enumerate(op.inputs) if i not in held)
-    return _Update(op.inputs[0], gradient, state, op.outputs)
+    return _Update(op.inputs[0], gradients[0], state, op.outputs)
+
+
+def _whole(op: Op) -> PlanError:
+    return PlanError(
+        f"{op!r} is part of an update, or follows one, and needs its operands whole; with fsdp a rank has a "
+        "part of the elements of each parameter, its gradient and its state: use fsdp=none, or an optimizer "
+        "that goes through them element by element"
+    )
 
 
 class _Divider:
     """Rewrites the function of one Sharded."""
 
-    def __init__(self, local: Sharded, ranks: int, dims: Mapping[Value, int], smallest: int) -> None:
+    def __init__(self, local: Sharded, ranks: int, parameters: Collection[Value]) -> None:
         self.local, self.ranks, self.function = local, ranks, local.function
-        self.parameters, self.smallest = dims, smallest
-        self.dims = dict(dims)  # of all that is divided
+        self.parameters = dict.fromkeys(parameters)
+        self.divided = dict(self.parameters)  # and all that is divided like them
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
         self.readers: dict[Value, int] = {}
         for op in self.function.ops:
@@ -177,27 +194,32 @@ class _Divider:
     # --- what is divided --------------------------------------------------------------------------
 
     def _plan(self, op: Op) -> None:
+        places = [written(op, index) for index in range(len(op.outputs))]
+        if self.parameters.keys().isdisjoint([op.inputs[place] for place in places if place is not None]):
+            return
+        self.updating.add(op)
         for update in _updates(op):
-            dim = self.parameters.get(update.parameter)
-            if dim is None:
+            if update.parameter not in self.parameters:
                 continue
-            self.updating.add(op)
-            self.dims |= dict.fromkeys([*update.state, *update.results], dim)
+            self.divided |= dict.fromkeys([*update.state, *update.results])
             if update.gradient in self.producer:
-                self._plan_sum(update.gradient, dim)
+                self._plan_sum(update.gradient)
             else:
                 self.sliced.append(update.gradient)
-            self.dims[update.gradient] = dim
+            self.divided[update.gradient] = None
 
-    def _plan_sum(self, gradient: Value, dim: int) -> None:
-        """Find the ops that sum a gradient over microbatches and ranks, the last ones that make it."""
+    def _plan_sum(self, gradient: Value) -> None:
+        """Find the ops that sum a gradient over microbatches and ranks, the last ones that make it.
+
+        Views are among them: flat, a value is the same under any shape.
+        """
         found: list[Op] = []
         value = gradient
         while (
             value in self.producer and self.readers.get(value, 0) == 1 and value not in self.function.outputs
         ):
             op = self.producer[value]
-            if not (is_sum(op) or op.op_type == "MPIAllreduce"):
+            if not (operator(op.op_type).view or op.op_type == "MPIAllreduce"):
                 break
             found.insert(0, op)
             value = op.inputs[0]
@@ -214,7 +236,7 @@ class _Divider:
         function, maker = self.function, self.maker
         numbered = Numbered(function)
         for value in function.inputs:
-            type_ = self._type(value) if value in self.dims and value not in self.sliced else value.type
+            type_ = self._type(value) if value in self.divided and value not in self.sliced else value.type
             self.env[value] = maker.add_input_value(value.name, type_, value.role)
         for number, op in enumerate(function.ops):
             if op in self.updating:
@@ -224,54 +246,42 @@ class _Divider:
             elif op not in self.skipped:
                 self._op(op, numbered.forward[number])
         maker.set_outputs([self.env[value] for value in function.outputs])
-        made = maker.finalize()
         local = self.local
         return replace(
             local,
-            function=made,
+            function=maker.finalize(),
             inputs=self._places(function.inputs, local.inputs),
             outputs=self._places(function.outputs, local.outputs),
             needs_dp=True,
-            remarks=(*local.remarks, *self._remarks()),
         )
 
     def _type(self, value: Value) -> Tensor:
-        return _part(value.type, self.dims[value], self.ranks)
+        whole = as_tensor(value.type, value.name)
+        return whole.with_shape((flat_part(whole.size, self.ranks),))
 
     def _places(self, values: Sequence[Value], places: Sequence[Placement]) -> tuple[Placement, ...]:
         return tuple(
             [
-                replace(place, held=sharded(self.dims[v]))
-                if v in self.dims and v not in self.sliced
+                replace(place, flat=as_tensor(v.type, v.name).shape)
+                if v in self.divided and v not in self.sliced
                 else place
                 for v, place in zip(values, places, strict=True)
             ]
         )
-
-    def _remarks(self) -> list[str]:
-        left = [v for v in self.function.parameters if v not in self.parameters]
-        large = [v for v in left if as_tensor(v.type, v.name).size >= self.smallest]
-        parts = _updated_in_parts(self.function)
-        reasons = {
-            f"have no dimension that dp={self.ranks} divides": [v for v in large if v not in parts],
-            "are updated in parts, along another axis": [v for v in large if v in parts],
-        }
-        return [
-            f"{len(found)} parameters of {sum(v.type.nbytes for v in found):,} bytes, {found[0].name} the "
-            f"first, {reason}: every rank holds them whole"
-            for reason, found in reasons.items()
-            if found
-        ]
 
     def _op(self, op: Op, forward: bool) -> None:
         """Copy an op; it reads whole parameters."""
         call = op.op_type == "Call"
         if forward and call:
             self.whole.clear()
-        values = dict(self.env)
+        values: dict[Value, Value] = {}
         for value in op.inputs:
             if value in self.parameters:
                 values[value] = self._gathered(value, forward)
+            elif value in self.divided and value not in self.sliced:
+                raise _whole(op)
+            else:
+                values[value] = self.env[value]
         self.env.update(zip(op.outputs, self.maker.copy(op, values), strict=True))
         if forward and call:
             self.whole.clear()
@@ -279,37 +289,44 @@ class _Divider:
     def _gathered(self, value: Value, forward: bool) -> Value:
         known = self.whole if forward else self.first
         if value not in known:
-            along = {"axis": AXIS, "dim": self.dims[value]}
-            made = self.maker.add("MPIAllgather", [self.env[value]], along, output_names=[value.name])[0]
+            padded = self._add("MPIAllgather", self.env[value], value, axis=AXIS, dim=0)
+            made = self._add("Unflatten", padded, value, shape=as_tensor(value.type, value.name).shape)
             known[value] = made
             self.first.setdefault(value, made)
         return known[value]
 
+    def _flat(self, value: Value, like: Value) -> Value:
+        """Write a whole value flat, padded so that the ranks divide it."""
+        size = as_tensor(value.type, value.name).size
+        flat = self._add("Reshape", value, like, shape=(size,))
+        padding = flat_part(size, self.ranks) * self.ranks - size
+        return self._add("Pad", flat, like, pads=(0, padding)) if padding else flat
+
     def _sum(self, gradient: Value) -> None:
         """Reduce and scatter what is summed over the ranks, then sum the parts as the whole was."""
         ops = self.sum_of[gradient]
-        along = {"axis": AXIS, "dim": self.dims[gradient]}
-        name = gradient.name
-        value = self.maker.add("MPIReduceScatter", [self.env[ops[0].inputs[0]]], along, output_names=[name])[
-            0
-        ]
+        flat = self._flat(self.env[ops[0].inputs[0]], gradient)
+        value = self._add("MPIReduceScatter", flat, gradient, axis=AXIS, dim=0)
         for op in ops:
-            if not _reduces(op):
-                value = self.maker.add(op.op_type, [value], op.attributes, output_names=[name])[0]
+            if is_sum(op) or (op.op_type == "MPIAllreduce" and not _reduces(op)):
+                value = self._add(op.op_type, value, gradient, **op.attributes)
         self.env[gradient] = value
 
     def _update(self, op: Op) -> None:
-        values = dict(self.env)
-        for value in op.inputs:
+        values = {value: self.env[value] for value in op.inputs}
+        for value in values:
             if value in self.sliced:
-                along = {"axis": AXIS, "dim": self.dims[value]}
-                part = self.maker.add("LocalSlice", [values[value]], along, output_names=[value.name])[0]
-                values[value] = part
+                flat = self._flat(values[value], value)
+                values[value] = self._add("LocalSlice", flat, value, axis=AXIS, dim=0)
         subfunctions = None
         if op.op_type == "Call":
             subfunctions = [self._retyped(op.callee, tuple([values[v].type for v in op.inputs]))]
         made = self.maker.copy(op, values, subfunctions=subfunctions)
         self.env.update(zip(op.outputs, made, strict=True))
+
+    def _add(self, op_type: str, value: Value, like: Value, **attributes: object) -> Value:
+        """Add an op of one operand, whose result has the name of ``like``."""
+        return self.maker.add(op_type, [value], attributes, output_names=[like.name])[0]
 
     def _retyped(self, callee: Function, types: tuple[Type, ...]) -> Function:
         """Return the callee for inputs of other types."""

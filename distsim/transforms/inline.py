@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from distsim.ir import Function, FunctionMaker, Value
+from collections.abc import Collection
+
+from distsim.ir import Function, FunctionMaker, Op, Value
 
 
-def inline(function: Function) -> Function:
-    """Return ``function`` with each of its Calls replaced by the ops of the callee (one level).
+def inline(function: Function, calls: Collection[Op] | None = None) -> Function:
+    """Return ``function`` with its Calls, or those given, replaced by the ops of the callee (one level).
 
     What a Call returns keeps the names that the Call gives it.
     """
@@ -14,7 +16,7 @@ def inline(function: Function) -> Function:
     maker.adopt_inputs(function.inputs)
     copies: dict[Value, Value] = {value: value for value in function.inputs}
     for op in function.ops:
-        if op.op_type != "Call":
+        if op.op_type != "Call" or (calls is not None and op not in calls):
             copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
             continue
         inner = {formal: copies[value] for formal, value in zip(op.callee.inputs, op.inputs, strict=True)}

@@ -190,12 +190,15 @@ def _untie(
 
 
 def _added_before(function: Numbered, sum_: int) -> list[int]:
-    """Return the op that makes what is summed over microbatches, and the scattering over ranks after it."""
-    made = function.producer[function.reads[sum_][0]]
-    if made >= 0 and function.ops[made].op_type == "MPIReduceScatter":
-        before = function.producer[function.reads[made][0]]
-        return [before, made] if before >= 0 and function.uses[function.makes[made][0]] == 1 else []
-    return [made] if made >= 0 else []
+    """Return the op that makes what is summed over microbatches, and what scatters it over ranks after it."""
+    found = [function.producer[function.reads[sum_][0]]]
+    for passed in ("MPIReduceScatter", "Pad", "Reshape"):  # as fsdp writes a gradient flat and scatters it
+        made = found[0]
+        if made < 0 or (passed != "MPIReduceScatter" and len(found) == 1):
+            break
+        if function.ops[made].op_type == passed and function.uses[function.makes[made][0]] == 1:
+            found.insert(0, function.producer[function.reads[made][0]])
+    return found if found[0] >= 0 else []
 
 
 def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from distsim.ir.type import Tensor
+from distsim.ops.communication import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +47,23 @@ def sharded(dim: int, pieces: tuple[int, ...] | None = None) -> State:
 class Placement:
     """The states of a value along the batch axis (microbatches and dp) and along the tp axis.
 
-    ``held``: how what stays over microbatches, a parameter, is divided over dp, after tp divided it.
+    ``flat``: the shape of what tp leaves of a parameter, or of its state, that is divided over dp as well:
+    flat and padded, for it stays over microbatches. None: it is not.
     """
 
     batch: State = REPLICATED
     tp: State = REPLICATED
-    held: State = REPLICATED
+    flat: tuple[int, ...] | None = None
 
-    def shards(self) -> tuple[tuple[int, str, tuple[int, ...] | None], ...]:
-        """Return (dimension, mesh axis, pieces) of what is divided, for ``MPIScatter`` and ``MPIGather``."""
-        states = (("dp", self.batch), ("tp", self.tp), ("dp", self.held))
-        return tuple((state.dim, axis, state.pieces) for axis, state in states if state.sharded)
+    def shards(self) -> tuple[Shard, ...]:
+        """Return how it is divided, for ``MPIScatter`` and ``MPIGather``."""
+        states = (("dp", self.batch), ("tp", self.tp))
+        found: tuple[Shard, ...] = tuple([(s.dim, axis, s.pieces) for axis, s in states if s.sharded])
+        return found if self.flat is None else (*found, (None, "dp", self.flat))
 
     def __str__(self) -> str:
-        held = f" held:{self.held}" if self.held.sharded else ""
-        return f"dp:{self.batch} tp:{self.tp}{held}"
+        flat = "" if self.flat is None else f" dp:flat{list(self.flat)}"
+        return f"dp:{self.batch} tp:{self.tp}{flat}"
 
 
 @lru_cache(maxsize=65536)

@@ -53,8 +53,13 @@ class _Prefetcher:
     ) -> None:
         self.function, self.assigned, self.plain = function, assigned, plain
         number = {op: i for i, op in enumerate(function.ops)}
-        self.chain = {number[op] for ops in found for op in ops}
-        self.roots = {number[ops[0]] for ops in found}
+        self.first_reader: dict[int, int] = {}  # of each value
+        for place in reversed(range(len(function.ops))):
+            for value in function.reads[place]:
+                self.first_reader[value] = place
+        moved = [places for ops in found if self._is_read_in_a_unit(places := [number[op] for op in ops])]
+        self.chain = {place for places in moved for place in places}
+        self.roots = {places[0] for places in moved}
         self.units: dict[tuple[int, bool], list[_Unit]] = {}
         self.before: dict[int, list[tuple[int, Value | None]]] = {}
 
@@ -81,13 +86,17 @@ class _Prefetcher:
         homes = {place[old[value]]: at for value, at in self.assigned.homes.items()}
         return made, StageMap(stages, homes)
 
+    def _is_read_in_a_unit(self, chain: Sequence[int]) -> bool:
+        """Whether the first op that reads what a chain gathers is one of a pass; one that runs once per step
+        belongs to no unit, and its gather stays where it is."""
+        function = self.function
+        read = [v for op in chain for v in function.makes[op] if v in self.first_reader]
+        first = min([at for v in read if (at := self.first_reader[v]) not in chain], default=-1)
+        return first >= 0 and not (function.steps[first] or function.loose[first])
+
     def _find_units(self) -> None:
         """Go through the ops; a gather belongs to the unit of the first op that reads its result."""
-        function = self.function
-        reader: dict[int, int] = {}
-        for number in reversed(range(len(function.ops))):
-            for value in function.reads[number]:
-                reader[value] = number
+        function, reader = self.function, self.first_reader
         waiting: dict[int, list[int]] = {}  # first reader -> gathers
         for number in sorted(self.chain):
             last = number

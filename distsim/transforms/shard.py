@@ -34,7 +34,8 @@ class Sharded:
 
     ``sources`` are the inputs of the function that was sharded, in the order of ``function.inputs``.
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
-    not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are further notes.
+    not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are the
+    notes of the function that was sharded.
     """
 
     function: Function

@@ -50,7 +50,8 @@ class Node:
 class Tie:
     """A value handed to a callee or back: from one group to another, ``times`` in all.
 
-    ``outer`` is the one of the two that belongs to the caller, ``top`` whether that is the whole function.
+    ``outer`` is the one of the two that belongs to the caller, ``top`` whether that is the whole function,
+    ``in_place`` whether the callee overwrites it.
     """
 
     source: int
@@ -58,6 +59,7 @@ class Tie:
     outer: int
     times: int
     top: bool
+    in_place: bool
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,14 @@ def written(op: Op, index: int) -> int | None:
     return None
 
 
+def overwritten(op: Op) -> frozenset[int]:
+    """Return the operands whose memory outputs of ``op`` take over."""
+    if op.op_type != "Call":
+        return frozenset(operator(op.op_type).in_place.values())
+    found = [written(op, index) for index in range(len(op.outputs))]
+    return frozenset([place for place in found if place is not None])
+
+
 _Use = tuple[int, bool, int]
 """(callee, whether it makes the value, which argument or result)."""
 
@@ -112,20 +122,26 @@ class _Builder:
         for function in self.functions:
             self._group(function)
         nodes: list[Node] = []
-        ties: dict[tuple[int, int, int, bool], int] = {}
+        ties: dict[tuple[int, int, int, bool, bool], int] = {}
+        taken: dict[int, frozenset[int]] = {}
         for function in self.functions:
             times, top = self.times[id(function)], function is self.function
             for op in function.ops:
                 if op.op_type != "Call":
                     nodes.append(self._node(op, times, top))
                     continue
-                for outer, inner in zip(self._of(op.inputs), self._of(op.callee.inputs), strict=True):
-                    key = (outer, inner, outer, top)
+                if id(op.callee) not in taken:
+                    taken[id(op.callee)] = overwritten(op)
+                pairs = zip(self._of(op.inputs), self._of(op.callee.inputs), strict=True)
+                for place, (outer, inner) in enumerate(pairs):
+                    key = (outer, inner, outer, top, place in taken[id(op.callee)])
                     ties[key] = ties.get(key, 0) + times
                 for inner, outer in zip(self._of(op.callee.outputs), self._of(op.outputs), strict=True):
-                    key = (inner, outer, outer, top)
+                    key = (inner, outer, outer, top, False)
                     ties[key] = ties.get(key, 0) + times
-        found = tuple(Tie(s, t, outer, times, top) for (s, t, outer, top), times in ties.items())
+        found = tuple(
+            Tie(s, t, outer, times, top, in_place) for (s, t, outer, top, in_place), times in ties.items()
+        )
         return Structure(self.function.name, tuple(nodes), tuple(self.groups), found, self.number)
 
     def _of(self, values: tuple[Value, ...]) -> tuple[int, ...]:
