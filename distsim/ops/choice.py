@@ -86,6 +86,7 @@ register(
         work=memory_bound,
         gradient=_where_gradient,
         sharding=_where_sharding,
+        formals=_WHERE,
     )
 )
 
@@ -305,6 +306,7 @@ register(
         work=memory_bound,
         gradient=_prelu_gradient,
         sharding=lambda s: broadcast_rule(s, _PRELU),
+        formals=_PRELU,
     )
 )
 register(

@@ -156,6 +156,8 @@ ComputeRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 WorkRule = Callable[[Signature], Work]
 GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
+FormalsRule = Callable[[Attributes], tuple[str, ...]]
+"""attributes -> the formal names of the operands, in order (see :mod:`distsim.ops.places`)."""
 GroupRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 """(attributes, the input on each rank of one group) -> the output on each rank."""
 
@@ -186,6 +188,8 @@ class Operator:
     gradient: GradientRule | None = None
     sharding: ShardRule | None = None
     communication: Communication | None = None
+    formals: tuple[str, ...] | FormalsRule = ()
+    """The names of the operands, in order, where an array among the attributes may as well be a value."""
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
     """Output index -> index of the input whose memory it takes over."""
     seeds_gradient: bool = False
@@ -210,6 +214,7 @@ def register(operator: Operator) -> Operator:
             "gradient",
             "sharding",
             "communication",
+            "formals",
             "in_place",
             "view",
             "waits",

@@ -17,6 +17,7 @@ from distsim.ir.device import logical_mesh
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
+from distsim.transforms.constants import as_values
 from distsim.transforms.decide import Decision
 from distsim.transforms.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.placement import Placement
@@ -132,9 +133,14 @@ MOST_RESULTS = 8192
 
 
 class _Memory:
-    """What is known of one function: what may be divided, what was decided, what came out."""
+    """What is known of one function: what may be divided, what was decided, what came out.
 
-    def __init__(self, function: Function) -> None:
+    ``rewritten`` is what is divided in its place, if that is another function.
+    """
+
+    def __init__(self, given: Function) -> None:
+        function = as_values(given)
+        self.rewritten = None if function is given else function
         self.known = roles(function)
         self.data = batch_inputs(function, self.known)
         self.structure = structure_of(function, self.known)
@@ -147,6 +153,7 @@ class _Memory:
         self.results: dict[tuple[Mesh, int, int | None], Sharded] = {}
 
     def shard(self, function: Function, mesh: Mesh, microbatches: int, dp: int) -> Sharded:
+        function = self.rewritten or function
         tp, shown = mesh.axis_size("tp"), mesh.axis_size("dp")
         if shown not in (dp, min(dp, 2)):
             raise PlanError(f"dp={dp} on a mesh of dp={shown}; give one of dp={min(dp, 2)} or of dp={dp}")
