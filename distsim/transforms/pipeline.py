@@ -93,11 +93,16 @@ class _Source:
         self.function = function = _without_early_sums(Numbered(local.function), local.microbatches)
         self.inputs: list[Value] = []
         places = {id(place): place for place in (*local.inputs, *local.outputs)}
-        divided = {key: (place.shards(), place.batch.sharded) for key, place in places.items()}
+        divided = {
+            key: (place.shards(), place.batch.sharded, max(place.batch.dim, 0))
+            for key, place in places.items()
+        }
         for key, source in zip(function.inputs, local.sources, strict=True):
             same = source.role is key.role
             self.inputs.append(source if same else Value(source.name, source.type, key.role))
         self.divided = [divided[id(place)] for place in local.inputs]
+        given: list[Function | None] = [None] * (len(self.inputs) - len(local.made))
+        self.made = [*given, *local.made]
         self.outputs = [divided[id(place)] for place in local.outputs]
         self.cuts: WeakValueDictionary[tuple[int, Device, Starts | None], Cut] = WeakValueDictionary()
 
@@ -267,9 +272,9 @@ class _Cutter:
         keys, source = self.function.inputs, self.source
         return tuple(
             [
-                ProgramInput(typed, key, *divided, readers.get(value, ()))
-                for value, (typed, key, divided) in enumerate(
-                    zip(source.inputs, keys, source.divided, strict=True)
+                ProgramInput(typed, key, shards, divided, readers.get(value, ()), dim, made)
+                for value, (typed, key, (shards, divided, dim), made) in enumerate(
+                    zip(source.inputs, keys, source.divided, source.made, strict=True)
                 )
             ]
         )
@@ -278,12 +283,12 @@ class _Cutter:
         found: list[ProgramOutput] = []
         function = self.function
         shared = any(len(homes) > 1 for homes in self.homes.values())
-        for value, (shards, divided) in zip(function.outputs, self.source.outputs, strict=True):
+        for value, (shards, divided, dim) in zip(function.outputs, self.source.outputs, strict=True):
             op = function.producer[value]
             stage = inputs[value].stages[0] if op < 0 else self.stage[op]
             microbatched = divided and not (op >= 0 and function.steps[op])
             copies = self._copies(op, value, stage) if shared and op >= 0 else ()
-            found.append(ProgramOutput(function.values[value], shards, microbatched, stage, copies))
+            found.append(ProgramOutput(function.values[value], shards, microbatched, stage, copies, dim))
         return tuple(found)
 
     def _copies(self, op: int, value: int, stage: int) -> tuple[int, ...]:

@@ -62,24 +62,50 @@ def propagate(function: Function, seeds: Marks) -> Marks:
     A dimension of an output is marked when a factor of it labels a marked dimension of an input.
     """
     marks = dict(seeds)
-
-    def visit(current: Function) -> None:
-        for op in current.ops:
-            if op.op_type == "Call":
-                if _pass_down(op, marks):
-                    visit(op.callee)
-                for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
-                    _mark(marks, outer, marks.get(inner, frozenset()))
-            else:
-                _mark_op(op, marks)
-
-    visit(function)
+    _forward(function, marks, _mark_outputs)
     return marks
 
 
 def propagate_back(function: Function, seeds: Marks) -> Marks:
     """Return the marks that follow from ``seeds`` against the direction of the ops, and in callees."""
     marks = dict(seeds)
+    _back(function, marks, _mark_inputs)
+    return marks
+
+
+def propagate_both(function: Function, seeds: Marks) -> Marks:
+    """Return the marks that follow from ``seeds`` in any direction.
+
+    What derives from no seed, such as a mask made of constants, is marked where it has a factor in common
+    with something that does.
+    """
+    marks = dict(seeds)
+    before: Marks = {}
+    while marks != before:
+        before = dict(marks)
+        _forward(function, marks, _mark_all)
+        _back(function, marks, _mark_all)
+    return marks
+
+
+def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
+    visited: set[int] = set()
+
+    def visit(current: Function) -> None:
+        for op in current.ops:
+            if op.op_type == "Call":
+                if _pass_down(op, marks) or id(op.callee) not in visited:
+                    visited.add(id(op.callee))
+                    visit(op.callee)
+                for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
+                    _mark(marks, outer, marks.get(inner, frozenset()))
+            else:
+                mark(op, marks)
+
+    visit(function)
+
+
+def _back(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
     visited: set[int] = set()
 
     def visit(current: Function) -> None:
@@ -91,16 +117,17 @@ def propagate_back(function: Function, seeds: Marks) -> Marks:
                 for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
                     _mark(marks, outer, marks.get(inner, frozenset()))
             else:
-                _mark_op_back(op, marks)
+                mark(op, marks)
 
     visit(function)
-    return marks
 
 
 def marked(op: Op, marks: Marks) -> Callable[[str, Parts], bool]:
-    """Return the test whether a factor of ``op``, divided so, labels a marked dimension of an input."""
+    """Return the test whether a factor of ``op``, divided so, labels a marked dimension of an operand."""
     rule = rule_of(signature_of(op))
-    found = frozenset[tuple[str, Parts]]() if rule is None else _factors(op.inputs, rule.inputs, marks)
+    if rule is None:
+        return lambda factor, pieces: False
+    found = _factors((*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs), marks)
     return lambda factor, pieces: (factor, pieces) in found
 
 
@@ -133,10 +160,10 @@ def _labelled(dims: tuple[Dim, ...], found: frozenset[tuple[str, Parts]]) -> fro
 def _pass_down(op: Op, marks: Marks) -> bool:
     changed = False
     for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
-        before = marks.get(inner)
-        marks[inner] = (before or frozenset()) | marks.get(outer, frozenset())
-        changed |= before != marks[inner]
-    return changed or not op.callee.inputs
+        before = marks.get(inner, frozenset())
+        _mark(marks, inner, marks.get(outer, frozenset()))
+        changed |= before != marks.get(inner, frozenset())
+    return changed
 
 
 def _pass_up(op: Op, marks: Marks) -> bool:
@@ -148,7 +175,7 @@ def _pass_up(op: Op, marks: Marks) -> bool:
     return changed
 
 
-def _mark_op_back(op: Op, marks: Marks) -> None:
+def _mark_inputs(op: Op, marks: Marks) -> None:
     rule = rule_of(signature_of(op))
     if rule is not None:
         found = _factors(op.outputs, rule.outputs, marks)
@@ -156,12 +183,21 @@ def _mark_op_back(op: Op, marks: Marks) -> None:
             _mark(marks, value, _labelled(dims, found))
 
 
-def _mark_op(op: Op, marks: Marks) -> None:
+def _mark_outputs(op: Op, marks: Marks) -> None:
     rule = rule_of(signature_of(op))
     if rule is not None:
         found = _factors(op.inputs, rule.inputs, marks)
         for value, dims in zip(op.outputs, rule.outputs, strict=True):
             _mark(marks, value, _labelled(dims, found))
+
+
+def _mark_all(op: Op, marks: Marks) -> None:
+    rule = rule_of(signature_of(op))
+    if rule is not None:
+        values, dims = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
+        found = _factors(values, dims, marks)
+        for value, labels in zip(values, dims, strict=True):
+            _mark(marks, value, _labelled(labels, found))
 
 
 def _mark(marks: Marks, value: Value, dims: frozenset[Mark]) -> None:

@@ -8,20 +8,21 @@ the fewest bytes; the column-then-row pattern of Megatron-LM (Shoeybi et al. 201
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Mesh, Value, callees
+from distsim.ir import Device, Function, Mesh, Role, Value, callees
 from distsim.ir.device import logical_mesh
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
-from distsim.transforms.constants import as_values
+from distsim.transforms.constants import as_inputs, as_values
 from distsim.transforms.decide import Decision
 from distsim.transforms.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.placement import Placement
-from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate, roles
+from distsim.transforms.roles import WHOLE_BATCH, Marks, batch_inputs, propagate_both, roles
 from distsim.transforms.structure import structure_of
 
 REPLICATION_NOTED = 0.95
@@ -32,7 +33,8 @@ REPLICATION_NOTED = 0.95
 class Sharded:
     """A function that every rank of ``mesh`` runs on one microbatch, and where its ends are.
 
-    ``sources`` are the inputs of the function that was sharded, in the order of ``function.inputs``.
+    ``sources`` are the inputs of the function that was sharded, in the order of ``function.inputs``; the
+    last of them may be constants that differ along the batch, each made by one of the functions ``made``.
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
     not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are further notes.
     """
@@ -48,6 +50,7 @@ class Sharded:
     dp: int
     needs_dp: bool
     remarks: tuple[str, ...] = ()
+    made: tuple[Function, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -132,6 +135,28 @@ MOST_RESULTS = 8192
 """How many results and decisions, which share those functions; then they are looked up anew."""
 
 
+def _constants_divided(
+    function: Function, data: tuple[Value, ...]
+) -> tuple[Function, Marks, tuple[Function, ...]]:
+    """Return the function with its constants as they can be divided, the dimensions that carry the batch,
+    and what makes its last inputs."""
+    seeds = dict.fromkeys(data, WHOLE_BATCH)
+    function = as_values(function)
+    marks = propagate_both(function, seeds)
+    found, made = as_inputs(function, marks)
+    return (found, propagate_both(found, seeds), made) if made else (function, marks, made)
+
+
+def _constants_with_batch(known: Mapping[Value, Role], marks: Marks) -> dict[Value, int]:
+    """Return the inputs that are constants with a dimension of the batch, and that dimension."""
+    found: dict[Value, int] = {}
+    for value, role in known.items():
+        dims = [dim for dim, pieces in marks.get(value, ()) if pieces is None]
+        if role is Role.CONSTANT and dims:
+            found[value] = min(dims)
+    return found
+
+
 class _Memory:
     """What is known of one function: what may be divided, what was decided, what came out.
 
@@ -139,14 +164,16 @@ class _Memory:
     """
 
     def __init__(self, given: Function) -> None:
-        function = as_values(given)
+        known = roles(given)
+        self.data = batch_inputs(given, known)
+        function, marks, self.made = _constants_divided(given, self.data)
         self.rewritten = None if function is given else function
-        self.known = roles(function)
-        self.data = batch_inputs(function, self.known)
+        known |= dict.fromkeys(function.inputs[len(given.inputs) :], Role.CONSTANT)
+        divided = dict.fromkeys(self.data, 0) | _constants_with_batch(known, marks)
+        self.known = known | dict.fromkeys(divided, Role.INPUT)
         self.structure = structure_of(function, self.known)
-        marks = propagate(function, dict.fromkeys(self.data, WHOLE_BATCH))
-        self.batch_options = batch_options(function, self.structure, self.data, marks)
-        self.tensor_options = tensor_options(function, self.structure, self.known, marks)
+        self.batch_options = batch_options(function, self.structure, divided, marks)
+        self.tensor_options = tensor_options(function, self.structure, known, marks)
         self.batch: dict[tuple[int, Balance], Decision] = {}
         self.tensor: dict[tuple[int, int, int, Balance], Decision] = {}
         self.lowered: dict[tuple[object, ...], Lowered] = {}
@@ -178,6 +205,7 @@ class _Memory:
             tensor,
             dp,
             lowered.needs_dp,
+            made=self.made,
         )
 
     def _decide(self, tp: int, dp: int, microbatches: int, device: Device) -> tuple[Decision, Decision]:
