@@ -12,6 +12,7 @@ from distsim.ir import Function, FunctionMaker, Literal, Op, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.transforms.optimizers import SGD, Optimizer
+from distsim.transforms.roles import how_to_mark
 from distsim.transforms.updates import add_updates
 
 Mask = tuple[bool, ...]
@@ -41,7 +42,9 @@ def differentiate(function: Function, optimizer: Optimizer | None = SGD()) -> Fu
         )
     parameters = function.parameters
     if not parameters:
-        raise PlanError(f"{function.name} has no input marked as a parameter (Role.PARAMETER)")
+        raise PlanError(
+            f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
+        )
     pass_ = _Pass(FunctionMaker(f"{function.name}_training"), _Callees())
     for value in function.inputs:
         pass_.copies[value] = pass_.maker.add_input_value(value.name, value.type, value.role)

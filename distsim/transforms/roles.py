@@ -33,14 +33,32 @@ def roles(function: Function) -> dict[Value, Role]:
     seeds: Marks = {}
     for op in all_ops(function):
         if op.op_type in LOSSES:
-            seeds |= dict.fromkeys(op.inputs, WHOLE_BATCH)
+            seeds |= {value: WHOLE_BATCH for value in op.inputs if _tensor(value).rank}
     if not seeds:
         raise PlanError(
             f"{function.name}: no input is marked as a parameter and there is no loss to tell which "
-            "inputs carry the batch; mark the parameters (Role.PARAMETER) or differentiate first"
+            f"inputs carry the batch; mark the parameters (Role.PARAMETER); {how_to_mark(function)}"
         )
     marks = propagate_back(function, seeds)
     return {v: Role.INPUT if marks.get(v) else Role.PARAMETER for v in function.inputs}
+
+
+def how_to_mark(function: Function) -> str:
+    """Return how the inputs of a function are said to be parameters, naming a few of them."""
+    names = [v.name for v in function.inputs if isinstance(v.type, Tensor) and v.type.dtype.is_floating]
+    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return (
+        "graph inputs of an export are marked with --parameters PATTERN, or "
+        f"import_from_onnx(path, parameters=[PATTERN]). Its floating-point inputs are {listed or 'none'}"
+    )
+
+
+def brings_backward(function: Function) -> bool:
+    """Whether a function is joint: it returns a scalar loss and something of the type of a parameter."""
+    types = [value.type for value in function.outputs if isinstance(value.type, Tensor)]
+    loss = any(type_.rank == 0 and type_.dtype.is_floating for type_ in types)
+    trained = {value.type for value in function.parameters}
+    return loss and any(type_.rank > 0 and type_ in trained for type_ in types)
 
 
 def batch_inputs(function: Function, known: Mapping[Value, Role]) -> tuple[Value, ...]:
