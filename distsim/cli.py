@@ -39,7 +39,7 @@ from distsim.transforms import (
 )
 from distsim.transforms.loss import LOSSES
 from distsim.transforms.optimizers import OPTIMIZERS
-from distsim.transforms.roles import batch_inputs, roles
+from distsim.transforms.roles import batch_inputs, brings_backward, roles
 
 MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""
@@ -138,9 +138,7 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch", type=int, help="global batch: samples per step")
     parser.add_argument("--bind", default="", help="sizes of symbolic dimensions, seq=128,...")
-    parser.add_argument(
-        "--parameters", default="", help="patterns of graph inputs that are parameters: p_*,..."
-    )
+    parser.add_argument("--parameters", default="", help="patterns of graph inputs that are weights: p_*,...")
     parser.add_argument(
         "--keep", action="append", metavar="NAME", help="an output to compute that the loss does not need"
     )
@@ -174,16 +172,14 @@ def _read(options: argparse.Namespace, progress: Progress) -> Function:
 
 
 def _training(options: argparse.Namespace, progress: Progress) -> Function:
-    if options.parameters and (options.loss or options.optimizer or options.keep):
-        raise PlanError(
-            "--parameters says that the model brings its own backward pass: no --loss, --optimizer, --keep"
-        )
     optimizer = optimizer_named(options.optimizer or "adam")
     loss = options.loss or "auto"
     if loss not in LOSSES:
         raise PlanError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
     function = _read(options, progress)
-    if options.parameters:
+    if brings_backward(function):
+        if options.loss or options.optimizer or options.keep:
+            raise PlanError(f"{function.name} brings its own backward pass: no --loss, --optimizer, --keep")
         return function
     keep = options.keep or ()
     return progress.run(

@@ -185,10 +185,6 @@ def test_the_examples_of_the_help_run(capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ["simulate", "gpt2", "--cluster", "dgx-a100", "--parameters", "p_*", "--loss", "mse"],
-            "--parameters",
-        ),
         (["show", "mlp:layers=2,width=8", "--batch", "4", "--optimizer", "sgd"], "--optimizer has no effect"),
         (["show", "mlp:layers=2,width=8", "--batch", "4", "--cluster", "dgx-2"], "--cluster has no effect"),
         (["simulate", "mlp:layers=2,width=8", "--cluster", "dgx-2", "--dtype", "int64"], "--dtype int64"),

@@ -13,7 +13,7 @@ from distsim.errors import PlanError
 from distsim.ir import Device, Function, Role, callees, verify
 from distsim.transforms import SGD, Adam, differentiate, shard
 from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
-from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate, roles
+from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate_both, roles
 from distsim.transforms.structure import Structure, structure_of, written
 
 GPU = Device(0, "gpu")
@@ -27,8 +27,10 @@ def decisions(function: Function, tp: int, dp: int, microbatches: int, merged: b
     """The choice over the batch and over tp, values merged into groups or each on its own."""
     known = roles(function)
     data, found = batch_inputs(function, known), structure(function, merged)
-    marks = propagate(function, dict.fromkeys(data, WHOLE_BATCH))
-    batch = decide_batch(found, batch_options(function, found, data, marks), dp * microbatches, GPU)
+    marks = propagate_both(function, dict.fromkeys(data, WHOLE_BATCH))
+    batch = decide_batch(
+        found, batch_options(function, found, dict.fromkeys(data, 0), marks), dp * microbatches, GPU
+    )
     options = tensor_options(function, found, known, marks)
     return batch, decide_tensor(found, options, (tp, dp, microbatches), batch, GPU)
 

@@ -385,7 +385,6 @@ def test_the_command_line_says_what_is_left_out_and_keeps_what_is_asked_for(mode
     [
         (("--plan", "pp=2", "--keep", "pool"), "has no output 'pool'; it has h5, pooled"),
         (("--partition", "single", "--keep", "pooled"), "--keep is for training"),
-        (("--parameters", "x", "--keep", "pooled"), "brings its own backward pass: no --loss"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(model, capsys, options, said):

@@ -59,7 +59,8 @@ class Stage:
 class ProgramInput:
     """A global input: its value in the function that was parallelised, its key, and its division.
 
-    ``microbatched``: dimension 0 is divided over microbatches as well. ``stages``: who holds it.
+    ``microbatched``: dimension ``dim`` is divided over microbatches as well. ``stages``: who holds it.
+    ``made``: what makes it, without inputs, if it is a constant that the caller does not give.
     """
 
     source: Value
@@ -67,13 +68,15 @@ class ProgramInput:
     shards: Shards
     microbatched: bool
     stages: tuple[int, ...]
+    dim: int = 0
+    made: Function | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramOutput:
     """A global output: its key, its division, and the stage that makes it, or holds it if it is an input.
 
-    ``microbatched``: there is one value per microbatch, which make up the ``dimension``. ``copies`` are
+    ``microbatched``: there is one value per microbatch, which make up dimension ``dim``. ``copies`` are
     stages to which the new value of a parameter that they share is sent.
     """
 
@@ -82,7 +85,7 @@ class ProgramOutput:
     microbatched: bool
     stage: int
     copies: tuple[int, ...] = ()
-    dimension: int = 0
+    dim: int = 0
 
 
 @dataclass(frozen=True)

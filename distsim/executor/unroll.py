@@ -43,15 +43,16 @@ class Unroller:
         for given in self.program.inputs:
             if self.steady:
                 self.place(given)
-            else:
+            elif given.made is None:
                 self.maker.add_input_value(given.source.name, given.source.type, given.source.role)
         return tuple(self.maker.inputs)
 
     def written(self) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
         """Return the ops and the outputs; call :meth:`inputs` before."""
         if not self.steady:
-            for given, value in zip(self.program.inputs, self.maker.inputs, strict=True):
-                self.distribute(given, value)
+            values = iter(self.maker.inputs)
+            for given in self.program.inputs:
+                self.distribute(given, next(values) if given.made is None else self._made(given.made))
         for step in self.program.schedule.order():
             sends = [send for task in step for send in self.run(task)]
             for key, microbatch, target in sends:
@@ -77,6 +78,13 @@ class Unroller:
                 name = given.source.name if self.microbatches == 1 else f"{given.source.name}.{index}"
                 frame[given.key] = self.maker.add_input_value(name, type_, given.source.role)
 
+    def _made(self, constant: Function) -> Value:
+        """Make a constant that the caller does not give."""
+        env: dict[Value, Value] = {}
+        for op in constant.ops:
+            env.update(zip(op.outputs, self.maker.copy(op, env), strict=True))
+        return env[constant.outputs[0]]
+
     def distribute(self, given: ProgramInput, value: Value) -> None:
         """Bring a global input to every stage that reads it."""
         for stage in given.stages:
@@ -88,16 +96,16 @@ class Unroller:
             if not given.microbatched:
                 self.step[stage][given.key] = local
                 continue
-            for frame, part in zip(self.frames[stage], self._split(local), strict=True):
+            for frame, part in zip(self.frames[stage], self._split(local, given.dim), strict=True):
                 frame[given.key] = part
 
-    def _split(self, local: Value) -> tuple[Value, ...]:
+    def _split(self, local: Value, dim: int) -> tuple[Value, ...]:
         count = self.microbatches
         if count == 1:
             return (local,)
         names = [f"{local.name}.{i}" for i in range(count)]
         return self.maker.add(
-            "Split", [local], {"axis": 0, "num_outputs": count, "microbatches": count}, output_names=names
+            "Split", [local], {"axis": dim, "num_outputs": count, "microbatches": count}, output_names=names
         )
 
     def fetch(self, key: Value, microbatch: int | None, stage: int) -> Value:
@@ -184,8 +192,8 @@ class Unroller:
         for output in self.program.outputs:
             if output.microbatched and self.microbatches > 1:
                 parts = [self.fetch(output.key, i, output.stage) for i in range(self.microbatches)]
-                along = {"axis": output.dimension}
-                yield self.maker.add("Concat", parts, along, output_names=[output.key.name])[0]
+                joined = {"axis": output.dim}
+                yield self.maker.add("Concat", parts, joined, output_names=[output.key.name])[0]
             else:
                 yield self.fetch(output.key, 0 if output.microbatched else None, output.stage)
 

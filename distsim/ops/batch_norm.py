@@ -97,16 +97,20 @@ def _batch(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     return [y, *stats][: int(attributes.get("outputs", 1))]
 
 
-def _batch_labels(rank: int, attributes: Mapping[str, Any]) -> tuple[Dim, ...]:
+def _batch_labels(
+    rank: int, attributes: Mapping[str, Any], formals: tuple[str, ...]
+) -> tuple[tuple[Dim, ...], tuple[Dim]]:
+    """Return the labels of X and of a vector of channels, which are whole where one is static."""
     space: tuple[Dim, ...] = (None,) * (rank - 2) if _in_training(attributes) else letters(rank - 2, "s")
-    return ("n", "c", *space)
+    channels = None if any(name in attributes for name in formals) else "c"
+    return ("n", channels, *space), (channels,)
 
 
 def _batch_sharding(signature: Signature) -> ShardingRule:
     attributes = signature.attributes
-    dims = _batch_labels(signature.inputs[0].rank, attributes)
-    inputs = (dims, *(("c",),) * (len(signature.inputs) - 1))
-    outputs = (dims, *(("c",),) * (len(signature.outputs) - 1))
+    dims, vector = _batch_labels(signature.inputs[0].rank, attributes, _batch_formals(attributes))
+    inputs = (dims, *(vector,) * (len(signature.inputs) - 1))
+    outputs = (dims, *(vector,) * (len(signature.outputs) - 1))
     mean = ("n",) if _in_training(attributes) else ()
     return ShardingRule(inputs, outputs, (), mean)
 
@@ -177,8 +181,9 @@ def _batch_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Arr
 
 
 def _batch_grad_sharding(signature: Signature) -> ShardingRule:
-    dims = _batch_labels(signature.inputs[0].rank, signature.attributes)
-    given, made = ((("c",),) * (len(tensors) - 1) for tensors in (signature.inputs[1:], signature.outputs))
+    attributes = signature.attributes
+    dims, vector = _batch_labels(signature.inputs[0].rank, attributes, _batch_grad_formals(attributes))
+    given, made = ((vector,) * (len(tensors) - 1) for tensors in (signature.inputs[1:], signature.outputs))
     return ShardingRule((dims, *given, dims), (dims, *made), ((len(signature.inputs) - 1,),))
 
 
@@ -192,6 +197,7 @@ register(
         gradient=_batch_gradient,
         sharding=_batch_sharding,
         buffers=_running,
+        formals=_batch_formals,
     )
 )
 register(
@@ -201,5 +207,6 @@ register(
         compute=_batch_grad,
         work=lambda s: norm_work(s, 13.0 if s.attributes["training_mode"] else 5.0),
         sharding=_batch_grad_sharding,
+        formals=_batch_grad_formals,
     )
 )

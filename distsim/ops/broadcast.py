@@ -6,7 +6,7 @@ the sum over what it was repeated along.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,18 @@ def aligned(shape: Shape, whole: Shape, names: tuple[Dim, ...]) -> tuple[Dim, ..
     return tuple(name if size == full else None for size, full, name in pairs)
 
 
+def whole_where_static(
+    formals: Sequence[str], attributes: Mapping[str, Any], whole: Shape, names: tuple[Dim, ...]
+) -> tuple[Dim, ...]:
+    """Return the labels without those of dimensions that a static operand fills; 1 needs no part."""
+    for formal in formals:
+        if formal in attributes:
+            taken = aligned(static_array(attributes[formal], None).shape, whole, names)
+            pairs = zip(names, whole, strict=True)
+            names = tuple(None if name in taken and size != 1 else name for name, size in pairs)
+    return names
+
+
 def broadcast_rule(
     signature: Signature, formals: tuple[str, ...] = (), linear: Linear = (), static: Linear = ()
 ) -> ShardingRule:
@@ -63,14 +75,7 @@ def broadcast_rule(
     the operands are all values. A dimension that a static array fills is whole.
     """
     whole = signature.outputs[0].shape
-    names: tuple[Dim, ...] = letters(len(whole))
-    for formal in formals:
-        if formal in signature.attributes:
-            taken = aligned(static_array(signature.attributes[formal], None).shape, whole, names)
-            # A size of 1 in both needs no part.
-            names = tuple(
-                None if n in taken and size != 1 else n for n, size in zip(names, whole, strict=True)
-            )
+    names = whole_where_static(formals, signature.attributes, whole, letters(len(whole)))
     index = places(formals, signature.attributes, len(signature.inputs)) if formals else {}
     sets = [tuple(index[n] for n in group) for group in linear if all(n in index for n in group)]
     sets += [tuple(index[n] for n in group if n in index) for group in static]
@@ -206,6 +211,7 @@ def _register_binary(
             work=memory_bound,
             gradient=gradient,
             sharding=lambda s: broadcast_rule(s, AB, linear, static),
+            formals=AB,
         )
     )
 
@@ -247,6 +253,7 @@ register(
         work=memory_bound,
         gradient=no_gradient,
         sharding=lambda s: broadcast_rule(s, _XY),
+        formals=_XY,
     )
 )
 
@@ -292,6 +299,7 @@ register(
         work=memory_bound,
         gradient=_pow_gradient,
         sharding=lambda s: broadcast_rule(s, _XY),
+        formals=_XY,
     )
 )
 register(
@@ -301,5 +309,6 @@ register(
         compute=_pow_grad,
         work=lambda s: memory_bound(s, 3.0),
         sharding=lambda s: broadcast_rule(s, _POW_GRAD, static=(("dy",),)),
+        formals=_POW_GRAD,
     )
 )

@@ -85,6 +85,7 @@ register(
         work=memory_bound,
         gradient=_where_gradient,
         sharding=_where_sharding,
+        formals=_WHERE,
     )
 )
 
@@ -304,6 +305,7 @@ register(
         work=memory_bound,
         gradient=_prelu_gradient,
         sharding=lambda s: broadcast_rule(s, _PRELU),
+        formals=_PRELU,
     )
 )
 register(

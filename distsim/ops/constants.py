@@ -39,6 +39,19 @@ def _constant_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple
     return (Tensor(from_numpy(array.dtype), array.shape, attributes.get("device")),)
 
 
+def _constant_rule(signature: Signature) -> ShardingRule:
+    """Where all numbers along a dimension are the same, each rank may make fewer of them."""
+    array = _literal(signature.attributes)
+    same = [array.size > 0 and bool((array == array.take([0], axis)).all()) for axis in range(array.ndim)]
+    dims = tuple(name if one else None for name, one in zip(letters(array.ndim), same, strict=True))
+    return ShardingRule((), (dims,), localize=_fewer)
+
+
+def _fewer(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
+    part = _literal(attributes)[tuple(slice(size) for size in outputs[0])]
+    return Attributes({**attributes, "value": Literal(part)})
+
+
 def _whole_rule(signature: Signature) -> ShardingRule:
     inputs = tuple((None,) * tensor.rank for tensor in signature.inputs)
     return ShardingRule(inputs, tuple((None,) * tensor.rank for tensor in signature.outputs))
@@ -50,7 +63,7 @@ register(
         types=_constant_types,
         compute=lambda attributes, arrays: [_literal(attributes)],
         work=view_work,
-        sharding=_whole_rule,
+        sharding=_constant_rule,
     )
 )
 
@@ -115,7 +128,7 @@ def _one_hot_work(signature: Signature) -> Work:
     return Work(signature.outputs[0].size, bytes_of(signature.inputs), bytes_of(signature.outputs))
 
 
-register(Operator("OneHot", work=_one_hot_work, sharding=_one_hot_rule))
+register(Operator("OneHot", work=_one_hot_work, sharding=_one_hot_rule, formals=_ONE_HOT))
 
 
 # EyeLike reads the shape of its input only.

@@ -158,8 +158,8 @@ def _conv_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     index = places(_CONV, ctx.attributes, len(ctx.inputs))
     kept = picked(ctx.attributes, *OPTIONS)
     grads: dict[str, Value | None] = {}
-    if "W" not in index:
-        raise TypeRuleError(f"{ctx.op!r}: the gradient needs the weight as a value, not as an attribute")
+    if not index.keys() >= {"X", "W"}:
+        raise TypeRuleError(f"{ctx.op!r}: the gradient needs X and W as values, not as attributes")
     names = tuple(gradient for name, gradient in (("X", "dx"), ("W", "dw")) if wanted(_CONV, ctx, name))
     if names:
         inputs = (ctx.inputs[index["X"]], ctx.inputs[index["W"]], ctx.grad)
@@ -220,5 +220,14 @@ def _grad_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, tuple(labels[name] for name in names), ((2,),), localize=localize)
 
 
-register(Operator("Conv", compute=_conv, work=_conv_work, gradient=_conv_gradient, sharding=_conv_rule))
+register(
+    Operator(
+        "Conv",
+        compute=_conv,
+        work=_conv_work,
+        gradient=_conv_gradient,
+        sharding=_conv_rule,
+        formals=_CONV,
+    )
+)
 register(Operator("ConvGrad", types=_grad_types, compute=_grad, work=_grad_work, sharding=_grad_rule))

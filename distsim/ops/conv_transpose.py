@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes, Value
 from distsim.ops.conv import bias_gradient, biased, channel_labels, conv_dx, fewer_groups
+from distsim.ops.matmul import signature_shapes
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -79,9 +81,10 @@ def _compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]
 
 def _work(signature: Signature) -> Work:
     """2 n ci in co/group kernel: one multiply-add per input element and weight of its channel."""
-    x, w = signature.inputs[:2]
-    bias = signature.outputs[0].size if len(signature.inputs) > 2 else 0
-    flops = 2.0 * x.size * math.prod(w.shape[1:]) + bias
+    shapes = signature_shapes(_OPERANDS, signature)
+    index = places(_OPERANDS, signature.attributes, len(signature.inputs))
+    bias = signature.outputs[0].size if "B" in index else 0
+    flops = 2.0 * math.prod(shapes["X"]) * math.prod(shapes["W"][1:]) + bias
     return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
 
 
@@ -90,23 +93,26 @@ def _rule(signature: Signature) -> ShardingRule:
     index = places(_OPERANDS, attributes, len(signature.inputs))
     group = attributes.get("group", 1)
     # Rows and columns of the weight are exchanged against those of Conv.
-    target, weight, source = channel_labels(group, signature.inputs[1].shape)
+    target, weight, source = channel_labels(group, signature_shapes(_OPERANDS, signature)["W"])
     has_bias = "B" in index or "B" in attributes
     if group == 1 and has_bias:  # the bias is added once, so the sum over ci cannot be left open
         source, weight = None, (None, weight[1])
-    if "B" in attributes:
+    if len(index) < 2 + has_bias:  # one is static, hence whole
         source = target = None
         weight = (None, None)
+    samples: Dim = "n" if "X" in index else None
     rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
-    labels = {"X": ("n", source, *rest), "W": (*weight, *rest), "B": (target,)}
+    labels = {"X": (samples, source, *rest), "W": (*weight, *rest), "B": (target,)}
     localize = fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
     inputs = tuple(labels[name] for name in index)
-    linear = () if has_bias else ((0,), (1,))
-    return ShardingRule(inputs, (("n", target, *rest),), linear, localize=localize)
+    linear = () if has_bias else tuple((place,) for place in range(len(inputs)))
+    return ShardingRule(inputs, ((samples, target, *rest),), linear, localize=localize)
 
 
 def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
     index = places(_OPERANDS, ctx.attributes, len(ctx.inputs))
+    if not index.keys() >= {"X", "W"}:
+        raise TypeRuleError(f"{ctx.op!r}: the gradient needs X and W as values, not as attributes")
     x, w = ctx.inputs[index["X"]], ctx.inputs[index["W"]]
     where = _windows(ctx.attributes, shape_of(x), shape_of(w), shape_of(ctx.grad)[2:])
     kept = picked(ctx.attributes, *_STEPS, "group") | {"pads": where.before + where.after}
@@ -120,4 +126,13 @@ def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return by_place(_OPERANDS, ctx, grads)
 
 
-register(Operator("ConvTranspose", compute=_compute, work=_work, gradient=_gradient, sharding=_rule))
+register(
+    Operator(
+        "ConvTranspose",
+        compute=_compute,
+        work=_work,
+        gradient=_gradient,
+        sharding=_rule,
+        formals=_OPERANDS,
+    )
+)

@@ -65,7 +65,15 @@ def _cast_sharding(signature: Signature) -> ShardingRule:
 
 
 register(Operator("Cast", work=_cast_work, gradient=_cast_gradient, sharding=_cast_sharding))
-register(Operator("CastLike", work=_cast_work, gradient=_cast_gradient, sharding=_cast_sharding))
+register(
+    Operator(
+        "CastLike",
+        work=_cast_work,
+        gradient=_cast_gradient,
+        sharding=_cast_sharding,
+        formals=("input", "target_type"),
+    )
+)
 
 # --- Dropout(data, ratio, training_mode; seed) -> (output, mask) -------------------------------------
 # Which elements go is a function of seed and shape; kept ones are scaled by 1 / (1 - ratio) (Srivastava

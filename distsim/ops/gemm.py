@@ -166,6 +166,7 @@ register(
         work=_gemm_work,
         gradient=_gemm_gradient,
         sharding=_gemm_sharding,
+        formals=_ABC,
     )
 )
 register(

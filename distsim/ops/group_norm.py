@@ -106,8 +106,9 @@ class _Kind:
     def sharding(self, signature: Signature) -> ShardingRule:
         x = signature.inputs[0]
         groups = self.count(signature.attributes, x.shape[1])
+        static = any(name in signature.attributes for name in self.formals)
         # The channels are divided by whole groups: seen to divide where scale has one number per group.
-        channel: Dim = "c" if signature.inputs[1:2] and signature.inputs[1].size == groups else None
+        channel: Dim = "c" if not static and signature.inputs[1].size == groups else None
         dims: tuple[Dim, ...] = ("n", channel, *(None,) * (x.rank - 2))
 
         def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
@@ -132,6 +133,7 @@ def _register(kind: _Kind) -> None:
             work=lambda s: norm_work(s, _FLOPS),
             gradient=kind.gradient,
             sharding=kind.sharding,
+            formals=kind.formals,
         )
     )
     register(

@@ -261,7 +261,16 @@ def _register_gather(
         made = ctx.add(name, ctx.grad, *indices, **picked(ctx.attributes, option, "indices"))
         return by_place(_GRAD, ctx, {"dy": made})
 
-    register(Operator(name, compute=meanings[0], work=_gather_work, gradient=gradient, sharding=rules[0]))
+    register(
+        Operator(
+            name,
+            compute=meanings[0],
+            work=_gather_work,
+            gradient=gradient,
+            sharding=rules[0],
+            formals=_DATA,
+        )
+    )
     register(
         Operator(
             f"{name}Grad",
@@ -270,6 +279,7 @@ def _register_gather(
             work=_scatter_add_work,
             gradient=of_gradient,
             sharding=rules[1],
+            formals=_GRAD,
         )
     )
 

@@ -174,6 +174,7 @@ register(
         work=_matmul_work,
         gradient=_matmul_gradient,
         sharding=_matmul_sharding,
+        formals=_AB,
     )
 )
 
@@ -252,7 +253,7 @@ def _register_half(name: str, other: str) -> None:
         linear = tuple((i,) for i in range(len(inputs)))
         return ShardingRule(inputs, (labels[name],), linear, localize=resizing("shape"))
 
-    register(Operator(op_type, types=types, compute=meaning, work=work, sharding=sharding))
+    register(Operator(op_type, types=types, compute=meaning, work=work, sharding=sharding, formals=formals))
 
 
 _register_half("A", "B")

@@ -17,7 +17,7 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
-from distsim.ops.broadcast import aligned
+from distsim.ops.broadcast import aligned, whole_where_static
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -134,6 +134,7 @@ class _Kind:
         x = signature.inputs[0]
         axis = _axis(signature.attributes, x.rank)
         dims: tuple[Dim, ...] = (*letters(axis), *(None,) * (x.rank - axis))
+        dims = whole_where_static(self.formals[1:], signature.attributes, x.shape, dims)
         inputs = tuple(aligned(tensor.shape, x.shape, dims) for tensor in signature.inputs)
         return ShardingRule(inputs, (dims,) * len(signature.outputs))
 
@@ -186,6 +187,7 @@ def _register(kind: _Kind) -> None:
             work=lambda s: norm_work(s, kind.flops),
             gradient=kind.gradient,
             sharding=kind.sharding,
+            formals=kind.formals,
         )
     )
     register(

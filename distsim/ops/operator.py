@@ -167,6 +167,8 @@ GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
 BufferRule = Callable[[Attributes, int], Sequence[int]]
 """(attributes, number of inputs) -> places of inputs."""
+FormalsRule = Callable[[Attributes], tuple[str, ...]]
+"""attributes -> the formal names of the operands, in order (see :mod:`distsim.ops.places`)."""
 GroupRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 """(attributes, the input on each rank of one group) -> the output on each rank."""
 
@@ -197,6 +199,8 @@ class Operator:
     gradient: GradientRule | None = None
     sharding: ShardRule | None = None
     communication: Communication | None = None
+    formals: tuple[str, ...] | FormalsRule = ()
+    """The names of the operands, in order, where an array among the attributes may as well be a value."""
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
     """Output index -> index of the input whose memory it takes over."""
     buffers: BufferRule | None = None
@@ -222,6 +226,7 @@ def register(operator: Operator) -> Operator:
             "gradient",
             "sharding",
             "communication",
+            "formals",
             "in_place",
             "view",
             "waits",

@@ -157,10 +157,23 @@ def _elements_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[
 
 
 register(
-    Operator("ScatterND", work=_work, gradient=lambda ctx: _gradient(ctx, "GatherND"), sharding=_nd_rule)
+    Operator(
+        "ScatterND",
+        work=_work,
+        gradient=lambda ctx: _gradient(ctx, "GatherND"),
+        sharding=_nd_rule,
+        formals=_SCATTER,
+    )
 )
 register(
-    Operator("ScatterNDGrad", types=_grad_types, compute=_nd_grad, work=_grad_work, sharding=_nd_grad_rule)
+    Operator(
+        "ScatterNDGrad",
+        types=_grad_types,
+        compute=_nd_grad,
+        work=_grad_work,
+        sharding=_nd_grad_rule,
+        formals=_GRAD,
+    )
 )
 register(
     Operator(
@@ -168,6 +181,7 @@ register(
         work=_work,
         gradient=lambda ctx: _gradient(ctx, "GatherElements"),
         sharding=_elements_rule,
+        formals=_SCATTER,
     )
 )
 register(
@@ -177,5 +191,6 @@ register(
         compute=_elements_grad,
         work=_grad_work,
         sharding=_elements_grad_rule,
+        formals=_GRAD,
     )
 )

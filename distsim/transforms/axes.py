@@ -15,13 +15,16 @@ from distsim.transforms.strategies import Allowed
 from distsim.transforms.structure import Node, Structure
 
 
-def batch_options(function: Function, structure: Structure, data: tuple[Value, ...], marks: Marks) -> Options:
-    """Return the choice over the batch: data inputs are divided, everything else starts out whole.
+def batch_options(
+    function: Function, structure: Structure, divided: Mapping[Value, int], marks: Marks
+) -> Options:
+    """Return the choice over the batch: these inputs are ``divided``, everything else starts out whole.
 
     ``marks`` are the dimensions that carry the batch.
     """
     number = structure.number
-    given = {number[v]: REPLICATED for v in function.inputs} | {number[v]: sharded(0) for v in data}
+    given = {number[v]: REPLICATED for v in function.inputs}
+    given |= {number[v]: sharded(dim) for v, dim in divided.items()}
 
     def allowed(node: Node) -> Allowed:
         of_batch = marked(node.op, marks)

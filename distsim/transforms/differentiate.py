@@ -14,6 +14,7 @@ from distsim.ops import GradientContext, operator
 from distsim.transforms.constant_folding import FoldingMaker
 from distsim.transforms.kept import kept_outputs, mark_forward, only_needed
 from distsim.transforms.optimizers import SGD, Optimizer
+from distsim.transforms.roles import how_to_mark
 from distsim.transforms.updates import add_updates
 
 Mask = tuple[bool, ...]
@@ -51,7 +52,9 @@ def differentiate(
         )
     parameters = function.parameters
     if not parameters:
-        raise PlanError(f"{function.name} has no input marked as a parameter (Role.PARAMETER)")
+        raise PlanError(
+            f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
+        )
     kept = kept_outputs(function, keep, loss)
     function = mark_forward(only_needed(function, (loss, *kept), "the loss does not need it"))
     trained = _trained(function)

@@ -109,11 +109,16 @@ class _Source:
         self.function = function = _without_early_sums(Numbered(local.function), local.microbatches)
         self.inputs: list[Value] = []
         places = {id(place): place for place in (*local.inputs, *local.outputs)}
-        divided = {key: (place.shards(), place.batch.sharded) for key, place in places.items()}
+        divided = {
+            key: (place.shards(), place.batch.sharded, max(place.batch.dim, 0))
+            for key, place in places.items()
+        }
         for key, source in zip(function.inputs, local.sources, strict=True):
             same = source.role is key.role
             self.inputs.append(source if same else Value(source.name, source.type, key.role))
         self.divided = [divided[id(place)] for place in local.inputs]
+        given: list[Function | None] = [None] * (len(self.inputs) - len(local.made))
+        self.made = [*given, *local.made]
         self.outputs = [(divided[id(place)][0], place.batch) for place in local.outputs]
         self.cuts: WeakValueDictionary[tuple[int, Device, Starts | None], Cut] = WeakValueDictionary()
 
@@ -286,9 +291,9 @@ class _Cutter:
         keys, source = self.function.inputs, self.source
         return tuple(
             [
-                ProgramInput(typed, key, *divided, readers.get(value, ()))
-                for value, (typed, key, divided) in enumerate(
-                    zip(source.inputs, keys, source.divided, strict=True)
+                ProgramInput(typed, key, shards, divided, readers.get(value, ()), dim, made)
+                for value, (typed, key, (shards, divided, dim), made) in enumerate(
+                    zip(source.inputs, keys, source.divided, source.made, strict=True)
                 )
             ]
         )

@@ -33,14 +33,32 @@ def roles(function: Function) -> dict[Value, Role]:
     seeds: Marks = {}
     for op in all_ops(function):
         if op.op_type in LOSSES:
-            seeds |= dict.fromkeys(op.inputs[:2], WHOLE_BATCH)
+            seeds |= {value: WHOLE_BATCH for value in op.inputs[:2] if _tensor(value).rank}
     if not seeds:
         raise PlanError(
             f"{function.name}: no input is marked as a parameter and there is no loss to tell which "
-            "inputs carry the batch; mark the parameters (Role.PARAMETER) or differentiate first"
+            f"inputs carry the batch; mark the parameters (Role.PARAMETER); {how_to_mark(function)}"
         )
     marks = propagate_back(function, seeds)
     return {v: Role.INPUT if marks.get(v) else Role.PARAMETER for v in function.inputs}
+
+
+def how_to_mark(function: Function) -> str:
+    """Return how the inputs of a function are said to be parameters, naming a few of them."""
+    names = [v.name for v in function.inputs if isinstance(v.type, Tensor) and v.type.dtype.is_floating]
+    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return (
+        "graph inputs of an export are marked with --parameters PATTERN, or "
+        f"import_from_onnx(path, parameters=[PATTERN]). Its floating-point inputs are {listed or 'none'}"
+    )
+
+
+def brings_backward(function: Function) -> bool:
+    """Whether a function is joint: it returns a scalar loss and something of the type of a parameter."""
+    types = [value.type for value in function.outputs if isinstance(value.type, Tensor)]
+    loss = any(type_.rank == 0 and type_.dtype.is_floating for type_ in types)
+    trained = {value.type for value in function.parameters}
+    return loss and any(type_.rank > 0 and type_ in trained for type_ in types)
 
 
 def batch_inputs(function: Function, known: Mapping[Value, Role]) -> tuple[Value, ...]:
@@ -62,24 +80,50 @@ def propagate(function: Function, seeds: Marks) -> Marks:
     A dimension of an output is marked when a factor of it labels a marked dimension of an input.
     """
     marks = dict(seeds)
-
-    def visit(current: Function) -> None:
-        for op in current.ops:
-            if op.op_type == "Call":
-                if _pass_down(op, marks):
-                    visit(op.callee)
-                for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
-                    _mark(marks, outer, marks.get(inner, frozenset()))
-            else:
-                _mark_op(op, marks)
-
-    visit(function)
+    _forward(function, marks, _mark_outputs)
     return marks
 
 
 def propagate_back(function: Function, seeds: Marks) -> Marks:
     """Return the marks that follow from ``seeds`` against the direction of the ops, and in callees."""
     marks = dict(seeds)
+    _back(function, marks, _mark_inputs)
+    return marks
+
+
+def propagate_both(function: Function, seeds: Marks) -> Marks:
+    """Return the marks that follow from ``seeds`` in any direction.
+
+    What derives from no seed, such as a mask made of constants, is marked where it has a factor in common
+    with something that does.
+    """
+    marks = dict(seeds)
+    before: Marks = {}
+    while marks != before:
+        before = dict(marks)
+        _forward(function, marks, _mark_all)
+        _back(function, marks, _mark_all)
+    return marks
+
+
+def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
+    visited: set[int] = set()
+
+    def visit(current: Function) -> None:
+        for op in current.ops:
+            if op.op_type == "Call":
+                if _pass_down(op, marks) or id(op.callee) not in visited:
+                    visited.add(id(op.callee))
+                    visit(op.callee)
+                for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
+                    _mark(marks, outer, marks.get(inner, frozenset()))
+            else:
+                mark(op, marks)
+
+    visit(function)
+
+
+def _back(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
     visited: set[int] = set()
 
     def visit(current: Function) -> None:
@@ -91,16 +135,17 @@ def propagate_back(function: Function, seeds: Marks) -> Marks:
                 for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
                     _mark(marks, outer, marks.get(inner, frozenset()))
             else:
-                _mark_op_back(op, marks)
+                mark(op, marks)
 
     visit(function)
-    return marks
 
 
 def marked(op: Op, marks: Marks) -> Callable[[str, Parts], bool]:
-    """Return the test whether a factor of ``op``, divided so, labels a marked dimension of an input."""
+    """Return the test whether a factor of ``op``, divided so, labels a marked dimension of an operand."""
     rule = rule_of(signature_of(op))
-    found = frozenset[tuple[str, Parts]]() if rule is None else _factors(op.inputs, rule.inputs, marks)
+    if rule is None:
+        return lambda factor, pieces: False
+    found = _factors((*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs), marks)
     return lambda factor, pieces: (factor, pieces) in found
 
 
@@ -133,10 +178,10 @@ def _labelled(dims: tuple[Dim, ...], found: frozenset[tuple[str, Parts]]) -> fro
 def _pass_down(op: Op, marks: Marks) -> bool:
     changed = False
     for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
-        before = marks.get(inner)
-        marks[inner] = (before or frozenset()) | marks.get(outer, frozenset())
-        changed |= before != marks[inner]
-    return changed or not op.callee.inputs
+        before = marks.get(inner, frozenset())
+        _mark(marks, inner, marks.get(outer, frozenset()))
+        changed |= before != marks.get(inner, frozenset())
+    return changed
 
 
 def _pass_up(op: Op, marks: Marks) -> bool:
@@ -148,7 +193,7 @@ def _pass_up(op: Op, marks: Marks) -> bool:
     return changed
 
 
-def _mark_op_back(op: Op, marks: Marks) -> None:
+def _mark_inputs(op: Op, marks: Marks) -> None:
     rule = rule_of(signature_of(op))
     if rule is not None:
         found = _factors(op.outputs, rule.outputs, marks)
@@ -156,12 +201,21 @@ def _mark_op_back(op: Op, marks: Marks) -> None:
             _mark(marks, value, _labelled(dims, found))
 
 
-def _mark_op(op: Op, marks: Marks) -> None:
+def _mark_outputs(op: Op, marks: Marks) -> None:
     rule = rule_of(signature_of(op))
     if rule is not None:
         found = _factors(op.inputs, rule.inputs, marks)
         for value, dims in zip(op.outputs, rule.outputs, strict=True):
             _mark(marks, value, _labelled(dims, found))
+
+
+def _mark_all(op: Op, marks: Marks) -> None:
+    rule = rule_of(signature_of(op))
+    if rule is not None:
+        values, dims = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
+        found = _factors(values, dims, marks)
+        for value, labels in zip(values, dims, strict=True):
+            _mark(marks, value, _labelled(labels, found))
 
 
 def _mark(marks: Marks, value: Value, dims: frozenset[Mark]) -> None:

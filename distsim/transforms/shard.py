@@ -8,20 +8,22 @@ the fewest bytes; the column-then-row pattern of Megatron-LM (Shoeybi et al. 201
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Mesh, Value, callees
+from distsim.ir import Device, Function, Mesh, Role, Value, callees
 from distsim.ir.device import logical_mesh
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
+from distsim.transforms.constants import as_inputs, as_values
 from distsim.transforms.decide import Decision
 from distsim.transforms.kept import only_needed
 from distsim.transforms.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.placement import Placement
-from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate, roles
+from distsim.transforms.roles import WHOLE_BATCH, Marks, batch_inputs, propagate_both, roles
 from distsim.transforms.structure import structure_of
 
 REPLICATION_NOTED = 0.95
@@ -32,7 +34,8 @@ REPLICATION_NOTED = 0.95
 class Sharded:
     """A function that every rank of ``mesh`` runs on one microbatch, and where its ends are.
 
-    ``sources`` are the inputs of the function that was sharded, in the order of ``function.inputs``.
+    ``sources`` are the inputs of the function that was sharded, in the order of ``function.inputs``; the
+    last of them may be constants that differ along the batch, each made by one of the functions ``made``.
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
     not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are the
     notes of the function that was sharded.
@@ -49,6 +52,7 @@ class Sharded:
     dp: int
     needs_dp: bool
     remarks: tuple[str, ...] = ()
+    made: tuple[Function, ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -94,9 +98,7 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
     key = (mesh, microbatches, dp)
     found = memory.results.get(key)
     if found is None:
-        found = memory.shard(
-            memory.lean or function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp
-        )
+        found = memory.shard(function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp)
         memory.results[key] = found
     return found
 
@@ -136,24 +138,53 @@ MOST_RESULTS = 8192
 """How many results and decisions, which share those functions; then they are looked up anew."""
 
 
-class _Memory:
-    """What is known of one function: what may be divided, what was decided, what came out."""
+def _constants_divided(
+    function: Function, data: tuple[Value, ...]
+) -> tuple[Function, Marks, tuple[Function, ...]]:
+    """Return the function with its constants as they can be divided, the dimensions that carry the batch,
+    and what makes its last inputs."""
+    seeds = dict.fromkeys(data, WHOLE_BATCH)
+    function = as_values(function)
+    marks = propagate_both(function, seeds)
+    found, made = as_inputs(function, marks)
+    return (found, propagate_both(found, seeds), made) if made else (function, marks, made)
 
-    def __init__(self, function: Function) -> None:
-        whole, function = function, only_needed(function, function.outputs, "no output needs it")
-        self.lean = None if function is whole else function  # it must not refer to what it is known by
-        self.known = roles(function)
-        self.data = batch_inputs(function, self.known)
+
+def _constants_with_batch(known: Mapping[Value, Role], marks: Marks) -> dict[Value, int]:
+    """Return the inputs that are constants with a dimension of the batch, and that dimension."""
+    found: dict[Value, int] = {}
+    for value, role in known.items():
+        dims = [dim for dim, pieces in marks.get(value, ()) if pieces is None]
+        if role is Role.CONSTANT and dims:
+            found[value] = min(dims)
+    return found
+
+
+class _Memory:
+    """What is known of one function: what may be divided, what was decided, what came out.
+
+    ``rewritten`` is what is divided in its place, if that is another function.
+    """
+
+    def __init__(self, given: Function) -> None:
+        needed = only_needed(given, given.outputs, "no output needs it")
+        known = roles(needed)
+        self.data = batch_inputs(needed, known)
+        function, marks, self.made = _constants_divided(needed, self.data)
+        self.rewritten = None if function is given else function  # not to refer to what it is known by
+        known |= dict.fromkeys(function.inputs[len(needed.inputs) :], Role.CONSTANT)
+        divided = dict.fromkeys(self.data, 0) | _constants_with_batch(known, marks)
+        self.known = known | dict.fromkeys(divided, Role.INPUT)
         self.structure = structure_of(function, self.known)
-        marks = propagate(function, dict.fromkeys(self.data, WHOLE_BATCH))
-        self.batch_options = batch_options(function, self.structure, self.data, marks)
-        self.tensor_options = tensor_options(function, self.structure, self.known, marks)
+        self.batch_options = batch_options(function, self.structure, divided, marks)
+        self.tensor_options = tensor_options(function, self.structure, known, marks)
         self.batch: dict[tuple[int, Balance], Decision] = {}
         self.tensor: dict[tuple[int, int, int, Balance], Decision] = {}
         self.lowered: dict[tuple[object, ...], Lowered] = {}
         self.results: dict[tuple[Mesh, int, int | None], Sharded] = {}
 
     def shard(self, function: Function, mesh: Mesh, microbatches: int, dp: int) -> Sharded:
+        function = self.rewritten or function
         tp, shown = mesh.axis_size("tp"), mesh.axis_size("dp")
         if shown not in (dp, min(dp, 2)):
             raise PlanError(f"dp={dp} on a mesh of dp={shown}; give one of dp={min(dp, 2)} or of dp={dp}")
@@ -179,6 +210,7 @@ class _Memory:
             dp,
             lowered.needs_dp,
             function.notes,
+            self.made,
         )
 
     def _decide(self, tp: int, dp: int, microbatches: int, device: Device) -> tuple[Decision, Decision]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from distsim.errors import PlanError
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
 from distsim.ops.operator import Dim, factors_of, label_of
 from distsim.transforms.placement import PARTIAL, REPLICATED, State, divisor, sharded
@@ -51,8 +52,20 @@ def replicated(signature: Signature) -> Strategy:
 
 @lru_cache(maxsize=65536)
 def rule_of(signature: Signature) -> ShardingRule | None:
-    """Return the op's sharding rule (cached: rules are asked for once per signature)."""
-    return sharding_rule(signature)
+    """Return the op's sharding rule (cached: rules are asked for once per signature).
+
+    Raises :class:`PlanError` for one that does not label every dimension of every operand and result.
+    """
+    rule = sharding_rule(signature)
+    if rule is not None:
+        ranks = tuple([tensor.rank for tensor in (*signature.inputs, *signature.outputs)])
+        labels = tuple([len(dims) for dims in (*rule.inputs, *rule.outputs)])
+        if labels != ranks:
+            raise PlanError(
+                f"the sharding rule of {signature.op_type} is wrong for {signature.inputs} -> "
+                f"{signature.outputs}: it labels {labels} dimensions, there are {ranks}"
+            )
+    return rule
 
 
 def factors(rule: ShardingRule) -> tuple[str, ...]:
