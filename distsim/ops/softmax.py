@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
+from distsim.ir.op import Attributes, Literal, Value
 from distsim.ir.type import Tensor
 from distsim.ops.elementwise import grad_types
 from distsim.ops.normalization import norm_work
+from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -29,7 +30,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import picked, shape_of
+from distsim.ops.places import by_place, operands, picked, places, shape_of
 
 Axes = tuple[int, ...]
 
@@ -152,9 +153,13 @@ def _losses(attributes: Attributes, logs: Array, labels: Array, weights: Array |
     return np.asarray(total if _reduction(attributes) == "sum" else total / weight.sum(), logs.dtype)
 
 
-def _loss_sharding(signature: Signature, grad: bool) -> ShardingRule:
-    """With an uneven mean the positions are whole; else the loss is a sum, or a mean, over them."""
+def _loss_sharding(signature: Signature, grad: bool, labels: str) -> ShardingRule:
+    """With an uneven mean, or labels that are known, the positions are whole; else the loss is a sum, or a
+    mean, over them."""
     scores = signature.inputs[0]
+    if labels in signature.attributes:
+        whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
+        return ShardingRule(whole, tuple((None,) * tensor.rank for tensor in signature.outputs))
     values = signature.inputs[:-1] if grad else signature.inputs
     rows: tuple[Dim, ...] = letters(scores.rank - 1)
     if _uneven(signature.attributes, len(values) > 2):
@@ -169,22 +174,31 @@ def _loss_sharding(signature: Signature, grad: bool) -> ShardingRule:
     return ShardingRule((full, rows, *others), (loss, full)[: len(signature.outputs)], (), mean)
 
 
-def _register_loss(name: str, from_scores: bool) -> None:
+def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) -> None:
     grad_name = f"{name}Grad"
 
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-        logs = _log_softmax(arrays[0], (1,)) if from_scores else arrays[0]
-        weights = arrays[2] if len(arrays) > 2 else None
-        made = [_losses(attributes, logs, arrays[1], weights), logs]
+        given = operands(formals, attributes, arrays)
+        scores, labels = given[formals[0]], given[formals[1]]
+        logs = _log_softmax(scores, (1,)) if from_scores else scores
+        made = [_losses(attributes, logs, labels, given.get(formals[2])), logs]
         return made[: int(attributes.get("outputs", 1))]
 
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:
         if any(grad is not None for grad in ctx.grads[1:]):
             raise TypeRuleError(f"{name}: only the loss, not the log-probabilities, may influence the loss")
         options = picked(ctx.attributes, "reduction", "ignore_index")
-        count = math.prod(shape_of(ctx.inputs[1]))
-        made = ctx.add(grad_name, *ctx.inputs, ctx.grad, count=count, **options)
-        return [made, *(None for _ in ctx.inputs[1:])]
+        index = places(formals, ctx.attributes, len(ctx.inputs))
+        values: list[Value] = []  # the gradient op takes them all as values
+        for formal in formals:
+            if formal in index:
+                values.append(ctx.inputs[index[formal]])
+            elif formal in ctx.attributes:
+                known = static_array(ctx.attributes[formal], None)
+                values.append(ctx.maker.add("Constant", (), {"value": Literal(known)})[0])
+        count = math.prod(shape_of(values[1]))
+        made = ctx.add(grad_name, *values, ctx.grad, count=count, **options)
+        return by_place(formals, ctx, {formals[0]: made})
 
     def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if len(inputs) not in (3, 4):
@@ -210,7 +224,7 @@ def _register_loss(name: str, from_scores: bool) -> None:
             compute=compute,
             work=lambda s: norm_work(s, flops),
             gradient=gradient,
-            sharding=lambda s: _loss_sharding(s, grad=False),
+            sharding=lambda s: _loss_sharding(s, False, formals[1]),
         )
     )
     register(
@@ -219,10 +233,10 @@ def _register_loss(name: str, from_scores: bool) -> None:
             types=types,
             compute=compute_grad,
             work=lambda s: memory_bound(s, flops),
-            sharding=lambda s: _loss_sharding(s, grad=True),
+            sharding=lambda s: _loss_sharding(s, True, formals[1]),
         )
     )
 
 
-_register_loss("SoftmaxCrossEntropyLoss", from_scores=True)
-_register_loss("NegativeLogLikelihoodLoss", from_scores=False)
+_register_loss("SoftmaxCrossEntropyLoss", True, ("scores", "labels", "weights"))
+_register_loss("NegativeLogLikelihoodLoss", False, ("input", "target", "weight"))
