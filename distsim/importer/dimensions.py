@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import keyword
-import math
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from distsim.errors import ImportModelError
-from distsim.importer.tensors import MAX_ELEMENTS, dtype_of
+from distsim.importer.limits import MAX_SIZE, check_shape
+from distsim.importer.tensors import dtype_of
 from distsim.ir.type import Tensor
-
-MAX_SIZE = 2**31 - 1
-"""The largest size that a symbolic dimension may be bound to."""
 
 OPTIONS = ("path", "parameters", "load_values", "name", "max_bytes", "bindings")
 """The other arguments of ``import_from_onnx``: a dimension with such a name is bound in the mapping."""
@@ -91,8 +88,7 @@ def input_type(info: Any, sizes: Mapping[str, int]) -> Tensor:
                 f"{what}: dimension {axis} of {_written(info)} has {found}, so nothing can be bound to it; "
                 "give it a size or a name (dim_param) in the file"
             )
-    if math.prod(shape) > MAX_ELEMENTS:
-        raise ImportModelError(f"{what} would have the shape {shape}: more than 2^46 elements")
+    check_shape(what, shape)
     return Tensor(dtype_of(info.type.tensor_type.elem_type, what), tuple(shape))
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, overload
 import onnx
 from google.protobuf.message import DecodeError
 
-from distsim.errors import DistsimError, ImportModelError
-from distsim.importer.checks import check_operators, local_functions, opsets_of
+from distsim.errors import DistsimError, ImportModelError, ModelLimitError
+from distsim.importer.checks import check_names, check_operators, local_functions, opsets_of
 from distsim.importer.dimensions import (
     check_bindings,
     check_declared,
@@ -22,8 +22,9 @@ from distsim.importer.dimensions import (
     symbols_of,
 )
 from distsim.importer.evaluate import PartialEvaluator
+from distsim.importer.limits import MAX_FILE_BYTES
 from distsim.importer.scope import Scope, used_names
-from distsim.importer.tensors import MAX_FILE_BYTES, read_bytes
+from distsim.importer.tensors import read_bytes
 from distsim.ir.function import Function
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.op import Op, Role, Value
@@ -96,7 +97,9 @@ def import_from_onnx(
         return _import(_read_model(path, max_bytes), Path(path), parameters, load_values, name, given)
     except DistsimError:
         raise
-    except Exception as error:  # protobuf hands out text that is not UTF-8 as bytes, for one
+    except MemoryError as error:
+        raise ModelLimitError(f"{path}: this machine has too little memory to read it") from error
+    except Exception as error:
         raise ImportModelError(f"{path} is malformed: {type(error).__name__}: {error}") from error
 
 
@@ -109,6 +112,7 @@ def _import(
     bindings: Mapping[str, int],
 ) -> Any:
     graph = model.graph
+    check_names(model)
     opsets = opsets_of(model)
     functions = local_functions(model)
     check_operators(model, opsets, functions)
