@@ -128,6 +128,8 @@ def _worker(
             if not said:
                 process.kill()
                 text = process.stderr.read().decode(errors="replace")
+                if not _case(folder, seed).exists():  # it did not come to the first file
+                    raise SystemExit(text)
                 where = re.search(r"/(distsim/[^\n]*)", text)
                 how = f"exit status {process.wait()}" if ready else f"more than {SECONDS:.0f} s"
                 yield number, ("DEFECT", f"{how} in {where[1] if where else '?'}", text[-6000:])
@@ -143,7 +145,11 @@ def _worker(
 def _work(options: argparse.Namespace) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    models = [*own_models(), *light_models(), *map(onnx.load, options.models)]
+    models = [
+        *own_models(),
+        *light_models(),
+        *(onnx.load(path, load_external_data=False) for path in options.models),
+    ]
     others = list(node_models()) if options.others else []
     path = _case(options.folder, options.seed)
     warnings.simplefilter("error")

@@ -68,6 +68,11 @@ REFUSED = {
     "axes of a pad": (one("Pad", (4, 6), [[1, 1, 1, 1], None, [1, 1]]), "axes [1, 1]"),
     "mode of a pad": (one("Pad", (4, 6), [[1, 1, 1, 1]], mode="around"), "'around'", "reflect"),
     "letters": (one("Einsum", (4, 6), [ONES((7, 3), "f")], equation="ab,bc->ac"), "'b' is 6", "7"),
+    "more dimensions than letters": (
+        one("Einsum", (1,) * 52 + (2, 4), [ONES((4, 6), "f")], equation="...ij,jk"),
+        "52 dimensions behind",
+        "49 of the 52 letters",
+    ),
     "a letter of no operand": (one("Einsum", (4, 6), [], equation="ab->az"), "Einsum"),
     "scale of a quantization": (one("QuantizeLinear", (4, 6), [ONES(9, "f")]), "y_scale [9]", "[4, 6]"),
     "hidden size": (
