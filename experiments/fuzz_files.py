@@ -201,7 +201,7 @@ def _use(path: Path, rng: random.Random) -> None:
 
 def _unforeseen(error: BaseException) -> str | None:
     """Return the exception that no check foresaw behind a library error; None when there is none."""
-    if not str(error).strip() or str(error).rstrip().endswith(":"):
+    if not re.sub(r"^node .*? \([\w.]*\):?", "", str(error), flags=re.DOTALL).strip():
         return "no reason"
     text, cause = str(error), error.__cause__
     while cause is not None:
