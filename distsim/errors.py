@@ -17,6 +17,10 @@ class TypeRuleError(DistsimError, TypeError):
     """The types of an op's inputs do not fit its operator."""
 
 
+class BoundsError(TypeRuleError):
+    """An attribute of an op, or the shape of an operand, makes no sense beside the others."""
+
+
 class UnknownOperatorError(DistsimError, KeyError):
     """An operator, or one of its rules, is not known."""
 
@@ -26,6 +30,10 @@ class UnknownOperatorError(DistsimError, KeyError):
 
 class ImportModelError(DistsimError, ValueError):
     """A model file cannot be read as a function."""
+
+
+class ModelLimitError(ImportModelError):
+    """A model file asks for more than the importer's limits: sizes, counts, depths."""
 
 
 class TopologyError(DistsimError, ValueError):

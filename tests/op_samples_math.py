@@ -6,6 +6,7 @@ import numpy as np
 from onnx import TensorProto
 from op_samples import Sample, integers, normal, positive, sample, unit
 
+from distsim.ir import Literal
 from distsim.ops.elementwise import UNARY, Unary
 
 MATMUL: tuple[Sample, ...] = (
@@ -230,6 +231,15 @@ SOFTMAX: tuple[Sample, ...] = (
         sample(name, (4, 6), _LABELS, positive(6), reduction=reduction, refused=(2,))
         for name in ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
         for reduction in ("mean", "sum", "none")
+    ),
+    # Labels that the file knows are a static operand.
+    *(
+        one
+        for reduction in ("mean", "none")
+        for one in (
+            sample("SoftmaxCrossEntropyLoss", (4, 6), labels=Literal(_LABELS), reduction=reduction),
+            sample("NegativeLogLikelihoodLoss", (4, 6), target=Literal(_LABELS), reduction=reduction),
+        )
     ),
 )
 NORMALIZATION: tuple[Sample, ...] = (

@@ -143,6 +143,7 @@ CONVOLUTION: tuple[Sample, ...] = (
 EINSUM: tuple[Sample, ...] = (
     sample("Einsum", (2, 4, 6), (2, 6, 8), equation="bij,bjk->bik"),
     sample("Einsum", (2, 1, 4, 6), (2, 8, 6, 2), equation="...ij,...jk"),
+    sample("Einsum", ((1,) * 38 + (2, 4)), (4, 6), equation="...ij,jk"),  # more dimensions than capitals
     sample("Einsum", (2, 4, 6, 2), (2, 8, 6, 2), equation="bqhd,bkhd->bhqk"),
     sample("Einsum", (4, 6), equation="ij->j"),
     sample("Einsum", (4, 6), (2,), equation="ij,k->ki"),

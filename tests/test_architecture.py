@@ -3,9 +3,12 @@
 import ast
 import graphlib
 import importlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,20 @@ def imports(module: str, at_import_time: bool) -> list[tuple[int, str]]:
     return [(line, name) for line, name in found if name.split(".")[0] == "distsim"]
 
 
+def outside(tree: ast.AST) -> set[str]:
+    """The top packages that are neither Python's nor distsim, imported anywhere, also by import_module."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            found.update(arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+    tops = {name.split(".")[0] for name in found}
+    return tops - set(sys.stdlib_module_names) - {"distsim"}
+
+
 def assert_no_circle(graph: dict[str, set[str]]) -> None:
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -174,6 +191,20 @@ def test_every_import_names_a_module_that_exists():
         if target not in MODULES
     ]
     assert unknown == []
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in project["dependencies"]}
+    owners = packages_distributions()
+    imported = {name for tree in TREES.values() for name in outside(tree)}
+    assert {"numba", "numpy", "google"} <= imported  # also those that a function imports
+    missing = {
+        name
+        for name in imported
+        if declared.isdisjoint(owner.replace("-", "_") for owner in owners.get(name, [name]))
+    }
+    assert missing == set()
 
 
 def test_packages_do_not_import_each_other_in_a_circle():

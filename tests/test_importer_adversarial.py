@@ -1,5 +1,6 @@
 """Files, sizes, nodes and functions that make no sense: an error that names the thing."""
 
+import inspect
 import os
 
 import numpy as np
@@ -18,7 +19,7 @@ from adversarial_models import (
 from onnx import TensorProto, helper
 
 from distsim.errors import ImportModelError
-from distsim.importer import import_from_onnx, parse_tensor_from_file, symbolic_dimensions
+from distsim.importer import import_from_onnx, load_model, parse_tensor_from_file, symbolic_dimensions
 
 RELU = helper.make_node("Relu", ["x"], ["y"], "act")
 
@@ -76,6 +77,19 @@ def test_bindings(put):
         refused(dynamic, f"batch={wrong!r}", "integer", batch=wrong, seq=1)
     assert import_from_onnx(dynamic, batch=np.int64(2), seq=1).outputs[0].type.shape == (2, 1, 4)
     refused(dynamic, "2^46", batch=2**31 - 1, seq=2**31 - 1)
+
+
+def test_dimensions_named_like_arguments(put):
+    names = ["path", "parameters", "load_values", "name", "max_bytes", "bindings"]
+    assert set(names) | {"sizes"} == set(inspect.signature(import_from_onnx).parameters)
+    path = put(model_of([RELU], [info("x", [*names, "sizes", "a b"])]))
+    sizes = {name: size for size, name in enumerate([*names, "a b"], 2)}
+    refused(path, "sizes=..., bindings={'path': ..., 'parameters': ..., ", "'a b': ...}")
+    assert import_from_onnx(path, bindings=sizes, sizes=9).inputs[0].type.shape == (2, 3, 4, 5, 6, 7, 9, 8)
+    bound = ",".join(f"{name}={size}" for name, size in sizes.items())
+    assert load_model(str(path), bindings=f"{bound},sizes=9").inputs[0].type.shape[0] == 2
+    refused(path, "sizes is bound twice, 1 and 2", bindings={"sizes": 1}, sizes=2)
+    refused(path, "bindings=4 must map", bindings=4)
 
 
 def test_a_static_export_is_not_given_another_batch(put):

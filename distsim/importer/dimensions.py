@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import keyword
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from distsim.errors import ImportModelError
-from distsim.importer.tensors import MAX_ELEMENTS, dtype_of
+from distsim.importer.limits import MAX_SIZE, check_shape
+from distsim.importer.tensors import dtype_of
 from distsim.ir.type import Tensor
 
-MAX_SIZE = 2**31 - 1
-"""The largest size that a symbolic dimension may be bound to."""
+OPTIONS = ("path", "parameters", "load_values", "name", "max_bytes", "bindings")
+"""The other arguments of ``import_from_onnx``: a dimension with such a name is bound in the mapping."""
 
 
 def symbols_of(inputs: Sequence[Any]) -> tuple[str, ...]:
@@ -22,6 +23,19 @@ def symbols_of(inputs: Sequence[Any]) -> tuple[str, ...]:
         if not isinstance(name, str):  # protobuf hands out bytes that are not UTF-8 as they are
             raise ImportModelError(f"the name of the symbolic dimension {name!r} is not text")
     return tuple(names)
+
+
+def merge_bindings(bindings: Any, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the mapping and the keywords bind together; raise when a name is in both."""
+    if bindings is None:
+        return dict(sizes)
+    if not isinstance(bindings, Mapping):
+        raise ImportModelError(f"bindings={bindings!r} must map names of dimensions to sizes")
+    given = dict(cast(Mapping[str, Any], bindings))
+    for name in sizes:
+        if name in given:
+            raise ImportModelError(f"{name} is bound twice, {given[name]} and {sizes[name]}; bind it once")
+    return given | dict(sizes)
 
 
 def check_bindings(inputs: Sequence[Any], bindings: Mapping[str, Any]) -> dict[str, int]:
@@ -39,13 +53,19 @@ def check_bindings(inputs: Sequence[Any], bindings: Mapping[str, Any]) -> dict[s
     unbound = [name for name in symbols if name not in sizes]
     if unbound:
         shapes = "; ".join(f"{info.name} {_written(info)}" for info in inputs if symbols_of([info]))
-        keywords = [f"{name}=..." if name.isidentifier() else f"**{{{name!r}: ...}}" for name in unbound]
+        keywords = [f"{name}=..." for name in unbound if _is_keyword(name)]
+        others = [f"{name!r}: ..." for name in unbound if not _is_keyword(name)]
+        keywords += [f"bindings={{{', '.join(others)}}}"] if others else []
         raise ImportModelError(
             f"the symbolic dimensions {', '.join(unbound)} have no size ({shapes}): "
             f"bind them with import_from_onnx(path, {', '.join(keywords)}), or --batch and --bind on the "
             "command line"
         )
     return sizes
+
+
+def _is_keyword(name: str) -> bool:
+    return name.isidentifier() and not keyword.iskeyword(name) and name not in OPTIONS
 
 
 def input_type(info: Any, sizes: Mapping[str, int]) -> Tensor:
@@ -68,8 +88,7 @@ def input_type(info: Any, sizes: Mapping[str, int]) -> Tensor:
                 f"{what}: dimension {axis} of {_written(info)} has {found}, so nothing can be bound to it; "
                 "give it a size or a name (dim_param) in the file"
             )
-    if math.prod(shape) > MAX_ELEMENTS:
-        raise ImportModelError(f"{what} would have the shape {shape}: more than 2^46 elements")
+    check_shape(what, shape)
     return Tensor(dtype_of(info.type.tensor_type.elem_type, what), tuple(shape))
 
 

@@ -15,17 +15,25 @@ from typing import Any
 import numpy as np
 import onnx
 
-from distsim.errors import ImportModelError, TypeRuleError
+from distsim.errors import BoundsError, DistsimError, ImportModelError, ModelLimitError, TypeRuleError
 from distsim.importer.folding import (
-    FOLD_ELEMENTS,
     Folder,
     repeated_axes,
     shape_constant,
-    shrink,
     without_repeats,
 )
-from distsim.importer.meaning import check_indices, check_legacy, check_reshape, check_size
-from distsim.importer.nodes import FunctionKey, check_node, describe, key_of, op_name, operator_name, resolved
+from distsim.importer.limits import FOLD_ELEMENTS, MAX_NAMES
+from distsim.importer.meaning import check_indices, check_legacy, check_size
+from distsim.importer.nodes import (
+    FunctionKey,
+    check_node,
+    describe,
+    key_of,
+    main_domain,
+    op_name,
+    operator_name,
+    resolved,
+)
 from distsim.importer.operands import (
     NEEDED,
     Entry,
@@ -67,6 +75,7 @@ class PartialEvaluator:
         self._literals: dict[Literal, Value] = {}
         self._constants: dict[int, Value] = {}  # by id of an array that _kept keeps alive
         self._kept: list[Array] = []
+        self._names = 0  # characters of prefixes, see MAX_NAMES
         self._written: dict[int, Array] = {}  # by id: constants that the file holds, not computed ones
 
     def add_stored(self, name: str, tensor: Any, scope: Scope, limit: int = 1) -> None:
@@ -100,9 +109,14 @@ class PartialEvaluator:
             except ImportModelError as error:
                 if str(error).startswith("node "):
                     raise
-                raise ImportModelError(f"{describe(node, scope.prefix)} {error}") from error
-            except Exception as error:  # whatever a malformed node provokes in onnx or NumPy
+                raise type(error)(f"{describe(node, scope.prefix)} {error}") from error
+            except DistsimError as error:
                 raise ImportModelError(f"{describe(node, scope.prefix)}: {error}") from error
+            except MemoryError:
+                raise
+            except Exception as error:  # whatever a malformed node provokes in onnx or NumPy
+                text = f"{type(error).__name__}: {error}"
+                raise ImportModelError(f"{describe(node, scope.prefix)}: {text}") from error
 
     def value_of(self, entry: Entry, name: str) -> Value:
         """Return a value that holds the entry; a constant gets a ``Constant`` op, made once."""
@@ -147,15 +161,15 @@ class PartialEvaluator:
             return scope.define(node.output[0], shape_constant(op_type, inputs[0], attributes))
         if op_type == "ConstantOfShape" and self._is_weight(inputs, attributes):
             return self._weight(node, attributes, inputs, scope)
-        if op_type == "Gather":
-            check_indices(inputs, attributes)
+        if op_type in ("Gather", "GatherElements"):
+            check_indices(inputs, attributes, self._folder)
         if attributes.get("broadcast") and "axis" in attributes:
             check_legacy(inputs, attributes["axis"])
         try:
             return self._apply(node, op_type, house_version(op_type, opset), inputs, attributes, scope)
         except TypeRuleError as error:
             body = function_body(node, op_type, opset, inputs)
-            if body is None or operator(op_type).types is not None:
+            if body is None or operator(op_type).types is not None or isinstance(error, BoundsError):
                 raise
             try:
                 return self._call(body, node, scope)
@@ -178,9 +192,13 @@ class PartialEvaluator:
             name = formals.name(index) if formals is not None and index < len(formals.names) else None
             if name in NEEDED.get(op_type, ()) and isinstance(entry, Value) and entry in self.stored:
                 inputs = [*inputs[:index], self._read_needed(entry, str(name)), *inputs[index + 1 :]]
-        operands, static = split_operands(op_type, formals, shrink(op_type, inputs))
+        operands, static = split_operands(op_type, formals, self._folder.shrink(op_type, inputs))
         count = output_count(formals, node.output, scope.used)
         attributes |= static
+        if attributes.get("num_outputs", len(node.output)) != len(node.output):
+            raise ImportModelError(
+                f"has num_outputs={attributes['num_outputs']} and {len(node.output)} outputs; they must agree"
+            )
         if (
             count > (1 if formals is None else max(1, formals.min_outputs))
             and "num_outputs" not in attributes
@@ -203,8 +221,6 @@ class PartialEvaluator:
             )
             for value in made:
                 check_size(as_tensor(value.type, value.name))
-            if op_type == "Reshape":
-                check_reshape(values, made)
         for name, entry in zip(node.output, made, strict=False):
             if name:
                 scope.define(name, entry)
@@ -237,7 +253,12 @@ class PartialEvaluator:
         apart by their value: 0, 1, -1, and the large or infinite ones of masks.
         """
         shape, value = inputs[0], attributes.get("value")
-        if not isinstance(shape, np.ndarray) or id(shape) not in self._written or value is None:
+        if (
+            not isinstance(shape, np.ndarray)
+            or shape.ndim != 1
+            or id(shape) not in self._written
+            or value is None
+        ):
             return False
         fill = value.array
         if shape.size == 0 or fill.size != 1 or not from_numpy(fill.dtype).is_floating:
@@ -263,8 +284,8 @@ class PartialEvaluator:
                 f"calls {function.name!r} with {len(node.input)} operands for {len(node.output)} outputs; "
                 f"it takes {len(function.input)} and makes {len(function.output)}"
             )
-        opsets = {("" if o.domain == "ai.onnx" else o.domain): o.version for o in function.opset_import}
-        prefix = f"{scope.prefix}{node.name or next(iter(node.output), node.op_type)}/"
+        opsets = {main_domain(o.domain): o.version for o in function.opset_import}
+        prefix = self._prefix(scope, node.name or next(iter(node.output), node.op_type), function.node)
         given = {a.name: a for a in function.attribute_proto} | {a.name: a for a in node.attribute}
         names = {i: scope.name(o) for i, o in zip(function.output, node.output, strict=False) if o}
         used = used_names(function.node, function.output)
@@ -277,6 +298,17 @@ class PartialEvaluator:
                 inner.define(formal, entry)
         self.run(inner)
         self._hand_out(node, inner, function.output, scope)
+
+    def _prefix(self, scope: Scope, name: str, nodes: Sequence[Any]) -> str:
+        """Return what stands before the names of a function's nodes and values."""
+        prefix = f"{scope.prefix}{name}/"
+        self._names += len(prefix) * sum(1 + len(node.output) for node in nodes)
+        if self._names > MAX_NAMES:
+            raise ModelLimitError(
+                f"takes more than {MAX_NAMES} characters to write out the local functions with the names of "
+                f"their calls: {prefix[:80]!r}..."
+            )
+        return prefix
 
     def _branch(self, node: Any, scope: Scope) -> None:
         condition = scope.get(node.input[0]) if node.input else None
@@ -291,7 +323,7 @@ class PartialEvaluator:
             raise ImportModelError(f"has {len(graphs)} graphs named {wanted}")
         graph, outputs = graphs[0], [info.name for info in graphs[0].output]
         names = {i: scope.name(o) for i, o in zip(outputs, node.output, strict=False) if o}
-        prefix = f"{scope.prefix}{node.name or 'If'}/"
+        prefix = self._prefix(scope, node.name or "If", graph.node)
         used = used_names(graph.node, outputs)
         entries = scope.entries.new_child()
         inner = Scope(graph.node, scope.opsets, used, entries, prefix, names, scope.attributes)

@@ -9,22 +9,13 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import ImportModelError
+from distsim.importer.limits import COMPUTED_ELEMENTS, TOTAL_ELEMENTS
 from distsim.importer.operands import Entry
 from distsim.ir.op import Attributes, Value
 from distsim.ir.registry import output_types
 from distsim.ir.type import Tensor, as_tensor, from_numpy
 from distsim.ops import compute
 from distsim.ops.operator import Array
-
-FOLD_ELEMENTS = 2**16
-"""Constants up to this size are read from the file and written into the function."""
-
-COMPUTED_ELEMENTS = 2**24
-"""Constants up to this size are computed at import; larger ones are computed when the model runs. The
-mask arithmetic of an export touches a few times batch x positions elements: 2,048 x 2,048 is 2**22."""
-
-TOTAL_ELEMENTS = 2**28
-"""All constants of one import together; beyond, only those of a few elements are computed."""
 
 _ELEMENTWISE = frozenset(
     {"Abs", "Add", "And", "Cast", "Ceil", "Cos", "Div", "Equal", "Erf", "Exp", "Floor", "Greater"}
@@ -40,6 +31,9 @@ _OTHER = frozenset(
 )
 """All take time in proportion to their operands and results; others (MatMul, Einsum) are not folded."""
 
+_SLOW: Mapping[str, int] = {"ScatterElements": 16, "ScatterND": 32}
+"""What ``onnx.reference`` computes element by element in Python: 1 to 2.5 us each, others below 0.06 us."""
+
 _DATA_SIZED = frozenset({"NonZero", "Compress"})
 """Computed without a type rule: the size of the output is at most that of the operand."""
 
@@ -49,7 +43,13 @@ class Folder:
 
     def __init__(self) -> None:
         self._left = TOTAL_ELEMENTS
+        # What was found by looking at all elements, by id of an array that is kept alive: once each, however
+        # many ops read it.
+        self._looked: dict[tuple[int, int], bool] = {}
+        self._bounds: dict[int, tuple[int, int]] = {}
+        self._alive: list[Array] = []
 
+    @np.errstate(all="ignore")  # what is divided by zero or cut to an integer is so in the model too
     def fold(
         self, op_type: str, attributes: Attributes, version: int | None, operands: Sequence[Entry], count: int
     ) -> Sequence[Array] | None:
@@ -66,7 +66,7 @@ class Folder:
         if op_type == "Expand":
             return [np.broadcast_to(known[0], made[0].shape)]  # takes no memory
         if elementwise:
-            known = [_compact(array, known) for array in known]
+            known = [self._compact(array, known) for array in known]
             size = math.prod(
                 np.broadcast_shapes(*[array.shape for array in known], _static_shape(attributes))
             )
@@ -74,7 +74,8 @@ class Folder:
                 return None
             result = self._compute(op_type, attributes, version, known, count)[0]
             return [np.broadcast_to(result.astype(made[0].dtype.np, copy=False), made[0].shape)]
-        if not self._affords(sum(t.size for t in made) + sum(array.size for array in known)):
+        size = sum(t.size for t in made) + sum(array.size for array in known)
+        if not self._affords(size * _SLOW.get(op_type, 1)):
             return None
         results = self._compute(op_type, attributes, version, known, count)
         for type_, result in zip(made, results, strict=False):
@@ -96,8 +97,62 @@ class Folder:
         known: Sequence[Array],
         count: int,
     ) -> Sequence[Array]:
-        with np.errstate(all="ignore"):
+        try:
             return compute(op_type, attributes, version, known, count)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ImportModelError(f"cannot be computed from the constants that it reads: {error}") from error
+
+    def shrink(self, op_type: str, inputs: Sequence[Entry | None]) -> Sequence[Entry | None]:
+        """Return the operands with constants that repeat along an axis shortened where the op repeats them.
+
+        A mask of [batch, 1, s, s] added to scores of [batch, heads, s, s] becomes [1, 1, s, s]: it takes
+        less memory and does not tie the function to its batch.
+        """
+        values = [as_tensor(entry.type, entry.name).shape for entry in inputs if isinstance(entry, Value)]
+        if op_type not in _ELEMENTWISE or not values:
+            return inputs
+        made: list[Entry | None] = []
+        for entry in inputs:
+            if isinstance(entry, np.ndarray):
+                full = [
+                    k
+                    for k in range(1, entry.ndim + 1)
+                    if any(len(s) >= k and s[-k] == entry.shape[-k] for s in values)
+                ]
+                entry = _shortened(
+                    entry, [k for k in full if entry.shape[-k] > 1 and self._repeats(entry, k)]
+                )
+            made.append(entry)
+        return made
+
+    def bounds(self, indices: Array) -> tuple[int, int]:
+        """Return the least and the greatest of the integers."""
+        found = self._bounds.get(id(indices))
+        if found is None:
+            small = without_repeats(indices)
+            found = self._bounds[id(indices)] = int(small.min()), int(small.max())
+            self._alive.append(indices)
+        return found
+
+    def _compact(self, array: Array, together: Sequence[Array]) -> Array:
+        """Return the array shortened along the axes on which all operands repeat themselves."""
+        axes = [
+            k
+            for k in range(1, array.ndim + 1)
+            if array.shape[-k] > 1
+            and all(other.ndim < k or other.shape[-k] == 1 or self._repeats(other, k) for other in together)
+        ]
+        return _shortened(array, axes)
+
+    def _repeats(self, array: Array, k: int) -> bool:
+        """Return whether the array is the same all along its axis ``k`` from the end."""
+        if array.shape[-k] <= 1 or array.strides[-k] == 0:
+            return True
+        key = (id(array), k)
+        if key not in self._looked:
+            self._looked[key] = _is_constant_along(array, k)
+            self._alive.append(array)
+        return self._looked[key]
 
 
 def shape_constant(op_type: str, entry: Entry, attributes: Mapping[str, Any]) -> Array:
@@ -106,28 +161,6 @@ def shape_constant(op_type: str, entry: Entry, attributes: Mapping[str, Any]) ->
     if op_type == "Size":
         return np.asarray(math.prod(shape), np.int64)
     return np.asarray(shape[attributes.get("start", 0) : attributes.get("end")], np.int64)
-
-
-def shrink(op_type: str, inputs: Sequence[Entry | None]) -> Sequence[Entry | None]:
-    """Return the operands with constants that repeat along an axis shortened where the op repeats them.
-
-    A mask of [batch, 1, s, s] added to scores of [batch, heads, s, s] becomes [1, 1, s, s]: it takes
-    less memory and does not tie the function to its batch.
-    """
-    values = [as_tensor(entry.type, entry.name).shape for entry in inputs if isinstance(entry, Value)]
-    if op_type not in _ELEMENTWISE or not values:
-        return inputs
-    made: list[Entry | None] = []
-    for entry in inputs:
-        if isinstance(entry, np.ndarray):
-            full = [
-                k
-                for k in range(1, entry.ndim + 1)
-                if any(len(s) >= k and s[-k] == entry.shape[-k] for s in values)
-            ]
-            entry = _shortened(entry, full)
-        made.append(entry)
-    return made
 
 
 def repeated_axes(array: Array) -> tuple[int, ...]:
@@ -140,26 +173,15 @@ def without_repeats(array: Array) -> Array:
     return _shortened(array, repeated_axes(array))
 
 
-def _compact(array: Array, together: Sequence[Array]) -> Array:
-    """Return the array shortened along the axes on which all operands repeat themselves."""
-    axes: list[int] = []
-    for k in range(1, array.ndim + 1):
-        if all(other.ndim < k or other.shape[-k] == 1 or _repeats(other, k) for other in together):
-            axes.append(k)
-    return _shortened(array, axes)
-
-
 def _shortened(array: Array, axes: Sequence[int]) -> Array:
+    """Return the first part of an array along these axes, counted from the end."""
     index = [slice(None)] * array.ndim
     for k in axes:
-        if array.shape[-k] > 1 and _repeats(array, k):
-            index[-k] = slice(0, 1)
-    return array[tuple(index)] if slice(0, 1) in index else array
+        index[-k] = slice(0, 1)
+    return array[tuple(index)] if axes else array
 
 
-def _repeats(array: Array, k: int) -> bool:
-    if array.shape[-k] <= 1 or array.strides[-k] == 0:
-        return True
+def _is_constant_along(array: Array, k: int) -> bool:
     if array.size > COMPUTED_ELEMENTS:
         return False
     first = array[tuple(slice(0, 1) if axis == array.ndim - k else slice(None) for axis in range(array.ndim))]

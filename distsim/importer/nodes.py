@@ -15,9 +15,14 @@ FunctionKey = tuple[str, str, str]
 """Domain, name and overload of a local function."""
 
 
+def main_domain(domain: str) -> str:
+    """Return the domain of an operator set; ONNX's own has two names."""
+    return "" if domain == "ai.onnx" else domain
+
+
 def operator_name(node: Any) -> str:
     """Return a node's operator: ``Name``, or ``domain.Name`` outside ONNX's main domain."""
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+    return node.op_type if not main_domain(node.domain) else f"{node.domain}.{node.op_type}"
 
 
 def key_of(node: Any) -> FunctionKey:

@@ -11,12 +11,19 @@ from typing import Any, Literal, overload
 import onnx
 from google.protobuf.message import DecodeError
 
-from distsim.errors import DistsimError, ImportModelError
-from distsim.importer.checks import check_operators, local_functions, opsets_of
-from distsim.importer.dimensions import check_bindings, check_declared, input_type, symbols_of
+from distsim.errors import DistsimError, ImportModelError, ModelLimitError
+from distsim.importer.checks import check_names, check_operators, local_functions, opsets_of
+from distsim.importer.dimensions import (
+    check_bindings,
+    check_declared,
+    input_type,
+    merge_bindings,
+    symbols_of,
+)
 from distsim.importer.evaluate import PartialEvaluator
+from distsim.importer.limits import MAX_FILE_BYTES
 from distsim.importer.scope import Scope, used_names
-from distsim.importer.tensors import MAX_FILE_BYTES, read_bytes
+from distsim.importer.tensors import read_bytes
 from distsim.ir.dead import trim
 from distsim.ir.function import Function
 from distsim.ir.maker import FunctionMaker
@@ -40,7 +47,8 @@ def import_from_onnx(
     load_values: Literal[False] = False,
     name: str | None = None,
     max_bytes: int = MAX_FILE_BYTES,
-    **bindings: int,
+    bindings: Mapping[str, int] | None = None,
+    **sizes: int,
 ) -> Function: ...
 @overload
 def import_from_onnx(
@@ -50,7 +58,8 @@ def import_from_onnx(
     load_values: Literal[True],
     name: str | None = None,
     max_bytes: int = MAX_FILE_BYTES,
-    **bindings: int,
+    bindings: Mapping[str, int] | None = None,
+    **sizes: int,
 ) -> tuple[Function, dict[str, Array]]: ...
 def import_from_onnx(
     path: Path_,
@@ -59,11 +68,13 @@ def import_from_onnx(
     load_values: bool = False,
     name: str | None = None,
     max_bytes: int = MAX_FILE_BYTES,
-    **bindings: int,
+    bindings: Mapping[str, int] | None = None,
+    **sizes: int,
 ) -> Any:
     """Return the function in an ONNX file, every size known and shape arithmetic computed away.
 
-    ``bindings`` give each symbolic dimension its size (``batch=8, seq=128``). Floating-point
+    Each symbolic dimension gets its size by keyword (``batch=8, seq=128``) or in the mapping
+    ``bindings``, which takes names that are no keywords too (``{"path": 4}``). Floating-point
     initializers of rank 1 or more become inputs with ``Role.PARAMETER``; ``parameters`` are patterns
     (``p_*``) of graph inputs that are parameters too. Small constants are part of the ops that read
     them. Weights in other files are not opened, unless ``load_values`` asks for them: then the
@@ -82,10 +93,13 @@ def import_from_onnx(
     Function('gpt2', 149 inputs, 526 ops, 1 outputs)
     """
     try:
-        return _import(_read_model(path, max_bytes), Path(path), parameters, load_values, name, bindings)
+        given = merge_bindings(bindings, sizes)
+        return _import(_read_model(path, max_bytes), Path(path), parameters, load_values, name, given)
     except DistsimError:
         raise
-    except Exception as error:  # protobuf hands out text that is not UTF-8 as bytes, for one
+    except MemoryError as error:
+        raise ModelLimitError(f"{path}: this machine has too little memory to read it") from error
+    except Exception as error:
         raise ImportModelError(f"{path} is malformed: {type(error).__name__}: {error}") from error
 
 
@@ -98,6 +112,7 @@ def _import(
     bindings: Mapping[str, int],
 ) -> Any:
     graph = model.graph
+    check_names(model)
     opsets = opsets_of(model)
     functions = local_functions(model)
     check_operators(model, opsets, functions)

@@ -11,7 +11,8 @@ import numpy as np
 import onnx
 import onnx.helper
 
-from distsim.errors import ImportModelError
+from distsim.errors import ImportModelError, ModelLimitError
+from distsim.importer.limits import MAX_NEEDED, STATIC_ELEMENTS
 from distsim.importer.tensors import embedded_array, is_external
 from distsim.ir.op import Literal, Value
 from distsim.ir.type import as_tensor
@@ -20,12 +21,6 @@ from distsim.ops.operator import Array
 
 Entry = Value | Array
 """What a name of the model stands for: a value of the function, or a constant known at import."""
-
-STATIC_ELEMENTS = 64
-"""Integer vectors up to this length are static operands: axes, shapes, a few indices."""
-
-MAX_NEEDED = 2**16
-"""The longest operand that a type rule looks into."""
 
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
 NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -53,6 +48,13 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "Upsample": ("scales",),
 } | {f"Reduce{name}": ("axes",) for name in _REDUCTIONS}
 """The operands on whose numbers the type of the output depends; they must be known at import."""
+
+_STATIC_FIRST = frozenset(
+    {"Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Gather", "Gemm"}
+    | {"GatherElements", "GatherND", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "MatMul", "Mod"}
+    | {"Mul", "OneHot", "Or", "Pow", "Sub", "Where", "Xor"}
+)
+"""The operators whose rules take a known first operand as an attribute."""
 
 _PLAIN = {
     onnx.AttributeProto.FLOAT: "f",
@@ -132,8 +134,9 @@ def split_operands(
 ) -> tuple[list[Entry], dict[str, Any]]:
     """Return the operands that stay operands, and the attributes that stand for the others.
 
-    A small constant becomes a static operand under its formal name; when all operands are constants,
-    the first stays one. The attribute ``absent`` names places left empty before the last operand.
+    A small constant becomes a static operand under its formal name. The first stays an operand when all
+    are constants, or when the operator's rules start from it. The attribute ``absent`` names places left
+    empty before the last operand.
     """
     if formals is None:
         if None in entries:
@@ -141,7 +144,7 @@ def split_operands(
         return [entry for entry in entries if entry is not None], {}
     if len(entries) > len(formals.names) and not formals.variadic:
         raise ImportModelError(f"has {len(entries)} operands, {op_type} takes {len(formals.names)}")
-    all_known = not any(isinstance(entry, Value) for entry in entries)
+    stays = op_type not in _STATIC_FIRST or not any(isinstance(entry, Value) for entry in entries)
     kept: list[Entry] = []
     static: dict[str, Any] = {}
     absent: list[str] = []
@@ -154,7 +157,7 @@ def split_operands(
             kept.append(entry)
         elif entry is None:
             absent.append(name)
-        elif isinstance(entry, np.ndarray) and _is_static(op_type, name, entry, all_known and index == 0):
+        elif isinstance(entry, np.ndarray) and _is_static(op_type, name, entry, index == 0 and stays):
             static[name] = Literal(entry)
         else:
             kept.append(entry)
@@ -167,7 +170,7 @@ def split_operands(
 def _is_static(op_type: str, name: str, array: Array, must_stay: bool) -> bool:
     if name in NEEDED.get(op_type, ()):
         if array.size > MAX_NEEDED:
-            raise ImportModelError(f"has {array.size} numbers in its operand {name}; no tensor needs so many")
+            raise ModelLimitError(f"has {array.size} numbers in its operand {name}; no tensor needs so many")
         return True
     vector = array.dtype.kind in "iub" and array.ndim <= 1 and array.size <= STATIC_ELEMENTS
     return not must_stay and (array.size == 1 or vector)

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
-from typing import Any, cast
+from typing import Any
 
 from distsim.errors import ImportModelError
 from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
@@ -53,9 +53,6 @@ def load_model(
 
 
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:
-    for name in inspect.signature(import_from_onnx).parameters:
-        if name in sizes and name != "bindings":
-            raise ImportModelError(f"{path}: {name}={sizes[name]} binds no dimension: {name} is an option")
     if batch is not None and "batch" in sizes:
         raise ImportModelError(f"batch is given twice, {batch} and {sizes['batch']}; give it once")
     if batch is not None:
@@ -66,8 +63,7 @@ def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Seq
                 f"{', '.join(symbols)} with --bind instead of --batch"
             )
         sizes = {**sizes, "batch": batch}
-    options: dict[str, Any] = {**sizes, "parameters": tuple(parameters)}
-    return cast(Function, import_from_onnx(path, **options))
+    return import_from_onnx(path, parameters=tuple(parameters), bindings=sizes)
 
 
 def _build(name: str, options: str, batch: int | None) -> Function:

@@ -5,7 +5,6 @@ The type is read without the values; values in other files are opened only when 
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 from pathlib import Path, PureWindowsPath
@@ -16,15 +15,10 @@ import onnx
 import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
-from distsim.errors import ImportModelError, TypeRuleError
+from distsim.errors import ImportModelError, ModelLimitError, TypeRuleError
+from distsim.importer.limits import MAX_FILE_BYTES, check_shape
 from distsim.ir.type import DType, Tensor, dtype_named
 from distsim.ops.operator import Array
-
-MAX_FILE_BYTES = 2**31
-"""What a protobuf message can hold; weights beyond it are in files of their own."""
-
-MAX_ELEMENTS = 2**46
-"""More elements than any machine's memory holds: such a size is a mistake."""
 
 _NAMES = {"FLOAT": "float32", "DOUBLE": "float64"}
 
@@ -36,7 +30,7 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ImportModelError(f"{path} is not a regular file")
         if status.st_size > max_bytes:
-            raise ImportModelError(
+            raise ModelLimitError(
                 f"{path} has {status.st_size} bytes, more than max_bytes={max_bytes}; raise max_bytes, or "
                 "export with the weights in a file of their own (external data)"
             )
@@ -84,8 +78,7 @@ def stored_type(tensor: Any, what: str) -> Tensor:
     shape = tuple(tensor.dims)
     if any(size < 0 for size in shape):
         raise ImportModelError(f"{what} has the shape {list(shape)}; a size cannot be negative")
-    if math.prod(shape) > MAX_ELEMENTS:
-        raise ImportModelError(f"{what} has the shape {list(shape)}: more than 2^46 elements")
+    check_shape(what, shape)
     return Tensor(dtype_of(tensor.data_type, what), shape)
 
 

@@ -72,7 +72,10 @@ register(
 
 
 def _fill(attributes: Attributes) -> Array:
-    return _literal(attributes).reshape(()) if "value" in attributes else np.zeros((), np.float32)
+    fill = _literal(attributes) if "value" in attributes else np.zeros((), np.float32)
+    if fill.size != 1:
+        raise TypeRuleError(f"ConstantOfShape: its value is one number, not {fill.size}")
+    return fill.reshape(())
 
 
 def _filled_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,6 +10,8 @@ import numpy as np
 
 from distsim.errors import TypeRuleError, UnknownOperatorError
 from distsim.ir.op import Attributes, Value
+from distsim.ir.type import Tensor
+from distsim.ops.onnx_bridge import onnx_types
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -35,8 +37,14 @@ class Equation:
         return f"{','.join(self.terms)}->{self.output}"
 
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""What ONNX and NumPy name dimensions by: an Einsum has at most 52 different ones."""
+
+
 def parse(equation: str, ranks: Sequence[int]) -> Equation:
     """Return the equation with letters in place of ellipses (aligned at the right, as ONNX has it).
+
+    Raises :class:`TypeRuleError` where it does not fit operands of these ranks.
 
     >>> str(parse("...ij,jk", (4, 2)))
     'ABij,jk->ABik'
@@ -45,16 +53,31 @@ def parse(equation: str, ranks: Sequence[int]) -> Equation:
     terms = left.split(",")
     if len(terms) != len(ranks):
         raise TypeRuleError(f"Einsum {equation!r} names {len(terms)} operands, {len(ranks)} are given")
-    hidden = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True)]
-    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation]
-    widest = "".join(free[: max(h if "..." in t else 0 for t, h in zip(terms, hidden, strict=True))])
+    hidden = [rank - len(term.replace("...", "", 1)) for term, rank in zip(terms, ranks, strict=True)]
+    for term, count, rank in zip(terms, hidden, ranks, strict=True):
+        if count < 0 or (count and "..." not in term):
+            raise TypeRuleError(f"Einsum {equation!r}: {term!r} is for another rank than {rank}")
+    free = [c for c in LETTERS if c not in equation]
+    most = max((h for t, h in zip(terms, hidden, strict=True) if "..." in t), default=0)
+    if most > len(free):
+        raise TypeRuleError(
+            f"Einsum {equation!r} has {most} dimensions behind its ellipses, for which {len(free)} of the "
+            f"{len(LETTERS)} letters are left; reshape its operands to fewer dimensions"
+        )
+    widest = "".join(free[:most])
     full = tuple(
-        term.replace("...", widest[len(widest) - count :]) for term, count in zip(terms, hidden, strict=True)
+        term.replace("...", widest[len(widest) - count :], 1)
+        for term, count in zip(terms, hidden, strict=True)
     )
+    used = "".join(full)
     if arrow:
-        return Equation(full, right.replace("...", widest))
-    once = sorted(c for c in set("".join(full)) if "".join(full).count(c) == 1 and c not in widest)
-    return Equation(full, widest + "".join(once))
+        output = right.replace("...", widest, 1)
+    else:
+        once = sorted(c for c in set(used) if used.count(c) == 1 and c not in widest)
+        output = widest + "".join(once)
+    if not set(output) <= set(used) <= set(LETTERS) or len(set(output)) < len(output):
+        raise TypeRuleError(f"Einsum {equation!r}: {output!r} must name different letters of {left!r}")
+    return Equation(full, output)
 
 
 def _parsed(attributes: Attributes, shapes: Sequence[tuple[int, ...]]) -> Equation:
@@ -65,8 +88,19 @@ def _sizes(equation: Equation, shapes: Sequence[tuple[int, ...]]) -> dict[str, i
     sizes: dict[str, int] = {}
     for term, shape in zip(equation.terms, shapes, strict=True):
         for letter, size in zip(term, shape, strict=True):
-            sizes[letter] = max(size, sizes.get(letter, 0))
+            known = sizes.setdefault(letter, size)
+            if 1 not in (known, size) and known != size:
+                raise TypeRuleError(
+                    f"Einsum {equation}: {letter!r} is {known} in one place and {size} in another"
+                )
+            sizes[letter] = size if known == 1 else known
     return sizes
+
+
+def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    shapes = [tensor.shape for tensor in inputs]
+    _sizes(_parsed(attributes, shapes), shapes)
+    return onnx_types("Einsum", attributes, inputs, None)
 
 
 def _einsum(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -143,4 +177,4 @@ def _operand_gradient(
     return grad if flat == shape else ctx.add("Expand", grad, shape=shape)
 
 
-register(Operator("Einsum", compute=_einsum, work=_work, gradient=_gradient, sharding=_rule))
+register(Operator("Einsum", types=_types, compute=_einsum, work=_work, gradient=_gradient, sharding=_rule))

@@ -234,7 +234,7 @@ def _pad_rule(signature: Signature) -> ShardingRule:
         dims if name == "data" else (None,) * signature.inputs[i].rank for name, i in index.items()
     )
     fill = attributes.get("constant_value", attributes.get("value", 0.0))
-    fill = 1.0 if "constant_value" in index else float(np.asarray(getattr(fill, "array", fill)))
+    fill = 1.0 if "constant_value" in index else float(np.asarray(getattr(fill, "array", fill)).reshape(()))
     linear = attributes.get("mode", "constant") != "constant" or fill == 0
     return ShardingRule(inputs, (dims,), ((index["data"],),) if linear else ())
 

@@ -193,7 +193,7 @@ def _node(
             f"{count} values and {len(static)} static operands given"
         )
     domain, name = split_name(op_type)
-    results = attributes.get("num_outputs", 0) or _output_count(schema, attributes)
+    results = attributes.get("num_outputs") or _output_count(schema, attributes)
     plain = {k: v for k, v in attributes.items() if k in schema.attributes}
     node = onnx.helper.make_node(
         name, names, [f"out{i}" for i in range(results)], domain=domain, **_onnx_attributes(schema, plain)
@@ -222,6 +222,8 @@ def static_array(value: Any, dtype: DType | None) -> Array:
 def _onnx_attributes(schema: Any, attributes: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, value in attributes.items():
+        if value == ():  # ONNX has no empty attributes: leaving it out means the same
+            continue
         kind = schema.attributes[name].type
         if isinstance(value, Literal):
             value = onnx.numpy_helper.from_array(value.array)
@@ -231,8 +233,6 @@ def _onnx_attributes(schema: Any, attributes: dict[str, Any]) -> dict[str, Any]:
             value = [float(item) for item in value]
         elif isinstance(value, bool):
             value = int(value)
-        if value == ():  # ONNX has no empty attributes: leaving it out means the same
-            continue
         made[name] = value
     return made
 

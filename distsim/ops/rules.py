@@ -11,6 +11,7 @@ from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes
 from distsim.ir.registry import set_type_rule
 from distsim.ir.type import Tensor, Type
+from distsim.ops.bounds import check_bounds
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types
 from distsim.ops.operator import Array, Signature, Work, operator
 
@@ -31,6 +32,7 @@ def _types(
         if not isinstance(type_, Tensor):
             raise TypeRuleError(f"{op_type}: input {index} must be a tensor, not {type_}")
         tensors.append(type_)
+    check_bounds(op_type, attributes, tensors)
     rule = operator(op_type).types
     if rule is None:
         return onnx_types(op_type, attributes, tuple(tensors), version)

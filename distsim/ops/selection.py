@@ -125,7 +125,7 @@ def _cum_sum(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]
 
 def _cum_sum_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     """What element i adds to every later sum comes back as the sum over what is later: the other way."""
-    options = {**ctx.attributes, "reverse": 1 - ctx.attributes.get("reverse", 0)}
+    options = {**ctx.attributes, "reverse": int(not ctx.attributes.get("reverse", 0))}
     rest = ctx.inputs[1:]
     return [ctx.maker.add("CumSum", (ctx.grad, *rest), options)[0], *(None for _ in rest)]
 

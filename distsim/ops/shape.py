@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from distsim.errors import TypeRuleError
 from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ops.onnx_bridge import onnx_types
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -104,6 +105,14 @@ def summed(ctx: GradientContext, value: Value, shape: tuple[int, ...]) -> Value:
 
 def _reshape_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [reshaped(ctx, ctx.grad, shape_of(ctx.inputs[0]))]
+
+
+def _reshape_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """ONNX's rule, which does not compare the numbers of elements."""
+    made = onnx_types("Reshape", attributes, inputs, None)
+    if inputs and made[0].size != inputs[0].size:
+        raise TypeRuleError(f"makes {made[0]} of {inputs[0]}: the number of elements must stay the same")
+    return made
 
 
 def _reshape_localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
@@ -241,7 +250,16 @@ def _reshape_rule(signature: Signature) -> ShardingRule:
     return _view_rule(signature, _reshape_localize)
 
 
-register(Operator("Reshape", work=view_work, gradient=_reshape_gradient, sharding=_reshape_rule, view=True))
+register(
+    Operator(
+        "Reshape",
+        types=_reshape_types,
+        work=view_work,
+        gradient=_reshape_gradient,
+        sharding=_reshape_rule,
+        view=True,
+    )
+)
 register(Operator("Flatten", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
 register(Operator("Squeeze", work=view_work, gradient=_reshape_gradient, sharding=_squeeze_rule, view=True))
 register(Operator("Unsqueeze", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))

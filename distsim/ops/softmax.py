@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
-from distsim.ir.type import Tensor
+from distsim.ir.op import Attributes, Literal, Value
+from distsim.ir.type import Tensor, as_tensor
 from distsim.ops.elementwise import grad_types
 from distsim.ops.normalization import norm_work
+from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -29,7 +30,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import picked, refuse, shape_of
+from distsim.ops.places import by_place, operands, picked, places, refuse, shape_of
 
 Axes = tuple[int, ...]
 
@@ -152,12 +153,16 @@ def _losses(attributes: Attributes, logs: Array, labels: Array, weights: Array |
     return np.asarray(total if _reduction(attributes) == "sum" else total / weight.sum(), logs.dtype)
 
 
-def _loss_sharding(signature: Signature, grad: bool) -> ShardingRule:
-    """With an uneven mean the positions are whole; else the loss is a sum, or a mean, over them."""
+def _loss_sharding(signature: Signature, grad: bool, formals: tuple[str, str, str]) -> ShardingRule:
+    """With an uneven mean, or labels that are known, the positions are whole; else the loss is a sum, or a
+    mean, over them."""
     scores = signature.inputs[0]
+    if formals[1] in signature.attributes:
+        whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
+        return ShardingRule(whole, tuple((None,) * tensor.rank for tensor in signature.outputs))
     values = signature.inputs[:-1] if grad else signature.inputs
     rows: tuple[Dim, ...] = letters(scores.rank - 1)
-    if _uneven(signature.attributes, len(values) > 2):
+    if _uneven(signature.attributes, len(values) > 2 or formals[2] in signature.attributes):
         rows = (None,) * len(rows)
     full = (rows[0], None, *rows[1:])
     others = ((None,),) * (len(values) - 2)
@@ -169,13 +174,14 @@ def _loss_sharding(signature: Signature, grad: bool) -> ShardingRule:
     return ShardingRule((full, rows, *others), (loss, full)[: len(signature.outputs)], (), mean)
 
 
-def _register_loss(name: str, formals: tuple[str, str, str], from_scores: bool) -> None:
+def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) -> None:
     grad_name = f"{name}Grad"
 
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-        logs = _log_softmax(arrays[0], (1,)) if from_scores else arrays[0]
-        weights = arrays[2] if len(arrays) > 2 else None
-        made = [_losses(attributes, logs, arrays[1], weights), logs]
+        given = operands(formals, attributes, arrays)
+        scores, labels = given[formals[0]], given[formals[1]]
+        logs = _log_softmax(scores, (1,)) if from_scores else scores
+        made = [_losses(attributes, logs, labels, given.get(formals[2])), logs]
         return made[: int(attributes.get("outputs", 1))]
 
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:
@@ -183,9 +189,23 @@ def _register_loss(name: str, formals: tuple[str, str, str], from_scores: bool) 
             raise TypeRuleError(f"{name}: only the loss, not the log-probabilities, may influence the loss")
         refuse(name, formals, ctx, formals[2])
         options = picked(ctx.attributes, "reduction", "ignore_index")
-        count = math.prod(shape_of(ctx.inputs[1]))
-        made = ctx.add(grad_name, *ctx.inputs, ctx.grad, count=count, **options)
-        return [made, *(None for _ in ctx.inputs[1:])]
+        index = places(formals, ctx.attributes, len(ctx.inputs))
+        values: list[Value] = []  # the gradient op takes them all as values
+        for formal in formals:
+            if formal in index:
+                values.append(ctx.inputs[index[formal]])
+            elif formal in ctx.attributes:
+                known = static_array(ctx.attributes[formal], None)
+                device = as_tensor(ctx.inputs[0].type, ctx.inputs[0].name).device
+                values.append(ctx.maker.add("Constant", (), {"value": Literal(known), "device": device})[0])
+        count = math.prod(shape_of(values[1]))
+        made = ctx.add(grad_name, *values, ctx.grad, count=count, **options)
+        return by_place(formals, ctx, {formals[0]: made})
+
+    def buffers(attributes: Attributes, count: int) -> Sequence[int]:
+        """The weights of the classes are given."""
+        index = places(formals, attributes, count)
+        return [index[formals[2]]] if formals[2] in index else []
 
     def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if len(inputs) not in (3, 4):
@@ -211,8 +231,8 @@ def _register_loss(name: str, formals: tuple[str, str, str], from_scores: bool) 
             compute=compute,
             work=lambda s: norm_work(s, flops),
             gradient=gradient,
-            sharding=lambda s: _loss_sharding(s, grad=False),
-            buffers=lambda attributes, count: range(2, count),  # the weights of the classes are given
+            sharding=lambda s: _loss_sharding(s, False, formals),
+            buffers=buffers,
         )
     )
     register(
@@ -221,10 +241,10 @@ def _register_loss(name: str, formals: tuple[str, str, str], from_scores: bool) 
             types=types,
             compute=compute_grad,
             work=lambda s: memory_bound(s, flops),
-            sharding=lambda s: _loss_sharding(s, grad=True),
+            sharding=lambda s: _loss_sharding(s, True, formals),
         )
     )
 
 
-_register_loss("SoftmaxCrossEntropyLoss", ("scores", "labels", "weights"), from_scores=True)
-_register_loss("NegativeLogLikelihoodLoss", ("input", "target", "weight"), from_scores=False)
+_register_loss("SoftmaxCrossEntropyLoss", True, ("scores", "labels", "weights"))
+_register_loss("NegativeLogLikelihoodLoss", False, ("input", "target", "weight"))
