@@ -137,9 +137,17 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         help="an .onnx file, gpt2, or a builder with options: mlp:layers=16,width=8192, gpt:..., llama:...",
     )
     parser.add_argument("--batch", type=int, help="global batch: samples per step")
-    parser.add_argument("--bind", default="", help="sizes of symbolic dimensions, seq=128,...")
     parser.add_argument(
-        "--parameters", default="", help="patterns of graph inputs that are parameters: p_*,..."
+        "--bind",
+        action="append",
+        default=[],
+        help="sizes of symbolic dimensions, seq=128,... (may be repeated)",
+    )
+    parser.add_argument(
+        "--parameters",
+        action="append",
+        default=[],
+        help="patterns of graph inputs that are parameters: p_*,... (may be repeated)",
     )
     parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
     parser.add_argument("--optimizer", help=f"{' or '.join(sorted(OPTIMIZERS))} (default adam)")
@@ -152,11 +160,12 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _forward(options: argparse.Namespace) -> Function:
-    patterns = tuple(p for p in options.parameters.split(",") if p)
+    patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
     dtype = dtype_named(options.dtype)
     if not dtype.is_floating:
         raise PlanError(f"--dtype {options.dtype}: float32 tensors can become a floating-point type only")
-    function = load_model(options.model, options.batch, options.bind, patterns)
+    bindings = ",".join(filter(None, options.bind))
+    function = load_model(options.model, options.batch, bindings, patterns)
     return set_precision(function, dtype)
 
 

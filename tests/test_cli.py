@@ -164,6 +164,12 @@ def test_show_prints_the_forward_function(capsys):
     assert PROGRESS.fullmatch(err.strip())
 
 
+def test_bindings_that_are_given_one_by_one_add_up(capsys):
+    joined, _ = run(capsys, "show", "gpt2", "--bind", "batch=2,seq=8")
+    assert "input_ids: i64[2, 8]" in joined
+    assert run(capsys, "show", "gpt2", "--bind", "batch=2", "--bind", "seq=8", "--bind", "seq=8")[0] == joined
+
+
 def test_show_prints_the_dtype_it_is_given(capsys):
     out, _ = run(capsys, "show", "mlp:layers=2,width=8", "--batch", 4, "--dtype", "bfloat16")
     assert "x: bf16[4, 8]" in out and "f32" not in out
