@@ -44,7 +44,14 @@ from distsim.transforms.roles import batch_inputs, roles
 MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""
 
-EPILOG = """examples:
+BAD_INPUT, OUT_OF_MEMORY = 2, 3
+"""Exit statuses."""
+
+EPILOG = """exit status:
+  0 when all is well, 2 for bad input or a file that cannot be written, with the reason, 3 when the step is
+  simulated and reported but does not fit in the memory of the devices
+
+examples:
   distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --bind seq=1024
   distsim simulate mlp:layers=16,width=8192 --cluster dgx-2 --plan dp=16 --batch 8192
   distsim show gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100 --batch 8 --cluster dgx-a100 --plan tp=2,pp=2
@@ -52,22 +59,19 @@ EPILOG = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (2 for bad input, with the reason on stderr)."""
+    """Run the command line; return the exit status (see ``EPILOG``). Why input is refused goes to stderr."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        return options.run(options)
     except DistsimError as error:
         print(f"distsim: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         return 0
     except MemoryError:
         print("distsim: not enough memory on this machine for a model of this size", file=sys.stderr)
-        return 2
     except OSError as error:  # a full disk, a name that is too long, no permission
         print(f"distsim: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return BAD_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -194,15 +198,14 @@ def _training(options: argparse.Namespace, progress: Progress) -> Function:
     return progress.run("differentiating", lambda: differentiate(add_loss(function, loss), optimizer))
 
 
-def _simulate(options: argparse.Namespace) -> None:
+def _simulate(options: argparse.Namespace) -> int:
     for path in filter(None, (options.trace, options.plot)):
         check_target(path)
     if options.plot:
         check_format(options.plot, "a timeline")
     progress = Progress(sys.stderr)
     if options.partition:
-        _simulate_partition(options, progress)
-        return
+        return _simulate_partition(options, progress)
     for name in ("device_memory", "saturate_host", "time_limit"):
         if getattr(options, name):
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
@@ -226,9 +229,10 @@ def _simulate(options: argparse.Namespace) -> None:
     for note in notes:
         print(f"note: {note}")
     _write(options, simulation, progress)
+    return 0 if simulation.fits else OUT_OF_MEMORY
 
 
-def _simulate_partition(options: argparse.Namespace, progress: Progress) -> None:
+def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
     """Inference of one batch, partitioned over the devices of the cluster."""
     training = [name for name in ("plan", "loss", "optimizer") if getattr(options, name) is not None]
     if training:
@@ -262,6 +266,7 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> None
     if cost_model.uncosted:
         print(f"note: costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
     _write(options, simulation, progress)
+    return 0 if simulation.fits else OUT_OF_MEMORY
 
 
 def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
@@ -303,7 +308,7 @@ def _samples(function: Function) -> int:
     return getattr(data[0].type, "shape", (0,))[0]
 
 
-def _show(options: argparse.Namespace) -> None:
+def _show(options: argparse.Namespace) -> int:
     progress = Progress(sys.stderr)
     if not options.plan and (options.cluster or not options.training):
         given = [n for n in ("cluster", "loss", "optimizer") if getattr(options, n)]
@@ -311,7 +316,7 @@ def _show(options: argparse.Namespace) -> None:
             raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
     if not options.plan and not options.training:
         cpprint(_read(options, progress))
-        return
+        return 0
     function = _training(options, progress)
     if options.plan:
         if not options.cluster:
@@ -319,7 +324,9 @@ def _show(options: argparse.Namespace) -> None:
         program = parallelize(function, Plan.parse(options.plan), load_cluster(options.cluster))
         function = steady_state_transform(program.to_function())[0]
     cpprint(function)
+    return 0
 
 
-def _clusters(options: argparse.Namespace) -> None:
+def _clusters(options: argparse.Namespace) -> int:
     print(describe(options.name) if options.name else "\n".join(presets()))
+    return 0

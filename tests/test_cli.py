@@ -10,6 +10,7 @@ from cli_cases import (
     run,
 )
 
+from distsim.cli import main
 from distsim.hardware import presets
 
 MLP = "mlp:layers=4,width=64"
@@ -145,6 +146,19 @@ def test_an_export_with_its_own_backward_pass_is_taken_as_it_is(capsys):
     out, err = run(capsys, "show", ONNX_MLP, "--parameters", "inp*", "--training")
     assert "input: f32[32, 1024],  # parameter" in out
     assert "loss" not in out and "differentiating" not in err
+
+
+def test_a_step_that_does_not_fit_is_reported_with_status_3(capsys, tmp_path):
+    trace = tmp_path / "step.json"
+    large = ["simulate", "mlp:layers=2,width=65536", "--cluster", "dgx-a100", "--batch", "8"]
+    assert main([*large, "--trace", str(trace)]) == 3
+    out, err = capsys.readouterr()
+    assert "\nmemory        OUT OF MEMORY on 1 device: gpu:0 needs " in out and step_time(out) > 0
+    assert "\nMatMulGrad " in out and f"\ntrace: {trace} " in out and json.loads(trace.read_text())
+    assert all(PROGRESS.fullmatch(line) for line in err.splitlines()), err
+    assert main([*large, "--plan", "tp=8"]) == 0
+    assert "memory        fits" in capsys.readouterr().out
+    assert main([*large, "--partition", "single"]) == 0, "a forward pass needs no gradients"
 
 
 def test_the_same_command_prints_the_same(capsys):

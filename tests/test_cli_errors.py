@@ -173,7 +173,12 @@ def test_the_installed_script_prints_its_help():
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: distsim ")
-    for expected in ("{simulate,show,clusters}", "examples:", "distsim simulate gpt2 --cluster dgx-a100:2"):
+    for expected in (
+        "{simulate,show,clusters}",
+        "exit status:",
+        "examples:",
+        "distsim simulate gpt2 --cluster dgx-a100:2",
+    ):
         assert expected in done.stdout
 
 

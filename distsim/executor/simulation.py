@@ -184,6 +184,11 @@ class Simulation:
             return program_memory(self.simulated).peak_of_devices()
         return {device: use.peak for device, use in self.memory.items()}
 
+    @property
+    def fits(self) -> bool:
+        """Whether no device needs more memory than it has."""
+        return all(use.fits(device) for device, use in self.memory.items())
+
     @cached_property
     def flops(self) -> float:
         """FLOPs executed in the step on all devices, with what is recomputed or replicated.
