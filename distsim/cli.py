@@ -49,7 +49,7 @@ BAD_INPUT, OUT_OF_MEMORY = 2, 3
 
 EPILOG = """exit status:
   0 when all is well, 2 for bad input or a file that cannot be written, with the reason, 3 when the step is
-  simulated and reported but does not fit in the memory of the devices
+  simulated and reported but does not fit in the memory of the devices, 130 for Ctrl-C, 143 for SIGTERM
 
 examples:
   distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --bind seq=1024

@@ -21,10 +21,13 @@ class Progress:
         self.file.write(f"{what} ... ")
         self.file.flush()
         start = time.perf_counter()
-        done = "failed"
+        done = "stopped"  # by Ctrl-C
         try:
             result = work()
             done = "done"
+        except Exception:
+            done = "failed"
+            raise
         finally:
             self.file.write(f"{done}, {time.perf_counter() - start:.2f} s\n")
             self.file.flush()

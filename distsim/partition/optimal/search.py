@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event
 from time import perf_counter
 
 import numpy as np
@@ -52,11 +54,12 @@ class Clock:
     deadline: float
     tolerance: float
     step: float
+    stopped: Event = field(default_factory=Event)
 
     @property
     def over(self) -> bool:
-        """Whether the time is up."""
-        return perf_counter() >= self.deadline
+        """Whether the time is up, or the search was stopped."""
+        return self.stopped.is_set() or perf_counter() >= self.deadline
 
     def margin(self, upper: float) -> float:
         """Return by how much a schedule must be better than one that takes ``upper`` to be looked for."""
@@ -200,7 +203,7 @@ class Search:
         width = _FIRST_WIDTH // 2
         self._anneal(_MOVES * width)
         yield
-        with ThreadPoolExecutor(2) as pool:
+        with self._threads() as pool:
             while True:
                 improved = [pool.submit(dolls.improve, width, self.clock) for dolls in self._dolls]
                 for each in improved:
@@ -222,6 +225,16 @@ class Search:
         moves = min(moves, _MOST_MOVES)
         self.offer(*anneal(self.forward, self.machines, self.end, self.machine, goal, moves, self._tried))
 
+    @contextmanager
+    def _threads(self) -> Generator[ThreadPoolExecutor, None, None]:
+        """Yield two threads. What ends their use, such as Ctrl-C, ends their work at the next level."""
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self.clock.stopped.set()
+                raise
+
     def _share_tails(self) -> None:
         self.backward.head[:] = np.maximum(self.backward.head, self.forward.tail[::-1])
         self.forward.head[:] = np.maximum(self.forward.head, self.backward.tail[::-1])
@@ -233,7 +246,7 @@ class Search:
         ways = (self.forward,) if self.memory.limited else (self.forward, self.backward)
         seconds, delays = self.forward.seconds.sum(), self.forward.delay_in.sum()
         upper = self.upper if self.upper < math.inf else 2.0 * float(seconds + delays)
-        with ThreadPoolExecutor(2) as pool:
+        with self._threads() as pool:
             running = [
                 pool.submit(beam, jobs, self.machines, self.memory, width, upper, self.clock, weight)
                 for jobs in ways
