@@ -1,4 +1,4 @@
-"""The command line as a process, ``distsim`` or ``python -m distsim``: what signals do to it."""
+"""The command line as a process, ``distsim`` or ``python -m distsim``: its signals and its streams."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 from types import FrameType
+
+from distsim.streams import close_output, complain, open_missing
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 """What stops a command: Ctrl-C, ``kill``, a terminal that goes away (not on every system)."""
@@ -38,6 +40,7 @@ class _Stop:
 
 def main() -> int:
     """Run the command line; return its exit status, or 128 and the number of the signal that stopped it."""
+    open_missing()
     stop = _Stop()
     numbers = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
     status = 0
@@ -56,8 +59,9 @@ def main() -> int:
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)  # nothing is left to stop
+        close_output()
     if stop.number:
-        print(f"distsim: stopped by {signal.Signals(stop.number).name}", file=sys.stderr)
+        complain(f"distsim: stopped by {signal.Signals(stop.number).name}")
         return 128 + stop.number
     return status
 

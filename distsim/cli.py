@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distsim.errors import DistsimError, PlanError
@@ -20,7 +20,7 @@ from distsim.executor import (
 )
 from distsim.hardware import describe, load_cluster, presets
 from distsim.importer import load_model
-from distsim.ir import Device, Function, cpprint
+from distsim.ir import Device, Function, pformat
 from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
 from distsim.partitioned import HOST_MODES, partition_model
@@ -28,6 +28,7 @@ from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
+from distsim.streams import complain, say
 from distsim.transforms import (
     add_loss,
     describe_blocks,
@@ -61,16 +62,17 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (see ``EPILOG``). Why input is refused goes to stderr."""
     options = _parser().parse_args(arguments)
+    return _attempt(lambda: options.run(options))
+
+
+def _attempt(work: Callable[[], int]) -> int:
+    """Return the exit status of some work: what it returns, or ``BAD_INPUT`` after saying why."""
     try:
-        return options.run(options)
-    except DistsimError as error:
-        print(f"distsim: {error}", file=sys.stderr)
-    except BrokenPipeError:
-        return 0
+        return work()
     except MemoryError:
-        print("distsim: not enough memory on this machine for a model of this size", file=sys.stderr)
-    except OSError as error:  # a full disk, a name that is too long, no permission
-        print(f"distsim: {error}", file=sys.stderr)
+        complain("distsim: not enough memory on this machine for a model of this size")
+    except (DistsimError, OSError) as error:  # OSError: a full disk, a name that is too long, no permission
+        complain(f"distsim: {error}")
     return BAD_INPUT
 
 
@@ -179,7 +181,7 @@ def _read(options: argparse.Namespace, progress: Progress) -> Function:
         return function
     outlined = progress.run("outlining", lambda: outline(function))
     for line in describe_blocks(outlined).splitlines():
-        print(f"# {line}")
+        say(f"# {line}")
     return outlined
 
 
@@ -220,16 +222,15 @@ def _simulate(options: argparse.Namespace) -> int:
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     samples = _samples(function)
     title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
-    print(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
+    say(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
     if options.explain:
-        print(progress.run("explaining", simulation.explain))
+        say(progress.run("explaining", simulation.explain))
     notes = list(program.notes)
     if cost_model.uncosted:
         notes.append(f"costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
     for note in notes:
-        print(f"note: {note}")
-    _write(options, simulation, progress)
-    return 0 if simulation.fits else OUT_OF_MEMORY
+        say(f"note: {note}")
+    return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
@@ -258,15 +259,14 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
         run = found.placed.function
         simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
     samples = _samples(function)
-    print(f"{options.model} on {options.cluster}, {options.partition}, inference, batch {samples}\n")
-    print(found.describe(simulation))
-    print(summarize(simulation, samples, count_flops(function)))
+    say(f"{options.model} on {options.cluster}, {options.partition}, inference, batch {samples}\n")
+    say(found.describe(simulation))
+    say(summarize(simulation, samples, count_flops(function)))
     if options.explain:
-        print(progress.run("explaining", simulation.explain))
+        say(progress.run("explaining", simulation.explain))
     if cost_model.uncosted:
-        print(f"note: costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
-    _write(options, simulation, progress)
-    return 0 if simulation.fits else OUT_OF_MEMORY
+        say(f"note: costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
+    return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
 def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
@@ -282,14 +282,21 @@ def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
     )
 
 
-def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> None:
-    if options.trace:
+def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> int:
+    """Write the trace and the plot that are asked for; one that cannot be written does not cost the other."""
+
+    def trace() -> int:
         devices, what = _traced(simulation)
         progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace, devices))
-        print(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
-    if options.plot:
+        say(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
+        return 0
+
+    def plot() -> int:
         progress.run(f"drawing {options.plot}", lambda: plot_timeline(simulation, options.plot))
-        print(f"timeline: {options.plot}")
+        say(f"timeline: {options.plot}")
+        return 0
+
+    return max([_attempt(work) for work in (trace, plot) if getattr(options, work.__name__)], default=0)
 
 
 def _traced(simulation: Simulation) -> tuple[list[Device], str]:
@@ -315,7 +322,7 @@ def _show(options: argparse.Namespace) -> int:
         if given:
             raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
     if not options.plan and not options.training:
-        cpprint(_read(options, progress))
+        _print_function(_read(options, progress))
         return 0
     function = _training(options, progress)
     if options.plan:
@@ -323,10 +330,14 @@ def _show(options: argparse.Namespace) -> int:
             raise PlanError("--plan needs --cluster: the devices to place the plan on")
         program = parallelize(function, Plan.parse(options.plan), load_cluster(options.cluster))
         function = steady_state_transform(program.to_function())[0]
-    cpprint(function)
+    _print_function(function)
     return 0
 
 
+def _print_function(function: Function) -> None:
+    say(pformat(function, colour=sys.stdout.isatty()))
+
+
 def _clusters(options: argparse.Namespace) -> int:
-    print(describe(options.name) if options.name else "\n".join(presets()))
+    say(describe(options.name) if options.name else "\n".join(presets()))
     return 0

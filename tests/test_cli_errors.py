@@ -130,6 +130,20 @@ def test_a_file_that_cannot_be_written(capsys, tmp_path, option, name, part):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trace_that_fails_midway_costs_neither_the_summary_nor_the_plot(capsys, tmp_path, monkeypatch):
+    def full(simulation, devices):
+        yield b"{}"
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("distsim.report.trace._events", full)
+    files = ["--trace", str(tmp_path / "step.json"), "--plot", str(tmp_path / "step.svg")]
+    assert main(["simulate", SMALL, "--cluster", "dgx-2", *files]) == 2
+    out, err = capsys.readouterr()
+    assert "\nstep time " in out and out.endswith(f"timeline: {tmp_path / 'step.svg'}\n")
+    assert "\ndistsim: [Errno 28] No space left on device\n" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["step.svg"]
+
+
 def test_a_timeline_of_an_unknown_kind(capsys, tmp_path):
     reason = refused(capsys, "simulate", SMALL, "--cluster", "dgx-2", "--plot", tmp_path / "t.gif")
     assert "t.gif" in reason and "pdf, png, svg" in reason
