@@ -103,7 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         "--saturate-host", action="store_true", help="with --partition: replicas on devices that are idle"
     )
     simulate.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="with --partition optimal (default 10)"
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="of the search of --partition optimal, and of compiling it in the first run (default 10)",
     )
     simulate.add_argument("--strict", action="store_true", help="refuse operators without a work rule")
     simulate.add_argument("--no-overlap", action="store_true", help="one stream per device: nothing overlaps")

@@ -13,15 +13,14 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from threading import Event
-from time import perf_counter
+from dataclasses import dataclass
 
 import numpy as np
 
 from distsim.partition.optimal.anneal import anneal
 from distsim.partition.optimal.beam import expand, select
 from distsim.partition.optimal.bounds import add_tail, root_bound
+from distsim.partition.optimal.clock import Clock
 from distsim.partition.optimal.greedy import greedy
 from distsim.partition.optimal.jobs import Floats, Ints, Jobs, make_jobs, restrict, reverse
 from distsim.partition.optimal.states import Memory, make_children, make_scratch, make_states, no_limit
@@ -47,33 +46,6 @@ class Found:
     floor: float
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """When to stop, and how near is near enough; all times are multiples of ``step``, unless it is 0."""
-
-    deadline: float
-    tolerance: float
-    step: float
-    stopped: Event = field(default_factory=Event)
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is up, or the search was stopped."""
-        return self.stopped.is_set() or perf_counter() >= self.deadline
-
-    def margin(self, upper: float) -> float:
-        """Return by how much a schedule must be better than one that takes ``upper`` to be looked for."""
-        return max(self.tolerance * upper, self.step * (1 - 1e-6))
-
-    def rounded(self, bound: float) -> float:
-        """Return a lower bound, raised to a multiple of the step."""
-        return math.ceil(bound / self.step - 5e-7) * self.step if self.step else bound
-
-    def close(self, lower: float, upper: float) -> bool:
-        """Return whether these bounds prove a schedule."""
-        return upper < math.inf and upper - lower <= self.tolerance * upper + 1e-12 * upper
-
-
 def beam(
     jobs: Jobs, machines: int, memory: Memory, width: int, upper: float, clock: Clock, weight: float = 0.0
 ) -> Found:
@@ -95,12 +67,12 @@ def beam(
         floor = min(floor, lost)
         if not made:
             return Found(None, None, floor)
+        if clock.over:
+            return Found(None, None, 0.0)
         order = np.argsort(children.rank[:made], kind="stable")
         states, lost = select(order, width, children, here, there, jobs, memory, marks, heads, chain)
         floor = min(floor, lost)
         here, there = there, here
-        if clock.over:
-            return Found(None, None, 0.0)
     ends = here.end[:states].max(axis=1)
     best = int(np.argmin(ends))
     return Found(here.end[best].copy(), here.where[best].copy(), min(floor, float(ends[best])))
@@ -223,7 +195,10 @@ class Search:
         goal = self.lower * (1.0 + self.clock.tolerance)
         self._tried += 1
         moves = min(moves, _MOST_MOVES)
-        self.offer(*anneal(self.forward, self.machines, self.end, self.machine, goal, moves, self._tried))
+        found = anneal(
+            self.forward, self.machines, self.end, self.machine, goal, moves, self._tried, self.clock
+        )
+        self.offer(*found)
 
     @contextmanager
     def _threads(self) -> Generator[ThreadPoolExecutor, None, None]:
@@ -265,8 +240,8 @@ class Search:
 
 @functools.cache
 def compile_search() -> None:
-    """Compile the loops, if that has not been done, so that it takes no time of a search."""
-    tiny = make_jobs([1.0, 1.0], [(0, 1, 1.0)])
-    Search(tiny, 2, no_limit(2, 2), Clock(math.inf, 0.0, 0.0)).run()
-    beam(tiny, 2, no_limit(2, 2), 2, 4.0, Clock(math.inf, 0.0, 0.0))
-    anneal(tiny, 2, np.array([1.0, 2.0]), np.zeros(2, np.int64), 0.0, 2, 0)
+    """Compile the loops, if that has not been done, so that it takes no time of a search to come."""
+    tiny, clock = make_jobs([1.0, 1.0], [(0, 1, 1.0)]), Clock(math.inf, 0.0, 0.0)
+    Search(tiny, 2, no_limit(2, 2), clock).run()
+    beam(tiny, 2, no_limit(2, 2), 2, 4.0, clock)
+    anneal(tiny, 2, np.array([1.0, 2.0]), np.zeros(2, np.int64), 0.0, 2, 0, clock)
