@@ -120,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
         "--jitter", type=float, default=0.0, help="coefficient of variation of every op's time (event engine)"
     )
     simulate.add_argument("--seed", type=int, default=0, help="of the jitter")
-    simulate.add_argument("--trace", type=Path, metavar="JSON", help="write a trace for Perfetto")
+    simulate.add_argument(
+        "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
+    )
     simulate.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline")
     simulate.set_defaults(run=_simulate)
     show = commands.add_parser("show", help="print the function, also after a transform")
