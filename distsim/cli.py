@@ -20,7 +20,7 @@ from distsim.executor import (
 )
 from distsim.hardware import describe, load_cluster, presets
 from distsim.importer import load_model
-from distsim.ir import Device, Function, pformat
+from distsim.ir import Device, Function, Topology, pformat
 from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
 from distsim.partitioned import HOST_MODES, partition_model
@@ -230,12 +230,26 @@ def _simulate(options: argparse.Namespace) -> int:
     say(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
     if options.explain:
         say(progress.run("explaining", simulation.explain))
-    notes = list(program.notes)
+    notes = [*_idle_devices(options, plan, topology, samples), *program.notes]
     if cost_model.uncosted:
         notes.append(f"costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
     for note in notes:
         say(f"note: {note}")
     return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
+
+
+def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, samples: int) -> list[str]:
+    """Say how many devices a plan leaves idle, and which dp would use the most of them, if any."""
+    count, replica = len(topology.devices), plan.tp * plan.pp
+    if plan.devices == count:
+        return []
+    divide = [dp for dp in range(1, count // replica + 1) if samples % (dp * plan.microbatches) == 0]
+    most = max(divide, default=plan.dp)
+    way = f"dp={most} would use {most * replica}"
+    if most <= plan.dp:
+        way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
+    idle = f"{count - plan.devices} of {count} devices of {options.cluster} are idle"
+    return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
 
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:

@@ -104,6 +104,26 @@ def test_without_a_plan_one_device_does_everything(capsys):
     assert "communication" not in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "15 of 16 devices of dgx-2 are idle, as the plan uses dp . tp . pp = 1; dp=16 would use 16"),
+        (["--plan", "tp=5"], "11 of 16 .* = 5; dp=2 would use 10"),
+        (
+            ["--plan", "dp=4,microbatches=8"],
+            "12 of 16 .* = 4; a batch of 32 in 8 .* no larger dp, but tp or pp",
+        ),
+        (["--plan", "dp=2,microbatches=4"], "14 of 16 .* = 2; dp=8 would use 8"),
+        (["--plan", "dp=8,microbatches=4"], "8 of 16 .* = 8; .* no larger dp, but tp or pp"),  # as it says
+        (["--plan", "dp=8,pp=2"], ""),
+    ],
+)
+def test_devices_that_a_plan_leaves_idle_are_a_note(capsys, arguments, said):
+    out = simulate(capsys, "mlp:layers=2,width=40", "--batch", 32, *arguments, cluster="dgx-2")
+    notes = re.findall(r"^note: (.*idle.*)$", out, re.MULTILINE)
+    assert len(notes) == bool(said) and all(re.fullmatch(said, note) for note in notes), notes
+
+
 def test_without_overlap_a_step_takes_longer(capsys):
     command = [GPT, "--batch", 16, "--plan", "dp=4,pp=2,microbatches=4"]
     together, one_by_one = simulate(capsys, *command), simulate(capsys, *command, "--no-overlap")
