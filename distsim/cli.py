@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distsim.errors import DistsimError, PlanError
@@ -20,7 +20,7 @@ from distsim.executor import (
 )
 from distsim.hardware import describe, load_cluster, presets
 from distsim.importer import load_model
-from distsim.ir import Device, Function, cpprint
+from distsim.ir import Device, Function, Topology, pformat
 from distsim.ir.type import dtype_named
 from distsim.parallelize import parallelize
 from distsim.partitioned import HOST_MODES, partition_model
@@ -28,6 +28,7 @@ from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
+from distsim.streams import complain, say
 from distsim.transforms import (
     add_loss,
     describe_blocks,
@@ -44,7 +45,14 @@ from distsim.transforms.roles import batch_inputs, brings_backward, roles
 MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""
 
-EPILOG = """examples:
+BAD_INPUT, OUT_OF_MEMORY = 2, 3
+"""Exit statuses."""
+
+EPILOG = """exit status:
+  0 when all is well, 2 for bad input or a file that cannot be written, with the reason, 3 when the step is
+  simulated and reported but does not fit in the memory of the devices, 130 for Ctrl-C, 143 for SIGTERM
+
+examples:
   distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --bind seq=1024
   distsim simulate mlp:layers=16,width=8192 --cluster dgx-2 --plan dp=16 --batch 8192
   distsim show gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100 --batch 8 --cluster dgx-a100 --plan tp=2,pp=2
@@ -52,22 +60,20 @@ EPILOG = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (2 for bad input, with the reason on stderr)."""
+    """Run the command line; return the exit status (see ``EPILOG``). Why input is refused goes to stderr."""
     options = _parser().parse_args(arguments)
+    return _attempt(lambda: options.run(options))
+
+
+def _attempt(work: Callable[[], int]) -> int:
+    """Return the exit status of some work: what it returns, or ``BAD_INPUT`` after saying why."""
     try:
-        options.run(options)
-    except DistsimError as error:
-        print(f"distsim: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return 0
+        return work()
     except MemoryError:
-        print("distsim: not enough memory on this machine for a model of this size", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, a name that is too long, no permission
-        print(f"distsim: {error}", file=sys.stderr)
-        return 2
-    return 0
+        complain("distsim: not enough memory on this machine for a model of this size")
+    except (DistsimError, OSError) as error:  # OSError: a full disk, a name that is too long, no permission
+        complain(f"distsim: {error}")
+    return BAD_INPUT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,7 +103,10 @@ def _parser() -> argparse.ArgumentParser:
         "--saturate-host", action="store_true", help="with --partition: replicas on devices that are idle"
     )
     simulate.add_argument(
-        "--time-limit", type=float, metavar="SECONDS", help="with --partition optimal (default 10)"
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="of the search of --partition optimal, and of compiling it in the first run (default 10)",
     )
     simulate.add_argument("--strict", action="store_true", help="refuse operators without a work rule")
     simulate.add_argument("--no-overlap", action="store_true", help="one stream per device: nothing overlaps")
@@ -111,7 +120,9 @@ def _parser() -> argparse.ArgumentParser:
         "--jitter", type=float, default=0.0, help="coefficient of variation of every op's time (event engine)"
     )
     simulate.add_argument("--seed", type=int, default=0, help="of the jitter")
-    simulate.add_argument("--trace", type=Path, metavar="JSON", help="write a trace for Perfetto")
+    simulate.add_argument(
+        "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
+    )
     simulate.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline")
     simulate.set_defaults(run=_simulate)
     show = commands.add_parser("show", help="print the function, also after a transform")
@@ -137,10 +148,23 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
         help="an .onnx file, gpt2, or a builder with options: mlp:layers=16,width=8192, gpt:..., llama:...",
     )
     parser.add_argument("--batch", type=int, help="global batch: samples per step")
-    parser.add_argument("--bind", default="", help="sizes of symbolic dimensions, seq=128,...")
-    parser.add_argument("--parameters", default="", help="patterns of graph inputs that are weights: p_*,...")
     parser.add_argument(
-        "--keep", action="append", metavar="NAME", help="an output to compute that the loss does not need"
+        "--bind",
+        action="append",
+        default=[],
+        help="sizes of symbolic dimensions, seq=128,... (may be repeated)",
+    )
+    parser.add_argument(
+        "--parameters",
+        action="append",
+        default=[],
+        help="patterns of graph inputs that are weights: p_*,... (may be repeated)",
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        metavar="NAME",
+        help="an output to compute that the loss does not need (may be repeated)",
     )
     parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
     parser.add_argument("--optimizer", help=f"{' or '.join(sorted(OPTIMIZERS))} (default adam)")
@@ -153,11 +177,12 @@ def _model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _forward(options: argparse.Namespace) -> Function:
-    patterns = tuple(p for p in options.parameters.split(",") if p)
+    patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
     dtype = dtype_named(options.dtype)
     if not dtype.is_floating:
         raise PlanError(f"--dtype {options.dtype}: float32 tensors can become a floating-point type only")
-    function = load_model(options.model, options.batch, options.bind, patterns)
+    bindings = ",".join(filter(None, options.bind))
+    function = load_model(options.model, options.batch, bindings, patterns)
     return set_precision(function, dtype)
 
 
@@ -167,7 +192,7 @@ def _read(options: argparse.Namespace, progress: Progress) -> Function:
         return function
     outlined = progress.run("outlining", lambda: outline(function))
     for line in describe_blocks(outlined).splitlines():
-        print(f"# {line}")
+        say(f"# {line}")
     return outlined
 
 
@@ -187,15 +212,14 @@ def _training(options: argparse.Namespace, progress: Progress) -> Function:
     )
 
 
-def _simulate(options: argparse.Namespace) -> None:
+def _simulate(options: argparse.Namespace) -> int:
     for path in filter(None, (options.trace, options.plot)):
         check_target(path)
     if options.plot:
         check_format(options.plot, "a timeline")
     progress = Progress(sys.stderr)
     if options.partition:
-        _simulate_partition(options, progress)
-        return
+        return _simulate_partition(options, progress)
     for name in ("device_memory", "saturate_host", "time_limit"):
         if getattr(options, name):
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
@@ -210,18 +234,32 @@ def _simulate(options: argparse.Namespace) -> None:
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     samples = _samples(function)
     title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
-    print(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
+    say(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
     if options.explain:
-        print(progress.run("explaining", simulation.explain))
-    notes = list(simulation.notes)
+        say(progress.run("explaining", simulation.explain))
+    notes = [*_idle_devices(options, plan, topology, samples), *simulation.notes]
     if cost_model.uncosted:
         notes.append(f"costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
     for note in notes:
-        print(f"note: {note}")
-    _write(options, simulation, progress)
+        say(f"note: {note}")
+    return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
-def _simulate_partition(options: argparse.Namespace, progress: Progress) -> None:
+def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, samples: int) -> list[str]:
+    """Say how many devices a plan leaves idle, and which dp would use the most of them, if any."""
+    count, replica = len(topology.devices), plan.tp * plan.pp
+    if plan.devices == count:
+        return []
+    divide = [dp for dp in range(1, count // replica + 1) if samples % (dp * plan.microbatches) == 0]
+    most = max(divide, default=plan.dp)
+    way = f"dp={most} would use {most * replica}"
+    if most <= plan.dp:
+        way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
+    idle = f"{count - plan.devices} of {count} devices of {options.cluster} are idle"
+    return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
+
+
+def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
     """Inference of one batch, partitioned over the devices of the cluster."""
     fields = ("plan", "loss", "optimizer", "keep")
     training = [name for name in fields if getattr(options, name) is not None]
@@ -248,14 +286,14 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> None
         run = found.placed.function
         simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
     samples = _samples(function)
-    print(f"{options.model} on {options.cluster}, {options.partition}, inference, batch {samples}\n")
-    print(found.describe(simulation))
-    print(summarize(simulation, samples, count_flops(function)))
+    say(f"{options.model} on {options.cluster}, {options.partition}, inference, batch {samples}\n")
+    say(found.describe(simulation))
+    say(summarize(simulation, samples, count_flops(function)))
     if options.explain:
-        print(progress.run("explaining", simulation.explain))
+        say(progress.run("explaining", simulation.explain))
     if cost_model.uncosted:
-        print(f"note: costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
-    _write(options, simulation, progress)
+        say(f"note: costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
+    return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
 def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
@@ -271,14 +309,21 @@ def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
     )
 
 
-def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> None:
-    if options.trace:
+def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> int:
+    """Write the trace and the plot that are asked for; one that cannot be written does not cost the other."""
+
+    def trace() -> int:
         devices, what = _traced(simulation)
         progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace, devices))
-        print(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
-    if options.plot:
+        say(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
+        return 0
+
+    def plot() -> int:
         progress.run(f"drawing {options.plot}", lambda: plot_timeline(simulation, options.plot))
-        print(f"timeline: {options.plot}")
+        say(f"timeline: {options.plot}")
+        return 0
+
+    return max([_attempt(work) for work in (trace, plot) if getattr(options, work.__name__)], default=0)
 
 
 def _traced(simulation: Simulation) -> tuple[list[Device], str]:
@@ -297,23 +342,29 @@ def _samples(function: Function) -> int:
     return getattr(data[0].type, "shape", (0,))[0]
 
 
-def _show(options: argparse.Namespace) -> None:
+def _show(options: argparse.Namespace) -> int:
     progress = Progress(sys.stderr)
     if not options.plan and (options.cluster or not options.training):
         given = [n for n in ("cluster", "loss", "optimizer", "keep") if getattr(options, n)]
         if given:
             raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
     if not options.plan and not options.training:
-        cpprint(_read(options, progress))
-        return
+        _print_function(_read(options, progress))
+        return 0
     function = _training(options, progress)
     if options.plan:
         if not options.cluster:
             raise PlanError("--plan needs --cluster: the devices to place the plan on")
         program = parallelize(function, Plan.parse(options.plan), load_cluster(options.cluster))
         function = steady_state_transform(program.to_function())[0]
-    cpprint(function)
+    _print_function(function)
+    return 0
 
 
-def _clusters(options: argparse.Namespace) -> None:
-    print(describe(options.name) if options.name else "\n".join(presets()))
+def _print_function(function: Function) -> None:
+    say(pformat(function, colour=sys.stdout.isatty()))
+
+
+def _clusters(options: argparse.Namespace) -> int:
+    say(describe(options.name) if options.name else "\n".join(presets()))
+    return 0

@@ -18,7 +18,7 @@ from typing import Any
 import common
 
 from distsim.partition import Item, PartitionDevice, Problem, partition
-from distsim.partition.optimal import OptimalPartition, optimal_partition
+from distsim.partition.optimal import OptimalPartition, compile_search, optimal_partition
 from distsim.partition.optimal.timetable import timetable
 
 MODES = ("size_based", "cost_aware", "kernighan_lin", "optimal")
@@ -30,6 +30,7 @@ DELAYS = (0.0, 0.1, 0.5, 1.0)
 def main() -> None:
     """Measure, write the tables and the figure."""
     given = common.options(__doc__)
+    compile_search()
     quality = [row for size in common.progress(SIZES) for row in ratios(*size, given.small)]
     common.write_csv(given.out / "partition_quality.csv", quality)
     proofs = [prove(**case) for case in common.progress(cases(given.small))]

@@ -19,6 +19,7 @@ PACKAGE = ROOT / "distsim"
 FLOORS = {
     "errors": 0,
     "compile": 1,
+    "streams": 1,
     "ir": 1,
     "schedule": 1,
     "plan": 1,

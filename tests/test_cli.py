@@ -10,6 +10,7 @@ from cli_cases import (
     run,
 )
 
+from distsim.cli import main
 from distsim.hardware import presets
 
 MLP = "mlp:layers=4,width=64"
@@ -103,6 +104,26 @@ def test_without_a_plan_one_device_does_everything(capsys):
     assert "communication" not in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "15 of 16 devices of dgx-2 are idle, as the plan uses dp . tp . pp = 1; dp=16 would use 16"),
+        (["--plan", "tp=5"], "11 of 16 .* = 5; dp=2 would use 10"),
+        (
+            ["--plan", "dp=4,microbatches=8"],
+            "12 of 16 .* = 4; a batch of 32 in 8 .* no larger dp, but tp or pp",
+        ),
+        (["--plan", "dp=2,microbatches=4"], "14 of 16 .* = 2; dp=8 would use 8"),
+        (["--plan", "dp=8,microbatches=4"], "8 of 16 .* = 8; .* no larger dp, but tp or pp"),  # as it says
+        (["--plan", "dp=8,pp=2"], ""),
+    ],
+)
+def test_devices_that_a_plan_leaves_idle_are_a_note(capsys, arguments, said):
+    out = simulate(capsys, "mlp:layers=2,width=40", "--batch", 32, *arguments, cluster="dgx-2")
+    notes = re.findall(r"^note: (.*idle.*)$", out, re.MULTILINE)
+    assert len(notes) == bool(said) and all(re.fullmatch(said, note) for note in notes), notes
+
+
 def test_without_overlap_a_step_takes_longer(capsys):
     command = [GPT, "--batch", 16, "--plan", "dp=4,pp=2,microbatches=4"]
     together, one_by_one = simulate(capsys, *command), simulate(capsys, *command, "--no-overlap")
@@ -141,6 +162,19 @@ def test_two_nodes_are_slower_than_one_for_the_same_plan(capsys):
     assert exposed[0] < exposed[1]
 
 
+def test_a_step_that_does_not_fit_is_reported_with_status_3(capsys, tmp_path):
+    trace = tmp_path / "step.json"
+    large = ["simulate", "mlp:layers=2,width=65536", "--cluster", "dgx-a100", "--batch", "8"]
+    assert main([*large, "--trace", str(trace)]) == 3
+    out, err = capsys.readouterr()
+    assert "\nmemory        OUT OF MEMORY on 1 device: gpu:0 needs " in out and step_time(out) > 0
+    assert "\nMatMulGrad " in out and f"\ntrace: {trace} " in out and json.loads(trace.read_text())
+    assert all(PROGRESS.fullmatch(line) for line in err.splitlines()), err
+    assert main([*large, "--plan", "tp=8"]) == 0
+    assert "memory        fits" in capsys.readouterr().out
+    assert main([*large, "--partition", "single"]) == 0, "a forward pass needs no gradients"
+
+
 def test_the_same_command_prints_the_same(capsys):
     command = [GPT, "--batch", 8, "--plan", "dp=2,tp=2,pp=2,microbatches=2"]
     assert simulate(capsys, *command) == simulate(capsys, *command)
@@ -156,6 +190,12 @@ def test_show_prints_the_forward_function(capsys):
     assert re.search(r"^  loss: f32\[\] = Loss\(\w+, target, N=4\)$", out, re.MULTILINE)
     assert "Grad" not in out and "Optimizer" not in out
     assert PROGRESS.fullmatch(err.strip())
+
+
+def test_bindings_that_are_given_one_by_one_add_up(capsys):
+    joined, _ = run(capsys, "show", "gpt2", "--bind", "batch=2,seq=8")
+    assert "input_ids: i64[2, 8]" in joined
+    assert run(capsys, "show", "gpt2", "--bind", "batch=2", "--bind", "seq=8", "--bind", "seq=8")[0] == joined
 
 
 def test_show_prints_the_dtype_it_is_given(capsys):

@@ -64,7 +64,8 @@ BAD = {
     "bind to nothing": ((*GPT2, "--bind", "seq="), "seq=", "whole number"),
     "bind to a fraction": ((*GPT2, "--bind", "seq=1.5"), "seq=1.5", "whole number"),
     "bind to zero": ((*GPT2, "--bind", "seq=0"), "seq=0", "from 1"),
-    "bind twice": ((*GPT2, "--bind", "seq=8,seq=9"), "'seq=9'", "once"),
+    "bind twice": ((*GPT2, "--bind", "seq=8,seq=9"), "'seq=9'", "seq=8", "once"),
+    "bind twice, apart": ((*GPT2, "--bind", "seq=8", "--bind", "seq=9"), "'seq=9'", "seq=8", "once"),
     "batch and bound batch": ((*GPT2, "--bind", "seq=8,batch=2"), "batch", "twice", "4", "2"),
     "bind beyond the positions": ((*GPT2, "--bind", "seq=2000"), "1999", "1024"),
     "bind the path": ((*GPT2, "--bind", "seq=8,path=1"), "dimension path", "batch, seq"),
@@ -72,6 +73,10 @@ BAD = {
     "bind for a builder": ((SMALL, "--cluster", "dgx-2", "--bind", "seq=8"), "mlp:option=number"),
     "parameters of a builder": ((SMALL, "--cluster", "dgx-2", "--parameters", "w*"), "mlp:option=number"),
     "parameters that are not there": ((*GPT2, "--bind", "seq=8", "--parameters", "w*"), "'w*'", "input_ids"),
+    "parameters that are not there, apart": (
+        (ONNX_MLP, "--cluster", "dgx-2", "--parameters", "w*", "--parameters", "inp*"),
+        "'w*'",
+    ),
     "token ids as parameters": ((*GPT2, "--bind", "seq=8", "--parameters", "input_ids"), "floating-point"),
     "batch of a static file": ((ONNX_MLP, "--cluster", "dgx-2", "--batch", "8"), "[32, 1024]", "fixed"),
     "unknown loss": ((SMALL, "--cluster", "dgx-2", "--loss", "l1"), "'l1'", "cross_entropy"),
@@ -125,6 +130,20 @@ def test_a_file_that_cannot_be_written(capsys, tmp_path, option, name, part):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trace_that_fails_midway_costs_neither_the_summary_nor_the_plot(capsys, tmp_path, monkeypatch):
+    def full(simulation, devices):
+        yield b"{}"
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("distsim.report.trace._events", full)
+    files = ["--trace", str(tmp_path / "step.json"), "--plot", str(tmp_path / "step.svg")]
+    assert main(["simulate", SMALL, "--cluster", "dgx-2", *files]) == 2
+    out, err = capsys.readouterr()
+    assert "\nstep time " in out and out.endswith(f"timeline: {tmp_path / 'step.svg'}\n")
+    assert "\ndistsim: [Errno 28] No space left on device\n" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["step.svg"]
+
+
 def test_a_timeline_of_an_unknown_kind(capsys, tmp_path):
     reason = refused(capsys, "simulate", SMALL, "--cluster", "dgx-2", "--plot", tmp_path / "t.gif")
     assert "t.gif" in reason and "pdf, png, svg" in reason
@@ -168,7 +187,12 @@ def test_the_installed_script_prints_its_help():
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: distsim ")
-    for expected in ("{simulate,show,clusters}", "examples:", "distsim simulate gpt2 --cluster dgx-a100:2"):
+    for expected in (
+        "{simulate,show,clusters}",
+        "exit status:",
+        "examples:",
+        "distsim simulate gpt2 --cluster dgx-a100:2",
+    ):
         assert expected in done.stdout
 
 

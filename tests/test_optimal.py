@@ -1,5 +1,8 @@
 """The optimal mode: closed forms, brute force, layers of ops, little memory, what it says of itself."""
 
+import time
+
+import numpy as np
 import pytest
 from optimal_models import layered_problem, make_devices, make_problem, random_problem, shortest
 from partition_problems import random_devices as mixed_devices
@@ -14,13 +17,19 @@ from distsim.errors import (
     PartitionError,
 )
 from distsim.partition import Item, Problem, partition
-from distsim.partition.optimal import optimal_partition
+from distsim.partition.optimal import compile_search, optimal_partition, search
 from distsim.partition.optimal.anneal import anneal
+from distsim.partition.optimal.clock import Clock
 from distsim.partition.optimal.jobs import make_jobs
 from distsim.partition.optimal.replay import order_by_time, replay
-from distsim.partition.optimal.search import Clock, Search
 from distsim.partition.optimal.states import no_limit
 from distsim.partition.optimal.timetable import timetable
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_ahead():
+    """So that on a new installation the limits of the tests are time to search."""
+    compile_search()
 
 
 def test_equal_ops_without_edges_share_the_devices():
@@ -100,6 +109,31 @@ def test_without_time_the_gap_is_stated():
     assert found.lower_bound < found.makespan <= sum(item.latency for item in problem.items)
 
 
+def test_the_time_that_compiling_takes_counts(monkeypatch):
+    looks = []
+
+    def beam(jobs, *arguments):
+        looks.append(len(jobs.seconds))
+        time.sleep(0.3)  # as if it were compiled first
+        return search.Found(None, None, 0.0)
+
+    monkeypatch.setattr(search, "beam", beam)
+    search.compile_search.cache_clear()
+    problem = layered_problem(0, 20, 4, 1.0, whole=False)
+    found = optimal_partition(problem, make_devices(4), 1.0, time_limit=0.1)
+    assert looks == [80, 80], "one look each way, and none after it"
+    assert not found.proven and found.gap < 0.5
+    assert timetable(found).makespan == found.makespan
+
+
+def test_moves_end_with_the_time():
+    jobs = make_jobs([3.0, 2.0, 2.0], [(0, 1, 1.0), (0, 2, 1.0)])
+    end, machine = np.array([3.0, 5.0, 7.0]), np.zeros(3, np.int64)
+    over = Clock(0.0, 0.0, 0.0)
+    ends, where = anneal(jobs, 2, end, machine, 0.0, 10**9, 0, over)
+    assert (ends.tolist(), where.tolist()) == ([3.0, 5.0, 7.0], [0, 0, 0])
+
+
 def test_many_ops_get_a_list_schedule_and_a_bound():
     problem = layered_problem(0, 625, 4, 0.1, whole=False)
     found = optimal_partition(problem, make_devices(4), 1.0)
@@ -121,7 +155,7 @@ def test_a_placing_that_only_cost_aware_finds_is_taken():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_moves_shorten_a_schedule_and_keep_its_rules(seed):
     problem = layered_problem(seed, 10, 8, 1.5, whole=False)
-    search = Search(
+    begun = search.Search(
         make_jobs(
             [item.latency for item in problem.items],
             [
@@ -134,9 +168,10 @@ def test_moves_shorten_a_schedule_and_keep_its_rules(seed):
         no_limit(80, 4),
         Clock(float("inf"), 0.0, 0.0),
     )
-    end, machine = anneal(search.forward, 4, search.end, search.machine, 0.0, 100_000, seed)
-    assert search.lower <= end.max() < 0.95 * search.upper
-    again, same = anneal(search.forward, 4, search.end, search.machine, 0.0, 100_000, seed)
+    begin = (begun.forward, 4, begun.end, begun.machine, 0.0, 100_000, seed, begun.clock)
+    end, machine = anneal(*begin)
+    assert begun.lower <= end.max() < 0.95 * begun.upper
+    again, same = anneal(*begin)
     assert (again.tolist(), same.tolist()) == (end.tolist(), machine.tolist())
     transfers = [float(item.output_bytes) for item in problem.items]
     ends = replay(problem, machine.tolist(), order_by_time(problem, end.tolist()), transfers)

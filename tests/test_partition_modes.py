@@ -205,13 +205,28 @@ def test_generated_graphs_break_no_rule(mode):
     assert made > 250 and several > 100, (made, several)
 
 
+@pytest.mark.parametrize(("dense", "parts"), [(40, 3), (200, 4), (299, 8)])
+def test_embeddings_leave_room_for_the_dense_part_beside_them(dense, parts):
+    # Eight tables of 100 bytes, and what reads them: a device of 420 holds 3, 2 or 1 of them beside it.
+    tables = [Item(f"table{k}", (), 4, 100, 1.0, 1.0, True, True) for k in range(8)]
+    items = (*tables, Item("join", tuple(range(8)), 4, dense - 32, 1.0, 1.0))
+    found = partition(Problem(items), devices(*[420] * 8), "sparse_nn")
+    sparse = [part for part in found.parts if 8 not in part.ops]
+    assert sorted(op for part in sparse for op in part.ops) == list(range(8)) and len(sparse) == parts
+    assert [len(part.devices) for part in found.parts if 8 in part.ops] == [parts]
+    assert max(found.bytes_on(device) for device in found.devices) <= 420
+    with pytest.raises(errors.NoMappingError, match="needs 100 bytes .* beside it 321: 1 more than the 420"):
+        partition(Problem((*tables, Item("join", tuple(range(8)), 4, 289))), devices(*[420] * 8), "sparse_nn")
+
+
 def test_joined_regions_keep_their_bytes_and_levels():
     joined = 0
     for seed in range(200):
         problem = random_problem(seed, most_ops=30)
         largest = max(piece_of(problem, problem.close([op])).bytes for op in problem.ops)
-        begun = regions_of(problem, largest)
-        found = join_regions(problem, begun, 2 * largest)
+        begun = regions_of(problem, largest, largest)
+        found = join_regions(problem, begun, 2 * largest, largest + largest // 2)
+        assert all(region.bytes <= (1.5 if region.embedding else 2) * largest for region in found)
         joined += len(begun) - len(found)
         pieces = [piece_of(problem, region.items) for region in found]
         assert [region.bytes for region in found] == [piece.bytes for piece in pieces]

@@ -1,5 +1,6 @@
 """The summary, the timeline and the trace."""
 
+import gzip
 import json
 import tracemalloc
 from collections import defaultdict
@@ -128,7 +129,8 @@ def test_a_trace_of_nothing_is_still_json(tmp_path):
     assert events_of(path) == []
 
 
-def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch, name):
     simulation = two_stages()
     with pytest.raises(SimulationError, match="is not a file"):
         write_trace(simulation, tmp_path)
@@ -136,7 +138,7 @@ def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
         write_trace(simulation, tmp_path / "missing" / "trace.json")
     with pytest.raises(SimulationError, match="is not a file"):
         plot_timeline(simulation, _folder(tmp_path / "folder.png"))
-    path = tmp_path / "trace.json"
+    path = tmp_path / name
     path.write_text("old")
     other = Topology()
     devices = [other.add_device("gpu") for _ in range(9)]
@@ -152,7 +154,18 @@ def test_writing_is_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no pieces"):
         write_trace(simulation, path)
     assert path.read_text() == "old"
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.png", "trace.json"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder.png", name]
+
+
+def test_a_trace_whose_name_ends_in_gz_is_compressed(tmp_path, monkeypatch):
+    simulation = two_stages()
+    plain, first, second = (tmp_path / name for name in ("t.json", "t.json.gz", "other.JSON.GZ"))
+    for path in (plain, first, second):
+        write_trace(simulation, path)
+        monkeypatch.setattr("time.time", lambda: 1e9)  # the second is made at another time
+    assert gzip.decompress(first.read_bytes()) == plain.read_bytes()
+    assert first.read_bytes() == second.read_bytes(), "neither a name nor a time is in it"
+    assert len(first.read_bytes()) < len(plain.read_bytes()) / 5
 
 
 def _folder(path):

@@ -184,6 +184,11 @@ class Simulation:
             return program_memory(self.simulated).peak_of_devices()
         return {device: use.peak for device, use in self.memory.items()}
 
+    @property
+    def fits(self) -> bool:
+        """Whether no device needs more memory than it has."""
+        return all(use.fits(device) for device, use in self.memory.items())
+
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the program, and of recomputation that saves no memory."""

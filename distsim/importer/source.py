@@ -53,7 +53,7 @@ def load_model(
 
 
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:
-    if batch is not None and "batch" in sizes:
+    if batch is not None and sizes.get("batch", batch) != batch:
         raise ImportModelError(f"batch is given twice, {batch} and {sizes['batch']}; give it once")
     if batch is not None:
         symbols = symbolic_dimensions(path)
@@ -92,9 +92,10 @@ def _split(text: str, what: str) -> dict[str, str]:
     for item in text.split(",") if text else ():
         key, equals, value = item.partition("=")
         key = key.strip()
-        if not equals or not key or key in found:
-            raise ImportModelError(f"{what}: {item!r} must be name=number, each name once")
-        found[key] = value.strip()
+        if not equals or not key:
+            raise ImportModelError(f"{what}: {item!r} must be name=number")
+        if found.setdefault(key, value.strip()) != value.strip():
+            raise ImportModelError(f"{what}: {item!r} after {key}={found[key]}; give {key} once")
     return found
 
 

@@ -34,12 +34,14 @@ class Region:
         return self.bytes, self.rank
 
 
-def join_regions(problem: Problem, growing: Sequence[tuple[Growing, bool]], memory: int) -> list[Region]:
+def join_regions(
+    problem: Problem, growing: Sequence[tuple[Growing, bool]], memory: int, room: int
+) -> list[Region]:
     """Return the regions, in order of rank, after joining first the dense and then the embedding ones.
 
     The smallest region of a kind is joined with the largest that is at most one level away and with which
-    it fits in ``memory``; the kind is done when there is none. Each step costs what it changes: the sizes
-    of the smaller region and the levels of those behind.
+    it fits, dense ones in ``memory`` and embeddings in ``room``; the kind is done when there is none. Each
+    step costs what it changes: the sizes of the smaller region and the levels of those behind.
     """
     regions = [Region(problem, piece, kind, rank) for rank, (piece, kind) in enumerate(growing)]
     parents = parents_of(problem, [piece.piece() for piece, _ in growing])
@@ -51,7 +53,8 @@ def join_regions(problem: Problem, growing: Sequence[tuple[Growing, bool]], memo
     found: list[Region] = []
     for kind in (False, True):
         queue = sorted([region for region in regions if region.embedding == kind], key=attrgetter("size"))
-        while (number := _partner(problem, queue, memory)) is not None:
+        limit = room if kind else memory
+        while (number := _partner(problem, queue, limit)) is not None:
             smallest, region = queue.pop(0), queue.pop(number - 1)
             _absorb(problem, region, smallest, rank)
             rank += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,20 +13,29 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Progress:
-    """Writes one line per step of work to ``file``: its name when it starts, its time when it ends."""
+    """Writes one line per step of work to ``file``: its name when it starts, its time when it ends.
+
+    A file that cannot be written to, say a log on a full disk, is no reason to stop the work.
+    """
 
     file: TextIO
 
     def run(self, what: str, work: Callable[[], T]) -> T:
         """Return ``work()``; the line is finished also when it fails."""
-        self.file.write(f"{what} ... ")
-        self.file.flush()
+        self._write(f"{what} ... ")
         start = time.perf_counter()
-        done = "failed"
+        done = "stopped"  # by Ctrl-C
         try:
             result = work()
             done = "done"
+        except Exception:
+            done = "failed"
+            raise
         finally:
-            self.file.write(f"{done}, {time.perf_counter() - start:.2f} s\n")
-            self.file.flush()
+            self._write(f"{done}, {time.perf_counter() - start:.2f} s\n")
         return result
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self.file.write(text)
+            self.file.flush()

@@ -26,7 +26,7 @@ from distsim.ir import Device, Mesh, Op, Tensor
 from distsim.ir.device import devices_of
 from distsim.ops import operator
 from distsim.report.labels import stream_label
-from distsim.report.output import replacing
+from distsim.report.output import packed, replacing
 from distsim.report.slices import Lanes, SliceWriter
 
 MOST_COUNTED = 100_000
@@ -59,16 +59,17 @@ def write_trace(
 ) -> None:
     """Write the trace of these devices (default: all) as JSON, replacing ``path`` when it is complete.
 
-    The file of a single device is what Holistic Trace Analysis takes as the file of one rank. Events
-    are written piece by piece; beyond ``MOST_COUNTED`` tasks without the memory in use. Raises
-    :class:`SimulationError` for a path that cannot be written to, or a device that does not occur.
+    The file of a single device is what Holistic Trace Analysis takes as the file of one rank. A path that
+    ends in .gz is compressed with gzip, as Perfetto opens it too. Events are written piece by piece; beyond
+    ``MOST_COUNTED`` tasks without the memory in use. Raises :class:`SimulationError` for a path that cannot
+    be written to, or a device that does not occur.
     """
     of = simulation.classes.of
     chosen = list(dict.fromkeys(devices)) if devices is not None else sorted(of, key=lambda d: d.id)
     for device in chosen:
         if device not in of:
             raise SimulationError(f"{device} does not occur in {simulation.name}; it has no trace")
-    with replacing(path) as file:
+    with replacing(path) as draft, packed(draft, path) as file:
         file.write(b'{"schemaVersion":1,')
         if len(chosen) == 1:
             # Holistic Trace Analysis looks for the space after the colon.

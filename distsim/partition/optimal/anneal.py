@@ -7,12 +7,16 @@ finds what the search cuts off where machines have little idle time, and proves 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distsim.compile import compiled
+from distsim.partition.optimal.clock import Clock
 from distsim.partition.optimal.jobs import Floats, Ints, Jobs
+
+_STEPS = 2_000_000
+"""Jobs that are looked at between two looks at the clock."""
 
 
 @compiled
@@ -62,51 +66,70 @@ def _room(order: Any, place: int, jobs: Any, marked: Any) -> tuple[int, int]:
     return first, last
 
 
+class Walk(NamedTuple):
+    """Where an annealing is: its order and machines, what they take, and the same of the best so far."""
+
+    order: Ints
+    where: Ints
+    best_order: Ints
+    best_where: Ints
+    takes: Floats
+
+
 @compiled
-def _anneal(
-    order: Any, where: Any, jobs: Any, machines: int, cost: float, goal: float, moves: int, draws: Any
-) -> float:
-    """Change ``order`` and ``where`` to the best found in so many moves; return what it takes."""
+def _anneal(walk: Any, jobs: Any, machines: int, goal: float, first: int, moves: int, draws: Any) -> None:
+    """Make the moves from number ``first`` of ``moves`` on that ``draws`` has rows for."""
+    order, where, takes = walk.order, walk.where, walk.takes
     count = len(order)
     free, end, marked = np.zeros(machines), np.zeros(count), np.zeros(count, np.bool_)
-    best, best_order, best_where = cost, order.copy(), where.copy()
-    for move in range(moves):
-        heat = 0.005 * best * (1.0 - move / moves) ** 2
-        limit = cost - heat * math.log(max(draws[move, 0], 1e-300))
-        place = int(draws[move, 1] * count)
+    for row in range(len(draws)):
+        heat = 0.005 * takes[1] * (1.0 - (first + row) / moves) ** 2
+        limit = takes[0] - heat * math.log(max(draws[row, 0], 1e-300))
+        place = int(draws[row, 1] * count)
         job = order[place]
         machine = where[job]
-        first, last = _room(order, place, jobs, marked)
-        target = first + int(draws[move, 2] * (last - first + 1))
-        if draws[move, 3] < 0.5:
-            where[job] = int(draws[move, 4] * machines)
+        lowest, highest = _room(order, place, jobs, marked)
+        target = lowest + int(draws[row, 2] * (highest - lowest + 1))
+        if draws[row, 3] < 0.5:
+            where[job] = int(draws[row, 4] * machines)
         _move(order, place, target)
         made = _run(order, where, jobs, free, end, limit)
         if made == math.inf:
             _move(order, target, place)
             where[job] = machine
             continue
-        cost = made
-        if cost < best:
-            best = cost
+        takes[0] = made
+        if made < takes[1]:
+            takes[1] = made
             for k in range(count):
-                best_order[k], best_where[k] = order[k], where[k]
-            if best <= goal:
-                break
-    for k in range(count):
-        order[k], where[k] = best_order[k], best_where[k]
-    return best
+                walk.best_order[k], walk.best_where[k] = order[k], where[k]
+            if made <= goal:
+                return
 
 
 def anneal(
-    jobs: Jobs, machines: int, end: Floats, machine: Ints, goal: float, moves: int, seed: int
+    jobs: Jobs,
+    machines: int,
+    end: Floats,
+    machine: Ints,
+    goal: float,
+    moves: int,
+    seed: int,
+    clock: Clock,
 ) -> tuple[Floats, Ints]:
-    """Return a schedule that is no longer than this one; ends early when it takes no more than ``goal``."""
+    """Return a schedule that is no longer than this one, after so many moves.
+
+    Ends early when it takes no more than ``goal``, or the time of a clock is up.
+    """
     order = np.argsort(end - jobs.seconds / 2, kind="stable")
-    where = machine.copy()
-    draws = np.random.default_rng(seed).random((moves, 5))
-    cost = float(end.max())
-    _anneal(order, where, jobs, machines, cost, goal, moves, draws)
+    walk = Walk(order, machine.copy(), order.copy(), machine.copy(), np.full(2, end.max()))
+    source = np.random.default_rng(seed)
+    piece = max(1, _STEPS // len(order))
+    for first in range(0, moves, piece):
+        if walk.takes[1] <= goal or clock.over:
+            break
+        draws = source.random((min(piece, moves - first), 5))
+        _anneal(walk, jobs, machines, goal, first, moves, draws)
     ends = np.zeros(len(end))
-    _run(order, where, jobs, np.zeros(machines), ends, math.inf)
-    return ends, where
+    _run(walk.best_order, walk.best_where, jobs, np.zeros(machines), ends, math.inf)
+    return ends, walk.best_where

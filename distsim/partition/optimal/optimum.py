@@ -18,9 +18,10 @@ from distsim.errors import (
     PartitionError,
 )
 from distsim.partition.coarsen import coarse_cost_aware
+from distsim.partition.optimal.clock import Clock
 from distsim.partition.optimal.jobs import Jobs, make_jobs
 from distsim.partition.optimal.replay import order_by_time, replay
-from distsim.partition.optimal.search import Clock, Search, compile_search
+from distsim.partition.optimal.search import Search
 from distsim.partition.optimal.states import Memory, no_limit
 from distsim.partition.parts import Partition, make_partition
 from distsim.partition.pieces import Piece, Placement
@@ -74,8 +75,9 @@ def optimal_partition(
     A search over schedules with lower bounds (:mod:`distsim.partition.optimal.search`); it ends when bound
     and best are within ``tolerance`` of each other, relatively, as solvers of integer programs do: 0 for
     equality. ``progress`` is called with both now and then. Problems of more than ``MOST_OPS`` ops get a list
-    schedule and a plain bound. Raises :class:`NoMappingError` when the memory allows no placing, or when
-    none is found.
+    schedule and a plain bound. The first search on an installation also compiles its loops, in its time
+    (:func:`compile_search` does it ahead): when that takes it all, the list schedule is returned. Raises
+    :class:`NoMappingError` when the memory allows no placing, or when none is found.
 
     >>> from distsim.partition.problem import Item
     >>> ops = (Item("a", (), 4, 4, 1.0), Item("b", (0,), 4, 4, 3.0), Item("c", (0,), 4, 4, 3.0))
@@ -86,9 +88,8 @@ def optimal_partition(
     """
     if not tolerance >= 0 or not time_limit >= 0:
         raise PartitionError(f"tolerance={tolerance} and time_limit={time_limit} must not be negative")
-    _check(problem, devices)
-    compile_search()
     begin = perf_counter()
+    _check(problem, devices)
     delays = transfer_times(problem, transfer_rate) if transfers is None else transfers
     jobs = _jobs(problem, delays)
     memory = _memory(problem, devices)

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
 
 from distsim.partition.optimal.anneal import anneal
 from distsim.partition.optimal.beam import expand, select
 from distsim.partition.optimal.bounds import add_tail, root_bound
+from distsim.partition.optimal.clock import Clock
 from distsim.partition.optimal.greedy import greedy
 from distsim.partition.optimal.jobs import Floats, Ints, Jobs, make_jobs, restrict, reverse
 from distsim.partition.optimal.states import Memory, make_children, make_scratch, make_states, no_limit
@@ -45,32 +46,6 @@ class Found:
     floor: float
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """When to stop, and how near is near enough; all times are multiples of ``step``, unless it is 0."""
-
-    deadline: float
-    tolerance: float
-    step: float
-
-    @property
-    def over(self) -> bool:
-        """Whether the time is up."""
-        return perf_counter() >= self.deadline
-
-    def margin(self, upper: float) -> float:
-        """Return by how much a schedule must be better than one that takes ``upper`` to be looked for."""
-        return max(self.tolerance * upper, self.step * (1 - 1e-6))
-
-    def rounded(self, bound: float) -> float:
-        """Return a lower bound, raised to a multiple of the step."""
-        return math.ceil(bound / self.step - 5e-7) * self.step if self.step else bound
-
-    def close(self, lower: float, upper: float) -> bool:
-        """Return whether these bounds prove a schedule."""
-        return upper < math.inf and upper - lower <= self.tolerance * upper + 1e-12 * upper
-
-
 def beam(
     jobs: Jobs, machines: int, memory: Memory, width: int, upper: float, clock: Clock, weight: float = 0.0
 ) -> Found:
@@ -92,12 +67,12 @@ def beam(
         floor = min(floor, lost)
         if not made:
             return Found(None, None, floor)
+        if clock.over:
+            return Found(None, None, 0.0)
         order = np.argsort(children.rank[:made], kind="stable")
         states, lost = select(order, width, children, here, there, jobs, memory, marks, heads, chain)
         floor = min(floor, lost)
         here, there = there, here
-        if clock.over:
-            return Found(None, None, 0.0)
     ends = here.end[:states].max(axis=1)
     best = int(np.argmin(ends))
     return Found(here.end[best].copy(), here.where[best].copy(), min(floor, float(ends[best])))
@@ -200,7 +175,7 @@ class Search:
         width = _FIRST_WIDTH // 2
         self._anneal(_MOVES * width)
         yield
-        with ThreadPoolExecutor(2) as pool:
+        with self._threads() as pool:
             while True:
                 improved = [pool.submit(dolls.improve, width, self.clock) for dolls in self._dolls]
                 for each in improved:
@@ -220,7 +195,20 @@ class Search:
         goal = self.lower * (1.0 + self.clock.tolerance)
         self._tried += 1
         moves = min(moves, _MOST_MOVES)
-        self.offer(*anneal(self.forward, self.machines, self.end, self.machine, goal, moves, self._tried))
+        found = anneal(
+            self.forward, self.machines, self.end, self.machine, goal, moves, self._tried, self.clock
+        )
+        self.offer(*found)
+
+    @contextmanager
+    def _threads(self) -> Generator[ThreadPoolExecutor, None, None]:
+        """Yield two threads. What ends their use, such as Ctrl-C, ends their work at the next level."""
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self.clock.stopped.set()
+                raise
 
     def _share_tails(self) -> None:
         self.backward.head[:] = np.maximum(self.backward.head, self.forward.tail[::-1])
@@ -233,7 +221,7 @@ class Search:
         ways = (self.forward,) if self.memory.limited else (self.forward, self.backward)
         seconds, delays = self.forward.seconds.sum(), self.forward.delay_in.sum()
         upper = self.upper if self.upper < math.inf else 2.0 * float(seconds + delays)
-        with ThreadPoolExecutor(2) as pool:
+        with self._threads() as pool:
             running = [
                 pool.submit(beam, jobs, self.machines, self.memory, width, upper, self.clock, weight)
                 for jobs in ways
@@ -252,8 +240,8 @@ class Search:
 
 @functools.cache
 def compile_search() -> None:
-    """Compile the loops, if that has not been done, so that it takes no time of a search."""
-    tiny = make_jobs([1.0, 1.0], [(0, 1, 1.0)])
-    Search(tiny, 2, no_limit(2, 2), Clock(math.inf, 0.0, 0.0)).run()
-    beam(tiny, 2, no_limit(2, 2), 2, 4.0, Clock(math.inf, 0.0, 0.0))
-    anneal(tiny, 2, np.array([1.0, 2.0]), np.zeros(2, np.int64), 0.0, 2, 0)
+    """Compile the loops, if that has not been done, so that it takes no time of a search to come."""
+    tiny, clock = make_jobs([1.0, 1.0], [(0, 1, 1.0)]), Clock(math.inf, 0.0, 0.0)
+    Search(tiny, 2, no_limit(2, 2), clock).run()
+    beam(tiny, 2, no_limit(2, 2), 2, 4.0, clock)
+    anneal(tiny, 2, np.array([1.0, 2.0]), np.zeros(2, np.int64), 0.0, 2, 0, clock)
