@@ -267,11 +267,9 @@ def test_missing_says_by_how_much_it_does_not_fit():
     found = program_memory(program)
     assert found.missing == 0  # these devices have no limit
     small = [replace(device, memory=max(found.peaks) - 100.0) for device in program.mesh.devices]
-    stages = [
-        replace(stage, mesh=type(stage.mesh)([small[d.id] for d in stage.mesh.devices], dp=1, tp=1))
-        for stage in program.stages
-    ]
-    full = program_memory(replace(program, stages=tuple(stages)))
+    mesh = type(program.mesh)(small, **dict(program.mesh.axes))
+    stages = [replace(stage, mesh=own) for stage, own in zip(program.stages, mesh.slices("pp"), strict=True)]
+    full = program_memory(replace(program, mesh=mesh, stages=tuple(stages)))
     assert full.missing == 100
     over = [use.missing(device) for device, use in full.devices.items()]
     assert max(over) == 100 and not all(use.fits(device) for device, use in full.devices.items())
