@@ -10,7 +10,7 @@ class DistsimError(Exception):
 
 
 class IRError(DistsimError, ValueError):
-    """A function breaks a rule of the IR (order, producers, arity, devices)."""
+    """A function or a program breaks a rule of the IR (order, producers, arity, devices)."""
 
 
 class TypeRuleError(DistsimError, TypeError):

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_models import Machine, functions
 
 from distsim.executor.memory import KINDS, peak_memory
 from distsim.ir import Device, Float, Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
@@ -207,6 +208,35 @@ def test_what_a_callee_overwrites_is_copied_when_it_is_read_later():
     assert (use.peak, use.end) == (3 * NBYTES, 3 * NBYTES)
 
 
+def test_what_a_callee_may_not_overwrite_gets_its_own_memory_when_the_op_runs():
+    """The peak is earlier in the call, where there is no second w yet."""
+
+    def body(maker, w, g):
+        wide = maker.add_op("Concat", inputs=[g, g, g], attributes={"axis": 0})
+        maker.add_op("Concat", inputs=[wide, wide], attributes={"axis": 0})
+        return [sgd(maker, w, g)]
+
+    maker = FunctionMaker("f")
+    w = maker.add_input_value("w", f32(), Role.PARAMETER)
+    g = maker.add_input_value("g", f32())
+    (new,) = call(maker, callee(body, f32(), f32()), w, g)
+    maker.set_outputs([new, w])
+    use = use_of(maker)
+    assert (use.peak, use.end) == ((2 + 3 + 6) * NBYTES, 2 * NBYTES)
+    assert [op.op_type for op in use.at] == ["Call", "Concat"]
+
+
+def test_what_a_callee_overwrites_for_itself_is_not_overwritten_for_its_caller():
+    """The new w is read in the callee only, the old one after it."""
+    step = callee(lambda m, w, g: [grad(m, sgd(m, w, g), g)], f32(), f32())
+    maker = FunctionMaker("f")
+    w = maker.add_input_value("w", f32(), Role.PARAMETER)
+    g = maker.add_input_value("g", f32())
+    (y,) = call(maker, callee(lambda m, *v: call(m, step, *v), f32(), f32()), w, g)
+    maker.set_outputs([grad(maker, y, w)])
+    assert use_of(maker).peak == 4 * NBYTES  # w, g, the new w, y
+
+
 def test_what_a_callee_hands_through_is_not_copied():
     through = callee(lambda m, x: [m.add_op("MemoryView", inputs=[x]), x], f32())
     maker = FunctionMaker("f")
@@ -354,6 +384,12 @@ def test_composition_over_calls_is_what_the_ops_written_out_give(data):
             assert sum(use.by_kind.values()) == use.peak
             held = {*outputs, *(v for v in function.inputs if v.role is not Role.INPUT)}
             assert use.end == sum(v.type.nbytes for v in held if device in devices_of(v.type.device))
+
+
+@given(functions(depth=0))
+@settings(max_examples=150)
+def test_what_is_reported_is_what_buffers_take(function):
+    assert {device: use.peak for device, use in peak_memory(function).items()} == Machine(function).peak
 
 
 def test_the_operators_here_are_what_they_are_taken_for():

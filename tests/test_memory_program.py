@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_models import Machine
 from training_models import Maker, bert, flat_mlp, mesh_of, small_gpt, small_mlp, tied
 
 from distsim.errors import PlanError, ScheduleError
@@ -133,6 +134,26 @@ def test_many_microbatches(name):
     joint = differentiate(mlp(4, 4, 40), Adam())
     for pp in (1, 2, 4):
         assert_same_memory(build_program(joint, mesh_of(pp=pp), schedule(name, pp, 40)))
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_the_peak_of_a_program_is_what_buffers_take(data):
+    """Counted by running the step written out with buffers; any value and any input may be an output."""
+    joint = differentiate(data.draw(networks()), data.draw(st.sampled_from(OPTIMIZERS)))
+    values = [*joint.parameters, *joint.inputs, *(value for op in joint.ops for value in op.outputs)]
+    outputs = data.draw(st.lists(st.sampled_from(values), max_size=2))
+    joint = replace(joint, outputs=(*joint.outputs, *outputs))
+    stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
+    tp, order = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(list(SCHEDULES)))
+    try:
+        program = build_program(joint, mesh_of(1, tp, stages), schedule(order, stages, m))
+    except PlanError:
+        return
+    function = program.to_function(steady=True)
+    counted = Machine(function).peak
+    assert {device: use.peak for device, use in peak_memory(function).items()} == counted
+    assert program_memory(program).peak_of_devices() == counted
 
 
 # --- what the end of the step may read ---------------------------------------------------------------
@@ -267,11 +288,9 @@ def test_missing_says_by_how_much_it_does_not_fit():
     found = program_memory(program)
     assert found.missing == 0  # these devices have no limit
     small = [replace(device, memory=max(found.peaks) - 100.0) for device in program.mesh.devices]
-    stages = [
-        replace(stage, mesh=type(stage.mesh)([small[d.id] for d in stage.mesh.devices], dp=1, tp=1))
-        for stage in program.stages
-    ]
-    full = program_memory(replace(program, stages=tuple(stages)))
+    mesh = type(program.mesh)(small, **dict(program.mesh.axes))
+    stages = [replace(stage, mesh=own) for stage, own in zip(program.stages, mesh.slices("pp"), strict=True)]
+    full = program_memory(replace(program, mesh=mesh, stages=tuple(stages)))
     assert full.missing == 100
     over = [use.missing(device) for device, use in full.devices.items()]
     assert max(over) == 100 and not all(use.fits(device) for device, use in full.devices.items())

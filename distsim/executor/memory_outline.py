@@ -10,6 +10,7 @@ from distsim.executor.memory_plan import gradient_inputs
 from distsim.executor.memory_walk import KIND_OF_ROLE, RESIDENT
 from distsim.executor.program import Block, Program, ProgramInput, Stage
 from distsim.ir import Function, Type, Value
+from distsim.schedule import Phase
 
 Made = tuple[int, int]
 """(stage, phase) of the block that makes a value."""
@@ -38,8 +39,8 @@ class Irregular(Exception):
 def outline(program: Program, more: bool) -> Outline:
     """Return the outline of a program of one, or more, microbatches; raise :class:`Irregular` if it has none.
 
-    It has one when each value is made in one place and each block reads only what is made before it in
-    every order of the microbatches: as all that :func:`distsim.transforms.pipeline` makes.
+    It has one when no block of a microbatch reads a sum so far, and no output is both put together over
+    microbatches and used on its own: as all that :func:`distsim.transforms.pipeline` makes.
     """
     return _Outliner(program, more).outline()
 
@@ -122,21 +123,14 @@ class _Outliner:
         return (key for key in block.outputs if key not in self.sums)
 
     def _find_makers(self) -> None:
-        for number, stage in enumerate(self.stages):
-            for phase, block in enumerate(blocks_of(stage)):
-                sums = dict.fromkeys(block.accumulated)
-                if not sums.keys() <= set(block.outputs) or (sums and block.accumulating is None):
-                    raise Irregular
-                for key in block.outputs:
-                    if key in self.made or key in self.sums:
-                        raise Irregular
-                    if key in sums:
-                        self.sums[key] = number
-                    else:
-                        self.made[key] = (number, phase)
+        for key, maker in self.program.makers().items():
+            if maker.phase is None:
+                continue
+            if maker.once:
+                self.sums[key] = maker.stage
+            else:
+                self.made[key] = (maker.stage, BACKWARD if maker.phase is Phase.BACKWARD else FORWARD)
         for given in self.program.inputs:
-            if given.key in self.made or given.key in self.sums or given.key in self.inputs:
-                raise Irregular
             self.inputs[given.key] = given.stages
             for number in given.stages:
                 self.given[number].append(given)
@@ -146,24 +140,11 @@ class _Outliner:
     def _find_readers(self) -> dict[Value, dict[int, None]]:
         readers: dict[Value, dict[int, None]] = {}
         for number, stage in enumerate(self.stages):
-            for phase, block in enumerate(blocks_of(stage)):
-                for key in block.inputs:
-                    if not self._in_time(key, number, phase):
-                        raise Irregular
-                    readers.setdefault(key, {})[number] = None
+            for key in (key for block in blocks_of(stage) for key in block.inputs):
+                if key in self.sums:  # the sum so far: another one for each microbatch
+                    raise Irregular
+                readers.setdefault(key, {})[number] = None
         return readers
-
-    def _in_time(self, key: Value, reader: int, phase: int) -> bool:
-        """Whether a block finds a key there, whatever the schedule."""
-        at = self.made.get(key)
-        if at is None:
-            return reader in self.inputs.get(key, ())
-        maker, made_in = at
-        if maker == reader:
-            return made_in < phase
-        if made_in == FORWARD:
-            return maker < reader or phase == BACKWARD
-        return maker > reader and phase == BACKWARD
 
     # --- one stage -----------------------------------------------------------------------------------
 
@@ -254,18 +235,13 @@ class _Outliner:
         inputs = tuple([self._fetch(key, index) for key in block.inputs])
         for i in gradient_inputs(block.function):
             self.marked[index][block.inputs[i]] = None
-        for key in block.outputs:
-            if key in self.made or key in self.inputs or key in self.sums:
-                raise Irregular
-            self.there.setdefault(key, {})[index] = None
+        self.there.update((key, {index: None}) for key in block.outputs)
         outputs = self.slots[index].all(block.outputs)
         self._emit(index, StepOp("Call", place, inputs, outputs, False))
 
     def _fetch(self, key: Value, stage: int, each: bool = False) -> int:
         """Return the slot of a key on a stage, sent there if need be; ``each`` microbatch's value."""
-        there = self.there.get(key)
-        if not there:
-            raise Irregular
+        there = self.there[key]
         if not each and key in self.made:
             self.kept[self.made[key]] = None
         slots = self.slots[stage]
@@ -285,7 +261,7 @@ class _Outliner:
 
     def _put_together(self, key: Value, stage: int) -> int:
         """Return the slot of all microbatches' values in one."""
-        if (key not in self.made and key not in self.parts) or key in self.sent_last:
+        if key in self.sent_last:
             raise Irregular
         present = stage in self.there.get(key, {})
         slot = self._fetch(key, stage, each=True)

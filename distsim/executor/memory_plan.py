@@ -19,7 +19,8 @@ class Plan:
     ``home`` maps a value to the value whose memory it has. ``dying`` lists, per op, the homes that are
     free after it, ``never`` those inputs that no op reads; function outputs never die. ``sources`` says
     of each output which input's memory it has, if any, and ``twins`` which earlier output's;
-    ``overwritten`` are the inputs whose memory an in-place op took over.
+    ``overwritten`` are the inputs whose memory an in-place op took over. ``held`` tells of Calls which
+    arguments are read after them, so that the callee does not overwrite them as it otherwise would.
     """
 
     home: Mapping[Value, Value]
@@ -28,23 +29,28 @@ class Plan:
     sources: tuple[int | None, ...]
     twins: tuple[int | None, ...]
     overwritten: frozenset[int]
+    held: Mapping[Op, tuple[int, ...]]
 
 
-_PLANS: WeakKeyDictionary[Function, dict[tuple[int, ...], Plan]] = WeakKeyDictionary()
+Places = tuple[int, ...]
+"""Places among the inputs of a function."""
+
+_PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], Plan]] = WeakKeyDictionary()
 _GRADIENTS: WeakKeyDictionary[Function, tuple[int, ...]] = WeakKeyDictionary()
 
 
-def plan_of(function: Function, same: tuple[int, ...]) -> Plan:
+def plan_of(function: Function, same: Places, held: Places = ()) -> Plan:
     """Return the plan of a function whose input i is in the memory of its input ``same[i]``.
 
-    Kept for as long as the function is.
+    The inputs ``held`` are read after it: an in-place op puts its result elsewhere. Kept for as long as the
+    function is.
     """
     plans = _PLANS.get(function)
     if plans is None:
         plans = _PLANS[function] = {}
-    found = plans.get(same)
+    found = plans.get((same, held))
     if found is None:
-        found = plans[same] = _Planner(function, same).plan()
+        found = plans[same, held] = _Planner(function, same, held).plan()
     return found
 
 
@@ -94,7 +100,7 @@ def gradient_inputs(function: Function) -> tuple[int, ...]:
 class _Planner:
     """Makes the plan of one function."""
 
-    def __init__(self, function: Function, same: tuple[int, ...]) -> None:
+    def __init__(self, function: Function, same: Places, held: Places) -> None:
         self.function = function
         self.same = same
         self.home: dict[Value, Value] = {}
@@ -104,6 +110,8 @@ class _Planner:
         for number, op in enumerate(function.ops):
             self.last_read.update(dict.fromkeys(op.inputs, number))
         self.last_read.update(dict.fromkeys(function.outputs, len(function.ops)))
+        self.last_read.update(dict.fromkeys([function.inputs[place] for place in held], len(function.ops)))
+        self.held: dict[Op, Places] = {}
 
     def plan(self) -> Plan:
         function = self.function
@@ -116,7 +124,7 @@ class _Planner:
         for number, op in enumerate(function.ops):
             callee = None
             if op.op_type == "Call":
-                callee = plan_of(op.callee, first_places([self.home[v] for v in op.inputs]))
+                callee = self._callee(op, number)
             for index, value in enumerate(op.outputs):
                 shared = self._shared_with(op, callee, index, number)
                 # What nothing reads is free once it is made.
@@ -135,6 +143,7 @@ class _Planner:
             tuple([number_of.get(owner) for owner in homes]),
             tuple([own if own < i else None for i, own in enumerate(first)]),
             frozenset([number_of[value] for value in self.overwritten if value in number_of]),
+            self.held,
         )
 
     @cached_property
@@ -148,6 +157,18 @@ class _Planner:
             if operator(op.op_type).view and op.inputs and not found.isdisjoint(op.outputs):
                 found.add(op.inputs[0])
         return found
+
+    def _callee(self, op: Op, number: int) -> Plan:
+        """Return the plan of what a Call calls, with what it must not overwrite."""
+        homes = [self.home[value] for value in op.inputs]
+        same = first_places(homes)
+        plan = plan_of(op.callee, same)
+        held = tuple([place for place in sorted(plan.overwritten) if self.until[homes[place]] > number])
+        self.overwritten.update([homes[place] for place in plan.overwritten.difference(held)])
+        if not held:
+            return plan
+        self.held[op] = held
+        return plan_of(op.callee, same, held)
 
     def _put(self, value: Value, owner: Value, number: int) -> None:
         self.home[value] = owner
@@ -163,8 +184,7 @@ class _Planner:
             source, twin = callee.sources[index], callee.twins[index]
             if source is None:
                 return None if twin is None else op.outputs[twin]
-            overwrites = source in callee.overwritten
-            return self._take(op.inputs[source], op.outputs[index], number, overwrites)
+            return op.inputs[source]
         meaning = operator(op.op_type)
         if meaning.view and index == 0 and op.inputs:
             return self._take(op.inputs[0], op.outputs[0], number, overwrites=False)

@@ -11,8 +11,8 @@ import numpy as np
 from distsim.executor.classes import place_of
 from distsim.executor.cost_model import takes_turn
 from distsim.executor.memory import whole
-from distsim.executor.memory_plan import first_places, plan_of
-from distsim.executor.memory_walk import KIND_OF_ROLE, KINDS, RESIDENT, WORKSPACE, Argument, Frame
+from distsim.executor.memory_plan import first_places
+from distsim.executor.memory_walk import KIND_OF_ROLE, KINDS, RESIDENT, WORKSPACE, Argument, Frame, plan_for
 from distsim.executor.simulation import Simulation
 from distsim.executor.templates import Floats, Ints
 from distsim.executor.timeline import FlatTimeline
@@ -163,33 +163,20 @@ class _Teller:
     def _call(self, op: Op, frame: Frame, held: dict[Value, _Held]) -> None:
         home = frame.plan.home
         homes = [home[value] for value in op.inputs]
-        same = first_places(homes)
-        plan = plan_of(op.callee, same)
-        made = [
-            frame.made(op, value) if home[value] is value and source is None else -1
-            for value, source in zip(op.outputs, plan.sources, strict=True)
+        kept = frame.plan.held.get(op, ())
+        arguments = [
+            Argument(frame.kinds[h], True, first, place in kept)
+            for place, (h, first) in enumerate(zip(homes, first_places(homes), strict=True))
         ]
-        inner_homes = [plan.home[value] for value in op.callee.outputs]
+        inner_home = plan_for(op.callee, arguments).home
+        inner_homes = [inner_home[value] for value in op.callee.outputs]
+        made = [frame.made(op, value) if home[value] is value else -1 for value in op.outputs]
         known = dict(reversed(list(zip(inner_homes, made, strict=True))))
-        arguments = [Argument(frame.kinds[h], True, i) for h, i in zip(homes, same, strict=True)]
         inner = {v: held[h] for v, h in zip(op.callee.inputs, homes, strict=True)}
-        first = self.task
         self._visit(op.callee, Frame(op.callee, arguments, known, WORKSPACE), inner)
-        for value, source, inside in zip(op.outputs, plan.sources, inner_homes, strict=True):
-            if home[value] is not value:
-                continue
-            if source is None:
+        for value, inside in zip(op.outputs, inner_homes, strict=True):
+            if home[value] is value:
                 held[value] = inner[inside]
-            else:  # a copy of what the callee overwrites
-                frame.kinds[value] = frame.kinds[homes[source]]
-                held[value] = self._hold(value, frame.kinds[value], None)
-                _read(held[value], self._between(first))
-
-    def _between(self, first: int) -> Times:
-        times: Times = {}
-        for task in range(first, self.task):
-            self._note(task, times)
-        return times
 
 
 def _read(piece: _Held, times: Times) -> None:

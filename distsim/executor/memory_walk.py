@@ -65,12 +65,19 @@ class OneRank:
 
 
 class Argument(NamedTuple):
-    """How an input is held: what kind of memory it is, whether it dies in this call, and which input is
-    the first in the same memory (itself, as a rule)."""
+    """How an input is held: what kind of memory it is, whether it dies in this call, which input is the
+    first in the same memory (itself, as a rule), and whether it must not be overwritten in it."""
 
     kind: int
     dies: bool
     same: int
+    held: bool = False
+
+
+def plan_for(function: Function, arguments: Sequence[Argument]) -> Plan:
+    """Return the plan of a function that is called like this."""
+    same = tuple([argument.same for argument in arguments])
+    return plan_of(function, same, tuple([i for i, argument in enumerate(arguments) if argument.held]))
 
 
 class Use:
@@ -124,7 +131,7 @@ class Frame:
     def __init__(
         self, function: Function, arguments: Sequence[Argument], known: Mapping[Value, int], other: int
     ) -> None:
-        self.plan: Plan = plan_of(function, tuple([argument.same for argument in arguments]))
+        self.plan: Plan = plan_for(function, arguments)
         given = list(zip(function.inputs, arguments, strict=True))
         self.kinds: dict[Value, int] = {value: argument.kind for value, argument in given}
         self.kept = {value for value, argument in given if not argument.dies}
@@ -158,7 +165,7 @@ class Walk:
             known = self._uses[function] = {}
         found = known.get((arguments, results))
         if found is None:
-            plan = plan_of(function, tuple([argument.same for argument in arguments]))
+            plan = plan_for(function, arguments)
             homes = [plan.home[value] for value in function.outputs]
             kinds = dict(reversed(list(zip(homes, results, strict=True))))  # of twins the first
             found = known[arguments, results] = self.walk(
@@ -192,23 +199,14 @@ class Walk:
         """Run a call; return what is left to free after it."""
         home, kinds = frame.plan.home, frame.kinds
         homes = [home[value] for value in op.inputs]
-        same = first_places(homes)
-        callee = plan_of(op.callee, same)
-        copies: dict[int, Value] = {}  # arguments that the callee overwrites, but that are read later
-        results: list[int] = []
-        for value, source in zip(op.outputs, callee.sources, strict=True):
-            if home[value] is not value:
-                results.append(-1)
-            elif source is None:
-                results.append(frame.made(op, value))
-            else:
-                copies[source] = value
-                kinds[value] = kinds[homes[source]]
-                results.append(-1)
-                use.change(value, kinds[value], +1, (op,))
+        results = [frame.made(op, value) if home[value] is value else -1 for value in op.outputs]
         ends = set(free).difference([home[value] for value in op.outputs])  # what it hands back stays
+        held = frame.plan.held.get(op, ())
         arguments = tuple(
-            [Argument(kinds[h], h in ends and i not in copies, i) for i, h in zip(same, homes, strict=True)]
+            [
+                Argument(kinds[h], h in ends, first, place in held)
+                for place, (h, first) in enumerate(zip(homes, first_places(homes), strict=True))
+            ]
         )
         use.append(self.callee(op.callee, arguments, tuple(results)), (op,))
         gone = {h for h, argument in zip(homes, arguments, strict=True) if argument.dies}

@@ -51,7 +51,7 @@ class MeshAnalysis:
 
     def __init__(self, mesh: Mesh, cost_model: CostModel) -> None:
         self.mesh, self.cost_model = mesh, cost_model
-        self.stages = [mesh.at(pp=i) for i in range(mesh.axis_size("pp"))]
+        self.stages = mesh.slices("pp")
         self.specs = [
             np.array([cost_model.spec(device) for device in stage.devices], np.int64) for stage in self.stages
         ]

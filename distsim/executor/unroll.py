@@ -32,7 +32,7 @@ class Unroller:
         count = range(len(program.stages))
         self.step: list[Frame] = [{} for _ in count]  # what there is once per step
         self.frames: list[list[Frame]] = [[{} for _ in range(self.microbatches)] for _ in count]
-        self.makers = _makers(program)
+        self.makers = program.makers()
         self.latest: dict[tuple[int, Phase | None], int] = {}
         self.readers = _readers(program)
         self.read = _read(program)
@@ -116,10 +116,10 @@ class Unroller:
         found = self.step[stage].get(key)
         if found is not None:
             return found
-        source, phase, once = self.makers[key]
-        frames = self.step
-        if not once:
-            index = self.latest.get((source, phase), -1) if microbatch is None else microbatch
+        maker = self.makers[key]
+        source, frames = maker.stage, self.step
+        if not maker.once:
+            index = self.latest.get((source, maker.phase), -1) if microbatch is None else microbatch
             frames = [held[index] for held in self.frames]
         found = frames[stage].get(key)
         if found is None:
@@ -212,20 +212,6 @@ class _Call:
     made: Sequence[tuple[str, Type]]
     summed: Sequence[tuple[int, Value]]
     sent: Sequence[tuple[Value, int]]
-
-
-def _makers(program: Program) -> dict[Value, tuple[int, Phase | None, bool]]:
-    """Return of each key the stage and phase that make it, and whether it is made once per step."""
-    found: dict[Value, tuple[int, Phase | None, bool]] = {}
-    for given in program.inputs:
-        found[given.key] = (given.stages[0] if given.stages else 0, None, not given.microbatched)
-    for index, stage in enumerate(program.stages):
-        for phase, block in ((Phase.FORWARD, stage.forward), (Phase.BACKWARD, stage.backward)):
-            found |= dict.fromkeys(block.outputs, (index, phase, False))
-            found |= dict.fromkeys(block.accumulated, (index, phase, True))
-        for _, block in stage.updates:
-            found |= dict.fromkeys(block.outputs, (index, None, True))
-    return found
 
 
 def _readers(program: Program) -> dict[Value, tuple[int, ...]]:

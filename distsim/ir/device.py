@@ -92,7 +92,7 @@ class Mesh:
     (gpu:0, gpu:4)
     """
 
-    __slots__ = ("_axes", "_devices", "_groups", "_hash", "_index", "_slices", "_strides")
+    __slots__ = ("_along", "_axes", "_devices", "_groups", "_hash", "_index", "_slices", "_strides")
 
     def __init__(self, devices: Sequence[Device], /, **axes: int) -> None:
         self._devices = tuple(devices)
@@ -100,6 +100,7 @@ class Mesh:
         self._index = {device: position for position, device in enumerate(self._devices)}
         self._groups: dict[tuple[str, ...], tuple[tuple[Device, ...], ...]] = {}
         self._slices: dict[tuple[tuple[str, int], ...], Mesh] = {}
+        self._along: dict[str, tuple[Mesh, ...]] = {}
         self._strides: dict[str, int] = {}
         stride = 1
         for name, size in reversed(self._axes):
@@ -153,6 +154,14 @@ class Mesh:
         made = Mesh([self._devices[base + offset] for offset in self._offsets(tuple(rest))], **rest)
         self._slices[key] = made
         return made
+
+    def slices(self, axis: str) -> tuple[Mesh, ...]:
+        """The slices along an axis: what :meth:`at` gives for each of its coordinates."""
+        found = self._along.get(axis)
+        if found is None:
+            found = tuple([self.at(**{axis: i}) for i in range(self.axis_size(axis))])
+            self._along[axis] = found
+        return found
 
     def groups(self, *axis_names: str) -> tuple[tuple[Device, ...], ...]:
         """The groups of devices that a collective along these axes runs over.

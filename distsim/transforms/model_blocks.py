@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from distsim.errors import PartitionError, PlanError
 from distsim.executor.cost_model import CostModel
-from distsim.executor.program import Program, Stage
 from distsim.ir import Device, Function, Mesh, Op, Role
 from distsim.ir.device import logical_mesh
 from distsim.ops import signature_of, work
@@ -106,9 +105,10 @@ def costs_of(
     """Return what the blocks cost on a slice (axes dp, tp) of the mesh that runs one stage."""
     count = len(blocks)
     cut = cut_stages(local, count, slice_.devices[0], blocks.starts)
-    stages = tuple([Stage(slice_, *own) for own in cut.stages])
-    program = Program(cut.name, slice_, cut.pattern, stages, gpipe(count, 2), cut.inputs, cut.outputs)
-    return program_costs(program, cost_model, blocks.names)
+    # Each block is a stage on ranks of its own, which lie nowhere; all are timed on the slice.
+    devices = [replace(slice_.devices[0], id=number) for number in range(count * len(slice_))]
+    program = cut.program(Mesh(devices, pp=count, **dict(slice_.axes)), gpipe(count, 2))
+    return program_costs(program, cost_model, blocks.names, slice_)
 
 
 def block_costs(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from distsim.errors import PlanError
-from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
+from distsim.executor.program import Parts, Program, ProgramInput, ProgramOutput, Stage, StageBlocks
 from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import operator
@@ -29,7 +30,7 @@ class Cut:
 
     name: str
     pattern: Mesh
-    stages: tuple[tuple[Block, Block, tuple[tuple[int, Block], ...]], ...]
+    stages: tuple[StageBlocks, ...]
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
     notes: tuple[str, ...]
@@ -41,23 +42,29 @@ class Cut:
 
         ``saving_all`` makes the one that recomputes nothing, if this one recomputes.
         """
-        if schedule.num_stages != len(self.stages):
+        slices = mesh.slices("pp")
+        if not schedule.num_stages == len(slices) == len(self.stages):
             raise PlanError(
-                f"the schedule has {schedule.num_stages} stages, the mesh has pp={len(self.stages)}; make "
-                "them agree"
+                f"the schedule has {schedule.num_stages} stages, the mesh has pp={len(slices)}, the function "
+                f"was cut into {len(self.stages)}; make them agree"
             )
-        stages = tuple([Stage(mesh.at(pp=i), *blocks) for i, blocks in enumerate(self.stages)])
         return Program(
             self.name,
             mesh,
             self.pattern,
-            stages,
+            tuple([Stage(own, *blocks) for own, blocks in zip(slices, self.stages, strict=True)]),
             schedule,
             self.inputs,
             self.outputs,
             self.notes,
             saving_all,
+            self.parts,
         )
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What the programs of this cut have in common, verified once."""
+        return Parts(self.name, self.stages, self.inputs, self.outputs)
 
 
 def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
@@ -245,7 +252,7 @@ class _Cutter:
         groups = self._groups()
         make = Blocks(self.function, self._read_outside(groups))
         empty: Group = ([], ())
-        stages: list[tuple[Block, Block, tuple[tuple[int, Block], ...]]] = []
+        stages: list[StageBlocks] = []
         for index in range(self.count):
             rounds = sorted(r for s, phase, r in groups if s == index and phase == "U")
             updates = [(r, make.block("update", groups[index, "U", r])) for r in rounds]

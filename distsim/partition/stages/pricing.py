@@ -18,16 +18,19 @@ from distsim.schedule import Schedule
 
 
 def program_costs(
-    program: Program, cost_model: CostModel, names: Sequence[str] | None = None
+    program: Program,
+    cost_model: CostModel,
+    names: Sequence[str] | None = None,
+    ranks: Mesh | None = None,
 ) -> tuple[BlockCost, ...]:
     """Return what each stage of a program costs, as blocks for :func:`auto_split`.
 
     Cut a function into stages of one block each to learn what its blocks cost. Times are those of the ops of
-    a stage on the first ranks of its mesh, alone, with everything that it receives there; bytes are those
-    that the simulated memory grows by from one microbatch in flight to the next. Blocks that do the same
-    are looked at once. Raises what the cost model raises.
+    a stage on the first ranks of its mesh, or of ``ranks`` (axes dp, tp) if given, alone, with everything
+    that it receives there; bytes are those that the simulated memory grows by from one microbatch in flight
+    to the next. Blocks that do the same are looked at once. Raises what the cost model raises.
     """
-    pricer = _Pricer(program, cost_model)
+    pricer = _Pricer(program, cost_model, ranks)
     sent, returned = _boundaries(program)
     memory = _memory(program)
     found: list[BlockCost] = []
@@ -62,8 +65,8 @@ def program_costs(
 class _Pricer:
     """Times blocks alone; equal ones on equal ranks once."""
 
-    def __init__(self, program: Program, cost_model: CostModel) -> None:
-        self.cost_model = cost_model
+    def __init__(self, program: Program, cost_model: CostModel, ranks: Mesh | None) -> None:
+        self.cost_model, self.ranks = cost_model, ranks
         blocks = [(s, b) for s, stage in enumerate(program.stages) for b in (stage.forward, stage.backward)]
         maker = {key: s for s, block in blocks for key in block.outputs}
         readers: dict[Value, list[int]] = {}
@@ -81,24 +84,28 @@ class _Pricer:
             found = self._tasks[key] = block_tasks(function, ranks, self.cost_model, overlap=True)
         return found
 
+    def _ranks_of(self, stage: Stage) -> Mesh:
+        return stage.mesh if self.ranks is None else self.ranks
+
     def forward(self, stage: Stage) -> tuple[float, float, float]:
         """Return the seconds of making constants, of the rest, and of sums (the loss) over microbatches."""
-        tasks = self.tasks(stage.forward.function, stage.mesh)
-        constants = _constants(tasks)
-        total = self._total(stage.forward.function, stage.mesh)
-        return constants, total - constants, self._accumulation(stage.forward, stage.mesh, total)
+        mesh = self._ranks_of(stage)
+        constants = _constants(self.tasks(stage.forward.function, mesh))
+        total = self._total(stage.forward.function, mesh)
+        return constants, total - constants, self._accumulation(stage.forward, mesh, total)
 
     def backward(self, stage: Stage) -> tuple[float, float, float, float]:
         """Return the seconds of constants, of the rest, of that after the gradient left, of accumulation."""
         block = stage.backward
         if not block.outputs:
             return 0.0, 0.0, 0.0, 0.0
-        tasks = self.tasks(block.function, stage.mesh)
+        mesh = self._ranks_of(stage)
+        tasks = self.tasks(block.function, mesh)
         summary = tasks.summary(range(len(tasks.ports)))
         total, constants = _longest(summary.clocks), _constants(tasks)
         makers = [int(tasks.makers[i, 0]) for i, key in enumerate(block.outputs) if key in self.leaving]
         leaves = max([_longest(summary.end(task)) for task in makers if task >= 0], default=total)
-        accumulation = self._accumulation(block, stage.mesh, total)
+        accumulation = self._accumulation(block, mesh, total)
         return constants, total - constants, max(total - leaves, 0.0), accumulation
 
     def _total(self, function: Function, mesh: Mesh) -> float:
@@ -112,14 +119,15 @@ class _Pricer:
     def updates(self, stage: Stage) -> tuple[float, float, float]:
         """Return the seconds of collectives and of compute that follow the last microbatch, and of both."""
         reduce = update = overlap = 0.0
+        mesh = self._ranks_of(stage)
         for _, block in stage.updates:
-            tasks = self.tasks(block.function, stage.mesh)
+            tasks = self.tasks(block.function, mesh)
             first = tasks.streams[tasks.stream_start[:-1]] if len(tasks) else np.zeros(0, np.int64)
             computes = np.array([stream.name == "compute" for stream in tasks.stream_table], np.bool_)[first]
             busy, moving = float(tasks.durations[computes].sum()), float(tasks.durations[~computes].sum())
             update += busy
             reduce += moving
-            overlap += min(max(busy + moving - self._total(block.function, stage.mesh), 0.0), busy, moving)
+            overlap += min(max(busy + moving - self._total(block.function, mesh), 0.0), busy, moving)
         return reduce, update, overlap
 
 
