@@ -5,7 +5,8 @@ All that does not depend on where the function is cut, found once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from functools import cached_property
 
 from distsim.executor.cost_model import RooflineRules, runs_kernel
 from distsim.ir import Attributes, Device, Function, Op, Role, Tensor, Value, all_ops
@@ -30,11 +31,10 @@ class Numbered:
     and values only.
 
     ``copies`` are the backward ops that compute a forward op again, with that op, and the barriers through
-    which they read, given as ``copies`` where that is known; ``originals`` the forward values that what they
-    make is equal to.
+    which they read; ``originals`` the forward values that what they make is equal to.
     """
 
-    def __init__(self, function: Function, copies: Mapping[Op, Op] | None = None) -> None:
+    def __init__(self, function: Function) -> None:
         self.name, self.inputs, self.ops = function.name, function.inputs, function.ops
         self.num_inputs = len(function.inputs)
         self.values: list[Value] = list(function.inputs)
@@ -62,13 +62,6 @@ class Numbered:
         self.has_loose = any(self.loose)
         self.forward = self._forward()
         self.kinds = _kinds(function.ops)
-        self.copies: dict[int, int] = {}
-        self.originals: dict[int, int] = {}
-        if copies is not None:
-            place = {op: index for index, op in enumerate(function.ops)}
-            self._set_copies({place[copy]: place[original] for copy, original in copies.items()})
-        elif any(operator(op.op_type).waits for op in function.ops):
-            self._set_copies(self._find_copies())
         self._seconds: dict[Device, dict[int, float]] = {}
 
     def _steps(self) -> list[bool]:
@@ -108,14 +101,20 @@ class Numbered:
             for f, step, constant in zip(found, self.steps, self.loose, strict=True)
         ]
 
-    def _set_copies(self, copies: Mapping[int, int]) -> None:
-        self.copies.update(copies)
-        for index, original in copies.items():
+    @cached_property
+    def originals(self) -> dict[int, int]:
+        """What backward computes again -> the forward value that it is equal to."""
+        found: dict[int, int] = {}
+        for index, original in self.copies.items():
             if not operator(self.ops[index].op_type).waits:
-                self.originals.update(zip(self.makes[index], self.makes[original], strict=True))
+                found.update(zip(self.makes[index], self.makes[original], strict=True))
+        return found
 
-    def _find_copies(self) -> dict[int, int]:
-        """Find the copies by what they compute, where nobody says which they are."""
+    @cached_property
+    def copies(self) -> dict[int, int]:
+        """The backward ops that compute a forward op again, found by what they compute -> that op."""
+        if not any(operator(op.op_type).waits for op in self.ops):
+            return {}
         same = list(range(len(self.values)))  # the first value that a value is equal to
         equal: dict[Hashable, list[int]] = {}  # forward ops that compute the same
         found: dict[int, tuple[int, ...]] = {}  # those that a backward op may be a copy of

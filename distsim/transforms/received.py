@@ -14,16 +14,17 @@ from distsim.transforms.rematerialize.recompute import recompute
 from distsim.transforms.stages import StageMap
 
 
-def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
-    """Return the function in which no stage reads what another one computes again; None: it is so already.
+def keep_received(function: Numbered, assigned: StageMap) -> tuple[Numbered, StageMap]:
+    """Return the function in which no stage reads what another one computes again, and its stages.
 
-    A backward op on another stage than the forward one reads the forward value, which its stage received in
-    forward. What is computed again is so for the ops of its own stage only: right before the first of
-    them, once the gradients have arrived that this one reads. Of what runs again together each stage runs
-    its own ops, before its part of the backward pass, if it has one.
+    Ops stay on their stages, and what is computed again is so on the stage of the forward op. A backward op
+    on another stage than that reads the forward value, which its stage received in forward. What is computed
+    again is so for the ops of its own stage only: right before the first of them, once the gradients have
+    arrived that this one reads. Of what runs again together each stage runs its own ops, before its part of
+    the backward pass, if it has one.
     """
     if not _misplaced(function, assigned):
-        return None
+        return function, assigned
     again, values = function.originals, function.values
     plain = {value: values[original] for value, original in again.items()}
     runs: list[tuple[int, set[int]]] = []  # the place of the op that waits for a run, and its forward ops
@@ -49,7 +50,17 @@ def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
     saved = {value for value in joint.made if value not in dropped}
     stages = {op: assigned.stage[number] for number, op in kept.items()}
     made = recompute(joint, saved, stages, _by_stage(joint, kept, assigned, runs))
-    return Numbered(made.function, made.copies)
+    return Numbered(made.function), StageMap(_stages(made, stages), assigned.homes)
+
+
+def _stages(made: Joint, stages: Mapping[Op, int]) -> list[int]:
+    """Return the stage of each op: of a copy that of its original, of a barrier that of what waits there."""
+    known = {op.outputs[0]: stage for op, stage in stages.items()}
+    found: list[int] = []
+    for op in reversed(made.function.ops):
+        original = made.copies.get(op, op)
+        found.append(known.get(original.outputs[0], found[-1] if found else -1))
+    return found[::-1]
 
 
 def _run(function: Numbered, ends: Sequence[int]) -> set[int]:

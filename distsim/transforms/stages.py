@@ -67,7 +67,13 @@ def _forward_stages(
         stage[op] = own.get(op, max([made[value] for value in function.reads[op]], default=-1))
         for value in function.makes[op]:
             made[value] = stage[op]
-    first: dict[int, int] = {}  # the first stage that reads each value
+    # The first stage that reads each value: what runs once per step does so on the last one, with the loss.
+    first = {
+        v: num_stages - 1
+        for read, once in zip(function.reads, function.steps, strict=True)
+        if once
+        for v in read
+    }
     for op in reversed(seconds):
         if stage[op] < 0:  # what follows data only goes where it is read
             stage[op] = min([first[value] for value in function.makes[op] if value in first], default=0)
