@@ -221,7 +221,8 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.partition:
         return _simulate_partition(options, progress)
     for name in ("device_memory", "saturate_host", "time_limit"):
-        if getattr(options, name):
+        given = getattr(options, name)
+        if given is not None and given is not False:  # 0 is given too
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
     plan = Plan.parse("dp=1" if options.plan is None else options.plan)
     topology = load_cluster(options.cluster)

@@ -90,6 +90,21 @@ def test_an_error_without_a_signal_is_raised(monkeypatch, own_signals):
         __main__.main()
 
 
+def test_a_signal_while_libraries_are_imported_ends_the_command_with_a_line():
+    code = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from distsim import __main__
+sys.exit(__main__.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code, *SMALL], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "distsim: stopped by SIGINT\n")
+
+
 def test_a_command_that_is_killed_while_it_writes_a_trace_has_said_its_result(tmp_path):
     code = """
 import sys, time

@@ -75,6 +75,11 @@ REFUSED = {
     ),
     "a letter of no operand": (one("Einsum", (4, 6), [], equation="ab->az"), "Einsum"),
     "scale of a quantization": (one("QuantizeLinear", (4, 6), [ONES(9, "f")]), "y_scale [9]", "[4, 6]"),
+    "axis of blocks": (
+        one("QuantizeLinear", (4, 6), [ONES((4, 2), "f")], opset=21, axis=2, block_size=3),
+        "axis 2",
+        "[4, 6]",
+    ),
     "hidden size": (
         one("LSTM", (3, 2, 4), [ONES((1, 12, 4), "f"), ONES((1, 12, 3), "f")], hidden_size=FAR),
         f"hidden_size={FAR}",
@@ -190,6 +195,12 @@ def test_an_empty_attribute_is_one_left_out(put):
     model = one("LSTM", (3, 2, 4), [w, r], hidden_size=3)
     model.graph.node[0].attribute.add(name="activation_beta", type=onnx.AttributeProto.FLOATS)
     assert import_from_onnx(put(model)).outputs[0].type.shape == (3, 1, 2, 3)
+
+
+def test_one_scale_for_the_whole_tensor_has_no_axis(put):
+    model = one("DequantizeLinear", (8,), [np.float32(0.1), np.int8(0)], axis=1)
+    model.graph.input[0].type.tensor_type.elem_type = TensorProto.INT8
+    assert import_from_onnx(put(model)).outputs[0].type.shape == (8,)
 
 
 @pytest.mark.parametrize("op_type", ["CastLike", "CumSum", "LayerNormalization", "PRelu", "Trilu"])

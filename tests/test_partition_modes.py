@@ -215,6 +215,9 @@ def test_embeddings_leave_room_for_the_dense_part_beside_them(dense, parts):
     assert sorted(op for part in sparse for op in part.ops) == list(range(8)) and len(sparse) == parts
     assert [len(part.devices) for part in found.parts if 8 in part.ops] == [parts]
     assert max(found.bytes_on(device) for device in found.devices) <= 420
+    few = rf"need {parts} devices of 420 bytes, \d+ of them for the dense parts, {parts - 1} given"
+    with pytest.raises(errors.TooFewDevicesError, match=few):
+        partition(Problem(items), devices(*[420] * (parts - 1)), "sparse_nn")
     with pytest.raises(errors.NoMappingError, match="needs 100 bytes .* beside it 321: 1 more than the 420"):
         partition(Problem((*tables, Item("join", tuple(range(8)), 4, 289))), devices(*[420] * 8), "sparse_nn")
 

@@ -150,6 +150,8 @@ def test_the_command_line_simulates_a_partition(mode, capsys, tmp_path):
         (["--partition", "single", "--time-limit", "3"], "other modes do not search"),
         (["--partition", "size_based", "--device-memory", "1000"], "bytes"),
         (["--saturate-host"], "--saturate-host goes with --partition"),
+        (["--time-limit", "0"], "--time-limit goes with --partition"),
+        (["--device-memory", "0"], "--device-memory goes with --partition"),
     ],
 )
 def test_the_command_line_says_what_is_wrong(extra, message, capsys):

@@ -165,6 +165,8 @@ class PartialEvaluator:
             check_indices(inputs, attributes, self._folder)
         if attributes.get("broadcast") and "axis" in attributes:
             check_legacy(inputs, attributes["axis"])
+        if op_type == "PRelu" and opset < 7:
+            inputs = self._with_slope_per_channel(inputs)
         try:
             return self._apply(node, op_type, house_version(op_type, opset), inputs, attributes, scope)
         except TypeRuleError as error:
@@ -224,6 +226,22 @@ class PartialEvaluator:
         for name, entry in zip(node.output, made, strict=False):
             if name:
                 scope.define(name, entry)
+
+    def _with_slope_per_channel(self, inputs: Sequence[Entry | None]) -> Sequence[Entry | None]:
+        """Return the operands of a PRelu with its slopes along the channels, as before operator set 7.
+
+        A vector there has a slope for each channel; today it is aligned at the last dimension.
+        """
+        x, slope = inputs if len(inputs) == 2 else (None, None)
+        if x is None or slope is None:
+            return inputs
+        rank, shape = shape_constant("Shape", x, {}).size, shape_constant("Shape", slope, {})
+        if rank < 3 or shape.size != 1 or shape[0] == 1:
+            return inputs
+        axes = tuple(range(1, rank - 1))
+        if isinstance(slope, np.ndarray):
+            return [x, np.expand_dims(slope, axes)]
+        return [x, *self.maker.add("Unsqueeze", [slope], {"axes": axes})]
 
     def _output_names(self, node: Any, count: int, scope: Scope) -> list[str]:
         stem = node.name or node.op_type

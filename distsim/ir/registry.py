@@ -1,14 +1,16 @@
 """Where the IR asks for an operator's type rule.
 
 The operators live one floor up (``distsim.ops``); they hand their rule down through
-:func:`set_type_rule`, so that the IR can check every op without importing them.
+:func:`set_type_rule` when they are imported, at the latest when the first op is made. Importing distsim
+does not: it takes as long as ONNX takes, and a command hears no signal meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 
-from distsim.errors import IRError, TypeRuleError, UnknownOperatorError
+from distsim.errors import IRError, TypeRuleError
 from distsim.ir.function import Function
 from distsim.ir.op import Attributes
 from distsim.ir.type import Type
@@ -32,13 +34,13 @@ def output_types(
 ) -> tuple[Type, ...]:
     """Return the types of an op's outputs.
 
-    Raises :class:`TypeRuleError` when the inputs do not fit and :class:`UnknownOperatorError` when
-    there is no such operator.
+    Raises :class:`TypeRuleError` when the inputs do not fit and :class:`distsim.errors.UnknownOperatorError`
+    when there is no such operator.
     """
     if op_type == "Call":
         return _call_types(inputs, subfunctions)
     if not _rule:
-        raise UnknownOperatorError("no operators are installed: import distsim.ops first")
+        import_module("distsim.ops")
     return _rule[0](op_type, attributes, inputs, version)
 
 

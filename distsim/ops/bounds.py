@@ -36,7 +36,7 @@ def check_bounds(op_type: str, attributes: Attributes, inputs: Sequence[Tensor])
 
 _AXES: Mapping[str, int] = {
     # How many axes an op may count beyond those of its first operand.
-    **dict.fromkeys(("ArgMax", "ArgMin", "Compress", "Concat", "DequantizeLinear", "Gather"), 0),
+    **dict.fromkeys(("ArgMax", "ArgMin", "Compress", "Concat", "Gather"), 0),
     **dict.fromkeys(("GatherElements", "Hardmax", "LayerNormalization", "LogSoftmax", "LpNormalization"), 0),
     **dict.fromkeys(("RMSNormalization", "Scatter", "ScatterElements", "Softmax", "Split", "TopK"), 0),
     **dict.fromkeys(("Unique", "TensorScatter", "CumSum", "CumProd", "DFT"), 0),
@@ -227,14 +227,13 @@ def _class_loss(op_type: str, *names: str) -> tuple[tuple[str, ...], Check]:
 def _quantize(op_type: str, scale: str, zero: str) -> tuple[tuple[str, ...], Check]:
     def check(attributes: Attributes, shapes: Shapes) -> None:
         x, given = shapes["x"], shapes.get(scale, ())
-        if len(given) == 1 and given != (1,):
+        if given not in ((), (1,)):  # one for the whole tensor has no axis
             axis = int(attributes.get("axis", 1))
+            inside = -len(x) <= axis < len(x)
             _require(
-                -len(x) <= axis < len(x) and given[0] == x[axis],
+                inside and (len(given) == len(x) > 1 or given == (x[axis],)),
                 f"{op_type}: {scale} {list(given)} does not fit axis {axis} of {list(x)}",
             )
-        elif given:
-            _require(len(given) in (1, len(x)), f"{op_type}: {scale} {list(given)} does not fit {list(x)}")
         other = shapes.get(zero, given)
         same = other == given or math.prod(other) == math.prod(given) == 1
         _require(same, f"{op_type}: {zero} {list(other)} must be as {scale} {list(given)}")

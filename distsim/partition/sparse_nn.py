@@ -33,9 +33,10 @@ def sparse_nn(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[lis
         sparse = [region for region in regions if region.embedding]
         if len(sparse) > len(devices):
             need = sum(region.bytes for region in sparse)
+            beside = f", {memory - room} of them for the dense parts" if room < memory else ""
             raise TooFewDevicesError(
                 f"{len(sparse)} embedding parts of {need} bytes need {len(sparse)} devices of {memory} "
-                f"bytes, {len(devices)} given"
+                f"bytes{beside}, {len(devices)} given"
             )
         dense = sum(region.bytes for region in regions if not region.embedding)
         most = max(sparse, key=attrgetter("bytes"), default=None)
