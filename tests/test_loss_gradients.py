@@ -93,16 +93,22 @@ def called_scaled(net: Net) -> Value:
     return net("Mul", called(net), B=-0.5)
 
 
-def balanced(net: Net) -> Value:
-    """Layers that return what they make and a loss of their own, as a mixture of experts does."""
+def layered(net: Net, weight: str = "") -> Value:
+    """Layers that return what they make and a loss of their own, as a mixture of experts does.
+
+    With ``weight``, an operator, each of these is multiplied by the operator's value at a trained scalar.
+    """
     inner = Maker("layer")
     x, w = inner.data("x", BATCH, WIDTH), inner.parameter("w", WIDTH, WIDTH)
     y = inner("Tanh", inner("MatMul", x, w))
-    inner.set_outputs([y, inner("Loss", y, x, N=BATCH)])
+    loss = inner("Loss", y, x, N=BATCH)
+    loss = inner("Mul", loss, inner(weight, inner.parameter("s"))) if weight else loss
+    inner.set_outputs([y, loss])
     layer, x, total = inner.finalize(), net.x, None
     for index in range(2):
-        x, own = net.add("Call", [x, net.parameter(f"v{index}", WIDTH, WIDTH)], None, (layer,))
-        total = own if total is None else net("Add", total, own)
+        own = [net.parameter(f"{p.name}.{index}", *p.type.shape) for p in layer.parameters]
+        x, loss = net.add("Call", [x, *own], None, (layer,))
+        total = loss if total is None else net("Add", total, loss)
     net.x = x
     return net("Add", net.squared(), net("Mul", total, B=0.01))
 
@@ -124,7 +130,9 @@ LINEAR = {
     "its own target": lambda net: net("Neg", net.squared(x := net.go(), x)),
     "in a callee": called,
     "in a callee, scaled": called_scaled,
-    "in every layer": balanced,
+    "in every layer": layered,
+    "in every layer, weighted by parameters": lambda net: layered(net, "Identity"),
+    "in every layer, weighted by functions of parameters": lambda net: layered(net, "Exp"),
 }
 NONLINEAR = {
     "exponential": lambda net: net("Exp", net("Mul", net.squared(), B=0.01)),
