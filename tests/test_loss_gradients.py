@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_differentiate import assert_gradients, compute, directional
-from training_models import F64, Maker, assert_same_step, mesh_of, random_inputs
+from training_models import F64, Maker, assert_same_step, mesh_of, random_inputs, topology_of
 
 from distsim.errors import PlanError, UnknownOperatorError
 from distsim.ir import Function, Literal, Tensor, Value, callees
+from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.transforms import SGD, Adam, build_program, differentiate
@@ -281,6 +282,14 @@ def assert_plans(function: Function, plans, optimizer=None) -> None:
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_sum_of_losses_under_every_plan_is_that_of_one_device(name):
     assert_plans(model(LINEAR[name]), PLANS, SGD(lr=0.1))
+
+
+@pytest.mark.parametrize("text", ["microbatches=2,remat=full", "pp=2,dp=2,microbatches=2,remat=full"])
+def test_layers_with_weighted_losses_recompute_in_every_microbatch(text):
+    """Only the gradients of the weights wait for the losses of the whole batch."""
+    joint = differentiate(model(lambda net: layered(net, "Exp")), SGD(lr=0.1))
+    program, inputs = parallelize(joint, Plan.parse(text), topology_of(4)), random_inputs(joint)
+    assert_same_step(joint, program, inputs, compute(joint, inputs))
 
 
 @pytest.mark.parametrize("name", NONLINEAR)
