@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper, save
 from test_parallel_equivalence import assert_plan, case_of
-from training_models import F64
+from training_models import F64, Maker
 
 from distsim.cli import main
 from distsim.errors import PlanError
 from distsim.importer import import_from_onnx
 from distsim.plan import Plan
-from distsim.transforms import SGD, add_loss, differentiate, set_precision
+from distsim.transforms import SGD, add_loss, differentiate, outline, set_precision
 from distsim.transforms.roles import brings_backward
 
 FLOATS = TensorProto.FLOAT
@@ -83,6 +83,24 @@ def test_an_export_with_its_own_backward_pass_is_taken_as_it_is(tmp_path, capsys
     for option in (("--loss", "mse"), ("--optimizer", "sgd"), ("--keep", "dup")):
         assert main(["show", path, "--parameters", "m.*", "--training", *option]) == 2
         assert "brings its own backward pass: no --loss, --optimizer, --keep" in capsys.readouterr().err
+
+
+def test_an_output_like_a_weight_is_no_backward_pass():
+    """Predictions of a weight's shape, and running statistics, which are like the scale."""
+    make = Maker("forward")
+    x, target, w = make.data("x", 8, 8), make.data("target", 8, 8), make.parameter("w", 8, 8)
+    vectors = [make.parameter(name, 8) for name in ("scale", "bias", "mean", "var")]
+    options = {"training_mode": 1, "outputs": 3}
+    y, *running = make.add("BatchNormalization", [make("MatMul", x, w), *vectors], options)
+    hidden = make("Relu", y)
+    prediction = make("MatMul", hidden, w)
+    loss = make("Loss", prediction, target, N=8)
+    make.set_outputs([loss, prediction, make("Tanh", hidden), *running])
+    forward = make.finalize()
+    assert not brings_backward(forward) and not brings_backward(outline(forward))
+    for optimizer in (None, SGD()):
+        joint = differentiate(forward, optimizer)
+        assert brings_backward(joint) and brings_backward(outline(joint))
 
 
 def test_where_no_input_is_a_parameter_the_error_says_how_to_name_them(tmp_path):

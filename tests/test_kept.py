@@ -298,10 +298,11 @@ def test_the_outputs_are_the_loss_what_is_kept_then_what_training_makes():
 
 
 def oddities() -> Function:
-    """Outputs of many kinds: batch in another dimension, a mean, indices, after the loss, an input."""
+    """Outputs of many kinds: batch in another dimension, a mean, indices, after the loss, inputs."""
     make = Maker("odd")
     x, target = make.data("x", 8, 4), make.data("target", 8, 4)
-    h = make("Tanh", make("MatMul", x, make.parameter("w", 4, 4)))
+    w = make.parameter("w", 4, 4)
+    h = make("Tanh", make("MatMul", x, w))
     y = make("MatMul", h, make.parameter("v", 4, 4))
     loss = make("Loss", y, target, N=8)
     turned = make("Transpose", h, perm=(1, 0))
@@ -313,6 +314,8 @@ def oddities() -> Function:
         "bias": make("Add", make.parameter("q", 4), B=1.0),
         "fixed": make.add("Constant", (), {"value": Literal(np.arange(3.0))})[0],
         "data": x,
+        "weight": w,
+        "row": make("Reshape", w, shape=(16,)),
         "merged": make("Reshape", turned, shape=(32,)),
     }
     named = [make.add("Identity", [value], output_names=[name])[0] for name, value in outputs.items()]

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_differentiate import assert_gradients, compute, directional
-from training_models import F64, Maker, assert_same_step, mesh_of, random_inputs
+from training_models import F64, Maker, assert_same_step, mesh_of, random_inputs, topology_of
 
 from distsim.errors import PlanError, UnknownOperatorError
 from distsim.ir import Function, Literal, Tensor, Value, callees
+from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.transforms import SGD, Adam, build_program, differentiate
@@ -93,16 +94,22 @@ def called_scaled(net: Net) -> Value:
     return net("Mul", called(net), B=-0.5)
 
 
-def balanced(net: Net) -> Value:
-    """Layers that return what they make and a loss of their own, as a mixture of experts does."""
+def layered(net: Net, weight: str = "") -> Value:
+    """Layers that return what they make and a loss of their own, as a mixture of experts does.
+
+    With ``weight``, an operator, each of these is multiplied by the operator's value at a trained scalar.
+    """
     inner = Maker("layer")
     x, w = inner.data("x", BATCH, WIDTH), inner.parameter("w", WIDTH, WIDTH)
     y = inner("Tanh", inner("MatMul", x, w))
-    inner.set_outputs([y, inner("Loss", y, x, N=BATCH)])
+    loss = inner("Loss", y, x, N=BATCH)
+    loss = inner("Mul", loss, inner(weight, inner.parameter("s"))) if weight else loss
+    inner.set_outputs([y, loss])
     layer, x, total = inner.finalize(), net.x, None
     for index in range(2):
-        x, own = net.add("Call", [x, net.parameter(f"v{index}", WIDTH, WIDTH)], None, (layer,))
-        total = own if total is None else net("Add", total, own)
+        own = [net.parameter(f"{p.name}.{index}", *p.type.shape) for p in layer.parameters]
+        x, loss = net.add("Call", [x, *own], None, (layer,))
+        total = loss if total is None else net("Add", total, loss)
     net.x = x
     return net("Add", net.squared(), net("Mul", total, B=0.01))
 
@@ -124,7 +131,9 @@ LINEAR = {
     "its own target": lambda net: net("Neg", net.squared(x := net.go(), x)),
     "in a callee": called,
     "in a callee, scaled": called_scaled,
-    "in every layer": balanced,
+    "in every layer": layered,
+    "in every layer, weighted by parameters": lambda net: layered(net, "Identity"),
+    "in every layer, weighted by functions of parameters": lambda net: layered(net, "Exp"),
 }
 NONLINEAR = {
     "exponential": lambda net: net("Exp", net("Mul", net.squared(), B=0.01)),
@@ -273,6 +282,14 @@ def assert_plans(function: Function, plans, optimizer=None) -> None:
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_sum_of_losses_under_every_plan_is_that_of_one_device(name):
     assert_plans(model(LINEAR[name]), PLANS, SGD(lr=0.1))
+
+
+@pytest.mark.parametrize("text", ["microbatches=2,remat=full", "pp=2,dp=2,microbatches=2,remat=full"])
+def test_layers_with_weighted_losses_recompute_in_every_microbatch(text):
+    """Only the gradients of the weights wait for the losses of the whole batch."""
+    joint = differentiate(model(lambda net: layered(net, "Exp")), SGD(lr=0.1))
+    program, inputs = parallelize(joint, Plan.parse(text), topology_of(4)), random_inputs(joint)
+    assert_same_step(joint, program, inputs, compute(joint, inputs))
 
 
 @pytest.mark.parametrize("name", NONLINEAR)

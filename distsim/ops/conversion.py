@@ -25,7 +25,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import operands, picked, refuse, view_work
+from distsim.ops.places import by_place, operands, picked, places, refuse, view_work, wanted
 
 register(
     Operator(
@@ -40,26 +40,38 @@ register(
 
 # --- Cast(input; to), CastLike(input, target_type) ---------------------------------------------------
 
+_CAST_LIKE = ("input", "target_type")
+
 
 def _cast_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    """The type that CastLike takes from its second operand does not depend on the numbers there."""
+    if not wanted(_CAST_LIKE, ctx, "input"):
+        return [None] * len(ctx.inputs)
     type_ = as_tensor(ctx.inputs[0].type, ctx.inputs[0].name)
-    rest = [None] * (len(ctx.inputs) - 1)
-    if not type_.dtype.is_floating:
-        return [None, *rest]
-    if as_tensor(ctx.grad.type, "the gradient").dtype == type_.dtype:
-        return [ctx.grad, *rest]
-    number = int(onnx.helper.np_dtype_to_tensor_dtype(type_.dtype.np))
-    return [ctx.add("Cast", ctx.grad, to=number), *rest]
+    grad = ctx.grad
+    if as_tensor(grad.type, "the gradient").dtype != type_.dtype:
+        grad = ctx.add("Cast", grad, to=int(onnx.helper.np_dtype_to_tensor_dtype(type_.dtype.np)))
+    return by_place(_CAST_LIKE, ctx, {"input": grad})
+
+
+def _given(signature: Signature) -> Tensor | None:
+    """Return the type of what is cast; None where it is static."""
+    index = places(_CAST_LIKE, signature.attributes, len(signature.inputs))
+    return signature.inputs[0] if "input" in index else None
 
 
 def _cast_work(signature: Signature) -> Work:
     """CastLike reads the type of its second operand, not its elements."""
-    return Work(0.0, float(signature.inputs[0].nbytes), bytes_of(signature.outputs))
+    given = _given(signature)
+    return Work(0.0, float(given.nbytes if given else 0), bytes_of(signature.outputs))
 
 
 def _cast_sharding(signature: Signature) -> ShardingRule:
-    dims = letters(signature.outputs[0].rank)
-    real = all(t.dtype.is_floating for t in (signature.inputs[0], signature.outputs[0]))
+    given, dims = _given(signature), letters(signature.outputs[0].rank)
+    if given is None:  # what is cast is whole on every rank
+        inputs = tuple((None,) * tensor.rank for tensor in signature.inputs)
+        return ShardingRule(inputs, ((None,) * len(dims),))
+    real = all(t.dtype.is_floating for t in (given, signature.outputs[0]))
     others = tuple((None,) * tensor.rank for tensor in signature.inputs[1:])
     return ShardingRule((dims, *others), (dims,), ((0,),) if real else ())
 
@@ -71,7 +83,7 @@ register(
         work=_cast_work,
         gradient=_cast_gradient,
         sharding=_cast_sharding,
-        formals=("input", "target_type"),
+        formals=_CAST_LIKE,
     )
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -13,6 +13,7 @@ from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import operator
 from distsim.schedule import Schedule
+from distsim.transforms.inline import inline
 from distsim.transforms.numbered import Numbered, early_sums
 from distsim.transforms.prefetch import prefetch
 from distsim.transforms.received import keep_received
@@ -111,7 +112,7 @@ class _Source:
     """What is known of a local function before it is cut, and how it was cut."""
 
     def __init__(self, local: Sharded) -> None:
-        self.function = function = _without_early_sums(Numbered(local.function), local.microbatches)
+        self.function = function = _without_early_sums(local.function, local.microbatches)
         self.inputs: list[Value] = []
         places = {id(place): place for place in (*local.inputs, *local.outputs)}
         divided = {
@@ -139,11 +140,20 @@ class _Source:
 _SOURCES: WeakKeyDictionary[Function, dict[bool, _Source]] = WeakKeyDictionary()
 
 
-def _without_early_sums(function: Numbered, microbatches: int) -> Numbered:
-    """Drop the marks of sums that a microbatch waits for: with one microbatch they are there already."""
+def _without_early_sums(local: Function, microbatches: int) -> Numbered:
+    """Return the function without marks of sums that a microbatch waits for: with one they are there already.
+
+    A Call waits as a whole for all that it reads, and hides what is the same for every microbatch. One in the
+    way is written out: of a callee with a loss and its trained weight, the gradient of that weight waits for
+    the loss, the rest of the backward pass does not.
+    """
+    function = Numbered(local)
     early = early_sums(function)
     if not early:
         return function
+    calls = _calls_at(function, early.values()) if microbatches > 1 else ()
+    if calls:
+        return _without_early_sums(inline(local, calls), microbatches)
     dropped = {function.ops[number] for number in early}
     if microbatches > 1:
         mark, reader = next((function.ops[a], function.ops[b]) for a, b in early.items())
@@ -162,6 +172,15 @@ def _without_early_sums(function: Numbered, microbatches: int) -> Numbered:
     outputs = [function.values[value] for value in function.outputs]
     maker.set_outputs([plain.get(v, v) for v in outputs])
     return Numbered(maker.finalize())
+
+
+def _calls_at(function: Numbered, readers: Iterable[int]) -> set[Op]:
+    """Return those of the readers that are Calls, and the Calls that make what the others read."""
+    found: set[int] = set()
+    for op in readers:
+        called = function.ops[op].op_type == "Call"
+        found.update([op] if called else [function.producer[value] for value in function.reads[op]])
+    return {function.ops[op] for op in found if op >= 0 and function.ops[op].op_type == "Call"}
 
 
 def _untie(

@@ -58,7 +58,8 @@ class _Prefetcher:
             for value in function.reads[place]:
                 self.first_reader[value] = place
         moved = [places for ops in found if self._is_read_in_a_unit(places := [number[op] for op in ops])]
-        self.chain = {place for places in moved for place in places}
+        # A view that is only returned stays where it is.
+        self.chain = {place for places in moved for place in places if self._is_read(place)}
         self.roots = {places[0] for places in moved}
         self.units: dict[tuple[int, bool], list[_Unit]] = {}
         self.before: dict[int, list[tuple[int, Value | None]]] = {}
@@ -85,6 +86,9 @@ class _Prefetcher:
         old = self.function.values
         homes = {place[old[value]]: at for value, at in self.assigned.homes.items()}
         return made, StageMap(stages, homes)
+
+    def _is_read(self, place: int) -> bool:
+        return any(value in self.first_reader for value in self.function.makes[place])
 
     def _is_read_in_a_unit(self, chain: Sequence[int]) -> bool:
         """Whether the first op that reads what a chain gathers is one of a pass; one that runs once per step

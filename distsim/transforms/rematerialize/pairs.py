@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Role, Value
 from distsim.transforms.inline import inline
+from distsim.transforms.numbered import is_sum
 from distsim.transforms.rematerialize.phases import Joint, split_joint
 
 
@@ -44,7 +45,8 @@ def find_pairs(joint: Joint) -> list[Pair]:
         readers.setdefault(value, {})[None] = None
     found: list[Pair] = []
     taken: set[Op] = set()
-    late = {v for op in function.ops if joint.behind(op) for v in op.outputs}
+    # What is summed over microbatches is no gradient that one of them waits for.
+    late = {v for op in function.ops if joint.behind(op) and not is_sum(op) for v in op.outputs}
     for op in function.ops:
         if op.op_type != "Call" or op not in joint.forward:
             continue
