@@ -67,6 +67,8 @@ class _Inventor:
             outputs += self.rng.sample(self.pool[1:], min(len(self.pool) - 1, self.rng.randint(1, 2)))
         if self.rng.random() < 0.2:
             outputs += self._value("linear")
+        if self.rng.random() < 0.1:
+            outputs.append(self.rng.choice(self.make.inputs))
         self.make.set_outputs(list(dict.fromkeys(outputs)))
         return self.make.finalize()
 
@@ -207,7 +209,10 @@ class _Inventor:
             outputs.append(make("Tanh", make("MatMul", x, make.parameter("side", self.width, self.width))))
         if self.rng.random() < 0.2:  # a loss of the layer's own, as a router has
             square = make("ReduceMean", make("Mul", y, y), axes=(0, 1, 2), keepdims=0)
-            outputs.append(make("Mul", square, B=0.1))
+            learned = self.rng.random() < 0.4
+            outputs.append(
+                make("Mul", square, make.parameter("weight")) if learned else make("Mul", square, B=0.1)
+            )
         make.set_outputs(outputs)
         return make.finalize()
 

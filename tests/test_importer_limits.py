@@ -17,6 +17,7 @@ from distsim.transforms import SGD, add_loss, differentiate
 
 ONES = np.ones
 PLANE = (2, 4, 6, 6)
+NEWEST = onnx.defs.onnx_opset_version()
 FAR = 2**31 - 1
 
 
@@ -52,7 +53,7 @@ REFUSED = {
     "output shape": (
         one("ConvTranspose", PLANE, [ONES((4, 4, 3, 3), "f")], output_shape=[5]),
         "output_shape=[5]",
-        "2 numbers of at least 1",
+        "2 numbers from 1 to",
     ),
     "groups of a norm": (
         one("GroupNormalization", PLANE, [ONES(4, "f"), ONES(4, "f")], opset=21, num_groups=0),
@@ -89,6 +90,12 @@ REFUSED = {
         "q_num_heads=0",
     ),
     "steps of Col2Im": (one("Col2Im", (1, 5, 5), [[5, 5], [1, 5]], strides=[0, 1]), "strides=0"),
+    "steps of ConvTranspose": (
+        one("ConvTranspose", PLANE, [ONES((4, 2, 3, 3), "f")], strides=[FAR, 2], output_shape=[13, 13]),
+        f"strides=[{FAR}, 2]",
+        "from 1 to 65536",
+    ),
+    "size of a block": (one("SpaceToDepth", PLANE, [], opset=NEWEST, blocksize=2**62), f"{2**62}"),
     "too many dimensions": (one("Unsqueeze", (2, 3), [np.arange(63)]), "65 dimensions", "64"),
     "too many elements": (one("Expand", (2, 3), [[2**45, 2, 3]]), "2^46"),
 }
@@ -104,7 +111,7 @@ def test_the_checks_name_operands_as_onnx_does():
     from distsim.ops.bounds import _CHECKS
 
     for op_type, (formals, _) in _CHECKS.items():
-        schema = schema_of(op_type, onnx.defs.onnx_opset_version())
+        schema = schema_of(op_type, NEWEST)
         names = [formal.name for formal in schema.inputs][: len(formals)]
         assert list(formals) == names or op_type in ("Scatter",), op_type
 

@@ -95,7 +95,10 @@ def formals_of(op_type: str, version: int | None) -> Formals | None:
 
 
 def function_body(node: Any, op_type: str, opset: int, entries: Sequence[Entry | None]) -> Any:
-    """Return what ONNX defines an operator to be in terms of others, or None when it does not."""
+    """Return what ONNX defines an operator to be in terms of others, or None when it does not.
+
+    Raises :class:`ImportModelError` with ONNX's reason where attributes or types do not allow it.
+    """
     schema: Any = schema_of(op_type, opset)
     if schema is None:
         return None
@@ -106,9 +109,11 @@ def function_body(node: Any, op_type: str, opset: int, entries: Sequence[Entry |
         body.ParseFromString(schema.get_function_with_opset_version(plain[-1]))
     elif by_types:
         types = [b"" if entry is None else _type_proto(entry) for entry in entries]
-        made = schema.get_context_dependent_function_with_opset_version(
-            by_types[-1], node.SerializeToString(), types
-        )
+        written = node.SerializeToString()
+        try:
+            made = schema.get_context_dependent_function_with_opset_version(by_types[-1], written, types)
+        except onnx.shape_inference.InferenceError as error:
+            raise ImportModelError(str(error)) from error
         body.ParseFromString(made)
     else:
         return None

@@ -143,10 +143,11 @@ def _conv(op_type: str) -> Check:
         _require(tuple(kernel) == w[2:], f"{op_type}: kernel_shape={list(kernel)}, the weight is {list(w)}")
         if "B" in shapes:
             _fits(op_type, "B", shapes["B"], (made,))
-        for name, least in (("output_shape", 1), ("strides", 1), ("dilations", 1), ("output_padding", 0)):
+        limits = {"output_shape": (1, 2**31), "strides": (1, 2**16), "dilations": (1, 2**16)}
+        for name, (least, most) in {**limits, "output_padding": (0, 2**16)}.items():
             sizes = attributes.get(name, (1,) * len(kernel))
-            fits = len(sizes) == len(kernel) and min(sizes, default=least) >= least
-            text = f"{op_type}: {name}={list(sizes)} must be {len(kernel)} numbers of at least {least}"
+            fits = len(sizes) == len(kernel) and all(least <= n <= most for n in sizes)
+            text = f"{op_type}: {name}={list(sizes)} must be {len(kernel)} numbers from {least} to {most}"
             _require(fits, text)
 
     return check

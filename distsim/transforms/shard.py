@@ -174,7 +174,9 @@ class _Memory:
         self.rewritten = None if function is given else function  # not to refer to what it is known by
         known |= dict.fromkeys(function.inputs[len(needed.inputs) :], Role.CONSTANT)
         divided = dict.fromkeys(self.data, 0) | _constants_with_batch(known, marks)
-        self.known = known | dict.fromkeys(divided, Role.INPUT)
+        scalars = [v for v in function.inputs if known[v] is Role.INPUT and v not in divided]
+        # What has no batch is the same for every microbatch: the weight of a loss that is given, say.
+        self.known = known | dict.fromkeys(scalars, Role.CONSTANT) | dict.fromkeys(divided, Role.INPUT)
         self.structure = structure_of(function, self.known)
         self.batch_options = batch_options(function, self.structure, divided, marks)
         self.tensor_options = tensor_options(function, self.structure, known, marks)
