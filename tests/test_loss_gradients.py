@@ -125,6 +125,7 @@ LINEAR = {
     "auxiliary": Net.auxiliary,
     "weighted by parameters": Net.weighted,
     "weighted by an input": Net.given_weight,
+    "times an input": lambda net: net("Mul", net.squared(), net.add_input_value("a", Tensor(F64, ()))),
     "weight decay": Net.decayed,
     "computed target": Net.distilled,
     "target alone": lambda net: net.squared(net.inputs[0], net.go()),
