@@ -60,6 +60,7 @@ MODELS = {
     "odd gpt": lambda: differentiate(small_gpt(hidden=6, heads=2, batch=12), Adam()),
     "odd llama": lambda: differentiate(small_llama(hidden=12, heads=2, kv_heads=2, batch=12), SGD(lr=0.1)),
     "tied": lambda: differentiate(tied(batch=12, hidden=7), Adam()),
+    "one scale": lambda: differentiate(one_scale(), SGD(lr=0.1)),
 }
 
 
@@ -74,6 +75,18 @@ def biased_mlp() -> Function:
         x = make.layer(widened, x, f"h{number}")
         x = make.linear(x, f"o{number}", 8, 5)
     return make.end(make("Loss", x, z, N=36))
+
+
+def one_scale() -> Function:
+    """Four layers that share a vector, as exports do that hold equal parameters once."""
+    layer = Maker("layer")
+    scaled = layer("Mul", layer.data("x", 8, 4), layer.parameter("scale", 4))
+    callee = layer.end(layer("Tanh", layer("MatMul", scaled, layer.parameter("w", 4, 4))))
+    make = Maker("one_scale")
+    x, scale = make.data("x", 8, 4), make.parameter("scale", 4)
+    for i in range(4):
+        x = make.call(callee, x, scale, make.parameter(f"w{i}", 4, 4))
+    return make.end(make("Loss", x, make.data("t", 8, 4), N=8))
 
 
 @cache
@@ -102,6 +115,8 @@ CASES = [
     ("odd gpt", Plan(3, 1, 2, 2), "full", "keep"),
     ("odd llama", Plan(3, 2, 1, 2), "matmuls", "reshard"),
     ("tied", Plan(3, 1, 2, 2), "none", "reshard"),
+    ("one scale", Plan(2, 1, 4, 2), "full", "reshard"),
+    ("one scale", Plan(2, 1, 4, 1), "matmuls", "reshard"),
 ]
 
 
