@@ -95,9 +95,7 @@ def cut_stages(local: Sharded, num_stages: int, device: Device, starts: Starts |
         function, assigned = source.function, assign_stages(source.function, num_stages, figures, starts)
         # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
         function, assigned = _untie(function, assigned, num_stages, figures, starts)
-        kept = keep_received(function, assigned)
-        if kept is not None:
-            function, assigned = kept, assign_stages(kept, num_stages, figures, starts)
+        function, assigned = keep_received(function, assigned)
         function, assigned = prefetch(function, assigned)
         found = _Cutter(local, source, function, assigned, num_stages).cut()
         source.cuts[num_stages, figures, starts] = found

@@ -14,8 +14,11 @@ from distsim.transforms.rematerialize.recompute import recompute
 from distsim.transforms.stages import StageMap
 
 
-def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
-    """Return the function in which no stage reads what another one computes again; None: it is so already.
+def keep_received(function: Numbered, assigned: StageMap) -> tuple[Numbered, StageMap]:
+    """Return the function in which no stage reads what another one computes again, and its stages.
+
+    What is neither computed again nor a barrier stays on its stage. A function that is so already is
+    returned as it is.
 
     A backward op on another stage than the forward one reads the forward value, which its stage received in
     forward. What is computed again is so for the ops of its own stage only: right before the first of
@@ -23,7 +26,7 @@ def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
     its own ops, before its part of the backward pass, if it has one.
     """
     if not _misplaced(function, assigned):
-        return None
+        return function, assigned
     again, values = function.originals, function.values
     plain = {value: values[original] for value, original in again.items()}
     runs: list[tuple[int, set[int]]] = []  # the place of the op that waits for a run, and its forward ops
@@ -49,7 +52,18 @@ def keep_received(function: Numbered, assigned: StageMap) -> Numbered | None:
     saved = {value for value in joint.made if value not in dropped}
     stages = {op: assigned.stage[number] for number, op in kept.items()}
     made = recompute(joint, saved, stages, _by_stage(joint, kept, assigned, runs))
-    return Numbered(made.function, made.copies)
+    found = Numbered(made.function, made.copies)
+    return found, StageMap(_stages(found, made.copies, stages), assigned.homes)
+
+
+def _stages(function: Numbered, copies: Mapping[Op, Op], stages: Mapping[Op, int]) -> list[int]:
+    """Return the stage of each op: its own, that of what it computes again, of a barrier its reader's."""
+    own = {op.outputs: stage for op, stage in stages.items()}
+    found: list[int] = []
+    for op in reversed(function.ops):
+        original = copies.get(op, op)
+        found.append(own[original.outputs] if original.outputs in own else found[-1])
+    return found[::-1]
 
 
 def _run(function: Numbered, ends: Sequence[int]) -> set[int]:
