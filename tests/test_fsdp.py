@@ -275,6 +275,21 @@ class Watched(SGD):
         return new, *maker.add("ReduceMax", [new], {"keepdims": 0})
 
 
+@pytest.mark.parametrize("name", ["tied", "one scale"])
+@pytest.mark.parametrize("weights", ["keep", "reshard"])
+def test_backward_runs_on_the_stages_on_which_it_does_without(name: str, weights: str) -> None:
+    """Also of layers that read what another stage reads, and gathers, first."""
+    joint = case(name)[0]
+    products = [
+        [
+            sum(op.op_type == "MatMulGrad" for op in all_ops(stage.backward.function))
+            for stage in build_program(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2), "none", each).stages
+        ]
+        for each in ("none", weights)
+    ]
+    assert products[0] == products[1] and all(products[0])
+
+
 def test_an_update_that_needs_whole_operands_is_refused() -> None:
     def local(model: Function, optimizer: SGD):
         return shard(differentiate(model, optimizer), logical_mesh(mesh_of().devices[0], 2, 1))
