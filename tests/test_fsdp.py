@@ -61,6 +61,7 @@ MODELS = {
     "odd llama": lambda: differentiate(small_llama(hidden=12, heads=2, kv_heads=2, batch=12), SGD(lr=0.1)),
     "tied": lambda: differentiate(tied(batch=12, hidden=7), Adam()),
     "one scale": lambda: differentiate(one_scale(), SGD(lr=0.1)),
+    "scaled loss": lambda: differentiate(one_scale(weighted=True), SGD(lr=0.1)),
 }
 
 
@@ -77,8 +78,8 @@ def biased_mlp() -> Function:
     return make.end(make("Loss", x, z, N=36))
 
 
-def one_scale() -> Function:
-    """Four layers that share a vector, as exports do that hold equal parameters once."""
+def one_scale(weighted: bool = False) -> Function:
+    """Four layers that share a vector, as exports do that hold equal parameters once; a learned weight."""
     layer = Maker("layer")
     scaled = layer("Mul", layer.data("x", 8, 4), layer.parameter("scale", 4))
     callee = layer.end(layer("Tanh", layer("MatMul", scaled, layer.parameter("w", 4, 4))))
@@ -86,7 +87,8 @@ def one_scale() -> Function:
     x, scale = make.data("x", 8, 4), make.parameter("scale", 4)
     for i in range(4):
         x = make.call(callee, x, scale, make.parameter(f"w{i}", 4, 4))
-    return make.end(make("Loss", x, make.data("t", 8, 4), N=8))
+    loss = make("Loss", x, make.data("t", 8, 4), N=8)
+    return make.end(make("Mul", loss, make.parameter("weight")) if weighted else loss)
 
 
 @cache
@@ -275,10 +277,10 @@ class Watched(SGD):
         return new, *maker.add("ReduceMax", [new], {"keepdims": 0})
 
 
-@pytest.mark.parametrize("name", ["tied", "one scale"])
+@pytest.mark.parametrize("name", ["tied", "one scale", "scaled loss"])
 @pytest.mark.parametrize("weights", ["keep", "reshard"])
 def test_backward_runs_on_the_stages_on_which_it_does_without(name: str, weights: str) -> None:
-    """Also of layers that read what another stage reads, and gathers, first."""
+    """Of layers too that read what another stage gathers first, and of what the end of the step reads."""
     joint = case(name)[0]
     products = [
         [

@@ -69,8 +69,9 @@ def _forward_stages(
             made[value] = stage[op]
     first: dict[int, int] = {}  # the first stage that reads each value
     for op in reversed(seconds):
-        if stage[op] < 0:  # what follows data only goes where it is read
-            stage[op] = min([first[value] for value in function.makes[op] if value in first], default=0)
+        if stage[op] < 0:  # goes where it is read; for the end of the step, where backward begins
+            readers = [first[value] for value in function.makes[op] if value in first]
+            stage[op] = min(readers, default=num_stages - 1)
         for value in function.reads[op]:
             first[value] = min(first.get(value, num_stages), stage[op])
     return stage
