@@ -60,6 +60,8 @@ MODELS = {
     "odd gpt": lambda: differentiate(small_gpt(hidden=6, heads=2, batch=12), Adam()),
     "odd llama": lambda: differentiate(small_llama(hidden=12, heads=2, kv_heads=2, batch=12), SGD(lr=0.1)),
     "tied": lambda: differentiate(tied(batch=12, hidden=7), Adam()),
+    "one scale": lambda: differentiate(one_scale(), SGD(lr=0.1)),
+    "scaled loss": lambda: differentiate(one_scale(weighted=True), SGD(lr=0.1)),
 }
 
 
@@ -74,6 +76,19 @@ def biased_mlp() -> Function:
         x = make.layer(widened, x, f"h{number}")
         x = make.linear(x, f"o{number}", 8, 5)
     return make.end(make("Loss", x, z, N=36))
+
+
+def one_scale(weighted: bool = False) -> Function:
+    """Four layers that share a vector, as exports do that hold equal parameters once; a learned weight."""
+    layer = Maker("layer")
+    scaled = layer("Mul", layer.data("x", 8, 4), layer.parameter("scale", 4))
+    callee = layer.end(layer("Tanh", layer("MatMul", scaled, layer.parameter("w", 4, 4))))
+    make = Maker("one_scale")
+    x, scale = make.data("x", 8, 4), make.parameter("scale", 4)
+    for i in range(4):
+        x = make.call(callee, x, scale, make.parameter(f"w{i}", 4, 4))
+    loss = make("Loss", x, make.data("t", 8, 4), N=8)
+    return make.end(make("Mul", loss, make.parameter("weight")) if weighted else loss)
 
 
 @cache
@@ -102,6 +117,8 @@ CASES = [
     ("odd gpt", Plan(3, 1, 2, 2), "full", "keep"),
     ("odd llama", Plan(3, 2, 1, 2), "matmuls", "reshard"),
     ("tied", Plan(3, 1, 2, 2), "none", "reshard"),
+    ("one scale", Plan(2, 1, 4, 2), "full", "reshard"),
+    ("one scale", Plan(2, 1, 4, 1), "matmuls", "reshard"),
 ]
 
 
@@ -258,6 +275,21 @@ class Watched(SGD):
     def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
         (new,) = super().update(maker, weight, grad)
         return new, *maker.add("ReduceMax", [new], {"keepdims": 0})
+
+
+@pytest.mark.parametrize("name", ["tied", "one scale", "scaled loss"])
+@pytest.mark.parametrize("weights", ["keep", "reshard"])
+def test_backward_runs_on_the_stages_on_which_it_does_without(name: str, weights: str) -> None:
+    """Of layers too that read what another stage gathers first, and of what the end of the step reads."""
+    joint = case(name)[0]
+    products = [
+        [
+            sum(op.op_type == "MatMulGrad" for op in all_ops(stage.backward.function))
+            for stage in build_program(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2), "none", each).stages
+        ]
+        for each in ("none", weights)
+    ]
+    assert products[0] == products[1] and all(products[0])
 
 
 def test_an_update_that_needs_whole_operands_is_refused() -> None:

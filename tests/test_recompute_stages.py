@@ -122,6 +122,28 @@ def test_stages_that_cut_blocks_run_their_part_again_whole(pp: int) -> None:
     assert full - none == 4 * count_flops(block())
 
 
+def blocks_with_losses() -> Function:
+    """Two equal blocks, each with a loss of its own, which is of what the block makes halfway."""
+    inner = Maker("block")
+    x, up, down = inner.data("x", 8, 4), inner.parameter("up", 4, 4), inner.parameter("down", 4, 4)
+    h = inner("MatMul", inner("Tanh", inner("MatMul", x, up)), down)
+    own = inner("ReduceMean", inner("Mul", h, h), axes=(0, 1), keepdims=0)
+    inner.set_outputs([inner("Add", h, x), own])
+    make, callee = Maker("blocks_with_losses"), inner.finalize()
+    x, t, losses = make.data("x", 8, 4), make.data("t", 8, 4), []
+    for i in range(2):
+        weights = [make.parameter(f"{name}{i}", 4, 4) for name in ("up", "down")]
+        x, own = make.add("Call", [x, *weights], None, (callee,))
+        losses.append(own)
+    return make.end(make("Add", make("Loss", x, t, N=8), losses[1]))
+
+
+@pytest.mark.parametrize("pp", [4, 6])
+def test_the_backward_of_a_blocks_own_loss_stays_on_its_stage(pp: int) -> None:
+    joint = differentiate(blocks_with_losses(), SGD(lr=0.1))
+    assert_a_step(joint, pp, 2, ("full", "full_early"))
+
+
 @pytest.mark.parametrize(("seed", "pp"), [(1, 6), (2, 8), (3, 4), (4, 2), (5, 3), (7, 5), (11, 7), (20, 8)])
 def test_random_losses_and_skips(seed: int, pp: int) -> None:
     assert_a_step(differentiate(random_function(seed), SGD(lr=0.1)), pp, 2, POLICIES)

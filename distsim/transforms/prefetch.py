@@ -91,12 +91,18 @@ class _Prefetcher:
         return any(value in self.first_reader for value in self.function.makes[place])
 
     def _is_read_in_a_unit(self, chain: Sequence[int]) -> bool:
-        """Whether the first op that reads what a chain gathers is one of a pass; one that runs once per step
-        belongs to no unit, and its gather stays where it is."""
-        function = self.function
+        """Whether the first op that reads what a chain gathers is one of a pass, on the stage of the chain.
+
+        One that runs once per step belongs to no unit. What another stage reads is gathered for more than
+        its unit: to wait for what that unit waits for may be to wait for oneself. These gathers stay where
+        they are.
+        """
+        function, stage = self.function, self.assigned.stage
         read = [v for op in chain for v in function.makes[op] if v in self.first_reader]
         first = min([at for v in read if (at := self.first_reader[v]) not in chain], default=-1)
-        return first >= 0 and not (function.steps[first] or function.loose[first])
+        if first < 0 or function.steps[first] or function.loose[first]:
+            return False
+        return all(stage[op] == stage[first] for op in chain)
 
     def _find_units(self) -> None:
         """Go through the ops; a gather belongs to the unit of the first op that reads its result."""

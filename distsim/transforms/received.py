@@ -21,7 +21,7 @@ def keep_received(function: Numbered, assigned: StageMap) -> tuple[Numbered, Sta
     on another stage than that reads the forward value, which its stage received in forward. What is computed
     again is so for the ops of its own stage only: right before the first of them, once the gradients have
     arrived that this one reads. Of what runs again together each stage runs its own ops, before its part of
-    the backward pass, if it has one.
+    the backward pass, if it has one. A function that is so already is returned as it is.
     """
     if not _misplaced(function, assigned):
         return function, assigned

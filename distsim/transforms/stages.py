@@ -67,16 +67,11 @@ def _forward_stages(
         stage[op] = own.get(op, max([made[value] for value in function.reads[op]], default=-1))
         for value in function.makes[op]:
             made[value] = stage[op]
-    # The first stage that reads each value: what runs once per step does so on the last one, with the loss.
-    first = {
-        v: num_stages - 1
-        for read, once in zip(function.reads, function.steps, strict=True)
-        if once
-        for v in read
-    }
+    first: dict[int, int] = {}  # the first stage that reads each value
     for op in reversed(seconds):
-        if stage[op] < 0:  # what follows data only goes where it is read
-            stage[op] = min([first[value] for value in function.makes[op] if value in first], default=0)
+        if stage[op] < 0:  # goes where it is read; for the end of the step, where backward begins
+            readers = [first[value] for value in function.makes[op] if value in first]
+            stage[op] = min(readers, default=num_stages - 1)
         for value in function.reads[op]:
             first[value] = min(first.get(value, num_stages), stage[op])
     return stage
@@ -101,6 +96,7 @@ def _place_rest(
     is read, on the stage whose backward pass runs first.
     """
     reach = _reach(function, stage)
+    weights = _weights(function)
     rest: list[int] = []
     producer, forward, loose, held = function.producer, function.forward, function.loose, function.held
     for op, read in enumerate(function.reads):
@@ -118,6 +114,7 @@ def _place_rest(
                 bounds.append(stage[producer[value]])
                 continue
             value = function.originals.get(value, value)
+            value = weights.get(value, value)
             made = producer[value]
             if made < 0:
                 if held[value] and value in homes:
@@ -135,6 +132,24 @@ def _place_rest(
         for value in function.reads[op]:
             last[value] = max(last.get(value, 0), stage[op])
     return rest
+
+
+def _weights(function: Numbered) -> dict[int, int]:
+    """Return what forward makes of parameters by gathers, casts and views, and of which.
+
+    Several stages may read a parameter, each gathers it: a backward op that reads one of these values goes
+    where it would go if it read the parameter.
+    """
+    found: dict[int, int] = {}
+    for op, read in enumerate(function.reads):
+        if len(read) != 1 or not function.forward[op]:
+            continue
+        source = found.get(read[0], read[0])
+        meaning = operator(function.ops[op].op_type)
+        passes = meaning.view or meaning.communication is not None or function.ops[op].op_type == "Cast"
+        if passes and function.producer[source] < 0 and function.held[source]:
+            found |= dict.fromkeys(function.makes[op], source)
+    return found
 
 
 def _reach(function: Numbered, stage: Sequence[int]) -> dict[int, int]:
