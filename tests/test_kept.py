@@ -101,7 +101,7 @@ def test_an_output_that_the_loss_does_not_need_costs_nothing(text):
 def test_a_note_says_what_was_left_out():
     note = (
         "left out, as the loss does not need it: 1 output (pooled), 1 op, 1 parameter (p); "
-        "keep an output to have it computed in forward"
+        "keep (--keep NAME) an output to have it computed"
     )
     assert add_loss(stack(True)).notes == trained(True).notes == (note,)
     assert add_loss(stack(False)).notes == trained(False).notes == ()
@@ -177,7 +177,7 @@ def test_dead_outputs_of_calls_are_taken_out_of_the_callee_once_for_all_calls():
     assert len(callees(joint)) == 5 + 2  # what a layer calls, forward and backward
     assert joint.notes == (
         "left out, as the loss does not need it: 4 outputs (cache0, cache1, cache2, cache3), 8 ops, "
-        "4 parameters (v0, v1, v2, v3); keep an output to have it computed in forward",
+        "4 parameters (v0, v1, v2, v3); keep (--keep NAME) an output to have it computed",
     )
     for text in ("pp=4,dp=2,fsdp=keep", "pp=2,remat=full"):
         program, simulation = simulate(joint, text)

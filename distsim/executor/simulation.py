@@ -225,7 +225,7 @@ def _dearer(program: Program) -> list[str]:
         return []
     return [
         f"recomputation saves no memory here: the fullest device has {own:,} bytes in use, with remat=none "
-        f"{other:,}; what is computed again for a block's backward pass is more than what other blocks save"
+        f"{other:,}"
     ]
 
 

@@ -51,7 +51,7 @@ def only_needed(
         found += [_named(len(names), role.value, names)] if names else []
     if not found:
         return made
-    way = "; keep an output to have it computed in forward" if lost else ""
+    way = "; keep (--keep NAME) an output to have it computed" if lost else ""
     note = f"left out, as {reason}: {', '.join(found)}{way}"
     return replace(made, notes=(*made.notes, note))
 
