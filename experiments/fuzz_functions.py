@@ -8,13 +8,17 @@ and ops, outputs and parameters that the loss does not need.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from random import Random
 
 import numpy as np
 
-from distsim.ir import Float64, Function, FunctionMaker, Int64, Literal, Role, Tensor, Value
+from distsim.ir import Function, Literal, Value
 
-F64 = Float64()
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from training_models import Maker
+
 CLASSES = 6
 """Classes of labels, rows of embedding tables."""
 SMOOTH = ("Tanh", "Sigmoid", "Gelu", "Softplus", "Sin")
@@ -25,27 +29,11 @@ def invent(seed: int) -> Function:
     return _Inventor(Random(seed)).function()
 
 
-class _Maker(FunctionMaker):
-    """A FunctionMaker in float64 with the op type first."""
-
-    def __call__(self, op_type: str, *inputs: Value, **attributes: object) -> Value:
-        return self.add(op_type, inputs, attributes)[0]
-
-    def data(self, name: str, *shape: int) -> Value:
-        return self.add_input_value(name, Tensor(F64, shape))
-
-    def integers(self, name: str, *shape: int) -> Value:
-        return self.add_input_value(name, Tensor(Int64(), shape))
-
-    def parameter(self, name: str, *shape: int) -> Value:
-        return self.add_input_value(name, Tensor(F64, shape), Role.PARAMETER)
-
-
 class _Inventor:
     """Adds one thing after the other to a pool of values of one shape, [batch, sequence, width]."""
 
     def __init__(self, rng: Random) -> None:
-        self.rng, self.make = rng, _Maker(f"random{rng.randrange(10**6)}")
+        self.rng, self.make = rng, Maker(f"random{rng.randrange(10**6)}")
         self.batch = rng.choice((2, 4, 4, 6, 8, 12))
         self.sequence = rng.choice((1, 2, 3, 4))
         self.width = rng.choice((2, 3, 4, 4, 5, 6, 8))
@@ -148,7 +136,7 @@ class _Inventor:
 
     def embedding(self) -> list[Value]:
         make, name = self.make, self.name("e")
-        tokens = make.integers(f"{name}.tokens", self.batch, self.sequence)
+        tokens = make.tokens(f"{name}.tokens", self.batch, self.sequence)
         table = make.parameter(f"{name}.table", CLASSES, self.width)
         return [make("Add", make("Gather", table, tokens, axis=0), self.pick())]
 
@@ -199,7 +187,7 @@ class _Inventor:
         return [x]
 
     def _callee(self) -> Function:
-        make, wide = _Maker(self.name("layer")), self.rng.choice((self.width, 2 * self.width, 3))
+        make, wide = Maker(self.name("layer")), self.rng.choice((self.width, 2 * self.width, 3))
         x = make.data("x", *self.shape)
         y = make("MatMul", x, make.parameter("up", self.width, wide))
         y = make(self.rng.choice(SMOOTH), make("Add", y, make.parameter("bias", wide)))
@@ -236,7 +224,7 @@ class _Inventor:
             return make("Loss", prediction, self._target(), N=self.batch)
         if kind == "entropy":
             logits = make("MatMul", prediction, make.parameter(self.name("head"), self.width, CLASSES))
-            labels = make.integers(self.name("labels"), self.batch, self.sequence)
+            labels = make.tokens(self.name("labels"), self.batch, self.sequence)
             return make("CrossEntropyLoss", logits, labels, N=self.batch * self.sequence)
         if self.rng.random() < 0.6:
             prediction = make("Mul", prediction, prediction)
