@@ -1,0 +1,233 @@
+"""Binding: the passes of a Program's stages become blocks on ranks, and a schedule of them a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from distsim.ir import Value
+from distsim.executor.program import Block, Parts
+from distsim.program.pairs import interleave
+from distsim.program.table import (
+    FIRST,
+    ONCE,
+    SECOND,
+    SEND,
+    BoundBlock,
+    Key,
+    Table,
+)
+from distsim.program.tail import Tail
+from distsim.schedule import LATER, IssueOrder, Kind, Schedule, issue_order
+from distsim.schedule.rounds import Ints
+
+_KINDS = tuple(Kind)
+
+Placement = tuple[tuple[int, ...], int]
+"""The rank of each stage, and how many copies of the model the stages are."""
+
+
+def table_of(parts: Parts, schedule: Schedule) -> Table:
+    """Return the table of the parts of a program in the order of a schedule, kept with both."""
+    known = _TABLES.setdefault(parts, {})
+    placement = (schedule.rank_of, schedule.copies)
+    binder = known.get(placement)
+    if binder is None:
+        binder = known[placement] = Binder(parts, *placement)
+    return binder.table(schedule)
+
+
+_TABLES: WeakKeyDictionary[Parts, dict[Placement, Binder]] = WeakKeyDictionary()
+
+
+class Binder:
+    """The blocks of some parts, each made once, with the stages on these ranks.
+
+    Stage ``s`` of copy ``c`` of the model is number ``c * len(parts.blocks) + s``, as in the schedule.
+    """
+
+    def __init__(self, parts: Parts, rank_of: tuple[int, ...], copies: int) -> None:
+        self.parts, self.rank_of, self.copies = parts, rank_of, copies
+        self.chain = len(parts.blocks)
+        self.makers = parts.makers()
+        self.calls: dict[tuple[int, int], BoundBlock | None] = {}
+        self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
+        self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
+        self.readers = self._readers()
+        self._tables: WeakKeyDictionary[Schedule, Table] = WeakKeyDictionary()
+        self._tails: dict[int, _Tail] = {}
+
+    def _readers(self) -> dict[Value, tuple[int, ...]]:
+        """Return the stages of the chain whose passes over a microbatch read each key."""
+        found: dict[Value, dict[int, None]] = {}
+        for stage, (forward, backward, _) in enumerate(self.parts.blocks):
+            for key in (*forward.inputs, *backward.inputs):
+                found.setdefault(key, {})[stage] = None
+        return {key: tuple(stages) for key, stages in found.items()}
+
+    def once(self, key: Value) -> bool:
+        """Whether there is one value of a key per step; one that only two halves of a pass know has many."""
+        maker = self.makers.get(key)
+        return maker is not None and maker.once
+
+    # --- calls ----------------------------------------------------------------------------------------
+
+    def part(self, stage: int, kind: Kind) -> Block:
+        """Return what an action of a stage runs."""
+        forward, backward, _ = self.parts.blocks[stage % self.chain]
+        if kind is Kind.FORWARD:
+            return forward
+        if kind is Kind.BACKWARD:
+            return backward
+        return self.parts.halves[stage % self.chain][kind is Kind.BACKWARD_WEIGHT]
+
+    def call(self, family: int, place: int) -> BoundBlock | None:
+        """Return the block of an action (4 * stage + kind) in its place; None if nobody reads what it makes.
+
+        The place matters where sums are made: the first call makes them, each later one adds to them.
+        """
+        stage, kind = family // 4, _KINDS[family % 4]
+        part = self.part(stage, kind)
+        place = place if part.accumulated else 0
+        found = self.calls.get((family, place), False)
+        if found is False:
+            found = self.calls[family, place] = self._call(part, stage, kind, place) if part.outputs else None
+        return found
+
+    def _call(self, part: Block, stage: int, kind: Kind, place: int) -> BoundBlock:
+        rank = self.rank_of[stage]
+        adds = part.accumulated if place & LATER and part.accumulating is not None else ()
+        sums = set(part.accumulated)
+        reads = [Key(v, rank, ONCE if self.once(v) else FIRST) for v in part.inputs]
+        reads += [Key(v, rank, ONCE) for v in adds]
+        makes = [Key(v, rank, ONCE if v in sums else FIRST) for v in part.outputs]
+        function, names = part.function, part.names
+        if adds and part.accumulating is not None:
+            function, names = part.accumulating, part.accumulating_names
+        return BoundBlock(kind.value, rank, tuple(reads), tuple(makes), function, names, (stage,))
+
+    def pair(self, one: BoundBlock, two: BoundBlock) -> BoundBlock:
+        """Return the block of two calls that overlap."""
+        found = self.pairs.get((one, two))
+        if found is None:
+            assert one.function is not None and two.function is not None
+            found = self.pairs[one, two] = BoundBlock(
+                one.kind + two.kind,
+                one.rank,
+                (*one.reads, *map(_second, two.reads)),
+                (*one.makes, *map(_second, two.makes)),
+                interleave(one.function, two.function),
+                (),
+                (*one.stages, *two.stages),
+            )
+        return found
+
+    def sends(self, block: BoundBlock) -> Iterator[tuple[BoundBlock, int]]:
+        """Yield the transfers that follow a call, and which of its microbatches each is of."""
+        for key in block.makes:
+            if key.which == ONCE:
+                continue
+            stage = block.stages[key.which == SECOND]
+            first = stage - stage % self.chain
+            targets = [self.rank_of[first + reader] for reader in self.readers.get(key.value, ())]
+            for target in dict.fromkeys(targets):
+                if target != block.rank:
+                    yield self.transfer(key.value, block.rank, target, FIRST), key.which
+
+    def transfer(self, value: Value, source: int, target: int, which: int) -> BoundBlock:
+        """Return what brings a value from one rank to another."""
+        found = self.transfers.get((value, source, target, which))
+        if found is None:
+            keys = (Key(value, source, which),), (Key(value, target, which),)
+            found = self.transfers[value, source, target, which] = BoundBlock(
+                SEND, source, *keys, target=target
+            )
+        return found
+
+    # --- the table ------------------------------------------------------------------------------------
+
+    def table(self, schedule: Schedule) -> Table:
+        """Return the table of a schedule that has this placement."""
+        found = self._tables.get(schedule)
+        if found is None:
+            found = self._tables[schedule] = self._table(issue_order(schedule))
+        return found
+
+    def _table(self, order: IssueOrder) -> Table:
+        blocks, number, swapped = self._cells(order)
+        sends = [[] if b is None else list(self.sends(b)) for b in blocks]
+        numbers: dict[BoundBlock, int] = {}
+
+        def of(block: BoundBlock) -> int:
+            return numbers.setdefault(block, len(numbers))
+
+        own = np.array([-1 if b is None else of(b) for b in blocks], np.int64)
+        cells = np.flatnonzero(own[number] >= 0)
+        batches = self._microbatches(order, swapped[number])
+        counts = np.array([len(each) for each in sends], np.int64)
+        sent_start = np.concatenate([[0], counts.cumsum()]).astype(np.int64)
+        sent_block = np.array([of(b) for each in sends for b, _ in each], np.int64)
+        sent_which = np.array([which for each in sends for _, which in each], np.int64)
+        often = counts[number[cells]]
+        cell = np.repeat(cells, often)
+        place = np.arange(len(cell)) - np.repeat(often.cumsum() - often, often) + sent_start[number[cell]]
+        sent = np.stack([batches[cell, sent_which[place]], np.full(len(cell), -1)], axis=1)
+        block = np.concatenate([own[number[cells]], sent_block[place]])
+        batch = np.concatenate([batches[cells], sent]) if len(block) else np.zeros((0, 2), np.int64)
+        rounds = np.repeat(np.arange(len(order.repeats)), np.diff(order.start))
+        both = np.concatenate([cells, cell])
+        last = np.concatenate([np.zeros(len(cells), np.int64), np.ones(len(cell), np.int64)])
+        issued = np.lexsort((last, order.step[both], rounds[both]))
+        sizes = np.bincount(rounds[both], minlength=len(order.repeats))
+        tail = self._tail(order.schedule)
+        block = np.concatenate([block[issued], [of(b) for b, _, _ in tail.rows]]).astype(np.int64)
+        ending = np.array([[microbatch, -1] for _, microbatch, _ in tail.rows], np.int64).reshape(-1, 2)
+        starts = [0, *sizes.cumsum().tolist()]
+        columns = (
+            block,
+            np.concatenate([batch[issued], ending]),
+            np.array([*starts, *range(starts[-1] + 1, starts[-1] + 1 + len(tail.rows))], np.int64),
+            np.concatenate([order.repeats, [often for _, _, often in tail.rows]]).astype(np.int64),
+            np.concatenate([order.advance, [1] * len(tail.rows)]).astype(np.int64),
+        )
+        for column in columns:
+            column.setflags(write=False)
+        return Table(
+            order, tuple(numbers), *columns, len(order.repeats), tail.latest(order), tuple(tail.outputs)
+        )
+
+    def _cells(self, order: IssueOrder) -> tuple[list[BoundBlock | None], Ints, npt.NDArray[np.bool_]]:
+        """Return the distinct blocks of the cells, which of them each cell calls, and of each block
+        whether it is of the second action only."""
+        several = 4 * order.schedule.num_stages * 4
+        action = np.where(order.family < 0, several, order.family * 4 + order.place)
+        pairs, number = np.unique(action[:, 0] * (several + 1) + action[:, 1], return_inverse=True)
+        blocks: list[BoundBlock | None] = []
+        swapped: list[bool] = []
+        for pair in pairs.tolist():
+            codes = [code for code in divmod(pair, several + 1) if code < several]
+            each = [self.call(*divmod(code, 4)) for code in codes]
+            made = [block for block in each if block is not None]
+            blocks.append(self.pair(*made) if len(made) == 2 else made[0] if made else None)
+            swapped.append(len(each) == 2 and each[0] is None)
+        return blocks, number.reshape(-1), np.array(swapped, np.bool_)
+
+    def _microbatches(self, order: IssueOrder, swapped: npt.NDArray[np.bool_]) -> Ints:
+        """Return [cells, 2]: the microbatches of the actions of each cell, numbered over all copies."""
+        copy = order.family // (4 * self.chain)
+        found = order.microbatch + copy * order.schedule.num_microbatches
+        found = np.where(order.family < 0, -1, found)
+        return np.where(swapped[:, None], found[:, ::-1], found)
+
+    def _tail(self, schedule: Schedule) -> Tail:
+        """Return what follows the last action; it depends on the microbatches only if they are put together."""
+        count = schedule.num_microbatches
+        joins = any(output.microbatched for output in self.parts.outputs)
+        key = count if joins else min(count * self.copies, 2)
+        found = self._tails.get(key)
+        if found is None:
+            found = self._tails[key] = Tail(self, count)
+        return found

@@ -1,0 +1,127 @@
+"""The table of calls: what a Program is, as rows in the order in which they are issued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from distsim.ir import Function, Value
+from distsim.schedule import Action, IssueOrder, Kind
+from distsim.schedule.rounds import Ints
+
+FIRST, SECOND, ONCE, LATEST, EVERY = range(5)
+"""Of which microbatch a key is: the row's first or second one; of none, there is one value a step; of that
+which its maker ran last; of every one (read only)."""
+
+SEND, CONCAT, UPDATE = "Send", "Concat", "U"
+"""Kinds of blocks besides actions: a transfer, the microbatches of an output put together, what runs once."""
+
+
+class Key(NamedTuple):
+    """A value of the joint function on a pipeline rank; ``which`` says of which microbatch."""
+
+    value: Value
+    rank: int
+    which: int
+
+
+@dataclass(frozen=True, eq=False)
+class BoundBlock:
+    """What a row calls: a Function on the program's pattern mesh, bound to a rank and keys.
+
+    ``reads`` are the keys of the inputs of ``function``, ``makes`` those of its outputs, none of which it
+    reads, but that a sum over microbatches is read as far as it came. ``kind`` says what it is for: the kinds
+    of its actions (F, B, I, W; FB for a pair), ``U`` for what runs once a step; or, without a function,
+    ``Send``, which brings its key from ``rank`` to ``target``, and ``Concat``, which puts the microbatches of
+    its key together along dimension ``dim``. ``stages`` are those of its actions. Stages that do the same share
+    their functions, in which ops have no names: ``names`` are those of its ops here. ``adds``: how many of
+    its last reads are sums so far.
+    """
+
+    kind: str
+    rank: int
+    reads: tuple[Key, ...]
+    makes: tuple[Key, ...]
+    function: Function | None = None
+    names: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
+    adds: int = 0
+    target: int = -1
+    dim: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The pipeline ranks that take part: two in a transfer."""
+        return (self.rank,) if self.target < 0 else (self.rank, self.target)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows in an order that agrees with every rank's own, with what repeats written once.
+
+    Row ``n`` calls ``blocks[block[n]]`` for the microbatches ``microbatch[n]`` (-1: none; of all copies of the
+    model). Round ``r`` are the rows ``start[r]:start[r + 1]``, as they are in its first repetition; in
+    repetition ``k`` of ``repeats[r]`` every microbatch is ``k * advance[r]`` higher. ``order`` is the order
+    of the schedule that was followed, ``tail`` the first round of what follows the last action. ``latest``
+    tells of a value that is read :data:`LATEST` which microbatch that is. ``outputs`` are the keys of the
+    program's outputs, then of the copies of shared parameters.
+    """
+
+    order: IssueOrder
+    blocks: tuple[BoundBlock, ...]
+    block: Ints
+    microbatch: Ints
+    start: Ints
+    repeats: Ints
+    advance: Ints
+    tail: int
+    latest: Mapping[Value, int]
+    outputs: tuple[Key, ...]
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of all copies of the model."""
+        schedule = self.order.schedule
+        return schedule.num_microbatches * schedule.copies
+
+    @property
+    def num_ranks(self) -> int:
+        """Pipeline ranks."""
+        return self.order.schedule.num_ranks
+
+    def __len__(self) -> int:
+        """Return the number of rows, every repetition counted."""
+        return int(((self.start[1:] - self.start[:-1]) * self.repeats).sum())
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (block, first microbatch, second microbatch) of every row, every repetition written out."""
+        block, pairs = self.block.tolist(), self.microbatch.tolist()
+        starts: list[int] = self.start.tolist()
+        rounds = zip(starts, starts[1:], self.repeats.tolist(), self.advance.tolist(), strict=False)
+        for begin, end, repeats, advance in rounds:
+            for k in range(repeats):
+                moved = k * advance
+                for n in range(begin, end):
+                    one, two = pairs[n]
+                    yield block[n], one + moved if one >= 0 else -1, two + moved if two >= 0 else -1
+
+    def microbatch_of(self, key: Key, first: int, second: int) -> int:
+        """Return the microbatch of a key in a row; -1 for a value of which there is one a step.
+
+        Not to be asked for one that is of every microbatch.
+        """
+        if key.which == ONCE:
+            return -1
+        return self.latest[key.value] if key.which == LATEST else second if key.which == SECOND else first
+
+    def name(self, block: BoundBlock, first: int, second: int) -> str:
+        """Return the name of a call, such as ``F3@1``, ``(F3@2;B4@1)`` or ``U@1``."""
+        if not block.kind or block.kind in (SEND, CONCAT):
+            return ""
+        if block.kind == UPDATE:
+            return f"{UPDATE}@{block.stages[0]}"
+        each = self.order.schedule.num_microbatches
+        pairs = zip(block.kind, block.stages, (first, second), strict=False)
+        names = [str(Action(Kind(kind), stage, own % each)) for kind, stage, own in pairs]
+        return names[0] if len(names) == 1 else f"({';'.join(names)})"
