@@ -9,25 +9,20 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from distsim.compose import parallelize
+from distsim.cost import CostModel, UncostedOperatorWarning
+from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import DistsimError, PlanError
-from distsim.executor import (
-    CostModel,
-    Disturbances,
-    Simulation,
-    Simulator,
-    UncostedOperatorWarning,
-    count_flops,
-)
 from distsim.hardware import describe, load_cluster, presets
 from distsim.importer import load_model
+from distsim.interpret import count_flops
 from distsim.ir import Device, Function, Topology, pformat
 from distsim.ir.type import dtype_named
-from distsim.parallelize import parallelize
-from distsim.partitioned import HOST_MODES, partition_model
 from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
+from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.streams import complain, say
 from distsim.transforms import (
     add_loss,
@@ -38,9 +33,9 @@ from distsim.transforms import (
     set_precision,
     steady_state_transform,
 )
-from distsim.transforms.loss import LOSSES
-from distsim.transforms.optimizers import OPTIMIZERS
-from distsim.transforms.roles import batch_inputs, brings_backward, roles
+from distsim.transforms.autodiff.loss import LOSSES
+from distsim.transforms.autodiff.optimizers import OPTIMIZERS
+from distsim.transforms.sharding.roles import batch_inputs, brings_backward, roles
 
 MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""

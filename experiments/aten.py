@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from distsim.partition.saves import Trait
+from distsim.transforms.recompute.saves import Trait
 
 Shape = Sequence[int]
 

@@ -28,14 +28,14 @@ from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh, Topology
 from distsim.ir.device import logical_mesh
 from distsim.models import deepseek, llama
-from distsim.partition.stages import auto_split, default_split, mesh_communication
 from distsim.schedule import schedule
+from distsim.stage_balance import auto_split, default_split, mesh_communication
 from distsim.transforms import Adam, differentiate
-from distsim.transforms.model_blocks import costs_of, model_blocks
-from distsim.transforms.pipeline import cut_stages
-from distsim.transforms.rematerialize import rematerialize
-from distsim.transforms.rematerialize.policies import Policy, Rule, Run, checkpoint
-from distsim.transforms.shard import Sharded, shard
+from distsim.transforms.pipelining.model_blocks import costs_of, model_blocks
+from distsim.transforms.pipelining.pipeline import cut_stages
+from distsim.transforms.recompute import rematerialize
+from distsim.transforms.recompute.policies import Policy, Rule, Run, checkpoint
+from distsim.transforms.sharding.shard import Sharded, shard
 
 STAGES, SEQ, VOCAB, HEADS = 4, 2048, 2048, 16
 CHECKPOINTED = {"llama": 2, "dsv3": 64}

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import common
 
+from distsim.compose import parallelize
 from distsim.executor import Simulator
 from distsim.executor.cost_model import CostModel
 from distsim.hardware import load_cluster
 from distsim.models import gpt
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.report import write_trace
 from distsim.transforms import Adam, differentiate

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from distsim.compose import parallelize
 from distsim.executor import Simulation, Simulator, infer_types
 from distsim.executor.cost_model import CostModel
-from distsim.executor.memory_program import program_memory
 from distsim.ir import Device, Function, FunctionMaker, Topology
 from distsim.ir.type import Float, Tensor
 from distsim.models import gpt
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import SCHEDULES
+from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate, parallel_transform_3d, steady_state_transform
 
 RESULTS = Path(__file__).parent / "results"

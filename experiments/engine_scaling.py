@@ -28,14 +28,15 @@ from typing import Any
 
 import common
 
-from distsim.executor import CostModel, Simulation, Simulator, recurrence
-from distsim.executor.tasks import lower
+from distsim.compose import parallelize
+from distsim.executor import CostModel, Simulation, Simulator
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Topology
 from distsim.ir.type import BFloat16
 from distsim.models import gpt
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
+from distsim.simulate.tasks import recurrence
+from distsim.simulate.tasks.task_table import lower
 from distsim.transforms import Adam, differentiate
 
 COLD_TRIALS, WARM_TRIALS, FLAT_TRIALS = 3, 200, 3

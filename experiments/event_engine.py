@@ -14,11 +14,11 @@ from typing import Any
 import common
 
 from distsim.executor import CostModel
-from distsim.executor.events import run
-from distsim.executor.network import Network
-from distsim.executor.tasks import Tasks, lower
 from distsim.ir import Device, Topology
 from distsim.ir.topology import Level, Link
+from distsim.simulate.events.engine import run
+from distsim.simulate.events.network import Network
+from distsim.simulate.tasks.task_table import Tasks, lower
 
 TRIALS = 3
 WIDTH = 1024

@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from distsim.compose import parallelize
 from distsim.errors import DistsimError, PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
-from distsim.executor.memory import peak_memory
-from distsim.executor.program import Program
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Topology
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.schedule import SCHEDULES
+from distsim.simulate.memory.peak import peak_memory
 from distsim.transforms import SGD, Adam, differentiate
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

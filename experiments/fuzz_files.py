@@ -35,12 +35,12 @@ import onnx
 from fuzz_damage import damaged
 from fuzz_models import light_models, node_models, own_models
 
+from distsim.compose import parallelize
 from distsim.errors import DistsimError, ModelLimitError
 from distsim.executor import CostModel, Simulator, UncostedOperatorWarning
 from distsim.hardware import load_cluster
 from distsim.importer import import_from_onnx, symbolic_dimensions
 from distsim.ir import pformat
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.report import summarize
 from distsim.transforms import Adam, add_loss, differentiate, outline

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from distsim.partition import Item, Partition, PartitionDevice, Problem, make_partition, partition
+from distsim.device_placement import Item, Partition, PartitionDevice, Problem, make_partition, partition
 
 Case = dict[str, Any]
 

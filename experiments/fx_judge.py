@@ -8,7 +8,7 @@ from typing import Any
 from fx_cases import Case, devices_of, problem_of
 
 from distsim import errors
-from distsim.partition import Partition, Problem, add_op, remove_op
+from distsim.device_placement import Partition, Problem, add_op, remove_op
 
 KINDS = {
     "No devices": errors.NoDevicesError,

@@ -21,9 +21,9 @@ from typing import Any
 
 import common
 
+from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Function, Topology
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 
 DEVICES = 16

@@ -17,7 +17,17 @@ from typing import Any
 
 import aten
 
-from distsim.partition.saves import EVERY_OUTPUT, JointGraph, JointNode, Kind, Phase, Role, Tag, Trait, needs
+from distsim.transforms.recompute.saves import (
+    EVERY_OUTPUT,
+    JointGraph,
+    JointNode,
+    Kind,
+    Phase,
+    Role,
+    Tag,
+    Trait,
+    needs,
+)
 
 PHASES = {
     "is_forward": Phase.FORWARD,

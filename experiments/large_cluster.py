@@ -21,14 +21,14 @@ from typing import Any
 
 import common
 
+from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulation, Simulator
-from distsim.executor.memory_program import program_memory
-from distsim.executor.program import Program
 from distsim.hardware import load_cluster
 from distsim.ir.type import BFloat16
 from distsim.models import llama
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
+from distsim.program.program import Program
+from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 TRIALS = 100

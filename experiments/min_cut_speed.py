@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import common
 
-from distsim.partition.saves import JointGraph, JointNode, MinCutOptions, Phase, Role, Trait, needs
-from distsim.partition.saves.flow import Edge, minimum_cut
-from distsim.partition.saves.mincut import cut_network
+from distsim.transforms.recompute.saves import JointGraph, JointNode, MinCutOptions, Phase, Role, Trait, needs
+from distsim.transforms.recompute.saves.flow import Edge, minimum_cut
+from distsim.transforms.recompute.saves.mincut import cut_network
 
 SIZES, SMALL = (250, 500, 1000, 2000, 4000, 8000), (250, 500)
 REPEATS = 3

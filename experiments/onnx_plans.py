@@ -11,12 +11,12 @@ from typing import Any
 
 import common
 
+from distsim.compose import parallelize
 from distsim.executor.cost_model import CostModel
 from distsim.hardware import load_cluster
 from distsim.importer import load_model
 from distsim.ir import Function, Topology
 from distsim.ir.type import BFloat16
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.transforms import Adam, add_loss, differentiate, set_precision, steady_state_transform
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from fx_cases import MODES, Case, outcome, problem_of, recorded_latency, run
 from fx_judge import crash, defects, differences, error_kind, explained, removal
 
+from distsim.device_placement import Partition
 from distsim.errors import PartitionError
-from distsim.partition import Partition
 
 COUNTS = (
     "it counts what comes into a part once for each op that reads it; counting so, distsim gives the same"

@@ -17,9 +17,9 @@ from typing import Any
 
 import common
 
-from distsim.partition import Item, PartitionDevice, Problem, partition
-from distsim.partition.optimal import OptimalPartition, compile_search, optimal_partition
-from distsim.partition.optimal.timetable import timetable
+from distsim.device_placement import Item, PartitionDevice, Problem, partition
+from distsim.device_placement.optimal import OptimalPartition, compile_search, optimal_partition
+from distsim.device_placement.optimal.timetable import timetable
 
 MODES = ("size_based", "cost_aware", "kernighan_lin", "optimal")
 SIZES = ((7, 60), (20, 20), (60, 5))

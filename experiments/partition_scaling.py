@@ -18,7 +18,7 @@ from typing import Any
 
 import common
 
-from distsim.partition import Item, PartitionDevice, Problem, partition
+from distsim.device_placement import Item, PartitionDevice, Problem, partition
 
 DEVICES = 8
 RATE = 100.0

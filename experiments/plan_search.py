@@ -27,16 +27,16 @@ from typing import Any
 
 import common
 
+from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, Simulator
-from distsim.executor.memory_program import program_memory
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Topology
 from distsim.ir.type import BFloat16
 from distsim.models import gpt
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import SCHEDULES
+from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 TRIALS = 5

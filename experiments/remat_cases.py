@@ -20,7 +20,7 @@ from pathlib import Path
 from joint_cases import Case, Expected, read_case
 
 from distsim.errors import DistsimError
-from distsim.partition.saves import (
+from distsim.transforms.recompute.saves import (
     JointGraph,
     Role,
     Saves,

@@ -21,22 +21,22 @@ from typing import Any
 
 import common
 
+from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulation, Simulator, count_flops
-from distsim.executor.memory_program import program_memory
-from distsim.executor.memory_timeline import memory_timeline
-from distsim.executor.memory_walk import KINDS
-from distsim.executor.program import Program
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh, Topology, Value
 from distsim.ir.device import logical_mesh
 from distsim.ir.type import BFloat16, as_tensor
 from distsim.models import llama
-from distsim.parallelize import parallelize
-from distsim.partition.saves import Tag
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.schedule import schedule
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.memory.timeline import memory_timeline
+from distsim.simulate.memory.walk import KINDS
 from distsim.transforms import Adam, differentiate, fsdp, gathered, pipeline, rematerialize, shard
-from distsim.transforms.fsdp import chains
+from distsim.transforms.data_parallel.fsdp import chains
+from distsim.transforms.recompute.saves import Tag
 
 MIB = 2**20
 LAYERS = 4

@@ -24,7 +24,8 @@ from typing import Any
 import common
 
 from distsim.errors import PartitionError
-from distsim.partition.stages import (
+from distsim.schedule import schedule
+from distsim.stage_balance import (
     BlockCost,
     Communication,
     Split,
@@ -33,7 +34,6 @@ from distsim.partition.stages import (
     default_split,
     linear_communication,
 )
-from distsim.schedule import schedule
 
 CASES, EFFORT = 1000, 200_000
 RULES = ("auto", "even work", "default")

@@ -6,8 +6,8 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.inliner import inline_local_functions
 from onnx.reference import ReferenceEvaluator
 
-from distsim.executor.sequential import SequentialExecutor
 from distsim.importer import import_from_onnx
+from distsim.interpret.sequential import SequentialExecutor
 from distsim.ir import verify
 
 

@@ -1,11 +1,11 @@
 """What the tests of the network share: clusters whose devices share ports, and functions that only move."""
 
 from distsim.executor import CostModel
-from distsim.executor.events import run
-from distsim.executor.network import Network
-from distsim.executor.tasks import lower
 from distsim.ir import Device, Float, FunctionMaker, Tensor, Topology
 from distsim.ir.topology import Level, Link
+from distsim.simulate.events.engine import run
+from distsim.simulate.events.network import Network
+from distsim.simulate.tasks.task_table import lower
 
 INSIDE, ACROSS = 1e11, 1e10
 """Bytes/s of a port inside a node, and of a NIC."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from distsim.partition import Item, PartitionDevice, Problem
+from distsim.device_placement import Item, PartitionDevice, Problem
 
 
 def make_problem(seconds, sent, edges, own=None):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
+from distsim.device_placement import Item, PartitionDevice, Problem
 from distsim.ir import FunctionMaker
 from distsim.ir.type import Float, Tensor
-from distsim.partition import Item, PartitionDevice, Problem
 
 
 def random_problem(seed, most_ops=14):

@@ -15,10 +15,10 @@ from schedule_models import SCHEDULES
 from topology_models import invent_topology
 
 from distsim.executor import CostModel
-from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
 from distsim.ir import Float64, Function, FunctionMaker, Literal, Mesh, Role, Tensor, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import Operator, Work, register
+from distsim.program.program import Block, Program, ProgramInput, ProgramOutput, Stage
 from distsim.schedule import Schedule
 
 ROWS = 6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from distsim.partition.saves import JointGraph, JointNode, Kind, Phase, Role, Saves, Tag, Trait
+from distsim.transforms.recompute.saves import JointGraph, JointNode, Kind, Phase, Role, Saves, Tag, Trait
 
 CHEAP = Trait.ALLOWED | Trait.FUSIBLE
 TRAITS = [CHEAP, CHEAP, Trait.COMPUTE_INTENSIVE, CHEAP | Trait.VIEW, Trait.NONE, Trait.COLLECTIVE]

@@ -9,10 +9,10 @@ import numpy as np
 from program_models import ROWS  # registers ModelWork, an op that takes as long as it says
 
 from distsim.executor import CostModel
-from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
 from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Tensor, Topology, Value
 from distsim.ir.device import logical_mesh
-from distsim.partition.stages import BlockCost, free_communication
+from distsim.program.program import Block, Program, ProgramInput, ProgramOutput, Stage
+from distsim.stage_balance import BlockCost, free_communication
 
 FIGURES = ("shared", "shared_backward", "recompute", "accumulate", "reduce", "update")
 

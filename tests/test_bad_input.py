@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from said import says
 
+from distsim.compose import build_program, parallelize
 from distsim.errors import (
     DistsimError,
     ImportModelError,
@@ -21,14 +22,12 @@ from distsim.hardware import load_cluster
 from distsim.importer import load_model
 from distsim.ir import Device, Float, Float64, FunctionMaker, Int64, Mesh, Role, Tensor, Topology
 from distsim.models import gpt, llama, mlp
-from distsim.parallelize import parallelize
 from distsim.plan import MAX_DEGREE, Plan
 from distsim.schedule import schedule
 from distsim.transforms import (
     SGD,
     PipeDreamScheduler,
     add_loss,
-    build_program,
     differentiate,
     optimizer_named,
     parallel_transform_3d,

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.executor import CostModel
-from distsim.executor.classes import rank_classes
-from distsim.executor.refinement import Relation, refine
 from distsim.ir import FunctionMaker, Mesh, Topology
 from distsim.ir.topology import Link
+from distsim.simulate.tasks.color_refinement import Relation, refine
+from distsim.simulate.tasks.rank_classes import rank_classes
 
 # --- refine ------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from cli_cases import PROGRESS
 from optimal_models import layered_problem, make_devices
 
 from distsim import __main__
-from distsim.partition.optimal import optimal_partition, search
+from distsim.device_placement.optimal import optimal_partition, search
 from distsim.report.output import replacing
 from distsim.report.progress import Progress
 

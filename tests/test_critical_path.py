@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import two_stages
 
+from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.ir import FunctionMaker
 from distsim.models import gpt, mlp
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import Phase, Schedule, Task
 from distsim.transforms import SGD, Adam, differentiate

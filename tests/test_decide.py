@@ -12,9 +12,9 @@ from training_models import Maker, bert, flat_mlp, fused_attention, mesh_of, sma
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Role, callees, verify
 from distsim.transforms import SGD, Adam, differentiate, shard
-from distsim.transforms.axes import batch_options, decide_batch, decide_tensor, tensor_options
-from distsim.transforms.roles import WHOLE_BATCH, batch_inputs, propagate_both, roles
-from distsim.transforms.structure import Structure, structure_of, written
+from distsim.transforms.sharding.axes import batch_options, decide_batch, decide_tensor, tensor_options
+from distsim.transforms.sharding.problem_graph import Structure, structure_of, written
+from distsim.transforms.sharding.roles import WHOLE_BATCH, batch_inputs, propagate_both, roles
 
 GPU = Device(0, "gpu")
 
@@ -225,7 +225,7 @@ def test_another_device_is_another_question():
 
 
 def test_only_the_last_functions_are_remembered(monkeypatch):
-    monkeypatch.setattr(sys.modules["distsim.transforms.shard"], "MOST_FUNCTIONS", 2)
+    monkeypatch.setattr(sys.modules["distsim.transforms.sharding.shard"], "MOST_FUNCTIONS", 2)
     joint, meshes = differentiate(small_mlp(batch=16)), [mesh_of(dp=dp) for dp in (1, 2, 4)]
     first, second, third = (shard(joint, mesh) for mesh in meshes)
     assert shard(joint, meshes[1]) is second and shard(joint, meshes[2]) is third

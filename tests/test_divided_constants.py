@@ -8,10 +8,10 @@ from test_memory_program import assert_same_memory
 from test_parallel_equivalence import assert_plan, case_of, text
 from training_models import F64, VOCAB, Maker, attention, mesh_of, topology_of
 
+from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Function, Int64, Literal, Role, Tensor, Value, all_ops
 from distsim.ops import operator
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.transforms import SGD, differentiate, shard
 

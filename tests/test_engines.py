@@ -9,18 +9,20 @@ import pytest
 from program_models import invent
 from schedule_models import SCHEDULES
 
-from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator, events, recurrence
-from distsim.executor.maxplus import run_program
-from distsim.executor.memory import peak_memory
-from distsim.executor.memory_program import program_memory
-from distsim.executor.rounds_kernel import run_rounds
-from distsim.executor.rounds_tables import Order
-from distsim.executor.tail import run_tail
-from distsim.executor.tasks import lower
-from distsim.executor.timeline import FlatTimeline
+from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
 from distsim.ir import pformat
 from distsim.ops.communication import scatter
 from distsim.schedule import Phase
+from distsim.simulate.events import engine as events
+from distsim.simulate.maxplus.engine import run_program
+from distsim.simulate.maxplus.registers import Order
+from distsim.simulate.maxplus.schedule_loop import run_rounds
+from distsim.simulate.maxplus.tail import run_tail
+from distsim.simulate.memory.peak import peak_memory
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.tasks import recurrence
+from distsim.simulate.tasks.task_table import lower
+from distsim.simulate.tasks.timeline import FlatTimeline
 from distsim.transforms import steady_state_transform
 
 CHUNK = 20

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from network_models import ACROSS, INSIDE, array, moves, nodes, seconds, sends
 
+from distsim.compose import parallelize
 from distsim.errors import CostError, SimulationError, TopologyError
 from distsim.executor import CostModel, infer_types
-from distsim.executor.disturbances import Disturbances
-from distsim.executor.events import run
-from distsim.executor.network import Network
-from distsim.executor.tasks import lower
 from distsim.ir import FunctionMaker, Mesh
 from distsim.models import mlp
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
+from distsim.simulate.events.disturbances import Disturbances
+from distsim.simulate.events.engine import run
+from distsim.simulate.events.network import Network
+from distsim.simulate.tasks.task_table import lower
 from distsim.transforms import differentiate, steady_state_transform
 
 GB = 10**9

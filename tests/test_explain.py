@@ -8,12 +8,12 @@ from executor_models import FLOPS, add_grad, cluster, f32, simulate
 from test_critical_path import MODELS
 from test_report import two_stages
 
+from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
-from distsim.executor.what_if import FreeLaunches, FreeOps, communication
 from distsim.ir import FunctionMaker, Topology
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.report import plot_explanation
+from distsim.simulate.explain.what_if import FreeLaunches, FreeOps, communication
 
 
 def explained(plan, count, model="mlp", overlap=True, **figures):

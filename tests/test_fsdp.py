@@ -20,36 +20,29 @@ from training_models import (
     topology_of,
 )
 
+from distsim.compose import build_program
+from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError
-from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator, events, recurrence
-from distsim.executor.cost_model import collective_of
-from distsim.executor.memory import peak_memory
-from distsim.executor.memory_program import program_memory
-from distsim.executor.memory_timeline import memory_timeline
-from distsim.executor.memory_walk import KINDS
-from distsim.executor.program import Program
-from distsim.executor.tasks import lower
+from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
 from distsim.hardware import collective_time, load_cluster
 from distsim.ir import Function, FunctionMaker, Mesh, Role, Value, all_ops, callees, verify
 from distsim.ir.device import logical_mesh
 from distsim.ir.type import BFloat16
 from distsim.models import gpt, llama, moe
 from distsim.ops import signature_of
-from distsim.partition.saves import Tag
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.schedule import schedule
-from distsim.transforms import (
-    SGD,
-    Adam,
-    build_program,
-    differentiate,
-    fsdp,
-    gathered,
-    pipeline,
-    rematerialize,
-    shard,
-)
-from distsim.transforms.fsdp import chains
+from distsim.simulate.events import engine as events
+from distsim.simulate.memory.peak import peak_memory
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.memory.timeline import memory_timeline
+from distsim.simulate.memory.walk import KINDS
+from distsim.simulate.tasks import recurrence
+from distsim.simulate.tasks.task_table import lower
+from distsim.transforms import SGD, Adam, differentiate, fsdp, gathered, pipeline, rematerialize, shard
+from distsim.transforms.data_parallel.fsdp import chains
+from distsim.transforms.recompute.saves import Tag
 
 MODELS = {
     "mlp": lambda: differentiate(small_mlp(layers=6), Adam()),

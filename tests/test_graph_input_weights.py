@@ -11,7 +11,7 @@ from distsim.errors import PlanError
 from distsim.importer import import_from_onnx
 from distsim.plan import Plan
 from distsim.transforms import SGD, add_loss, differentiate, outline, set_precision
-from distsim.transforms.roles import brings_backward
+from distsim.transforms.sharding.roles import brings_backward
 
 FLOATS = TensorProto.FLOAT
 WEIGHTS = {"m.up": [8, 16], "m.scale": [], "m.down": [16, 8]}

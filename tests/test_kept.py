@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 from training_models import F64, Maker, assert_same_step, flat_mlp, random_inputs, topology_of
 
 from distsim.cli import main
+from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.ir import (
@@ -23,7 +24,6 @@ from distsim.ir import (
     trim,
     verify,
 )
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.transforms import (
     SGD,

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from training_models import mesh_of, random_inputs, small_llama
 
+from distsim.compose import parallelize
 from distsim.executor import SequentialExecutor
 from distsim.hardware import load_cluster
 from distsim.importer import load_model
@@ -11,7 +12,6 @@ from distsim.ir import Float64, Function, callees
 from distsim.ir.type import BFloat16
 from distsim.models import llama
 from distsim.models.decoder import THETA
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.transforms import Adam, differentiate, shard
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from test_differentiate import assert_gradients, compute, directional
 from training_models import F64, Maker, assert_same_step, mesh_of, random_inputs, topology_of
 
+from distsim.compose import build_program, parallelize
 from distsim.errors import PlanError, UnknownOperatorError
 from distsim.ir import Function, Literal, Tensor, Value, callees
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import SGD, Adam, build_program, differentiate
+from distsim.transforms import SGD, Adam, differentiate
 
 BATCH, WIDTH, CLASSES = 4, 8, 4
 

@@ -10,12 +10,12 @@ from program_models import Habits, Writer, invent_script
 
 from distsim.errors import CostError, ScheduleError
 from distsim.executor import CostModel, Simulator
-from distsim.executor.blocks import START, StageRanks, block_tasks
-from distsim.executor.maxplus import run_program
-from distsim.executor.program import Block, Program, ProgramOutput, Stage
 from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Role, Tensor, Value
 from distsim.ir.device import logical_mesh
+from distsim.program.program import Block, Program, ProgramOutput, Stage
 from distsim.schedule import Phase, Schedule, Task, gpipe, one_f_one_b
+from distsim.simulate.maxplus.engine import run_program
+from distsim.simulate.tasks.block_matrix import START, StageRanks, block_tasks
 
 ZEROS = Literal(np.zeros((6, 1)))
 F, B = Phase.FORWARD, Phase.BACKWARD

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_models import Machine, functions
 
-from distsim.executor.memory import KINDS, peak_memory
 from distsim.ir import Device, Float, Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
 from distsim.ir.device import devices_of
 from distsim.ops import Operator, operator, register
+from distsim.simulate.memory.peak import KINDS, peak_memory
 
 GPUS = tuple(Device(i, "gpu") for i in range(4))
 A = GPUS[0]

@@ -8,16 +8,17 @@ from hypothesis import strategies as st
 from memory_models import Machine
 from training_models import Maker, bert, flat_mlp, mesh_of, small_gpt, small_mlp, tied
 
+from distsim.compose import build_program
 from distsim.errors import PlanError, ScheduleError
-from distsim.executor import memory_table
-from distsim.executor.memory import KINDS, peak_memory
-from distsim.executor.memory_positions import pattern_of
-from distsim.executor.memory_program import program_memory
-from distsim.executor.program import Program
 from distsim.ir import Function, Role
 from distsim.models import mlp
+from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, Phase, Schedule, Task, schedule
-from distsim.transforms import SGD, Adam, build_program, differentiate, steady_state_transform
+from distsim.simulate.memory import table as memory_table
+from distsim.simulate.memory.peak import KINDS, peak_memory
+from distsim.simulate.memory.positions import pattern_of
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 OPTIMIZERS = (None, SGD(), Adam())
 
@@ -196,7 +197,7 @@ def test_what_is_written_out_says_the_same(monkeypatch):
     joint = differentiate(tied(), Adam())
     program = build_program(joint, mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
     expected = program_memory(program)
-    monkeypatch.setattr("distsim.executor.memory_program.table_of", lambda *_: None)
+    monkeypatch.setattr("distsim.simulate.memory.program_memory.table_of", lambda *_: None)
     found = program_memory(program)
     assert [described(a) for a in found.stages] == [described(b) for b in expected.stages]
 

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_models import mesh_of, small_gpt, small_mlp, topology_of
 
+from distsim.compose import build_program, parallelize
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
-from distsim.executor.memory_timeline import memory_timeline
 from distsim.ir import FunctionMaker, Role
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.report import plot_memory, write_trace
 from distsim.schedule import SCHEDULES, schedule
-from distsim.transforms import SGD, Adam, build_program, differentiate, steady_state_transform
+from distsim.simulate.memory.timeline import memory_timeline
+from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 
 def of_plan(joint, plan, overlap=True, **device):

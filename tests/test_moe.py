@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_models import F64, assert_same_step, mesh_of, random_inputs
 
+from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.hardware import load_cluster
@@ -17,7 +18,6 @@ from distsim.models import Routing, deepseek, draw_routing, moe
 from distsim.models.decoder import LayerMaker
 from distsim.models.mixture import Mixture, mixture
 from distsim.ops import signature_of, work
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.transforms import Adam, differentiate
 

@@ -9,7 +9,7 @@ from distsim.executor import CostModel, Simulator
 from distsim.hardware import collective_time, load_cluster
 from distsim.ir import Function, Mesh, Topology
 from distsim.models import Routing, deepseek, draw_routing, llama, moe
-from distsim.partition.stages import BlockCost, auto_split, call_costs, split_time
+from distsim.stage_balance import BlockCost, auto_split, call_costs, split_time
 from distsim.transforms import SGD, differentiate
 
 RANKS, LAYERS, SEQ = 4, 8, 1024

@@ -10,8 +10,6 @@ from simpy import Environment
 from simpy.events import Timeout
 
 from distsim.errors import TopologyError
-from distsim.executor.fairness import fair_rates
-from distsim.executor.traffic import Flow, Traffic
 from distsim.hardware import (
     COLLECTIVES,
     channels,
@@ -22,6 +20,8 @@ from distsim.hardware import (
 )
 from distsim.ir import Device, Topology
 from distsim.ir.topology import Level, Link
+from distsim.simulate.events.flows import Flow, Traffic
+from distsim.simulate.events.max_min_fair import fair_rates
 
 # --- channels ----------------------------------------------------------------------------------------
 

@@ -11,12 +11,13 @@ from onnx_cases import (
 )
 from training_models import assert_same_step, mesh_of
 
+from distsim.compose import build_program
 from distsim.executor import SequentialExecutor
 from distsim.importer import import_from_onnx
 from distsim.ir import Function, Role
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import SGD, add_loss, build_program, differentiate
+from distsim.transforms import SGD, add_loss, differentiate
 
 # --- imported models compute the same under a plan ------------------------------------------------
 

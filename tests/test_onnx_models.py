@@ -13,13 +13,13 @@ from onnx_cases import (
 )
 from training_models import plans, refuses
 
+from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, Simulator, count_flops
 from distsim.hardware import load_cluster
 from distsim.importer import import_from_onnx
 from distsim.ir import Function, Role, all_ops, verify
 from distsim.ops import operator
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.transforms import SGD, add_loss, differentiate, steady_state_transform
 

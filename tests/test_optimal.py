@@ -8,6 +8,14 @@ from optimal_models import layered_problem, make_devices, make_problem, random_p
 from partition_problems import random_devices as mixed_devices
 from partition_problems import random_problem as mixed_problem
 
+from distsim.device_placement import Item, Problem, partition
+from distsim.device_placement.optimal import compile_search, optimal_partition, search
+from distsim.device_placement.optimal.anneal import anneal
+from distsim.device_placement.optimal.clock import Clock
+from distsim.device_placement.optimal.jobs import make_jobs
+from distsim.device_placement.optimal.replay import order_by_time, replay
+from distsim.device_placement.optimal.states import no_limit
+from distsim.device_placement.optimal.timetable import timetable
 from distsim.errors import (
     NoDevicesError,
     NoMappingError,
@@ -16,14 +24,6 @@ from distsim.errors import (
     OpTooLargeError,
     PartitionError,
 )
-from distsim.partition import Item, Problem, partition
-from distsim.partition.optimal import compile_search, optimal_partition, search
-from distsim.partition.optimal.anneal import anneal
-from distsim.partition.optimal.clock import Clock
-from distsim.partition.optimal.jobs import make_jobs
-from distsim.partition.optimal.replay import order_by_time, replay
-from distsim.partition.optimal.states import no_limit
-from distsim.partition.optimal.timetable import timetable
 
 
 @pytest.fixture(scope="module", autouse=True)

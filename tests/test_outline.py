@@ -37,8 +37,8 @@ from distsim.transforms import (
     inline,
     outline,
 )
-from distsim.transforms.repeats import Repeat, tandem_repeats
-from distsim.transforms.roles import roles
+from distsim.transforms.outlining.repeats import Repeat, tandem_repeats
+from distsim.transforms.sharding.roles import roles
 
 
 def assert_same_function(function: Function, outlined: Function) -> None:

@@ -21,22 +21,14 @@ from training_models import (
     small_gpt,
 )
 
+from distsim.compose import build_program, parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.importer import import_from_onnx
 from distsim.ir import Function
 from distsim.models import mlp
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import (
-    SGD,
-    Adam,
-    add_loss,
-    build_program,
-    differentiate,
-    outline,
-    steady_state_transform,
-)
+from distsim.transforms import SGD, Adam, add_loss, differentiate, outline, steady_state_transform
 
 # --- through plans --------------------------------------------------------------------------------
 

@@ -27,20 +27,13 @@ from training_models import (
     tied,
 )
 
+from distsim.compose import build_program, parallelize
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, pformat, verify
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import SCHEDULES, schedule
-from distsim.transforms import (
-    SGD,
-    Adam,
-    build_program,
-    differentiate,
-    parallel_transform_3d,
-    steady_state_transform,
-)
+from distsim.transforms import SGD, Adam, differentiate, parallel_transform_3d, steady_state_transform
 
 
 def imported() -> Function:

@@ -9,11 +9,7 @@ import pytest
 from partition_problems import longest_by_ways, outside, random_devices, random_function, random_problem
 
 from distsim import errors
-from distsim.executor import CostModel, SequentialExecutor
-from distsim.ir import Topology
-from distsim.models import gpt, mlp
-from distsim.ops import signature_of
-from distsim.partition import (
+from distsim.device_placement import (
     MODES,
     Item,
     PartitionDevice,
@@ -25,6 +21,10 @@ from distsim.partition import (
     problem_of,
     remove_op,
 )
+from distsim.executor import CostModel, SequentialExecutor
+from distsim.ir import Topology
+from distsim.models import gpt, mlp
+from distsim.ops import signature_of
 from distsim.transforms import inline
 
 CHAIN = Problem(

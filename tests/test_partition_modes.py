@@ -12,10 +12,10 @@ import pytest
 from partition_problems import broken_rules, outside, random_devices, random_problem
 
 from distsim import errors
-from distsim.partition import Item, PartitionDevice, Problem, partition
-from distsim.partition.pieces import levels_of, parents_of, piece_of
-from distsim.partition.regions import join_regions
-from distsim.partition.sparse_nn import regions_of
+from distsim.device_placement import Item, PartitionDevice, Problem, partition
+from distsim.device_placement.modes.regions import join_regions
+from distsim.device_placement.modes.sparse_nn import regions_of
+from distsim.device_placement.pieces import levels_of, parents_of, piece_of
 
 ROOT = Path(__file__).parents[1]
 CASES = ROOT / "tests" / "data" / "fx"

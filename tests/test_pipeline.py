@@ -15,18 +15,18 @@ from training_models import (
     tied,
 )
 
+from distsim.compose import build_program
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
-from distsim.executor.program import Program
 from distsim.ir import Device, Function, Role, all_ops, verify
 from distsim.models import gpt, mlp
 from distsim.ops.communication import scatter
+from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule
 from distsim.transforms import (
     SGD,
     Adam,
     PipeDreamScheduler,
-    build_program,
     differentiate,
     parallel_transform_3d,
     steady_state_transform,

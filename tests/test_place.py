@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from distsim.cli import main
+from distsim.device_placement import Item, PartitionDevice, Problem, make_partition, partition, problem_of
+from distsim.device_placement.optimal import optimal_partition
+from distsim.device_placement.optimal.timetable import timetable
+from distsim.device_placement.partitioned import HOST_MODES, partition_model
+from distsim.device_placement.place import partition_devices, place, transfer_seconds
 from distsim.errors import PartitionError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.ir import Float, FunctionMaker, Role, Tensor, Topology
 from distsim.models import gpt, mlp
-from distsim.partition import Item, PartitionDevice, Problem, make_partition, partition, problem_of
-from distsim.partition.optimal import optimal_partition
-from distsim.partition.optimal.timetable import timetable
-from distsim.partitioned import HOST_MODES, partition_model
 from distsim.transforms import inline
-from distsim.transforms.place import partition_devices, place, transfer_seconds
 
 RATE = 25e9
 

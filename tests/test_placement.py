@@ -13,8 +13,7 @@ from distsim.executor import SequentialExecutor
 from distsim.hardware import collective_time
 from distsim.ir import Device, Float, FunctionMaker, Int64, Mesh, Tensor, Topology
 from distsim.ops.communication import gather, join_parts, scatter, take_part
-from distsim.transforms.eliminate import Problem, solve
-from distsim.transforms.placement import (
+from distsim.transforms.sharding.layout import (
     PARTIAL,
     REPLICATED,
     Placement,
@@ -24,6 +23,7 @@ from distsim.transforms.placement import (
     moved_bytes,
     sharded,
 )
+from distsim.transforms.sharding.variable_elimination import Problem, solve
 
 TENSOR = Tensor(Float(), (8, 24))
 STATES = [REPLICATED, PARTIAL, sharded(0), sharded(1), sharded(1, (8, 16))]

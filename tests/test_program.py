@@ -6,11 +6,12 @@ import sys
 import pytest
 from training_models import Maker, assert_same_step, mesh_of, random_inputs, small_gpt, small_mlp
 
+from distsim.compose import build_program
 from distsim.executor import SequentialExecutor
-from distsim.executor.program import Block, Program
 from distsim.ir import Device, Function, Mesh, Op, all_ops, verify
+from distsim.program.program import Block, Program
 from distsim.schedule import SCHEDULES, schedule
-from distsim.transforms import SGD, Adam, build_program, differentiate, steady_state_transform
+from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 
 def program_of(joint: Function, dp: int = 1, tp: int = 1, pp: int = 1, m: int = 1, first: int = 0) -> Program:
@@ -165,10 +166,10 @@ def test_another_cut_of_a_function_does_not_change_the_first():
 
 def test_what_is_remembered_is_bounded_and_forgotten_with_the_function(monkeypatch):
     joint = differentiate(small_mlp())
-    known = sys.modules["distsim.transforms.build"]._MEMORIES
+    known = sys.modules["distsim.compose"]._MEMORIES
     program = program_of(joint, m=1)
     size = len(program.inputs) + len(program.outputs)
-    monkeypatch.setattr("distsim.transforms.build.MOST_VALUES", 2 * size)
+    monkeypatch.setattr("distsim.compose.MOST_VALUES", 2 * size)
     for m in (2, 4, 8):
         program_of(joint, m=m)
     memory = known[joint]

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from training_models import mesh_of, small_mlp, topology_of
 
+from distsim.compose import build_program
 from distsim.errors import DistsimError, IRError, ScheduleError
 from distsim.executor import CostModel, Simulator
-from distsim.executor.memory_program import program_memory
-from distsim.executor.program import Block, Program, ProgramInput, ProgramOutput, Stage
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, verify
 from distsim.ir.device import logical_mesh
+from distsim.program.program import Block, Program, ProgramInput, ProgramOutput, Stage
 from distsim.schedule import Phase, Schedule, Task, schedule
-from distsim.transforms import build_program, differentiate
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import differentiate
 
 PATTERN = logical_mesh(Device(0, "gpu"), 1, 1)
 TYPE = Tensor(Float64(), (4,), PATTERN)
@@ -211,6 +212,6 @@ def test_the_blocks_of_a_cut_are_verified_once(monkeypatch):
     """Plans that differ in their order, and programs of another schedule, share what was found."""
     joint = differentiate(small_mlp())
     program = build_program(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2))
-    monkeypatch.setattr("distsim.executor.program.verify_reads", lambda *_: pytest.fail("verified again"))
+    monkeypatch.setattr("distsim.program.program.verify_reads", lambda *_: pytest.fail("verified again"))
     build_program(joint, mesh_of(2, 1, 2), schedule("gpipe", 2, 2))
     replace(program, schedule=schedule("gpipe", 2, 4))

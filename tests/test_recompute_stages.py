@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 from training_models import Maker, assert_same_step, random_inputs, small_gpt, tied
 
+from distsim.compose import build_program, parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
-from distsim.executor.memory import peak_memory
-from distsim.executor.memory_program import program_memory
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import SGD, build_program, differentiate
+from distsim.simulate.memory.peak import peak_memory
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import SGD, differentiate
 
 CLUSTER = load_cluster("dgx-a100")
 POLICIES = ("min_cut", "budget:0", "budget:0.5", "budget:1")

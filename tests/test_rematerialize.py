@@ -20,19 +20,17 @@ from training_models import (
     small_mlp,
 )
 
+from distsim.compose import build_program, parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
-from distsim.executor.memory import peak_memory
-from distsim.executor.memory_program import program_memory
 from distsim.ir import Function, FunctionMaker, Mesh, Tensor, Topology, all_ops, callees, count_ops, verify
-from distsim.parallelize import parallelize
-from distsim.partition.saves import Tag
 from distsim.plan import Plan
 from distsim.schedule import schedule
+from distsim.simulate.memory.peak import peak_memory
+from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import (
     SGD,
     Adam,
-    build_program,
     differentiate,
     inline,
     policy_named,
@@ -40,7 +38,8 @@ from distsim.transforms import (
     shard,
     split_joint,
 )
-from distsim.transforms.rematerialize import REPLAY, Joint, recompute, recorded
+from distsim.transforms.recompute import REPLAY, Joint, recompute, recorded
+from distsim.transforms.recompute.saves import Tag
 
 WHOLE = ("full", "full_early", "every:2", "every_early:2")
 POLICIES = ("none", "matmuls", *WHOLE, "min_cut", "budget:0", "budget:0.5", "budget:1")

@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 from executor_models import cluster
 
+from distsim.compose import parallelize
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Float, FunctionMaker, Mesh, Role, Tensor, Topology
 from distsim.models import gpt
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.transforms import SGD, differentiate

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from saves_models import CHEAP, chain, computed, computed_apart, joint_graph, primal, tangent
 
 from distsim.errors import RematerializationError
-from distsim.partition.saves import (
+from distsim.transforms.recompute.saves import (
     JointGraph,
     JointNode,
     Kind,
@@ -28,11 +28,11 @@ from distsim.partition.saves import (
     save_within_budget,
     split,
 )
-from distsim.partition.saves.bans import Bans
-from distsim.partition.saves.budget import Budget
-from distsim.partition.saves.flow import minimum_cut
-from distsim.partition.saves.knapsack import exact_knapsack, rounded_knapsack
-from distsim.partition.saves.mincut import cut_network, cut_values, prepared, value_cost
+from distsim.transforms.recompute.saves.bans import Bans
+from distsim.transforms.recompute.saves.budget import Budget
+from distsim.transforms.recompute.saves.flow import minimum_cut
+from distsim.transforms.recompute.saves.knapsack import exact_knapsack, rounded_knapsack
+from distsim.transforms.recompute.saves.mincut import cut_network, cut_values, prepared, value_cost
 
 PARTITIONERS = {
     "default": save_for_backward,

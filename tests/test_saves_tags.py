@@ -9,7 +9,7 @@ import pytest
 from saves_models import CHEAP, computed, computed_apart, joint_graph, primal, tangent
 
 from distsim.errors import RematerializationError
-from distsim.partition.saves import (
+from distsim.transforms.recompute.saves import (
     EVERY_OUTPUT,
     JointGraph,
     JointNode,

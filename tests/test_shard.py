@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from training_models import Maker, flat_mlp, fused_attention, mesh_of, small_gpt, small_mlp, tied
 
+from distsim.compose import build_program
 from distsim.errors import PlanError
 from distsim.ir import (
     Float64,
@@ -22,8 +23,8 @@ from distsim.ir import (
 from distsim.models import gpt, mlp, moe
 from distsim.ops import operator
 from distsim.schedule import schedule
-from distsim.transforms import SGD, Adam, build_program, differentiate, shard
-from distsim.transforms.structure import overwritten
+from distsim.transforms import SGD, Adam, differentiate, shard
+from distsim.transforms.sharding.problem_graph import overwritten
 
 
 def collectives(function: Function, axis: str | None = None) -> Counter:

@@ -25,11 +25,11 @@ from distsim.executor import (
     CostModel,
     Simulator,
 )
-from distsim.executor.events import run
-from distsim.executor.tasks import lower
 from distsim.hardware import load_cluster
 from distsim.ir import FunctionMaker, Mesh, Topology
 from distsim.ops import Signature, Work
+from distsim.simulate.events.engine import run
+from distsim.simulate.tasks.task_table import lower
 
 
 def element_wise(shape):

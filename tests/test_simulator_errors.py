@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from distsim.compose import parallelize
 from distsim.errors import CostError, ScheduleError, SimulationError
 from distsim.executor import CostModel, Disturbances, Simulator
 from distsim.hardware import load_cluster
 from distsim.models import mlp
-from distsim.parallelize import parallelize
 from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.transforms import SGD, differentiate

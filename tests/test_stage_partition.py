@@ -2,11 +2,11 @@
 
 import numpy as np
 
+from distsim.device_placement import PartitionDevice, partition, problem_of
 from distsim.executor import CostModel, SequentialExecutor
 from distsim.hardware import load_cluster
 from distsim.models import gpt
-from distsim.partition import PartitionDevice, partition, problem_of
-from distsim.partition.stages import BlockCost, auto_split
+from distsim.stage_balance import BlockCost, auto_split
 
 
 def test_a_split_of_ops_is_a_partition_of_the_function():

@@ -9,7 +9,8 @@ from stage_models import program_of, random_blocks, random_communication, splits
 
 from distsim.errors import PartitionError
 from distsim.executor import Simulator
-from distsim.partition.stages import (
+from distsim.schedule import schedule
+from distsim.stage_balance import (
     BlockCost,
     StageProblem,
     auto_split,
@@ -18,7 +19,6 @@ from distsim.partition.stages import (
     program_costs,
     split_time,
 )
-from distsim.schedule import schedule
 
 LAYER = BlockCost("layer", 1.0, 2.0)
 

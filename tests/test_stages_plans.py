@@ -15,28 +15,21 @@ from training_models import (
     topology_of,
 )
 
+from distsim.compose import build_program
 from distsim.errors import PartitionError, PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
-from distsim.executor.memory_program import program_memory
 from distsim.hardware import load_cluster
 from distsim.ir import Mesh
 from distsim.ir.device import logical_mesh
 from distsim.models import gpt, llama, mlp
-from distsim.partition.stages import StageProblem, mesh_communication, split_time
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import (
-    SGD,
-    Adam,
-    block_costs,
-    build_program,
-    differentiate,
-    outline,
-    shard,
-    stage_choice,
-)
-from distsim.transforms.model_blocks import costs_of, model_blocks
-from distsim.transforms.pipeline import cut_stages
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.stage_balance import StageProblem, mesh_communication, split_time
+from distsim.transforms import SGD, Adam, block_costs, differentiate, outline, shard
+from distsim.transforms.pipelining import stage_choice
+from distsim.transforms.pipelining.model_blocks import costs_of, model_blocks
+from distsim.transforms.pipelining.pipeline import cut_stages
 
 MODELS = {
     "mlp": lambda: differentiate(mlp(layers=9, width=1024, batch=2048), SGD(lr=0.1)),

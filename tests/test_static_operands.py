@@ -13,7 +13,7 @@ from distsim.ir.op import Attributes
 from distsim.ops import operator
 from distsim.ops.onnx_bridge import schema_of
 from distsim.ops.places import places
-from distsim.transforms.constants import as_values
+from distsim.transforms.sharding.constants import as_values
 
 LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
 """Their labels and weights are values."""

@@ -9,7 +9,6 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
 
 from distsim.executor import SequentialExecutor
-from distsim.executor.program import Program
 from distsim.importer import import_from_onnx
 from distsim.ir import (
     Device,
@@ -27,6 +26,7 @@ from distsim.ir import (
 from distsim.models import gpt, llama, mlp
 from distsim.ops.communication import gather, scatter
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.transforms import add_loss, set_precision
 
 F64 = Float64()

@@ -1,14 +1,8 @@
-"""The ways to execute a function: types, NumPy, and simulated time and memory."""
+"""The names that DistIR's notebooks import, and those beside them."""
 
-from distsim.executor.cost_model import CostModel, UncostedOperatorWarning
-from distsim.executor.critical_path import CriticalPath
-from distsim.executor.disturbances import Disturbances
-from distsim.executor.explanation import Explanation
-from distsim.executor.flops import count_flops
-from distsim.executor.infer import infer_types
-from distsim.executor.sequential import SequentialExecutor
-from distsim.executor.simulation import Shares, Simulation
-from distsim.executor.simulator import Simulator
+from distsim.cost import CostModel, UncostedOperatorWarning
+from distsim.interpret import SequentialExecutor, count_flops, infer_types
+from distsim.simulate import CriticalPath, Disturbances, Explanation, Shares, Simulation, Simulator
 
 __all__ = [
     "CostModel",

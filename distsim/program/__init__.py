@@ -1,1 +1,5 @@
-"""Program: the scheduled step as a table of calls, and what reads it as one Function."""
+"""Program: the stages of a pipeline, their order, what passes between them; written out as one Function."""
+
+from distsim.program.program import Program
+
+__all__ = ["Program"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from distsim.executor import CriticalPath, Explanation
-from distsim.executor.text import seconds_text
 from distsim.report.output import check_format, replacing
+from distsim.simulate import CriticalPath, Explanation
+from distsim.simulate.explain.text import seconds_text
 
 _COLOURS = ("#4878a8", "#d1793b")
 _FINEST = 1 / 4000

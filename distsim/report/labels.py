@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distsim.executor import Simulation
 from distsim.ir import Device
+from distsim.simulate import Simulation
 
 
 def ranks_label(devices: Sequence[Device]) -> str:

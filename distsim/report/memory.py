@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import SimulationError
-from distsim.executor import Simulation
-from distsim.executor.memory_timeline import MemoryTimeline, memory_timeline
-from distsim.executor.memory_walk import KINDS
-from distsim.executor.tasks import Ints
 from distsim.report.labels import bytes_label, bytes_scale, ranks_label, time_scale
 from distsim.report.output import check_format, replacing
+from distsim.simulate import Simulation
+from distsim.simulate.memory.timeline import MemoryTimeline, memory_timeline
+from distsim.simulate.memory.walk import KINDS
+from distsim.simulate.tasks.task_table import Ints
 
 _COLOURS = ("#4878a8", "#8c6bb1", "#b0b0b0", "#5a9e6f", "#c44e52", "#d9a441", "#7fb8c9", "#d1793b")
 _MOST_ROWS = 16

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from distsim.executor.templates import Ints
-from distsim.executor.timeline import Piece
 from distsim.ir import Device, Op
+from distsim.simulate.tasks.templates import Ints
+from distsim.simulate.tasks.timeline import Piece
 
 Lanes = dict[tuple[int, str], int]
 """(rank class, name of the stream) -> its number among those of its class."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-from distsim.executor import Simulation
-from distsim.executor.classes import communicates
-from distsim.executor.cost_model import element_type
-from distsim.executor.text import count, seconds_text, table
+from distsim.cost.cost_model import element_type
 from distsim.ir import Device
 from distsim.ops import signature_of, work
 from distsim.report.labels import bytes_label, ranks_label
+from distsim.simulate import Simulation
+from distsim.simulate.explain.text import count, seconds_text, table
+from distsim.simulate.tasks.rank_classes import communicates
 
 _MOST_ROWS = 32
 _MOST_OPS = 10

@@ -6,10 +6,10 @@ import os
 from typing import Any
 
 from distsim.errors import SimulationError
-from distsim.executor import Simulation
-from distsim.executor.classes import communicates
 from distsim.report.labels import ranks_label, stream_label, time_scale
 from distsim.report.output import check_format, replacing
+from distsim.simulate import Simulation
+from distsim.simulate.tasks.rank_classes import communicates
 
 _COLOURS = {"compute": "#4878a8", "collective": "#d1793b", "send and receive": "#5a9e6f"}
 _MOST_ROWS = 64

@@ -16,18 +16,18 @@ import msgspec
 import numpy as np
 
 from distsim.errors import SimulationError
-from distsim.executor import Simulation
-from distsim.executor.classes import communicates, place_of
-from distsim.executor.lowering import Stream
-from distsim.executor.memory_timeline import memory_timeline
-from distsim.executor.memory_walk import KINDS
-from distsim.executor.timeline import Piece
 from distsim.ir import Device, Mesh, Op, Tensor
 from distsim.ir.device import devices_of
 from distsim.ops import operator
 from distsim.report.labels import stream_label
 from distsim.report.output import packed, replacing
 from distsim.report.slices import Lanes, SliceWriter
+from distsim.simulate import Simulation
+from distsim.simulate.memory.timeline import memory_timeline
+from distsim.simulate.memory.walk import KINDS
+from distsim.simulate.tasks.lower import Stream
+from distsim.simulate.tasks.rank_classes import communicates, place_of
+from distsim.simulate.tasks.timeline import Piece
 
 MOST_COUNTED = 100_000
 """Tasks of a simulation beyond which its trace has no memory counter: that is made of all of them at once."""

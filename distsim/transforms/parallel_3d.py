@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
-from distsim.executor.written import WrittenOut
 from distsim.ir import Device, Function, Mesh, Op, Value
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
+from distsim.program.written import WrittenOut
 from distsim.schedule import Schedule, one_f_one_b
-from distsim.transforms.build import build_program
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ def parallel_transform_3d(
     Returns a flat Function that starts by distributing the inputs. Raises :class:`PlanError` naming
     the numbers when the degrees do not fit the devices, the batch or the function.
     """
+    from distsim.compose import build_program  # it stands above, and imports this package
+
     degrees = {"dp_degree": dp_degree, "hp_degree": hp_degree, "pp_degree": pp_degree}
     for name, degree in {**degrees, "num_microbatches": num_microbatches}.items():
         if type(degree) is not int or degree < 1:

@@ -1,0 +1,281 @@
+"""model + Plan + Topology -> Program, the one composition; each piece of it is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from distsim.cost.cost_model import CostModel
+from distsim.errors import PlanError
+from distsim.ir import Device, Function, Mesh, Op, Topology
+from distsim.ir.device import logical_mesh
+from distsim.plan import Plan, check_layout
+from distsim.program.program import Program
+from distsim.schedule import Schedule, schedule
+from distsim.transforms.autodiff.outputs import only_needed
+from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
+from distsim.transforms.data_parallel.fsdp import gathered
+from distsim.transforms.outlining.inline import inline
+from distsim.transforms.outlining.outline import outline
+from distsim.transforms.pipelining.balance import coarse
+from distsim.transforms.pipelining.op_graph import Numbered, is_sum
+from distsim.transforms.pipelining.pipeline import Cut, cut_stages
+from distsim.transforms.pipelining.stage_choice import default_cut, fastest_cut
+from distsim.transforms.recompute import rematerialize
+from distsim.transforms.sharding.shard import Sharded, shard
+
+
+def parallelize(function: Function, plan: Plan, topology: Topology) -> Program:
+    """Return the scheduled training step of a joint function under ``plan``.
+
+    The first ``plan.devices`` devices of ``topology`` are used: tensor-parallel ranks next to each
+    other, where links are fastest, then data-parallel ones, then pipeline stages. Raises
+    :class:`PlanError` when the plan does not fit the topology, the batch or the function.
+    """
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    costs = _cost_model(topology) if plan.stages == "auto" else None
+    return build_program(function, _mesh(plan, topology), order, plan.remat, plan.fsdp, plan.stages, costs)
+
+
+def build_program(
+    function: Function,
+    mesh: Mesh,
+    schedule: Schedule,
+    remat: str = "none",
+    fsdp: str = "none",
+    stages: str = "even",
+    cost_model: CostModel | None = None,
+) -> Program:
+    """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
+
+    The composition behind :func:`parallel_transform_3d` and :func:`distsim.compose.parallelize`.
+    Blocks that a flat function repeats become Calls first, and Calls that are too large to make
+    balanced stages are written out. What was made of the function before, for other degrees or another
+    order, is used again: a known division costs a look-up. Ops that no output needs are left out before; the
+    notes of the program say so, after those of the function.
+
+    ``remat`` is the text of a policy (:func:`distsim.transforms.recompute.policy_named`): what backward
+    computes again in place of saving it. It is applied to what every rank runs, so that collectives are
+    seen, and before Calls are written out, so that blocks are. ``fsdp``, one of :data:`distsim.plan.FSDP`,
+    divides parameters over dp: ``reshard`` gathers them again for backward, ``keep`` keeps what forward
+    gathered (:mod:`fsdp`).
+
+    ``stages``, one of :data:`distsim.plan.STAGES`, says where they begin: so that their work is even; after
+    torchtitan's counting of layers; or, with ``auto``, so that the step simulated with ``cost_model`` is the
+    fastest that fits in memory. Raises :class:`PlanError` for what there is not, and for ``auto`` without a
+    cost model.
+    """
+    check_layout(stages, remat, fsdp)
+    cut = _cut(function, mesh, schedule, remat, fsdp, stages, cost_model)
+    if remat == "none":
+        return cut.program(mesh, schedule)
+    plain = partial(build_program, function, mesh, schedule, "none", fsdp, stages, cost_model)
+    return cut.program(mesh, schedule, plain)
+
+
+def _cut(
+    function: Function,
+    mesh: Mesh,
+    schedule: Schedule,
+    remat: str,
+    fsdp: str,
+    stages: str,
+    cost_model: CostModel | None,
+) -> Cut:
+    """Return the cut function, as :func:`build_program` says."""
+    memory = _MEMORIES.get(function)
+    if memory is None:
+        memory = _MEMORIES[function] = _Memory(function)
+    pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
+    figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]  # which of equal devices it is does not matter
+    key = Division(pp, dp, tp, schedule.num_microbatches, figures, remat, "none" if dp == 1 else fsdp)
+    if stages == "auto":
+        if cost_model is None:
+            raise PlanError("stages=auto simulates splits; give build_program a cost_model")
+        return memory.fastest(function, key, mesh, schedule, cost_model)
+    if stages == "default" and pp > 1:
+        return memory.counted(function, key)
+    return memory.cuts.get(key) or memory.cut(function, key)
+
+
+MOST_VALUES = 12_000_000
+"""How many inputs and outputs the cuts that are remembered of one function may have together; the oldest
+are forgotten first. These are 1,300 cuts of a GPT of 96 layers under Adam, 1.5 MB each."""
+MOST_SEARCHED = 64
+"""How many results of searches are remembered of one function and cost model."""
+
+
+class Division(NamedTuple):
+    """What a cut depends on: the degrees, a device with the figures of those that run it, what is kept."""
+
+    pp: int
+    dp: int
+    tp: int
+    microbatches: int
+    figures: Device
+    remat: str
+    fsdp: str
+
+
+class _Memory:
+    """What was made of one function, which it does not refer to: it is forgotten with the function."""
+
+    def __init__(self, function: Function) -> None:
+        whole, function = function, only_needed(function, function.outputs, "no output needs it")
+        flat = not any(op.op_type == "Call" for op in function.ops)
+        outlined = outline(updates_last(function)) if flat else function
+        self.outlined = None if outlined is whole else outlined
+        self.numbered = [Numbered(outlined)]
+        self.written: list[Function] = []  # with one level of Calls written out, with two, ...
+        self.cuts: dict[Division, Cut] = {}
+        self.keys: dict[Cut, list[Division]] = {}  # plans may share a cut
+        self.size = 0
+        self.searched: WeakKeyDictionary[CostModel, dict[Hashable, Cut]] = WeakKeyDictionary()
+
+    def fastest(
+        self, function: Function, key: Division, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+    ) -> Cut:
+        """Return the fastest cut; of blocks as they are, and written out where the even one is."""
+        known = self.searched.setdefault(cost_model, {})
+        asked = (key, mesh, schedule, cost_model.topology.version)
+        if asked not in known:
+            even = self.cuts.get(key) or self.cut(function, key)
+            levels = sorted({0, self._balanced(function, key)})
+            functions = [self._local(function, key, level) for level in levels]
+            known[asked] = fastest_cut(functions, even, mesh, schedule, cost_model)
+            while len(known) > MOST_SEARCHED:
+                del known[next(iter(known))]
+        return known[asked]
+
+    def counted(self, function: Function, key: Division) -> Cut:
+        """Return the cut by counting layers."""
+        return default_cut(self._local(function, key, 0), key.pp, key.figures)
+
+    def cut(self, function: Function, key: Division) -> Cut:
+        """Return ``function`` divided and cut for the devices of the division."""
+        found = cut_stages(self._local(function, key, self._balanced(function, key)), key.pp, key.figures)
+        self._keep(key, found)
+        return found
+
+    def _local(self, function: Function, key: Division, level: int) -> Sharded:
+        """Return what every rank runs, with so many levels of Calls written out."""
+        plain = key.remat == "none" and key.fsdp == "none"
+        outlined = function if self.outlined is None else self.outlined
+        written = self.written[level - 1] if level and plain else outlined
+        shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
+        local = shard(written, logical_mesh(key.figures, shown, key.tp), key.microbatches, key.dp)
+        return local if plain else _rematerialized(local, key.remat, key.fsdp, key.figures, level)
+
+    def _keep(self, key: Division, cut: Cut) -> None:
+        self.cuts[key] = cut
+        if cut not in self.keys:
+            self.size += _size(cut)
+        self.keys.setdefault(cut, []).append(key)
+        while self.size > MOST_VALUES and len(self.keys) > 1:
+            oldest = next(iter(self.keys))
+            self.size -= _size(oldest)
+            for known in self.keys.pop(oldest):
+                del self.cuts[known]
+
+    def _balanced(self, function: Function, key: Division) -> int:
+        """Write out Calls until they make balanced stages; return how many levels."""
+        current = function if self.outlined is None else self.outlined
+        level = 0
+        while coarse(self.numbered[level], key.pp, key.figures):
+            if level == len(self.written):
+                self.written.append(inline(current))
+                self.numbered.append(Numbered(self.written[level]))
+            current = self.written[level]
+            level += 1
+        return level
+
+
+def _rematerialized(local: Sharded, remat: str, fsdp: str, figures: Device, levels: int) -> Sharded:
+    """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
+    known = _REMATERIALIZED.setdefault(local.function, {})
+    key = (remat, fsdp, figures, levels)
+    found = known.get(key)
+    if found is None:
+        divided = local if fsdp == "none" else divide_parameters(local)
+        tags = gathered(divided.function, fsdp == "reshard")
+        made = rematerialize(divided.function, remat, tags, device=figures)
+        for _ in range(levels):
+            made = inline(made)
+        made = sums_at_once(made) if levels else made
+        found = known[key] = replace(divided, function=made)
+    return replace(found, microbatches=local.microbatches, dp=local.dp)
+
+
+def updates_last(function: Function) -> Function:
+    """Return the function with the ops that only make outputs, as updates do, after all others.
+
+    Updates that follow each gradient at once would be of one block with it, and a sum over microbatches
+    lies between the two.
+    """
+    read = {value for op in function.ops for value in op.inputs}
+    last = [op for op in function.ops if op.inputs and not any(value in read for value in op.outputs)]
+    if len(last) < 2:
+        return function
+    held = set(last)
+    ops = (*[op for op in function.ops if op not in held], *last)
+    return replace(function, ops=ops)
+
+
+def sums_at_once(function: Function) -> Function:
+    """Return the function with each sum over microbatches right after what makes the operand.
+
+    Sums stand after the Call that returns their operands; once it is written out, one op after the other may
+    make room for the next.
+    """
+    producer = {value: op for op in function.ops for value in op.outputs}
+    after: dict[Op, list[Op]] = {}
+    for op in function.ops:
+        if is_sum(op) and len(op.inputs) == 1 and op.inputs[0] in producer:
+            after.setdefault(producer[op.inputs[0]], []).append(op)
+    moved = {op for sums in after.values() for op in sums}
+    ops = [each for op in function.ops if op not in moved for each in (op, *after.get(op, ()))]
+    return replace(function, ops=tuple(ops)) if len(ops) == len(function.ops) else function
+
+
+def _size(cut: Cut) -> int:
+    return len(cut.inputs) + len(cut.outputs)
+
+
+_MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
+
+_REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[object, ...], Sharded]] = WeakKeyDictionary()
+"""By local function what recomputes: cuts of it are shared as those of the local function are."""
+
+
+@lru_cache(8)
+def _cost_model(topology: Topology) -> CostModel:
+    """Return the cost model with which splits are simulated: one for all plans of a topology."""
+    return CostModel(topology)
+
+
+Degrees = tuple[int, int, int]
+
+_MESHES: WeakKeyDictionary[Topology, tuple[int, dict[Degrees, Mesh]]] = WeakKeyDictionary()
+"""The meshes of a topology in its present version, by pp, dp and tp."""
+
+
+def _mesh(plan: Plan, topology: Topology) -> Mesh:
+    version, meshes = _MESHES.get(topology, (-1, dict[Degrees, Mesh]()))
+    if version != topology.version:
+        meshes = dict[Degrees, Mesh]()
+        _MESHES[topology] = topology.version, meshes
+    degrees = (plan.pp, plan.dp, plan.tp)
+    found = meshes.get(degrees)
+    if found is None:
+        devices = topology.devices
+        if len(devices) < plan.devices:
+            raise PlanError(
+                f"plan {plan} needs {plan.devices} devices, the topology has {len(devices)}; "
+                "use a larger cluster or smaller degrees"
+            )
+        found = Mesh(devices[: plan.devices], pp=plan.pp, dp=plan.dp, tp=plan.tp)
+        meshes[degrees] = found
+    return found

@@ -1,0 +1,251 @@
+"""What an op costs, in seconds: compute by a roofline, communication by what its collective costs.
+
+A compute op takes ``launch + max(flops / (peak * flops_efficiency), bytes / (dram_bandwidth *
+bytes_efficiency))`` (Williams, Waterman and Patterson, "Roofline", 2009). The peak of matrix work
+(``Work.matrix``) is that of the device for the element type; all other work runs on the vector units,
+at ``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Sequence
+from numbers import Real
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from distsim.cost.distir_costs import DistIRRules
+from distsim.errors import CostError
+from distsim.hardware import collective_time
+from distsim.ir import Device, Topology
+from distsim.ops import Signature, Work, operator, work
+from distsim.ops.operator import memory_bound
+
+Group = tuple[Device, ...]
+
+
+class UncostedOperatorWarning(UserWarning):
+    """An operator without a work rule is costed by the bytes that it reads and writes."""
+
+
+class CostRules(Protocol):
+    """How a :class:`CostModel` turns work into seconds."""
+
+    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
+        """Seconds of a compute op that asks for ``demand`` on a device."""
+        ...
+
+    def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
+        """Seconds of a collective; kind, size and group as in :func:`collective_time`."""
+        ...
+
+
+class RooflineRules:
+    """The rules of this module's docstring."""
+
+    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
+        """Seconds by the roofline of the device."""
+        peak = device.peak(element_type(signature)) if demand.matrix else device.throughput
+        flops = demand.flops / (peak * device.flops_efficiency)
+        moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * device.bytes_efficiency)
+        return device.kernel_launch_overhead + max(flops, moved)
+
+    def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
+        """Seconds by the cheapest algorithm for the group."""
+        return collective_time(kind, nbytes, group, topology)
+
+
+class CostModel:
+    """Turns an op and its types into seconds, on the devices and links of ``topology``.
+
+    Views and constants run no kernel. An op without a work rule is costed by its bytes, with one
+    :class:`UncostedOperatorWarning` per operator name, and listed in :attr:`uncosted`; ``strict``
+    refuses it with a :class:`CostError`. Everything is cached by signature, so share one cost model
+    between simulations.
+
+    >>> from distsim.ir import Attributes, Float, Tensor
+    >>> topology = Topology()
+    >>> gpu = topology.add_device("gpu", dram_bandwidth=1e12, kernel_launch_overhead=0)
+    >>> x = Tensor(Float(), (1000, 1000), gpu)
+    >>> CostModel(topology).seconds(Signature("LossGrad", Attributes(), (x, x), (x,)), (gpu,))
+    1.2e-05
+    """
+
+    def __init__(self, topology: Topology, strict: bool = False, rules: CostRules | None = None) -> None:
+        self.topology = topology
+        self.strict = strict
+        self._rules: CostRules = rules or RooflineRules()
+        self._uncosted: dict[str, None] = {}
+        self._specs: dict[Device, int] = {}
+        self._spec_ids: dict[tuple[object, ...], int] = {}
+        self._compute: dict[tuple[Signature, int], float] = {}
+        self._communication: dict[tuple[str, float, Group], float] = {}
+        self._version = topology.version
+
+    @classmethod
+    def distir(cls, topology: Topology, strict: bool = False) -> CostModel:
+        """The cost model of the DistIR notebooks: see :class:`DistIRRules`."""
+        return cls(topology, strict, DistIRRules())
+
+    @property
+    def uncosted(self) -> tuple[str, ...]:
+        """The operators that were costed by their bytes for want of a work rule, in order of appearance."""
+        return tuple(self._uncosted)
+
+    def seconds(self, signature: Signature, where: Group) -> float:
+        """Seconds of a compute op that runs on each of these devices: those of the slowest.
+
+        0 for what runs no kernel (:func:`runs_kernel`). Raises :class:`CostError` for an op without a
+        work rule under ``strict``, and for a cost that is negative, infinite or not a number.
+        """
+        if not where:
+            raise CostError(f"{_describe(signature)} runs on no device; place its inputs")
+        return max([self._on_device(signature, device) for device in where])
+
+    def communication_seconds(self, signature: Signature, group: Group) -> float:
+        """Seconds of a communication op over one group; for a transfer, the group's first is the root.
+
+        Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
+        ``TopologyError`` when nothing links two devices of the group.
+        """
+        kind, nbytes = collective_of(signature, group)
+        self._forget_old_topology()
+        key = (kind, nbytes, group)
+        found = self._communication.get(key)
+        if found is None:
+            cost = self._rules.communicate(kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
+            found = self._communication[key] = _checked(signature, cost)
+        return found
+
+    def spec(self, device: Device) -> int:
+        """A number that two devices share when every op takes equally long on both."""
+        found = self._specs.get(device)
+        if found is None:
+            key = (
+                device.throughput,
+                device.dram_bandwidth,
+                device.kernel_launch_overhead,
+                device.peaks,
+                device.flops_efficiency,
+                device.bytes_efficiency,
+            )
+            found = self._specs[device] = self._spec_ids.setdefault(key, len(self._spec_ids))
+        return found
+
+    def alike(self, ids: npt.NDArray[np.int64]) -> bool:
+        """Whether groups are known to lie alike: then every communication op takes equally long over each.
+
+        ``ids[g]`` are the ids of the devices of group ``g``. Sufficient, not necessary: every level of the
+        hierarchy cuts all groups alike, the first moved by whole groups of the level, and no pair of
+        devices has a link of its own.
+        """
+        if self.topology.has_pair_links:
+            return len(ids) == 1
+        for size in (1, *self.topology.cuts):
+            cut = ids // size
+            cut = cut - cut[:, :1] if size > 1 else cut == cut[:, :1]
+            if not (cut == cut[:1]).all():
+                return False
+        return True
+
+    def routes(self, groups: Sequence[Group]) -> tuple[Hashable, ...]:
+        """Return how each group lies on the topology; a single entry where all lie alike.
+
+        Groups with equal entries, of one call or another, take equally long over every collective: each
+        level cuts them alike, and the links of pairs that were set are the same.
+        """
+        ids = np.array([[device.id for device in group] for group in groups], np.int64)
+        cuts = [ids // size for size in self.topology.cuts]
+        cuts = [cut - cut[:, :1] for cut in cuts]
+        links = [self.topology.pair_links(group) for group in groups]
+        if not any(links) and all((cut == cut[:1]).all() for cut in cuts):
+            return ((ids.shape[1], (), *[cut[0].tobytes() for cut in cuts]),)
+        found = [
+            (len(group), own, *[cut[i].tobytes() for cut in cuts])
+            for i, (group, own) in enumerate(zip(groups, links, strict=True))
+        ]
+        return tuple(found[:1]) if len(set(found)) == 1 else tuple(found)
+
+    def _on_device(self, signature: Signature, device: Device) -> float:
+        key = (signature, self.spec(device))
+        found = self._compute.get(key)
+        if found is None:
+            cost = 0.0
+            if runs_kernel(signature.op_type):
+                cost = self._rules.compute(signature, self._demand(signature), device)
+            found = self._compute[key] = _checked(signature, cost)
+        return found
+
+    def _demand(self, signature: Signature) -> Work:
+        demand = work(signature)
+        if demand is not None:
+            # Checked before the rules: a maximum would hide a negative or undefined part.
+            for part in (demand.flops, demand.bytes_read, demand.bytes_written):
+                if not (math.isfinite(part) and part >= 0):
+                    raise CostError(
+                        f"{_describe(signature)} has {demand}; its work rule must give finite figures, "
+                        "none negative"
+                    )
+            return demand
+        name = signature.op_type
+        if self.strict:
+            raise CostError(f"{_describe(signature)} has no work rule; register one, or allow strict=False")
+        if name not in self._uncosted:
+            self._uncosted[name] = None
+            warnings.warn(
+                f"operator {name} has no work rule: it is costed by the bytes it reads and writes",
+                UncostedOperatorWarning,
+                stacklevel=2,
+            )
+        return memory_bound(signature, 0.0)
+
+    def _forget_old_topology(self) -> None:
+        if self._version != self.topology.version:
+            self._communication.clear()
+            self._version = self.topology.version
+
+
+def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
+    """Return the kind and the size in bytes of what an op moves over a group, as ``collective_time`` wants.
+
+    Raises :class:`CostError` for an op that is no communication.
+    """
+    meaning = operator(signature.op_type).communication
+    if meaning is None or meaning.kind == "local":
+        raise CostError(f"{_describe(signature)} moves nothing; ask seconds() for its cost")
+    if meaning.kind in ("scatter", "gather"):
+        # The formula wants the size of which each rank of the group, the root too, has an equal part.
+        part = min(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
+        return meaning.kind, float(part * len(group))
+    return meaning.kind, float(meaning.nbytes(signature))
+
+
+def runs_kernel(op_type: str) -> bool:
+    """Whether an op runs on the device at all: views only rename, constants are there already."""
+    return op_type != "Constant" and not operator(op_type).view
+
+
+def takes_turn(op_type: str) -> bool:
+    """Whether an op waits for its turn on a stream: it runs a kernel, or keeps back what follows."""
+    return runs_kernel(op_type) or operator(op_type).waits
+
+
+def element_type(signature: Signature) -> str:
+    """The element type that decides which matrix unit is used: that of the first real operand."""
+    for tensor in (*signature.inputs, *signature.outputs):
+        if tensor.dtype.is_floating:
+            return tensor.dtype.name
+    return signature.outputs[0].dtype.name
+
+
+def _checked(signature: Signature, cost: float) -> float:
+    if not (isinstance(cost, Real) and math.isfinite(cost) and cost >= 0):
+        raise CostError(f"{_describe(signature)} costs {cost} s; a cost must be finite and not negative")
+    return float(cost)
+
+
+def _describe(signature: Signature) -> str:
+    return f"{signature.op_type}({', '.join(map(str, signature.inputs))})"

@@ -1,0 +1,126 @@
+"""The states of the search: schedules of the first so many jobs, in the order of their starts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from distsim.device_placement.optimal.jobs import Floats, Ints, Jobs
+
+UNUSED = -1.0
+"""When a machine is free that has run nothing: machines of equal memory that have not are the same."""
+
+
+class Memory(NamedTuple):
+    """What jobs hold on a machine, in bytes. ``limited``: all of it may be too much for some machine.
+
+    Things are numbered: what job j makes is j, then come the inputs from outside. Job j adds ``own[j]`` and
+    every thing it reads, ``reads[read_start[j]:read_start[j + 1]]``, that is not there yet, at ``brought``.
+    """
+
+    limited: bool
+    capacity: Floats
+    own: Floats
+    read_start: Ints
+    reads: Ints
+    brought: Floats
+    things: int
+    outside: float
+
+
+class States(NamedTuple):
+    """One row per state.
+
+    ``end[s, j]`` is when job j ends, negative if it is not in the schedule yet, and ``where`` its machine;
+    ``free`` is when each machine is free, ``last`` the latest start so far, ``mark`` a hash of the set of
+    jobs, ``above[s, j]`` the seconds of what is above j and not done. ``used`` and ``held`` (a bit per
+    machine for each thing) are the memory, if it is limited.
+    """
+
+    end: Floats
+    where: Ints
+    free: Floats
+    last: Floats
+    mark: Ints
+    above: Floats
+    used: Floats
+    held: Ints
+
+
+class Children(NamedTuple):
+    """Ways to go on from states: the parent, the job, its machine and start; a bound and a rank."""
+
+    parent: Ints
+    job: Ints
+    machine: Ints
+    start: Floats
+    bound: Floats
+    rank: Floats
+
+
+class Scratch(NamedTuple):
+    """Room for :func:`~distsim.device_placement.optimal.estimate.estimate`."""
+
+    earliest: Floats
+    first: Floats
+    second: Floats
+    at: Ints
+    base: Floats
+    ascending: Floats
+    remote: Floats
+    order: Ints
+    taken: Ints
+
+
+def no_limit(count: int, machines: int) -> Memory:
+    """Return memory that is never full."""
+    none = np.zeros(0, np.int64)
+    return Memory(
+        False,
+        np.full(machines, np.inf),
+        np.zeros(count),
+        np.zeros(count + 1, np.int64),
+        none,
+        np.zeros(0),
+        0,
+        0.0,
+    )
+
+
+def make_states(rows: int, count: int, machines: int, things: int) -> States:
+    """Return room for so many states; the first is the empty schedule, but for ``above``."""
+    return States(
+        np.full((rows, count), -1.0),
+        np.zeros((rows, count), np.int64),
+        np.full((rows, machines), UNUSED),
+        np.zeros(rows),
+        np.zeros(rows, np.int64),
+        np.zeros((rows, count)),
+        np.zeros((rows, machines)),
+        np.zeros((rows, things), np.int64),
+    )
+
+
+def make_children(rows: int) -> Children:
+    """Return room for so many children."""
+    ints = [np.empty(rows, np.int64) for _ in range(3)]
+    floats = [np.empty(rows) for _ in range(3)]
+    return Children(ints[0], ints[1], ints[2], floats[0], floats[1], floats[2])
+
+
+def make_scratch(jobs: Jobs, machines: int) -> Scratch:
+    """Return room for the estimates of one search."""
+    count = len(jobs.seconds)
+    widest = int(np.diff(jobs.before_start).max(initial=0)) + 1
+    return Scratch(
+        np.empty((count, machines)),
+        np.empty(count),
+        np.empty(count),
+        np.empty(count, np.int64),
+        np.empty(machines),
+        np.empty(machines),
+        np.empty(widest),
+        np.empty(widest, np.int64),
+        np.empty(widest, np.int64),
+    )

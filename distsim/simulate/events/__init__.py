@@ -1,0 +1,1 @@
+"""The event engine: shared links, jitter, failures."""

@@ -1,0 +1,1 @@
+"""Why a step takes its time: critical path, shares, what-ifs."""

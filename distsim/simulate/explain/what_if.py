@@ -1,0 +1,74 @@
+"""What-ifs: the same simulation with something free of charge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from distsim.cost.cost_model import CostModel, Group
+from distsim.ir import Device
+from distsim.ops import Signature, operator
+
+Frees = Callable[[Signature], bool]
+"""Whether an op is free."""
+
+
+class FreeOps(CostModel):
+    """The costs of another model, but for some ops that cost nothing."""
+
+    def __init__(self, base: CostModel, free: Frees) -> None:
+        super().__init__(base.topology, base.strict)
+        self.base = base
+        self.free = free
+
+    def seconds(self, signature: Signature, where: Group) -> float:
+        """Seconds of a compute op: 0 if it is free."""
+        return 0.0 if self.free(signature) else self.base.seconds(signature, where)
+
+    def communication_seconds(self, signature: Signature, group: Group) -> float:
+        """Seconds of a communication op: 0 if it is free."""
+        return 0.0 if self.free(signature) else self.base.communication_seconds(signature, group)
+
+    def spec(self, device: Device) -> int:
+        """As in the other model: what is free is free on every device."""
+        return self.base.spec(device)
+
+
+class FreeLaunches(FreeOps):
+    """The costs of another model on devices that launch a kernel in no time."""
+
+    def __init__(self, base: CostModel) -> None:
+        super().__init__(base, lambda signature: False)
+        self._without: dict[Device, Device] = {}
+
+    def seconds(self, signature: Signature, where: Group) -> float:
+        """Seconds of a compute op on the same devices with ``kernel_launch_overhead`` 0."""
+        return self.base.seconds(signature, tuple([self._device(device) for device in where]))
+
+    def _device(self, device: Device) -> Device:
+        found = self._without.get(device)
+        if found is None:
+            found = self._without[device] = replace(device, kernel_launch_overhead=0.0)
+        return found
+
+
+def communication(signature: Signature) -> bool:
+    """All communication is free."""
+    meaning = operator(signature.op_type).communication
+    return meaning is not None and meaning.kind != "local"
+
+
+def sends(signature: Signature) -> bool:
+    """Sends are free."""
+    meaning = operator(signature.op_type).communication
+    return meaning is not None and meaning.kind == "send"
+
+
+def collectives(axis: str) -> Frees:
+    """The collectives over a mesh axis are free."""
+    return lambda signature: communication(signature) and signature.attributes.get("axis") == axis
+
+
+def operators(name: str) -> Frees:
+    """An operator is free."""
+    return lambda signature: signature.op_type == name

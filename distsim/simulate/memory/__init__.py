@@ -1,0 +1,1 @@
+"""Memory: peaks, and what is in use over time."""

@@ -1,0 +1,206 @@
+"""Which values of a function share memory, when each piece of it is free, and which hold gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+from distsim.ir import Function, Op, Value
+from distsim.ops import operator
+from distsim.simulate.tasks.rank_classes import place_of
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """Which values of a function share memory, and when each piece is last used.
+
+    ``home`` maps a value to the value whose memory it has. ``dying`` lists, per op, the homes that are
+    free after it, ``never`` those inputs that no op reads; function outputs never die. ``sources`` says
+    of each output which input's memory it has, if any, and ``twins`` which earlier output's;
+    ``overwritten`` are the inputs whose memory an in-place op took over. ``held`` tells of Calls which
+    arguments are read after them, so that the callee does not overwrite them as it otherwise would.
+    """
+
+    home: Mapping[Value, Value]
+    dying: tuple[tuple[Value, ...], ...]
+    never: tuple[Value, ...]
+    sources: tuple[int | None, ...]
+    twins: tuple[int | None, ...]
+    overwritten: frozenset[int]
+    held: Mapping[Op, tuple[int, ...]]
+
+
+Places = tuple[int, ...]
+"""Places among the inputs of a function."""
+
+_PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], Plan]] = WeakKeyDictionary()
+_GRADIENTS: WeakKeyDictionary[Function, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def plan_of(function: Function, same: Places, held: Places = ()) -> Plan:
+    """Return the plan of a function whose input i is in the memory of its input ``same[i]``.
+
+    The inputs ``held`` are read after it: an in-place op puts its result elsewhere. Kept for as long as the
+    function is.
+    """
+    plans = _PLANS.get(function)
+    if plans is None:
+        plans = _PLANS[function] = {}
+    found = plans.get((same, held))
+    if found is None:
+        found = plans[same, held] = _Planner(function, same, held).plan()
+    return found
+
+
+def forget(function: Function) -> None:
+    """Drop the plans of a function (not those of its callees): they are large where it is."""
+    _PLANS.pop(function, None)
+
+
+def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
+    """Return for each place the first one with the same value."""
+    first: dict[Value, int] = {}
+    return tuple([first.setdefault(home, place) for place, home in enumerate(homes)])
+
+
+def gradient_values(function: Function) -> set[Value]:
+    """Return the values that in-place ops read, directly or through collectives, views, Pad and additions.
+
+    In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
+    parameters and optimizer state, these values are gradients.
+    """
+    found: set[Value] = set()
+    for op in reversed(function.ops):
+        if op.op_type == "Call":
+            found.update([op.inputs[i] for i in gradient_inputs(op.callee)])
+            continue
+        meaning = operator(op.op_type)
+        if meaning.in_place:
+            found.update(op.inputs)
+        elif not found.isdisjoint(op.outputs):
+            if op.op_type in ("Add", "Pad"):
+                found.update(op.inputs)
+            elif meaning.view or (meaning.communication is not None and not meaning.communication.transfers):
+                found.update(op.inputs[:1])
+    return found
+
+
+def gradient_inputs(function: Function) -> tuple[int, ...]:
+    """Return the places of the inputs of a callee that are gradients: see :func:`gradient_values`."""
+    found = _GRADIENTS.get(function)
+    if found is None:
+        values = gradient_values(function)
+        found = tuple([i for i, value in enumerate(function.inputs) if value in values])
+        _GRADIENTS[function] = found
+    return found
+
+
+class _Planner:
+    """Makes the plan of one function."""
+
+    def __init__(self, function: Function, same: Places, held: Places) -> None:
+        self.function = function
+        self.same = same
+        self.home: dict[Value, Value] = {}
+        self.until: dict[Value, int] = {}  # home -> the last op that reads what it holds so far
+        self.overwritten: set[Value] = set()
+        self.last_read: dict[Value, int] = {}
+        for number, op in enumerate(function.ops):
+            self.last_read.update(dict.fromkeys(op.inputs, number))
+        self.last_read.update(dict.fromkeys(function.outputs, len(function.ops)))
+        self.last_read.update(dict.fromkeys([function.inputs[place] for place in held], len(function.ops)))
+        self.held: dict[Op, Places] = {}
+
+    def plan(self) -> Plan:
+        function = self.function
+        inputs, last_read, until = function.inputs, self.last_read, self.until
+        for place, (value, first) in enumerate(zip(inputs, self.same, strict=True)):
+            if first == place:
+                self.home[value], until[value] = value, last_read.get(value, -1)
+            else:
+                self._put(value, inputs[first], -1)
+        for number, op in enumerate(function.ops):
+            callee = None
+            if op.op_type == "Call":
+                callee = self._callee(op, number)
+            for index, value in enumerate(op.outputs):
+                shared = self._shared_with(op, callee, index, number)
+                # What nothing reads is free once it is made.
+                self._put(value, value if shared is None else self.home[shared], number)
+        dying: list[list[Value]] = [[] for _ in function.ops]
+        for owner, number in self.until.items():
+            if 0 <= number < len(function.ops):
+                dying[number].append(owner)
+        number_of = {value: index for index, value in enumerate(function.inputs)}
+        homes = [self.home[value] for value in function.outputs]
+        first = first_places(homes)
+        return Plan(
+            self.home,
+            tuple(map(tuple, dying)),
+            tuple([owner for owner, number in self.until.items() if number < 0]),
+            tuple([number_of.get(owner) for owner in homes]),
+            tuple([own if own < i else None for i, own in enumerate(first)]),
+            frozenset([number_of[value] for value in self.overwritten if value in number_of]),
+            self.held,
+        )
+
+    @cached_property
+    def handed(self) -> set[Value]:
+        """The outputs, and what they are views of.
+
+        A caller knows the memory of what it gets by its type, so none of these is a part of something larger.
+        """
+        found = set(self.function.outputs)
+        for op in reversed(self.function.ops):
+            if operator(op.op_type).view and op.inputs and not found.isdisjoint(op.outputs):
+                found.add(op.inputs[0])
+        return found
+
+    def _callee(self, op: Op, number: int) -> Plan:
+        """Return the plan of what a Call calls, with what it must not overwrite."""
+        homes = [self.home[value] for value in op.inputs]
+        same = first_places(homes)
+        plan = plan_of(op.callee, same)
+        held = tuple([place for place in sorted(plan.overwritten) if self.until[homes[place]] > number])
+        self.overwritten.update([homes[place] for place in plan.overwritten.difference(held)])
+        if not held:
+            return plan
+        self.held[op] = held
+        return plan_of(op.callee, same, held)
+
+    def _put(self, value: Value, owner: Value, number: int) -> None:
+        self.home[value] = owner
+        last = self.last_read.get(value, number)
+        if last < number:
+            last = number
+        if self.until.get(owner, -2) < last:
+            self.until[owner] = last
+
+    def _shared_with(self, op: Op, callee: Plan | None, index: int, number: int) -> Value | None:
+        """Return the value whose memory an output takes over, or shows under another shape."""
+        if callee is not None:
+            source, twin = callee.sources[index], callee.twins[index]
+            if source is None:
+                return None if twin is None else op.outputs[twin]
+            return op.inputs[source]
+        meaning = operator(op.op_type)
+        if meaning.view and index == 0 and op.inputs:
+            return self._take(op.inputs[0], op.outputs[0], number, overwrites=False)
+        if index in meaning.in_place:
+            operand = op.inputs[meaning.in_place[index]]
+            return self._take(operand, op.outputs[index], number, overwrites=True)
+        return None
+
+    def _take(self, operand: Value, result: Value, number: int, overwrites: bool) -> Value | None:
+        owner = self.home[operand]
+        if owner.type is not result.type:
+            left = owner.type.nbytes - result.type.nbytes  # what a view leaves out
+            if place_of(owner) != place_of(result) or left < 0 or (left and result in self.handed):
+                return None
+        if overwrites:
+            if self.until[owner] > number:
+                return None
+            self.overwritten.add(owner)
+        return operand

@@ -1,0 +1,188 @@
+"""Splitting blocks into stages: what a split takes, and the one that takes least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from distsim.errors import PartitionError
+from distsim.schedule import Schedule
+from distsim.stage_balance.bounds import Suffix, fill_suffix
+from distsim.stage_balance.cost import BlockCost, Communication, check_count, check_sizes, free_communication
+from distsim.stage_balance.kernel import OTHERS, makespan, room_for
+from distsim.stage_balance.memory import fitting, memory_limits, nothing_fits, stage_memory
+from distsim.stage_balance.search import climb, search
+from distsim.stage_balance.tables import Order, Tables, as_schedule, order_of, tables_of
+
+EFFORT = 2_000_000
+"""How many simulations a search may take before it returns what it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Contiguous stages: how many blocks each holds, and what that takes.
+
+    ``step_time``: simulated seconds; ``lower_bound``: no split takes less; ``memory``: bytes per stage;
+    ``simulations``: how many splits, whole or in part, were simulated to find it.
+    """
+
+    sizes: tuple[int, ...]
+    step_time: float
+    lower_bound: float
+    memory: tuple[float, ...]
+    simulations: int = 1
+
+    @property
+    def gap(self) -> float:
+        """How much longer than the lower bound it takes, as a share; 0 when it is proven optimal."""
+        return self.step_time / self.lower_bound - 1 if self.lower_bound > 0 else 0.0
+
+    @property
+    def proven(self) -> bool:
+        """Whether no split takes less."""
+        return self.lower_bound >= self.step_time
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first block of each stage."""
+        return (0, *accumulate(self.sizes[:-1]))
+
+    @property
+    def assignment(self) -> tuple[int, ...]:
+        """The stage of each block: for :func:`~distsim.device_placement.partition`, if blocks are ops.
+
+        >>> Split((2, 1), 3.0, 3.0, (0.0, 0.0)).assignment
+        (0, 0, 1)
+        """
+        return tuple([stage for stage, size in enumerate(self.sizes) for _ in range(size)])
+
+
+def split_time(
+    costs: Sequence[BlockCost],
+    sizes: Sequence[int],
+    microbatches: int,
+    schedule: str | Schedule = "1f1b",
+    communication: Communication = free_communication,
+) -> float:
+    """Return the simulated seconds of a step when stage s holds the next ``sizes[s]`` blocks.
+
+    Equal to the :class:`distsim.simulate.Simulator` on stages that take as long. Raises
+    :class:`PartitionError` for sizes that are not positive or do not sum to the number of blocks.
+
+    >>> blocks = [BlockCost("layer", forward=1.0, backward=2.0)] * 4
+    >>> split_time(blocks, (2, 2), microbatches=4)  # (m + p - 1) * (2 + 4)
+    30.0
+    """
+    found = as_schedule(schedule, len(sizes), microbatches)
+    return StageProblem(costs, found, communication).time(sizes)
+
+
+def auto_split(
+    costs: Sequence[BlockCost],
+    stages: int,
+    microbatches: int,
+    schedule: str | Schedule = "1f1b",
+    communication: Communication = free_communication,
+    memory: float | Sequence[float] | None = None,
+    effort: int = EFFORT,
+) -> Split:
+    """Return the contiguous, non-empty stages of least simulated step time that fit in ``memory``.
+
+    ``memory`` are the bytes of each stage's device (one figure for all; None: endless). A split of least
+    bottleneck is improved by moving blocks, then branch and bound proves that none is better, or finds it:
+    what the first stages do is simulated with bounds on the others in their place. After ``effort``
+    simulations the best so far is returned with its gap.
+
+    Raises :class:`PartitionError` for fewer blocks than stages, and when nothing fits: it names the least
+    excess and where it is.
+
+    >>> blocks = [BlockCost("layer", 1.0, 2.0)] * 5 + [BlockCost("head", 2.0, 4.0)]
+    >>> split = auto_split(blocks, stages=3, microbatches=8)
+    >>> split.sizes, split.step_time, split.proven
+    ((3, 2, 1), 78.0, True)
+    """
+    found = as_schedule(schedule, stages, microbatches)
+    if len(costs) < stages:
+        raise PartitionError(
+            f"{len(costs)} blocks cannot make {stages} stages that all hold one; use at most "
+            f"{max(len(costs), 1)} stages, or divide the blocks"
+        )
+    check_count("effort", effort)
+    return StageProblem(costs, found, communication, memory_limits(memory, stages)).best(effort)
+
+
+class StageProblem:
+    """Blocks, a schedule and a memory, as arrays made once, for any number of splits."""
+
+    def __init__(
+        self,
+        costs: Sequence[BlockCost],
+        schedule: Schedule,
+        communication: Communication = free_communication,
+        limits: Sequence[float] | None = None,
+    ) -> None:
+        self.blocks, self.stages = len(costs), schedule.num_stages
+        self.microbatches, self.limits = schedule.num_microbatches, limits
+        self.order: Order = order_of(schedule)
+        self.bytes = stage_memory(costs, [schedule.in_flight(stage) for stage in range(self.stages)])
+        self.tables: Tables = tables_of(costs, schedule, communication, fitting(self.bytes, limits))
+        self.room = room_for(self.stages, self.microbatches)
+
+    def within(self, limits: Sequence[float]) -> StageProblem:
+        """Return the same problem with other bytes on the stages' devices."""
+        made = copy(self)
+        made.limits, made.tables = limits, self.tables._replace(allowed=fitting(self.bytes, limits))
+        return made
+
+    def time(self, sizes: Sequence[int]) -> float:
+        """Return the seconds of a split, as :func:`split_time`."""
+        check_sizes(sizes, self.blocks)
+        bounds = np.array([0, *accumulate(sizes)], np.int64)
+        return makespan(bounds, self.stages, self.room.none[0], self.order, self.tables, self.room)
+
+    def memory(self, sizes: Sequence[int]) -> tuple[float, ...]:
+        """Return the bytes that a split needs on each stage."""
+        check_sizes(sizes, self.blocks)
+        bounds = pairwise([0, *accumulate(sizes)])
+        return tuple([float(self.bytes[s, i, j]) for s, (i, j) in enumerate(bounds)])
+
+    def best(self, effort: int = EFFORT) -> Split:
+        """Return the best split, as :func:`auto_split`."""
+        suffix = self._suffix()
+        if not suffix.trip[0, 0] < np.inf:
+            raise nothing_fits(self.bytes, self.limits or ())
+        best, time, tried = self._climbed(suffix)
+        state = (self.order, self.tables, suffix, self.room)
+        time, bound, more = search(best, time, self.microbatches, effort, state)
+        bounds: list[int] = best.tolist()
+        sizes = tuple([j - i for i, j in pairwise(bounds)])
+        return Split(sizes, float(time), float(bound), self.memory(sizes), tried + more)
+
+    def _suffix(self) -> Suffix:
+        shape = (self.stages + 1, self.blocks + 1)
+        suffix = Suffix(
+            np.full(shape, np.inf),
+            np.full(shape, np.inf),
+            np.full(shape, np.inf, OTHERS),
+            np.zeros((2, *shape), np.int64),
+        )
+        fill_suffix(self.microbatches, self.order.aligned, self.tables, suffix)
+        return suffix
+
+    def _climbed(self, suffix: Suffix) -> tuple[np.ndarray, float, int]:
+        """Return the best of what climbing makes of the splits of least bounds, its time and the effort."""
+        found: list[tuple[float, np.ndarray]] = []
+        total = 0
+        for choice in suffix.splits:
+            bounds = np.zeros(self.stages + 1, np.int64)
+            for stage in range(self.stages):
+                bounds[stage + 1] = choice[stage, bounds[stage]]
+            time, tried = climb(bounds, self.order, self.tables, self.room)
+            found.append((float(time), bounds))
+            total += tried
+        time, best = min(found, key=lambda pair: pair[0])
+        return best, time, total

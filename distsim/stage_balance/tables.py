@@ -1,0 +1,183 @@
+"""What every possible stage would cost, as arrays: the input of the compiled loops.
+
+Blocks ``i`` up to, not including, ``j`` on one stage are the entry ``[i, j]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distsim.errors import PartitionError
+from distsim.schedule import SCHEDULES, Schedule, schedule
+from distsim.schedule.rounds import Ints, Rounds
+from distsim.stage_balance.cost import BlockCost, Communication, check_count
+from distsim.stage_balance.memory import most_of
+
+TASK = np.dtype([(name, np.int64) for name in ("stage", "phase", "microbatch")], align=True)
+STAGE = np.dtype(
+    [(name, float) for name in ("lead", "back_lead", "forward", "backward", "more", "tail")], align=True
+)
+EDGE = np.dtype([("rest", float), ("rest_more", float)], align=True)
+SENDS = np.dtype([("ahead", float), ("back", float)], align=True)
+
+
+class Order(NamedTuple):
+    """``tasks`` in an order in which they can run: stage, phase (0 forward, 1 backward) and microbatch.
+
+    ``aligned``: every stage runs its forwards, and its backwards, by increasing microbatch. ``paired``
+    [k, i]: stage k and all after it run a forward between the backwards of microbatches i - 1 and i.
+    ``due`` [n]: how many backwards the last stage may run when it has run n + 1 forwards.
+    """
+
+    tasks: np.ndarray
+    aligned: bool
+    paired: npt.NDArray[np.bool_]
+    due: Ints
+
+
+class Tables(NamedTuple):
+    """Seconds. ``stages`` [i, j]: ``lead`` and ``back_lead`` (constants, before anything is received),
+    ``forward``, ``backward``, ``more`` (accumulation, but for the first microbatch), ``tail`` (what follows
+    the last backward).
+
+    ``edges`` [i]: how long before the end of a backward of a stage that begins with block i its gradient
+    leaves, ``rest`` for the first microbatch and ``rest_more`` for the others. ``sends`` [s, j]: ``ahead``
+    from stage s to the next, and ``back``, when that one begins with block j. ``allowed`` [s, i, j]: that
+    fits in memory.
+    """
+
+    stages: np.ndarray
+    edges: np.ndarray
+    sends: np.ndarray
+    allowed: np.ndarray
+
+
+def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedule:
+    """Return a schedule of this many stages and microbatches; raise :class:`PartitionError` if it is not."""
+    if isinstance(named, str):
+        if named not in SCHEDULES:
+            raise PartitionError(f"schedule={named!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+        for name, number in (("stages", stages), ("microbatches", microbatches)):
+            check_count(name, number)
+        return schedule(named, stages, microbatches)
+    if (named.num_stages, named.num_microbatches) != (stages, microbatches):
+        raise PartitionError(
+            f"{named!r} does not fit stages={stages}, microbatches={microbatches}; make them agree"
+        )
+    return named
+
+
+def order_of(schedule: Schedule) -> Order:
+    """Return the tasks of a schedule; raises ``ScheduleError`` as its ``rounds()``."""
+    rounds = schedule.rounds()
+    tasks, shifts = _repeated(rounds)
+    stage, phase = rounds.stage[tasks], rounds.phase[tasks]
+    microbatch = rounds.microbatch[tasks] + shifts
+    count, m = schedule.num_stages, schedule.num_microbatches
+    aligned = True
+    paired = np.zeros((count + 1, m), np.bool_)
+    paired[count] = True
+    due = np.zeros(m, np.int64)
+    for s in range(count - 1, -1, -1):
+        own = stage == s
+        backward = phase[own] == 1
+        forwards = np.cumsum(~backward)[backward]  # before each backward
+        if s == count - 1:
+            due = np.searchsorted(forwards, np.arange(1, m + 1), side="right")
+        paired[s] = paired[s + 1] & (np.diff(forwards, prepend=forwards[0]) > 0)
+        aligned &= all((np.diff(microbatch[own][part]) > 0).all() for part in (backward, ~backward))
+    return Order(_records(TASK, (len(stage),), stage, phase, microbatch), aligned, paired, due)
+
+
+def _repeated(rounds: Rounds) -> tuple[Ints, Ints]:
+    """Return every task of the rounds written out, and by how much its microbatch is moved."""
+    tasks, shifts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    starts: list[int] = rounds.start.tolist()
+    counts: list[int] = rounds.repeats.tolist()
+    for (begin, end), count in zip(pairwise(starts), counts, strict=True):
+        tasks.append(np.tile(np.arange(begin, end), count))
+        shifts.append(np.repeat(np.arange(count), end - begin))
+    return np.concatenate(tasks), np.concatenate(shifts)
+
+
+def tables_of(
+    costs: Sequence[BlockCost],
+    schedule: Schedule,
+    communication: Communication,
+    allowed: np.ndarray,
+) -> Tables:
+    """Return the tables of these blocks on the stages of ``schedule``, of which those ``allowed`` may be."""
+    count, stages = len(costs), schedule.num_stages
+    many = schedule.num_microbatches > 1
+    figures = {
+        field.name: np.array([getattr(cost, field.name) for cost in costs], float)
+        for field in fields(BlockCost)
+        if field.name not in ("name", "returned")
+    }
+    accumulate = figures["accumulate"] if many else np.zeros(count)
+    tail = np.zeros((count + 1, count + 1))
+    backward = figures["recompute"] + figures["backward"]
+    last = backward + accumulate
+    for j in range(1, count + 1):
+        late = done = 0.0
+        for i in range(j - 1, -1, -1):
+            # Gradients are reduced beside the backwards of the blocks before; those of the first block, the
+            # last to be reduced, are the first to be applied.
+            late = max(late - last[i], 0.0) + figures["reduce"][i]
+            tail[i, j] = late + figures["update"][i] - figures["overlap"][i] + done
+            done += figures["update"][i]
+    ahead, back = _sends(costs, stages, communication)
+    seconds = (
+        most_of(figures["shared"].tolist()),
+        most_of(figures["shared_backward"].tolist()),
+        _sums(figures["forward"]),
+        _sums(backward),
+        _sums(accumulate),
+        tail,
+    )
+    edges = (np.append(figures["after"], 0.0), np.append(figures["after"] + accumulate, 0.0))
+    return Tables(
+        _records(STAGE, tail.shape, *seconds),
+        _records(EDGE, (count + 1,), *edges),
+        _records(SENDS, ahead.shape, ahead, back),
+        allowed,
+    )
+
+
+def _records(kind: np.dtype[np.void], shape: tuple[int, ...], *figures: np.ndarray) -> np.ndarray:
+    """Return an array of records whose fields are these arrays: one record is passed around, not them all."""
+    made = np.zeros(shape, kind)
+    for name, array in zip(kind.names or (), figures, strict=True):
+        made[name] = array
+    return made
+
+
+def _sums(figures: np.ndarray) -> np.ndarray:
+    """Return the sums over every range of blocks."""
+    before = np.concatenate([[0.0], np.cumsum(figures)])
+    return np.maximum(before[None, :] - before[:, None], 0.0)
+
+
+def _sends(
+    costs: Sequence[BlockCost], stages: int, communication: Communication
+) -> tuple[np.ndarray, np.ndarray]:
+    ahead, back = np.zeros((stages, len(costs) + 1)), np.zeros((stages, len(costs) + 1))
+    for stage in range(stages - 1):
+        for j in range(1, len(costs)):
+            made = costs[j - 1]
+            if made.sent > 0:  # what is not there takes not even a latency
+                ahead[stage, j] = communication(stage, stage + 1, made.sent)
+            if made.gradient > 0:
+                back[stage, j] = communication(stage + 1, stage, made.gradient)
+    for seconds in (ahead, back):
+        if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
+            raise PartitionError(
+                "communication gives a time that is negative or not finite; give seconds of at least 0"
+            )
+    return ahead, back

@@ -1,0 +1,1 @@
+"""Training functions: gradients, losses, optimizers, precision."""

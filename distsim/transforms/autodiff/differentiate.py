@@ -1,0 +1,324 @@
+"""differentiate: forward function -> joint function (forward, backward, optimizer)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distsim.errors import PlanError, UnknownOperatorError
+from distsim.ir import Function, Literal, Op, Tensor, Value, trim
+from distsim.ir.type import as_tensor
+from distsim.ops import GradientContext, operator
+from distsim.transforms.autodiff.constant_folding import FoldingMaker
+from distsim.transforms.autodiff.optimizers import SGD, Optimizer
+from distsim.transforms.autodiff.outputs import kept_outputs, mark_forward, only_needed
+from distsim.transforms.autodiff.updates import add_updates
+from distsim.transforms.sharding.roles import how_to_mark
+
+Mask = tuple[bool, ...]
+
+
+def differentiate(
+    function: Function,
+    optimizer: Optimizer | None = SGD(),  # noqa: B008
+    keep: Sequence[str] = (),
+) -> Function:
+    """Return the function that runs ``function``, its backward pass and ``optimizer``.
+
+    The first output of ``function`` is the loss, a floating-point scalar (see :func:`add_loss`).
+    Outputs: the loss, then those of ``function`` that ``keep`` names, in their order, then per parameter in
+    order its new value, then its new optimizer state; with ``optimizer=None``, the gradients instead.
+    Optimizer state comes in as inputs of role STATE. A parameter that does not influence the loss, or that
+    ops read as a buffer only (running statistics), keeps its value and is not an output. What is kept is
+    computed by the forward pass (``ForwardOutput`` marks it); ops that no output needs are left out, those
+    of callees too, and a note of the function says which.
+
+    The parameters of one Call are updated by one Call, of a callee that all Calls with parameters of
+    the same types share (see :func:`add_updates`).
+
+    Reverse accumulation over the ops and through Calls: a callee is differentiated once per set of
+    wanted gradients, into a forward function that also returns what backward needs, and a backward
+    function. Raises :class:`UnknownOperatorError` for an operator without a gradient, and
+    :class:`PlanError` without a loss, without parameters, and for a name that no output has.
+    """
+    if not function.outputs:
+        raise PlanError(f"{function.name} has no outputs; the first one must be a scalar loss")
+    loss = function.outputs[0]
+    if not (isinstance(loss.type, Tensor) and loss.type.shape == () and loss.type.dtype.is_floating):
+        raise PlanError(
+            f"{function.name}: the first output, {loss}, must be a scalar loss; append one with add_loss"
+        )
+    parameters = function.parameters
+    if not parameters:
+        raise PlanError(
+            f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
+        )
+    kept = kept_outputs(function, keep, loss)
+    function = mark_forward(only_needed(function, (loss, *kept), "the loss does not need it"))
+    trained = _trained(function)
+    pass_ = _Pass(FoldingMaker(f"{function.name}_training", function.notes), _Callees())
+    for value in function.inputs:
+        pass_.copies[value] = pass_.maker.add_input_value(value.name, value.type, value.role)
+    wanted = _influenced(function, trained)
+    pass_.plan_calls(function, wanted, [loss])
+    pass_.forward(function)
+    pass_.grads[loss] = pass_.maker.number(1.0, loss.type, "one")
+    pass_.backward(function, wanted)
+    pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
+    outputs = [pass_.copies[value] for value in function.outputs]
+    if optimizer is None:
+        outputs += [grad for _, grad in pairs]
+    else:
+        outputs += add_updates(pass_.maker, optimizer, pairs, _owners(function, pass_.copies))
+    pass_.maker.set_outputs(outputs)
+    return trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
+
+
+def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tuple[Op, str]]:
+    """Return, by copy of each parameter that one Call alone reads, that Call and the callee's name for it."""
+    readers: dict[Value, dict[Op, None]] = {value: {} for value in function.parameters}
+    for op in function.ops:
+        for value in op.inputs:
+            if value in readers:
+                readers[value][op] = None
+    found: dict[Value, tuple[Op, str]] = {}
+    for value, ops in readers.items():
+        op = next(iter(ops), None)
+        if op is not None and len(ops) == 1 and op.op_type == "Call":
+            found[copies[value]] = (op, op.callee.inputs[op.inputs.index(value)].name)
+    return found
+
+
+def _trained(function: Function) -> list[Value]:
+    """Return the parameters that some op reads otherwise than as a buffer, or that are returned."""
+    known: dict[int, set[Value]] = {}
+
+    def read(current: Function) -> set[Value]:
+        if id(current) not in known:
+            found = set(current.outputs)
+            for op in current.ops:
+                if op.op_type == "Call":
+                    inner = read(op.callee)
+                    found.update(v for v, i in zip(op.inputs, op.callee.inputs, strict=True) if i in inner)
+                else:
+                    rule = operator(op.op_type).buffers
+                    held = () if rule is None else rule(op.attributes, len(op.inputs))
+                    found.update(v for place, v in enumerate(op.inputs) if place not in held)
+            known[id(current)] = found
+        return known[id(current)]
+
+    used = read(function)
+    return [value for value in function.parameters if value in used]
+
+
+def _influenced(function: Function, sources: Sequence[Value]) -> set[Value]:
+    """Return the floating-point values that depend on ``sources``: those that need a gradient."""
+    found = set(sources)
+    for op in function.ops:
+        if any(value in found for value in op.inputs):
+            found.update(v for v in op.outputs if _floating(v))
+    return found
+
+
+def _floating(value: Value) -> bool:
+    return isinstance(value.type, Tensor) and value.type.dtype.is_floating
+
+
+@dataclass(frozen=True)
+class _Linearized:
+    """A callee's forward function with saved outputs, and its backward function.
+
+    ``saved`` are the callee's values that backward reads: inputs first, then those that ``forward``
+    returns after the callee's own outputs. ``grads`` tells of which outputs backward takes the gradient,
+    ``inputs`` of which inputs it makes one.
+    """
+
+    forward: Function
+    backward: Function
+    saved_inputs: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    grads: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+class _Callees:
+    """Differentiates every callee once per (wanted inputs, given output gradients)."""
+
+    def __init__(self) -> None:
+        self._done: dict[tuple[int, Mask, Mask], _Linearized] = {}
+
+    def linearize(self, callee: Function, wanted: Mask, given: Mask) -> _Linearized:
+        key = (id(callee), wanted, given)
+        if key not in self._done:
+            self._done[key] = self._linearize(callee, wanted, given)
+        return self._done[key]
+
+    def _linearize(self, callee: Function, wanted: Mask, given: Mask) -> _Linearized:
+        influenced = _influenced(callee, [v for v, w in zip(callee.inputs, wanted, strict=True) if w])
+        forward = FoldingMaker(callee.name)
+        ahead = _Pass(forward, self)
+        for value in callee.inputs:
+            ahead.copies[value] = forward.add_input_value(value.name, value.type, value.role)
+        ahead.plan_calls(callee, influenced, [v for v, g in zip(callee.outputs, given, strict=True) if g])
+        ahead.forward(callee)
+
+        backward = FoldingMaker(f"{callee.name}_backward")
+        behind = _Pass(backward, self)
+        behind.linearized = ahead.linearized
+        everything = [*callee.inputs, *(v for op in callee.ops for v in op.outputs)]
+        back_of: dict[Value, Value] = {}
+        for value in everything:
+            behind.copies[value] = backward.add_input_value(value.name, value.type, value.role)
+            back_of[behind.copies[value]] = ahead.copies[value]
+        for op, values in ahead.extras.items():
+            own = tuple(backward.add_input_value(v.name, v.type) for v in values)
+            behind.extras[op] = own
+            back_of.update(zip(own, values, strict=True))
+        grads = tuple(i for i, v in enumerate(callee.outputs) if given[i] and v in influenced)
+        for index in grads:
+            value = callee.outputs[index]
+            behind.accumulate(value, backward.add_input_value(f"d{value.name}", value.type))
+        behind.backward(callee, influenced)
+        targets = [i for i, v in enumerate(callee.inputs) if wanted[i] and v in behind.grads]
+        backward.set_outputs([behind.grads[callee.inputs[i]] for i in targets])
+        return self._wire(callee, ahead, backward, back_of, grads, tuple(targets))
+
+    def _wire(
+        self,
+        callee: Function,
+        ahead: _Pass,
+        backward: FoldingMaker,
+        back_of: dict[Value, Value],
+        given: tuple[int, ...],
+        targets: tuple[int, ...],
+    ) -> _Linearized:
+        """Keep only the forward values that backward reads, and return them from forward."""
+        read = {value for op in backward.ops for value in op.inputs} | set(backward.outputs or ())
+        backward.inputs = [v for v in backward.inputs if v in read or v not in back_of]
+        own_inputs = [ahead.copies[v] for v in callee.inputs]
+        own_outputs = [ahead.copies[v] for v in callee.outputs]
+        saved = [back_of[v] for v in backward.inputs if v in back_of]
+        from_inputs = tuple(own_inputs.index(v) for v in saved if v in own_inputs)
+        rest = [v for v in saved if v not in own_inputs]
+        extra = [v for v in dict.fromkeys(rest) if v not in own_outputs]
+        outputs = [*own_outputs, *extra]
+        ahead.maker.set_outputs(outputs)
+        order = {v: i for i, v in enumerate([*own_inputs, *rest])}
+        grads = [v for v in backward.inputs if v not in back_of]
+        kept = sorted((v for v in backward.inputs if v in back_of), key=lambda v: order[back_of[v]])
+        backward.inputs = [*kept, *grads]
+        return _Linearized(
+            ahead.maker.finalize(),
+            backward.finalize(),
+            tuple(sorted(from_inputs)),
+            tuple(outputs.index(v) for v in rest),
+            given,
+            targets,
+        )
+
+
+class _Pass:
+    """Copies a function forward into a maker, and emits its backward pass into one."""
+
+    def __init__(self, maker: FoldingMaker, callees: _Callees) -> None:
+        self.maker, self.callees = maker, callees
+        self.copies: dict[Value, Value] = {}
+        self.grads: dict[Value, Value] = {}
+        self.linearized: dict[Op, _Linearized] = {}
+        self.extras: dict[Op, tuple[Value, ...]] = {}
+
+    def plan_calls(self, function: Function, wanted: set[Value], outputs: Sequence[Value]) -> None:
+        """Decide how each Call is differentiated: which of its outputs will have a gradient."""
+        live = set(outputs) & wanted
+        for op in reversed(function.ops):
+            if not any(v in live for v in op.outputs):
+                continue
+            if op.op_type == "Call":
+                mask = tuple(v in wanted for v in op.inputs)
+                given = tuple(v in live for v in op.outputs)
+                self.linearized[op] = self.callees.linearize(op.callee, mask, given)
+            live.update(v for v in op.inputs if v in wanted)
+
+    def forward(self, function: Function) -> None:
+        """Copy the ops; a Call that is differentiated also returns what its backward reads."""
+        for op in function.ops:
+            inputs = [self.copies[v] for v in op.inputs]
+            names = [v.name for v in op.outputs]
+            plan = self.linearized.get(op)
+            subfunctions = op.subfunctions
+            if plan is not None:
+                subfunctions = (plan.forward,)
+                names += [v.name for v in plan.forward.outputs[len(op.outputs) :]]
+            made = self.maker.add(op.op_type, inputs, op.attributes, subfunctions, names, op.version, op.name)
+            self.copies.update(zip(op.outputs, made, strict=False))
+            self.extras[op] = made[len(op.outputs) :]
+
+    def backward(self, function: Function, wanted: set[Value]) -> None:
+        """Emit the gradients that follow from those that are there."""
+        for op in reversed(function.ops):
+            if any(v in self.grads for v in op.outputs) and any(v in wanted for v in op.inputs):
+                if op.op_type == "Call":
+                    self.call(op)
+                else:
+                    self.op(op, wanted)
+
+    def accumulate(self, value: Value, grad: Value) -> None:
+        known = self.grads.get(value)
+        if known is not None:
+            grad = self.maker.add("Add", [known, grad], output_names=[f"d{value.name}"])[0]
+        self.grads[value] = grad
+
+    def op(self, op: Op, wanted: set[Value]) -> None:
+        rule = operator(op.op_type).gradient
+        if rule is None:
+            raise UnknownOperatorError(
+                f"operator {op.op_type} ({op!r}) has no gradient rule; give it one in distsim.ops, or "
+                "differentiate a function without it"
+            )
+        context = GradientContext(
+            self.maker,
+            op,
+            tuple(self.copies[v] for v in op.inputs),
+            tuple(self.copies[v] for v in op.outputs),
+            tuple(self.grads.get(v) for v in op.outputs),
+            tuple(v in wanted for v in op.inputs),
+            self.maker.numbers,
+        )
+        self._take(op.inputs, rule(context), wanted.__contains__, op)
+
+    def _zero(self, value: Value) -> Value:
+        """The gradient of an output of a Call that does not reach the loss, where another one does."""
+        type_ = as_tensor(value.type, value.name)
+        shape = Literal(np.asarray(type_.shape, np.int64))
+        zero = {"value": Literal(np.zeros((1,), type_.dtype.np)), "input": shape, "device": type_.device}
+        return self.maker.add("ConstantOfShape", (), zero, output_names=[f"d{value.name}"])[0]
+
+    def call(self, op: Op) -> None:
+        plan = self.linearized[op]
+        saved = [self.copies[op.inputs[i]] for i in plan.saved_inputs]
+        results = [*(self.copies[v] for v in op.outputs), *self.extras[op]]
+        saved += [results[i] for i in plan.saved_outputs]
+        grads = [self.grads.get(v) or self._zero(v) for v in (op.outputs[i] for i in plan.grads)]
+        inputs = [*saved, *grads]
+        names = [f"d{op.inputs[i].name}" for i in plan.inputs]
+        made = self.maker.add("Call", inputs, op.attributes, (plan.backward,), names, None, op.name)
+        for index, grad in zip(plan.inputs, made, strict=True):
+            self.accumulate(op.inputs[index], grad)
+
+    def _take(
+        self, inputs: Sequence[Value], made: Sequence[Value | None], wanted: Callable[[Value], bool], op: Op
+    ) -> None:
+        if len(made) != len(inputs):
+            raise UnknownOperatorError(
+                f"the gradient rule of {op.op_type} made {len(made)} gradients for {len(inputs)} inputs"
+            )
+        for value, grad in zip(inputs, made, strict=True):
+            if grad is None or not wanted(value):
+                continue
+            if grad.type != value.type:
+                raise UnknownOperatorError(
+                    f"the gradient rule of {op.op_type} made {grad} for {value}: the types must agree"
+                )
+            self.accumulate(value, grad)

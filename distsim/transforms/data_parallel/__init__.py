@@ -1,0 +1,1 @@
+"""Parameters divided over data-parallel ranks, gathered where they are used."""

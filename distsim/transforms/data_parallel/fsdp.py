@@ -1,0 +1,348 @@
+"""fsdp: parameters and optimizer state divided over data-parallel ranks, gathered where they are used.
+
+Fully sharded data parallelism (Zhao et al. 2023; ZeRO stage 3, Rajbhandari et al. 2020): a rank holds an
+equal part of each parameter, of its gradient and of its optimizer state. A parameter is all-gathered before
+it is used, its gradient reduce-scattered per microbatch, and each rank updates its part. Parts are flat, as
+those of DeepSpeed and of torch's FlatParameter: the elements in order, padded with zeros to a multiple of the
+ranks, so that any number of ranks divides any parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from distsim.errors import PlanError
+from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value, all_ops
+from distsim.ir.type import as_tensor
+from distsim.ops import operator
+from distsim.ops.communication import flat_part
+from distsim.transforms.outlining.inline import inline
+from distsim.transforms.pipelining.op_graph import Numbered, is_sum
+from distsim.transforms.recompute.saves import Tag
+from distsim.transforms.sharding.layout import Placement
+from distsim.transforms.sharding.problem_graph import written
+from distsim.transforms.sharding.shard import Sharded
+
+AXIS = "dp"
+
+
+def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
+    """Divide the parameters of what :func:`shard` made, and their optimizer state, over the dp ranks.
+
+    Of each parameter of at least ``smallest`` elements, as tp leaves it, a rank holds ceil(elements / ranks).
+    The whole is gathered at the top level, before the first op or Call that reads it: once for each run of
+    ops between Calls, and for each Call, that reads it in forward; backward reads what forward gathered
+    (:func:`gathered` tags it to be gathered again instead). What an optimizer of a divided parameter reads
+    and makes is divided like it.
+
+    ``local`` must be on a mesh with all its replicas, since shapes depend on how many there are. Raises
+    :class:`PlanError` if it is not, and for an update of a divided parameter that does more than go through
+    it element by element.
+    """
+    ranks = local.mesh.axis_size(AXIS)
+    if ranks != local.dp:
+        raise PlanError(
+            f"{local.function.name} is on a pattern of {ranks} of {local.dp} data-parallel ranks; shard it "
+            f"on a mesh of dp={local.dp}, for the shapes depend on it"
+        )
+    if ranks == 1:
+        return local
+    local = replace(local, function=_with_plain_updates(local.function))
+    divided = [v for v in local.function.parameters if as_tensor(v.type, v.name).size >= max(smallest, 1)]
+    return _Divider(local, ranks, divided).run()
+
+
+def gathered(function: Function, reshard: bool = True) -> dict[Value, Tag]:
+    """Return tags that say what becomes of gathered parameters between forward and backward.
+
+    The chain of each parameter is followed through casts, gathers over dp and views. ``reshard``: all of a
+    chain is recomputed, so no gathered weight is held as an activation. Otherwise the last value that is no
+    view is saved, and the rest is recomputed from it or from the parameter: of views, which need what they
+    are views of, those that backward reads.
+    """
+    tags: dict[Value, Tag] = {}
+    numbered = Numbered(function)
+    ahead = zip(function.ops, numbered.forward, strict=True)
+    late = {value for op, forward in ahead if not forward for value in op.inputs}
+    for chain in chains(function):
+        tags |= dict.fromkeys([v for op in chain for v in op.outputs], Tag.MUST_RECOMPUTE)
+        if not reshard:
+            last = max(i for i, op in enumerate(chain) if not operator(op.op_type).view)
+            tags[chain[last].outputs[0]] = Tag.MUST_SAVE
+            if chain[-1].outputs[0] not in late:
+                for op in chain[last + 1 :]:
+                    del tags[op.outputs[0]]
+    return tags
+
+
+def chains(function: Function) -> list[tuple[Op, ...]]:
+    """Return the ops that gather each parameter over dp: casts, the gather, views, in order."""
+    known: dict[Value, tuple[Op, ...]] = dict.fromkeys(function.parameters, ())
+    last: dict[Value, None] = {}
+    for op in function.ops:
+        if len(op.inputs) == 1 and op.inputs[0] in known and _passes(op):
+            before = known[op.inputs[0]]
+            known[op.outputs[0]] = (*before, op)
+            last.pop(op.inputs[0], None)
+            last[op.outputs[0]] = None
+    return [known[value] for value in last if any(gathers(op) for op in known[value])]
+
+
+def gathers(op: Op) -> bool:
+    """Whether an op gathers something over the data-parallel ranks."""
+    return op.op_type == "MPIAllgather" and op.attributes["axis"] == AXIS
+
+
+def _passes(op: Op) -> bool:
+    return gathers(op) or op.op_type == "Cast" or (operator(op.op_type).view and not is_sum(op))
+
+
+def _with_plain_updates(function: Function) -> Function:
+    """Write out the Calls that update parameters and do more: what else they do is done on whole values."""
+    known: dict[Function, bool] = {}
+
+    def mixed(callee: Function) -> bool:
+        if callee not in known:
+            updates = [bool(operator(op.op_type).in_place) for op in all_ops(callee)]
+            known[callee] = any(updates) and not all(updates)
+        return known[callee]
+
+    while calls := {op for op in function.ops if op.op_type == "Call" and mixed(op.callee)}:
+        function = inline(function, calls)
+    return function
+
+
+@dataclass(frozen=True)
+class _Update:
+    """The operands of an optimizer: the parameter, its gradient, its state; and its results."""
+
+    parameter: Value
+    gradient: Value
+    state: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+
+def _updates(op: Op) -> list[_Update]:
+    """Return the optimizers that an op is, or that a Call runs, in values of the caller.
+
+    Raises :class:`PlanError` if it does anything else, of which it would need whole operands.
+    """
+    if op.op_type != "Call":
+        return [_update(op)]
+    known = dict(zip(op.callee.inputs, op.inputs, strict=True))
+    known |= dict(zip(op.callee.outputs, op.outputs, strict=True))
+    found: list[_Update] = []
+    for part in op.callee.ops:
+        for each in _updates(part):
+            if not all(v in known for v in (each.parameter, each.gradient, *each.state, *each.results)):
+                raise _whole(part)
+            found.append(
+                _Update(
+                    known[each.parameter],
+                    known[each.gradient],
+                    tuple([known[v] for v in each.state]),
+                    tuple([known[v] for v in each.results]),
+                )
+            )
+    return found
+
+
+def _update(op: Op) -> _Update:
+    held = set(operator(op.op_type).in_place.values())
+    shapes = {as_tensor(v.type, v.name).shape for v in (*op.inputs, *op.outputs)}
+    gradients = [v for i, v in enumerate(op.inputs) if i not in held]
+    if 0 not in held or len(gradients) != 1 or len(shapes) > 1:
+        raise _whole(op)
+    state = tuple([v for i, v in enumerate(op.inputs) if i in held and i > 0])
+    return _Update(op.inputs[0], gradients[0], state, op.outputs)
+
+
+def _whole(op: Op) -> PlanError:
+    return PlanError(
+        f"{op!r} is part of an update, or follows one, and needs its operands whole; with fsdp a rank has a "
+        "part of the elements of each parameter, its gradient and its state: use fsdp=none, or an optimizer "
+        "that goes through them element by element"
+    )
+
+
+class _Divider:
+    """Rewrites the function of one Sharded."""
+
+    def __init__(self, local: Sharded, ranks: int, parameters: Collection[Value]) -> None:
+        self.local, self.ranks, self.function = local, ranks, local.function
+        self.parameters = dict.fromkeys(parameters)
+        self.divided = dict(self.parameters)  # and all that is divided like them
+        self.producer = {v: op for op in self.function.ops for v in op.outputs}
+        self.readers: dict[Value, int] = {}
+        for op in self.function.ops:
+            for value in op.inputs:
+                self.readers[value] = self.readers.get(value, 0) + 1
+        self.sums: dict[Op, Value] = {}  # first op of a gradient's sum -> the gradient
+        self.sum_of: dict[Value, list[Op]] = {}
+        self.skipped: set[Op] = set()
+        self.updating: set[Op] = set()
+        self.sliced: list[Value] = []
+        for op in self.function.ops:
+            self._plan(op)
+        self.maker = FunctionMaker(self.function.name)
+        self.env: dict[Value, Value] = {}
+        self.whole: dict[Value, Value] = {}  # as the latest unit gathered it
+        self.first: dict[Value, Value] = {}  # as the first unit did
+        self.callees: dict[tuple[Function, tuple[Type, ...]], Function] = {}
+
+    # --- what is divided --------------------------------------------------------------------------
+
+    def _plan(self, op: Op) -> None:
+        places = [written(op, index) for index in range(len(op.outputs))]
+        if self.parameters.keys().isdisjoint([op.inputs[place] for place in places if place is not None]):
+            return
+        self.updating.add(op)
+        for update in _updates(op):
+            if update.parameter not in self.parameters:
+                continue
+            self.divided |= dict.fromkeys([*update.state, *update.results])
+            if update.gradient in self.producer:
+                self._plan_sum(update.gradient)
+            else:
+                self.sliced.append(update.gradient)
+            self.divided[update.gradient] = None
+
+    def _plan_sum(self, gradient: Value) -> None:
+        """Find the ops that sum a gradient over microbatches and ranks, the last ones that make it.
+
+        Views are among them: flat, a value is the same under any shape.
+        """
+        found: list[Op] = []
+        value = gradient
+        while (
+            value in self.producer and self.readers.get(value, 0) == 1 and value not in self.function.outputs
+        ):
+            op = self.producer[value]
+            if not (operator(op.op_type).view or op.op_type == "MPIAllreduce"):
+                break
+            found.insert(0, op)
+            value = op.inputs[0]
+        if [op for op in found if _reduces(op)]:
+            self.sum_of[gradient] = found
+            self.sums[found[0]] = gradient
+            self.skipped.update(found)
+        else:
+            self.sliced.append(gradient)
+
+    # --- writing -----------------------------------------------------------------------------------
+
+    def run(self) -> Sharded:
+        function, maker = self.function, self.maker
+        numbered = Numbered(function)
+        for value in function.inputs:
+            type_ = self._type(value) if value in self.divided and value not in self.sliced else value.type
+            self.env[value] = maker.add_input_value(value.name, type_, value.role)
+        for number, op in enumerate(function.ops):
+            if op in self.updating:
+                self._update(op)
+            elif op in self.sums:
+                self._sum(self.sums[op])
+            elif op not in self.skipped:
+                self._op(op, numbered.forward[number])
+        maker.set_outputs([self.env[value] for value in function.outputs])
+        local = self.local
+        return replace(
+            local,
+            function=maker.finalize(),
+            inputs=self._places(function.inputs, local.inputs),
+            outputs=self._places(function.outputs, local.outputs),
+            needs_dp=True,
+        )
+
+    def _type(self, value: Value) -> Tensor:
+        whole = as_tensor(value.type, value.name)
+        return whole.with_shape((flat_part(whole.size, self.ranks),))
+
+    def _places(self, values: Sequence[Value], places: Sequence[Placement]) -> tuple[Placement, ...]:
+        return tuple(
+            [
+                replace(place, flat=as_tensor(v.type, v.name).shape)
+                if v in self.divided and v not in self.sliced
+                else place
+                for v, place in zip(values, places, strict=True)
+            ]
+        )
+
+    def _op(self, op: Op, forward: bool) -> None:
+        """Copy an op; it reads whole parameters."""
+        call = op.op_type == "Call"
+        if forward and call:
+            self.whole.clear()
+        values: dict[Value, Value] = {}
+        for value in op.inputs:
+            if value in self.parameters:
+                values[value] = self._gathered(value, forward)
+            elif value in self.divided and value not in self.sliced:
+                raise _whole(op)
+            else:
+                values[value] = self.env[value]
+        self.env.update(zip(op.outputs, self.maker.copy(op, values), strict=True))
+        if forward and call:
+            self.whole.clear()
+
+    def _gathered(self, value: Value, forward: bool) -> Value:
+        known = self.whole if forward else self.first
+        if value not in known:
+            padded = self._add("MPIAllgather", self.env[value], value, axis=AXIS, dim=0)
+            made = self._add("Unflatten", padded, value, shape=as_tensor(value.type, value.name).shape)
+            known[value] = made
+            self.first.setdefault(value, made)
+        return known[value]
+
+    def _flat(self, value: Value, like: Value) -> Value:
+        """Write a whole value flat, padded so that the ranks divide it."""
+        size = as_tensor(value.type, value.name).size
+        flat = self._add("Reshape", value, like, shape=(size,))
+        padding = flat_part(size, self.ranks) * self.ranks - size
+        return self._add("Pad", flat, like, pads=(0, padding)) if padding else flat
+
+    def _sum(self, gradient: Value) -> None:
+        """Reduce and scatter what is summed over the ranks, then sum the parts as the whole was."""
+        ops = self.sum_of[gradient]
+        flat = self._flat(self.env[ops[0].inputs[0]], gradient)
+        value = self._add("MPIReduceScatter", flat, gradient, axis=AXIS, dim=0)
+        for op in ops:
+            if is_sum(op) or (op.op_type == "MPIAllreduce" and not _reduces(op)):
+                value = self._add(op.op_type, value, gradient, **op.attributes)
+        self.env[gradient] = value
+
+    def _update(self, op: Op) -> None:
+        values = {value: self.env[value] for value in op.inputs}
+        for value in values:
+            if value in self.sliced:
+                flat = self._flat(values[value], value)
+                values[value] = self._add("LocalSlice", flat, value, axis=AXIS, dim=0)
+        subfunctions = None
+        if op.op_type == "Call":
+            subfunctions = [self._retyped(op.callee, tuple([values[v].type for v in op.inputs]))]
+        made = self.maker.copy(op, values, subfunctions=subfunctions)
+        self.env.update(zip(op.outputs, made, strict=True))
+
+    def _add(self, op_type: str, value: Value, like: Value, **attributes: object) -> Value:
+        """Add an op of one operand, whose result has the name of ``like``."""
+        return self.maker.add(op_type, [value], attributes, output_names=[like.name])[0]
+
+    def _retyped(self, callee: Function, types: tuple[Type, ...]) -> Function:
+        """Return the callee for inputs of other types."""
+        found = self.callees.get((callee, types))
+        if found is None:
+            maker = FunctionMaker(callee.name)
+            values = {
+                value: maker.add_input_value(value.name, type_, value.role)
+                for value, type_ in zip(callee.inputs, types, strict=True)
+            }
+            for op in callee.ops:
+                values.update(zip(op.outputs, maker.copy(op, values), strict=True))
+            maker.set_outputs([values[value] for value in callee.outputs])
+            found = self.callees[callee, types] = maker.finalize()
+        return found
+
+
+def _reduces(op: Op) -> bool:
+    return op.op_type == "MPIAllreduce" and op.attributes["axis"] == AXIS

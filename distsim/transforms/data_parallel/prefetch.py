@@ -1,0 +1,149 @@
+"""Gathering weights one unit ahead of their use, no earlier and no later.
+
+A unit is a Call, or a run of ops between Calls, that reads gathered parameters. While one unit computes, the
+weights of the next are gathered, as fully sharded data parallelism does it: two units' weights are in memory
+at a time, and the gathers overlap with compute as far as its time allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from distsim.ir import Function, Op, Value
+from distsim.transforms.data_parallel.fsdp import chains, gathers
+from distsim.transforms.pipelining.op_graph import Numbered
+from distsim.transforms.pipelining.stages import StageMap
+
+
+def prefetch(function: Numbered, assigned: StageMap) -> tuple[Numbered, StageMap]:
+    """Return the function, whose stages are assigned, with each gather of a parameter one unit earlier.
+
+    In each pass of each stage the gathers of a unit stand before the unit that comes before it there, behind
+    a barrier that waits for what that one waits for. Those of the first unit of the forward pass wait for
+    nothing, those of the first of the backward pass for what it reads of the forward pass. A function that
+    gathers no parameters over dp is returned as it is.
+    """
+    if not any(gathers(op) for op in function.ops):
+        return function, assigned
+    plain = Function(
+        function.name,
+        tuple(function.inputs),
+        tuple(function.ops),
+        tuple([function.values[v] for v in function.outputs]),
+    )
+    found = chains(plain)
+    if not found:
+        return function, assigned
+    return _Prefetcher(function, assigned, plain, found).run()
+
+
+@dataclass
+class _Unit:
+    """Where a unit starts, what its first op waits for, and the gathers whose results it reads first."""
+
+    start: int
+    anchor: Value | None
+    gathers: list[int]
+
+
+class _Prefetcher:
+    def __init__(
+        self, function: Numbered, assigned: StageMap, plain: Function, found: Sequence[tuple[Op, ...]]
+    ) -> None:
+        self.function, self.assigned, self.plain = function, assigned, plain
+        number = {op: i for i, op in enumerate(function.ops)}
+        self.first_reader: dict[int, int] = {}  # of each value
+        for place in reversed(range(len(function.ops))):
+            for value in function.reads[place]:
+                self.first_reader[value] = place
+        moved = [places for ops in found if self._is_read_in_a_unit(places := [number[op] for op in ops])]
+        # A view that is only returned stays where it is.
+        self.chain = {place for places in moved for place in places if self._is_read(place)}
+        self.roots = {places[0] for places in moved}
+        self.units: dict[tuple[int, bool], list[_Unit]] = {}
+        self.before: dict[int, list[tuple[int, Value | None]]] = {}
+
+    def run(self) -> tuple[Numbered, StageMap]:
+        self._find_units()
+        for (_, forward), units in self.units.items():
+            for place, unit in enumerate(units):
+                ahead = units[place - 1] if place else unit
+                anchor = None if forward and not place else ahead.anchor
+                self.before.setdefault(ahead.start, []).extend((gather, anchor) for gather in unit.gathers)
+        ops: list[Op] = []
+        stages: list[int] = []
+        for number, op in enumerate(self.function.ops):
+            for gather, anchor in self.before.get(number, ()):
+                for written in self._written(gather, anchor):
+                    ops.append(written)
+                    stages.append(self.assigned.stage[gather])
+            if number not in self.chain:
+                ops.append(op)
+                stages.append(self.assigned.stage[number])
+        made = Numbered(replace(self.plain, ops=tuple(ops)))
+        place = {value: i for i, value in enumerate(made.values)}
+        old = self.function.values
+        homes = {place[old[value]]: at for value, at in self.assigned.homes.items()}
+        return made, StageMap(stages, homes)
+
+    def _is_read(self, place: int) -> bool:
+        return any(value in self.first_reader for value in self.function.makes[place])
+
+    def _is_read_in_a_unit(self, chain: Sequence[int]) -> bool:
+        """Whether the first op that reads what a chain gathers is one of a pass, on the stage of the chain.
+
+        One that runs once per step belongs to no unit. What another stage reads is gathered for more than
+        its unit: to wait for what that unit waits for may be to wait for oneself. These gathers stay where
+        they are.
+        """
+        function, stage = self.function, self.assigned.stage
+        read = [v for op in chain for v in function.makes[op] if v in self.first_reader]
+        first = min([at for v in read if (at := self.first_reader[v]) not in chain], default=-1)
+        if first < 0 or function.steps[first] or function.loose[first]:
+            return False
+        return all(stage[op] == stage[first] for op in chain)
+
+    def _find_units(self) -> None:
+        """Go through the ops; a gather belongs to the unit of the first op that reads its result."""
+        function, reader = self.function, self.first_reader
+        waiting: dict[int, list[int]] = {}  # first reader -> gathers
+        for number in sorted(self.chain):
+            last = number
+            while last in self.chain:
+                last = min(reader[value] for value in function.makes[last])
+            waiting.setdefault(last, []).append(number)
+        open_unit: dict[tuple[int, bool], _Unit | None] = {}
+        gathered = {value for number in self.chain for value in function.makes[number]}
+        for number, op in enumerate(function.ops):
+            if number in self.chain or function.steps[number] or function.loose[number]:
+                continue
+            key = (self.assigned.stage[number], function.forward[number])
+            reads = [v for v in function.reads[number] if v in gathered]
+            call = op.op_type == "Call"
+            if not reads:
+                if call:
+                    open_unit[key] = None
+                continue
+            unit = open_unit.get(key)
+            if unit is None or call:
+                unit = _Unit(number, self._anchor(number, gathered), [])
+                self.units.setdefault(key, []).append(unit)
+            unit.gathers += waiting.get(number, ())
+            open_unit[key] = None if call else unit
+
+    def _anchor(self, number: int, gathered: set[int]) -> Value | None:
+        """Return what the op waits for: the last made of what it reads that is no weight."""
+        function = self.function
+        read = [v for v in function.reads[number] if v not in gathered and not function.held[v]]
+        read = [v for v in read if function.producer[v] < 0 or not function.loose[function.producer[v]]]
+        return function.values[max(read)] if read else None
+
+    def _written(self, gather: int, anchor: Value | None) -> list[Op]:
+        """Return the op of a chain, behind a barrier where the chain starts."""
+        op = self.function.ops[gather]
+        if gather not in self.roots or anchor is None:
+            return [op]
+        source = op.inputs[0]
+        late = Value(source.name, source.type)
+        return [Op("OptimizationBarrier", (source, anchor), (late,)), replace(op, inputs=(late,))]

@@ -1,0 +1,1 @@
+"""A joint function is cut into pipeline stages."""

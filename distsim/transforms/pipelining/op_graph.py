@@ -1,0 +1,243 @@
+"""A local function with its ops and values numbered, and what each op is to a pipeline.
+
+All that does not depend on where the function is cut, found once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+
+from distsim.cost.cost_model import RooflineRules, runs_kernel
+from distsim.ir import Attributes, Device, Function, Op, Role, Tensor, Value, all_ops
+from distsim.ops import operator, signature_of, work
+from distsim.ops.operator import memory_bound
+
+Numbers = tuple[int, ...]
+
+_RULES = RooflineRules()
+
+
+class Numbered:
+    """The ops of a function are 0, 1, ... in order; its values are its inputs, then what each op makes.
+
+    ``reads[op]``, ``makes[op]``: the values; ``producer[value]``: the op, or -1 for an input;
+    ``uses[value]``: how often ops read it; ``held[value]``: it is an input that stays over microbatches.
+
+    Of each op, ``sums`` says whether it marks a sum over microbatches, ``steps`` whether it comes after
+    one, hence runs once per step, ``loose`` whether it makes a constant (it belongs to no stage: each
+    that reads one makes it itself), ``forward`` whether the loss, or what is marked as an output of the
+    forward pass, depends on it (and it is neither of the two before). Ops of equal ``kinds`` differ in names
+    and values only.
+
+    ``copies`` are the backward ops that compute a forward op again, with that op, and the barriers through
+    which they read; ``originals`` the forward values that what they make is equal to.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.name, self.inputs, self.ops = function.name, function.inputs, function.ops
+        self.num_inputs = len(function.inputs)
+        self.values: list[Value] = list(function.inputs)
+        self.producer = [-1] * self.num_inputs
+        number = {value: i for i, value in enumerate(function.inputs)}
+        self.reads: list[Numbers] = []
+        self.makes: list[Numbers] = []
+        for index, op in enumerate(function.ops):
+            self.reads.append(tuple([number[value] for value in op.inputs]))
+            for value in op.outputs:
+                number[value] = len(self.values)
+                self.values.append(value)
+                self.producer.append(index)
+            self.makes.append(tuple([number[value] for value in op.outputs]))
+        self.outputs = [number[value] for value in function.outputs]
+        self.uses = [0] * len(self.values)
+        for read in self.reads:
+            for value in read:
+                self.uses[value] += 1
+        self.held = [value.role is not Role.INPUT for value in function.inputs]
+        self.held += [False] * (len(self.values) - self.num_inputs)
+        self.sums = [is_sum(op) for op in function.ops]
+        self.steps = self._steps()
+        self.loose = self._loose()
+        self.has_loose = any(self.loose)
+        self.forward = self._forward()
+        self.kinds = _kinds(function.ops)
+        self._seconds: dict[Device, dict[int, float]] = {}
+
+    def _steps(self) -> list[bool]:
+        made, found = [False] * len(self.values), list[bool]()
+        for index, read in enumerate(self.reads):
+            step = any(made[value] for value in read)
+            found.append(step)
+            if step or self.sums[index]:
+                for value in self.makes[index]:
+                    made[value] = True
+        return found
+
+    def _loose(self) -> list[bool]:
+        made, found = [False] * len(self.values), list[bool]()
+        returned = set(self.outputs)
+        for read, makes in zip(self.reads, self.makes, strict=True):
+            constant = all(made[value] for value in read)
+            for value in makes if constant else ():
+                made[value] = True
+            found.append(constant and returned.isdisjoint(makes))
+        return found
+
+    def _forward(self) -> list[bool]:
+        """Ancestors of the loss, the first scalar output, and of what ``ForwardOutput`` marks; every op when
+        there is no loss."""
+        losses = [v for v in self.outputs if _scalar(self.values[v])]
+        found = [not losses] * len(self.ops)
+        marked = _marking(self.ops)
+        todo = [*losses[:1], *(value for op in marked for value in self.makes[op])]
+        while todo:
+            op = self.producer[todo.pop()]
+            if op >= 0 and not found[op]:
+                found[op] = True
+                todo.extend(self.reads[op])
+        return [
+            f and not (step or constant)
+            for f, step, constant in zip(found, self.steps, self.loose, strict=True)
+        ]
+
+    @cached_property
+    def originals(self) -> dict[int, int]:
+        """What backward computes again -> the forward value that it is equal to."""
+        found: dict[int, int] = {}
+        for index, original in self.copies.items():
+            if not operator(self.ops[index].op_type).waits:
+                found.update(zip(self.makes[index], self.makes[original], strict=True))
+        return found
+
+    @cached_property
+    def copies(self) -> dict[int, int]:
+        """The backward ops that compute a forward op again, found by what they compute -> that op."""
+        if not any(operator(op.op_type).waits for op in self.ops):
+            return {}
+        same = list(range(len(self.values)))  # the first value that a value is equal to
+        equal: dict[Hashable, list[int]] = {}  # forward ops that compute the same
+        found: dict[int, tuple[int, ...]] = {}  # those that a backward op may be a copy of
+        for index, (op, read) in enumerate(zip(self.ops, self.reads, strict=True)):
+            if operator(op.op_type).waits:
+                same[self.makes[index][0]] = same[read[0]]
+                continue
+            key = self.kinds[index], *[same[value] for value in read]
+            if self.forward[index]:
+                equal.setdefault(key, []).append(index)
+            elif key in equal and not self.loose[index]:
+                found[index] = tuple(equal[key])
+            for value, first in zip(self.makes[index], self.makes[equal.get(key, [index])[0]], strict=True):
+                same[value] = first
+        copies = self._originals(found)
+        for index, original in list(copies.items()):
+            for made in [self.producer[value] for value in self.reads[index]]:
+                if made >= 0 and operator(self.ops[made].op_type).waits:
+                    copies[made] = original
+        return copies
+
+    def _originals(self, found: dict[int, tuple[int, ...]]) -> dict[int, int]:
+        """Choose the forward op of each copy: the one that the original of a reader reads, or one without."""
+        read_by: dict[int, int] = {}
+        chosen: dict[int, int] = {}
+        taken: set[int] = set()
+        for index in reversed(found):
+            free = [each for each in found[index] if each not in taken] or found[index]
+            original = read_by.get(index, -1)
+            original = chosen[index] = original if original in found[index] else free[0]
+            taken.add(original)
+            for value, first in zip(self.reads[index], self.reads[original], strict=True):
+                made = self.producer[value]
+                if made in found:
+                    read_by[made] = self.producer[first]
+        return chosen
+
+    def seconds(self, device: Device) -> dict[int, float]:
+        """Return how long each forward op keeps ``device`` busy; equal ops are looked at once."""
+        found = self._seconds.get(device)
+        if found is None:
+            known: dict[int, float] = {}
+            found = self._seconds[device] = {}
+            for index, op in enumerate(self.ops):
+                if self.forward[index]:
+                    kind = self.kinds[index] if op.op_type == "Call" else -1 - index
+                    if kind not in known:
+                        known[kind] = seconds_of(op, device)
+                    found[index] = known[kind]
+        return found
+
+
+def is_sum(op: Op) -> bool:
+    """Whether an op marks the sum over microbatches."""
+    return op.op_type == "Accumulate"
+
+
+def seconds_of(op: Op, device: Device) -> float:
+    """Return how long an op, or all ops of a Call, keep ``device`` busy; communication does not."""
+    total = 0.0
+    for inner in all_ops(op.callee) if op.op_type == "Call" else (op,):
+        if operator(inner.op_type).communication is None and runs_kernel(inner.op_type):
+            signature = signature_of(inner)
+            total += _RULES.compute(signature, work(signature) or memory_bound(signature), device)
+    return total
+
+
+def early_sums(function: Numbered) -> dict[int, int]:
+    """Return the sums over microbatches on which work within a microbatch depends, and one such op each.
+
+    A loss that is divided by the number of tokens in the batch, before its backward pass, is an example.
+    What comes after a sum may read sums and what is the same for every microbatch, nothing else.
+    """
+    sums: list[frozenset[int]] = [frozenset()] * len(function.values)
+    fixed = list(function.held)
+    early: dict[int, int] = {}
+    for index, read in enumerate(function.reads):
+        found = [sums[v] for v in read if sums[v]]
+        before = found[0] if len(found) == 1 else frozenset[int]().union(*found)
+        if early:
+            before -= early.keys()
+        if function.sums[index]:
+            before = frozenset((index,))
+        elif before and any(not fixed[v] and not (sums[v] - early.keys()) for v in read):
+            early |= dict.fromkeys(sorted(before), index)
+            before = frozenset[int]()
+        elif not before and all(fixed[v] for v in read):
+            for value in function.makes[index]:
+                fixed[value] = True
+        if before:
+            for value in function.makes[index]:
+                sums[value] = before
+    return early
+
+
+def _scalar(value: Value) -> bool:
+    return isinstance(value.type, Tensor) and value.type.shape == ()
+
+
+def _marking(ops: Sequence[Op]) -> list[int]:
+    """Return the ops that mark an output of the forward pass, and the Calls that run such an op."""
+    known: dict[Function, bool] = {}
+
+    def marks(op: Op) -> bool:
+        if op.op_type != "Call":
+            return op.op_type == "ForwardOutput"
+        if op.callee not in known:
+            known[op.callee] = any(map(marks, op.callee.ops))
+        return known[op.callee]
+
+    return [number for number, op in enumerate(ops) if marks(op)]
+
+
+def _kinds(ops: Sequence[Op]) -> list[int]:
+    """Return a number for each op, the same for ops that differ in names and values only."""
+    attributes: dict[Attributes, int] = {}
+    known: dict[int, int] = {}  # the same objects occur again and again: a look-up by identity
+    kinds: dict[Hashable, int] = {}
+    found: list[int] = []
+    for op in ops:
+        given = known.get(id(op.attributes))
+        if given is None:
+            given = known[id(op.attributes)] = attributes.setdefault(op.attributes, len(attributes))
+        kind = (op.op_type, given, op.subfunctions, op.version, len(op.inputs), len(op.outputs))
+        found.append(kinds.setdefault(kind, len(kinds)))
+    return found

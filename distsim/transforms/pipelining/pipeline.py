@@ -1,0 +1,350 @@
+"""pipeline: cut a joint function into the stages of a Program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from distsim.errors import PlanError
+from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
+from distsim.ir.device import logical_mesh
+from distsim.ops import operator
+from distsim.program.program import Parts, Program, ProgramInput, ProgramOutput, Stage, StageBlocks
+from distsim.schedule import Schedule
+from distsim.transforms.data_parallel.prefetch import prefetch
+from distsim.transforms.outlining.inline import inline
+from distsim.transforms.pipelining.op_graph import Numbered, early_sums
+from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
+from distsim.transforms.pipelining.stage_inputs import keep_received
+from distsim.transforms.pipelining.stages import StageMap, assign_stages
+from distsim.transforms.sharding.shard import Sharded
+
+Starts = tuple[int, ...]
+"""Where stages begin: places among the forward ops that take time; the first is 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A local function cut into stages, whatever the schedule and wherever they run."""
+
+    name: str
+    pattern: Mesh
+    stages: tuple[StageBlocks, ...]
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ProgramOutput, ...]
+    notes: tuple[str, ...]
+
+    def program(
+        self, mesh: Mesh, schedule: Schedule, saving_all: Callable[[], Program] | None = None
+    ) -> Program:
+        """Return the program that runs the stages on the slices of ``mesh`` in this order.
+
+        ``saving_all`` makes the one that recomputes nothing, if this one recomputes.
+        """
+        slices = mesh.slices("pp")
+        if not schedule.num_stages == len(slices) == len(self.stages):
+            raise PlanError(
+                f"the schedule has {schedule.num_stages} stages, the mesh has pp={len(slices)}, the function "
+                f"was cut into {len(self.stages)}; make them agree"
+            )
+        return Program(
+            self.name,
+            mesh,
+            self.pattern,
+            tuple([Stage(own, *blocks) for own, blocks in zip(slices, self.stages, strict=True)]),
+            schedule,
+            self.inputs,
+            self.outputs,
+            self.notes,
+            saving_all,
+            self.parts,
+        )
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What the programs of this cut have in common, verified once."""
+        return Parts(self.name, self.stages, self.inputs, self.outputs)
+
+
+def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
+    """Cut what :func:`shard` made into stages on the slices of ``mesh`` (axes pp, dp, tp).
+
+    Each stage becomes a forward and a backward function of one microbatch (with a variant that adds to
+    the sums of earlier microbatches) and the functions that run once per step. Raises
+    :class:`PlanError` when the function has fewer forward ops than there are stages.
+    """
+    if schedule.num_microbatches != local.microbatches:
+        raise PlanError(
+            f"the schedule has {schedule.num_microbatches} microbatches, the function was sharded for "
+            f"{local.microbatches}; make them agree"
+        )
+    return cut_stages(local, mesh.axis_size("pp"), mesh.devices[0]).program(mesh, schedule)
+
+
+def cut_stages(local: Sharded, num_stages: int, device: Device, starts: Starts | None = None) -> Cut:
+    """Cut what :func:`shard` made into ``num_stages`` stages of even time on ``device``, or at ``starts``.
+
+    What was cut already is not cut again while someone holds it: plans that differ in their schedule, or
+    divide the batch into as many parts, share it.
+    """
+    source = _Source.of(local)
+    figures = logical_mesh(device, 1, 1).devices[0]  # which of equal devices it is does not matter
+    found = source.cuts.get((num_stages, figures, starts))
+    if found is None:
+        function, assigned = source.function, assign_stages(source.function, num_stages, figures, starts)
+        # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
+        function, assigned = _untie(function, assigned, num_stages, figures, starts)
+        function, assigned = keep_received(function, assigned)
+        function, assigned = prefetch(function, assigned)
+        found = _Cutter(local, source, function, assigned, num_stages).cut()
+        source.cuts[num_stages, figures, starts] = found
+    return found
+
+
+def to_cut(local: Sharded) -> Numbered:
+    """Return the function whose forward ops the starts of :func:`cut_stages` count."""
+    return _Source.of(local).function
+
+
+class _Source:
+    """What is known of a local function before it is cut, and how it was cut."""
+
+    def __init__(self, local: Sharded) -> None:
+        self.function = function = _without_early_sums(local.function, local.microbatches)
+        self.inputs: list[Value] = []
+        places = {id(place): place for place in (*local.inputs, *local.outputs)}
+        divided = {
+            key: (place.shards(), place.batch.sharded, max(place.batch.dim, 0))
+            for key, place in places.items()
+        }
+        for key, source in zip(function.inputs, local.sources, strict=True):
+            same = source.role is key.role
+            self.inputs.append(source if same else Value(source.name, source.type, key.role))
+        self.divided = [divided[id(place)] for place in local.inputs]
+        given: list[Function | None] = [None] * (len(self.inputs) - len(local.made))
+        self.made = [*given, *local.made]
+        self.outputs = [(divided[id(place)][0], place.batch) for place in local.outputs]
+        self.cuts: WeakValueDictionary[tuple[int, Device, Starts | None], Cut] = WeakValueDictionary()
+
+    @staticmethod
+    def of(local: Sharded) -> _Source:
+        known = _SOURCES.setdefault(local.function, {})
+        many = local.microbatches > 1
+        if many not in known:
+            known[many] = _Source(local)
+        return known[many]
+
+
+_SOURCES: WeakKeyDictionary[Function, dict[bool, _Source]] = WeakKeyDictionary()
+
+
+def _without_early_sums(local: Function, microbatches: int) -> Numbered:
+    """Return the function without marks of sums that a microbatch waits for: with one they are there already.
+
+    A Call waits as a whole for all that it reads, and hides what is the same for every microbatch. One in the
+    way is written out: of a callee with a loss and its trained weight, the gradient of that weight waits for
+    the loss, the rest of the backward pass does not.
+    """
+    function = Numbered(local)
+    early = early_sums(function)
+    if not early:
+        return function
+    calls = _calls_at(function, early.values()) if microbatches > 1 else ()
+    if calls:
+        return _without_early_sums(inline(local, calls), microbatches)
+    dropped = {function.ops[number] for number in early}
+    if microbatches > 1:
+        mark, reader = next((function.ops[a], function.ops[b]) for a, b in early.items())
+        raise PlanError(
+            f"{reader!r} needs {mark.outputs[0].name!r} of the whole batch, so the batch cannot be divided "
+            f"into {microbatches} microbatches; use microbatches=1"
+        )
+    maker = FunctionMaker(function.name)
+    maker.adopt_inputs(function.inputs)
+    plain: dict[Value, Value] = {}
+    for op in function.ops:
+        if op in dropped:
+            plain[op.outputs[0]] = plain.get(op.inputs[0], op.inputs[0])
+        else:
+            maker.adopt(replace(op, inputs=tuple(plain.get(v, v) for v in op.inputs)))
+    outputs = [function.values[value] for value in function.outputs]
+    maker.set_outputs([plain.get(v, v) for v in outputs])
+    return Numbered(maker.finalize())
+
+
+def _calls_at(function: Numbered, readers: Iterable[int]) -> set[Op]:
+    """Return those of the readers that are Calls, and the Calls that make what the others read."""
+    found: set[int] = set()
+    for op in readers:
+        called = function.ops[op].op_type == "Call"
+        found.update([op] if called else [function.producer[value] for value in function.reads[op]])
+    return {function.ops[op] for op in found if op >= 0 and function.ops[op].op_type == "Call"}
+
+
+def _untie(
+    function: Numbered, assigned: StageMap, num_stages: int, device: Device, starts: Starts | None
+) -> tuple[Numbered, StageMap]:
+    """Sum over microbatches before adding gradients that come from two stages.
+
+    A parameter that two stages read (tied embeddings) gets a gradient from each; adding them per
+    microbatch would send one of them every time.
+    """
+    tied: dict[Op, tuple[Op, ...]] = {}
+    for number, op in enumerate(function.ops):
+        if function.sums[number]:
+            found = _added_before(function, number)
+            if found and _from_two_stages(function, assigned, found[0]):
+                tied[op] = tuple([function.ops[each] for each in found])
+    if not tied:
+        return function, assigned
+    maker = FunctionMaker(function.name)
+    maker.adopt_inputs(function.inputs)
+    gone = {each for ops in tied.values() for each in ops}
+    for op in function.ops:
+        if op in tied:
+            added, *scattered = tied[op]
+            sums: list[Value] = []
+            for value in added.inputs:
+                for each in scattered:
+                    value = maker.add(each.op_type, [value], each.attributes, output_names=[value.name])[0]
+                sums += maker.add("Accumulate", [value], output_names=[value.name])
+            maker.adopt(Op("Add", tuple(sums), op.outputs))
+        elif op not in gone:
+            maker.adopt(op)
+    maker.set_outputs([function.values[value] for value in function.outputs])
+    untied = Numbered(maker.finalize())
+    return untied, assign_stages(untied, num_stages, device, starts)
+
+
+def _added_before(function: Numbered, sum_: int) -> list[int]:
+    """Return the op that makes what is summed over microbatches, and what scatters it over ranks after it."""
+    found = [function.producer[function.reads[sum_][0]]]
+    for passed in ("MPIReduceScatter", "Pad", "Reshape"):  # as fsdp writes a gradient flat and scatters it
+        made = found[0]
+        if made < 0 or (passed != "MPIReduceScatter" and len(found) == 1):
+            break
+        if function.ops[made].op_type == passed and function.uses[function.makes[made][0]] == 1:
+            found.insert(0, function.producer[function.reads[made][0]])
+    return found if found[0] >= 0 else []
+
+
+def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool:
+    """Whether an op adds what two stages make, and its sum is read once."""
+    if function.ops[added].op_type != "Add" or len(function.reads[added]) < 2:
+        return False
+    (value,) = function.makes[added]
+    if function.uses[value] + function.outputs.count(value) > 1:
+        return False
+    makers = [function.producer[v] for v in function.reads[added]]
+    return len({assigned.stage[op] for op in makers if op >= 0 and assigned.stage[op] >= 0}) > 1
+
+
+class _Cutter:
+    """Puts the ops of a function whose stages are assigned into blocks."""
+
+    def __init__(
+        self, local: Sharded, source: _Source, function: Numbered, assigned: StageMap, count: int
+    ) -> None:
+        self.local, self.source, self.function, self.count = local, source, function, count
+        self.homes = assigned.homes
+        self.stage = list(assigned.stage)
+        self.round = [-1] * len(function.ops)
+        for op, step in enumerate(function.steps):
+            if step:
+                self._place_step(op)
+
+    def _place_step(self, op: int) -> None:
+        """Place an op that runs once per step where its parameter is, or else with what it reads."""
+        function, homes = self.function, self.homes
+        read = function.reads[op]
+        made = [m for m in [function.producer[v] for v in read] if m >= 0 and not function.loose[m]]
+        owned = [homes[v][0] for v in read if v in homes]
+        stage = self.stage[op] = min(owned or [self.stage[m] for m in made] or [0])
+        before = [self.round[m] + (self.stage[m] != stage) for m in made if self.round[m] >= 0]
+        self.round[op] = max(before, default=0)
+
+    def cut(self) -> Cut:
+        groups = self._groups()
+        make = Blocks(self.function, self._read_outside(groups))
+        empty: Group = ([], ())
+        stages: list[StageBlocks] = []
+        for index in range(self.count):
+            rounds = sorted(r for s, phase, r in groups if s == index and phase == "U")
+            updates = [(r, make.block("update", groups[index, "U", r])) for r in rounds]
+            forward = make.block("forward", groups.get((index, "F", 0), empty))
+            backward = make.block("backward", groups.get((index, "B", 0), empty))
+            stages.append((forward, backward, tuple(updates)))
+        name, local = self.function.name, self.local
+        inputs = self._inputs(groups)
+        return Cut(name, local.mesh, tuple(stages), inputs, self._outputs(inputs), local.notes)
+
+    def _groups(self) -> dict[tuple[int, str, int], Group]:
+        groups: dict[tuple[int, str, int], list[int]] = {}
+        function = self.function
+        for op, stage in enumerate(self.stage):
+            if function.loose[op]:
+                continue
+            if function.steps[op]:
+                key = (stage, "U", self.round[op])
+            else:
+                key = (stage, "F" if function.forward[op] else "B", 0)
+            groups.setdefault(key, []).append(op)
+        return {key: group_of(function, ops) for key, ops in groups.items()}
+
+    def _read_outside(self, groups: dict[tuple[int, str, int], Group]) -> Sequence[bool]:
+        """Return which values some other block, or the caller, reads."""
+        found = [False] * len(self.function.values)
+        for values in (self.function.outputs, *(read for _, read in groups.values())):
+            for value in values:
+                found[value] = True
+        return found
+
+    def _inputs(self, groups: dict[tuple[int, str, int], Group]) -> tuple[ProgramInput, ...]:
+        alone = [(stage,) for stage in range(self.count)]
+        readers: dict[int, tuple[int, ...]] = {}
+        for (stage, _, _), (_, read) in sorted(groups.items(), key=lambda item: item[0]):
+            for value in read:
+                known = readers.get(value, ())
+                if value < self.function.num_inputs and stage not in known:
+                    readers[value] = (*known, stage) if known else alone[stage]
+        for value in self.function.outputs:  # an input that is only handed on
+            if value < self.function.num_inputs:
+                readers.setdefault(value, (0,))
+        keys, source = self.function.inputs, self.source
+        return tuple(
+            [
+                ProgramInput(typed, key, shards, divided, readers.get(value, ()), dim, made)
+                for value, (typed, key, (shards, divided, dim), made) in enumerate(
+                    zip(source.inputs, keys, source.divided, source.made, strict=True)
+                )
+            ]
+        )
+
+    def _outputs(self, inputs: Sequence[ProgramInput]) -> tuple[ProgramOutput, ...]:
+        found: list[ProgramOutput] = []
+        function = self.function
+        shared = any(len(homes) > 1 for homes in self.homes.values())
+        for value, (shards, batch) in zip(function.outputs, self.source.outputs, strict=True):
+            op, key = function.producer[value], function.values[value]
+            stage = inputs[value].stages[0] if op < 0 else self.stage[op]
+            microbatched = batch.sharded and not (op >= 0 and function.steps[op])
+            if microbatched and batch.pieces and self.local.microbatches > 1:
+                raise PlanError(
+                    f"output {key.name!r} has the batch in parts of dimension {batch.dim}, which "
+                    f"{self.local.microbatches} microbatches do not make one after the other; use "
+                    "microbatches=1, or return it before its dimensions are merged"
+                )
+            copies = self._copies(op, value, stage) if shared and op >= 0 else ()
+            found.append(ProgramOutput(key, shards, microbatched, stage, copies, max(batch.dim, 0)))
+        return tuple(found)
+
+    def _copies(self, op: int, value: int, stage: int) -> tuple[int, ...]:
+        """Return the other stages that hold the parameter of which ``value`` is the new one."""
+        made = self.function.ops[op]
+        taken = operator(made.op_type).in_place.get(value - self.function.makes[op][0])
+        if taken is None or made.inputs[taken].role is not Role.PARAMETER:
+            return ()
+        homes = self.homes.get(self.function.reads[op][taken], ())
+        return tuple([other for other in homes if other != stage])

@@ -1,0 +1,103 @@
+"""The blocks of a pipeline's stages: each distinct one written once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from distsim.ir import Function, Op, Value
+from distsim.program.program import Block
+from distsim.transforms.pipelining.op_graph import Numbered, is_sum
+
+Group = tuple[Sequence[int], tuple[int, ...]]
+"""Numbers of ops, in order, and of the values that they read and do not make."""
+
+
+def group_of(function: Numbered, ops: Sequence[int]) -> Group:
+    """Return ops, with those before them that make the constants they read, as a group."""
+    needed: dict[int, None] = {}
+
+    def need(op: int) -> None:
+        for value in function.reads[op]:
+            made = function.producer[value]
+            if made >= 0 and function.loose[made] and made not in needed:
+                need(made)
+                needed[made] = None
+
+    if function.has_loose:
+        for op in ops:
+            need(op)
+    ops = [*needed, *ops]
+    made = {value for op in ops for value in function.makes[op]}
+    read = dict.fromkeys([value for op in ops for value in function.reads[op]])
+    return ops, tuple([value for value in read if value not in made])
+
+
+class Blocks:
+    """Makes blocks; groups of ops that do the same, wired in the same way, share their Functions.
+
+    ``outside`` says of each value whether another block, or the caller, reads it.
+    """
+
+    def __init__(self, function: Numbered, outside: Sequence[bool]) -> None:
+        self.function, self.outside = function, outside
+        self.made: dict[Hashable, tuple[Function, Function | None]] = {}
+
+    def block(self, phase: str, group: Group) -> Block:
+        """Return the block of a group."""
+        function, (numbers, read) = self.function, group
+        returned = [v for op in numbers for v in function.makes[op] if self.outside[v]]
+        values, ops = function.values, [function.ops[op] for op in numbers]
+        sums = tuple([function.ops[op].outputs[0] for op in numbers if function.sums[op]])
+        inputs, outputs = tuple([values[v] for v in read]), tuple([values[v] for v in returned])
+        key = phase, self._structure(numbers, read, returned)
+        found = self.made.get(key)
+        if found is None:
+            plain = _write(phase, ops, inputs, outputs, ())
+            found = plain, _write(f"{phase}_next", ops, inputs, outputs, sums) if sums else None
+            self.made[key] = found
+        names = tuple([op.name for op in ops])
+        own = tuple([op.name for op in ops if not is_sum(op)]) if sums else names
+        return Block(found[0], inputs, outputs, sums, found[1], own, names if sums else ())
+
+    def _structure(self, ops: Sequence[int], read: Sequence[int], returned: Sequence[int]) -> Hashable:
+        """Return what two groups of ops have in common when they differ in names only."""
+        function = self.function
+        number = {value: i for i, value in enumerate(read)}
+        wired: list[int] = []
+        for op in ops:
+            wired.append(function.kinds[op])  # says how many values are read and made
+            wired += [number[value] for value in function.reads[op]]
+            for value in function.makes[op]:
+                number[value] = len(number)
+        given = [function.values[value] for value in read]
+        return (
+            tuple([(value.type, value.role) for value in given]),
+            tuple(wired),
+            tuple([number[value] for value in returned]),
+        )
+
+
+def _write(
+    name: str, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value], sums: Sequence[Value]
+) -> Function:
+    """Return the function of these ops; the mark of a sum adds to ``sums``, or else is nothing.
+
+    Ops and values are those of the function that is cut, whose types have been checked.
+    """
+    so_far = {value: Value(f"{value.name}.sum", value.type) for value in sums}
+    env: dict[Value, Value] = {}
+    written: list[Op] = []
+    for op in ops:
+        if not is_sum(op):
+            if op.name or not env.keys().isdisjoint(op.inputs):
+                read = tuple([env.get(value, value) for value in op.inputs])
+                op = Op(op.op_type, read, op.outputs, op.attributes, op.subfunctions, op.version)
+            written.append(op)
+            continue
+        part, key = env.get(op.inputs[0], op.inputs[0]), op.outputs[0]
+        if key in so_far:
+            written.append(Op("AccumulateInto", (so_far[key], part), op.outputs))
+        else:
+            env[key] = part
+    made = tuple([env.get(value, value) for value in outputs])
+    return Function(name, (*inputs, *so_far.values()), tuple(written), made)

@@ -1,0 +1,142 @@
+"""Where the stages of a pipeline begin when they are not of even work: by counting, or by searching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from distsim.cost.cost_model import CostModel
+from distsim.errors import PartitionError, PlanError
+from distsim.ir import Device, Mesh
+from distsim.schedule import Schedule
+from distsim.simulate.maxplus.engine import run_program
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.stage_balance import Split, StageProblem, mesh_communication
+from distsim.transforms.pipelining.model_blocks import ModelBlocks, costs_of, model_blocks
+from distsim.transforms.pipelining.pipeline import Cut, cut_stages
+from distsim.transforms.sharding.shard import Sharded
+
+EFFORT = 20_000
+"""Simulations of the search for one plan."""
+ROOM = 1.25
+"""How much more than the memory of a device its blocks may need by their figures, which are estimates, before
+what they need in fact is looked at."""
+MOST_TRIES = 12
+"""How often a search is repeated when a split turns out to need too much memory."""
+
+
+def default_cut(local: Sharded, num_stages: int, device: Device) -> Cut:
+    """Cut as torchtitan would: see :meth:`ModelBlocks.default`."""
+    blocks = model_blocks(local, device)
+    starts = blocks.default(num_stages)
+    sizes = _sizes([blocks.starts.index(start) for start in starts], len(blocks))
+    return _noted(cut_stages(local, num_stages, device, starts), f"stages=default: {sizes} blocks")
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A cut, how long its step takes, and the most bytes by which a device is over."""
+
+    cut: Cut
+    step_time: float
+    missing: float
+
+
+def fastest_cut(
+    functions: Sequence[Sharded], even: Cut, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+) -> Cut:
+    """Return the cut of the fastest simulated step that fits in memory.
+
+    ``functions`` are the same function with ever more Calls written out: the blocks of each are split
+    (:func:`distsim.stage_balance.auto_split`), and what comes out is simulated in full. So are ``even``,
+    the cut by work, and that of :func:`default_cut`, where there is one: the fastest is returned. Raises
+    :class:`PartitionError` when nothing fits.
+    """
+    device = mesh.devices[0]
+    found: list[_Candidate] = []
+    refused: list[PartitionError] = []
+    for local in functions:
+        try:
+            found += _searched(local, device, mesh, schedule, cost_model)
+        except PartitionError as error:
+            refused.append(error)
+    found += _counted(functions[0], device, mesh, schedule, cost_model)
+    even = _noted(even, "stages=auto: the cut of even work is the fastest of those simulated")
+    found.append(_simulated(even, mesh, schedule, cost_model))
+    fitting = [each for each in found if each.missing <= 0]
+    if fitting:
+        return min(fitting, key=lambda each: each.step_time).cut
+    if refused:
+        raise refused[0]
+    least = min(each.missing for each in found)
+    raise PartitionError(
+        f"stages=auto: no split into {schedule.num_stages} stages fits in memory; the best is over by "
+        f"{least / 2**20:,.1f} MiB; use more stages, smaller microbatches, or recompute more"
+    )
+
+
+def _searched(
+    local: Sharded, device: Device, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+) -> list[_Candidate]:
+    """Return the best splits of a function's blocks, the last of which fits in memory if any does."""
+    stages = schedule.num_stages
+    blocks = model_blocks(local, device)
+    if len(blocks) < stages:
+        return []
+    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model)
+    limits = [min(d.memory for d in mesh.at(pp=stage).devices) for stage in range(stages)]
+    problem = StageProblem(costs, schedule, mesh_communication(mesh, cost_model), limits)
+    found: list[_Candidate] = []
+    room = [ROOM * limit for limit in limits]
+    for _ in range(MOST_TRIES):
+        try:
+            split = problem.within(room).best(EFFORT)
+        except PartitionError:
+            break
+        cut = cut_stages(local, stages, device, blocks.stages(split.starts))
+        cut = _noted(cut, _described(split, blocks))
+        found.append(_simulated(cut, mesh, schedule, cost_model))
+        if found[-1].missing <= 0:
+            return found
+        peaks = program_memory(cut.program(mesh, schedule)).peaks
+        for stage, (peak, limit, memory) in enumerate(zip(peaks, limits, split.memory, strict=True)):
+            if peak > limit:  # so much by the blocks' figures is too much
+                room[stage] = limit - (peak - memory)
+    if not found:
+        problem.within(limits).best(1)  # says what is missing
+    return found
+
+
+def _counted(
+    local: Sharded, device: Device, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+) -> list[_Candidate]:
+    """Return the cut by counting layers, if these can be counted: costs of blocks are estimates."""
+    try:
+        cut = default_cut(local, schedule.num_stages, device)
+    except PlanError:
+        return []
+    note = "stages=auto: the cut by counting layers is the fastest of those simulated"
+    return [_simulated(_noted(cut, note), mesh, schedule, cost_model)]
+
+
+def _simulated(cut: Cut, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> _Candidate:
+    program = cut.program(mesh, schedule)
+    return _Candidate(cut, run_program(program, cost_model).step_time, program_memory(program).missing)
+
+
+def _described(split: Split, blocks: ModelBlocks) -> str:
+    proof = "proven the fastest" if split.proven else f"at most {split.gap:.2%} from the fastest"
+    firsts = ", ".join(blocks.names[first] for first in split.starts)
+    return (
+        f"stages=auto: {_sizes(split.starts, len(blocks))} blocks, beginning with {firsts}; "
+        f"{split.step_time * 1e3:.3f} ms by their costs, {proof} by them"
+    )
+
+
+def _sizes(firsts: Sequence[int], count: int) -> str:
+    ends = [*firsts[1:], count]
+    return ", ".join(str(end - first) for first, end in zip(firsts, ends, strict=True))
+
+
+def _noted(cut: Cut, note: str) -> Cut:
+    return replace(cut, notes=(*cut.notes, note))

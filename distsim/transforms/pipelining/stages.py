@@ -1,0 +1,255 @@
+"""Which pipeline stage each op of a joint function belongs to.
+
+The forward ops (those that the loss depends on) are cut, in order, into contiguous stages of least
+bottleneck. A backward op lives where its forward op lives: on the last stage on which everything is
+at hand that it reads, going down from the stage that its gradients come from. What backward computes again
+is computed where it was the first time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from distsim.ir import Device
+from distsim.ops import operator
+from distsim.transforms.pipelining.balance import cut
+from distsim.transforms.pipelining.op_graph import Numbered
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """The stage of every per-microbatch op (-1 for the others), by number of the op.
+
+    ``homes`` are the stages that read a parameter or constant in forward (the first one updates it).
+    """
+
+    stage: Sequence[int]
+    homes: Mapping[int, tuple[int, ...]]
+
+
+def assign_stages(
+    function: Numbered, num_stages: int, device: Device, starts: Sequence[int] | None = None
+) -> StageMap:
+    """Cut a (sharded, joint) function into ``num_stages`` stages of even time on ``device``.
+
+    ``starts`` says where they begin instead: places among the forward ops that take time.
+    Raises :class:`PlanError` when there are fewer forward ops than stages.
+    """
+    stage = _forward_stages(function, num_stages, device, starts)
+    homes = _homes(function, stage)
+    rest = _place_rest(function, stage, homes, num_stages)
+    late: dict[int, int] = {}
+    for op in rest:
+        for value in function.reads[op]:
+            if function.held[value]:
+                late[value] = min(late.get(value, num_stages), stage[op])
+    homes = {value: (place,) for value, place in late.items()} | homes  # read in backward only
+    _Sink(function, rest, stage, homes).run()
+    return StageMap(stage, homes)
+
+
+def _forward_stages(
+    function: Numbered, num_stages: int, device: Device, starts: Sequence[int] | None
+) -> list[int]:
+    """Cut the forward ops that take time; what takes none (a view, a sum's mark) follows its operands."""
+    seconds = function.seconds(device)
+    timed = [op for op, cost in seconds.items() if cost > 0]
+    if starts is None:
+        own = cut(function, timed, seconds, num_stages)
+    else:
+        own = {op: bisect_right(starts, place) - 1 for place, op in enumerate(timed)}
+    stage = [-1] * len(function.ops)
+    made = [-1] * len(function.values)
+    for op in seconds:
+        stage[op] = own.get(op, max([made[value] for value in function.reads[op]], default=-1))
+        for value in function.makes[op]:
+            made[value] = stage[op]
+    first: dict[int, int] = {}  # the first stage that reads each value
+    for op in reversed(seconds):
+        if stage[op] < 0:  # goes where it is read; for the end of the step, where backward begins
+            readers = [first[value] for value in function.makes[op] if value in first]
+            stage[op] = min(readers, default=num_stages - 1)
+        for value in function.reads[op]:
+            first[value] = min(first.get(value, num_stages), stage[op])
+    return stage
+
+
+def _homes(function: Numbered, stage: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    found: dict[int, dict[int, None]] = {}
+    for op, read in enumerate(function.reads):
+        if stage[op] >= 0:
+            for value in read:
+                if function.held[value]:
+                    found.setdefault(value, {})[stage[op]] = None
+    return {value: tuple(sorted(stages)) for value, stages in found.items()}
+
+
+def _place_rest(
+    function: Numbered, stage: list[int], homes: Mapping[int, tuple[int, ...]], num_stages: int
+) -> list[int]:
+    """Place the backward ops, each as far up as what it reads is at hand; return them.
+
+    What is at hand anywhere, such as the gather of a parameter that forward does not read, is made where it
+    is read, on the stage whose backward pass runs first.
+    """
+    reach = _reach(function, stage)
+    weights = _weights(function)
+    rest: list[int] = []
+    producer, forward, loose, held = function.producer, function.forward, function.loose, function.held
+    for op, read in enumerate(function.reads):
+        if forward[op] or loose[op] or function.steps[op]:
+            continue
+        original = function.copies.get(op)
+        if original is not None:
+            stage[op] = stage[original]
+            rest.append(op)
+            continue
+        bounds: list[int] = []
+        waits = operator(function.ops[op].op_type).waits
+        for value in read:
+            if waits and value in function.originals:  # for what runs again, where it does
+                bounds.append(stage[producer[value]])
+                continue
+            value = function.originals.get(value, value)
+            value = weights.get(value, value)
+            made = producer[value]
+            if made < 0:
+                if held[value] and value in homes:
+                    bounds.append(homes[value][-1])
+            elif forward[made]:
+                bounds.append(reach[value])
+            elif not loose[made] and stage[made] >= 0:
+                bounds.append(stage[made])
+        stage[op] = min(bounds, default=-1)
+        rest.append(op)
+    last: dict[int, int] = {}  # the last stage that reads each value
+    for op in reversed(rest):
+        if stage[op] < 0:
+            stage[op] = max([last[v] for v in function.makes[op] if v in last], default=num_stages - 1)
+        for value in function.reads[op]:
+            last[value] = max(last.get(value, 0), stage[op])
+    return rest
+
+
+def _weights(function: Numbered) -> dict[int, int]:
+    """Return what forward makes of parameters by gathers, casts and views, and of which.
+
+    Several stages may read a parameter, each gathers it: a backward op that reads one of these values goes
+    where it would go if it read the parameter.
+    """
+    found: dict[int, int] = {}
+    for op, read in enumerate(function.reads):
+        if len(read) != 1 or not function.forward[op]:
+            continue
+        source = found.get(read[0], read[0])
+        meaning = operator(function.ops[op].op_type)
+        passes = meaning.view or meaning.communication is not None or function.ops[op].op_type == "Cast"
+        if passes and function.producer[source] < 0 and function.held[source]:
+            found |= dict.fromkeys(function.makes[op], source)
+    return found
+
+
+def _reach(function: Numbered, stage: Sequence[int]) -> dict[int, int]:
+    """Return the last stage on which each forward value is at hand: made or received there."""
+    reach: dict[int, int] = {}
+    for op, own in enumerate(stage):
+        if own >= 0:
+            for value in (*function.makes[op], *function.reads[op]):
+                if own > reach.get(value, -1):
+                    reach[value] = own
+    return reach
+
+
+class _Sink:
+    """Moves ops that read gradients, and data at most, down to where their result is used, if fewer bytes
+    travel so.
+
+    The gradient of a bias is the example: its forward op is on the stage below the cut, to which the
+    gradient that it sums up is sent anyway. That of an embedding is another.
+    """
+
+    def __init__(
+        self,
+        function: Numbered,
+        rest: Sequence[int],
+        stage: list[int],
+        homes: Mapping[int, tuple[int, ...]],
+    ) -> None:
+        self.function, self.rest, self.stage, self.homes = function, rest, stage, homes
+        self.late = [False] * len(function.values)
+        for op in rest:
+            if op not in function.copies:
+                for value in function.makes[op]:
+                    self.late[value] = True
+
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[int]]:
+        """The ops that read each value."""
+        found: dict[int, list[int]] = {}
+        for op, read in enumerate(self.function.reads):
+            for value in read:
+                found.setdefault(value, []).append(op)
+        return found
+
+    def run(self) -> None:
+        function, stage = self.function, self.stage
+        for op in reversed(self.rest):
+            read = function.reads[op]
+            if op in function.copies or not self._movable(read):
+                continue
+            if function.sums[op] and function.uses[read[0]] == 1:
+                continue  # as many bytes before it as after it
+            users = [user for value in function.makes[op] for user in self._users(value)]
+            places = [self._place(user) for user in users]
+            known = [place for place in places if place is not None]
+            target = max(known, default=stage[op])
+            if len(known) < len(places) or target >= stage[op]:
+                continue
+            sent = [value for value in read if self.late[value] and not self._at_hand(value, op, target)]
+            extra = sum(map(self._nbytes, sent))
+            if extra < sum(map(self._nbytes, function.makes[op])):
+                stage[op] = target
+                for value in function.makes[op]:
+                    for user in self.readers.get(value, ()):
+                        if function.sums[user]:
+                            stage[user] = target
+
+    def _movable(self, read: Sequence[int]) -> bool:
+        """Whether an op reads gradients, and else only what was given with the microbatch."""
+        function = self.function
+        given = [function.producer[value] < 0 and not function.held[value] for value in read]
+        late = [self.late[value] for value in read]
+        return any(late) and all(a or b for a, b in zip(late, given, strict=True))
+
+    def _users(self, value: int) -> list[int]:
+        """Return the ops that read a value, looking through its sum over microbatches and over ranks."""
+        function, found = self.function, list[int]()
+        for op in self.readers.get(value, ()):
+            summed = function.sums[op] or (
+                function.steps[op] and operator(function.ops[op].op_type).communication is not None
+            )
+            if summed:
+                found.extend(self._users(function.makes[op][0]))
+            else:
+                found.append(op)
+        return found
+
+    def _place(self, op: int) -> int | None:
+        if not self.function.steps[op]:
+            return self.stage[op]
+        homes = self.homes
+        return min([homes[value][0] for value in self.function.reads[op] if value in homes], default=None)
+
+    def _at_hand(self, value: int, op: int, stage: int) -> bool:
+        """Whether another backward op reads the value on a stage."""
+        function = self.function
+        return any(
+            self.stage[other] == stage and other != op and not function.forward[other]
+            for other in self.readers.get(value, ())
+        )
+
+    def _nbytes(self, value: int) -> int:
+        return self.function.values[value].type.nbytes

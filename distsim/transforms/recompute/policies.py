@@ -1,0 +1,169 @@
+"""What is saved and what is recomputed, as policies with a text each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+from distsim.plan import parse_remat
+from distsim.transforms.recompute.saves import (
+    JointGraph,
+    JointNode,
+    Kind,
+    Phase,
+    Role,
+    Saves,
+    Tag,
+    Trait,
+    save_by_region,
+    save_min_cut,
+    save_replayed,
+    save_within_budget,
+    split,
+)
+
+Rule = Callable[[JointGraph], Iterable[int]]
+"""A joint graph -> the nodes whose values are saved."""
+
+
+class Run(Enum):
+    """How much of a block runs again: what backward needs, op by op when it does; or, before its backward
+    pass begins, all ops up to the last whose result it needs; or all."""
+
+    NEEDED = "what is needed"
+    EARLY = "until the last that is needed"
+    WHOLE = "all of it"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is saved of the blocks of a function and of the rest; None: all that backward reads.
+
+    A block is a forward Call with its backward Call, ``run`` how much of it runs again. ``every``: of the
+    blocks every so-many-th has the rule, the last of each so many, as torchtitan counts them.
+    """
+
+    text: str
+    blocks: Rule | None = None
+    rest: Rule | None = None
+    every: int = 1
+    run: Run = Run.NEEDED
+
+    def rule(self, block: int) -> Rule | None:
+        """Return the rule for a block by its number."""
+        return None if (block + 1) % self.every else self.blocks
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def policy_named(text: str) -> Policy:
+    """Return the policy of a text.
+
+    ``none`` saves what backward reads. ``full`` saves nothing of a block but its inputs (activation
+    checkpointing; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): all its ops run again,
+    its collectives too, before its backward pass, as Megatron-LM's full recomputation and
+    ``torch.utils.checkpoint`` with ``use_reentrant=True`` run them. ``full_early`` stops at the last op whose
+    result backward needs, as the early stop of ``use_reentrant=False`` does (it counts saved tensors, and
+    stops when the last of them is there again): what is before it runs, needed or not. ``every:N`` and
+    ``every_early:N`` do the one or the other for every N-th block. ``matmuls`` saves the results of matrix
+    products only; ``min_cut`` the least bytes from which all that is cheap follows; ``budget:X`` at most the
+    share X of what is between the inputs alone and the min-cut, recomputing what takes least time. These
+    three run again only what backward needs, and no collective.
+
+    Raises :class:`PlanError` for another text.
+
+    >>> str(policy_named("every:2"))
+    'every:2'
+    """
+    name, figure = parse_remat(text)
+    if name == "budget":
+        share = partial(_within_budget, share=figure)
+        return Policy(text, share, share)
+    if name in ("every", "every_early"):
+        return Policy(text, checkpoint, every=int(figure), run=Run.WHOLE if name == "every" else Run.EARLY)
+    return _NAMED[name]
+
+
+def checkpoint(graph: JointGraph) -> list[int]:
+    """Save nothing of the forward pass but what is tagged to be."""
+    return _kept(graph, lambda node: False, collectives=False)
+
+
+def matmuls(graph: JointGraph) -> list[int]:
+    """Save the results of what runs on the matrix units, as selective checkpointing does."""
+    return _kept(
+        graph, lambda node: node.has(Trait.COMPUTE_INTENSIVE) and node.tag is not Tag.PREFER_RECOMPUTE
+    )
+
+
+def as_read(graph: JointGraph) -> list[int]:
+    """Save what backward reads, but for what is tagged to be recomputed."""
+    return _kept(graph, lambda node: not node.wants_recompute)
+
+
+def min_cut(graph: JointGraph) -> Sequence[int]:
+    """Save a minimum cut (:func:`distsim.transforms.recompute.saves.save_min_cut`), if that saves bytes.
+
+    The cut weighs bytes by what saving them costs in time, so it may be as many bytes as backward reads.
+    """
+    return _fewer_bytes(save_min_cut(graph))
+
+
+def replayed(graph: JointGraph) -> Sequence[int]:
+    """Save what a first partition saved (:func:`distsim.transforms.recompute.saves.save_replayed`)."""
+    return save_replayed(graph).saved
+
+
+def _within_budget(graph: JointGraph, share: float) -> Sequence[int]:
+    return _fewer_bytes(save_within_budget(graph, share))
+
+
+def _fewer_bytes(saves: Saves) -> Sequence[int]:
+    """Return what is saved; or, where that is no fewer bytes, what is if nothing is recomputed unasked."""
+    given = [place for place, node in enumerate(saves.graph.nodes) if node.role is Role.PRIMAL]
+    plain = split(saves.graph, [*given, *as_read(saves.graph)])
+    return saves.saved if _held(saves) < _held(plain) else plain.saved
+
+
+def _held(saves: Saves) -> int:
+    """Return the bytes in memory from forward to backward that saving takes: parameters are there anyway."""
+    graph = saves.graph
+    storages = {graph.storages[position] for position in saves.saved} - {None}
+    free = {position for position, node in enumerate(graph.nodes) if node.has(Trait.FREE)}
+    return sum(graph.sizes[position] for position in storages - free if position is not None)
+
+
+def by_region(graph: JointGraph) -> Sequence[int]:
+    """Save what crosses regions' boundaries (:func:`distsim.transforms.recompute.saves.save_by_region`)."""
+    return save_by_region(graph).saved
+
+
+def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool], collectives: bool = True) -> list[int]:
+    """Return the forward values to save: those wanted or tagged, and ``collectives`` that are not tagged."""
+    found: list[int] = []
+    for position, node in enumerate(graph.nodes):
+        op = node if node.item is None else graph.nodes[node.inputs[0]]
+        if op.role is not Role.OP or op.phase is not Phase.FORWARD or node.kind is Kind.TUPLE:
+            continue
+        collective = collectives and op.has(Trait.COLLECTIVE) and not node.wants_recompute
+        ordered = node.tag in (Tag.MUST_SAVE, Tag.PREFER_SAVE)
+        if node.tag is not Tag.MUST_RECOMPUTE and (
+            ordered or collective or wanted(op if node.tag is None else node)
+        ):
+            found.append(position)
+    return found
+
+
+REPLAY = Policy("replay", replayed, replayed)
+"""Save what is marked as saved by a first partition, and nothing else that can be recomputed."""
+
+_NAMED = {
+    "none": Policy("none"),
+    "full": Policy("full", checkpoint, run=Run.WHOLE),
+    "full_early": Policy("full_early", checkpoint, run=Run.EARLY),
+    "matmuls": Policy("matmuls", matmuls),
+    "min_cut": Policy("min_cut", min_cut, min_cut),
+}

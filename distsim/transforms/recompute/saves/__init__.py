@@ -1,0 +1,52 @@
+"""Save or recompute: which values of the forward pass the backward pass keeps."""
+
+from distsim.transforms.recompute.saves.bans import MinCutOptions
+from distsim.transforms.recompute.saves.budget import save_within_budget
+from distsim.transforms.recompute.saves.default import save_for_backward
+from distsim.transforms.recompute.saves.gathers import GatherChain, gather_chains, with_gathers
+from distsim.transforms.recompute.saves.graph import (
+    EVERY_OUTPUT,
+    JointGraph,
+    JointNode,
+    Kind,
+    Phase,
+    Role,
+    Saves,
+    Tag,
+    Trait,
+)
+from distsim.transforms.recompute.saves.merge import Merged, merge_equal
+from distsim.transforms.recompute.saves.mincut import save_min_cut
+from distsim.transforms.recompute.saves.needs import Needs, needs
+from distsim.transforms.recompute.saves.regions import checkpointed, save_by_region
+from distsim.transforms.recompute.saves.replay import record, recorded, save_replayed
+from distsim.transforms.recompute.saves.split import split
+
+__all__ = [
+    "EVERY_OUTPUT",
+    "GatherChain",
+    "JointGraph",
+    "JointNode",
+    "Kind",
+    "Merged",
+    "MinCutOptions",
+    "Needs",
+    "Phase",
+    "Role",
+    "Saves",
+    "Tag",
+    "Trait",
+    "checkpointed",
+    "gather_chains",
+    "merge_equal",
+    "needs",
+    "record",
+    "recorded",
+    "save_by_region",
+    "save_for_backward",
+    "save_min_cut",
+    "save_replayed",
+    "save_within_budget",
+    "split",
+    "with_gathers",
+]

@@ -1,0 +1,142 @@
+"""A memory budget: ever more recomputation, then a knapsack, until what is saved fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from functools import cached_property
+
+from distsim.errors import RematerializationError
+from distsim.transforms.recompute.saves.bans import MinCutOptions
+from distsim.transforms.recompute.saves.default import save_for_backward
+from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, Kind, Saves, Tag, Trait
+from distsim.transforms.recompute.saves.knapsack import exact_knapsack, rounded_knapsack
+from distsim.transforms.recompute.saves.mincut import cut_values, prepared
+from distsim.transforms.recompute.saves.needs import FAR, needs
+from distsim.transforms.recompute.saves.split import split
+from distsim.transforms.recompute.saves.tags import save_collectives
+
+
+def save_within_budget(graph: JointGraph, budget: float, options: MinCutOptions | None = None) -> Saves:
+    """Save what a share ``budget`` of the activation memory allows, 0 <= ``budget`` <= 1.
+
+    1 is what min-cut saves; 0 is the inputs of the forward pass and what is never recomputed unless tagged
+    so (random values, collectives, MUST_SAVE), or what follows from these where that is smaller. In between
+    three cuts are tried, each with fewer rules against recomputation; when none fits, a knapsack chooses
+    which of the values that are dear to recompute are saved: the most ``seconds`` that fit. The choice is
+    PyTorch's wherever it keeps the budget, which its rounding of sizes does not always
+    (:attr:`Budget.room` says what keeping it means).
+
+    Raises :class:`~distsim.errors.RematerializationError` for a budget outside [0, 1].
+    """
+    if not 0 <= budget <= 1:
+        raise RematerializationError(f"a memory budget is a share from 0 to 1, not {budget}")
+    chosen = Budget(graph, options or MinCutOptions(), budget)
+    if not chosen.need.backward:
+        return save_for_backward(chosen.need.graph)
+    return split(chosen.need.graph, chosen.choose())
+
+
+class Budget:
+    """One joint graph under a memory budget."""
+
+    def __init__(self, graph: JointGraph, options: MinCutOptions, budget: float) -> None:
+        self.need, self.options, self.budget = needs(prepared(graph)), options, budget
+        self.given = save_collectives(graph)
+
+    @cached_property
+    def most(self) -> tuple[int, ...]:
+        """What min-cut saves."""
+        return cut_values(self.need, self.options).saved
+
+    @cached_property
+    def room(self) -> int:
+        """The bytes that may be saved: ``inputs + budget * (min-cut - inputs)``, at least the least."""
+        inputs, most = self.size(self.need.inputs), self.size(self.most)
+        room = inputs + Fraction(self.budget) * max(most - inputs, 0)
+        return max(math.floor(room), self.size(self._read(self.smallest)))
+
+    def size(self, values: Iterable[int]) -> int:
+        """Return the bytes of the values."""
+        return sum(self.need.graph.sizes[each] for each in values)
+
+    def choose(self) -> Sequence[int]:
+        """Return the values to save."""
+        if self.budget == 0:
+            return self.smallest
+        inputs = self.size(self.need.inputs)
+        span = self.size(self.most) - inputs
+        if self.budget == 1 or span <= 0:
+            return self.most
+        aggressive = self.options.aggressive()
+        for options in (self.options.more_aggressive(), aggressive):
+            cut = cut_values(self.need, options)
+            if self.size(cut.saved) - inputs < self.budget * span:
+                return cut.saved
+        items = self._recomputable(cut.banned)
+        if not items:
+            kept = [each for each in cut.banned if self.need.graph.nodes[each].tag is Tag.MUST_SAVE]
+            saved = self._read(sorted([*self.least, *kept]))
+            return saved if self.size(saved) <= self.room else self.smallest
+        sizes = [self.need.graph.sizes[each] for each in items]
+        seconds = [self.need.graph.nodes[each].seconds for each in items]
+        kept = rounded_knapsack([size / span for size in sizes], seconds, self.budget)
+        capacity = self.room - inputs
+        while True:
+            allowed = frozenset(items) - {items[i] for i in kept}
+            saved = self._read(cut_values(self.need, aggressive, allowed).saved)
+            excess = self.size(saved) - self.room
+            if excess <= 0:
+                return saved
+            if capacity < 0:
+                return self.smallest
+            kept = exact_knapsack(sizes, seconds, capacity)
+            capacity = min(capacity, sum(sizes[i] for i in kept)) - excess
+
+    def _recomputable(self, banned: Iterable[int]) -> list[int]:
+        """Return the banned values that may be recomputed after all, largest first.
+
+        Views of inputs are saved with them; a random value would come out another.
+        """
+        graph = self.need.graph
+        inputs = {graph.storages[each] for each in self.need.inputs}
+        found = [
+            each
+            for each in banned
+            if self.need.distance[each] < FAR
+            and graph.storages[each] not in inputs
+            and not _fixed(graph.nodes[each])
+        ]
+        return sorted(found, key=lambda each: -graph.sizes[each])
+
+    @cached_property
+    def smallest(self) -> Sequence[int]:
+        """The fewest bytes: the least, or where less comes of what is never recomputed, that."""
+        if set(self.least) <= set(self.need.inputs):
+            return self.least
+        aggressive = self.options.aggressive()
+        again = frozenset(self._recomputable(cut_values(self.need, aggressive).banned))
+        cut = cut_values(self.need, aggressive, again).saved
+        return min(self.least, cut, key=lambda saved: self.size(self._read(saved)))
+
+    def _read(self, saved: Sequence[int]) -> tuple[int, ...]:
+        """Return those of the values that backward reads."""
+        return split(self.need.graph, saved).saved
+
+    @cached_property
+    def least(self) -> tuple[int, ...]:
+        """The inputs and the values that are never recomputed, items for tuples."""
+        graph, found = self.given, set(self.need.inputs)
+        for position in self.need.forward:
+            if _fixed(graph.nodes[position]) and self.need.distance[position] < FAR:
+                if graph.nodes[position].kind is Kind.TUPLE:
+                    found.update(user for user in graph.users[position] if graph.nodes[user].item is not None)
+                else:
+                    found.add(position)
+        return tuple(sorted(found))
+
+
+def _fixed(node: JointNode) -> bool:
+    """Tell whether the value is never recomputed."""
+    return not node.wants_recompute and (node.tag is Tag.MUST_SAVE or node.has(Trait.RANDOM))

@@ -1,0 +1,48 @@
+"""The default partitioner: forward runs as written, backward gets every value that it reads."""
+
+from __future__ import annotations
+
+from distsim.errors import RematerializationError
+from distsim.transforms.recompute.saves.graph import JointGraph, Kind, Phase, Role, Saves, Tag, Trait
+from distsim.transforms.recompute.saves.split import split
+from distsim.transforms.recompute.saves.tags import save_collectives, save_region_boundaries, wants_recompute
+
+
+def save_for_backward(graph: JointGraph) -> Saves:
+    """Save the forward values that backward reads, those tagged for recomputation aside.
+
+    Forward are the ops up to the last one recorded in the forward pass. What a recomputed op reads from
+    outside its region is saved, and so is every collective that is not tagged for recomputation. Of a value
+    of which backward asks only the sizes, the sizes are saved.
+
+    Raises :class:`~distsim.errors.RematerializationError` for a graph without forward inputs or ops.
+    """
+    last = [
+        i
+        for i, node in enumerate(graph.nodes)
+        if node.phase is Phase.FORWARD or node.role in (Role.PRIMAL, Role.SEED)
+    ]
+    if not last:
+        raise RematerializationError(
+            "the joint graph has no forward op and no input; there is nothing to save"
+        )
+    again = wants_recompute(graph)
+    if again:
+        graph = save_region_boundaries(graph, inputs=True)
+    graph = save_collectives(graph)
+    forward = {i for i in range(last[-1] + 1) if graph.nodes[i].role is not Role.TANGENT}
+    outputs = set(graph.outputs)
+    saved: list[int] = []
+    for position in sorted(forward):
+        node = graph.nodes[position]
+        if node.kind is Kind.TUPLE:
+            continue
+        if node.kind is not Kind.TENSOR or node.tag is Tag.MUST_SAVE or node.has(Trait.IMPURE):
+            saved.append(position)
+            continue
+        readers = [user for user in graph.users[position] if user not in forward]
+        if position not in outputs and all(graph.nodes[user].kind is Kind.SIZE for user in readers):
+            saved += readers
+        elif not node.wants_recompute:
+            saved.append(position)
+    return split(graph, saved, lazily=again)

@@ -1,0 +1,119 @@
+"""rematerialize: a joint function that saves less and computes again what it does not save."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from distsim.errors import PlanError
+from distsim.ir import Device, Function, Op, Value
+from distsim.ir.device import devices_of
+from distsim.ir.type import Tensor
+from distsim.transforms.recompute.graph import Marks, graph_of
+from distsim.transforms.recompute.pairs import Rewritten, find_pairs, joint_of, rewritten
+from distsim.transforms.recompute.phases import Joint
+from distsim.transforms.recompute.policies import Policy, Rule, Run, as_read, by_region, policy_named
+from distsim.transforms.recompute.recompute import recompute
+from distsim.transforms.recompute.saves import Tag
+
+
+def rematerialize(
+    function: Function,
+    policy: Policy | str = "none",
+    tags: Mapping[Value, Tag] | None = None,
+    regions: Mapping[Value, int] | None = None,
+    replay: Iterable[Value] = (),
+    device: Device | None = None,
+) -> Function:
+    """Return the joint function in which backward reads what the policy saves, and recomputes the rest.
+
+    ``function`` is forward, backward and perhaps the optimizer; the loss, its first scalar output, tells
+    what is forward. A *block* is a forward Call and the backward Call that reads what it saves: the pair
+    is rewritten as one, once for all Calls of the same callees wired alike. Of other Calls no part is
+    recomputed. The copies stand right before the first op that needs them, those of a block that runs again
+    as a whole (:class:`Run`) before the first op of its backward pass, behind an ``OptimizationBarrier`` that
+    waits for the gradient there, so that the recomputation of a block begins when its backward pass does.
+
+    ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them.
+    Where the policy has no rule, what is tagged so, or is of a region, is recomputed. ``replay`` are the
+    values that a first partition saved; they are for the policy :data:`REPLAY`. ``device``, by default
+    one of those of the function, says how long ops take.
+
+    Inputs and outputs are those of ``function``. Raises :class:`PlanError` for a policy that is unknown,
+    or that is for blocks where there are none.
+    """
+    policy = policy_named(policy) if isinstance(policy, str) else policy
+    marks = Marks(tags or {}, regions or {}, frozenset(replay))
+    if policy.blocks is None and policy.rest is None and not (marks.tags or marks.regions):
+        return function
+    return _Rematerializer(policy, marks, device or _some_device(function)).run(function)
+
+
+class _Rematerializer:
+    def __init__(self, policy: Policy, marks: Marks, device: Device) -> None:
+        self.policy, self.marks, self.device = policy, marks, device
+        self.done: dict[tuple[object, ...], Rewritten | None] = {}
+
+    def run(self, function: Function) -> Function:
+        joint = Joint.of(function)
+        calls: dict[Op, Op] = {}
+        pairs = find_pairs(joint)
+        if self.policy.blocks is not None and self.policy.rest is None and len(pairs) < self.policy.every:
+            fewer = f"at most every:{len(pairs)}; or " if pairs else ""
+            raise PlanError(
+                f"remat={self.policy}: {function.name} has {len(pairs)} blocks that repeat, so nothing would "
+                f"be recomputed; use {fewer}min_cut or budget:X, which take single ops as well, or none"
+            )
+        for number, pair in enumerate(pairs):
+            rule = self.rule(self.policy.rule(number))
+            if rule is None:
+                continue
+            key = (*pair.key, rule)
+            if key not in self.done:
+                before = joint_of(pair)
+                after = self.rewrite(before, rule, self.policy.run)
+                self.done[key] = None if after is before else rewritten(pair, before, after)
+            found = self.done[key]
+            if found is not None:
+                calls.update(zip((pair.forward, pair.backward), found.calls(pair), strict=True))
+        if calls:
+            ops = tuple([calls.get(op, op) for op in function.ops])
+            function = replace(function, ops=ops)
+            joint = Joint.of(function)
+        rule = self.rule(self.policy.rest)
+        return function if rule is None else self.rewrite(joint, rule).function
+
+    def rule(self, rule: Rule | None) -> Rule | None:
+        """Return the rule, or the one that heeds what the user asks."""
+        if rule is None and self.marks.regions:
+            return by_region
+        return as_read if rule is None and self.marks.tags else rule
+
+    def rewrite(self, joint: Joint, rule: Rule, run: Run = Run.NEEDED) -> Joint:
+        view = graph_of(joint, self.marks, self.device)
+        saved = view.chosen(rule(view.graph))
+        behind = [op for op in joint.function.ops if joint.behind(op)]
+        runs = {} if run is Run.NEEDED else _together(joint, saved, behind, run)
+        dropped = any(v in joint.made and v not in saved for op in behind for v in op.inputs)
+        return recompute(joint, saved, runs=runs) if dropped or runs else joint
+
+
+def _together(joint: Joint, saved: AbstractSet[Value], behind: Sequence[Op], run: Run) -> dict[Op, list[Op]]:
+    """Return what of a block runs again together, by the op with which its backward pass begins."""
+    again = [
+        op for op in joint.function.ops if op in joint.forward and any(v not in saved for v in op.outputs)
+    ]
+    if run is Run.EARLY:
+        read = {v for op in behind for v in op.inputs}
+        needed = [place for place, op in enumerate(again) if any(v in read - saved for v in op.outputs)]
+        again = again[: max(needed, default=-1) + 1]
+    first = next((op for op in behind if op.inputs), None)
+    return {first: again} if first is not None and again else {}
+
+
+def _some_device(function: Function) -> Device:
+    for value in function.inputs:
+        if isinstance(value.type, Tensor) and value.type.device is not None:
+            return devices_of(value.type.device)[0]
+    return Device(0, "any")

@@ -1,0 +1,134 @@
+"""What may be divided along each axis of ranks: the batch over dp and time, features over tp."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distsim.errors import PlanError
+from distsim.ir import Device, Function, Role, Tensor, Value
+from distsim.ir.type import as_tensor
+from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
+from distsim.transforms.sharding.layout import REPLICATED, State, sharded
+from distsim.transforms.sharding.options import Options, pieces_of
+from distsim.transforms.sharding.problem_graph import Node, Structure
+from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
+from distsim.transforms.sharding.strategies import Allowed
+
+
+def batch_options(
+    function: Function, structure: Structure, divided: Mapping[Value, int], marks: Marks
+) -> Options:
+    """Return the choice over the batch: these inputs are ``divided``, everything else starts out whole.
+
+    ``marks`` are the dimensions that carry the batch.
+    """
+    number = structure.number
+    given = {number[v]: REPLICATED for v in function.inputs}
+    given |= {number[v]: sharded(dim) for v, dim in divided.items()}
+
+    def allowed(node: Node) -> Allowed:
+        of_batch = marked(node.op, marks)
+        return lambda factor, pieces: 0 if of_batch(factor, pieces) else None
+
+    return Options(structure, allowed, given, pieces_of(structure))
+
+
+def tensor_options(
+    function: Function, structure: Structure, known: Mapping[Value, Role], batch: Marks
+) -> Options:
+    """Return the choice over tp: what derives from parameters and does not carry the batch.
+
+    ``batch`` are the dimensions that do.
+    """
+    pieces = pieces_of(structure)
+
+    def dims(value: Value, count: int) -> frozenset[Mark]:
+        sizes = as_tensor(value.type, value.name).shape[:count]
+        return frozenset((i, p) for i, n in enumerate(sizes) if n > 1 for p in (None, *pieces.get(n, ())))
+
+    trained = [v for v in function.inputs if known[v] in (Role.PARAMETER, Role.STATE)]
+    given = [v for v in function.inputs if known[v] is Role.INPUT]
+    marks = propagate(function, {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained})
+    kept = propagate(function, {v: dims(v, _kept_whole(as_tensor(v.type, v.name))) for v in given})
+
+    def allowed(node: Node) -> Allowed:
+        of_parameter, of_data, of_batch = (marked(node.op, m) for m in (marks, kept, batch))
+
+        def test(factor: str, part: tuple[int, ...] | None) -> int | None:
+            if not of_parameter(factor, part) or of_data(factor, part):
+                return None
+            if not of_batch(factor, None):
+                return 0
+            # In a dimension that merges the batch with another, behind the batch: heads of attention.
+            return None if part is None else len(part)
+
+        return test
+
+    whole = (v for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT))
+    return Options(structure, allowed, {structure.number[v]: REPLICATED for v in whole}, pieces)
+
+
+def decide_batch(structure: Structure, options: Options, parts: int, device: Device) -> Decision:
+    """Return how the batch is divided into ``parts``, over dp ranks and microbatches."""
+    return decide(structure, Axis(parts, device, options, parts, over_time=True))
+
+
+def decide_tensor(
+    structure: Structure, options: Options, degrees: tuple[int, int, int], batch: Decision, device: Device
+) -> Decision:
+    """Return how ``tp`` ranks divide the work; ``degrees`` are (tp, dp, microbatches).
+
+    Raises :class:`PlanError` when they would divide no matrix product at all.
+    """
+    tp, dp, microbatches = degrees
+    if tp == 1:
+        return Decision()
+    parts = dp * microbatches
+    repeats = _repeats(structure, batch, dp, microbatches)
+    found = decide(structure, Axis(tp, device, options, parts, repeats=repeats))
+    if found.divided == 0:
+        usable = [n for n in range(2, MOST_SUGGESTED + 1) if _can_divide(structure, options, n, parts)]
+        raise PlanError(
+            f"tp={tp} divides no matrix product of {structure.name}: every rank would do all of the work; "
+            f"degrees that divide some: {', '.join(map(str, usable)) or 'none, use tp=1'}"
+        )
+    return found
+
+
+MOST_SUGGESTED = 64
+
+
+def _can_divide(structure: Structure, options: Options, ranks: int, parts: int) -> bool:
+    """Return whether any matrix product can be divided over the ranks."""
+    return any(
+        option.strategy.factor is not None and option.candidate.fits(ranks, parts)
+        for node, choices in zip(structure.nodes, options.of, strict=True)
+        if node.flops > 0
+        for option in choices
+    )
+
+
+def _kept_whole(data: Tensor) -> int:
+    """Return how many leading dimensions of a data input tp does not divide: all that are not features.
+
+    Dividing the sequence is another kind of parallelism; a table of positions has that dimension too.
+    """
+    return data.rank if not data.dtype.is_floating else max(data.rank - 1, 1)
+
+
+def _repeats(structure: Structure, batch: Decision, dp: int, microbatches: int) -> list[float]:
+    """Return how often the whole of each group's values is moved in a step, over all dp ranks.
+
+    What is divided over the batch is moved once, a part at a time; a gradient once per rank, after it is
+    summed over microbatches; a weight once per rank and microbatch.
+    """
+    raw: list[State] = list(batch.groups)
+    for node in structure.nodes:
+        for number, state in zip(node.outputs, batch.strategies[node.op].outputs, strict=True):
+            if structure.groups[number].role is None:
+                raw[number] = state
+    found: list[float] = []
+    for state in raw:
+        once = 1.0 if state.sharded else float(dp)
+        found.append(once * microbatches if state is REPLICATED else once)
+    return found

@@ -1,0 +1,231 @@
+"""Choosing how every op and value is placed along one axis of ranks, all at once.
+
+One variable per op (its strategy) and one per group of values (the state in which they are handed on: a
+partial sum is taken once, for all readers). A function that is called many times has its variables once,
+so all of its calls are placed alike. The objective is time, counted in bytes sent: what the collectives
+move, and the matrix flops of a rank at the machine's balance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from distsim.cost.cost_model import element_type
+from distsim.errors import PlanError
+from distsim.ir import Device, Op, Value
+from distsim.transforms.sharding.layout import FORBIDDEN, PARTIAL, REPLICATED, State, divisible, moved_bytes
+from distsim.transforms.sharding.options import Ids, Option, Options
+from distsim.transforms.sharding.problem_graph import Node, Structure, overwritten
+from distsim.transforms.sharding.resharding import TOUCH_WEIGHT, Moves
+from distsim.transforms.sharding.strategies import Strategy
+from distsim.transforms.sharding.variable_elimination import Problem, Table, solve
+
+LINK_SHARE = 1 / 7
+"""What a link moves of what device memory moves: A100, 300e9 of 2.0e12 byte/s (NVIDIA A100 datasheet).
+The placement is chosen before the links are known, and for all axes alike."""
+UNDIVIDED = 16.0
+"""Who asks for ranks wants the work divided, and the weights with it: matrix flops that are not count this
+many times, so that a product stays whole only where dividing it sends far more than it saves."""
+DIVIDED_SHARE = 0.67
+"""A placement that divides less than this of the matrix flops all the same (small models: the backward
+pass alone is two thirds) is given up for one that divides all it can, as the batch always is."""
+INSISTENT = 1e7
+"""How many times undivided flops count then."""
+BATCH_TOUCH_WEIGHT = 1e3
+"""The cost of a byte touched, over the batch, of which every op is divided if at all possible."""
+READER_WEIGHT = 1e-9
+"""Breaks ties: a collective that one reader asks for is run where the value is made, so early."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How ops and values are placed along one axis.
+
+    ``strategies`` are those of the ops, ``groups`` the states in which the values of each group are
+    handed on, ``number`` the group of each value. ``moved`` is the bytes sent per rank and step,
+    ``divided`` the share of the matrix flops that is divided over the ranks, ``proven`` whether no
+    placement costs less than ``cost``. Decisions of one function with the same ``choices`` are the same.
+    """
+
+    strategies: Mapping[Op, Strategy] = field(default_factory=dict[Op, Strategy])
+    groups: tuple[State, ...] = ()
+    number: Mapping[Value, int] = field(default_factory=dict[Value, int])
+    moved: float = 0.0
+    proven: bool = True
+    divided: float = 1.0
+    cost: float = 0.0
+    choices: tuple[int, ...] = ()
+
+    def state(self, value: Value) -> State:
+        """Return the state in which a value is handed on."""
+        return self.groups[self.number[value]] if self.groups else REPLICATED
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What the choice may do: ``options`` on ``ranks`` ranks, the batch in ``parts`` parts."""
+
+    ranks: int
+    device: Device
+    options: Options
+    parts: int
+    over_time: bool = False
+    """The axis is the batch, which is divided over microbatches as well."""
+    repeats: Sequence[float] | None = None
+    """How often a group's value is moved: in parts of the batch once in all, a weight every time anew."""
+
+
+def decide(structure: Structure, axis: Axis) -> Decision:
+    """Return the least-cost placement of every op and value."""
+    chooser = _Chooser(structure, axis)
+    if not axis.over_time:
+        found = chooser.decide(UNDIVIDED)
+        if found.divided >= DIVIDED_SHARE:
+            return found
+    return chooser.decide(INSISTENT)
+
+
+class _Chooser:
+    def __init__(self, structure: Structure, axis: Axis) -> None:
+        self.structure, self.axis = structure, axis
+        self.moves = Moves(axis.options.states, axis.ranks, axis.over_time)
+        self.options = axis.options.that_fit(axis.ranks, axis.parts)
+        self.domains = self._domains()
+
+    def _domains(self) -> list[Ids]:
+        """A value may be in any state that its producer makes or that a reader asks for."""
+        options, groups = self.axis.options, self.structure.groups
+        found: list[Ids] = []
+        for number, states in enumerate(options.reachable(self.options)):
+            given = options.given.get(number)
+            if given is not None:
+                found.append((given,))
+                continue
+            shape, is_input = groups[number].type.shape, groups[number].role is not None
+            kept = [
+                state
+                for state in states
+                if divisible(shape, options.states[state], self.axis.ranks)
+                and not (is_input and options.states[state] is PARTIAL)
+            ]
+            found.append(tuple(kept))
+        return found
+
+    def decide(self, insistence: float) -> Decision:
+        """Return the least-cost placement when undivided flops count ``insistence`` times."""
+        problem = Problem()
+        values = [problem.variable(self._held(number)) for number in range(len(self.domains))]
+        ops: list[int] = []
+        for number in range(len(self.options)):
+            ops.append(self._add_op(problem, values, number, insistence))
+        for tie in self.structure.ties:
+            ends = self.domains[tie.source], self.domains[tie.target]
+            table = self._moves(tie.target, tie.top, *ends) * (tie.times * self._repeats(tie.source))
+            problem.pair(
+                values[tie.source], values[tie.target], _unmoved(table, *ends) if tie.in_place else table
+            )
+        solution = solve(problem)
+        if not np.isfinite(solution.cost):
+            raise PlanError(
+                f"{self.structure.name}: no way to run it on {self.axis.ranks} ranks agrees with the "
+                "placements that are given"
+            )
+        picked = [chosen[solution.choices[v]] for chosen, v in zip(self.options, ops, strict=True)]
+        states = [domain[solution.choices[v]] for domain, v in zip(self.domains, values, strict=True)]
+        return self._result(picked, states, solution.cost, solution.proven)
+
+    def _held(self, number: int) -> list[float]:
+        """What it costs to keep an input, so that a rank keeps only the part that it uses."""
+        group, states = self.structure.groups[number], self.axis.options.states
+        whole = TOUCH_WEIGHT * group.type.nbytes * group.count if group.role is not None else 0.0
+        costs = [whole / self.axis.ranks if states[s].sharded else whole for s in self.domains[number]]
+        if group.returned:  # what is returned is not a sum that is yet to be taken
+            costs = [
+                FORBIDDEN if states[s] is PARTIAL else cost
+                for s, cost in zip(self.domains[number], costs, strict=True)
+            ]
+        return costs
+
+    def _add_op(self, problem: Problem, values: Sequence[int], number: int, insistence: float) -> int:
+        node, ranks = self.structure.nodes[number], self.axis.ranks
+        options = [self.axis.options.of[number][c] for c in self.options[number]]
+        flops = node.flops / self._flops_per_byte(node) if node.flops else 0.0
+        touched = (BATCH_TOUCH_WEIGHT if self.axis.over_time else TOUCH_WEIGHT) * node.touched
+        costs = [
+            node.times
+            * (
+                (flops + touched) / ranks
+                if option.strategy.factor is not None
+                else insistence * flops + touched
+            )
+            for option in options
+        ]
+        variable = problem.variable(costs)
+        for index, place in enumerate(node.outputs):
+            raw = tuple([option.outputs[index] for option in options])
+            table = self._moves(place, node.top, raw, self.domains[place])
+            problem.pair(variable, values[place], table * (node.times * self._repeats(place)))
+        taken = overwritten(node.op)
+        for index, place in enumerate(node.inputs):
+            asked = tuple([option.inputs[index] for option in options])
+            table = self._moves(place, node.top, self.domains[place], asked)
+            table *= node.times * self._repeats(place) * (1 + READER_WEIGHT)
+            if index in taken:
+                table = _unmoved(table, self.domains[place], asked)
+            problem.pair(values[place], variable, table)
+        return variable
+
+    def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
+        return self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)
+
+    def _flops_per_byte(self, node: Node) -> float:
+        """Return the flops that take as long as sending one byte."""
+        device = self.axis.device
+        return device.peak(element_type(node.signature)) / (LINK_SHARE * device.dram_bandwidth)
+
+    def _repeats(self, number: int) -> float:
+        return 1.0 if self.axis.repeats is None else self.axis.repeats[number]
+
+    def _result(self, picked: list[int], states: list[int], cost: float, proven: bool) -> Decision:
+        nodes, options = self.structure.nodes, self.axis.options
+        chosen = [every[c] for every, c in zip(options.of, picked, strict=True)]
+        total = sum(node.times * node.flops for node in nodes)
+        done = sum(
+            node.times * node.flops
+            for node, option in zip(nodes, chosen, strict=True)
+            if option.strategy.factor is not None
+        )
+        return Decision(
+            {node.op: option.strategy for node, option in zip(nodes, chosen, strict=True)},
+            tuple([options.states[state] for state in states]),
+            self.structure.number,
+            self._moved(chosen, states),
+            proven,
+            done / total if total else 1.0,
+            cost,
+            (*picked, *states),
+        )
+
+    def _moved(self, chosen: Sequence[Option], states: Sequence[int]) -> float:
+        """Return the bytes sent per rank; a state that several readers ask for is made once."""
+        moves: dict[tuple[int, int, int], None] = {}
+        for node, option in zip(self.structure.nodes, chosen, strict=True):
+            moves |= {(v, s, states[v]): None for v, s in zip(node.outputs, option.outputs, strict=True)}
+            moves |= {(v, states[v], s): None for v, s in zip(node.inputs, option.inputs, strict=True)}
+        moves |= {(t.outer, states[t.source], states[t.target]): None for t in self.structure.ties}
+        moved, names = 0.0, self.axis.options.states
+        for number, source, target in moves:
+            if source != target:
+                group = self.structure.groups[number]
+                times = group.times * group.count * self._repeats(number)
+                moved += times * moved_bytes(group.type, names[source], names[target], self.axis.ranks)
+        return moved
+
+
+def _unmoved(table: Table, sources: Ids, targets: Ids) -> Table:
+    """Forbid all moves: what an op overwrites, a parameter, is updated where and as it lies."""
+    same = np.equal.outer(np.array(sources), np.array(targets))
+    return np.where(same, table, FORBIDDEN)

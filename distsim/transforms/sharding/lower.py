@@ -1,0 +1,257 @@
+"""Writing out the local function: what both decisions say, op by op.
+
+A callee is written once, at the placements of its groups. A value that has to be moved is moved by a
+*recipe*, the ops that bring any value of one type from one placement to another: it is worked out once,
+with the types of all it makes, and then only repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distsim.errors import PlanError
+from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
+from distsim.ir.type import as_tensor
+from distsim.ops import signature_of
+from distsim.transforms.sharding.choose_layouts import Decision
+from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
+from distsim.transforms.sharding.layout import REPLICATED, Placement, State, local_shape
+from distsim.transforms.sharding.strategies import Strategy, rule_of
+
+__all__ = ["DegreeNeeded", "Lowered", "lower"]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A local function and the placements of its ends.
+
+    ``needs_dp``: shapes depend on the number of data-parallel ranks. ``refusal``: why the batch cannot be
+    divided over time, if it cannot.
+    """
+
+    function: Function
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    needs_dp: bool
+    refusal: str
+
+
+def lower(
+    function: Function,
+    known: Mapping[Value, Role],
+    mesh: Mesh,
+    dp: int,
+    microbatches: int,
+    batch: Decision,
+    tp: Decision,
+) -> Lowered:
+    """Write out ``function`` for one rank of ``mesh``, which stands for ``dp`` data-parallel ranks.
+
+    Raises :class:`PlanError` when a sum over microbatches would be needed within one of them, and
+    :class:`DegreeNeeded` when the mesh has fewer replicas than there are and a shape depends on it.
+    """
+    lowering = _Lowering(function, known, mesh, Mover(mesh, dp, microbatches), batch, tp)
+    local = lowering.lower(function)
+    return Lowered(
+        local,
+        tuple([lowering.placement(value) for value in function.inputs]),
+        tuple([lowering.placement(value) for value in function.outputs]),
+        lowering.mover.needs_dp,
+        lowering.mover.refusal,
+    )
+
+
+class _Lowering:
+    def __init__(
+        self,
+        function: Function,
+        known: Mapping[Value, Role],
+        mesh: Mesh,
+        mover: Mover,
+        batch: Decision,
+        tp: Decision,
+    ) -> None:
+        self.function, self.known, self.mesh, self.mover = function, known, mesh, mover
+        self.batch, self.tp = batch, tp
+        self.parts, self.ranks = mover.parts, mesh.axis_size("tp")
+        self._places: dict[tuple[State, State], Placement] = {}
+        whole = (REPLICATED,) * len(batch.groups)
+        self._homes = [self.place(b, t) for b, t in zip(batch.groups, tp.groups or whole, strict=True)]
+        self._number = batch.number
+        self._types: dict[tuple[Tensor, Placement], Tensor] = {}
+        self._recipes: dict[tuple[int, int, int, bool], Recipe] = {}
+        self._home_types: dict[int, Tensor] = {}
+        self._done: dict[int, Function] = {}
+        self._calls: dict[tuple[int, ...], _CallPlan] = {}
+
+    def place(self, batch: State, tp: State) -> Placement:
+        """Return the placement of these states, the same object every time."""
+        found = self._places.get((batch, tp))
+        if found is None:
+            found = self._places[batch, tp] = Placement(batch, tp)
+        return found
+
+    def placement(self, value: Value) -> Placement:
+        """Return the placement in which a value is handed on."""
+        return self._homes[self._number[value]]
+
+    def local_type(self, value: Value, placement: Placement) -> Tensor:
+        whole = as_tensor(value.type, value.name)
+        found = self._types.get((whole, placement))
+        if found is None:
+            shape = local_shape(whole.shape, placement.batch, self.parts)
+            found = Tensor(whole.dtype, local_shape(shape, placement.tp, self.ranks), self.mesh)
+            self._types[whole, placement] = found
+        return found
+
+    def home_type(self, value: Value) -> Tensor:
+        """Return the local type of a value as it is handed on."""
+        number = self._number[value]
+        found = self._home_types.get(number)
+        if found is None:
+            found = self._home_types[number] = self.local_type(value, self._homes[number])
+        return found
+
+    def recipe(self, value: Value, source: Placement, target: Placement, top: bool) -> Recipe:
+        key = (self._number[value], id(source), id(target), top)
+        found = self._recipes.get(key)
+        if found is None:
+            local = self.local_type(value, source)
+            found = self.mover.recipe(value.name, local, source, target, top)
+            expected = self.local_type(value, target)
+            made = found[-1].type if found else local  # nothing moves over a single rank
+            if made != expected:
+                raise PlanError(
+                    f"sharding {value.name} made {made} where {expected} was expected, moving it "
+                    f"from {source} to {target}"
+                )
+            self._recipes[key] = found
+        return found
+
+    def call(self, op: Op) -> _CallPlan:
+        """Return what is the same for all Calls of one callee with values of the same groups."""
+        number = self._number
+        key = (id(op.callee), *[number[v] for v in op.inputs], *[number[v] for v in op.outputs])
+        found = self._calls.get(key)
+        if found is None:
+            asked = [self.placement(inner) for inner in op.callee.inputs]
+            made = [self.placement(inner) for inner in op.callee.outputs]
+            callee = self.lower(op.callee)
+            found = self._calls[key] = _CallPlan(
+                callee,
+                tuple([value.type for value in callee.outputs]),
+                tuple([(i, p) for i, p in enumerate(asked) if p is not self.placement(op.inputs[i])]),
+                tuple([(i, p) for i, p in enumerate(made) if p is not self.placement(op.outputs[i])]),
+            )
+        return found
+
+    def lower(self, function: Function) -> Function:
+        if id(function) not in self._done:
+            self._done[id(function)] = _Body(self, function).build()
+        return self._done[id(function)]
+
+
+@dataclass(frozen=True, slots=True)
+class _CallPlan:
+    """A lowered callee, the types it makes, and the operands and results that have to be moved."""
+
+    callee: Function
+    types: tuple[Type, ...]
+    inputs: tuple[tuple[int, Placement], ...]
+    outputs: tuple[tuple[int, Placement], ...]
+
+
+class _Body:
+    """Lowers one function.
+
+    The types of what it adds are checked one by one as they are made, so the whole is not checked again.
+    """
+
+    def __init__(self, lowering: _Lowering, function: Function) -> None:
+        self.lowering, self.function = lowering, function
+        self.top = function is lowering.function
+        self.maker = FunctionMaker(function.name)
+        self.home: dict[Value, Value] = {}
+        self.elsewhere: dict[tuple[Value, int], Value] = {}
+
+    def build(self) -> Function:
+        lowering, home = self.lowering, self.home
+        for value in self.function.inputs:
+            role = lowering.known.get(value, value.role)
+            home[value] = self.maker.add_input_value(value.name, lowering.home_type(value), role)
+        for op in self.function.ops:
+            if op.op_type == "Call":
+                self.call(op)
+            else:
+                self.op(op)
+        outputs = tuple([home[value] for value in self.function.outputs])
+        return Function(self.maker.name, tuple(self.maker.inputs), tuple(self.maker.ops), outputs)
+
+    def define(self, value: Value, raw: Placement, local: Value) -> None:
+        """Record a new value, and bring it at once to the placement in which it is handed on."""
+        wanted = self.lowering.placement(value)
+        if raw is not wanted:
+            self.elsewhere[value, id(raw)] = local
+            local = self.move(value, local, raw, wanted)
+        self.home[value] = local
+
+    def read(self, value: Value, wanted: Placement) -> Value:
+        """Return ``value`` in the placement that is wanted, with the collectives that this takes."""
+        at = self.lowering.placement(value)
+        if at is wanted:
+            return self.home[value]
+        found = self.elsewhere.get((value, id(wanted)))
+        if found is None:
+            found = self.move(value, self.home[value], at, wanted)
+            self.elsewhere[value, id(wanted)] = found
+        return found
+
+    def move(self, value: Value, local: Value, source: Placement, target: Placement) -> Value:
+        for step in self.lowering.recipe(value, source, target, self.top):
+            made = Value(local.name + step.suffix if step.suffix else local.name, step.type)
+            self.maker.adopt(Op(step.op_type, (local,), (made,), step.attributes))
+            local = made
+        return local
+
+    def op(self, op: Op) -> None:
+        lowering = self.lowering
+        batch, tp = lowering.batch.strategies[op], lowering.tp.strategies.get(op)
+        ins = tp.inputs if tp else (REPLICATED,) * len(op.inputs)
+        outs = tp.outputs if tp else (REPLICATED,) * len(op.outputs)
+        places = [lowering.place(b, t) for b, t in zip(batch.inputs, ins, strict=True)]
+        inputs = [self.read(v, place) for v, place in zip(op.inputs, places, strict=True)]
+        raw = [lowering.place(b, t) for b, t in zip(batch.outputs, outs, strict=True)]
+        expected = [lowering.local_type(v, p) for v, p in zip(op.outputs, raw, strict=True)]
+        attributes = op.attributes
+        rule = rule_of(signature_of(op))
+        if rule is not None and rule.localize is not None:
+            attributes = rule.localize(attributes, tuple(t.shape for t in expected))
+        if not op.inputs:
+            attributes = {**attributes, "device": lowering.mesh}
+        names = [value.name for value in op.outputs]
+        made = self.maker.add(op.op_type, inputs, attributes, (), names, op.version, op.name)
+        for value, local, type_, place in zip(op.outputs, made, expected, raw, strict=True):
+            if local.type != type_:
+                raise PlanError(
+                    f"sharding {op!r} made {local.type} where {type_} was expected: the sharding rule of "
+                    f"{op.op_type} is wrong for these shapes"
+                )
+            self.define(value, place, self.averaged(local, batch, tp))
+
+    def averaged(self, local: Value, batch: Strategy, tp: Strategy | None) -> Value:
+        """A mean over one rank's part is divided by the ranks, so that the parts sum to the mean."""
+        ranks = self.lowering.parts if batch.mean else 1
+        ranks *= self.lowering.ranks if tp and tp.mean else 1
+        return share(self.maker, local, ranks)
+
+    def call(self, op: Op) -> None:
+        plan, home = self.lowering.call(op), self.home
+        inputs = [home[value] for value in op.inputs]
+        for index, wanted in plan.inputs:
+            inputs[index] = self.read(op.inputs[index], wanted)
+        made = tuple([Value(v.name, type_) for v, type_ in zip(op.outputs, plan.types, strict=True)])
+        self.maker.adopt(Op("Call", tuple(inputs), made, op.attributes, (plan.callee,), None, op.name))
+        home.update(zip(op.outputs, made, strict=True))
+        for index, raw in plan.outputs:
+            self.define(op.outputs[index], raw, made[index])

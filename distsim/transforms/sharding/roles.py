@@ -1,0 +1,239 @@
+"""What each input is to training, and which dimensions carry the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from distsim.errors import PlanError
+from distsim.ir import Function, Op, Role, Tensor, Value, all_ops, trim
+from distsim.ops import signature_of
+from distsim.ops.operator import Dim, labels_of
+from distsim.ops.training import LOSSES
+from distsim.transforms.sharding.strategies import rule_of
+
+Parts = tuple[int, ...] | None
+"""How a dimension is divided: as a whole, or each of these pieces."""
+
+Mark = tuple[int, Parts]
+Marks = dict[Value, frozenset[Mark]]
+"""The marked dimensions of values; a value that is absent has none."""
+
+WHOLE_BATCH: frozenset[Mark] = frozenset({(0, None)})
+
+
+def roles(function: Function) -> dict[Value, Role]:
+    """Return the role of every input.
+
+    A function in which some input is marked says so itself. In one without marks (a joint function
+    written by hand, as in the DistIR notebooks) the loss tells: inputs that carry its batch dimension
+    are data, the others are parameters. Raises :class:`PlanError` when there is no loss either.
+    """
+    if any(value.role is not Role.INPUT for value in function.inputs):
+        return {value: value.role for value in function.inputs}
+    seeds: Marks = {}
+    for op in all_ops(function):
+        if op.op_type in LOSSES:
+            seeds |= {value: WHOLE_BATCH for value in op.inputs[:2] if _tensor(value).rank}
+    if not seeds:
+        raise PlanError(
+            f"{function.name}: no input is marked as a parameter and there is no loss to tell which "
+            f"inputs carry the batch; mark the parameters (Role.PARAMETER); {how_to_mark(function)}"
+        )
+    marks = propagate_back(function, seeds)
+    return {v: Role.INPUT if marks.get(v) else Role.PARAMETER for v in function.inputs}
+
+
+def how_to_mark(function: Function) -> str:
+    """Return how the inputs of a function are said to be parameters, naming a few of them."""
+    names = [v.name for v in function.inputs if isinstance(v.type, Tensor) and v.type.dtype.is_floating]
+    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return (
+        "graph inputs of an export are marked with --parameters PATTERN, or "
+        f"import_from_onnx(path, parameters=[PATTERN]). Its floating-point inputs are {listed or 'none'}"
+    )
+
+
+def brings_backward(function: Function) -> bool:
+    """Whether a function is joint: it returns a scalar loss and the gradient, or new value, of a parameter.
+
+    Such an output has the type of a parameter and follows, as the prediction does in the gradient of a loss,
+    from every input that the loss follows from, but is nothing that the loss is made of. The type alone says
+    little: running statistics are like the scale of their normalization, predictions may be like a weight.
+    """
+    tensors = {value: value.type for value in function.outputs if isinstance(value.type, Tensor)}
+    losses = [v for v, type_ in tensors.items() if type_.rank == 0 and type_.dtype.is_floating]
+    if not losses:
+        return False
+    forward = trim(function, losses[:1], ()).function
+    held = {*forward.inputs, *(value for op in forward.ops for value in op.outputs)}
+    trained = {value.type for value in function.parameters}
+    likely = [v for v, type_ in tensors.items() if v not in held and type_.rank and type_ in trained]
+    return any(set(forward.inputs).issubset(trim(function, [v], ()).function.inputs) for v in likely)
+
+
+def batch_inputs(function: Function, known: Mapping[Value, Role]) -> tuple[Value, ...]:
+    """Return the data inputs, whose dimension 0 is the batch. Scalars carry none.
+
+    Inputs that disagree about the size of the batch are an error that names them.
+    """
+    found = tuple(v for v in function.inputs if known[v] is Role.INPUT and _tensor(v).rank)
+    sizes = {_tensor(v).shape[0] for v in found}
+    if len(sizes) > 1:
+        listed = ", ".join(f"{v.name}: {v.type}" for v in found)
+        raise PlanError(f"{function.name}: data inputs differ in their batch (dimension 0): {listed}")
+    return found
+
+
+def propagate(function: Function, seeds: Marks) -> Marks:
+    """Return the marks that follow forward from ``seeds``, in ``function`` and in its callees.
+
+    A dimension of an output is marked when a factor of it labels a marked dimension of an input.
+    """
+    marks = dict(seeds)
+    _forward(function, marks, _mark_outputs)
+    return marks
+
+
+def propagate_back(function: Function, seeds: Marks) -> Marks:
+    """Return the marks that follow from ``seeds`` against the direction of the ops, and in callees."""
+    marks = dict(seeds)
+    _back(function, marks, _mark_inputs)
+    return marks
+
+
+def propagate_both(function: Function, seeds: Marks) -> Marks:
+    """Return the marks that follow from ``seeds`` in any direction.
+
+    What derives from no seed, such as a mask made of constants, is marked where it has a factor in common
+    with something that does.
+    """
+    marks = dict(seeds)
+    before: Marks = {}
+    while marks != before:
+        before = dict(marks)
+        _forward(function, marks, _mark_all)
+        _back(function, marks, _mark_all)
+    return marks
+
+
+def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
+    visited: set[int] = set()
+
+    def visit(current: Function) -> None:
+        for op in current.ops:
+            if op.op_type == "Call":
+                if _pass_down(op, marks) or id(op.callee) not in visited:
+                    visited.add(id(op.callee))
+                    visit(op.callee)
+                for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
+                    _mark(marks, outer, marks.get(inner, frozenset()))
+            else:
+                mark(op, marks)
+
+    visit(function)
+
+
+def _back(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
+    visited: set[int] = set()
+
+    def visit(current: Function) -> None:
+        for op in reversed(current.ops):
+            if op.op_type == "Call":
+                if _pass_up(op, marks) or id(op.callee) not in visited:
+                    visited.add(id(op.callee))
+                    visit(op.callee)
+                for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
+                    _mark(marks, outer, marks.get(inner, frozenset()))
+            else:
+                mark(op, marks)
+
+    visit(function)
+
+
+def marked(op: Op, marks: Marks) -> Callable[[str, Parts], bool]:
+    """Return the test whether a factor of ``op``, divided so, labels a marked dimension of an operand."""
+    rule = rule_of(signature_of(op))
+    if rule is None:
+        return lambda factor, pieces: False
+    found = _factors((*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs), marks)
+    return lambda factor, pieces: (factor, pieces) in found
+
+
+def _factors(
+    values: Sequence[Value], groups: Sequence[tuple[Dim, ...]], marks: Marks
+) -> frozenset[tuple[str, Parts]]:
+    """Return the factors that label marked dimensions, and how they are divided."""
+    found: set[tuple[str, Parts]] = set()
+    for value, dims in zip(values, groups, strict=True):
+        for index, pieces in marks.get(value, ()):
+            for label in labels_of(dims[index]):
+                if isinstance(label, str):
+                    found.add((label, pieces))
+                elif label.sizes == pieces:
+                    found.add((label.factor, None))
+    return frozenset(found)
+
+
+def _labelled(dims: tuple[Dim, ...], found: frozenset[tuple[str, Parts]]) -> frozenset[Mark]:
+    marks: set[Mark] = set()
+    for index, dim in enumerate(dims):
+        for label in labels_of(dim):
+            if isinstance(label, str):
+                marks.update((index, pieces) for factor, pieces in found if factor == label)
+            elif (label.factor, None) in found:
+                marks.add((index, label.sizes))
+    return frozenset(marks)
+
+
+def _pass_down(op: Op, marks: Marks) -> bool:
+    changed = False
+    for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
+        before = marks.get(inner, frozenset())
+        _mark(marks, inner, marks.get(outer, frozenset()))
+        changed |= before != marks.get(inner, frozenset())
+    return changed
+
+
+def _pass_up(op: Op, marks: Marks) -> bool:
+    changed = False
+    for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
+        before = marks.get(inner, frozenset())
+        _mark(marks, inner, marks.get(outer, frozenset()))
+        changed |= before != marks.get(inner, frozenset())
+    return changed
+
+
+def _mark_inputs(op: Op, marks: Marks) -> None:
+    rule = rule_of(signature_of(op))
+    if rule is not None:
+        found = _factors(op.outputs, rule.outputs, marks)
+        for value, dims in zip(op.inputs, rule.inputs, strict=True):
+            _mark(marks, value, _labelled(dims, found))
+
+
+def _mark_outputs(op: Op, marks: Marks) -> None:
+    rule = rule_of(signature_of(op))
+    if rule is not None:
+        found = _factors(op.inputs, rule.inputs, marks)
+        for value, dims in zip(op.outputs, rule.outputs, strict=True):
+            _mark(marks, value, _labelled(dims, found))
+
+
+def _mark_all(op: Op, marks: Marks) -> None:
+    rule = rule_of(signature_of(op))
+    if rule is not None:
+        values, dims = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
+        found = _factors(values, dims, marks)
+        for value, labels in zip(values, dims, strict=True):
+            _mark(marks, value, _labelled(labels, found))
+
+
+def _mark(marks: Marks, value: Value, dims: frozenset[Mark]) -> None:
+    if dims:
+        marks[value] = marks.get(value, frozenset()) | dims
+
+
+def _tensor(value: Value) -> Tensor:
+    if not isinstance(value.type, Tensor):
+        raise PlanError(f"input {value.name} must be a tensor, not {value.type}")
+    return value.type
