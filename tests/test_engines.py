@@ -20,7 +20,7 @@ from distsim.executor.tasks import lower
 from distsim.executor.timeline import FlatTimeline
 from distsim.ir import pformat
 from distsim.ops.communication import scatter
-from distsim.schedule import Phase
+from distsim.schedule import Kind
 from distsim.transforms import steady_state_transform
 
 CHUNK = 20
@@ -192,7 +192,7 @@ def run_blocks(program, inputs):
     for step in program.schedule.order():
         for task in step:
             stage = program.stages[task.stage]
-            block = stage.forward if task.phase is Phase.FORWARD else stage.backward
+            block = stage.forward if task.kind is Kind.FORWARD else stage.backward
             if not block.outputs:
                 continue
             so_far = [values[key, None] for key in block.accumulated if (key, None) in values]

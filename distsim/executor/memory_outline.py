@@ -10,7 +10,7 @@ from distsim.executor.memory_plan import gradient_inputs
 from distsim.executor.memory_walk import KIND_OF_ROLE, RESIDENT
 from distsim.executor.program import Block, Program, ProgramInput, Stage
 from distsim.ir import Function, Type, Value
-from distsim.schedule import Phase
+from distsim.schedule import Kind
 
 Made = tuple[int, int]
 """(stage, phase) of the block that makes a value."""
@@ -129,7 +129,7 @@ class _Outliner:
             if maker.once:
                 self.sums[key] = maker.stage
             else:
-                self.made[key] = (maker.stage, BACKWARD if maker.phase is Phase.BACKWARD else FORWARD)
+                self.made[key] = (maker.stage, BACKWARD if maker.phase is Kind.BACKWARD else FORWARD)
         for given in self.program.inputs:
             self.inputs[given.key] = given.stages
             for number in given.stages:

@@ -15,7 +15,7 @@ from distsim.executor.links import Maker, Row, in_order, makers_of, verify_reads
 from distsim.executor.written import WrittenOut
 from distsim.ir import Function, Mesh, Value
 from distsim.ops.communication import Shard
-from distsim.schedule import Phase, Schedule
+from distsim.schedule import Kind, Schedule
 
 Shards = tuple[Shard, ...]
 """What ``MPIScatter`` does to a global value."""
@@ -184,7 +184,7 @@ class Parts:
     def _rows(self) -> list[Row]:
         rows: list[Row] = []
         for stage, (forward, backward, updates) in enumerate(self.blocks):
-            for phase, block in ((Phase.FORWARD, forward), (Phase.BACKWARD, backward)):
+            for phase, block in ((Kind.FORWARD, forward), (Kind.BACKWARD, backward)):
                 rows.append(Row(stage, phase, block.inputs, block.outputs, block.accumulated))
             rows += [Row(stage, None, block.inputs, block.outputs, (), r) for r, block in updates]
         return in_order(rows)

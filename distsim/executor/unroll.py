@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distsim.executor.relocate import Relocator
 from distsim.ir import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Type, Value
-from distsim.schedule import Phase, Task
+from distsim.schedule import Action, Kind
 
 if TYPE_CHECKING:
     from distsim.executor.program import Block, Program, ProgramInput
@@ -33,7 +33,7 @@ class Unroller:
         self.step: list[Frame] = [{} for _ in count]  # what there is once per step
         self.frames: list[list[Frame]] = [[{} for _ in range(self.microbatches)] for _ in count]
         self.makers = program.makers()
-        self.latest: dict[tuple[int, Phase | None], int] = {}
+        self.latest: dict[tuple[int, Kind | None], int] = {}
         self.readers = _readers(program)
         self.read = _read(program)
         self.calls: dict[tuple[int, int, bool], _Call] = {}
@@ -128,13 +128,13 @@ class Unroller:
             self.maker.adopt(Op("Send", (made,), (found,), self.target[stage]))
         return found
 
-    def run(self, task: Task) -> list[tuple[Value, int, int]]:
+    def run(self, task: Action) -> list[tuple[Value, int, int]]:
         """Emit one task; return what of it goes where: keys, microbatch and stages."""
         stage = self.program.stages[task.stage]
-        block = stage.forward if task.phase is Phase.FORWARD else stage.backward
+        block = stage.forward if task.kind is Kind.FORWARD else stage.backward
         if not block.outputs:  # nothing that anyone reads
             return []
-        self.latest[task.stage, task.phase] = task.microbatch
+        self.latest[task.stage, task.kind] = task.microbatch
         call = self._call(block, task.microbatch, task.stage, str(task))
         return [(key, task.microbatch, target) for key, target in call.sent]
 

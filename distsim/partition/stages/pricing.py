@@ -14,7 +14,7 @@ from distsim.executor.memory_program import program_memory
 from distsim.executor.program import Block, Program, Stage
 from distsim.ir import Function, Mesh, Role, Value
 from distsim.partition.stages.cost import BlockCost
-from distsim.schedule import Schedule
+from distsim.schedule import Action, Kind, Schedule
 
 
 def program_costs(
@@ -194,6 +194,7 @@ def _memory(program: Program) -> list[tuple[float, float, float]]:
 
 def _in_turn(stages: int, size: int) -> Schedule:
     """Return the schedule in which every stage runs ``size`` forwards, their backwards, and so on."""
-    group = [*range(0, 2 * size, 2), *range(1, 2 * size, 2)]
-    row = [2 * size * turn + code for turn in range(3) for code in group]
-    return Schedule.from_codes(f"{size} in turn", np.array([row] * stages, np.int64))
+    turns = [range(size * turn, size * turn + size) for turn in range(3)]
+    row = [(kind, m) for turn in turns for kind in (Kind.FORWARD, Kind.BACKWARD) for m in turn]
+    ranks = [[Action(kind, stage, m) for kind, m in row] for stage in range(stages)]
+    return Schedule(f"{size} in turn", stages, 3 * size, ranks)
