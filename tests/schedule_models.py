@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from random import Random
 
-from distsim.schedule import Phase, Schedule, Task, gpipe, one_f_one_b
+from distsim.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
 
-FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
 
 def any_order(rng: Random, stages: int, microbatches: int) -> Schedule:
     """Return a random order that does not deadlock, microbatches in any order."""
-    ranks: list[list[Task]] = [[] for _ in range(stages)]
-    done: set[Task] = set()
-    left = [Task(phase, s, m) for phase in Phase for s in range(stages) for m in range(microbatches)]
+    ranks: list[list[Action]] = [[] for _ in range(stages)]
+    done: set[Action] = set()
+    left = [
+        Action(phase, s, m)
+        for phase in (FORWARD, BACKWARD)
+        for s in range(stages)
+        for m in range(microbatches)
+    ]
     rules = Schedule("any", stages, microbatches, ())
     while left:
         ready = [task for task in left if all(needed in done for needed in rules.inputs(task))]
@@ -27,11 +32,11 @@ def any_order(rng: Random, stages: int, microbatches: int) -> Schedule:
 def in_groups(rng: Random, stages: int, microbatches: int) -> Schedule:
     """Return the order in which every rank runs a few forwards, then their backwards, and so on."""
     size = rng.randint(1, 3)
-    tasks: list[tuple[Phase, int]] = []
+    tasks: list[tuple[Kind, int]] = []
     for first in range(0, microbatches, size):
         group = range(first, min(first + size, microbatches))
         tasks += [*((FORWARD, m) for m in group), *((BACKWARD, m) for m in group)]
-    ranks = [tuple(Task(phase, s, m) for phase, m in tasks) for s in range(stages)]
+    ranks = [tuple(Action(phase, s, m) for phase, m in tasks) for s in range(stages)]
     return Schedule(f"groups of {size}", stages, microbatches, tuple(ranks))
 
 
@@ -39,7 +44,7 @@ def backwards_reversed(rng: Random, stages: int, microbatches: int) -> Schedule:
     """Return all forwards, then all backwards from the last microbatch to the first."""
     forward, back = range(microbatches), range(microbatches - 1, -1, -1)
     ranks = [
-        (*(Task(FORWARD, s, m) for m in forward), *(Task(BACKWARD, s, m) for m in back))
+        (*(Action(FORWARD, s, m) for m in forward), *(Action(BACKWARD, s, m) for m in back))
         for s in range(stages)
     ]
     return Schedule("reversed", stages, microbatches, tuple(ranks))
@@ -50,10 +55,10 @@ def warmed_up(rng: Random, stages: int, microbatches: int) -> Schedule:
     ranks, ahead = [], 0
     for stage in reversed(range(stages)):
         ahead = min(microbatches, ahead + (stage < stages - 1) + rng.choice([0, 0, 1, 2]))
-        tasks = [Task(FORWARD, stage, m) for m in range(ahead)]
+        tasks = [Action(FORWARD, stage, m) for m in range(ahead)]
         for m in range(microbatches):
-            tasks += [Task(FORWARD, stage, m + ahead)] if m + ahead < microbatches else []
-            tasks.append(Task(BACKWARD, stage, m))
+            tasks += [Action(FORWARD, stage, m + ahead)] if m + ahead < microbatches else []
+            tasks.append(Action(BACKWARD, stage, m))
         ranks.append(tuple(tasks))
     return Schedule("warmed up", stages, microbatches, tuple(reversed(ranks)))
 

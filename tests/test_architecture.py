@@ -75,10 +75,12 @@ PUBLIC_NAMES = {
     ],
     "distsim.schedule": [
         "SCHEDULES",
-        "Phase",
+        "WEIGHTS",
+        "Action",
+        "Cell",
+        "Kind",
         "Rounds",
         "Schedule",
-        "Task",
         "gpipe",
         "one_f_one_b",
         "schedule",
@@ -323,12 +325,12 @@ def test_importing_distsim_loads_nothing_slow():
     ("statement", "module", "expected"),
     [
         ("import distsim.ir.type", "distsim.plan", "distsim.ir.type"),
-        ("from distsim.schedule import task", "distsim.plan", "distsim.schedule.task"),
-        ("from distsim.schedule import Task", "distsim.plan", "distsim.schedule"),
-        ("from .task import Task", "distsim.schedule.generate", "distsim.schedule.task"),
+        ("from distsim.schedule import action", "distsim.plan", "distsim.schedule.action"),
+        ("from distsim.schedule import Action", "distsim.plan", "distsim.schedule"),
+        ("from .action import Action", "distsim.schedule.generate", "distsim.schedule.action"),
         ("from .. import plan", "distsim.schedule.generate", "distsim.plan"),
-        ("from .task import Task", "distsim.schedule", "distsim.schedule.task"),
-        ("def f():\n    from distsim.plan import Plan", "distsim.schedule.task", "distsim.plan"),
+        ("from .action import Action", "distsim.schedule", "distsim.schedule.action"),
+        ("def f():\n    from distsim.plan import Plan", "distsim.schedule.action", "distsim.plan"),
     ],
 )
 def test_the_checks_see_every_kind_of_import(monkeypatch, statement, module, expected):

@@ -15,7 +15,7 @@ from distsim.executor import CostModel, Simulator
 from distsim.ir import FunctionMaker
 from distsim.models import gpt, mlp
 from distsim.plan import Plan
-from distsim.schedule import Phase, Schedule, Task
+from distsim.schedule import Action, Kind, Schedule
 from distsim.transforms import SGD, Adam, differentiate
 
 MODELS = {
@@ -125,9 +125,9 @@ def test_the_path_of_a_hand_made_order():
     """Backwards first where they can: neither schedule that has a name."""
     topology, _ = cluster(2)
     program = parallelize(MODELS["mlp"], Plan.parse("pp=2,microbatches=3"), topology)
-    f, b = Phase.FORWARD, Phase.BACKWARD
-    first = [Task(*t) for t in ((f, 0, 0), (f, 0, 1), (b, 0, 0), (f, 0, 2), (b, 0, 2), (b, 0, 1))]
-    last = [Task(*t) for t in ((f, 1, 0), (b, 1, 0), (f, 1, 1), (f, 1, 2), (b, 1, 2), (b, 1, 1))]
+    f, b = Kind.FORWARD, Kind.BACKWARD
+    first = [Action(*t) for t in ((f, 0, 0), (f, 0, 1), (b, 0, 0), (f, 0, 2), (b, 0, 2), (b, 0, 1))]
+    last = [Action(*t) for t in ((f, 1, 0), (b, 1, 0), (f, 1, 1), (f, 1, 2), (b, 1, 2), (b, 1, 1))]
     program = dataclasses.replace(program, schedule=Schedule("mine", 2, 3, (tuple(first), tuple(last))))
     simulation = Simulator(CostModel(topology)).simulate(program)
     flat = Simulator(CostModel(topology), engine="events").simulate(program)

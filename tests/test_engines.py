@@ -12,7 +12,7 @@ from schedule_models import SCHEDULES
 from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
 from distsim.ir import pformat
 from distsim.ops.communication import scatter
-from distsim.schedule import Phase
+from distsim.schedule import Kind
 from distsim.simulate.events import engine as events
 from distsim.simulate.maxplus.engine import run_program
 from distsim.simulate.maxplus.registers import Order
@@ -194,7 +194,7 @@ def run_blocks(program, inputs):
     for step in program.schedule.order():
         for task in step:
             stage = program.stages[task.stage]
-            block = stage.forward if task.phase is Phase.FORWARD else stage.backward
+            block = stage.forward if task.kind is Kind.FORWARD else stage.backward
             if not block.outputs:
                 continue
             so_far = [values[key, None] for key in block.accumulated if (key, None) in values]

@@ -12,13 +12,14 @@ from distsim.errors import CostError, ScheduleError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Role, Tensor, Value
 from distsim.ir.device import logical_mesh
-from distsim.program.program import Block, Program, ProgramOutput, Stage
-from distsim.schedule import Phase, Schedule, Task, gpipe, one_f_one_b
+from distsim.program.parts import Block, ProgramOutput, Stage
+from distsim.program.program import Program
+from distsim.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
 from distsim.simulate.maxplus.engine import run_program
 from distsim.simulate.tasks.block_matrix import START, StageRanks, block_tasks
 
 ZEROS = Literal(np.zeros((6, 1)))
-F, B = Phase.FORWARD, Phase.BACKWARD
+F, B = Kind.FORWARD, Kind.BACKWARD
 
 
 class Rules:
@@ -281,8 +282,8 @@ def test_sends_make_one_f_one_b_repeat_every_p_microbatches(stages, send):
 
 
 def test_a_schedule_that_deadlocks_names_the_circle():
-    ranks = (Task(F, 0, 0), Task(B, 0, 0)), (Task(B, 1, 0), Task(F, 1, 0))
-    with pytest.raises(ScheduleError, match=r"knotted deadlocks after 1 tasks: B0@1 waits for F0@1"):
+    ranks = (Action(F, 0, 0), Action(B, 0, 0)), (Action(B, 1, 0), Action(F, 1, 0))
+    with pytest.raises(ScheduleError, match=r"knotted deadlocks after 1 action: B0@1 waits for F0@1"):
         pipeline(Schedule("knotted", 2, 1, ranks), [1.0, 1.0], [1.0, 1.0])
 
 

@@ -13,7 +13,7 @@ from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Function, Role
 from distsim.models import mlp
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, Phase, Schedule, Task, schedule
+from distsim.schedule import SCHEDULES, Action, Kind, Schedule, schedule
 from distsim.simulate.memory import table as memory_table
 from distsim.simulate.memory.peak import KINDS, peak_memory
 from distsim.simulate.memory.positions import pattern_of
@@ -49,10 +49,15 @@ def assert_same_memory(program: Program) -> None:
 @st.composite
 def hand_made(draw, stages: int, microbatches: int) -> Schedule:
     """Any order of the tasks that a pipeline allows."""
-    ranks: list[list[Task]] = [[] for _ in range(stages)]
-    tasks = [Task(p, s, i) for p in Phase for s in range(stages) for i in range(microbatches)]
+    ranks: list[list[Action]] = [[] for _ in range(stages)]
+    tasks = [
+        Action(p, s, i)
+        for p in (Kind.FORWARD, Kind.BACKWARD)
+        for s in range(stages)
+        for i in range(microbatches)
+    ]
     made = Schedule("hand-made", stages, microbatches, ())
-    done: set[Task] = set()
+    done: set[Action] = set()
     while tasks:
         ready = [task for task in tasks if done.issuperset(made.inputs(task))]
         task = draw(st.sampled_from(ready))
@@ -189,7 +194,7 @@ def test_an_output_may_be_what_the_last_microbatch_made(data):
     outputs = [replace(o, microbatched=False, stage=stage) if o.microbatched else o for o in program.outputs]
     program = replace(program, outputs=tuple(outputs))
     assert_same_memory(program)
-    last = [task for task in program.schedule.ranks[-1] if task.phase is Phase.FORWARD][-1]
+    last = [task for task in program.schedule.actions[-1] if task.kind is Kind.FORWARD][-1]
     assert composed(program) == (last.microbatch == m - 1)
 
 
@@ -299,10 +304,10 @@ def test_missing_says_by_how_much_it_does_not_fit():
 
 def test_ranks_that_wait_for_each_other_are_refused():
     program = layers(2, 2, "1f1b")
-    f, b = Phase.FORWARD, Phase.BACKWARD
+    f, b = Kind.FORWARD, Kind.BACKWARD
     ranks = (
-        (Task(f, 0, 0), Task(b, 0, 0), Task(f, 0, 1), Task(b, 0, 1)),
-        (Task(f, 1, 0), Task(f, 1, 1), Task(b, 1, 0), Task(b, 1, 1)),
+        (Action(f, 0, 0), Action(b, 0, 0), Action(f, 0, 1), Action(b, 0, 1)),
+        (Action(f, 1, 0), Action(f, 1, 1), Action(b, 1, 0), Action(b, 1, 1)),
     )
     with pytest.raises(ScheduleError, match="deadlocks"):
         program_memory(replace(program, schedule=Schedule("stuck", 2, 2, ranks)))

@@ -12,8 +12,9 @@ from distsim.errors import DistsimError, IRError, ScheduleError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, verify
 from distsim.ir.device import logical_mesh
-from distsim.program.program import Block, Program, ProgramInput, ProgramOutput, Stage
-from distsim.schedule import Phase, Schedule, Task, schedule
+from distsim.program.parts import Block, ProgramInput, ProgramOutput, Stage
+from distsim.program.program import Program
+from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import differentiate
 
@@ -152,7 +153,7 @@ REFUSED = {
     ),
     "a schedule whose ranks wait for each other": (
         lambda: replace(two_stages(), schedule=stuck()),
-        r"stuck deadlocks after 2 tasks: B0@0 waits for B0@1",
+        r"stuck deadlocks after 2 actions: B0@0 waits for B0@1",
     ),
 }
 
@@ -171,9 +172,11 @@ def on_meshes(*slices: int) -> Program:
 
 
 def stuck() -> Schedule:
-    f, b = Phase.FORWARD, Phase.BACKWARD
+    f, b = Kind.FORWARD, Kind.BACKWARD
     first, last = ((f, b, f, b), (0, 0, 1, 1)), ((f, f, b, b), (0, 1, 0, 1))
-    ranks = [tuple([Task(p, r, m) for p, m in zip(*own, strict=True)]) for r, own in enumerate((first, last))]
+    ranks = [
+        tuple([Action(p, r, m) for p, m in zip(*own, strict=True)]) for r, own in enumerate((first, last))
+    ]
     return Schedule("stuck", 2, 2, tuple(ranks))
 
 

@@ -12,32 +12,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, ScheduleError
-from distsim.schedule import SCHEDULES, Phase, Rounds, Schedule, Task, gpipe, one_f_one_b, schedule
+from distsim.schedule import SCHEDULES, Action, Kind, Rounds, Schedule, gpipe, one_f_one_b, schedule
 
 SIZES = list(itertools.product(range(1, 9), range(1, 17)))
 sizes = st.tuples(st.integers(1, 10), st.integers(1, 20))
 
 
-def F(stage: int, microbatch: int) -> Task:
-    return Task(Phase.FORWARD, stage, microbatch)
+def F(stage: int, microbatch: int) -> Action:
+    return Action(Kind.FORWARD, stage, microbatch)
 
 
-def B(stage: int, microbatch: int) -> Task:
-    return Task(Phase.BACKWARD, stage, microbatch)
+def B(stage: int, microbatch: int) -> Action:
+    return Action(Kind.BACKWARD, stage, microbatch)
 
 
-def finish_times(plan: Schedule, forward: int, backward: int) -> dict[Task, int]:
+def finish_times(plan: Schedule, forward: int, backward: int) -> dict[Action, int]:
     """Longest path over data and rank order, written apart from Schedule.inputs and Schedule.order."""
     last = plan.num_stages - 1
-    before = {task: earlier for tasks in plan.ranks for earlier, task in itertools.pairwise(tasks)}
-    end: dict[Task, int] = {}
+    before = {task: earlier for tasks in plan.actions for earlier, task in itertools.pairwise(tasks)}
+    end: dict[Action, int] = {}
 
-    def visit(task: Task) -> int:
+    def visit(task: Action) -> int:
         stack = [task]
         while stack:
             task = stack[-1]
             needs = [before[task]] if task in before else []
-            if task.phase is Phase.FORWARD:
+            if task.kind is Kind.FORWARD:
                 needs += [F(task.stage - 1, task.microbatch)] if task.stage else []
             else:
                 needs += [F(task.stage, task.microbatch)]
@@ -45,12 +45,12 @@ def finish_times(plan: Schedule, forward: int, backward: int) -> dict[Task, int]
             waiting = [need for need in needs if need not in end]
             stack += waiting
             if not waiting:
-                duration = forward if task.phase is Phase.FORWARD else backward
+                duration = forward if task.kind is Kind.FORWARD else backward
                 end[task] = max((end[need] for need in needs), default=0) + duration
                 stack.pop()
         return end[task]
 
-    for tasks in plan.ranks:
+    for tasks in plan.actions:
         for task in tasks:
             visit(task)
     return end
@@ -72,7 +72,7 @@ def test_every_task_is_run_once_on_the_rank_of_its_stage(name):
         made = schedule(name, p, m)
         made.check()
         assert (made.name, made.num_stages, made.num_microbatches) == (name, p, m)
-        for stage, tasks in enumerate(made.ranks):
+        for stage, tasks in enumerate(made.actions):
             assert sorted(tasks) == [phase(stage, i) for phase in (F, B) for i in range(m)]
 
 
@@ -96,7 +96,7 @@ def test_order_agrees_with_every_rank_and_with_the_data(name, size):
     when = {task: at for at, step in enumerate(steps) for task in step}
     assert len(when) == sum(map(len, steps)) == 2 * size[0] * size[1]
     assert all(when[need] < when[task] for task in when for need in made.inputs(task))
-    for rank, tasks in enumerate(made.ranks):
+    for rank, tasks in enumerate(made.actions):
         assert tasks == tuple(task for step in steps for task in step if task.stage == rank)
     # Eager: nothing could have run a step sooner.
     finish = finish_times(made, 1, 1)
@@ -108,7 +108,7 @@ def test_order_agrees_with_every_rank_and_with_the_data(name, size):
 def test_any_order_of_the_tasks_either_runs_or_names_a_true_circle(name, size, data):
     made = schedule(name, *size)
     rank = data.draw(st.integers(0, size[0] - 1))
-    shuffled = tuple(data.draw(st.permutations(made.ranks[rank])))
+    shuffled = tuple(data.draw(st.permutations(made.actions[rank])))
     other = Schedule("shuffled", *size, (*made.ranks[:rank], shuffled, *made.ranks[rank + 1 :]))
     try:
         steps = other.order()
@@ -117,7 +117,7 @@ def test_any_order_of_the_tasks_either_runs_or_names_a_true_circle(name, size, d
             r"(\w+@\d+) waits for (\w+@\d+)(?:, which rank \d+ runs after (\w+@\d+))?", str(error)
         )
         assert waits
-        place = {str(task): (task, at) for tasks in other.ranks for at, task in enumerate(tasks)}
+        place = {str(task): (task, at) for tasks in other.actions for at, task in enumerate(tasks)}
         followers = [*waits[1:], waits[0]]
         for (waiter, wanted, blocker), follower in zip(waits, followers, strict=True):
             assert place[wanted][0] in other.inputs(place[waiter][0])
@@ -129,11 +129,11 @@ def test_any_order_of_the_tasks_either_runs_or_names_a_true_circle(name, size, d
         assert sum(map(len, steps)) == 2 * size[0] * size[1]
 
 
-def steps_task_by_task(made: Schedule) -> list[list[Task]]:
-    """The definition of Schedule.order, written apart from it: sets of Task objects, no integers."""
-    waiting = [list(tasks) for tasks in made.ranks]
-    finished: set[Task] = set()
-    steps: list[list[Task]] = []
+def steps_task_by_task(made: Schedule) -> list[list[Action]]:
+    """The definition of Schedule.order, written apart from it: sets of Action objects, no integers."""
+    waiting = [list(tasks) for tasks in made.actions]
+    finished: set[Action] = set()
+    steps: list[list[Action]] = []
     while any(waiting):
         step = [tasks[0] for tasks in waiting if tasks and finished.issuperset(made.inputs(tasks[0]))]
         assert step, "deadlock"
@@ -144,9 +144,9 @@ def steps_task_by_task(made: Schedule) -> list[list[Task]]:
     return steps
 
 
-def expanded(rounds: Rounds) -> list[list[Task]]:
+def expanded(rounds: Rounds) -> list[list[Action]]:
     """The steps that rounds stand for."""
-    steps: list[list[Task]] = [[]]
+    steps: list[list[Action]] = [[]]
     for first, end, repeats in zip(rounds.start, rounds.start[1:], rounds.repeats, strict=False):
         assert repeats >= 1 and first < end and rounds.ends_step[end - 1]
         for k in range(repeats):
@@ -168,11 +168,11 @@ def hand_made(draw) -> Schedule:
     p, m = draw(st.integers(1, 8)), draw(st.integers(1, 20))
     model = gpipe(p, m)
     waiting = [[phase(stage, i) for i in range(m)] for stage in range(p) for phase in (F, B)]
-    ranks: list[list[Task]] = [[] for _ in range(p)]
-    finished: set[Task] = set()
+    ranks: list[list[Action]] = [[] for _ in range(p)]
+    finished: set[Action] = set()
     random = draw(st.randoms(use_true_random=False))
     sticky = draw(st.sampled_from([0.0, 0.5, 0.9]))
-    last: list[Task] | None = None
+    last: list[Action] | None = None
     while any(waiting):
         ready = [tasks for tasks in waiting if tasks and finished.issuperset(model.inputs(tasks[0]))]
         if not (last in ready and random.random() < sticky):
@@ -196,17 +196,19 @@ def test_rounds_are_the_order_and_the_order_is_its_definition(made):
 @settings(deadline=None)
 @given(hand_made())
 def test_a_schedule_of_integers_equals_the_one_of_tasks(made):
-    codes = np.array(
-        [[2 * t.microbatch + (t.phase is Phase.BACKWARD) for t in tasks] for tasks in made.ranks]
-    )
-    other = Schedule.from_codes("hand-made", codes)
+    counts = made.num_stages, made.num_microbatches
+    codes = made.codes
+    other = Schedule.from_codes("hand-made", *counts, codes)
     assert other == made and made == other and hash(other) == hash(made)
     assert other.ranks == made.ranks and str(other) == str(made)
     assert [other.in_flight(s) for s in range(len(codes))] == [made.in_flight(s) for s in range(len(codes))]
     assert pickle.loads(pickle.dumps(other)) == pickle.loads(pickle.dumps(made)) == made
     shorter = Schedule("hand-made", made.num_stages, made.num_microbatches, made.ranks[:-1])
     assert other != shorter and shorter != other and other != "hand-made"
-    assert Schedule.from_codes("other", codes) != other != Schedule.from_codes("hand-made", codes[:, ::-1])
+    back = [row[::-1] for row in codes]
+    assert Schedule.from_codes("other", *counts, codes) != other
+    assert Schedule.from_codes("hand-made", *counts, back) != other
+    assert Schedule.from_codes("hand-made", *counts, codes, weights="stashed") != other
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -232,15 +234,24 @@ def test_a_schedule_is_made_once():
 @pytest.mark.parametrize(
     ("codes", "message"),
     [
-        ([[0, 0]], "task F0@0 is listed twice"),
-        ([[0, 1, 2, 4]], "rank 0 lists F2@0, but stages are 0..0 and microbatches 0..1"),
-        ([[0, -1]], "rank 0 lists B-1@0"),
-        ([[0, 1, 2]], "rank 0 lists F1@0, but stages are 0..0 and microbatches 0..0"),
-        ([[1, 0]], "B0@0 waits for F0@0, which rank 0 runs after B0@0"),
+        ([[0, -1], [0, -1]], "F0@0 is listed twice"),
+        ([[0, -1], [1, -1], [4, -1]], "rank 0 lists F1@0, but stages are 0..0 and microbatches 0..0"),
+        ([[0, -1], [-3, -1]], "rank 0 lists B-1@0"),
+        ([[0, -1], [1, -7]], "rank 0 lists B-2@0"),
+        ([[0, -1], [-1, -1]], "rank 0 lists W-1@0"),
+        ([[1, -1], [0, -1]], "B0@0 waits for F0@0, which rank 0 runs after B0@0"),
+        ([[0, 1]], "(F0@0;B0@0) waits for F0@0, which runs beside it;"),
+        ([[0, -1], [3, -1], [2, -1]], "W0@0 waits for I0@0, which rank 0 runs after W0@0"),
+        ([[0, -1], [2, 3]], "(I0@0;W0@0) waits for I0@0, which runs beside it"),
+        ([[0, -1], [3, -1]], "lists W0@0 without I0@0; run B, or I and W"),
+        ([[0, -1], [1, -1], [2, -1], [3, -1]], "lists both B0@0 and I0@0; run B, or I and W"),
+        ([[0, -1], [1, -1], [3, -1]], "lists both B0@0 and W0@0; run B, or I and W"),
+        ([[0, -1], [2, -1]], "missing W0@0;"),
+        ([[0, 0], [1, -1]], "rank 0 lists (F0@0;F0@0) as one; one action runs at a time, or two of"),
     ],
 )
-def test_wrong_integers_are_refused_by_the_names_of_their_tasks(codes, message):
-    wrong = Schedule.from_codes("mine", np.array(codes))
+def test_wrong_integers_are_refused_by_the_names_of_their_actions(codes, message):
+    wrong = Schedule.from_codes("mine", 1, 1, [np.array(codes)])
     for verify in (wrong.check, wrong.order, wrong.rounds):
         with pytest.raises(ScheduleError, match=f"^mine.*{re.escape(message)}"):
             verify()
@@ -266,8 +277,8 @@ def test_text_is_a_row_per_rank():
 def test_tasks_sort_by_phase_then_stage_then_microbatch():
     in_order = [F(0, 0), F(0, 1), F(1, 0), B(0, 0), B(0, 1), B(1, 0)]
     assert sorted([B(1, 0), F(1, 0), B(0, 1), F(0, 1), B(0, 0), F(0, 0)]) == in_order
-    assert Phase.FORWARD < Phase.BACKWARD and Phase.BACKWARD >= Phase.FORWARD
-    assert [phase.value for phase in Phase] == ["F", "B"]
+    assert sorted(Kind, reverse=True)[::-1] == list(Kind) and Kind.BACKWARD >= Kind.FORWARD
+    assert [(kind.value, kind.code) for kind in Kind] == [("F", 0), ("B", 1), ("I", 2), ("W", 3)]
 
 
 def test_inputs_of_the_last_stage_and_the_first():
@@ -284,16 +295,20 @@ def test_inputs_of_the_last_stage_and_the_first():
         (1, ((F(0, 0), B(0, 0)), (F(1, 0),)), "missing B0@1"),
         (1, ((), ()), "missing F0@0, F0@1, B0@0, B0@1;"),
         (9, ((), ()), "missing F0@0, F1@0, F2@0, F3@0, F4@0 and 31 more"),
-        (1, ((F(0, 0), F(0, 0), B(0, 0)), (F(1, 0), B(1, 0))), "task F0@0 is listed twice"),
-        (1, ((F(0, 0), B(1, 0)), (F(1, 0), B(0, 0))), "rank 0 lists B0@1, which belongs on rank 1"),
+        (1, ((F(0, 0), F(0, 0), B(0, 0)), (F(1, 0), B(1, 0))), "F0@0 is listed twice"),
+        (
+            1,
+            ((F(0, 0), B(1, 0)), (F(1, 0), B(0, 0))),
+            "B0@1, but stage 1 is on rank 1; a stage",
+        ),
         (1, ((F(0, 0), B(0, 0)), (F(1, 0), B(1, 1))), "rank 1 lists B1@1, but stages are 0..1 and"),
         (1, ((F(0, 0), B(0, 0)), (F(1, -1), B(1, 0))), "rank 1 lists F-1@1, but stages are 0..1 and"),
-        (1, ((F(0, 0), B(0, 0)),), "2 stages but task orders for 1 rank;"),
+        (1, ((F(0, 0), B(0, 0)),), "missing F0@1, B0@1;"),
         (1, ((B(0, 0), F(0, 0)), (F(1, 0), B(1, 0))), "B0@0 waits for F0@0, which rank 0 runs after B0@0;"),
         (
             2,
             ((F(0, 0), B(0, 0), F(0, 1), B(0, 1)), (F(1, 0), F(1, 1), B(1, 0), B(1, 1))),
-            "deadlocks after 2 tasks: B0@0 waits for B0@1, which rank 1 runs after F1@1; "
+            "deadlocks after 2 actions: B0@0 waits for B0@1, which rank 1 runs after F1@1; "
             "F1@1 waits for F1@0, which rank 0 runs after B0@0; reorder",
         ),
     ],
@@ -336,7 +351,7 @@ def test_sizes_are_integers_of_at_least_one(name, p, m, message):
         schedule(name, p, m)
 
 
-@pytest.mark.parametrize("stage", [-1, 2])
-def test_in_flight_of_no_stage(stage):
-    with pytest.raises(ScheduleError, match=rf"no stage {stage}; choose one of 0\.\.1"):
-        gpipe(2, 2).in_flight(stage)
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_in_flight_of_no_rank(rank):
+    with pytest.raises(ScheduleError, match=rf"no rank {rank}; choose one of 0\.\.1"):
+        gpipe(2, 2).in_flight(rank)

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.ir import Value
-from distsim.executor.program import Block, Parts
 from distsim.program.pairs import interleave
+from distsim.program.parts import Block, Parts
 from distsim.program.table import (
     FIRST,
     ONCE,
@@ -58,7 +58,7 @@ class Binder:
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
         self.readers = self._readers()
         self._tables: WeakKeyDictionary[Schedule, Table] = WeakKeyDictionary()
-        self._tails: dict[int, _Tail] = {}
+        self._tails: dict[int, Tail] = {}
 
     def _readers(self) -> dict[Value, tuple[int, ...]]:
         """Return the stages of the chain whose passes over a microbatch read each key."""
@@ -223,7 +223,7 @@ class Binder:
         return np.where(swapped[:, None], found[:, ::-1], found)
 
     def _tail(self, schedule: Schedule) -> Tail:
-        """Return what follows the last action; it depends on the microbatches only if they are put together."""
+        """Return what follows the last action; how many microbatches matters only where they are joined."""
         count = schedule.num_microbatches
         joins = any(output.microbatched for output in self.parts.outputs)
         key = count if joins else min(count * self.copies, 2)
@@ -231,3 +231,8 @@ class Binder:
         if found is None:
             found = self._tails[key] = Tail(self, count)
         return found
+
+
+def _second(key: Key) -> Key:
+    """Return a key of a row's second microbatch instead of its first."""
+    return key._replace(which=SECOND) if key.which == FIRST else key

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from distsim.errors import IRError
 from distsim.ir import Value
-from distsim.schedule import Phase, Task
+from distsim.schedule import Action, Kind
 
 _NAMED = 8
 """A longer cycle is shortened in the middle."""
@@ -27,7 +27,7 @@ class Row(NamedTuple):
     """
 
     stage: int
-    phase: Phase | None
+    phase: Kind | None
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     sums: tuple[Value, ...] = ()
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         if self.phase is None:
             return f"U@{self.stage} (round {self.round})"
-        return str(Task(self.phase, self.stage, 0))
+        return str(Action(self.phase, self.stage, 0))
 
 
 class Maker(NamedTuple):
@@ -47,7 +47,7 @@ class Maker(NamedTuple):
 
     place: int
     stage: int
-    phase: Phase | None
+    phase: Kind | None
     once: bool
 
 
@@ -58,7 +58,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
     def place(row: Row) -> tuple[int, int, int]:
         if row.phase is None:
             return 2 * last, row.round, row.stage
-        return (row.stage if row.phase is Phase.FORWARD else 2 * last - 1 - row.stage), 0, 0
+        return (row.stage if row.phase is Kind.FORWARD else 2 * last - 1 - row.stage), 0, 0
 
     return sorted(rows, key=place)
 

@@ -13,12 +13,13 @@ class Relocator:
     """Moves functions from one mesh to another: where something lies is all that changes.
 
     A pattern mesh may have fewer replicas along an axis than the mesh that it stands for: shapes do not
-    depend on their number, so types are rewritten and not derived again. Each function is moved once.
+    depend on their number, so types are rewritten and not derived again. Each function is moved
+    once under a name.
     """
 
     def __init__(self, source: Mesh, target: Mesh) -> None:
         self.source, self.target = source, target
-        self._functions: dict[Function, Function] = {}
+        self._functions: dict[tuple[Function, str | None, tuple[str, ...]], Function] = {}
         self._types: dict[Type, Type] = {}
         self._attributes: dict[Attributes, Attributes] = {}
         # The same objects occur again and again: a look-up by identity first. They are kept alive.
@@ -26,7 +27,8 @@ class Relocator:
 
     def function(self, function: Function, name: str | None = None, op_names: Sequence[str] = ()) -> Function:
         """Return the function, and what it calls, on the target mesh, under a name and with named ops."""
-        found = self._functions.get(function)
+        key = (function, name, tuple(op_names))
+        found = self._functions.get(key)
         if found is None:
             env = {value: Value(value.name, self.type(value.type), value.role) for value in function.inputs}
             names = op_names or [op.name for op in function.ops]
@@ -37,7 +39,7 @@ class Relocator:
                 tuple(ops),
                 tuple([env[value] for value in function.outputs]),
             )
-            self._functions[function] = found
+            self._functions[key] = found
         return found
 
     def type(self, type_: Type) -> Type:

@@ -34,9 +34,8 @@ class BoundBlock:
     reads, but that a sum over microbatches is read as far as it came. ``kind`` says what it is for: the kinds
     of its actions (F, B, I, W; FB for a pair), ``U`` for what runs once a step; or, without a function,
     ``Send``, which brings its key from ``rank`` to ``target``, and ``Concat``, which puts the microbatches of
-    its key together along dimension ``dim``. ``stages`` are those of its actions. Stages that do the same share
-    their functions, in which ops have no names: ``names`` are those of its ops here. ``adds``: how many of
-    its last reads are sums so far.
+    its key together along dimension ``dim``. ``stages`` are those of its actions. Stages that do the same
+    share their functions, in which ops have no names: ``names`` are those of its ops here.
     """
 
     kind: str
@@ -46,7 +45,6 @@ class BoundBlock:
     function: Function | None = None
     names: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
-    adds: int = 0
     target: int = -1
     dim: int = 0
 
@@ -60,8 +58,8 @@ class BoundBlock:
 class Table:
     """Rows in an order that agrees with every rank's own, with what repeats written once.
 
-    Row ``n`` calls ``blocks[block[n]]`` for the microbatches ``microbatch[n]`` (-1: none; of all copies of the
-    model). Round ``r`` are the rows ``start[r]:start[r + 1]``, as they are in its first repetition; in
+    Row ``n`` calls ``blocks[block[n]]`` for the microbatches ``microbatch[n]`` (-1: none; of all copies of
+    the model). Round ``r`` are the rows ``start[r]:start[r + 1]``, as they are in its first repetition; in
     repetition ``k`` of ``repeats[r]`` every microbatch is ``k * advance[r]`` higher. ``order`` is the order
     of the schedule that was followed, ``tail`` the first round of what follows the last action. ``latest``
     tells of a value that is read :data:`LATEST` which microbatch that is. ``outputs`` are the keys of the

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from distsim.executor.links import Maker
-from distsim.executor.program import Block, Parts, ProgramOutput
 from distsim.ir import Function, Op, Value
 from distsim.ir.type import as_tensor
+from distsim.program.links import Maker
+from distsim.program.parts import Block, Parts, ProgramOutput
 from distsim.program.table import CONCAT, EVERY, FIRST, LATEST, ONCE, SEND, UPDATE, BoundBlock, Key
 from distsim.schedule import IssueOrder, Kind
 

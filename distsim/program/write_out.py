@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from distsim.executor.program import Program, ProgramInput
-from distsim.executor.relocate import Relocator
-from distsim.ir import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Op, Type, Value
-from distsim.program.table import CONCAT, EVERY, ONCE, SEND, BoundBlock, Key, Table
+from distsim.ir import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Mesh, Op, Type, Value
+from distsim.program.parts import ProgramInput
+from distsim.program.relocate import Relocator
+from distsim.program.table import CONCAT, EVERY, SEND, BoundBlock, Key, Table
+from distsim.schedule import Schedule
 
 Place = tuple[Value, int, int]
 """A key, the rank on which it is, and its microbatch; -1 for a value of which there is one a step."""
@@ -21,13 +21,23 @@ class _Placed(NamedTuple):
     made: tuple[tuple[str, Type], ...]
 
 
+class Scheduled(Protocol):
+    """A Program, as far as it matters for writing it out."""
+
+    name: str
+    mesh: Mesh
+    pattern: Mesh
+    schedule: Schedule
+    inputs: tuple[ProgramInput, ...]
+
+
 class Writer:
     """Writes the rows of a table one after the other.
 
     The types of Calls and Sends are known from the blocks, which were checked, hence not derived again.
     """
 
-    def __init__(self, program: Program, table: Table, steady: bool) -> None:
+    def __init__(self, program: Scheduled, table: Table, steady: bool) -> None:
         self.program, self.table, self.steady = program, table, steady
         self.maker = FunctionMaker(program.name)
         self.meshes = program.mesh.slices("pp")
@@ -76,8 +86,8 @@ class Writer:
 
     def _ranks(self, given: ProgramInput) -> dict[int, None]:
         """Return the ranks that hold an input, of each copy of the model."""
-        schedule, chain = self.program.schedule, len(self.program.stages)
-        stages = [s + copy * chain for s in given.stages for copy in range(schedule.copies)]
+        schedule = self.program.schedule
+        stages = [s + copy * schedule.chain for s in given.stages for copy in range(schedule.copies)]
         return dict.fromkeys([schedule.rank_of[stage] for stage in stages])
 
     def _place(self, given: ProgramInput, read: set[Place]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distsim.ir import Function, Op, Value
-from distsim.program.write_out import Unroller
+from distsim.program.write_out import Writer
 
 if TYPE_CHECKING:
     from distsim.program.program import Program
@@ -17,12 +17,12 @@ class WrittenOut(Function):
     ``program`` is what it was made of, ``steady`` whether its inputs are where they are used.
     """
 
-    __slots__ = ("_made", "_unroller", "program", "steady")
+    __slots__ = ("_made", "_writer", "program", "steady")
 
     program: Program
     steady: bool
     _made: tuple[tuple[Op, ...], tuple[Value, ...]] | None
-    _unroller: Any
+    _writer: Any
 
     def __new__(
         cls,
@@ -39,10 +39,10 @@ class WrittenOut(Function):
     def of(program: Program, steady: bool) -> WrittenOut:
         """Return a program as a Function."""
         made = object.__new__(WrittenOut)
-        unroller = Unroller(program, steady)
-        values = {"name": program.name, "notes": program.notes, "inputs": unroller.inputs()}
+        writer = Writer(program, program.table(), steady)
+        values = {"name": program.name, "notes": program.notes, "inputs": writer.inputs()}
         values |= {"program": program, "steady": steady}
-        for key, value in (values | {"_unroller": unroller, "_made": None}).items():
+        for key, value in (values | {"_writer": writer, "_made": None}).items():
             object.__setattr__(made, key, value)
         return made
 
@@ -59,8 +59,8 @@ class WrittenOut(Function):
     def _written(self) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
         found: tuple[tuple[Op, ...], tuple[Value, ...]] | None = self._made
         if found is None:
-            unroller: Unroller = self._unroller
-            found = unroller.written()
+            writer: Writer = self._writer
+            found = writer.written()
             object.__setattr__(self, "_made", found)
-            object.__setattr__(self, "_unroller", None)
+            object.__setattr__(self, "_writer", None)
         return found

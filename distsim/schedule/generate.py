@@ -88,15 +88,16 @@ def _make(
 ) -> Schedule:
     """Both schedules are one shape: per stage `warm_up` forwards, then pairs, then what remains."""
     m = num_microbatches
-    forwards = 2 * np.arange(m)
-    backwards = forwards + 1
-    codes = np.empty((num_stages, 2 * m), np.int64)
-    for row, warm in zip(codes, warm_up(num_stages, m), strict=True):
+    codes = np.full((num_stages, 2 * m, 2), -1, np.int64)
+    for stage, warm in enumerate(warm_up(num_stages, m)):
+        row = codes[stage, :, 0]
+        forwards = 4 * (num_stages * np.arange(m) + stage)
+        backwards = forwards + 1
         row[:warm] = forwards[:warm]
         row[warm : 2 * m - warm : 2] = forwards[warm:]
         row[warm + 1 : 2 * m - warm : 2] = backwards[: m - warm]
         row[2 * m - warm :] = backwards[m - warm :]
-    return Schedule.from_codes(name, codes)
+    return Schedule.from_codes(name, num_stages, m, list(codes))
 
 
 def _check_sizes(name: str, num_stages: object, num_microbatches: object) -> None:

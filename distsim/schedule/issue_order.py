@@ -25,9 +25,9 @@ class IssueOrder:
     Round ``r`` are the cells ``start[r]:start[r + 1]``, in their order, for its first repetition; in
     repetition ``k`` of ``repeats[r]`` (from 0) every microbatch is ``k * advance[r]`` higher (looped BFS runs
     backward in reverse: -1). ``code`` [cells, 2] are the actions of each cell as of
-    :meth:`Schedule.from_codes`, ``step`` [cells] the step of a cell in its round. ``place`` [cells, 2] tells of
-    each action whether its stage has run one of its kind before (:data:`LATER`) and whether it runs none after
-    it (:data:`LAST`), with B and W as one kind: all repetitions of a round agree in that.
+    :meth:`Schedule.from_codes`, ``step`` [cells] the step of a cell in its round. ``place`` [cells, 2] tells
+    of each action whether its stage has run one of its kind before (:data:`LATER`) and whether it runs none
+    after it (:data:`LAST`), with B and W as one kind: all repetitions of a round agree in that.
 
     1F1B warms up, repeats one forward and one backward on every rank, and drains:
 
@@ -84,7 +84,12 @@ def _folded(schedule: Schedule) -> IssueOrder:
         at, end = int(steps[begin]), int(steps[begin + length])
         size = end - at
         final = at + (times - 1) * size
-        cuts = {0, times, *([1] if first[at:end].any() else []), *([times - 1] if last[final : final + size].any() else [])}
+        cuts = {
+            0,
+            times,
+            *([1] if first[at:end].any() else []),
+            *([times - 1] if last[final : final + size].any() else []),
+        }
         for k, after in pairwise(sorted(cuts)):
             begins.append(at + k * size)
             sizes.append(size)

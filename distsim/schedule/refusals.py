@@ -2,65 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, product
 
 from distsim.errors import ScheduleError
-from distsim.schedule.task import Phase, Task
+from distsim.schedule.action import Action, Cell, Kind, cell_text
 
-Ranks = tuple[tuple[Task, ...], ...]
+Ranks = tuple[tuple[Cell, ...], ...]
+
+WEIGHTS = ("flush", "stashed", "double")
+"""Which weights a step reads: one version, updated when all is done; a version per microbatch in flight
+(PipeDream); two versions (PipeDream-2BW)."""
 
 
-def check_complete(name: str, num_stages: int, num_microbatches: int, ranks: Ranks) -> None:
-    """Verify that every task is there once, on the rank of its stage; raise :class:`ScheduleError`."""
-    if len(ranks) != num_stages:
+def check_placement(
+    name: str, num_stages: int, num_ranks: int, rank_of: Sequence[int], copies: int, weights: str
+) -> None:
+    """Verify that every stage is on a rank and every rank holds one; raise :class:`ScheduleError`."""
+    if len(rank_of) != num_stages:
+        stages = count(num_stages, "stage")
+        raise ScheduleError(f"{name}: {stages} but a rank for {len(rank_of)}; give each stage a rank")
+    for stage, rank in enumerate(rank_of):
+        if not 0 <= rank < num_ranks:
+            raise ScheduleError(
+                f"{name}: stage {stage} is on rank {rank}, but ranks are 0..{num_ranks - 1}; "
+                "give one order per rank"
+            )
+    empty = set(range(num_ranks)) - set(rank_of)
+    if empty:
+        raise ScheduleError(f"{name}: rank {min(empty)} holds no stage; leave it out")
+    if copies < 1 or num_stages % copies:
         raise ScheduleError(
-            f"{name}: {count(num_stages, 'stage')} but task orders for "
-            f"{count(len(ranks), 'rank')}; give one order per stage"
+            f"{name}: copies={copies} does not divide {count(num_stages, 'stage')}; copies are equally long"
         )
-    seen: set[Task] = set()
-    for rank, tasks in enumerate(ranks):
-        for task in tasks:
-            if not (0 <= task.stage < num_stages and 0 <= task.microbatch < num_microbatches):
-                raise ScheduleError(
-                    f"{name}: rank {rank} lists {task}, but stages are 0..{num_stages - 1} "
-                    f"and microbatches 0..{num_microbatches - 1}"
-                )
-            if task.stage != rank:
-                raise ScheduleError(f"{name}: rank {rank} lists {task}, which belongs on rank {task.stage}")
-            if task in seen:
-                raise ScheduleError(f"{name}: task {task} is listed twice; run each task once")
-            seen.add(task)
-    wanted = product(Phase, range(num_stages), range(num_microbatches))
-    missing = [task for task in (Task(*key) for key in wanted) if task not in seen]
+    if weights not in WEIGHTS:
+        raise ScheduleError(f"{name}: weights={weights!r} is unknown; choose one of {', '.join(WEIGHTS)}")
+
+
+def check_complete(
+    name: str, num_stages: int, num_microbatches: int, rank_of: Sequence[int], ranks: Ranks
+) -> None:
+    """Verify that every action is there once, on the rank of its stage; raise :class:`ScheduleError`.
+
+    A stage runs of each microbatch F, and either B or both I and W.
+    """
+    seen: set[Action] = set()
+    for rank, cells in enumerate(ranks):
+        for cell in cells:
+            check_cell(name, rank, cell, num_stages, num_microbatches)
+            for action in cell:
+                if rank_of[action.stage] != rank:
+                    raise ScheduleError(
+                        f"{name}: rank {rank} lists {action}, but stage {action.stage} is on rank "
+                        f"{rank_of[action.stage]}; a stage is on one rank"
+                    )
+                if action in seen:
+                    raise ScheduleError(f"{name}: {action} is listed twice; run each action once")
+                seen.add(action)
+    for action in sorted(seen):
+        whole = Action(Kind.BACKWARD, action.stage, action.microbatch)
+        half = Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch)
+        halved = action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        if halved and whole in seen:
+            raise ScheduleError(f"{name}: lists both {whole} and {action}; run B, or I and W")
+        if action.kind is Kind.BACKWARD_WEIGHT and half not in seen:
+            raise ScheduleError(f"{name}: lists {action} without {half}; run B, or I and W")
+    halves = sum(action.kind is Kind.BACKWARD_INPUT for action in seen)
+    missing = 2 * num_stages * num_microbatches + halves - len(seen)
     if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        names = ", ".join(map(str, missing[:5]))
-        raise ScheduleError(f"{name}: missing {names}{more}; every rank runs F and B of every microbatch")
+        names = ", ".join(map(str, islice(_missing(num_stages, num_microbatches, seen), 5)))
+        more = f" and {missing - 5} more" if missing > 5 else ""
+        raise ScheduleError(
+            f"{name}: missing {names}{more}; a stage runs F and B, or F, I and W, of every microbatch"
+        )
+
+
+def check_cell(name: str, rank: int, cell: Cell, num_stages: int, num_microbatches: int) -> None:
+    """Raise :class:`ScheduleError` for a cell that cannot run, whatever else is listed."""
+    for action in cell:
+        if not (0 <= action.stage < num_stages and 0 <= action.microbatch < num_microbatches):
+            raise ScheduleError(
+                f"{name}: rank {rank} lists {action}, but stages are 0..{num_stages - 1} "
+                f"and microbatches 0..{num_microbatches - 1}"
+            )
+    if len(cell) != len({action.kind for action in cell}) or not 1 <= len(cell) <= 2:
+        raise ScheduleError(
+            f"{name}: rank {rank} lists {cell_text(cell)} as one; one action runs at a time, or two of "
+            "different kinds"
+        )
+
+
+def _missing(num_stages: int, num_microbatches: int, seen: set[Action]) -> Iterator[Action]:
+    """Yield what is missing, as B where neither half is there."""
+    for kind, stage, microbatch in product(Kind, range(num_stages), range(num_microbatches)):
+        half = Action(Kind.BACKWARD_INPUT, stage, microbatch) in seen
+        wanted = kind is Kind.FORWARD or half == (kind is Kind.BACKWARD_WEIGHT)
+        if wanted and kind is not Kind.BACKWARD_INPUT:
+            action = Action(kind, stage, microbatch)
+            if action not in seen:
+                yield action
 
 
 def deadlock(
-    name: str, ranks: Ranks, position: Sequence[int], inputs: Callable[[Task], tuple[Task, ...]]
+    name: str,
+    ranks: Ranks,
+    rank_of: Sequence[int],
+    position: Sequence[int],
+    inputs: Callable[[Action], tuple[Action, ...]],
 ) -> ScheduleError:
-    """Return the error that names the circle of waits when rank ``r`` is stuck after ``position[r]`` tasks.
+    """Return the error that names the circle of waits when rank ``r`` is stuck after ``position[r]`` cells.
 
-    It is read from the first stuck rank: each head task waits for another rank.
+    It is read from the first stuck rank: each head cell waits for another one.
     """
-    finished = {task for tasks, at in zip(ranks, position, strict=True) for task in tasks[:at]}
+    finished = {action for cells, at in zip(ranks, position, strict=True) for c in cells[:at] for action in c}
     rank = next(r for r, at in enumerate(position) if at < len(ranks[r]))
-    path: list[Task] = []
+    path: list[Cell] = []
     waits: list[str] = []
     head = ranks[rank][position[rank]]
     while head not in path:
         path.append(head)
-        wanted = next(task for task in inputs(head) if task not in finished)
-        blocker = ranks[wanted.stage][position[wanted.stage]]
-        behind = "" if wanted == blocker else f", which rank {wanted.stage} runs after {blocker}"
-        waits.append(f"{head} waits for {wanted}{behind}")
+        wanted = next(need for action in head for need in inputs(action) if need not in finished)
+        owner = rank_of[wanted.stage]
+        blocker = ranks[owner][position[owner]]
+        behind = f", which rank {owner} runs after {cell_text(blocker)}"
+        if wanted in blocker:
+            behind = ", which runs beside it" if blocker == head else ""
+        waits.append(f"{cell_text(head)} waits for {wanted}{behind}")
         head = blocker
     circle = "; ".join(waits[path.index(head) :])
     return ScheduleError(
-        f"{name} deadlocks after {len(finished)} tasks: {circle}; reorder one of these ranks"
+        f"{name} deadlocks after {count(len(finished), 'action')}: {circle}; reorder one of these ranks"
     )
 
 

@@ -27,16 +27,14 @@ def _alike(rank: Any, code: Any, steps: Any, one: Any, other: Any, shift: Any) -
 
 
 @compiled
-def find_repeats(
-    rank: Any, code: Any, steps: Any, period: int, most: int, parts: Any
-) -> int:
+def find_repeats(rank: Any, code: Any, steps: Any, period: int, most: int, parts: Any) -> int:
     """Cut steps into parts, each repeated as often as it can be; return how many parts there are.
 
     Step ``t`` are the cells ``steps[t]:steps[t + 1]``; codes that are equal modulo ``period`` are the same
     action of another microbatch. From left to right, a stretch of steps that is run again right away, every
     code higher by the same shift, becomes a part, in the way, of up to ``most`` that the next calls of its
-    first cell suggest, that leaves the fewest steps to write. ``parts`` [.., 4] is filled with the first step,
-    the number of steps, the repetitions and the shift from one to the next.
+    first cell suggest, that leaves the fewest steps to write. ``parts`` [.., 4] is filled with the first
+    step, the number of steps, the repetitions and the shift from one to the next.
     """
     count = len(steps) - 1
     found = at = single = 0

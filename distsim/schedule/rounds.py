@@ -20,9 +20,9 @@ LONGEST = 4
 class Rounds:
     """The steps of :meth:`Schedule.order`, in rounds of which each is repeated.
 
-    Round ``r`` are the tasks ``start[r]:start[r + 1]``, in their order, for its first repetition; in
+    Round ``r`` are the actions ``start[r]:start[r + 1]``, in their order, for its first repetition; in
     repetition ``k`` of ``repeats[r]`` (from 0) every microbatch is ``k`` higher. ``phase`` is 0 for a
-    forward and 1 for a backward; ``ends_step`` tells whether a task is the last of its step.
+    forward and 1 for a backward; ``ends_step`` tells whether an action is the last of its step.
 
     1F1B warms up, repeats one forward and one backward on every rank, and drains:
 
@@ -40,7 +40,7 @@ class Rounds:
 
 
 def find_rounds(stage: Ints, code: Ints, ends_step: Bools) -> Rounds:
-    """Compress tasks in the order of their steps; ``code`` is 2 * microbatch + phase.
+    """Compress actions in the order of their steps; ``code`` is 2 * microbatch + phase.
 
     Where the next one to ``LONGEST`` steps (the fewest) are run again right away, with every microbatch
     one higher, they are a round, repeated as often as that holds. What lies between is run once.
@@ -62,15 +62,16 @@ def find_rounds(stage: Ints, code: Ints, ends_step: Bools) -> Rounds:
         single = at = at + length * repeats
     parts += [(single, at, 1)] if single < at else []
     kept: list[Ints] = [np.arange(int(steps[first]), int(steps[end])) for first, end, _ in parts]
-    tasks = np.concatenate([np.zeros(0, np.int64), *kept])
+    actions = np.concatenate([np.zeros(0, np.int64), *kept])
     sizes = np.array([0, *map(len, kept)], np.int64)
     repeats_of = np.array([repeats for _, _, repeats in parts], np.int64)
-    columns = (stage[tasks], code[tasks] % 2, code[tasks] // 2, ends_step[tasks], sizes.cumsum(), repeats_of)
+    stage, code, ends_step = stage[actions], code[actions], ends_step[actions]
+    columns = (stage, code % 2, code // 2, ends_step, sizes.cumsum(), repeats_of)
     for column in columns:
         column.setflags(write=False)
     return Rounds(*columns)
 
 
 def _starts(ends_step: Bools) -> Ints:
-    """Return the first task of each step, and the number of tasks."""
+    """Return the first action of each step, and the number of actions."""
     return np.concatenate([[0], np.flatnonzero(ends_step) + 1]).astype(np.int64)

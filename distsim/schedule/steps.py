@@ -4,39 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
+from distsim.compile import compiled, inner
 
-from distsim.compile import compiled
+
+@inner
+def _ready(code: Any, stages: Any, chain: Any, finished: Any, now: Any) -> bool:
+    """Whether what an action waits for finished before step ``now``; -1, no action, waits for nothing."""
+    kind, stage = code % 4, code // 4 % stages
+    if code < 0:
+        return True
+    if kind == 3:
+        return finished[code - 1] < now
+    if kind == 0:
+        return stage % chain == 0 or finished[code - 4] < now
+    forward = code - kind
+    if finished[forward] >= now:
+        return False
+    # Of the whole backward and that of inputs, the stage after runs one.
+    return (stage + 1) % chain == 0 or finished[forward + 5] < now or finished[forward + 6] < now
 
 
 @compiled
-def run_steps(codes: Any, stage: Any, code: Any, ends_step: Any, position: Any) -> int:
-    """Run the tasks in steps; return how many of them ran, fewer than all if the ranks wait for each other.
+def run_steps(
+    cells: Any, start: Any, stages: int, chain: int, finished: Any, ranks: Any, ends_step: Any, position: Any
+) -> int:
+    """Run the cells in steps; return how many of them ran, fewer than all if the ranks wait for each other.
 
-    ``codes[r]`` are the tasks of rank r, each 2 * microbatch + phase. In each step every rank, by
-    increasing rank, runs its next task if the inputs of that task finished in an earlier step.
-    Filled in: the stage and the code of each task in the order of the steps, whether it is the last of its
-    step, and how many tasks each rank has run.
+    ``cells[start[r]:start[r + 1]]`` are the codes of rank r (:meth:`Schedule.from_codes`), of stages in
+    chains of ``chain``. In each step every rank, by increasing rank, runs its next cell if what its actions
+    wait for finished in an earlier step. ``finished``, by code, comes in as a step that is never reached.
+    Filled in: the rank of each cell in the order of the steps, whether it is the last of its step, and how
+    many cells each rank has run.
     """
-    stages, length = codes.shape
-    later = 2 * stages * length + 1
-    finished = np.full((stages, length), later)  # by stage and code: the step
     ran = now = 0
-    while ran < stages * length:
+    while ran < len(cells):
         before = ran
-        for s in range(stages):
-            at = position[s]
-            if at == length:
+        for rank in range(len(position)):
+            at = start[rank] + position[rank]
+            if at == start[rank + 1]:
                 continue
-            task = codes[s, at]
-            if task % 2 == 0:
-                ready = s == 0 or finished[s - 1, task] < now
-            else:
-                ready = finished[s, task - 1] < now and (s + 1 == stages or finished[s + 1, task] < now)
-            if ready:
-                finished[s, task] = now
-                position[s] = at + 1
-                stage[ran], code[ran] = s, task
+            one, two = cells[at, 0], cells[at, 1]
+            if _ready(one, stages, chain, finished, now) and _ready(two, stages, chain, finished, now):
+                finished[one] = now
+                if two >= 0:
+                    finished[two] = now
+                position[rank] += 1
+                ranks[ran] = rank
                 ran += 1
         if ran == before:
             break
@@ -50,7 +63,7 @@ def count_repeated(stage: Any, code: Any, steps: Any, runs: Any) -> None:
     """Count the steps that are run again later, with every microbatch one higher.
 
     ``runs[n - 1, t]``: how many steps from step ``t`` on, without a gap, are run again ``n`` steps after
-    each. Step ``t`` are the tasks ``steps[t]:steps[t + 1]``.
+    each. Step ``t`` are the actions ``steps[t]:steps[t + 1]``, of codes 2 * microbatch + phase.
     """
     count = len(steps) - 1
     for n in range(1, len(runs) + 1):

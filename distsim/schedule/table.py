@@ -1,32 +1,43 @@
-"""Schedule: the order in which each rank runs its tasks, as integers; no tensors."""
+"""Schedule: the order in which each rank runs its actions, as integers; no tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from distsim.errors import ScheduleError
-from distsim.schedule.refusals import Ranks, check_complete, count, deadlock
+from distsim.schedule.action import Action, Cell, Kind, cell_text
+from distsim.schedule.refusals import Ranks, check_cell, check_complete, check_placement, count, deadlock
 from distsim.schedule.rounds import Bools, Ints, Rounds, find_rounds
 from distsim.schedule.steps import run_steps
-from distsim.schedule.task import Phase, Task
 
-_PHASES = (Phase.FORWARD, Phase.BACKWARD)
+_KINDS = tuple(Kind)
+# What each kind adds to the number of pairs of a stage and a microbatch that are held.
+_IN_FLIGHT = np.array([1, -1, 0, -1])
+_UNTIL_I = np.array([1, -1, -1, 0])
+_PENDING_W = np.array([0, 0, 1, -1])
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Schedule:
-    """The order in which each pipeline rank runs its tasks; rank `r` holds stage `r`.
+    """The order in which each pipeline rank runs its actions: per rank a list of cells.
 
-    `ranks[r]` is the task order of rank `r`. Making a Schedule verifies nothing, so that a
-    hand-made one can be looked at; :meth:`check`, :meth:`order` and :meth:`rounds` verify it.
+    ``rank_of[s]`` is the rank of stage ``s``, by default ``s`` modulo the number of ranks. ``copies`` are
+    how many copies of the model the stages are (DualPipe: 2): each is a chain of ``num_stages // copies``
+    stages that runs ``num_microbatches`` microbatches of its own, and its first stage waits for nobody.
+    ``weights`` is one of ``WEIGHTS``.
+
+    A cell is an action, or a pair of two that overlap: they start when both can and end together. Where
+    ranks are given, a cell of one action may be given as the action. Making a Schedule verifies nothing,
+    so that a hand-made one can be looked at; :meth:`check`, :meth:`order` and :meth:`rounds` verify it.
     Schedules are compared by value. One made :meth:`from_codes` is kept as integers and has its
-    :class:`Task` objects made when they are read.
+    :class:`Action` objects made when they are read.
 
-    >>> F, B = Phase.FORWARD, Phase.BACKWARD
-    >>> print(Schedule("one", 1, 2, ((Task(F, 0, 0), Task(B, 0, 0), Task(F, 0, 1), Task(B, 0, 1)),)))
+    >>> F, B = Kind.FORWARD, Kind.BACKWARD
+    >>> print(Schedule("one", 1, 2, [[Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)]]))
     one: 1 stage, 2 microbatches
     rank 0: F0 B0 F1 B1
     """
@@ -34,51 +45,127 @@ class Schedule:
     name: str
     num_stages: int
     num_microbatches: int
-    _given: Ranks | Ints
+    rank_of: tuple[int, ...]
+    copies: int
+    weights: str
+    num_ranks: int
+    _codes: tuple[Ints, ...] | None = field(repr=False)
 
-    def __init__(self, name: str, num_stages: int, num_microbatches: int, ranks: Ranks) -> None:
-        self._set(name, num_stages, num_microbatches, ranks)
-
-    def _set(self, name: str, num_stages: int, num_microbatches: int, given: Ranks | Ints) -> None:
-        for field, value in zip(fields(self), (name, num_stages, num_microbatches, given), strict=True):
-            object.__setattr__(self, field.name, value)
+    def __init__(
+        self,
+        name: str,
+        num_stages: int,
+        num_microbatches: int,
+        ranks: Sequence[Sequence[Action | Cell]],
+        rank_of: Sequence[int] | None = None,
+        copies: int = 1,
+        weights: str = "flush",
+    ) -> None:
+        cells = tuple(tuple([(c,) if isinstance(c, Action) else tuple(c) for c in row]) for row in ranks)
+        self._set(name, num_stages, num_microbatches, len(cells), rank_of, copies, weights)
+        object.__setattr__(self, "_codes", None)
+        object.__setattr__(self, "ranks", cells)
 
     @classmethod
-    def from_codes(cls, name: str, codes: Ints) -> Schedule:
-        """Make a schedule of integers: `codes[r, i]` is 2 * microbatch + phase of task `i` of rank `r`.
+    def from_codes(
+        cls,
+        name: str,
+        num_stages: int,
+        num_microbatches: int,
+        codes: Sequence[Ints],
+        rank_of: Sequence[int] | None = None,
+        copies: int = 1,
+        weights: str = "flush",
+    ) -> Schedule:
+        """Make a schedule of integers, [cells, 2] per rank: a cell's first action and its second, or -1.
 
-        The phase is 0 for a forward and 1 for a backward; a rank has two tasks per microbatch.
+        The code of an action is (microbatch * num_stages + stage) * 4 + kind, of kinds F 0, B 1, I 2, W 3.
 
-        >>> print(Schedule.from_codes("one", np.array([[0, 1, 2, 3]])))
-        one: 1 stage, 2 microbatches
-        rank 0: F0 B0 F1 B1
+        >>> print(Schedule.from_codes("one", 1, 1, [np.array([[0, -1], [2, -1], [3, -1]])]))
+        one: 1 stage, 1 microbatch
+        rank 0: F0 I0 W0
         """
-        codes = codes.copy()
-        codes.setflags(write=False)
+        copied = [np.array(row, np.int64).reshape(-1, 2) for row in codes]
+        for row in copied:
+            row.setflags(write=False)
         made = cls.__new__(cls)
-        made._set(name, codes.shape[0], codes.shape[1] // 2, codes)
+        made._set(name, num_stages, num_microbatches, len(copied), rank_of, copies, weights)
+        object.__setattr__(made, "_codes", tuple(copied))
         return made
+
+    def _set(
+        self,
+        name: str,
+        num_stages: int,
+        num_microbatches: int,
+        num_ranks: int,
+        rank_of: Sequence[int] | None,
+        copies: int,
+        weights: str,
+    ) -> None:
+        if rank_of is None:
+            rank_of = [stage % num_ranks for stage in range(num_stages)] if num_ranks else []
+        values = (name, num_stages, num_microbatches, tuple(rank_of), copies, weights, num_ranks)
+        names = ("name", "num_stages", "num_microbatches", "rank_of", "copies", "weights", "num_ranks")
+        for key, value in zip(names, values, strict=True):
+            object.__setattr__(self, key, value)
 
     @cached_property
     def ranks(self) -> Ranks:
-        """The task order of each rank."""
-        if not isinstance(self._given, np.ndarray):
-            return self._given
-        return tuple(tuple(_tasks([rank] * len(row), row)) for rank, row in enumerate(self._given.tolist()))
+        """The cells of each rank, in its order."""
+        return tuple(tuple(self._cells(row)) for row in self._codes or ())
+
+    @cached_property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """The actions of each rank, in its order, those of a pair one after the other."""
+        return tuple(tuple(action for cell in cells for action in cell) for cells in self.ranks)
+
+    @cached_property
+    def codes(self) -> tuple[Ints, ...]:
+        """The cells of each rank as integers: see :meth:`from_codes`.
+
+        Raises:
+            ScheduleError: an action is of no stage or microbatch, or a cell cannot run.
+        """
+        if self._codes is not None:
+            return self._codes
+        rows = [np.full((len(cells), 2), -1, np.int64) for cells in self.ranks]
+        for rank, (row, cells) in enumerate(zip(rows, self.ranks, strict=True)):
+            for cell, codes in zip(cells, row, strict=True):
+                check_cell(self.name, rank, cell, self.num_stages, self.num_microbatches)
+                for place, action in enumerate(cell):
+                    number = action.microbatch * self.num_stages + action.stage
+                    codes[place] = 4 * number + action.kind.code
+            row.setflags(write=False)
+        return tuple(rows)
+
+    @property
+    def chunks(self) -> int:
+        """The most stages that a rank holds."""
+        return int(np.bincount(self.rank_of, minlength=1).max())
+
+    @property
+    def chain(self) -> int:
+        """The number of stages of one copy of the model."""
+        return self.num_stages // self.copies
 
     def __str__(self) -> str:
-        rows = (
-            f"rank {rank}: " + " ".join(f"{task.phase.value}{task.microbatch}" for task in tasks)
-            for rank, tasks in enumerate(self.ranks)
-        )
+        rows = (f"rank {rank}: " + " ".join(map(self._text, cells)) for rank, cells in enumerate(self.ranks))
         return "\n".join([f"{self.name}: {self._sizes}", *rows])
+
+    def _text(self, cell: Cell) -> str:
+        """Return a cell as text, without its stage where each rank has one."""
+        if len(self.rank_of) > self.num_ranks or len(cell) != 1:
+            return cell_text(cell)
+        return f"{cell[0].kind.value}{cell[0].microbatch}"
 
     def __repr__(self) -> str:
         return f"Schedule({self.name}: {self._sizes})"
 
     @property
     def _sizes(self) -> str:
-        return f"{count(self.num_stages, 'stage')}, {count(self.num_microbatches, 'microbatch')}"
+        ranks = "" if self.num_ranks == self.num_stages else f" on {count(self.num_ranks, 'rank')}"
+        return f"{count(self.num_stages, 'stage')}{ranks}, {count(self.num_microbatches, 'microbatch')}"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -89,119 +176,189 @@ class Schedule:
         return hash(self._key)
 
     def __reduce__(self) -> tuple[object, ...]:
-        if isinstance(self._given, np.ndarray):
-            return Schedule.from_codes, (self.name, self._given)
-        return Schedule, (*self._key, self._given)
+        name, stages, microbatches, *rest = self._key
+        if self._codes is None:
+            return Schedule, (name, stages, microbatches, self.ranks, *rest)
+        return Schedule.from_codes, (name, stages, microbatches, self._codes, *rest)
 
     @property
-    def _key(self) -> tuple[str, int, int]:
-        return self.name, self.num_stages, self.num_microbatches
+    def _key(self) -> tuple[str, int, int, tuple[int, ...], int, str]:
+        return self.name, self.num_stages, self.num_microbatches, self.rank_of, self.copies, self.weights
 
     def _same_order(self, other: Schedule) -> bool:
-        if isinstance(self._given, np.ndarray) and isinstance(other._given, np.ndarray):
-            return np.array_equal(self._given, other._given)
-        return self.ranks == other.ranks
+        if self._codes is None or other._codes is None:
+            return self.ranks == other.ranks
+        pairs = zip(self._codes, other._codes, strict=False)
+        return self.num_ranks == other.num_ranks and all(np.array_equal(one, two) for one, two in pairs)
 
-    def inputs(self, task: Task) -> tuple[Task, ...]:
-        """Tasks that must finish before `task` starts, whatever the order on its rank.
+    def inputs(self, action: Action) -> tuple[Action, ...]:
+        """Actions that must finish before `action` starts, whatever the order on its rank.
 
-        A forward needs the forward of the same microbatch on the stage before; a backward needs
-        the forward on its own stage and the backward on the stage after.
+        A forward needs the forward of the same microbatch on the stage before; B and I need the forward
+        on their own stage, and B or I, whichever is listed, on the stage after; W needs the I of its own
+        stage. The first stage of a copy has none before, its last none after.
         """
-        stage, microbatch = task.stage, task.microbatch
-        if task.phase is Phase.FORWARD:
-            return (Task(Phase.FORWARD, stage - 1, microbatch),) if stage > 0 else ()
-        forward = Task(Phase.FORWARD, stage, microbatch)
-        if stage + 1 == self.num_stages:
+        stage, microbatch = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage % self.chain else ()
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return (Action(Kind.BACKWARD_INPUT, stage, microbatch),)
+        forward = Action(Kind.FORWARD, stage, microbatch)
+        if (stage + 1) % self.chain == 0:
             return (forward,)
-        return (forward, Task(Phase.BACKWARD, stage + 1, microbatch))
+        halved = (stage + 1, microbatch) in self._halved
+        kind = Kind.BACKWARD_INPUT if halved else Kind.BACKWARD
+        return (forward, Action(kind, stage + 1, microbatch))
 
-    def in_flight(self, stage: int) -> int:
-        """Most microbatches whose forward has started on `stage` and whose backward has not finished.
+    @cached_property
+    def _halved(self) -> frozenset[tuple[int, int]]:
+        """(stage, microbatch) of every backward that is listed in two halves."""
+        listed = (action for actions in self.actions for action in actions)
+        return frozenset((a.stage, a.microbatch) for a in listed if a.kind is Kind.BACKWARD_INPUT)
 
-        That many sets of saved activations are held at once. GPipe holds `m`, 1F1B holds
-        `min(m, p - stage)` (Narayanan et al. 2021, section 2.2).
+    def in_flight(self, rank: int) -> int:
+        """Most pairs of a stage and a microbatch that are past F and not past B, or W, at once on `rank`.
+
+        GPipe holds `m`, 1F1B holds `min(m, p - rank)` (Narayanan et al. 2021, section 2.2). Read off the
+        order on the rank, a pair of actions one after the other.
 
         Raises:
-            ScheduleError: there is no such stage.
+            ScheduleError: there is no such rank.
         """
-        given = self._given
-        if not 0 <= stage < len(given):
-            raise ScheduleError(f"{self.name}: no stage {stage}; choose one of 0..{len(given) - 1}")
-        if isinstance(given, np.ndarray):
-            phases = given[stage] % 2
+        return self._peak(rank, _IN_FLIGHT)
+
+    def until_i(self, rank: int) -> int:
+        """Most pairs of a stage and a microbatch past F and not past B or I: as :meth:`in_flight`."""
+        return self._peak(rank, _UNTIL_I)
+
+    def pending_w(self, rank: int) -> int:
+        """Most pairs of a stage and a microbatch that are past I and not past W: as :meth:`in_flight`."""
+        return self._peak(rank, _PENDING_W)
+
+    def _peak(self, rank: int, change: Ints) -> int:
+        if not 0 <= rank < self.num_ranks:
+            raise ScheduleError(f"{self.name}: no rank {rank}; choose one of 0..{self.num_ranks - 1}")
+        if self._codes is None:
+            kinds = np.array([action.kind.code for action in self.actions[rank]], np.int64)
         else:
-            phases = np.array([task.phase is Phase.BACKWARD for task in given[stage]], np.int64)
-        return int((1 - 2 * phases).cumsum().max(initial=0))
+            codes = self._codes[rank].ravel()
+            kinds = codes[codes >= 0] % 4
+        return int(change[kinds].cumsum().max(initial=0))
 
-    def order(self) -> tuple[tuple[Task, ...], ...]:
-        """Tasks of all ranks in global steps: tasks of one step are independent of each other.
+    def order(self) -> tuple[tuple[Action, ...], ...]:
+        """Actions of all ranks in global steps: what one step holds is independent of each other.
 
-        In each step every rank runs its next task if the inputs of that task finished in an
-        *earlier* step, so a step is one unit of time when all tasks last equally long. Read step
-        by step, this is one linear order that agrees with every rank's own.
+        In each step every rank runs its next cell if the inputs of its actions finished in an *earlier*
+        step, so a step is one unit of time when all cells last equally long. Read step by step, this is
+        one linear order that agrees with every rank's own; the actions of a pair stand side by side.
 
         Raises:
-            ScheduleError: a task is missing, repeated, foreign or on the wrong rank, or the ranks
-                wait for each other; the message names the tasks.
+            ScheduleError: an action is missing, repeated, foreign or on the wrong rank, or the ranks wait
+                for each other; the message names the actions.
         """
         return self._order
 
-    def rounds(self) -> Rounds:
-        """The same order, with the steps that repeat written once.
+    def merged(self) -> tuple[Ints, Bools]:
+        """The order as integers: the rank of each cell, and whether the cell is the last of its step.
 
         Raises:
             ScheduleError: as :meth:`order`.
+        """
+        return self._merged
+
+    def rounds(self) -> Rounds:
+        """The same order, with the steps that repeat written once; for whole backwards and a stage a rank.
+
+        Raises:
+            ScheduleError: as :meth:`order`; or a rank has several stages or not that of its number, or
+                there are pairs, or backwards in two halves.
         """
         return self._rounds
 
     def check(self) -> None:
-        """Verify that every task is there once, on its rank, and that the ranks never wait in a circle.
+        """Verify that every action is there once, on its rank, and that the ranks never wait in a circle.
 
         Raises:
             ScheduleError: as :meth:`order`.
         """
-        self.rounds()
+        self.merged()
 
     @cached_property
-    def _order(self) -> tuple[tuple[Task, ...], ...]:
-        stage, code, ends_step = self._steps()
-        tasks = _tasks(stage.tolist(), code.tolist())
-        ends: list[int] = (np.flatnonzero(ends_step) + 1).tolist()
-        return tuple(tuple(tasks[first:end]) for first, end in zip([0, *ends], ends, strict=False))
+    def _order(self) -> tuple[tuple[Action, ...], ...]:
+        rest = [iter(actions) for actions in self.ranks]
+        ranks, ends_step = self.merged()
+        where: list[int] = ranks.tolist()
+        ends: list[bool] = ends_step.tolist()
+        steps: list[list[Action]] = [[]]
+        for rank, end in zip(where, ends, strict=True):
+            steps[-1] += next(rest[rank])
+            if end:
+                steps.append([])
+        return tuple(map(tuple, steps[:-1]))
 
     @cached_property
     def _rounds(self) -> Rounds:
-        return find_rounds(*self._steps())
+        _, ends_step = self.merged()
+        codes = self.codes_in_order
+        stages = self.num_stages
+        plain = self.copies == 1 and self.rank_of == tuple(range(stages))
+        if not plain or (codes[:, 0] % 4 > 1).any() or (codes[:, 1] >= 0).any():
+            raise ScheduleError(
+                f"{self.name}: rounds are for stage s on rank s, F and B one by one; read order() or merged()"
+            )
+        number, kind = codes[:, 0] // 4, codes[:, 0] % 4
+        stage = number % max(stages, 1)
+        return find_rounds(stage, 2 * (number // max(stages, 1)) + kind, ends_step)
 
-    def _steps(self) -> tuple[Ints, Ints, Bools]:
-        """Return stage, code and whether it ends its step for every task, in the order of the steps."""
-        codes = self._codes()
-        stage, code = np.zeros(codes.size, np.int64), np.zeros(codes.size, np.int64)
-        ends_step = np.zeros(codes.size, np.bool_)
-        position = np.zeros(len(codes), np.int64)
-        if run_steps(codes, stage, code, ends_step, position) < codes.size:
-            raise deadlock(self.name, self.ranks, position.tolist(), self.inputs)
-        return stage, code, ends_step
+    @property
+    def codes_in_order(self) -> Ints:
+        """The codes of the cells, [cells, 2], in the order of :meth:`merged`."""
+        ranks, _ = self.merged()
+        codes = np.empty((len(ranks), 2), np.int64)
+        for rank, row in enumerate(self.codes):
+            codes[ranks == rank] = row
+        return codes
 
-    def _codes(self) -> Ints:
-        """Return the integers of a complete schedule: see :meth:`from_codes`."""
-        if isinstance(self._given, np.ndarray) and _each_once(self._given):
-            return self._given
-        check_complete(*self._key, self.ranks)
-        rows = [[2 * t.microbatch + (t.phase is Phase.BACKWARD) for t in tasks] for tasks in self.ranks]
-        return np.array(rows, np.int64).reshape(len(rows), -1 if rows and rows[0] else 0)
+    @cached_property
+    def _merged(self) -> tuple[Ints, Bools]:
+        check_placement(self.name, self.num_stages, self.num_ranks, self.rank_of, self.copies, self.weights)
+        if self._codes is None or not self._complete(self._codes):
+            check_complete(self.name, self.num_stages, self.num_microbatches, self.rank_of, self.ranks)
+        cells = np.concatenate([np.zeros((0, 2), np.int64), *self.codes])
+        start = np.array([0, *map(len, self.codes)], np.int64).cumsum()
+        finished = np.full(4 * self.num_stages * self.num_microbatches, len(cells) + 1, np.int64)
+        ranks, ends_step = np.zeros(len(cells), np.int64), np.zeros(len(cells), np.bool_)
+        position = np.zeros(self.num_ranks, np.int64)
+        stages, chain = max(self.num_stages, 1), max(self.chain, 1)
+        if run_steps(cells, start, stages, chain, finished, ranks, ends_step, position) < len(cells):
+            raise deadlock(self.name, self.ranks, self.rank_of, position.tolist(), self.inputs)
+        for column in (ranks, ends_step):
+            column.setflags(write=False)
+        return ranks, ends_step
 
+    def _complete(self, codes: tuple[Ints, ...]) -> bool:
+        """Whether each action is there once, on its rank, and pairs are of two kinds."""
+        cells = np.concatenate([np.zeros((0, 2), np.int64), *codes])
+        rank = np.repeat(np.arange(len(codes)), [len(row) for row in codes])
+        first, second = cells.T
+        pair = second != -1
+        listed, owner = np.concatenate([first, second[pair]]), np.concatenate([rank, rank[pair]])
+        pairs = self.num_stages * self.num_microbatches
+        # Compared before they are counted: what is asked for may be more than memory holds.
+        if len(listed) < 2 * pairs or ((listed < 0) | (listed >= 4 * pairs)).any():
+            return False
+        if (first[pair] % 4 == second[pair] % 4).any():
+            return False
+        if (np.array(self.rank_of, np.int64)[listed // 4 % max(self.num_stages, 1)] != owner).any():
+            return False
+        forward, whole, half, weight = np.bincount(listed, minlength=4 * pairs).reshape(-1, 4).T
+        return bool(((forward == 1) & (whole + half == 1) & (weight == half)).all())
 
-def _tasks(stages: list[int], codes: list[int]) -> list[Task]:
-    return [Task(_PHASES[code % 2], stage, code // 2) for stage, code in zip(stages, codes, strict=True)]
-
-
-def _each_once(codes: Ints) -> bool:
-    """Whether every row is a permutation of 0, 1, ..., and of even length."""
-    length = codes.shape[1]
-    if length % 2 or (codes.size and (codes.min() < 0 or codes.max() >= length)):
-        return False
-    seen = np.zeros(codes.shape, np.bool_)
-    np.put_along_axis(seen, codes, True, axis=1)
-    return bool(seen.all())
+    def _cells(self, row: Ints) -> list[Cell]:
+        """Return the cells of codes [cells, 2]."""
+        stages = max(self.num_stages, 1)
+        kinds, numbers = (row % 4).ravel().tolist(), (row // 4).ravel().tolist()
+        pairs = zip(kinds, numbers, strict=True)
+        actions = [Action(_KINDS[kind], number % stages, number // stages) for kind, number in pairs]
+        alone: list[bool] = (row[:, 1] == -1).tolist()
+        return [tuple(actions[2 * at : 2 * at + 2 - single]) for at, single in enumerate(alone)]

@@ -10,8 +10,9 @@ import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Role, Value
-from distsim.program.program import Block, Program, Stage
-from distsim.schedule import Schedule
+from distsim.program.parts import Block, Stage
+from distsim.program.program import Program
+from distsim.schedule import Action, Kind, Schedule
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.tasks.block_matrix import BlockTasks, StageRanks, block_tasks
 from distsim.stage_balance.cost import BlockCost
@@ -194,6 +195,7 @@ def _memory(program: Program) -> list[tuple[float, float, float]]:
 
 def _in_turn(stages: int, size: int) -> Schedule:
     """Return the schedule in which every stage runs ``size`` forwards, their backwards, and so on."""
-    group = [*range(0, 2 * size, 2), *range(1, 2 * size, 2)]
-    row = [2 * size * turn + code for turn in range(3) for code in group]
-    return Schedule.from_codes(f"{size} in turn", np.array([row] * stages, np.int64))
+    turns = [range(size * turn, size * turn + size) for turn in range(3)]
+    row = [(kind, m) for turn in turns for kind in (Kind.FORWARD, Kind.BACKWARD) for m in turn]
+    ranks = [[Action(kind, stage, m) for kind, m in row] for stage in range(stages)]
+    return Schedule(f"{size} in turn", stages, 3 * size, ranks)

@@ -18,7 +18,8 @@ from distsim.cost.cost_model import CostModel
 from distsim.ir import Attributes, Function, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
-from distsim.program.program import Block, Program
+from distsim.program.parts import Block
+from distsim.program.program import Program
 from distsim.schedule import Rounds, Schedule
 from distsim.simulate.maxplus.registers import Order, Wiring
 from distsim.simulate.maxplus.schedule_loop import run_rounds

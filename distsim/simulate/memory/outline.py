@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distsim.ir import Function, Type, Value
-from distsim.program.program import Block, Program, ProgramInput, Stage
-from distsim.schedule import Phase
+from distsim.program.parts import Block, ProgramInput, Stage
+from distsim.program.program import Program
+from distsim.schedule import Kind
 from distsim.simulate.memory.life import BACKWARD, FORWARD, BlockCall, Given, Life, Slots, StepOp
 from distsim.simulate.memory.plan import gradient_inputs
 from distsim.simulate.memory.walk import KIND_OF_ROLE, RESIDENT
@@ -129,7 +130,7 @@ class _Outliner:
             if maker.once:
                 self.sums[key] = maker.stage
             else:
-                self.made[key] = (maker.stage, BACKWARD if maker.phase is Phase.BACKWARD else FORWARD)
+                self.made[key] = (maker.stage, BACKWARD if maker.phase is Kind.BACKWARD else FORWARD)
         for given in self.program.inputs:
             self.inputs[given.key] = given.stages
             for number in given.stages:

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 
 from distsim.ir import Device, Op
 from distsim.program.program import Program
-from distsim.schedule import Phase, Task
+from distsim.schedule import Action, Kind
 from distsim.simulate.memory.kernel import CALLED, RECEIVED, Ints, compose
 from distsim.simulate.memory.outline import Outline, outline
 from distsim.simulate.memory.peak import MemoryUse, peak_memory
@@ -108,7 +108,7 @@ def _in_use(program: Program, table: Table, pattern: Pattern) -> tuple[MemoryUse
         what, number, microbatch = map(int, when[stage])
         at: tuple[Op, ...] = ()
         if what == CALLED:
-            at = _at_task(program, table, pattern, Task(tuple(Phase)[number], stage, microbatch))
+            at = _at_task(program, table, pattern, Action(tuple(Kind)[number], stage, microbatch))
         elif what >= 0:
             at = _at_received(outlined(), number) if what == RECEIVED else _at_step(outlined(), table, number)
         by_kind: dict[str, int] = dict(zip(KINDS, map(int, peak[stage, 1:]), strict=True))
@@ -116,8 +116,8 @@ def _in_use(program: Program, table: Table, pattern: Pattern) -> tuple[MemoryUse
     return tuple(found)
 
 
-def _at_task(program: Program, table: Table, pattern: Pattern, task: Task) -> tuple[Op, ...]:
-    stage, phase = program.stages[task.stage], tuple(Phase).index(task.phase)
+def _at_task(program: Program, table: Table, pattern: Pattern, task: Action) -> tuple[Op, ...]:
+    stage, phase = program.stages[task.stage], tuple(Kind).index(task.kind)
     block = (stage.forward, stage.backward)[phase]
     variant = pattern.variant(task.stage, task.microbatch)
     position = pattern.positions.of[task.stage][variant]

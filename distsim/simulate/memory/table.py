@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distsim.ir import Value
-from distsim.program.program import Program, Stage
+from distsim.program.parts import Stage
+from distsim.program.program import Program
 from distsim.simulate.memory.kernel import Ints
 from distsim.simulate.memory.life import NOTHING, Amounts, Change, Life, LifeUse, Living, Position, lives
 from distsim.simulate.memory.outline import Irregular, Outline, outline

@@ -11,7 +11,8 @@ from distsim.errors import PlanError
 from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import operator
-from distsim.program.program import Parts, Program, ProgramInput, ProgramOutput, Stage, StageBlocks
+from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage, StageBlocks
+from distsim.program.program import Program
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.outlining.inline import inline

@@ -1,0 +1,184 @@
+"""The parts of a Program: what the stages run, whatever the schedule and wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distsim.errors import IRError
+from distsim.ir import Function, Mesh, Value
+from distsim.ops.communication import Shard
+from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
+from distsim.schedule import Kind
+
+Shards = tuple[Shard, ...]
+"""What ``MPIScatter`` does to a global value."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A Function of one stage and the keys of its inputs and outputs.
+
+    ``accumulated`` are the keys whose values are summed over microbatches. ``accumulating`` is the
+    variant for every microbatch but the first: it takes the sums so far as further inputs, after
+    ``inputs``, and returns them, in the places of the accumulated outputs, with its part added.
+
+    Stages that do the same share their Functions, in which ops have no names (h3, say, is a layer of one
+    stage only): ``names`` are those of the ops of ``function`` here, ``accumulating_names`` likewise.
+
+    Raises :class:`IRError` when keys and functions do not fit.
+    """
+
+    function: Function
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    accumulated: tuple[Value, ...] = ()
+    accumulating: Function | None = None
+    names: tuple[str, ...] = ()
+    accumulating_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        function, more = self.function, self.accumulating
+        reads, makes, sums = len(self.inputs), len(self.outputs), len(self.accumulated)
+        sizes = [(function, reads)] if more is None else [(function, reads), (more, reads + sums)]
+        for each, given in sizes:
+            if (len(each.inputs), len(each.outputs)) != (given, makes):
+                raise IRError(
+                    f"{each.name} has {len(each.inputs)} inputs and {len(each.outputs)} outputs, its block "
+                    f"gives it {given} and has {makes} keys for what it makes; give one key for each"
+                )
+        if sums and more is None:
+            raise IRError(
+                f"{function.name}: {self.accumulated[0].name!r} is summed over microbatches, and there is no "
+                "function that adds to the sum so far; give the block an accumulating one"
+            )
+        made = set(self.outputs)
+        for key in self.accumulated:
+            if key not in made:
+                raise IRError(
+                    f"{function.name}: the sum {key.name!r} is none of the block's outputs; list it there"
+                )
+
+
+StageBlocks = tuple[Block, Block, tuple[tuple[int, Block], ...]]
+"""The blocks of a stage, wherever it runs: forward, backward, updates by round."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline rank runs, and where: ``mesh`` is its slice, with the axes dp and tp.
+
+    The blocks lie on the pattern of the program: stages that do the same have the same Functions.
+    ``updates`` are (round, block): by round, and in a round by stage, they are issued one after the other,
+    and read what was made before.
+    """
+
+    mesh: Mesh
+    forward: Block
+    backward: Block
+    updates: tuple[tuple[int, Block], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramInput:
+    """A global input: its value in the function that was parallelised, its key, and its division.
+
+    ``microbatched``: dimension ``dim`` is divided over microbatches as well. ``stages``: who holds it.
+    ``made``: what makes it, without inputs, if it is a constant that the caller does not give.
+    """
+
+    source: Value
+    key: Value
+    shards: Shards
+    microbatched: bool
+    stages: tuple[int, ...]
+    dim: int = 0
+    made: Function | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramOutput:
+    """A global output: its key, its division, and the stage that makes it, or holds it if it is an input.
+
+    ``microbatched``: there is one value per microbatch, which make up dimension ``dim``. ``copies`` are
+    stages to which the new value of a parameter that they share is sent.
+    """
+
+    key: Value
+    shards: Shards
+    microbatched: bool
+    stage: int
+    copies: tuple[int, ...] = ()
+    dim: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The blocks of a program and what passes between them, on whatever mesh and in whatever order.
+
+    Verified when made: each key is made once, by one block or as an input, and whatever a block reads is
+    there when the block runs, under any schedule. Raises :class:`IRError` that names the blocks, as ``B0@1``
+    for the backward of stage 1, and, where blocks wait for each other, the cycle.
+    """
+
+    name: str
+    blocks: tuple[StageBlocks, ...]
+    inputs: tuple[ProgramInput, ...]
+    outputs: tuple[ProgramOutput, ...]
+
+    def __post_init__(self) -> None:
+        rows, makers = self._rows(), self.makers()
+        verify_reads(self.name, rows, {given.key: given.stages for given in self.inputs}, makers)
+        for given in self.inputs:
+            self._verify_stages(given.key, given.stages)
+        for output in self.outputs:
+            self._verify_stages(output.key, (output.stage, *output.copies))
+            self._verify_output(output, makers.get(output.key))
+
+    def _verify_stages(self, key: Value, stages: Sequence[int]) -> None:
+        foreign = [stage for stage in stages if not 0 <= stage < len(self.blocks)]
+        if foreign:
+            raise IRError(
+                f"{self.name}: {key.name!r} is on stage {foreign[0]}; choose one of 0..{len(self.blocks) - 1}"
+            )
+
+    def _verify_output(self, output: ProgramOutput, maker: Maker | None) -> None:
+        if maker is None or maker.stage < 0:
+            raise IRError(
+                f"{self.name}: no block makes the output {output.key.name!r}, and no stage holds it as an "
+                "input; make it in a block"
+            )
+        if output.microbatched and maker.once:
+            raise IRError(
+                f"{self.name}: the output {output.key.name!r} is to be put together over microbatches, and "
+                "is made once per step; make it an output that is not microbatched"
+            )
+
+    def are_of(self, stages: Sequence[Stage], inputs: object, outputs: object) -> bool:
+        """Whether these are the parts of a program of these stages."""
+        return (
+            self.inputs is inputs
+            and self.outputs is outputs
+            and len(stages) == len(self.blocks)
+            and all(
+                stage.forward is forward and stage.backward is backward and stage.updates is updates
+                for stage, (forward, backward, updates) in zip(stages, self.blocks, strict=True)
+            )
+        )
+
+    def makers(self) -> dict[Value, Maker]:
+        """Return who makes each key."""
+        given: dict[Value, tuple[tuple[int, ...], bool]] = {}
+        for item in self.inputs:
+            if item.key in given:
+                raise IRError(f"{self.name}: {item.key.name!r} is an input twice; list it once")
+            given[item.key] = item.stages, not item.microbatched
+        return makers_of(self.name, self._rows(), given)
+
+    def _rows(self) -> list[Row]:
+        rows: list[Row] = []
+        for stage, (forward, backward, updates) in enumerate(self.blocks):
+            for phase, block in ((Kind.FORWARD, forward), (Kind.BACKWARD, backward)):
+                rows.append(Row(stage, phase, block.inputs, block.outputs, block.accumulated))
+            rows += [Row(stage, None, block.inputs, block.outputs, (), r) for r, block in updates]
+        return in_order(rows)
