@@ -89,14 +89,15 @@ def _cut(
     memory = _MEMORIES.get(function)
     if memory is None:
         memory = _MEMORIES[function] = _Memory(function)
-    pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
+    dp, tp = (mesh.axis_size(axis) for axis in ("dp", "tp"))
+    count, microbatches = schedule.chain, schedule.num_microbatches * schedule.copies
     figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]  # which of equal devices it is does not matter
-    key = Division(pp, dp, tp, schedule.num_microbatches, figures, remat, "none" if dp == 1 else fsdp)
+    key = Division(count, dp, tp, microbatches, figures, remat, "none" if dp == 1 else fsdp)
     if stages == "auto":
         if cost_model is None:
             raise PlanError("stages=auto simulates splits; give build_program a cost_model")
         return memory.fastest(function, key, mesh, schedule, cost_model)
-    if stages == "default" and pp > 1:
+    if stages == "default" and count > 1:
         return memory.counted(function, key)
     return memory.cuts.get(key) or memory.cut(function, key)
 
@@ -109,9 +110,10 @@ MOST_SEARCHED = 64
 
 
 class Division(NamedTuple):
-    """What a cut depends on: the degrees, a device with the figures of those that run it, what is kept."""
+    """What a cut depends on: the number of stages and the degrees, a device with the figures of those that
+    run it, what is kept."""
 
-    pp: int
+    stages: int
     dp: int
     tp: int
     microbatches: int
@@ -152,11 +154,11 @@ class _Memory:
 
     def counted(self, function: Function, key: Division) -> Cut:
         """Return the cut by counting layers."""
-        return default_cut(self._local(function, key, 0), key.pp, key.figures)
+        return default_cut(self._local(function, key, 0), key.stages, key.figures)
 
     def cut(self, function: Function, key: Division) -> Cut:
         """Return ``function`` divided and cut for the devices of the division."""
-        found = cut_stages(self._local(function, key, self._balanced(function, key)), key.pp, key.figures)
+        found = cut_stages(self._local(function, key, self._balanced(function, key)), key.stages, key.figures)
         self._keep(key, found)
         return found
 
@@ -184,7 +186,7 @@ class _Memory:
         """Write out Calls until they make balanced stages; return how many levels."""
         current = function if self.outlined is None else self.outlined
         level = 0
-        while coarse(self.numbered[level], key.pp, key.figures):
+        while coarse(self.numbered[level], key.stages, key.figures):
             if level == len(self.written):
                 self.written.append(inline(current))
                 self.numbered.append(Numbered(self.written[level]))

@@ -18,7 +18,8 @@ from distsim.executor import CostModel
 from distsim.ir import Float64, Function, FunctionMaker, Literal, Mesh, Role, Tensor, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import Operator, Work, register
-from distsim.program.parts import Block, ProgramInput, ProgramOutput, Stage
+from distsim.program.block import Block
+from distsim.program.parts import ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 

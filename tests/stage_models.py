@@ -11,7 +11,8 @@ from program_models import ROWS  # registers ModelWork, an op that takes as long
 from distsim.executor import CostModel
 from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Tensor, Topology, Value
 from distsim.ir.device import logical_mesh
-from distsim.program.parts import Block, ProgramInput, ProgramOutput, Stage
+from distsim.program.block import Block
+from distsim.program.parts import ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.stage_balance import BlockCost, free_communication
 

@@ -12,7 +12,8 @@ from distsim.errors import CostError, ScheduleError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Role, Tensor, Value
 from distsim.ir.device import logical_mesh
-from distsim.program.parts import Block, ProgramOutput, Stage
+from distsim.program.block import Block
+from distsim.program.parts import ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
 from distsim.simulate.maxplus.engine import run_program

@@ -252,8 +252,8 @@ def test_blocks_run_in_the_order_of_the_schedule_on_each_stage():
     order = schedule("1f1b", 4, 8)
     flat = program_of(differentiate(small_mlp(layers=8)), 4, 8).to_function()
     ran = [op.name for op in flat.ops if op.op_type == "Call" and op.name[0] in "FB"]
-    for rank, tasks in enumerate(order.ranks):
-        assert [name for name in ran if name.endswith(f"@{rank}")] == [str(task) for task in tasks]
+    for rank, actions in enumerate(order.actions):
+        assert [name for name in ran if name.endswith(f"@{rank}")] == [str(action) for action in actions]
 
 
 def test_every_stage_is_held_once_however_many_microbatches():

@@ -9,7 +9,7 @@ from training_models import Maker, assert_same_step, mesh_of, random_inputs, sma
 from distsim.compose import build_program
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Function, Mesh, Op, all_ops, verify
-from distsim.program.parts import Block
+from distsim.program.block import Block
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform

@@ -12,7 +12,8 @@ from distsim.errors import DistsimError, IRError, ScheduleError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, verify
 from distsim.ir.device import logical_mesh
-from distsim.program.parts import Block, ProgramInput, ProgramOutput, Stage
+from distsim.program.block import Block
+from distsim.program.parts import ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulate.memory.program_memory import program_memory
@@ -136,7 +137,7 @@ REFUSED = {
     ),
     "two stages on one rank": (
         lambda: on_meshes(0, 0),
-        r"stage 1 runs on Mesh\(dp=1, tp=1\)\[gpu:0\], which stage 0 runs on as well; a rank runs one stage; "
+        r"stage 1 runs on Mesh\(dp=1, tp=1\)\[gpu:0\]; the schedule 1f1b has it on rank 1: "
         r"give it the slice pp=1 of the program's mesh, Mesh\(dp=1, tp=1\)\[gpu:1\]",
     ),
     "stages on each other's ranks": (
@@ -145,7 +146,7 @@ REFUSED = {
     ),
     "a mesh of more stages": (
         lambda: replace(two_stages(), mesh=mesh_of(pp=3)),
-        r"2 stages on a mesh of pp=3",
+        r"1f1b is for 2 ranks, the mesh has pp=3",
     ),
     "a schedule of other stages": (
         lambda: replace(two_stages(), schedule=schedule("gpipe", 3, 2)),
@@ -215,6 +216,6 @@ def test_the_blocks_of_a_cut_are_verified_once(monkeypatch):
     """Plans that differ in their order, and programs of another schedule, share what was found."""
     joint = differentiate(small_mlp())
     program = build_program(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2))
-    monkeypatch.setattr("distsim.program.program.verify_reads", lambda *_: pytest.fail("verified again"))
+    monkeypatch.setattr("distsim.program.parts.verify_reads", lambda *_: pytest.fail("verified again"))
     build_program(joint, mesh_of(2, 1, 2), schedule("gpipe", 2, 2))
     replace(program, schedule=schedule("gpipe", 2, 4))

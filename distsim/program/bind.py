@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.ir import Value
+from distsim.program.block import Block
 from distsim.program.pairs import interleave
-from distsim.program.parts import Block, Parts
+from distsim.program.parts import Parts
 from distsim.program.table import (
     FIRST,
     ONCE,
@@ -92,10 +93,10 @@ class Binder:
         stage, kind = family // 4, _KINDS[family % 4]
         part = self.part(stage, kind)
         place = place if part.accumulated else 0
-        found = self.calls.get((family, place), False)
-        if found is False:
-            found = self.calls[family, place] = self._call(part, stage, kind, place) if part.outputs else None
-        return found
+        if (family, place) not in self.calls:
+            made = self._call(part, stage, kind, place) if part.outputs else None
+            self.calls[family, place] = made
+        return self.calls[family, place]
 
     def _call(self, part: Block, stage: int, kind: Kind, place: int) -> BoundBlock:
         rank = self.rank_of[stage]

@@ -8,60 +8,12 @@ from dataclasses import dataclass
 from distsim.errors import IRError
 from distsim.ir import Function, Mesh, Value
 from distsim.ops.communication import Shard
+from distsim.program.block import Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
 from distsim.schedule import Kind
 
 Shards = tuple[Shard, ...]
 """What ``MPIScatter`` does to a global value."""
-
-
-@dataclass(frozen=True)
-class Block:
-    """A Function of one stage and the keys of its inputs and outputs.
-
-    ``accumulated`` are the keys whose values are summed over microbatches. ``accumulating`` is the
-    variant for every microbatch but the first: it takes the sums so far as further inputs, after
-    ``inputs``, and returns them, in the places of the accumulated outputs, with its part added.
-
-    Stages that do the same share their Functions, in which ops have no names (h3, say, is a layer of one
-    stage only): ``names`` are those of the ops of ``function`` here, ``accumulating_names`` likewise.
-
-    Raises :class:`IRError` when keys and functions do not fit.
-    """
-
-    function: Function
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    accumulated: tuple[Value, ...] = ()
-    accumulating: Function | None = None
-    names: tuple[str, ...] = ()
-    accumulating_names: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        function, more = self.function, self.accumulating
-        reads, makes, sums = len(self.inputs), len(self.outputs), len(self.accumulated)
-        sizes = [(function, reads)] if more is None else [(function, reads), (more, reads + sums)]
-        for each, given in sizes:
-            if (len(each.inputs), len(each.outputs)) != (given, makes):
-                raise IRError(
-                    f"{each.name} has {len(each.inputs)} inputs and {len(each.outputs)} outputs, its block "
-                    f"gives it {given} and has {makes} keys for what it makes; give one key for each"
-                )
-        if sums and more is None:
-            raise IRError(
-                f"{function.name}: {self.accumulated[0].name!r} is summed over microbatches, and there is no "
-                "function that adds to the sum so far; give the block an accumulating one"
-            )
-        made = set(self.outputs)
-        for key in self.accumulated:
-            if key not in made:
-                raise IRError(
-                    f"{function.name}: the sum {key.name!r} is none of the block's outputs; list it there"
-                )
-
-
-StageBlocks = tuple[Block, Block, tuple[tuple[int, Block], ...]]
-"""The blocks of a stage, wherever it runs: forward, backward, updates by round."""
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from distsim.ir import Function, Op, Value
 from distsim.ir.type import as_tensor
+from distsim.program.block import Block
 from distsim.program.links import Maker
-from distsim.program.parts import Block, Parts, ProgramOutput
+from distsim.program.parts import Parts, ProgramOutput
 from distsim.program.table import CONCAT, EVERY, FIRST, LATEST, ONCE, SEND, UPDATE, BoundBlock, Key
 from distsim.schedule import IssueOrder, Kind
 
@@ -20,8 +20,8 @@ class Bound(Protocol):
     rank_of: tuple[int, ...]
     copies: int
     chain: int
-    makers: Mapping[Value, Maker]
-    readers: Mapping[Value, Sequence[int]]
+    makers: dict[Value, Maker]
+    readers: dict[Value, tuple[int, ...]]
 
     def transfer(self, value: Value, source: int, target: int, which: int) -> BoundBlock:
         """Return what brings a value from one rank to another."""

@@ -24,11 +24,30 @@ class _Placed(NamedTuple):
 class Scheduled(Protocol):
     """A Program, as far as it matters for writing it out."""
 
-    name: str
-    mesh: Mesh
-    pattern: Mesh
-    schedule: Schedule
-    inputs: tuple[ProgramInput, ...]
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where it runs: axes pp, dp, tp."""
+        ...
+
+    @property
+    def pattern(self) -> Mesh:
+        """The mesh on which the types of its blocks are."""
+        ...
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of its actions."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[ProgramInput, ...]:
+        """Its global inputs."""
+        ...
 
 
 class Writer:
@@ -141,9 +160,9 @@ class Writer:
         reads = tuple([frame[self._at(key, first, second)] for key in block.reads])
         if block.kind == SEND:
             (key,) = block.makes
-            made = Value(reads[0].name, self.places[key.rank].type(key.value.type))
-            frame[self._at(key, first, second)] = made
-            self.maker.adopt(Op(SEND, reads, (made,), self.target[key.rank]))
+            brought = Value(reads[0].name, self.places[key.rank].type(key.value.type))
+            frame[self._at(key, first, second)] = brought
+            self.maker.adopt(Op(SEND, reads, (brought,), self.target[key.rank]))
             return
         placed = self._on_mesh(block)
         made: list[Value] = []

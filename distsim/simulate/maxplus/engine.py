@@ -18,7 +18,7 @@ from distsim.cost.cost_model import CostModel
 from distsim.ir import Attributes, Function, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
-from distsim.program.parts import Block
+from distsim.program.block import Block
 from distsim.program.program import Program
 from distsim.schedule import Rounds, Schedule
 from distsim.simulate.maxplus.registers import Order, Wiring

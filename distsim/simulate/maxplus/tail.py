@@ -11,7 +11,7 @@ import numpy as np
 from distsim.compile import compiled
 from distsim.errors import SimulationError
 from distsim.ir import Value
-from distsim.program.parts import Block
+from distsim.program.block import Block
 from distsim.simulate.maxplus.kernels import evaluate
 from distsim.simulate.maxplus.wiring import NOTHING, Transfer, Wirer
 from distsim.simulate.tasks.block_matrix import START, BlockTasks

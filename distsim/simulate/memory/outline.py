@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distsim.ir import Function, Type, Value
-from distsim.program.parts import Block, ProgramInput, Stage
+from distsim.program.block import Block
+from distsim.program.parts import ProgramInput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Kind
 from distsim.simulate.memory.life import BACKWARD, FORWARD, BlockCall, Given, Life, Slots, StepOp

@@ -11,7 +11,8 @@ from distsim.errors import PlanError
 from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import operator
-from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage, StageBlocks
+from distsim.program.block import StageBlocks
+from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
@@ -45,16 +46,17 @@ class Cut:
         ``saving_all`` makes the one that recomputes nothing, if this one recomputes.
         """
         slices = mesh.slices("pp")
-        if not schedule.num_stages == len(slices) == len(self.stages):
+        if schedule.num_ranks != len(slices) or schedule.chain != len(self.stages):
             raise PlanError(
-                f"the schedule has {schedule.num_stages} stages, the mesh has pp={len(slices)}, the function "
-                f"was cut into {len(self.stages)}; make them agree"
+                f"the schedule has {schedule.chain} stages on {schedule.num_ranks} ranks, the mesh has "
+                f"pp={len(slices)}, the function was cut into {len(self.stages)} stages; make them agree"
             )
+        places = [slices[schedule.rank_of[stage]] for stage in range(len(self.stages))]
         return Program(
             self.name,
             mesh,
             self.pattern,
-            tuple([Stage(own, *blocks) for own, blocks in zip(slices, self.stages, strict=True)]),
+            tuple([Stage(own, *blocks) for own, blocks in zip(places, self.stages, strict=True)]),
             schedule,
             self.inputs,
             self.outputs,
@@ -76,12 +78,12 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
     the sums of earlier microbatches) and the functions that run once per step. Raises
     :class:`PlanError` when the function has fewer forward ops than there are stages.
     """
-    if schedule.num_microbatches != local.microbatches:
+    if schedule.num_microbatches * schedule.copies != local.microbatches:
         raise PlanError(
-            f"the schedule has {schedule.num_microbatches} microbatches, the function was sharded for "
+            f"the schedule has {schedule.num_microbatches * schedule.copies} microbatches, the function was sharded for "
             f"{local.microbatches}; make them agree"
         )
-    return cut_stages(local, mesh.axis_size("pp"), mesh.devices[0]).program(mesh, schedule)
+    return cut_stages(local, schedule.chain, mesh.devices[0]).program(mesh, schedule)
 
 
 def cut_stages(local: Sharded, num_stages: int, device: Device, starts: Starts | None = None) -> Cut:

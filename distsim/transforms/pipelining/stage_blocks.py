@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from distsim.ir import Function, Op, Value
-from distsim.program.parts import Block
+from distsim.program.block import Block
 from distsim.transforms.pipelining.op_graph import Numbered, is_sum
 
 Group = tuple[Sequence[int], tuple[int, ...]]
