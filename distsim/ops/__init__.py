@@ -10,6 +10,7 @@ from distsim.ops import (
     conv,
     conv_transpose,
     conversion,
+    delay,
     einsum,
     elementwise,
     gemm,

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from distsim.ir import Value
 from distsim.program.block import Block
-from distsim.program.pairs import interleave
 from distsim.program.parts import Parts
 from distsim.program.table import (
     FIRST,
@@ -120,7 +119,7 @@ class Binder:
                 one.rank,
                 (*one.reads, *map(_second, two.reads)),
                 (*one.makes, *map(_second, two.makes)),
-                interleave(one.function, two.function),
+                self.parts.overlap(one.function, two.function),
                 (),
                 (*one.stages, *two.stages),
             )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from distsim.errors import IRError
 from distsim.ir import Function, Mesh, Value
 from distsim.ops.communication import Shard
 from distsim.program.block import Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
+from distsim.program.pairs import interleave
 from distsim.schedule import Kind
 
 Shards = tuple[Shard, ...]
@@ -77,6 +79,15 @@ class Parts:
     blocks: tuple[StageBlocks, ...]
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
+    given_halves: tuple[tuple[Block, Block], ...] | None = None
+    overlap: Callable[[Function, Function], Function] = interleave
+
+    @cached_property
+    def halves(self) -> tuple[tuple[Block, Block], ...]:
+        """The backward pass of each stage in two: what the stages before wait for, and the rest."""
+        if self.given_halves is None:
+            raise NotImplementedError
+        return self.given_halves
 
     def __post_init__(self) -> None:
         rows, makers = self._rows(), self.makers()

@@ -78,9 +78,10 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
     the sums of earlier microbatches) and the functions that run once per step. Raises
     :class:`PlanError` when the function has fewer forward ops than there are stages.
     """
-    if schedule.num_microbatches * schedule.copies != local.microbatches:
+    count = schedule.num_microbatches * schedule.copies
+    if count != local.microbatches:
         raise PlanError(
-            f"the schedule has {schedule.num_microbatches * schedule.copies} microbatches, the function was sharded for "
+            f"the schedule has {count} microbatches, the function was sharded for "
             f"{local.microbatches}; make them agree"
         )
     return cut_stages(local, schedule.chain, mesh.devices[0]).program(mesh, schedule)
