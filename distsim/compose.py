@@ -119,9 +119,9 @@ MOST_SEARCHED = 64
 
 
 class Division(NamedTuple):
-    """What of a plan, and of what ops cost, a cut depends on; ``count``: into how many stages."""
+    """What of a plan, and of what ops cost, a cut depends on; ``num_stages`` may be several a rank."""
 
-    count: int
+    num_stages: int
     dp: int
     tp: int
     microbatches: int
@@ -175,10 +175,10 @@ class _Memory:
     def cut(self, function: Function, key: Division, costs: DeviceCosts) -> Cut:
         """Return ``function`` divided and cut for the devices of the division."""
         if key.stages == "default":
-            found = default_cut(self._local(function, key, costs, 0), key.count, costs)
+            found = default_cut(self._local(function, key, costs, 0), key.num_stages, costs)
         else:
             level = self._balanced(function, key, costs)
-            found = cut_stages(self._local(function, key, costs, level), key.count, costs)
+            found = cut_stages(self._local(function, key, costs, level), key.num_stages, costs)
         self._keep(key, found)
         return found
 
@@ -206,7 +206,7 @@ class _Memory:
         """Write out Calls until they make balanced stages; return how many levels."""
         current = function if self.outlined is None else self.outlined
         level = 0
-        while coarse(self.numbered[level], key.count, costs):
+        while coarse(self.numbered[level], key.num_stages, costs):
             if level == len(self.written):
                 self.written.append(inline(current))
                 self.numbered.append(Numbered(self.written[level]))
