@@ -19,8 +19,7 @@ from distsim.ir import Device, Function, FunctionMaker, Topology
 from distsim.ir.type import Float, Tensor
 from distsim.models import gpt
 from distsim.parallelize import parallelize
-from distsim.plan import Plan
-from distsim.schedule import SCHEDULES
+from distsim.plan import SCHEDULES, Plan
 from distsim.transforms import Adam, differentiate, parallel_transform_3d, steady_state_transform
 
 RESULTS = Path(__file__).parent / "results"

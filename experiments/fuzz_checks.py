@@ -24,8 +24,7 @@ from distsim.executor.program import Program
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Topology
 from distsim.parallelize import parallelize
-from distsim.plan import Plan
-from distsim.schedule import SCHEDULES
+from distsim.plan import SCHEDULES, Plan
 from distsim.transforms import SGD, Adam, differentiate
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

@@ -35,8 +35,7 @@ from distsim.ir import Function, Topology
 from distsim.ir.type import BFloat16
 from distsim.models import gpt
 from distsim.parallelize import parallelize
-from distsim.plan import Plan
-from distsim.schedule import SCHEDULES
+from distsim.plan import SCHEDULES, Plan
 from distsim.transforms import Adam, differentiate
 
 TRIALS = 5

@@ -12,8 +12,7 @@ from distsim.ir import Float32, Function, Topology, all_ops, callees
 from distsim.models import gpt, mlp
 from distsim.ops import Signature, signature_of, work
 from distsim.parallelize import parallelize
-from distsim.plan import Plan
-from distsim.schedule import SCHEDULES
+from distsim.plan import SCHEDULES, Plan
 from distsim.transforms import SGD, differentiate, steady_state_transform
 
 

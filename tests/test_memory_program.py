@@ -16,7 +16,8 @@ from distsim.executor.memory_program import program_memory
 from distsim.executor.program import Program
 from distsim.ir import Function, Role
 from distsim.models import mlp
-from distsim.schedule import SCHEDULES, Action, Kind, Schedule, schedule
+from distsim.plan import SCHEDULES
+from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.transforms import SGD, Adam, build_program, differentiate, steady_state_transform
 
 OPTIMIZERS = (None, SGD(), Adam())

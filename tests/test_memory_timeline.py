@@ -14,9 +14,9 @@ from distsim.executor import CostModel, Simulator
 from distsim.executor.memory_timeline import memory_timeline
 from distsim.ir import FunctionMaker, Role
 from distsim.parallelize import parallelize
-from distsim.plan import Plan
+from distsim.plan import SCHEDULES, Plan
 from distsim.report import plot_memory, write_trace
-from distsim.schedule import SCHEDULES, schedule
+from distsim.schedule import schedule
 from distsim.transforms import SGD, Adam, build_program, differentiate, steady_state_transform
 
 

@@ -21,7 +21,8 @@ from distsim.executor.program import Program
 from distsim.ir import Device, Function, Role, all_ops, verify
 from distsim.models import gpt, mlp
 from distsim.ops.communication import scatter
-from distsim.schedule import SCHEDULES, schedule
+from distsim.plan import SCHEDULES
+from distsim.schedule import schedule
 from distsim.transforms import (
     SGD,
     Adam,

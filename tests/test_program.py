@@ -9,7 +9,8 @@ from training_models import Maker, assert_same_step, mesh_of, random_inputs, sma
 from distsim.executor import SequentialExecutor
 from distsim.executor.program import Block, Program
 from distsim.ir import Device, Function, Mesh, Op, all_ops, verify
-from distsim.schedule import SCHEDULES, schedule
+from distsim.plan import SCHEDULES
+from distsim.schedule import schedule
 from distsim.transforms import SGD, Adam, build_program, differentiate, steady_state_transform
 
 

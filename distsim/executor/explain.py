@@ -20,7 +20,8 @@ from distsim.executor.program_timeline import ProgramTimeline
 from distsim.executor.timeline import FlatTimeline, Timeline
 from distsim.ir import Function
 from distsim.ops import signature_of
-from distsim.schedule import SCHEDULES, schedule
+from distsim.plan import SCHEDULES
+from distsim.schedule import schedule
 
 if TYPE_CHECKING:
     from distsim.executor.simulation import Simulation

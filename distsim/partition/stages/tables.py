@@ -16,7 +16,8 @@ import numpy.typing as npt
 from distsim.errors import PartitionError
 from distsim.partition.stages.cost import BlockCost, Communication, check_count
 from distsim.partition.stages.memory import most_of
-from distsim.schedule import SCHEDULES, Schedule, schedule
+from distsim.plan import SCHEDULES
+from distsim.schedule import Schedule, schedule
 from distsim.schedule.rounds import Ints, Rounds
 
 TASK = np.dtype([(name, np.int64) for name in ("stage", "phase", "microbatch")], align=True)
