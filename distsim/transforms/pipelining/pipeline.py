@@ -11,10 +11,11 @@ from distsim.errors import PlanError
 from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
 from distsim.ir.device import logical_mesh
 from distsim.ops import operator
-from distsim.program.program import Parts, Program, ProgramInput, ProgramOutput, Stage, StageBlocks
+from distsim.program.program import Block, Parts, Program, ProgramInput, ProgramOutput, Stage, StageBlocks
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.outlining.inline import inline
+from distsim.transforms.pipelining.backward_halves import stage_halves
 from distsim.transforms.pipelining.op_graph import Numbered, early_sums
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
@@ -66,6 +67,11 @@ class Cut:
     def parts(self) -> Parts:
         """What the programs of this cut have in common, verified once."""
         return Parts(self.name, self.stages, self.inputs, self.outputs)
+
+    @cached_property
+    def halves(self) -> tuple[tuple[Block, Block], ...]:
+        """The backward block of each stage in two: what other stages wait for (I), and the rest (W)."""
+        return stage_halves(self.stages)
 
 
 def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
