@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from distsim.ir import Value
 from distsim.program.block import Block
+from distsim.program.overlap_pairs import interleave, interleaved_names
 from distsim.program.parts import Parts
 from distsim.program.table import (
     FIRST,
@@ -120,10 +121,16 @@ class Binder:
                 (*one.reads, *map(_second, two.reads)),
                 (*one.makes, *map(_second, two.makes)),
                 self.parts.overlap(one.function, two.function),
-                (),
+                self._names(one, two),
                 (*one.stages, *two.stages),
             )
         return found
+
+    def _names(self, one: BoundBlock, two: BoundBlock) -> tuple[str, ...]:
+        if self.parts.overlap is not interleave or not (one.names or two.names):
+            return ()
+        assert one.function is not None and two.function is not None
+        return interleaved_names(one.function, two.function, one.names, two.names)
 
     def sends(self, block: BoundBlock) -> Iterator[tuple[BoundBlock, int]]:
         """Yield the transfers that follow a call, and which of its microbatches each is of."""
