@@ -114,13 +114,12 @@ class Binder:
         """Return the block of two calls that overlap."""
         found = self.pairs.get((one, two))
         if found is None:
-            assert one.function is not None and two.function is not None
             found = self.pairs[one, two] = BoundBlock(
                 one.kind + two.kind,
                 one.rank,
                 (*one.reads, *map(_second, two.reads)),
                 (*one.makes, *map(_second, two.makes)),
-                self.parts.overlap(one.function, two.function),
+                self.parts.overlap(one.callee, two.callee),
                 self._names(one, two),
                 (*one.stages, *two.stages),
             )
@@ -129,8 +128,7 @@ class Binder:
     def _names(self, one: BoundBlock, two: BoundBlock) -> tuple[str, ...]:
         if self.parts.overlap is not interleave or not (one.names or two.names):
             return ()
-        assert one.function is not None and two.function is not None
-        return interleaved_names(one.function, two.function, one.names, two.names)
+        return interleaved_names(one.callee, two.callee, one.names, two.names)
 
     def sends(self, block: BoundBlock) -> Iterator[tuple[BoundBlock, int]]:
         """Yield the transfers that follow a call, and which of its microbatches each is of."""
