@@ -58,8 +58,8 @@ class Program:
             )
         if self.schedule.weights != "flush":
             raise ScheduleError(
-                f"{self.name}: {self.schedule.name} updates weights without a flush, which a program does not "
-                "do yet; use 1f1b, whose order it has"
+                f"{self.name}: {self.schedule.name} updates weights without a flush, which a program does "
+                "not do yet; use 1f1b, whose order it has"
             )
         self.schedule.check()
         self._verify_ranks()
