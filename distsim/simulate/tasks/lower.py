@@ -128,7 +128,7 @@ class Lowering:
             signature = signature_of(op)
             parts = [(part, self._ends(op, part)) for part in self.classes.exchanges(op)]
             asked = [self.cost_model.communication_seconds(signature, part.group) for part, _ in parts]
-            seconds = [usable(repr(op), cost) for cost in asked]
+            seconds = [task_seconds(repr(op), cost) for cost in asked]
             found = self._exchanges[key] = tuple(
                 [
                     (part.sources, part.targets, self.run(s, ends))
@@ -176,18 +176,25 @@ class Lowering:
                 signature = signature_of(op)
                 at = self.classes.at(place_of_compute(function, op))
                 first = [self.classes.members[c][:1] for c in at]
-                seconds = [usable(repr(op), self.cost_model.seconds(signature, where)) for where in first]
+                asked = [self.cost_model.seconds(signature, where) for where in first]
+                seconds = [task_seconds(repr(op), cost) for cost in asked]
                 runs = [self.run(s, (self.stream(c, "compute"),)) for c, s in zip(at, seconds, strict=True)]
                 found = tuple(zip(at, runs, strict=True))
             self._kinds[key] = found
         return self._kinds[key]
 
 
-def usable(what: str, seconds: float) -> float:
-    """Return the seconds of an op; a cost model of another's making may give anything."""
+GRID = 2.0**-40
+"""Seconds (0.9 ps) of which every duration is a multiple: sums up to 8,192 s are exact in a float64."""
+_COARSE = 2.0**13
+"""Seconds from which every float64 is such a multiple."""
+
+
+def task_seconds(what: str, seconds: float) -> float:
+    """Return the seconds of a task, on the grid; a cost model of another's making may give anything."""
     if not (isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0):
         raise CostError(f"{what} costs {seconds!r} s; a cost must be a number, finite and not negative")
-    return seconds
+    return float(seconds if seconds >= _COARSE else round(seconds / GRID) * GRID)
 
 
 Made = dict[int, int] | int
