@@ -122,6 +122,7 @@ class Binder:
                 self.parts.overlap(one.function, two.function),
                 (),
                 (*one.stages, *two.stages),
+                pair=(one, two),
             )
         return found
 
