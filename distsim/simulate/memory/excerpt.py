@@ -37,8 +37,8 @@ class Sample(NamedTuple):
 class Excerpt:
     """The rows of a sample as ops, of which ``what`` notes what each is.
 
-    ``places`` are the slot and the label of each value, ``sizes`` its bytes, ``sums`` the label of the call
-    that made a sum as far as it came, ``read_so_far`` the slots of sums that others read before the end.
+    ``places`` are the slot and the label of each value, ``sizes`` its bytes, ``sums`` what each call made of
+    the sums, by slot, ``read_so_far`` the slots of those that others read before the end.
     """
 
     def __init__(self, calls: RankCalls, sample: Sample) -> None:
@@ -52,7 +52,7 @@ class Excerpt:
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
         self.what: list[tuple[object, ...]] = []
-        self.sums: dict[Value, int] = {}
+        self.sums: dict[int, list[Value]] = {}
         self.read_so_far: set[int] = set()
         self._write_cells()
         self._bring_the_rest()
@@ -114,9 +114,10 @@ class Excerpt:
     def _write_call(self, family: int, label: int, call: SlotCall) -> None:
         adding = {slot for slot, which in call.makes if which == ONCE}
         reads = [self._read(slot, which, label) for slot, which in call.reads]
-        self.read_so_far |= {s for s, _ in call.reads if self.frame.get((s, STEP)) in self.sums} - adding
+        self.read_so_far |= {slot for slot, _ in call.reads if slot in self.sums} - adding
         makes = self._make(call.function, call.makes, label)
-        self.sums |= {v: label for v, (_, which) in zip(makes, call.makes, strict=True) if which == ONCE}
+        for slot in adding:
+            self.sums.setdefault(slot, []).append(self.frame[slot, STEP])
         op = Op("Call", tuple(reads), tuple(makes), subfunctions=(call.function,))
         self._add(op, ("call", family, label))
 

@@ -171,27 +171,34 @@ def _change(call: _Call) -> Change:
 
 
 def _verify(frame: Frame, excerpt: Excerpt) -> None:
-    """Raise :class:`Irregular` if what a label does depends on which microbatches come before or after it."""
+    """Raise :class:`Irregular` if what a microbatch does depends on which ones come before or after it.
+
+    Where a sum is after its first two calls, it is after every other: all in one home, or each in its own.
+    """
     home, ordinary, inputs = frame.plan.home, excerpt.sample.ordinary, set(excerpt.inputs)
+    if not any(ordinary):
+        return
     groups: dict[Value, list[Value]] = {}
     for value in excerpt.places:
-        if home[value] is not value:
-            groups.setdefault(home[value], [home[value]]).append(value)
+        groups.setdefault(home[value], []).append(value)
+    made = {value: number for number, value in enumerate(excerpt.places)}
+    later: set[Value] = set()
+    for slot, versions in excerpt.sums.items():
+        homes = {home[value] for value in versions[1:]}
+        later |= homes
+        if len(homes) > 1 and any([len(groups[owner]) > 1 for owner in homes]):
+            raise Irregular
+        views = [value for owner in homes for value in groups[owner] if excerpt.places[value][1] != STEP]
+        if any([made[value] > made[versions[1]] for value in views]):
+            raise Irregular
+        if slot in excerpt.read_so_far and len({frame.kinds[home[value]] for value in versions}) > 1:
+            raise Irregular
     for owner, values in groups.items():
         labels = {excerpt.places[value][1] for value in values}
-        sums = {excerpt.places[value][0] for value in values if value in excerpt.sums}
-        shared = any([label != STEP and ordinary[label] for label in labels]) and len(labels) > 1
-        lasting = owner in inputs and excerpt.places[owner][1] == STEP
-        if shared and (sums or not lasting):
-            raise Irregular
-        if len(sums) > 1 and any([ordinary[excerpt.sums[v]] for v in values if v in excerpt.sums]):
-            raise Irregular
-    if any(ordinary):
-        kinds: dict[int, set[int]] = {}
-        for value in excerpt.sums:
-            kinds.setdefault(excerpt.places[value][0], set()).add(frame.kinds[home[value]])
-        if any([len(kinds[slot]) > 1 for slot in excerpt.read_so_far]):
-            raise Irregular
+        if len(labels) > 1 and any([label != STEP and ordinary[label] for label in labels]):
+            lasting = owner in inputs and excerpt.places[owner][1] == STEP
+            if owner in later or not lasting:
+                raise Irregular
 
 
 def _verify_pair(function: Function, arguments: tuple[Argument, ...], calls: tuple[_Call, _Call]) -> None:
