@@ -7,11 +7,10 @@ that are unlike any other, say what all rows do, if no memory passes between mic
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from distsim.ir import Function, Op, Role, Type, Value
-from distsim.program.table import CONCAT, EVERY, FIRST, LATEST, ONCE, SEND
+from distsim.program.table import CONCAT, FIRST, LATEST, ONCE, SEND
 from distsim.simulate.memory.rank_calls import Places, RankCalls, SlotCall, TailCall, size_of
 
 STEP = -1
@@ -25,12 +24,14 @@ Cells = tuple[tuple[tuple[int, int], ...], ...]
 class Sample(NamedTuple):
     """Which microbatches are in an excerpt, by labels from 0, and in which order they run.
 
-    ``ordinary`` tells of each label whether it stands for other microbatches too. ``latest`` gives the label
-    that is read of slots of which the end of the step reads the latest.
+    ``ordinary`` tells of each label whether it stands for other microbatches too, ``copies`` of which copy of
+    the model it is. ``latest`` gives the label that is read of slots of which the end of the step reads the
+    latest.
     """
 
     cells: Cells
     ordinary: tuple[bool, ...]
+    copies: tuple[int, ...]
     latest: tuple[tuple[int, int], ...]
 
 
@@ -136,16 +137,15 @@ class Excerpt:
                     self._bring(slot, label)
 
     def _write_tail(self, place: int, row: TailCall) -> None:
-        labels: Iterable[int] = range(len(self.sample.ordinary))
+        labels = range(len(self.sample.ordinary))
         if row.kind == SEND:
-            each = any([which == FIRST for _, which in (*row.reads, *row.makes)])
-            for label in labels if each else (STEP,):
+            each = [label for label in labels if self.sample.copies[label] == row.copy]
+            for label in each if row.copy >= 0 else (STEP,):
                 reads = tuple([self._read(slot, which, label) for slot, which in row.reads])
                 makes = tuple([self._brought(slot, which, label) for slot, which in row.makes])
                 self._add(Op(SEND, reads, makes), ("tail", place, label))
         elif row.kind == CONCAT:
-            parts = [self._read(slot, FIRST, label) for slot, which in row.reads for label in labels]
-            assert all([which == EVERY for _, which in row.reads])
+            parts = [self._read(slot, FIRST, label) for slot, _ in row.reads for label in labels]
             makes = tuple([self._brought(slot, which, STEP) for slot, which in row.makes])
             self._add(Op(CONCAT, tuple(parts), makes), ("tail", place, STEP))
         else:

@@ -41,12 +41,16 @@ class SlotCall(NamedTuple):
 
 
 class TailCall(NamedTuple):
-    """A row after the last action, as far as one rank takes part: a transfer reads or makes on it, or both."""
+    """A row after the last action, as far as one rank takes part: a transfer reads or makes on it, or both.
+
+    ``copy`` is that of the model whose microbatches are sent one by one; -1 for what happens once.
+    """
 
     kind: str
     function: Function | None
     reads: Places
     makes: Places
+    copy: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,8 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     roles = _roles(schedule, inputs)
     ends = int(table.start[table.tail])
     numbers: list[int] = np.unique(table.block[:ends]).tolist()
+    each = max(schedule.num_microbatches, 1)
+    firsts: list[int] = table.microbatch[ends:, 0].tolist()
     tail = [table.blocks[number] for number in table.block[ends:].tolist()]
     stages: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
     for stage, rank in enumerate(schedule.rank_of):
@@ -106,9 +112,9 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
             builders[block.rank].add(block)
     for builder in builders:
         builder.number_calls()
-    for row, block in enumerate(tail):
+    for row, (block, first) in enumerate(zip(tail, firsts, strict=True)):
         for rank in dict.fromkeys(block.ranks):
-            builders[rank].add_tail(row, block, rank)
+            builders[rank].add_tail(row, block, rank, first // each)
     for key in table.outputs:
         builders[key.rank].outputs.append(builders[key.rank].place(key))
     return tuple([builder.rank() for builder in builders])
@@ -184,12 +190,12 @@ class _Builder:
             found.append(self.sent[block])
         return found
 
-    def add_tail(self, row: int, block: BoundBlock, rank: int) -> None:
+    def add_tail(self, row: int, block: BoundBlock, rank: int, copy: int) -> None:
         """Take in a row after the last action."""
         self.tail_number[row] = len(self.tail)
         reads = self.places([key for key in block.reads if key.rank == rank])
         makes = self.places([key for key in block.makes if key.rank == rank])
-        self.tail.append(TailCall(block.kind, block.function, reads, makes))
+        self.tail.append(TailCall(block.kind, block.function, reads, makes, copy))
 
     def rank(self) -> Rank:
         """Return the rank."""

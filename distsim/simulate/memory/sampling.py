@@ -17,11 +17,12 @@ from distsim.simulate.memory.kernel import Ints
 class Sampling:
     """The microbatches of a rank by labels: ``labels`` [microbatches], ``counts`` [labels] of each.
 
-    ``cells`` are those of one microbatch of each label, as of a :class:`Sample`.
+    ``sample`` [labels] is the microbatch that stands for each, ``cells`` are theirs, as of a :class:`Sample`.
     """
 
     labels: Ints
     counts: Ints
+    sample: Ints
     cells: Cells
 
 
@@ -60,7 +61,7 @@ def sampling(order: IssueOrder, stages: Sequence[int], latest: Iterable[int]) ->
             cells.append([])
             before = cell
         cells[-1].append((places[families[number]], own))
-    return Sampling(labels, np.bincount(labels, minlength=len(sample)), tuple(map(tuple, cells)))
+    return Sampling(labels, np.bincount(labels, minlength=len(sample)), sample, tuple(map(tuple, cells)))
 
 
 @dataclass(frozen=True, eq=False)

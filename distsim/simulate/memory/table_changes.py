@@ -129,7 +129,8 @@ class _Assembly:
         slots: Mapping[object, int] = self.known.ranks[rank].slots
         latest = [(slots[v], int(own.labels[m])) for v, m in self.table.latest.items() if v in slots]
         ordinary = tuple((own.counts > 1).tolist())
-        return self.known.use(rank, Sample(own.cells, ordinary, tuple(latest)))
+        copies = own.sample // max(self.table.order.schedule.num_microbatches, 1)
+        return self.known.use(rank, Sample(own.cells, ordinary, tuple(copies.tolist()), tuple(latest)))
 
     def changes(self) -> TableChanges:
         """Return the changes of the table."""
