@@ -122,6 +122,7 @@ class Binder:
                 self.parts.overlap(one.callee, two.callee),
                 self._names(one, two),
                 (*one.stages, *two.stages),
+                pair=(one, two),
             )
         return found
 

@@ -35,8 +35,9 @@ class BoundBlock:
     reads, but that a sum over microbatches is read as far as it came. ``kind`` says what it is for: the kinds
     of its actions (F, B, I, W; FB for a pair), ``U`` for what runs once a step; or, without a function,
     ``Send``, which brings its key from ``rank`` to ``target``, and ``Concat``, which puts the microbatches of
-    its key together along dimension ``dim``. ``stages`` are those of its actions. Stages that do the same
-    share their functions, in which ops have no names: ``names`` are those of its ops here.
+    its key together along dimension ``dim``. ``stages`` are those of its actions, ``pair`` the blocks of the
+    two that overlap. Stages that do the same share their functions, in which ops have no names: ``names``
+    are those of its ops here.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class BoundBlock:
     stages: tuple[int, ...] = ()
     target: int = -1
     dim: int = 0
+    pair: tuple[BoundBlock, ...] = ()
 
     @property
     def callee(self) -> Function:
