@@ -253,7 +253,7 @@ def test_blocks_run_in_the_order_of_the_schedule_on_each_stage():
     order = schedule("1f1b", 4, 8)
     flat = program_of(differentiate(small_mlp(layers=8)), 4, 8).to_function()
     ran = [op.name for op in flat.ops if op.op_type == "Call" and op.name[0] in "FB"]
-    for rank, tasks in enumerate(order.ranks):
+    for rank, tasks in enumerate(order.actions):
         assert [name for name in ran if name.endswith(f"@{rank}")] == [str(task) for task in tasks]
 
 
