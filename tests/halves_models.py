@@ -14,7 +14,7 @@ from distsim.executor import SequentialExecutor
 from distsim.ir import Function, FunctionMaker, Mesh, Value, all_ops, needed_ops, verify
 from distsim.ir.inline import inline
 from distsim.ops import signature_of, work
-from distsim.program.program import Block
+from distsim.program.block import Block
 
 Halves = tuple[Block, Block]
 
