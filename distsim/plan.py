@@ -62,7 +62,12 @@ class Plan:
             raise PlanError(
                 f"schedule={_short(self.schedule)} is unknown; choose one of {', '.join(SCHEDULES)}"
             )
-        check_layout(self.stages, self.remat, self.fsdp)
+        for name, choices in (("stages", STAGES), ("fsdp", FSDP)):
+            if getattr(self, name) not in choices:
+                raise PlanError(
+                    f"{name}={_short(getattr(self, name))} is unknown; choose one of {', '.join(choices)}"
+                )
+        parse_remat(self.remat)
 
     @property
     def devices(self) -> int:
@@ -105,14 +110,6 @@ _ALWAYS = (*_COUNTS, "schedule")
 
 def _differs(plan: Plan, field: Field[Any]) -> bool:
     return getattr(plan, field.name) != field.default
-
-
-def check_layout(stages: object, remat: object, fsdp: object) -> None:
-    """Raise :class:`PlanError` for a text that is none of STAGES, REMAT or FSDP."""
-    for name, text, choices in (("stages", stages, STAGES), ("fsdp", fsdp, FSDP)):
-        if text not in choices:
-            raise PlanError(f"{name}={_short(text)} is unknown; choose one of {', '.join(choices)}")
-    parse_remat(remat)
 
 
 def parse_remat(text: object) -> tuple[str, float]:

@@ -41,6 +41,9 @@ class Signature:
     outputs: tuple[Tensor, ...]
     version: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.op_type}({', '.join(map(str, self.inputs))})"
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:

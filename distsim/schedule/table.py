@@ -227,6 +227,19 @@ class Schedule:
         """
         return self._peak(rank, _IN_FLIGHT)
 
+    def in_flight_of(self, stage: int) -> int:
+        """Most microbatches that are past F and not past B, or W, at once on one `stage`.
+
+        Raises:
+            ScheduleError: there is no such stage.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise ScheduleError(f"{self.name}: no stage {stage}; choose one of 0..{self.num_stages - 1}")
+        codes = self.codes[self.rank_of[stage]].ravel()
+        codes = codes[codes >= 0]
+        own = codes[codes // 4 % self.num_stages == stage]
+        return int(_IN_FLIGHT[own % 4].cumsum().max(initial=0))
+
     def until_i(self, rank: int) -> int:
         """Most pairs of a stage and a microbatch past F and not past B or I: as :meth:`in_flight`."""
         return self._peak(rank, _UNTIL_I)
