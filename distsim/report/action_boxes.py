@@ -49,6 +49,10 @@ _FINEST = 1 / 4000
 """Boxes narrower than this share of the picture are drawn as one with their neighbours of that colour."""
 
 
+_EDGED = 12
+"""Boxes wider than this many of the finest have an edge."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """What a box stands for: the letter of its action, its microbatch, and which of its rank's stages."""
@@ -98,13 +102,14 @@ def draw_boxes(axes: Any, boxes: Iterable[Box], chunks: int, bottom: float, top:
     finest = (right - left) * _FINEST
     corners: list[list[tuple[float, float]]] = []
     colours: list[tuple[float, float, float]] = []
+    edges: list[str] = []
     for box in _merged(boxes, finest):
+        # An edge would be all that is seen of a narrow box.
+        edge = "black" if box.end - box.start > _EDGED * finest else "none"
         for (low, high), mark in zip(_shares(box, bottom, top), box.marks, strict=True):
             corners.append([(box.start, low), (box.start, high), (box.end, high), (box.end, low)])
             colours.append(colour_of(mark, chunks))
-    # Edges as dark as the numbers, thin enough that narrow boxes keep their colour.
-    narrow = min([box.end - box.start for box in boxes], default=0.0) < 4 * finest
-    edges = "none" if narrow else "black"
+            edges.append(edge)
     axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors=edges, linewidths=0.3))
     _write_numbers(axes, boxes, chunks, bottom, top)
 

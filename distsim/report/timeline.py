@@ -129,8 +129,9 @@ def _boxes(row: int, call: CallTime, chunks: Sequence[int], scale: float) -> Ite
 
 
 def _draw_bars(axes: Any, strips: dict[int, Intervals], low: float, height: float, scale: float) -> None:
+    finest = axes.get_xlim()[1] * _FINEST
     for row, pieces in strips.items():
-        widths = [(start / scale, (end - start) / scale) for start, end in _union(pieces)]
+        widths = [(start / scale, max((end - start) / scale, finest)) for start, end in _union(pieces)]
         # Not moved to whole dots, of which the shortest would have none: many of them make it grey.
         axes.broken_barh(widths, (row + low, height), facecolors=COLOURS["communication"], snap=False)
 
