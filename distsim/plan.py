@@ -8,10 +8,12 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from distsim.errors import PlanError
-from distsim.schedule import SCHEDULES
 
 MAX_DEGREE = 2**20
 """Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
+
+SCHEDULES = ("1f1b", "gpipe")
+"""The pipeline schedules that steps are simulated with, of those in `distsim.schedule.SCHEDULES`."""
 
 STAGES = ("even", "default", "auto")
 """How a model is cut into pipeline stages: at any op for even work and few bytes sent; in whole layers as
@@ -33,7 +35,7 @@ class Plan:
     """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
 
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
-    data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`; `stages` one
+    data-parallel replica and step; `schedule` is one of `SCHEDULES`; `stages` one
     of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`. A plan is verified when made, and its text, in
     which the last three stand only when they are not the default, parses back to it.
 
@@ -57,8 +59,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
-        # A list of the names, not the mapping: whatever was given may not be hashable.
-        if self.schedule not in list(SCHEDULES):
+        if self.schedule not in SCHEDULES:
             raise PlanError(
                 f"schedule={_short(self.schedule)} is unknown; choose one of {', '.join(SCHEDULES)}"
             )

@@ -11,8 +11,9 @@ from training_models import Maker, bert, flat_mlp, laid_out, mesh_of, small_gpt,
 from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Function, Role
 from distsim.models import mlp
+from distsim.plan import SCHEDULES
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, Action, Kind, Schedule, schedule
+from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulate.memory import table as memory_table
 from distsim.simulate.memory.peak import KINDS, peak_memory
 from distsim.simulate.memory.positions import pattern_of

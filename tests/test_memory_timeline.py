@@ -13,9 +13,9 @@ from distsim.compose import parallelize
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import FunctionMaker, Role
-from distsim.plan import Plan
+from distsim.plan import SCHEDULES, Plan
 from distsim.report import plot_memory, write_trace
-from distsim.schedule import SCHEDULES, schedule
+from distsim.schedule import schedule
 from distsim.simulate.memory.timeline import memory_timeline
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 

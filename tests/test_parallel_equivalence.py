@@ -32,8 +32,8 @@ from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, pformat, verify
-from distsim.plan import Plan
-from distsim.schedule import SCHEDULES, schedule
+from distsim.plan import SCHEDULES, Plan
+from distsim.schedule import schedule
 from distsim.transforms import (
     SGD,
     Adam,

@@ -21,8 +21,9 @@ from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Function, Role, all_ops, verify
 from distsim.models import gpt, mlp
 from distsim.ops.communication import scatter
+from distsim.plan import SCHEDULES
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, schedule
+from distsim.schedule import schedule
 from distsim.transforms import (
     SGD,
     Adam,

@@ -8,9 +8,10 @@ from training_models import Maker, assert_same_step, laid_out, mesh_of, random_i
 
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Function, Mesh, Op, all_ops, verify
+from distsim.plan import SCHEDULES
 from distsim.program.block import Block
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, schedule
+from distsim.schedule import schedule
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 
