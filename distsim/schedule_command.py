@@ -26,7 +26,7 @@ _SIZES = ("stages", "chunks", "microbatches")
 EPILOG = """examples:
   distsim schedule 1f1b --stages 4 --microbatches 8
   distsim schedule interleaved --stages 4 --chunks 2 --microbatches 8 --plot schedule.png --csv schedule.csv
-  distsim schedule zb_h1 --stages 8 --microbatches 24 --forward 18.5 --backward-weight 9.3 --backward-input 18.1
+  distsim schedule zb_h1 --stages 8 --microbatches 24 --forward 18.5 --backward-weight 9.3 --send 0.6
   distsim schedule --schedule-csv table.csv
 """
 

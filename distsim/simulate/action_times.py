@@ -18,7 +18,6 @@ from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 
-
 _SHORTEST, _LONGEST = 1e-9, 1e9
 """Seconds that an action may take."""
 
