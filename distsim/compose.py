@@ -12,6 +12,7 @@ from distsim.cost.cost_model import CostModel, DeviceCosts, cost_model_of
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
+from distsim.ir.inline import inline
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import Schedule
@@ -19,7 +20,6 @@ from distsim.schedule import schedule as schedule_named
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
-from distsim.transforms.outlining.inline import inline
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.balance import coarse
 from distsim.transforms.pipelining.op_graph import Numbered, is_sum

@@ -13,7 +13,7 @@ from distsim.ir.device import logical_mesh
 from distsim.ir.topology import Level, Link
 from distsim.ops import Signature, Work
 from distsim.program.block import Block, StageBlocks
-from distsim.program.pairs import interleave
+from distsim.program.overlap_pairs import interleave
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule

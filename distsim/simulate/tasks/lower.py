@@ -125,7 +125,7 @@ class Lowering:
             signature = signature_of(op)
             parts = [(part, self._ends(op, part)) for part in self.classes.exchanges(op)]
             asked = [self.cost_model.communication_seconds(signature, part.group) for part, _ in parts]
-            seconds = [usable(op, cost) for cost in asked]
+            seconds = [task_seconds(op, cost) for cost in asked]
             found = self._exchanges[key] = tuple(
                 [
                     (part.sources, part.targets, self.run(s, ends))
@@ -173,11 +173,24 @@ class Lowering:
                 signature = signature_of(op)
                 at = self.classes.at(place_of_compute(function, op))
                 first = [self.classes.members[c][:1] for c in at]
-                seconds = [usable(op, self.cost_model.seconds(signature, where)) for where in first]
+                asked = [self.cost_model.seconds(signature, where) for where in first]
+                seconds = [task_seconds(op, cost) for cost in asked]
                 runs = [self.run(s, (self.stream(c, "compute"),)) for c, s in zip(at, seconds, strict=True)]
                 found = tuple(zip(at, runs, strict=True))
             self._kinds[key] = found
         return self._kinds[key]
+
+
+GRID = 2.0**-40
+"""Seconds (0.9 ps) of which every duration is a multiple: sums up to 8,192 s are exact in a float64."""
+_COARSE = 2.0**13
+"""Seconds from which every float64 is such a multiple."""
+
+
+def task_seconds(op: object, seconds: float) -> float:
+    """Return the seconds of a task, on the grid; raises as :func:`usable` for what is no time."""
+    seconds = usable(op, seconds)
+    return seconds if seconds >= _COARSE else round(seconds / GRID) * GRID
 
 
 Made = dict[int, int] | int

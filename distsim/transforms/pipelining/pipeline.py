@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Topology, Value
+from distsim.ir.inline import inline
 from distsim.ops import operator
 from distsim.program.block import StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
-from distsim.transforms.outlining.inline import inline
 from distsim.transforms.pipelining.op_graph import Numbered, early_sums
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
