@@ -22,6 +22,8 @@ MOST_PAIRS = 50_000
 """Pairs of a stage and a microbatch that are simulated one by one."""
 
 _SIZES = ("stages", "chunks", "microbatches")
+_SEARCHED = ("memory_limit", "weight_share")
+"""Options of the schedules that are searched for given times."""
 
 EPILOG = """examples:
   distsim schedule 1f1b --stages 4 --microbatches 8
@@ -57,6 +59,15 @@ def add_schedule_command(commands: Any) -> None:
             option, type=float, default=default, metavar="TIME", help=f"time of {what} (default {default:g})"
         )
     parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="ACTIVATIONS",
+        help="of a searched schedule: so many of a stage and a microbatch may a rank hold",
+    )
+    parser.add_argument(
+        "--weight-share", type=float, metavar="SHARE", help="of a searched schedule: what W frees of one"
+    )
+    parser.add_argument(
         "--together",
         action="store_true",
         help="a pair of actions starts when both can and sends when both have ended (default: in turn)",
@@ -78,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.plot:
         check_format(options.plot, "a schedule")
     times = ActionTimes(options.forward, options.backward_input, options.backward_weight, options.send)
-    chosen = _chosen(options)
+    chosen = _chosen(options, times)
     progress = Progress(sys.stderr)
     found = progress.run("simulating", lambda: time_schedule(chosen, times, options.together))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -93,13 +104,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(options: argparse.Namespace) -> Schedule:
-    """Return the schedule that is named, or that is in the table."""
+def _chosen(options: argparse.Namespace, times: ActionTimes) -> Schedule:
+    """Return the schedule that is named, searched for the times if it is, or that is in the table."""
     if options.schedule_csv is None:
-        return _named(options)
-    given = [name for name in ("name", *_SIZES) if getattr(options, name) is not None]
+        return _named(options, times)
+    given = [name for name in ("name", *_SIZES, *_SEARCHED) if getattr(options, name) is not None]
     if given:
-        name = f"the name {options.name}" if given[0] == "name" else f"--{given[0]}"
+        name = f"the name {options.name}" if given[0] == "name" else f"--{given[0].replace('_', '-')}"
         raise ScheduleError(f"--schedule-csv says what the schedule is: leave out {name}")
     copies = 1 if options.copies is None else options.copies
     table = read_csv(options.schedule_csv, copies=copies)
@@ -107,7 +118,7 @@ def _chosen(options: argparse.Namespace) -> Schedule:
     return table
 
 
-def _named(options: argparse.Namespace) -> Schedule:
+def _named(options: argparse.Namespace, times: ActionTimes) -> Schedule:
     if options.name is None:
         raise ScheduleError(f"name a schedule, one of {', '.join(SCHEDULES)}, or give --schedule-csv FILE")
     missing = [f"--{name}" for name in ("stages", "microbatches") if getattr(options, name) is None]
@@ -117,7 +128,11 @@ def _named(options: argparse.Namespace) -> Schedule:
         raise ScheduleError(f"{options.name}: --copies goes with --schedule-csv, of which no table says it")
     sizes = (options.stages, options.chunks or 1, options.microbatches)
     _check_size(math.prod([max(size, 0) for size in sizes]))
-    return schedule(options.name, options.stages, options.microbatches, options.chunks)
+    asked = {name: getattr(options, name) for name in _SEARCHED if getattr(options, name) is not None}
+    if options.name in SCHEDULES and "seconds" in SCHEDULES[options.name].options:
+        asked["seconds"] = (times.forward, times.backward_input, times.backward_weight)
+        asked["send"] = times.send
+    return schedule(options.name, options.stages, options.microbatches, options.chunks, **asked)
 
 
 def _check_size(pairs: int) -> None:
