@@ -12,6 +12,7 @@ from distsim.cost.cost_model import CostModel, DeviceCosts, cost_model_of
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
+from distsim.ir.inline import inline
 from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, Schedule
