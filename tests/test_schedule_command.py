@@ -12,9 +12,11 @@ from distsim.schedule import read_csv, schedule, write_csv
 from distsim.schedule_command import MOST_PAIRS
 
 DATA = Path(__file__).parent / "data" / "schedules"
-sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 
-import schedule_cases
+with pytest.MonkeyPatch.context() as patch:
+    # The experiments are scripts: each finds the others next to itself.
+    patch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
+    import schedule_cases
 
 
 def refused(capsys, *arguments):
