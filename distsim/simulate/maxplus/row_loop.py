@@ -147,15 +147,15 @@ def write_line(r: int, k: int, q: int, ahead: int, rows: Any, products: Any, tim
 
 
 @inner
-def is_on_line(k: int, q: int, ahead: int, logs: Any, log: Any, logged: int) -> bool:
-    """Whether what repetition ``k + ahead`` wrote, in ``log``, is what the line says."""
+def off_line(k: int, q: int, ahead: int, logs: Any, log: Any) -> int:
+    """Return how many times that repetition ``k + ahead`` wrote, in ``log``, are not what the line says."""
     n = (ahead + q - 1) // q
     like = k + ahead - n * q
     now, before = logs[like % len(logs)], logs[(like - q) % len(logs)]
-    for at in range(logged):
-        if log[at] != now[at] + n * (now[at] - before[at]):
-            return False
-    return True
+    count = 0
+    for at in range(len(log)):
+        count += log[at] != now[at] + n * (now[at] - before[at])
+    return count
 
 
 @inner
@@ -180,7 +180,7 @@ def jump(r: int, k: int, q: int, tables: Any, times: Any, x: Any, logs: Any, log
         right = True
         for ahead in range(far + 1, far + q + 1):
             run_rows(begin, end, (k + ahead) * step, rows, products, times, x, log)
-            right = right and is_on_line(k, q, ahead, logs, log, logged)
+            right = right and off_line(k, q, ahead, logs, log) == 0
         if right:
             for ahead in range(1, far + q + 1):
                 write_line(r, k, q, ahead, rows, products, times, logs)
@@ -223,7 +223,7 @@ def run_rounds(rows: Any, products: Any, reach: Any, longest: int, widest: int, 
             run_rows(begin, end, k * step, rows, products, times, x, log)
             latest[k % kept] = log.max() if logged else 0.0
             computed += 1
-            jumped = 0
+            q = jumped = 0
             for q in range(1, periods + 1):
                 back = max(q, reach.lag[r])
                 if k < resume or k + 1 < since + 2 * q + back or k + 2 * q >= repeats:
