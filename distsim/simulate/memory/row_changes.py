@@ -1,0 +1,218 @@
+"""What rows do to the memory of the rank on which they are: told by an excerpt, for all rows like its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from distsim.ir import Function, Op, Value
+from distsim.program.table import CONCAT
+from distsim.simulate.memory.excerpt import STEP, Excerpt, Sample
+from distsim.simulate.memory.peak import whole
+from distsim.simulate.memory.rank_calls import Irregular, RankCalls
+from distsim.simulate.memory.walk import KIND_OF_ROLE, KINDS, Argument, CallPlan, Frame, OneRank, Walk, plan_for
+
+Amounts = tuple[int, ...]
+"""Bytes: in all, then by kind."""
+
+NOTHING: Amounts = (0,) * (1 + len(KINDS))
+
+_WALK = Walk(OneRank())
+
+
+class Change(NamedTuple):
+    """What a row does to the memory of a rank: in the end, and at its own peak, with the ops of the peak.
+
+    ``each`` comes on top of ``net`` for every microbatch of a label.
+    """
+
+    net: Amounts
+    peak: Amounts
+    at: tuple[Op, ...] = ()
+    each: tuple[tuple[int, Amounts], ...] = ()
+
+
+class _Call(NamedTuple):
+    """A call of a function: how, and what is free after it."""
+
+    function: Function
+    plan: CallPlan
+    after: Amounts
+
+
+class RankUse:
+    """What the rows of a sample do to the memory of a rank.
+
+    ``start`` is what is there before the first row, ``start_each`` what is for each microbatch of a label.
+    Raises :class:`Irregular` where the sample does not speak for what it stands for.
+    """
+
+    def __init__(self, calls: RankCalls, sample: Sample) -> None:
+        excerpt = Excerpt(calls, sample)
+        self.label_of = {value: label for value, (_, label) in excerpt.places.items()}
+        self.start, self.start_each = NOTHING, dict.fromkeys(range(len(sample.ordinary)), NOTHING)
+        for value in excerpt.inputs:
+            label, size = self.label_of[value], _amounts(excerpt.sizes[value], KIND_OF_ROLE[value.role])
+            if label == STEP:
+                self.start = _sum(self.start, size)
+            else:
+                self.start_each[label] = _sum(self.start_each[label], size)
+        self._calls: dict[tuple[int, int], _Call] = {}
+        self._changes: dict[tuple[object, ...], Change] = {}
+        self._tell(excerpt)
+
+    # --- what rows do ---------------------------------------------------------------------------------
+
+    def call(self, family: int, label: int) -> Change:
+        """Return what an action does."""
+        known = self._changes.get((family, label))
+        if known is None:
+            known = self._changes[family, label] = _change(self._calls[family, label])
+        return known
+
+    def pair(self, one: tuple[int, int], two: tuple[int, int], function: Function, same: bool) -> Change:
+        """Return what two actions (family, label) do that overlap, of the same microbatch or of two."""
+        known = self._changes.get((one, two, same))
+        if known is None:
+            label = STEP if same or one[1] != two[1] else two[1]
+            known = self._changes[one, two, same] = self._pair(
+                self._calls[one], self._calls[two], function, label
+            )
+        return known
+
+    def sent(self, number: int, label: int) -> Change:
+        """Return what a transfer does on the rank that sends."""
+        return self._changes["sent", number, label]
+
+    def brought(self, slot: int, label: int) -> Change:
+        """Return what a transfer does on the rank to which it brings a slot."""
+        return self._changes["brought", slot, label]
+
+    def tail(self, place: int, label: int) -> Change:
+        """Return what a row after the last action does; ``label`` is -1 but for transfers of each."""
+        return self._changes["tail", place, label]
+
+    def _pair(self, one: _Call, two: _Call, function: Function, apart: int) -> Change:
+        """Return what two calls do; homes of the label ``apart`` are not the same in both."""
+        first, second = one.plan, two.plan
+        marked: list[object] = [
+            ("second", home) if self.label_of[home] == apart != STEP else home for home in second.homes
+        ]
+        homes: list[object] = [*first.homes, *marked]
+        given = [*first.arguments, *second.arguments]
+        dying = {home for home, argument in zip(homes, given, strict=True) if argument.dies}
+        number: dict[object, int] = {}
+        same = [number.setdefault(home, place) for place, home in enumerate(homes)]
+        arguments = tuple(
+            [
+                Argument(argument.kind, home in dying, first, argument.held)
+                for home, argument, first in zip(homes, given, same, strict=True)
+            ]
+        )
+        _verify_pair(function, arguments, (one, two))
+        plan = CallPlan((), arguments, (*first.results, *second.results), [])
+        return _change(_Call(function, plan, _sum(one.after, two.after)))
+
+    # --- reading the function -------------------------------------------------------------------------
+
+    def _tell(self, excerpt: Excerpt) -> None:
+        function = excerpt.function
+        frame = whole(function)
+        for op, dying, what in zip(function.ops, frame.plan.dying, excerpt.what, strict=True):
+            free = [value for value in dying if value not in frame.kept]
+            if op.op_type == "Call":
+                plan = frame.call(op, free)
+                after = NOTHING
+                for value in plan.left:
+                    after = _sum(after, _amounts(-excerpt.sizes[value], frame.kinds[value]))
+                call = _Call(op.callee, plan, after)
+                if what[0] == "call":
+                    self._calls[what[1], what[2]] = call
+                else:
+                    self._changes[what] = _change(call)
+            else:
+                self._changes[what] = self._moved(excerpt, frame, op, free)
+        _verify(frame, excerpt)
+
+    def _moved(self, excerpt: Excerpt, frame: Frame, op: Op, free: Iterable[Value]) -> Change:
+        """Return what an op does that moves something."""
+        peak = NOTHING
+        for value in op.outputs:
+            peak = _sum(peak, _amounts(excerpt.sizes[value], frame.made(op, value)))
+        net, each = peak, dict[int, Amounts]()
+        for value in free:
+            label, gone = self.label_of[value], _amounts(-excerpt.sizes[value], frame.kinds[value])
+            if op.op_type == CONCAT and label != STEP:
+                each[label] = _sum(each.get(label, NOTHING), gone)
+            else:
+                net = _sum(net, gone)
+        return Change(net, peak, (op,), tuple(each.items()))
+
+
+def _amounts(nbytes: int, kind: int) -> Amounts:
+    """Return bytes of a kind."""
+    amounts = [0] * len(NOTHING)
+    amounts[0] = amounts[1 + kind] = nbytes
+    return tuple(amounts)
+
+
+def _sum(one: Amounts, two: Amounts) -> Amounts:
+    return tuple([a + b for a, b in zip(one, two, strict=True)]) if two is not NOTHING else one
+
+
+def _change(call: _Call) -> Change:
+    """Return what a call does."""
+    use = _WALK.callee(call.function, call.plan.arguments, call.plan.results)
+    net = _sum((use.total[0], *use.by_kind[0]), call.after)
+    return Change(net, (use.peak[0], *use.peak_by_kind[0]), use.at[0])
+
+
+# --- is the sample enough -----------------------------------------------------------------------------
+
+
+def _verify(frame: Frame, excerpt: Excerpt) -> None:
+    """Raise :class:`Irregular` if what a microbatch does depends on which ones come before or after it.
+
+    Where a sum is after its first two calls, it is after every other: all in one home, or each in its own.
+    """
+    home, ordinary, inputs = frame.plan.home, excerpt.sample.ordinary, set(excerpt.inputs)
+    if not any(ordinary):
+        return
+    groups: dict[Value, list[Value]] = {}
+    for value in excerpt.places:
+        groups.setdefault(home[value], []).append(value)
+    made = {value: number for number, value in enumerate(excerpt.places)}
+    later: set[Value] = set()
+    for slot, versions in excerpt.sums.items():
+        homes = {home[value] for value in versions[1:]}
+        later |= homes
+        if len(homes) > 1 and any([len(groups[owner]) > 1 for owner in homes]):
+            raise Irregular
+        views = [value for owner in homes for value in groups[owner] if excerpt.places[value][1] != STEP]
+        if any([made[value] > made[versions[1]] for value in views]):
+            raise Irregular
+        if slot in excerpt.read_so_far and len({frame.kinds[home[value]] for value in versions}) > 1:
+            raise Irregular
+    for owner, values in groups.items():
+        labels = {excerpt.places[value][1] for value in values}
+        if len(labels) > 1 and any([label != STEP and ordinary[label] for label in labels]):
+            lasting = owner in inputs and excerpt.places[owner][1] == STEP
+            if owner in later or not lasting:
+                raise Irregular
+
+
+def _verify_pair(function: Function, arguments: tuple[Argument, ...], calls: tuple[_Call, _Call]) -> None:
+    """Raise :class:`Irregular` if a pair passes memory on in another way than its two calls would."""
+    plan = plan_for(function, arguments)
+    reads = makes = 0
+    sources: list[int | None] = []
+    twins: list[int | None] = []
+    overwritten: set[int] = set()
+    for call in calls:
+        part = plan_for(call.function, call.plan.arguments)
+        sources += [None if s is None else arguments[reads + s].same for s in part.sources]
+        twins += [None if t is None else makes + t for t in part.twins]
+        overwritten |= {arguments[reads + place].same for place in part.overwritten}
+        reads, makes = reads + len(call.function.inputs), makes + len(call.function.outputs)
+    if (tuple(sources), tuple(twins), overwritten) != (plan.sources, plan.twins, plan.overwritten):
+        raise Irregular
