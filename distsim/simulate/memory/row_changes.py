@@ -10,7 +10,16 @@ from distsim.program.table import CONCAT
 from distsim.simulate.memory.excerpt import STEP, Excerpt, Sample
 from distsim.simulate.memory.peak import whole
 from distsim.simulate.memory.rank_calls import Irregular, RankCalls
-from distsim.simulate.memory.walk import KIND_OF_ROLE, KINDS, Argument, CallPlan, Frame, OneRank, Walk, plan_for
+from distsim.simulate.memory.walk import (
+    KIND_OF_ROLE,
+    KINDS,
+    Argument,
+    CallPlan,
+    Frame,
+    OneRank,
+    Walk,
+    plan_for,
+)
 
 Amounts = tuple[int, ...]
 """Bytes: in all, then by kind."""

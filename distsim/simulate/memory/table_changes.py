@@ -140,7 +140,10 @@ class _Assembly:
         one, two = table.microbatch.T
         # A row has up to two labels: of its microbatches, or, of a transfer, of its microbatch on both ranks.
         pair = two >= 0
-        where = (rank, np.where(pair, rank, target)), (one, np.where(pair, two, np.where(target >= 0, one, -1)))
+        where = (
+            (rank, np.where(pair, rank, target)),
+            (one, np.where(pair, two, np.where(target >= 0, one, -1))),
+        )
         rows, shift, rounds, size, repeats = self._cut(*where)
         labels = self._labels(where[0], where[1], rows, shift, rounds)
         what = np.where(rows < self.end, table.block[rows], len(blocks) + rows - self.end)
