@@ -214,5 +214,8 @@ def _verify_pair(function: Function, arguments: tuple[Argument, ...], calls: tup
         twins += [None if t is None else makes + t for t in part.twins]
         overwritten |= {arguments[reads + place].same for place in part.overwritten}
         reads, makes = reads + len(call.function.inputs), makes + len(call.function.outputs)
-    if (tuple(sources), tuple(twins), overwritten) != (plan.sources, plan.twins, plan.overwritten):
+    # Of outputs in the memory of an input it does not matter which others are in it.
+    twins = [None if source is not None else twin for source, twin in zip(sources, twins, strict=True)]
+    shown = [None if s is not None else t for s, t in zip(plan.sources, plan.twins, strict=True)]
+    if (tuple(sources), twins, overwritten) != (plan.sources, shown, plan.overwritten):
         raise Irregular
