@@ -224,9 +224,11 @@ def _simulate(options: argparse.Namespace) -> int:
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
     function = _training(options, progress)
-    program = progress.run(f"parallelizing: {plan}", lambda: parallelize(function, plan, topology))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
+        program = progress.run(
+            f"parallelizing: {plan}", lambda: parallelize(function, plan, topology, cost_model)
+        )
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     samples = _samples(function)
     title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
@@ -276,7 +278,7 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
         found = progress.run(
             f"partitioning: {options.partition}",
             lambda: partition_model(
-                function, topology, options.partition, memory, options.saturate_host, limit
+                function, topology, options.partition, memory, options.saturate_host, limit, cost_model
             ),
         )
         run = found.placed.function
@@ -351,7 +353,10 @@ def _show(options: argparse.Namespace) -> int:
     if options.plan:
         if not options.cluster:
             raise PlanError("--plan needs --cluster: the devices to place the plan on")
-        program = parallelize(function, Plan.parse(options.plan), load_cluster(options.cluster))
+        plan, topology = Plan.parse(options.plan), load_cluster(options.cluster)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncostedOperatorWarning)  # what is shown has no times
+            program = parallelize(function, plan, topology)
         function = steady_state_transform(program.to_function())[0]
     _print_function(function)
     return 0

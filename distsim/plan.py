@@ -8,10 +8,12 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from distsim.errors import PlanError
-from distsim.schedule import SCHEDULES
 
 MAX_DEGREE = 2**20
 """Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
+
+SCHEDULES = ("1f1b", "gpipe")
+"""The pipeline schedules that steps are simulated with, of those in `distsim.schedule.SCHEDULES`."""
 
 STAGES = ("even", "default", "auto")
 """How a model is cut into pipeline stages: at any op for even work and few bytes sent; in whole layers as
@@ -33,7 +35,7 @@ class Plan:
     """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
 
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
-    data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`; `stages` one
+    data-parallel replica and step; `schedule` is one of `SCHEDULES`; `stages` one
     of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`. A plan is verified when made, and its text, in
     which the last three stand only when they are not the default, parses back to it.
 
@@ -57,12 +59,16 @@ class Plan:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
-        # A list of the names, not the mapping: whatever was given may not be hashable.
-        if self.schedule not in list(SCHEDULES):
+        if self.schedule not in SCHEDULES:
             raise PlanError(
                 f"schedule={_short(self.schedule)} is unknown; choose one of {', '.join(SCHEDULES)}"
             )
-        check_layout(self.stages, self.remat, self.fsdp)
+        for name, choices in (("stages", STAGES), ("fsdp", FSDP)):
+            if getattr(self, name) not in choices:
+                raise PlanError(
+                    f"{name}={_short(getattr(self, name))} is unknown; choose one of {', '.join(choices)}"
+                )
+        parse_remat(self.remat)
 
     @property
     def devices(self) -> int:
@@ -105,14 +111,6 @@ _ALWAYS = (*_COUNTS, "schedule")
 
 def _differs(plan: Plan, field: Field[Any]) -> bool:
     return getattr(plan, field.name) != field.default
-
-
-def check_layout(stages: object, remat: object, fsdp: object) -> None:
-    """Raise :class:`PlanError` for a text that is none of STAGES, REMAT or FSDP."""
-    for name, text, choices in (("stages", stages, STAGES), ("fsdp", fsdp, FSDP)):
-        if text not in choices:
-            raise PlanError(f"{name}={_short(text)} is unknown; choose one of {', '.join(choices)}")
-    parse_remat(remat)
 
 
 def parse_remat(text: object) -> tuple[str, float]:

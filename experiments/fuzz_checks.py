@@ -22,9 +22,8 @@ from distsim.errors import DistsimError, PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Topology
-from distsim.plan import Plan
+from distsim.plan import SCHEDULES, Plan
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES
 from distsim.simulate.memory.peak import peak_memory
 from distsim.transforms import SGD, Adam, differentiate
 

@@ -34,8 +34,7 @@ from distsim.hardware import load_cluster
 from distsim.ir import Function, Topology
 from distsim.ir.type import BFloat16
 from distsim.models import gpt
-from distsim.plan import Plan
-from distsim.schedule import SCHEDULES
+from distsim.plan import SCHEDULES, Plan
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 

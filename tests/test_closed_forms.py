@@ -11,9 +11,8 @@ from distsim.hardware import collective_time
 from distsim.ir import Float32, Function, Topology, all_ops, callees
 from distsim.models import gpt, mlp
 from distsim.ops import Signature, signature_of, work
-from distsim.plan import Plan
+from distsim.plan import SCHEDULES, Plan
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES
 from distsim.transforms import SGD, differentiate, steady_state_transform
 
 

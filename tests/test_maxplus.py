@@ -292,7 +292,7 @@ def test_a_schedule_that_deadlocks_names_the_circle():
 @pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])
 def test_an_unusable_cost_names_the_op(engine, cost):
     program, model = pipeline(gpipe(2, 2), [1.0, 1.0], [1.0, 1.0], communication=cost)
-    with pytest.raises(CostError, match=rf"Send\(.*costs {cost} s; a cost must be finite and not negative"):
+    with pytest.raises(CostError, match=rf"Send\(.*costs {cost} s; a cost must be a number, finite"):
         Simulator(model, engine=engine).simulate(program)
     program, model = pipeline(gpipe(2, 2), [1.0, 1.0], [1.0, cost])
     with pytest.raises(CostError, match=rf"ModelWork\(.*has Work\(flops={cost}"):

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_models import Machine
-from training_models import Maker, bert, flat_mlp, mesh_of, small_gpt, small_mlp, tied
+from training_models import Maker, bert, flat_mlp, laid_out, mesh_of, small_gpt, small_mlp, tied
 
-from distsim.compose import build_program
 from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Function, Role
 from distsim.models import mlp
+from distsim.plan import SCHEDULES
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, Action, Kind, Schedule, schedule
+from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulate.memory.peak import KINDS, peak_memory
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.memory.table_changes import changes_of
@@ -105,7 +105,7 @@ def test_any_network_on_any_schedule(data):
     stages, m = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2, 3, 4, 6]))
     dp, tp = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
     try:
-        program = build_program(joint, mesh_of(dp, tp, stages), data.draw(schedules(stages, m)))
+        program = laid_out(joint, mesh_of(dp, tp, stages), data.draw(schedules(stages, m)))
     except PlanError:  # fewer layers than stages, or a batch that does not divide
         return
     assert_same_memory(program)
@@ -119,7 +119,7 @@ def test_models_on_the_schedules(model, optimizer):
     for name in SCHEDULES:
         for pp, m, dp, tp in [(1, 1, 2, 1), (2, 1, 1, 1), (2, 4, 1, 1), (3, 2, 1, 1), (2, 2, 1, 2)]:
             try:
-                program = build_program(joint, mesh_of(dp, tp, pp), schedule(name, pp, m))
+                program = laid_out(joint, mesh_of(dp, tp, pp), schedule(name, pp, m))
             except PlanError:
                 continue
             assert_same_memory(program)
@@ -130,7 +130,7 @@ def test_models_on_the_schedules(model, optimizer):
 def test_a_function_without_calls_or_roles(optimizer):
     for pp in (1, 2, 3):
         assert_same_memory(
-            build_program(flat_mlp(6, optimizer=optimizer), mesh_of(pp=pp), schedule("1f1b", pp, 4))
+            laid_out(flat_mlp(6, optimizer=optimizer), mesh_of(pp=pp), schedule("1f1b", pp, 4))
         )
 
 
@@ -138,7 +138,7 @@ def test_a_function_without_calls_or_roles(optimizer):
 def test_many_microbatches(name):
     joint = differentiate(mlp(4, 4, 40), Adam())
     for pp in (1, 2, 4):
-        assert_same_memory(build_program(joint, mesh_of(pp=pp), schedule(name, pp, 40)))
+        assert_same_memory(laid_out(joint, mesh_of(pp=pp), schedule(name, pp, 40)))
 
 
 @given(st.data())
@@ -152,7 +152,7 @@ def test_the_peak_of_a_program_is_what_buffers_take(data):
     stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
     tp, order = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(list(SCHEDULES)))
     try:
-        program = build_program(joint, mesh_of(1, tp, stages), schedule(order, stages, m))
+        program = laid_out(joint, mesh_of(1, tp, stages), schedule(order, stages, m))
     except PlanError:
         return
     function = program.to_function(steady=True)
@@ -175,7 +175,7 @@ def predicting(layers: int, batch: int) -> Function:
 @settings(max_examples=60, deadline=None)
 def test_outputs_of_every_microbatch_are_put_together(data):
     stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
-    program = build_program(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
+    program = laid_out(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
     assert any(output.microbatched for output in program.outputs)
     assert_same_memory(program)
     assert composed(program)
@@ -188,7 +188,7 @@ def test_outputs_of_every_microbatch_are_put_together(data):
 @settings(max_examples=60, deadline=None)
 def test_an_output_may_be_what_the_last_microbatch_made(data):
     stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([2, 4]))
-    program = build_program(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
+    program = laid_out(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
     stage = data.draw(st.integers(0, stages - 1))
     outputs = [replace(o, microbatched=False, stage=stage) if o.microbatched else o for o in program.outputs]
     program = replace(program, outputs=tuple(outputs))
@@ -198,7 +198,7 @@ def test_an_output_may_be_what_the_last_microbatch_made(data):
 
 def test_what_is_written_out_says_the_same(monkeypatch):
     joint = differentiate(tied(), Adam())
-    program = build_program(joint, mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
+    program = laid_out(joint, mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
     expected = program_memory(program)
     monkeypatch.setattr("distsim.simulate.memory.program_memory.changes_of", lambda *_: None)
     found = program_memory(program)
@@ -211,7 +211,7 @@ def test_what_is_written_out_says_the_same(monkeypatch):
 def layers(p: int, m: int, name: str, width: int = 64, optimizer=None, dp: int = 1, tp: int = 1) -> Program:
     """Two layers a stage, microbatches of 64 samples in float32."""
     joint = differentiate(mlp(2 * p, width, 64 * m), optimizer)
-    return build_program(joint, mesh_of(dp, tp, p), schedule(name, p, m))
+    return laid_out(joint, mesh_of(dp, tp, p), schedule(name, p, m))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, PlanError
-from distsim.plan import FSDP, MAX_DEGREE, REMAT, STAGES, Plan
-from distsim.schedule import SCHEDULES
+from distsim.plan import FSDP, MAX_DEGREE, REMAT, SCHEDULES, STAGES, Plan
 
 counts = st.integers(1, MAX_DEGREE)
 shares = st.integers(0, 100).map(lambda n: f"budget:{n / 100}")

@@ -56,6 +56,11 @@ class Program:
                 f"{self.name}: the schedule {self.schedule.name} is for {self.schedule.chain} stages, "
                 f"the program has {len(self.stages)}; make them agree"
             )
+        if self.schedule.weights != "flush":
+            raise ScheduleError(
+                f"{self.name}: {self.schedule.name} updates weights without a flush, which a program does "
+                "not do yet; use 1f1b, whose order it has"
+            )
         self.schedule.check()
         self._verify_ranks()
         object.__setattr__(self, "parts", self._own_parts())

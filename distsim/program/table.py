@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from distsim.errors import IRError
 from distsim.ir import Function, Value
 from distsim.schedule import Action, IssueOrder, Kind
 from distsim.schedule.rounds import Ints
@@ -49,6 +50,13 @@ class BoundBlock:
     target: int = -1
     dim: int = 0
     pair: tuple[BoundBlock, ...] = ()
+
+    @property
+    def callee(self) -> Function:
+        """The function; raises :class:`IRError` for a transfer and a Concat, which have none."""
+        if self.function is None:
+            raise IRError(f"a {self.kind} of {self.reads[0].value.name!r} calls no function")
+        return self.function
 
     @property
     def ranks(self) -> tuple[int, ...]:

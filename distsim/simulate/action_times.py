@@ -13,7 +13,7 @@ from distsim.ir.device import logical_mesh
 from distsim.ir.topology import Level, Link
 from distsim.ops import Signature, Work
 from distsim.program.block import Block, StageBlocks
-from distsim.program.pairs import interleave
+from distsim.program.overlap_pairs import interleave
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
@@ -146,7 +146,7 @@ class _Writer:
     def _block(
         self, name: str, inputs: tuple[Value, ...], seconds: float, makes: tuple[Value, ...], axis: str
     ) -> Block:
-        """Return what takes ``seconds`` and then makes these keys, a message along ``axis`` if there is one."""
+        """Return what takes ``seconds`` and then makes these keys, a message along ``axis`` if any."""
         sums = tuple([key for key in makes if key in self.sums])
         functions: list[Function] = []
         for adds in ((), sums):
@@ -158,7 +158,7 @@ class _Writer:
             outputs: list[Value] = []
             for key in makes:
                 part = done
-                if key not in self.saved and key is not makes[0] or key in sums:
+                if (key not in self.saved and key is not makes[0]) or key in sums:
                     (part,) = maker.add("Delay", [done], {"seconds": 0.0, "size": 0})
                 if key in self.forwards or key in self.backwards:
                     part = maker.add("MPIAllreduce", [part], {"axis": axis})[0] if axis else part

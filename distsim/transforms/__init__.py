@@ -1,11 +1,11 @@
 """Function -> Function: differentiate, shard, pipeline, and the calls of the DistIR notebooks."""
 
+from distsim.ir.inline import inline
 from distsim.transforms.autodiff.differentiate import differentiate
 from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import SGD, Adam, optimizer_named
 from distsim.transforms.autodiff.precision import set_precision
 from distsim.transforms.data_parallel.fsdp import fsdp, gathered
-from distsim.transforms.outlining.inline import inline
 from distsim.transforms.outlining.outline import describe_blocks, outline
 from distsim.transforms.parallel_3d import (
     PipeDreamScheduler,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from distsim.cost.cost_model import CostModel
+from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PartitionError, PlanError
-from distsim.ir import Device, Function, Mesh, Op, Role
+from distsim.ir import Function, Mesh, Op, Role
 from distsim.ir.device import logical_mesh
 from distsim.ops import signature_of, work
 from distsim.schedule import gpipe
@@ -70,10 +70,10 @@ class ModelBlocks:
         return self.stages(tuple(firsts))
 
 
-def model_blocks(local: Sharded, device: Device) -> ModelBlocks:
-    """Return the blocks of a sharded joint function, timed on ``device``."""
+def model_blocks(local: Sharded, costs: DeviceCosts) -> ModelBlocks:
+    """Return the blocks of a sharded joint function, whose ops take time by ``costs``."""
     function = to_cut(local)
-    timed = [(op, cost) for op, cost in function.seconds(device).items() if cost > 0]
+    timed = [(op, cost) for op, cost in function.seconds(costs).items() if cost > 0]
     starts: list[int] = []
     work: list[float] = []
     for place, (op, cost) in enumerate(timed):
@@ -104,7 +104,7 @@ def costs_of(
 ) -> tuple[BlockCost, ...]:
     """Return what the blocks cost on a slice (axes dp, tp) of the mesh that runs one stage."""
     count = len(blocks)
-    cut = cut_stages(local, count, slice_.devices[0], blocks.starts)
+    cut = cut_stages(local, count, cost_model.on(slice_.devices[0]), blocks.starts)
     # Each block is a stage on ranks of its own, which lie nowhere; all are timed on the slice.
     devices = [replace(slice_.devices[0], id=number) for number in range(count * len(slice_))]
     program = cut.program(Mesh(devices, pp=count, **dict(slice_.axes)), gpipe(count, 2))
@@ -127,6 +127,6 @@ def block_costs(
     if not any(op.op_type == "Call" for op in function.ops):
         function = outline(function)
     dp, tp = mesh.axis_size("dp"), mesh.axis_size("tp")
-    figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]
-    local = shard(function, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
-    return costs_of(local, model_blocks(local, figures), mesh, cost_model)
+    costs = cost_model.on(mesh.devices[0])
+    local = shard(function, logical_mesh(costs.device, min(dp, 2), tp), microbatches, dp)
+    return costs_of(local, model_blocks(local, costs), mesh, cost_model)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Role, Value
-from distsim.transforms.outlining.inline import inline
+from distsim.ir.inline import inline
 from distsim.transforms.pipelining.op_graph import is_sum
 from distsim.transforms.recompute.phases import Joint, split_joint
 
