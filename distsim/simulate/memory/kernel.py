@@ -15,6 +15,7 @@ import numpy.typing as npt
 from distsim.compile import compiled
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class Steps(NamedTuple):

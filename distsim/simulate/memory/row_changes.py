@@ -10,7 +10,16 @@ from distsim.program.table import CONCAT
 from distsim.simulate.memory.excerpt import STEP, Excerpt, Sample
 from distsim.simulate.memory.peak import whole
 from distsim.simulate.memory.rank_calls import Irregular, RankCalls
-from distsim.simulate.memory.walk import KIND_OF_ROLE, KINDS, Argument, CallPlan, Frame, OneRank, Walk, plan_for
+from distsim.simulate.memory.walk import (
+    KIND_OF_ROLE,
+    KINDS,
+    Argument,
+    CallPlan,
+    Frame,
+    OneRank,
+    Walk,
+    plan_for,
+)
 
 Amounts = tuple[int, ...]
 """Bytes: in all, then by kind."""
@@ -132,7 +141,7 @@ class RankUse:
                     self._changes[what] = _change(call)
             else:
                 self._changes[what] = self._moved(excerpt, frame, op, free)
-        _verify(frame, excerpt)
+        (_verify_plain if excerpt.sample.plain else _verify)(frame, excerpt)
 
     def _moved(self, excerpt: Excerpt, frame: Frame, op: Op, free: Iterable[Value]) -> Change:
         """Return what an op does that moves something."""
@@ -168,6 +177,31 @@ def _change(call: _Call) -> Change:
 
 
 # --- is the sample enough -----------------------------------------------------------------------------
+
+
+def _verify_plain(frame: Frame, excerpt: Excerpt) -> None:
+    """Raise :class:`Irregular` if microbatches share memory, but in inputs and in sums in homes of their own."""
+    home, ordinary, inputs = frame.plan.home, excerpt.sample.ordinary, set(excerpt.inputs)
+    slot_of: dict[Value, int] = {}
+    for slot, versions in excerpt.sums.items():
+        if len({home[value] for value in versions}) not in (1, len(versions)):
+            raise Irregular
+        slot_of.update(dict.fromkeys(versions, slot))
+    if excerpt.read_so_far:
+        raise Irregular
+    groups: dict[Value, list[Value]] = {}
+    for value in excerpt.places:
+        if home[value] is not value:
+            groups.setdefault(home[value], [home[value]]).append(value)
+    for owner, values in groups.items():
+        labels = {excerpt.places[value][1] for value in values}
+        slots = {slot_of[value] for value in values if value in slot_of}
+        if slots and (len(slots) > 1 or len(labels) > 1 or owner in inputs):
+            raise Irregular
+        lasting = owner in inputs and excerpt.places[owner][1] == STEP
+        shared = len(labels - {STEP}) > 1 or any([label != STEP and ordinary[label] for label in labels])
+        if shared and len(labels) > 1 and not lasting:
+            raise Irregular
 
 
 def _verify(frame: Frame, excerpt: Excerpt) -> None:

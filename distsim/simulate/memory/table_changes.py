@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from distsim.ir import Function
 from distsim.program.parts import Parts
 from distsim.program.table import SEND, Table
 from distsim.simulate.memory.excerpt import Sample
@@ -17,8 +16,6 @@ from distsim.simulate.memory.kernel import Amounts, Ints, Levels, Steps, compose
 from distsim.simulate.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of
 from distsim.simulate.memory.row_changes import NOTHING, Change, RankUse
 from distsim.simulate.memory.sampling import Sampling, sampling
-
-_NO_CHANGE = Change(NOTHING, NOTHING)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +75,6 @@ class _Ranks:
         self.ranks = ranks
         self.alike = [number.setdefault(rank.calls, len(number)) for rank in ranks]
         self.uses: list[dict[Sample, RankUse | None]] = [{} for _ in number]
-        self.pairs: dict[tuple[Function, Function], Function] = {}
 
     def use(self, rank: int, sample: Sample) -> RankUse:
         """Return what the rows of a sample do on a rank."""
@@ -118,19 +114,25 @@ class _Assembly:
 
     def __init__(self, known: _Ranks, table: Table) -> None:
         self.known, self.table = known, table
-        order, latest = table.order, table.latest
-        self.samplings = [sampling(order, rank.stages, latest.values()) for rank in known.ranks]
-        self.uses = [self._use(number) for number in range(len(known.ranks))]
+        self.samplings: list[Sampling] = []
+        self.uses: list[RankUse] = []
+        for number in range(len(known.ranks)):
+            try:
+                self._sample(number, plain=True)
+            except Irregular:
+                self._sample(number, plain=False)
         self.end = int(table.start[table.tail])
         self.families = {kind: code for code, kind in enumerate("FBIW")}
 
-    def _use(self, rank: int) -> RankUse:
-        own: Sampling = self.samplings[rank]
-        slots: Mapping[object, int] = self.known.ranks[rank].slots
-        latest = [(slots[v], int(own.labels[m])) for v, m in self.table.latest.items() if v in slots]
-        ordinary = tuple((own.counts > 1).tolist())
-        copies = own.sample // max(self.table.order.schedule.num_microbatches, 1)
-        return self.known.use(rank, Sample(own.cells, ordinary, tuple(copies.tolist()), tuple(latest)))
+    def _sample(self, number: int, plain: bool) -> None:
+        rank, table = self.known.ranks[number], self.table
+        own = sampling(table.order, rank.stages, table.latest.values(), plain)
+        latest = [(rank.slots[v], int(own.labels[m])) for v, m in table.latest.items() if v in rank.slots]
+        copies: list[int] = (own.sample // max(table.order.schedule.num_microbatches, 1)).tolist()
+        ordinary: list[bool] = own.ordinary.tolist()
+        sample = Sample(own.cells, tuple(ordinary), tuple(copies), tuple(latest), plain)
+        self.uses.append(self.known.use(number, sample))
+        self.samplings.append(own)
 
     def changes(self) -> TableChanges:
         """Return the changes of the table."""
@@ -140,7 +142,10 @@ class _Assembly:
         one, two = table.microbatch.T
         # A row has up to two labels: of its microbatches, or, of a transfer, of its microbatch on both ranks.
         pair = two >= 0
-        where = (rank, np.where(pair, rank, target)), (one, np.where(pair, two, np.where(target >= 0, one, -1)))
+        where = (
+            (rank, np.where(pair, rank, target)),
+            (one, np.where(pair, two, np.where(target >= 0, one, -1))),
+        )
         rows, shift, rounds, size, repeats = self._cut(*where)
         labels = self._labels(where[0], where[1], rows, shift, rounds)
         what = np.where(rows < self.end, table.block[rows], len(blocks) + rows - self.end)
@@ -241,10 +246,7 @@ class _Assembly:
         use = uses[block.rank]
         if not block.pair:
             return [(block.rank, use.call(families[0], one))]
-        first, second = (part.function for part in block.pair)
-        assert first is not None and second is not None and block.function is not None
-        function = self.known.pairs.setdefault((first, second), block.function)
-        return [(block.rank, use.pair((families[0], one), (families[1], two), function, same))]
+        return [(block.rank, use.pair((families[0], one), (families[1], two), block.callee, same))]
 
     def _every(self, rank: int, change: Change) -> Change:
         """Return a change with what it does for each of the microbatches of the labels."""

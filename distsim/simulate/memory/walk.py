@@ -160,7 +160,6 @@ class Frame:
         self.kinds[home] = kind
         return kind
 
-
     def call(self, op: Op, free: Sequence[Value]) -> CallPlan:
         """Return how an op calls its callee, and remember the kinds of what it makes.
 
