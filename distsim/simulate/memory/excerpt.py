@@ -27,8 +27,8 @@ Cells = tuple[tuple[tuple[int, int], ...], ...]
 class Sample(NamedTuple):
     """Which microbatches are in an excerpt, by labels from 0, and in which order they run.
 
-    ``ordinary`` tells of each label whether it may stand for other microbatches too, ``copies`` of which copy of
-    the model it is. ``latest`` gives the label that is read of slots of which the end of the step reads the
+    ``ordinary`` tells of each label whether it may stand for other microbatches too, ``copies`` which copy of
+    the model is its. ``latest`` gives the label that is read of slots of which the end of the step reads the
     latest. A ``plain`` sample runs the microbatches in an order that need not be theirs, without the second
     ones of calls: it says enough if no memory passes between microbatches but in sums that have their own.
     """
@@ -57,7 +57,7 @@ class Excerpt:
         self.sizes: dict[Value, int] = {}
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
-        self.what: list[tuple[object, ...]] = []
+        self.what: list[tuple[str, int, int]] = []
         self.sums: dict[int, list[Value]] = {}
         self.read_so_far: set[int] = set()
         self._write_cells()
@@ -95,7 +95,7 @@ class Excerpt:
         self._add(Op(SEND, (), (value,)), ("brought", slot, label))
         return value
 
-    def _add(self, op: Op, what: tuple[object, ...]) -> None:
+    def _add(self, op: Op, what: tuple[str, int, int]) -> None:
         self.ops.append(op)
         self.what.append(what)
 

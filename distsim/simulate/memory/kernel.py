@@ -19,7 +19,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Steps(NamedTuple):
-    """Changes in order: of which rank, and which; round ``r`` are ``start[r]:start[r + 1]``, ``repeats[r]`` times."""
+    """Changes in order: of which rank, and which.
+
+    Round ``r`` are ``start[r]:start[r + 1]``, ``repeats[r]`` times.
+    """
 
     rank: Ints
     change: Ints
@@ -35,7 +38,7 @@ class Amounts(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """[ranks, columns]: in use now, and at the peak; ``when`` [ranks, 2]: the step and its repetition (-1: the start)."""
+    """[ranks, columns]: in use now, and at the peak; ``when`` [ranks, 2]: its step, -1 at first, and repetition."""
 
     level: Ints
     peak: Ints

@@ -1,4 +1,4 @@
-"""What each rank does in a table of calls, with numbers in place of keys: ranks that do the same are equal."""
+"""What each rank does in a table of calls, with numbers for keys: ranks that do the same are equal."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Rank(NamedTuple):
     """A pipeline rank: what it does, its stages, and what is which there.
 
     By numbers in the table: ``sent`` gives the numbers of transfers of blocks, ``brought`` the slots that
-    blocks bring, ``tail`` the places in its tail of rows after the last action. ``slots`` are those of values.
+    blocks bring, ``tail`` the places in its tail of rows after the last action; ``slots`` those of values.
     """
 
     calls: RankCalls
@@ -104,7 +104,8 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     numbers: list[int] = np.unique(table.block[:ends]).tolist()
     each = max(schedule.num_microbatches, 1)
     firsts: list[int] = table.microbatch[ends:, 0].tolist()
-    tail = [table.blocks[number] for number in table.block[ends:].tolist()]
+    last: list[int] = table.block[ends:].tolist()
+    tail = [table.blocks[number] for number in last]
     stages: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
     for stage, rank in enumerate(schedule.rank_of):
         stages[rank].append(stage)
@@ -196,13 +197,13 @@ class _Builder:
                     raise Irregular  # two copies of a stage on one rank make one sum
 
     def _sends(self, key: Key) -> list[int]:
-        found: list[int] = []
-        for block in self.sends.get(key.value, ()) if key.which != ONCE else ():
+        """Return the numbers of the transfers of what a call makes."""
+        blocks = self.sends.get(key.value, ()) if key.which != ONCE else ()
+        for block in blocks:
             if block not in self.sent:
                 self.sent[block] = len(self.sent_slots)
                 self.sent_slots.append(self.number[key.value])
-            found.append(self.sent[block])
-        return found
+        return [self.sent[block] for block in blocks]
 
     def add_tail(self, row: int, block: BoundBlock, rank: int, copy: int) -> None:
         """Take in a row after the last action."""

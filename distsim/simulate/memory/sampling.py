@@ -72,12 +72,12 @@ def _cells(at: Ints, families: Sequence[int], plain: bool) -> Cells:
     issued = np.lexsort((place, label)) if plain else place.argsort()
     cells: list[list[tuple[int, int]]] = []
     before = (-1, -1)
-    rows = zip((place[issued] // 2).tolist(), which[issued].tolist(), label[issued].tolist(), strict=True)
-    for cell, number, own in rows:
-        if before != (cell, own if plain else -1):
-            before = (cell, own if plain else -1)
+    rows: list[list[int]] = np.stack([place // 2, which, label], axis=1)[issued].tolist()
+    for cell, number, of in rows:
+        if before != (cell, of if plain else -1):
+            before = (cell, of if plain else -1)
             cells.append([])
-        cells[-1].append((families[number], own))
+        cells[-1].append((families[number], of))
     return tuple(map(tuple, cells))
 
 
@@ -124,7 +124,8 @@ def _sorts(at: Ints) -> Ints:
     """Return for each column of places the number of its order, the same for equal orders."""
     if not at.size:
         return np.zeros(at.shape[1], np.int64)
-    order = np.concatenate([at.argsort(axis=0, kind="stable"), (at < 0).sum(axis=0)[None]])
+    order: Ints = np.concatenate([at.argsort(axis=0, kind="stable"), (at < 0).sum(axis=0)[None]])
     if (order == order[:, :1]).all():
         return np.zeros(at.shape[1], np.int64)
-    return np.unique(order, axis=1, return_inverse=True)[1].reshape(-1)
+    number: Ints = np.unique(order, axis=1, return_inverse=True)[1].reshape(-1)
+    return number
