@@ -38,7 +38,10 @@ class Amounts(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """[ranks, columns]: in use now, and at the peak; ``when`` [ranks, 2]: its step, -1 at first, and repetition."""
+    """[ranks, columns]: in use now, and at the peak.
+
+    ``when`` [ranks, 2]: the step of the peak (-1: before the first) and its repetition.
+    """
 
     level: Ints
     peak: Ints

@@ -211,7 +211,7 @@ def _verify_plain(frame: Frame, excerpt: Excerpt) -> None:
 
 def _shared(labels: set[int], excerpt: Excerpt) -> bool:
     """Whether a home of values of these labels is that of several microbatches."""
-    ordinary = any([label != STEP and excerpt.sample.ordinary[label] for label in labels])
+    ordinary = any(label != STEP and excerpt.sample.ordinary[label] for label in labels)
     return len(labels) > 1 and (ordinary or len(labels - {STEP}) > 1)
 
 
@@ -230,10 +230,10 @@ def _verify(frame: Frame, excerpt: Excerpt) -> None:
     for slot, versions in excerpt.sums.items():
         homes = {home[value] for value in versions[1:]}
         later |= homes
-        if len(homes) > 1 and any([len(groups[owner]) > 1 for owner in homes]):
+        if len(homes) > 1 and any(len(groups[owner]) > 1 for owner in homes):
             raise Irregular
         views = [value for owner in homes for value in groups[owner] if places[value][1] != STEP]
-        if any([order[value] > order[versions[1]] for value in views]):
+        if any(order[value] > order[versions[1]] for value in views):
             raise Irregular
         if slot in excerpt.read_so_far and len({frame.kinds[home[value]] for value in versions}) > 1:
             raise Irregular

@@ -1,4 +1,4 @@
-"""Which microbatches say what all do: per rank one of each order of calls, and those that sums make special."""
+"""Which microbatches say what all do: of each rank one for each order of calls, and the first and last."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Sampling:
 def sampling(order: IssueOrder, stages: Sequence[int], latest: Iterable[int], plain: bool) -> Sampling:
     """Return the sampling of the rank that holds these stages.
 
-    A microbatch is unlike all others if it is the first or the last of a call: the first makes sums, after the
-    last nothing adds to them; so are those in ``latest`` and the very last. If not ``plain``, so is the second
-    of a call: it may find the sum in memory that is something else's as well. Others are alike if the rank
-    runs the same calls for them in the same order; the last of them goes into the sample.
+    A microbatch is unlike all others if it is the first or the last of a call: the first makes sums, after
+    the last nothing adds to them; so are those in ``latest`` and the very last. If not ``plain``, so is the
+    second of a call: it may find the sum in memory that is something else's as well. Others are alike if the
+    rank runs the same calls for them in the same order; the last of them goes into the sample.
 
     A plain sample runs one microbatch after the other if that is the order of each call, so that schedules
     have the same samples.
@@ -122,10 +122,11 @@ def _find_calls(order: IssueOrder) -> _Calls:
 
 def _sorts(at: Ints) -> Ints:
     """Return for each column of places the number of its order, the same for equal orders."""
+    same = np.zeros(len(at.T), np.int64)
     if not at.size:
-        return np.zeros(at.shape[1], np.int64)
+        return same
     order: Ints = np.concatenate([at.argsort(axis=0, kind="stable"), (at < 0).sum(axis=0)[None]])
     if (order == order[:, :1]).all():
-        return np.zeros(at.shape[1], np.int64)
+        return same
     number: Ints = np.unique(order, axis=1, return_inverse=True)[1].reshape(-1)
     return number

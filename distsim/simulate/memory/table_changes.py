@@ -24,9 +24,10 @@ from distsim.simulate.memory.sampling import Sampling, sampling
 class TableChanges:
     """The changes of the rows of a table, in their order.
 
-    ``initial`` [ranks, 1 + kinds] is in use before the first row. A change may be that of many steps. ``row``,
-    ``shift`` and ``round`` [steps] are the row of the table, which of its repetitions is the step's first, and
-    the round of the table. ``amounts`` are those of the changes by number of columns, made when asked for.
+    ``initial`` [ranks, 1 + kinds] is in use before the first row. A change may be that of many steps.
+    ``row``, ``shift`` and ``round`` [steps] are the row of the table, which of its repetitions is the first
+    one of the step, and the round of the table. ``amounts`` are those of the changes by number of columns,
+    made when asked for.
     """
 
     initial: Ints
@@ -70,7 +71,7 @@ def changes_of(parts: Parts, table: Table) -> TableChanges | None:
 
 
 class _Ranks:
-    """The ranks of some blocks: ``uses`` are, by what a rank does, those of the samples that were asked for."""
+    """The ranks of some blocks: ``uses`` are, by what a rank does, those of the samples asked for."""
 
     def __init__(self, ranks: tuple[Rank, ...]) -> None:
         number: dict[RankCalls, int] = {}
@@ -192,7 +193,7 @@ class _Assembly:
         table = self.table
         rank = np.array([block.rank for block in table.blocks], np.int64)[table.block]
         target = np.array([block.target for block in table.blocks], np.int64)[table.block]
-        first, second = table.microbatch.T
+        first, second = table.microbatch[:, 0], table.microbatch[:, 1]
         other = np.where(target >= 0, first, second)
         return _Sides(
             np.stack([rank, np.where(target >= 0, target, rank)], axis=1), np.stack([first, other], axis=1)
@@ -209,7 +210,7 @@ class _Assembly:
         )
 
     def _cut(self, sides: _Sides) -> _Cut:
-        """Return the rows of the rounds, each cut where a repetition does something else than the one before."""
+        """Return the rows of the rounds, cut where a repetition does something else than the one before."""
         table = self.table
         rounds: list[tuple[int, int, int, int, int]] = []
         starts: list[int] = table.start.tolist()
@@ -219,7 +220,7 @@ class _Assembly:
             if times > 1:
                 both = np.stack([sides.rank[begin:end].ravel(), sides.microbatch[begin:end].ravel()])
                 rank, microbatch = np.unique(both[:, both[1] >= 0], axis=1)
-                steps: Ints = advance * np.arange(times)
+                steps: Ints = np.arange(times, dtype=np.int64) * int(advance)
                 labels = self.labels[rank[:, None], microbatch[:, None] + steps]
                 changed = (labels[:, 1:] != labels[:, :-1]).any(axis=0)
                 cuts += (np.flatnonzero(changed) + 1).tolist()
