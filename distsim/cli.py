@@ -1,4 +1,4 @@
-"""The command line: ``distsim simulate``, ``distsim show`` and ``distsim clusters``."""
+"""The command line: ``distsim simulate``, ``show``, ``schedule`` and ``clusters``."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
+from distsim.schedule_command import add_schedule_command
 from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.streams import complain, say
 from distsim.transforms import (
@@ -118,7 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument(
         "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
     )
-    simulate.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline")
+    simulate.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline, a row for each rank")
+    simulate.add_argument(
+        "--streams", action="store_true", help="with --plot: a row for each stream of a rank"
+    )
     simulate.set_defaults(run=_simulate)
     show = commands.add_parser("show", help="print the function, also after a transform")
     _model_options(show)
@@ -131,6 +135,7 @@ def _parser() -> argparse.ArgumentParser:
         help="make blocks of the model that repeat one function, and count them",
     )
     show.set_defaults(run=_show)
+    add_schedule_command(commands)
     clusters = commands.add_parser("clusters", help="list the presets, or the figures of one")
     clusters.add_argument("name", nargs="?")
     clusters.set_defaults(run=_clusters)
@@ -212,6 +217,8 @@ def _simulate(options: argparse.Namespace) -> int:
         check_target(path)
     if options.plot:
         check_format(options.plot, "a timeline")
+    elif options.streams:
+        raise PlanError("--streams is for the picture: add --plot FILE")
     progress = Progress(sys.stderr)
     if options.partition:
         return _simulate_partition(options, progress)
@@ -317,7 +324,10 @@ def _write(options: argparse.Namespace, simulation: Simulation, progress: Progre
         return 0
 
     def plot() -> int:
-        progress.run(f"drawing {options.plot}", lambda: plot_timeline(simulation, options.plot))
+        progress.run(
+            f"drawing {options.plot}",
+            lambda: plot_timeline(simulation, options.plot, streams=options.streams),
+        )
         say(f"timeline: {options.plot}")
         return 0
 

@@ -38,6 +38,7 @@ FLOORS = {
     "report": 7,
     "executor": 9,  # hands names on to the DistIR notebooks; nothing in the library imports it
     "cli": 9,
+    "schedule_command": 9,
     "__main__": 9,
     "distsim": 9,  # distsim/__init__.py hands the names on
 }
@@ -78,12 +79,14 @@ PUBLIC_NAMES = {
         "WEIGHTS",
         "Action",
         "Cell",
+        "Generator",
         "Kind",
-        "Rounds",
         "Schedule",
         "gpipe",
         "one_f_one_b",
+        "read_csv",
         "schedule",
+        "write_csv",
     ],
     "distsim.plan": ["Plan"],
     "distsim.compose": ["build_program", "parallelize"],

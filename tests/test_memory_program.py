@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from distsim.simulate.memory.positions import pattern_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_models import Machine
-from training_models import Maker, bert, flat_mlp, laid_out, mesh_of, small_gpt, small_mlp, tied
+from training_models import SCHEDULES, Maker, bert, flat_mlp, laid_out, mesh_of, small_gpt, small_mlp, tied
 
 from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Function, Role
 from distsim.models import mlp
-from distsim.plan import SCHEDULES
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulate.memory.peak import KINDS, peak_memory

@@ -8,6 +8,9 @@ from types import MappingProxyType
 from typing import Literal
 
 from distsim.errors import ScheduleError
+from distsim.schedule.greedy.controllable_memory import one_f_one_b_v, v_half, v_min
+from distsim.schedule.greedy.zero_bubble import zb_auto
+from distsim.schedule.greedy.zero_bubble_v import zb_v_greedy
 from distsim.schedule.table import Schedule
 from distsim.schedule.v_shaped import dualpipe, dualpipe_v, zb_v
 from distsim.schedule.warm_up import (
@@ -22,6 +25,8 @@ from distsim.schedule.warm_up import (
     zb_h1,
     zb_h2,
 )
+
+_SEARCH = ("memory_limit", "seconds", "send", "weight_share")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class Generator:
     description: str
     source: str
     options: tuple[str, ...] = ()
+
+    @property
+    def stages_a_rank(self) -> int | None:
+        """The stages of the model that a rank holds, None: any number; two copies hold one each."""
+        return 1 if self.placement == "two copies" else self.chunks
 
 
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
@@ -61,11 +71,29 @@ SCHEDULES: Mapping[str, Generator] = MappingProxyType(
         ),
         "zb_h1": Generator(zb_h1, 1, "loop", "1F1B with W late, in 1F1B's memory", "Qi et al. 2023"),
         "zb_h2": Generator(zb_h2, 1, "loop", "W late, no bubble, twice 1F1B's memory", "Qi et al. 2023"),
+        "zb_auto": Generator(
+            zb_auto, 1, "loop", "searched for given times and memory", "Qi et al. 2023; sail-sg", _SEARCH
+        ),
         "interleaved_zb": Generator(
             interleaved_zb, None, "loop", "interleaved, with W late", "torch, InterleavedZeroBubble"
         ),
         "zb_v": Generator(
             zb_v, 2, "V", "no bubble, 1F1B's memory, two stages a rank", "Qi et al. 2023; torch"
+        ),
+        "zb_v_greedy": Generator(
+            zb_v_greedy,
+            2,
+            "V",
+            "ZB-V searched for given times and memory",
+            "Qi et al. 2023; sail-sg",
+            _SEARCH,
+        ),
+        "v_half": Generator(
+            v_half, 2, "V", "half of 1F1B's memory, half of its bubble", "Qi et al. 2024; sail-sg"
+        ),
+        "v_min": Generator(v_min, 2, "V", "a third of 1F1B's memory", "Qi et al. 2024; sail-sg"),
+        "1f1b_v": Generator(
+            one_f_one_b_v, 2, "V", "two thirds of 1F1B's memory, whole backwards", "Qi et al. 2024; sail-sg"
         ),
         "dualpipe_v": Generator(
             dualpipe_v, 2, "V", "forward and backward overlap, two stages a rank", "DeepSeek-AI; torch"
