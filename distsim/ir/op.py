@@ -125,6 +125,11 @@ class Op:
     name: str = field(default="")
 
     @property
+    def is_call(self) -> bool:
+        """Whether this is a Call, which runs another function."""
+        return self.op_type == "Call"
+
+    @property
     def callee(self) -> Function:
         """The function that a ``Call`` runs."""
         return self.subfunctions[0]

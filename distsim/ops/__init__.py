@@ -66,6 +66,7 @@ __all__ = [
     "conv",
     "conv_transpose",
     "conversion",
+    "delay",
     "einsum",
     "elementwise",
     "gemm",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Mesh, Op, Value
+from distsim.ir import Device, Function, Mesh, Op, Value, rewire_op, substitute
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.program.written import WrittenOut
@@ -92,13 +92,7 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
     made = {value for op in rest for value in op.outputs}
     read = dict.fromkeys([*(v for op in rest for v in op.inputs), *function.outputs])
     inputs = {v: replace(v, role=moved[v].role) for v in read if v not in made}
-    ops = [_reading(op, inputs) for op in rest]
-    outputs = tuple([inputs.get(value, value) for value in function.outputs])
+    ops = [rewire_op(op, inputs) for op in rest]
+    outputs = substitute(function.outputs, inputs)
     steady = Function(function.name, tuple(inputs.values()), tuple(ops), outputs, function.notes)
     return steady, steady.inputs
-
-
-def _reading(op: Op, inputs: Mapping[Value, Value]) -> Op:
-    """Return the op, reading these inputs in place of the values that they were."""
-    read = tuple([inputs.get(value, value) for value in op.inputs])
-    return op if read == op.inputs else replace(op, inputs=read)

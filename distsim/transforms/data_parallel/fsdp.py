@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
+from distsim.interpret import infer_types
 from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value, all_ops
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
@@ -320,28 +321,16 @@ class _Divider:
                 values[value] = self._add("LocalSlice", flat, value, axis=AXIS, dim=0)
         subfunctions = None
         if op.op_type == "Call":
-            subfunctions = [self._retyped(op.callee, tuple([values[v].type for v in op.inputs]))]
+            types = tuple([values[value].type for value in op.inputs])
+            if (op.callee, types) not in self.callees:
+                self.callees[op.callee, types] = infer_types(op.callee, types)
+            subfunctions = [self.callees[op.callee, types]]
         made = self.maker.copy(op, values, subfunctions=subfunctions)
         self.env.update(zip(op.outputs, made, strict=True))
 
     def _add(self, op_type: str, value: Value, like: Value, **attributes: object) -> Value:
         """Add an op of one operand, whose result has the name of ``like``."""
         return self.maker.add(op_type, [value], attributes, output_names=[like.name])[0]
-
-    def _retyped(self, callee: Function, types: tuple[Type, ...]) -> Function:
-        """Return the callee for inputs of other types."""
-        found = self.callees.get((callee, types))
-        if found is None:
-            maker = FunctionMaker(callee.name)
-            values = {
-                value: maker.add_input_value(value.name, type_, value.role)
-                for value, type_ in zip(callee.inputs, types, strict=True)
-            }
-            for op in callee.ops:
-                values.update(zip(op.outputs, maker.copy(op, values), strict=True))
-            maker.set_outputs([values[value] for value in callee.outputs])
-            found = self.callees[callee, types] = maker.finalize()
-        return found
 
 
 def _reduces(op: Op) -> bool:

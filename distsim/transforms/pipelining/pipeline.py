@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, FunctionMaker, Mesh, Op, Role, Value
+from distsim.ir import (
+    Device,
+    Environment,
+    Function,
+    FunctionMaker,
+    Mesh,
+    Op,
+    Role,
+    Value,
+    rewire_op,
+    rewrite,
+    substitute,
+)
 from distsim.ir.device import logical_mesh
 from distsim.ops import operator
 from distsim.program.block import StageBlocks
@@ -165,17 +177,14 @@ def _without_early_sums(local: Function, microbatches: int) -> Numbered:
             f"{reader!r} needs {mark.outputs[0].name!r} of the whole batch, so the batch cannot be divided "
             f"into {microbatches} microbatches; use microbatches=1"
         )
-    maker = FunctionMaker(function.name)
-    maker.adopt_inputs(function.inputs)
-    plain: dict[Value, Value] = {}
-    for op in function.ops:
-        if op in dropped:
-            plain[op.outputs[0]] = plain.get(op.inputs[0], op.inputs[0])
-        else:
-            maker.adopt(replace(op, inputs=tuple(plain.get(v, v) for v in op.inputs)))
-    outputs = [function.values[value] for value in function.outputs]
-    maker.set_outputs([plain.get(v, v) for v in outputs])
-    return Numbered(maker.finalize())
+
+    def change(op: Op, env: Environment) -> tuple[Op, ...]:
+        if op not in dropped:
+            return (rewire_op(op, env),)
+        (env[op.outputs[0]],) = substitute(op.inputs[:1], env)
+        return ()
+
+    return Numbered(rewrite(local, change))
 
 
 def _calls_at(function: Numbered, readers: Iterable[int]) -> set[Op]:
