@@ -78,7 +78,7 @@ def timed_program(
     )
     mesh = Mesh(topology.devices, pp=schedule.num_ranks, dp=2, tp=2)
     slices = mesh.slices("pp")
-    writer = _Writer(logical_mesh(topology.devices[0], 2, 2), times, _crossings(schedule))
+    writer = _BlockWriter(logical_mesh(topology.devices[0], 2, 2), times, _crossings(schedule))
     made = [writer.stage(stage) for stage in range(chain)]
     parts = Parts(
         schedule.name,
@@ -108,7 +108,7 @@ def _crossings(schedule: Schedule) -> list[bool | None]:
     return [None, *[a != b for a, b in pairwise(ranks)], None]
 
 
-class _Writer:
+class _BlockWriter:
     """Writes the blocks of one stage after the other.
 
     A message is in flight on a stream of its own, one for each direction: as the collective of the axis dp
@@ -158,7 +158,7 @@ class _Writer:
             outputs: list[Value] = []
             for key in makes:
                 part = done
-                if key not in self.saved and key is not makes[0] or key in sums:
+                if (key not in self.saved and key is not makes[0]) or key in sums:
                     (part,) = maker.add("Delay", [done], {"seconds": 0.0, "size": 0})
                 if key in self.forwards or key in self.backwards:
                     part = maker.add("MPIAllreduce", [part], {"axis": axis})[0] if axis else part

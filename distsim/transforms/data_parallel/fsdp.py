@@ -115,7 +115,7 @@ def _with_plain_updates(function: Function) -> Function:
 
 
 @dataclass(frozen=True)
-class _Update:
+class _OptimizerStep:
     """The operands of an optimizer: the parameter, its gradient, its state; and its results."""
 
     parameter: Value
@@ -124,7 +124,7 @@ class _Update:
     results: tuple[Value, ...]
 
 
-def _updates(op: Op) -> list[_Update]:
+def _updates(op: Op) -> list[_OptimizerStep]:
     """Return the optimizers that an op is, or that a Call runs, in values of the caller.
 
     Raises :class:`PlanError` if it does anything else, of which it would need whole operands.
@@ -133,13 +133,13 @@ def _updates(op: Op) -> list[_Update]:
         return [_update(op)]
     known = dict(zip(op.callee.inputs, op.inputs, strict=True))
     known |= dict(zip(op.callee.outputs, op.outputs, strict=True))
-    found: list[_Update] = []
+    found: list[_OptimizerStep] = []
     for part in op.callee.ops:
         for each in _updates(part):
             if not all(v in known for v in (each.parameter, each.gradient, *each.state, *each.results)):
                 raise _whole(part)
             found.append(
-                _Update(
+                _OptimizerStep(
                     known[each.parameter],
                     known[each.gradient],
                     tuple([known[v] for v in each.state]),
@@ -149,14 +149,14 @@ def _updates(op: Op) -> list[_Update]:
     return found
 
 
-def _update(op: Op) -> _Update:
+def _update(op: Op) -> _OptimizerStep:
     held = set(operator(op.op_type).in_place.values())
     shapes = {as_tensor(v.type, v.name).shape for v in (*op.inputs, *op.outputs)}
     gradients = [v for i, v in enumerate(op.inputs) if i not in held]
     if 0 not in held or len(gradients) != 1 or len(shapes) > 1:
         raise _whole(op)
     state = tuple([v for i, v in enumerate(op.inputs) if i in held and i > 0])
-    return _Update(op.inputs[0], gradients[0], state, op.outputs)
+    return _OptimizerStep(op.inputs[0], gradients[0], state, op.outputs)
 
 
 def _whole(op: Op) -> PlanError:

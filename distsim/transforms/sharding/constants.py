@@ -127,11 +127,11 @@ class _Lifter:
         """Return a function that takes its constants as inputs, and these constants."""
         found = self.done.get(function)
         if found is None:
-            found = self.done[function] = _Body(self, function).lift()
+            found = self.done[function] = _FunctionLifter(self, function).lift()
         return found
 
 
-class _Body:
+class _FunctionLifter:
     """Lifts the constants of one function.
 
     ``constants`` are the values that are made of nothing, with the dimensions along which parts of them
