@@ -68,16 +68,8 @@ def partition(
     >>> [(part.ops, part.bytes, part.devices[0].name) for part in found.parts]
     [((0, 1), 20, 'd0'), ((2,), 14, 'd1')]
     """
-    if unknown := sorted(set(options) - ModeOptions.__optional_keys__):
-        known = ", ".join(sorted(ModeOptions.__optional_keys__))
-        raise TypeError(f"partition has no option {unknown[0]!r}; it has {known}")
+    _check_options(mode, assignment, options)
     assigned_devices, time_limit = options.get("assigned_devices"), options.get("time_limit", 10.0)
-    if mode not in MODES:
-        raise PartitionError(f"there is no mode {mode!r}; choose one of {', '.join(MODES)}")
-    if (assignment is not None) != (mode == "ahead_of_time"):
-        raise PartitionError(f"an assignment goes with ahead_of_time, and with no other mode; mode is {mode}")
-    if assigned_devices is not None and assignment is None:
-        raise PartitionError("assigned_devices says where the parts of an assignment are; give one")
     if isinstance(problem, Function):
         if cost_model is None:
             raise PartitionError(f"{problem.name} is a Function: give a cost_model for its latencies")
@@ -124,6 +116,20 @@ def _optimal(
         for part, where in zip(found.parts, places, strict=True)
     ]
     return replace(found, parts=tuple(parts))
+
+
+def _check_options(
+    mode: str, assignment: Mapping[str, int] | Sequence[int] | None, options: ModeOptions
+) -> None:
+    known = ModeOptions.__optional_keys__
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"partition has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    if mode not in MODES:
+        raise PartitionError(f"there is no mode {mode!r}; choose one of {', '.join(MODES)}")
+    if (assignment is not None) != (mode == "ahead_of_time"):
+        raise PartitionError(f"an assignment goes with ahead_of_time, and with no other mode; mode is {mode}")
+    if options.get("assigned_devices") is not None and assignment is None:
+        raise PartitionError("assigned_devices says where the parts of an assignment are; give one")
 
 
 def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:

@@ -2,9 +2,8 @@
 
 from distsim.ir.dead import Trimmed, needed_ops, trim
 from distsim.ir.device import Device, Mesh
-from distsim.ir.function import Function, all_ops, callees, count_ops
+from distsim.ir.function import Function, Op, all_ops, callees, count_ops
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.op import NO_ATTRIBUTES, Attributes, Literal, Op, Role, Value
 from distsim.ir.printing import cpprint, pformat
 from distsim.ir.rewrite import (
     Environment,
@@ -31,6 +30,7 @@ from distsim.ir.type import (
     TupleType,
     Type,
 )
+from distsim.ir.value import NO_ATTRIBUTES, Attributes, Literal, Role, Value
 from distsim.ir.verify import verify
 
 __all__ = [

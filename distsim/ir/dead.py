@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from distsim.ir.function import Function
-from distsim.ir.op import Op, Value
+from distsim.ir.function import Function, Op
 from distsim.ir.rewrite import copy_function
+from distsim.ir.value import Value
 
 Mask = tuple[bool, ...]
 

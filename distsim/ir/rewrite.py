@@ -11,10 +11,10 @@ from dataclasses import replace
 from operator import is_
 
 from distsim.errors import DistsimError, TypeRuleError
-from distsim.ir.function import Function
-from distsim.ir.op import Attributes, Op, Value
+from distsim.ir.function import Function, Op
 from distsim.ir.registry import output_types
 from distsim.ir.type import Type
+from distsim.ir.value import Attributes, Value
 
 Environment = dict[Value, Value]
 """A value of the original -> what stands for it in the copy."""

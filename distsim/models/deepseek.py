@@ -93,7 +93,8 @@ def deepseek(
 
     Inputs and output, the mean cross entropy, are those of :func:`distsim.models.llama`. ``q_lora``: rank of
     the compression of the queries (1536 in DeepSeek-V3), 0 for none. Without ``experts`` every layer has a
-    SwiGLU feed-forward of width ``ffn``; with them (256 in DeepSeek-V3) the first ``dense`` layers have, and each of the others
+    SwiGLU feed-forward of width ``ffn``; with them (256 in DeepSeek-V3) the first ``dense`` layers have, and
+    each of the others
     ``experts`` of width ``expert_ffn``, of which a token takes ``top_k``, and ``shared`` experts for all.
     Loads, ``routings`` (one for each layer of experts) and ``mesh`` are those of :func:`distsim.models.moe`.
 

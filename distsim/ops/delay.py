@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distsim.ir.op import Attributes
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes
 from distsim.ops.operator import Array, Operator, Signature, Work, register
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.batch_norm import channel_vectors
 from distsim.ops.elementwise import grad_types as two_alike
 from distsim.ops.normalization import epsilon_of, norm_work, normalized, normalized_grad, sum_to, widened

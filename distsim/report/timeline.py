@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 from distsim.errors import SimulationError
-from distsim.report.labels import ranks_label, stream_label, time_scale
+from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
 from distsim.simulate import Simulation
+from distsim.simulate.quantities import time_scale
 from distsim.simulate.tasks.rank_classes import communicates
 
 _COLOURS = {"compute": "#4878a8", "collective": "#d1793b", "send and receive": "#5a9e6f"}

@@ -41,7 +41,7 @@ def parallel_transform_3d(
     Returns a flat Function that starts by distributing the inputs. Raises :class:`PlanError` naming
     the numbers when the degrees do not fit the devices, the batch or the function.
     """
-    from distsim.compose import build_program  # it stands above, and imports this package
+    from distsim.compose import build_program  # not before it is called: notebooks import both
 
     degrees = {"dp_degree": dp_degree, "hp_degree": hp_degree, "pp_degree": pp_degree}
     for name, degree in {**degrees, "num_microbatches": num_microbatches}.items():
