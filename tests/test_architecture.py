@@ -39,7 +39,7 @@ FLOORS = {
     "report": 7,
     "executor": 9,  # hands names on to the DistIR notebooks; nothing in the library imports it
     "cli": 9,
-    "commands": 8,
+    "commands": 9,
     "__main__": 9,
     "distsim": 9,  # distsim/__init__.py hands the names on
 }
@@ -61,7 +61,6 @@ LAYERS = {  # (module, what it imports) against the order of the folders of thei
     ("distsim.transforms.data_parallel.fsdp", "distsim.transforms.pipelining.op_graph"),
     ("distsim.transforms.data_parallel.prefetch", "distsim.transforms.pipelining.op_graph"),
     ("distsim.transforms.data_parallel.prefetch", "distsim.transforms.pipelining.stages"),
-    ("distsim.transforms.recompute.graph", "distsim.transforms.pipelining.op_graph"),
     ("distsim.transforms.recompute.pairs", "distsim.transforms.pipelining.op_graph"),
     ("distsim.transforms.recompute.phases", "distsim.transforms.pipelining.op_graph"),
 }

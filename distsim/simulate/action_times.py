@@ -105,7 +105,7 @@ def timed_program(
         schedule,
         parts.inputs,
         parts.outputs,
-        parts=parts,
+        shared_parts=parts,
     )
     return program, CostModel(topology, rules=_Given(times.send))
 
