@@ -15,7 +15,8 @@ class Record(NamedTuple):
 
     Call c is of ``product[c]`` for the microbatches ``microbatch[c]``. It read the ``entries`` from
     ``start[c]`` to ``start[c + 1]``; entry e is result ``result[e]`` of call ``call[e]``, -1 for what was
-    there from the start. ``times`` are the cells in the end, ``last_call`` and ``last_result`` who wrote them.
+    there from the start. ``times`` are the cells in the end, ``last_call`` and ``last_result`` who wrote
+    them.
     """
 
     product: Any

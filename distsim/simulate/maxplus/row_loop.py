@@ -2,17 +2,18 @@
 
 Exact, without a tolerance, where times are sums of durations on the grid that a float64 holds: to 8,192 s.
 
-Repetitions. Let x(k) be all that repetition k of a round writes, and q a number of repetitions. What it writes
-follows from what it reads: from what the last d repetitions wrote (d is how far back the round reads), and
-from what was there before the round. Each time written is a maximum of times read plus constants. So along a
-line, all that is read being y + n v, it is a convex function of n. Say x(i) - x(i - q) = x(i - q) - x(i - 2 q)
-holds for the last max(q, d) repetitions i up to k, and what was there before grows evenly as well. Then what is
-read for each x(i + n q) lies on a line from n = -2 on, and x(i + n q) itself lies on one at n = -1 and 0. If,
-computed from what the line says n periods ahead, it is on that line there too, it is on the line all along, as
-it is convex: the jump is exact. A time that grows more slowly takes part like any other. The period q is the
-number of microbatches on the critical circuit, in repetitions: one when a rank is the bottleneck, and up to the
-number of ranks when sends are, as under 1F1B the circuit then goes down the pipeline and back (Baccelli, Cohen,
-Olsder and Quadrat, "Synchronization and Linearity", 1992, chapter 3).
+Repetitions. Let x(k) be all that repetition k of a round writes, and q a number of repetitions. What it
+writes follows from what it reads: from what the last d repetitions wrote (d is how far back the round
+reads), and from what was there before the round. Each time written is a maximum of times read plus
+constants. So along a line, all that is read being y + n v, it is a convex function of n. Say x(i) - x(i -
+q) = x(i - q) - x(i - 2 q) holds for the last max(q, d) repetitions i up to k, and what was there before
+grows evenly as well. Then what is read for each x(i + n q) lies on a line from n = -2 on, and x(i + n q)
+itself lies on one at n = -1 and 0. If, computed from what the line says n periods ahead, it is on that line
+there too, it is on the line all along, as it is convex: the jump is exact. A time that grows more slowly
+takes part like any other. The period q is the number of microbatches on the critical circuit, in
+repetitions: one when a rank is the bottleneck, and up to the number of ranks when sends are, as under 1F1B
+the circuit then goes down the pipeline and back (Baccelli, Cohen, Olsder and Quadrat, "Synchronization and
+Linearity", 1992, chapter 3).
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class Rows(NamedTuple):
 class Products(NamedTuple):
     """What the calls of each block read and write, CSR over blocks, then over their products.
 
-    Block b are the products ``first[b]:first[b + 1]``. Product p multiplies its ins, from ``in_start[p]`` to
-    ``in_start[p + 1]``, by its matrix, [outs, ins] row by row from ``matrix_start[p]``, into its outs. An in or
-    out is the cell at its base plus the microbatch in column ``which`` of the row; 2 for a single cell.
+    Block b are the products ``first[b]:first[b + 1]``. Product p multiplies its ins, from ``in_start[p]``
+    to ``in_start[p + 1]``, by its matrix, [outs, ins] row by row from ``matrix_start[p]``, into its outs.
+    An in or out is the cell at its base plus the microbatch in column ``which`` of the row; 2 for a single
+    cell.
     """
 
     first: Any

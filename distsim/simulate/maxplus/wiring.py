@@ -1,8 +1,8 @@
 """Wiring of blocks: which times each of their calls reads and writes, and its matrix.
 
 What a block makes and another one reads has a *cell*, unless the reader waits anyway for a stream that is
-never free before the value is there. Which that is follows from the order of the blocks' tasks alone, whatever
-they take. What remains is little: what crosses ranks, and sums that other streams read.
+never free before the value is there. Which that is follows from the order of the blocks' tasks alone,
+whatever they take. What remains is little: what crosses ranks, and sums that other streams read.
 """
 
 from __future__ import annotations
