@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
 from distsim.ir.inline import inline
-from distsim.plan import Plan
+from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.program.program import Program
-from distsim.schedule import Schedule
+from distsim.schedule import SCHEDULES, Schedule
 from distsim.schedule import schedule as schedule_named
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
@@ -24,23 +24,30 @@ from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.balance import coarse
 from distsim.transforms.pipelining.op_graph import Numbered, is_sum
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
-from distsim.transforms.pipelining.stage_choice import default_cut, fastest_cut
+from distsim.transforms.pipelining.searched_schedule import searched_schedule
+from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut
 from distsim.transforms.recompute import rematerialize
 from distsim.transforms.sharding.shard import Sharded, shard
 
 
 def parallelize(
-    function: Function, plan: Plan, topology: Topology, cost_model: CostModel | None = None
+    function: Function,
+    plan: Plan,
+    topology: Topology,
+    cost_model: CostModel | None = None,
+    schedule: Schedule | None = None,
 ) -> Program:
     """Return the scheduled training step of a joint function under ``plan``.
 
     The first ``plan.devices`` devices of ``topology`` are used: tensor-parallel ranks next to each
     other, where links are fastest, then data-parallel ones, then pipeline stages. Where stages begin and
-    what is computed again depends on ``cost_model``, by default ``CostModel(topology)``. Raises
+    what is computed again depends on ``cost_model``, by default ``CostModel(topology)``. ``schedule``, such
+    as a table of one's own, runs in place of the one that the plan names. Raises
     :class:`PlanError` when the plan does not fit the topology, the batch or the function, and
     :class:`CostError` for a cost model of another topology.
     """
-    return build_program(function, _mesh(plan, topology), plan, cost_model_of(topology, cost_model))
+    costs = cost_model_of(topology, cost_model)
+    return build_program(function, _mesh(plan, topology), plan, costs, schedule)
 
 
 def build_program(
@@ -62,8 +69,8 @@ def build_program(
     in place of saving it. It is applied to what every rank runs, so that collectives are seen, and before
     Calls are written out, so that blocks are. ``plan.fsdp`` divides parameters over dp: ``reshard`` gathers
     them again for backward, ``keep`` keeps what forward gathered (:mod:`fsdp`). ``plan.stages`` says where
-    stages begin: so that their work is even; after torchtitan's counting of layers; or, with ``auto``, so
-    that the simulated step is the fastest that fits in memory.
+    stages begin: so that their work is even; after counting layers or blocks (:meth:`ModelBlocks.counted`);
+    or, with ``auto``, so that the simulated step is the fastest that fits in memory.
 
     ``cost_model`` is the one cost model of the run: work, what a recomputation costs and simulated steps are
     by it. By default ops cost what they do on the devices of the mesh (:class:`CostModel`), which knows no
@@ -80,7 +87,7 @@ def build_program(
             raise PlanError("stages=auto simulates splits; give build_program a cost_model")
         cost_model = CostModel(Topology())
     if schedule is None:
-        schedule = schedule_named(plan.schedule, plan.pp, plan.microbatches)
+        schedule = _schedule(function, mesh, plan, cost_model)
     count = schedule.num_microbatches * schedule.copies
     if (schedule.num_ranks, count) != (plan.pp, plan.microbatches):
         raise PlanError(
@@ -91,6 +98,21 @@ def build_program(
     if plan.remat == "none":
         return cut.program(mesh, schedule)
     return cut.program(mesh, schedule, partial(_saving_all, function, mesh, plan, cost_model, schedule))
+
+
+def _schedule(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel) -> Schedule:
+    """Return the schedule that a plan names; one that is searched for is by the times of the even stages."""
+    name, memory = parse_schedule(plan.schedule)
+    known = SCHEDULES[name]
+    if not known.options:
+        chunks = plan.chunks if known.stages_a_rank == known.chunks else None
+        return schedule_named(name, plan.pp, plan.microbatches, chunks)
+    order = schedule_named(
+        "interleaved" if plan.chunks > 1 else "1f1b", plan.pp, plan.microbatches, plan.chunks
+    )
+    even = replace(plan, schedule=order.name, stages="even" if plan.stages == "auto" else plan.stages)
+    cut = _cut(function, mesh, even, cost_model, order)
+    return searched_schedule(name, memory, cut, mesh, order, cost_model)
 
 
 def _saving_all(
@@ -135,8 +157,9 @@ class Division(NamedTuple):
     def of(plan: Plan, count: int, costs: DeviceCosts) -> Division:
         """Return the division of a plan into so many stages, on devices that cost so."""
         fsdp = "none" if plan.dp == 1 else plan.fsdp
-        # What auto chooses from, beside others, is the even cut; one stage begins with the first op.
-        stages = "even" if plan.stages == "auto" or count == 1 else plan.stages
+        # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
+        whole = count == 1 and not parse_stages(plan.stages)
+        stages = "even" if plan.stages == "auto" or whole else plan.stages
         degrees = count, plan.dp, plan.tp, plan.microbatches
         return Division(*degrees, plan.remat, fsdp, stages, *costs.key)
 
@@ -174,11 +197,11 @@ class _Memory:
 
     def cut(self, function: Function, key: Division, costs: DeviceCosts) -> Cut:
         """Return ``function`` divided and cut for the devices of the division."""
-        if key.stages == "default":
-            found = default_cut(self._local(function, key, costs, 0), key.num_stages, costs)
-        else:
+        if key.stages == "even":
             level = self._balanced(function, key, costs)
             found = cut_stages(self._local(function, key, costs, level), key.num_stages, costs)
+        else:
+            found = counted_cut(self._levels(function, key, costs), key.num_stages, costs, key.stages)
         self._keep(key, found)
         return found
 
@@ -204,15 +227,27 @@ class _Memory:
 
     def _balanced(self, function: Function, key: Division, costs: DeviceCosts) -> int:
         """Write out Calls until they make balanced stages; return how many levels."""
-        current = function if self.outlined is None else self.outlined
         level = 0
         while coarse(self.numbered[level], key.num_stages, costs):
-            if level == len(self.written):
-                self.written.append(inline(current))
-                self.numbered.append(Numbered(self.written[level]))
-            current = self.written[level]
+            self._write_out(function, level)
             level += 1
         return level
+
+    def _levels(self, function: Function, key: Division, costs: DeviceCosts) -> Iterator[Sharded]:
+        """Yield what every rank runs, with ever more levels of Calls written out."""
+        level = 0
+        yield self._local(function, key, costs, level)
+        while any(op.op_type == "Call" for op in self.numbered[level].ops):
+            self._write_out(function, level)
+            level += 1
+            yield self._local(function, key, costs, level)
+
+    def _write_out(self, function: Function, level: int) -> None:
+        """Write out the Calls of a level, if they are not."""
+        if level == len(self.written):
+            outlined = function if self.outlined is None else self.outlined
+            self.written.append(inline(self.written[-1] if level else outlined))
+            self.numbered.append(Numbered(self.written[level]))
 
 
 def _rematerialized(local: Sharded, remat: str, fsdp: str, costs: DeviceCosts, levels: int) -> Sharded:

@@ -156,7 +156,10 @@ def any_schedule(rng: Random, chain: int, microbatches: int) -> Schedule:
     for stage in range(stages):
         for m in range(microbatches):
             split = (stage, m) in halves
-            kinds = [Kind.FORWARD, *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if split else [Kind.BACKWARD])]
+            kinds = [
+                Kind.FORWARD,
+                *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if split else [Kind.BACKWARD]),
+            ]
             left[rank_of[stage]] += [Action(kind, stage, m) for kind in kinds]
     prefer = rng.sample([Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.FORWARD, Kind.BACKWARD_WEIGHT], 4)
     random, backward = rng.random() < 0.4, rng.random() < 0.2
@@ -227,9 +230,7 @@ class Placed(Inventor):
         blocks = tuple([(stage.forward, stage.backward, stage.updates) for stage in whole.stages])
         parts = Parts("invented", blocks, whole.inputs, whole.outputs, tuple(halves))
         slices = mesh.slices("pp")
-        stages = [
-            replace(stage, mesh=slices[schedule.rank_of[s]]) for s, stage in enumerate(whole.stages)
-        ]
+        stages = [replace(stage, mesh=slices[schedule.rank_of[s]]) for s, stage in enumerate(whole.stages)]
         return replace(whole, mesh=mesh, stages=tuple(stages), schedule=schedule, parts=parts)
 
     def halves(self, stage: int, whole: Block) -> tuple[Block, Block]:
@@ -252,7 +253,11 @@ class Placed(Inventor):
 
 
 def _part(
-    function: Function, outputs: Sequence[int], extra: Value | None = None, sums: int = 0, made: Value | None = None
+    function: Function,
+    outputs: Sequence[int],
+    extra: Value | None = None,
+    sums: int = 0,
+    made: Value | None = None,
 ) -> Function:
     """Return a function with some of its outputs, one more input before its sums, or one more result."""
     returned, inputs = [function.outputs[i] for i in outputs], list(function.inputs)

@@ -38,6 +38,7 @@ FLOORS = {
     "report": 7,
     "executor": 9,  # hands names on to the DistIR notebooks; nothing in the library imports it
     "cli": 9,
+    "commands": 8,
     "__main__": 9,
     "distsim": 9,  # distsim/__init__.py hands the names on
 }
@@ -80,7 +81,6 @@ PUBLIC_NAMES = {
         "Cell",
         "Generator",
         "Kind",
-        "Rounds",
         "Schedule",
         "gpipe",
         "one_f_one_b",

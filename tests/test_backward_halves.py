@@ -1,17 +1,14 @@
 """The backward pass in halves: I, then W, is the block; what is waited for, and no more, is in I."""
 
 import gc
-from collections.abc import Sequence
 from dataclasses import replace
-from math import fsum
 from random import Random
 from weakref import ref
 
 import numpy as np
 import pytest
-from program_models import Inventor
+from halves_models import assert_halves, block_of, flops, needs_a_sum, random_blocks
 from test_moe import distinct_inputs, small_deepseek, small_moe
-from topology_models import invent_topology
 from training_models import (
     Maker,
     assert_same_step,
@@ -25,21 +22,19 @@ from training_models import (
 )
 
 from distsim.compose import parallelize
-from distsim.cost.cost_model import runs_kernel
 from distsim.errors import IRError
 from distsim.executor import SequentialExecutor
-from distsim.ir import Device, Function, FunctionMaker, Literal, Mesh, Value, all_ops, needed_ops, verify
+from distsim.ir import Device, Function, FunctionMaker, Literal, Value, needed_ops
 from distsim.ir.device import logical_mesh
 from distsim.models import gpt
-from distsim.ops import signature_of, work
 from distsim.plan import Plan
 from distsim.program.backward_halves import split_backward, stage_halves
-from distsim.program.program import Block, Program
-from distsim.transforms import SGD, differentiate, inline
+from distsim.program.block import Block
+from distsim.program.program import Program
+from distsim.transforms import SGD, differentiate
 from distsim.transforms.pipelining.pipeline import cut_stages
 from distsim.transforms.sharding.shard import shard
 
-Halves = tuple[Block, Block]
 DEVICE = Device(0, "gpu")
 
 
@@ -47,104 +42,7 @@ def blocks_of(program: Program) -> list[tuple[Block, Block, tuple]]:
     return [(stage.forward, stage.backward, stage.updates) for stage in program.stages]
 
 
-def flops(*functions: Function, products: bool = False) -> float:
-    """The FLOPs of functions, in whatever order; of their matrix products only, if asked for."""
-    demands = [work(signature_of(op)) for function in functions for op in all_ops(function)]
-    return fsum(each.flops for each in demands if each is not None and (each.matrix or not products))
-
-
 # --- I, then W ------------------------------------------------------------------------------------------
-
-
-def joined(block: Block, halves: Halves) -> Block:
-    """Return a block that calls I, then W, and reads and makes what the whole block does."""
-    first, second = halves
-
-    def function(whole: Function, last: Function) -> Function:
-        maker = FunctionMaker(whole.name)
-        maker.adopt_inputs([Value(value.name, value.type, value.role) for value in whole.inputs])
-        there = dict(zip(block.inputs, maker.inputs, strict=False))
-        sums = maker.inputs[len(block.inputs) :]
-        for half, called, more in ((first, first.function, []), (second, last, sums)):
-            made = maker.add("Call", [there[key] for key in half.inputs] + more, subfunctions=[called])
-            there.update(zip(half.outputs, made, strict=True))
-        maker.set_outputs([there[key] for key in block.outputs])
-        return maker.finalize()
-
-    more = function(block.accumulating, second.accumulating) if block.accumulated else None
-    return replace(
-        block,
-        function=function(block.function, second.function),
-        accumulating=more,
-        names=(),
-        accumulating_names=(),
-    )
-
-
-def local_inputs(function: Function, seed: int) -> list:
-    """Random values for the inputs, of each rank its own."""
-    rng = np.random.default_rng(seed)
-
-    def draw(value: Value) -> np.ndarray:
-        if not value.type.dtype.is_floating:
-            return rng.integers(0, 2, value.type.shape).astype(value.type.dtype.np)
-        return rng.standard_normal(value.type.shape)
-
-    return [
-        [draw(value) for _ in value.type.device.devices]
-        if isinstance(value.type.device, Mesh)
-        else draw(value)
-        for value in function.inputs
-    ]
-
-
-def assert_equal_functions(made: Function, expected: Function) -> None:
-    inputs = local_inputs(expected, 0)
-    compute = SequentialExecutor().compute
-    for value, a, b in zip(
-        expected.outputs, compute(made, list(inputs)), compute(expected, list(inputs)), strict=True
-    ):
-        np.testing.assert_array_equal(a, b, err_msg=value.name)
-
-
-def assert_halves(block: Block, halves: Halves, waited: Sequence[Value]) -> Block:
-    """Check what is true of all halves; return the block that runs them one after the other."""
-    first, second = halves
-    whole = joined(block, halves)
-    for function in (
-        first.function,
-        second.function,
-        second.accumulating,
-        whole.function,
-        whole.accumulating,
-    ):
-        if function is not None:
-            verify(function)
-    assert_equal_functions(whole.function, block.function)
-    assert flops(first.function, second.function) == flops(block.function)
-    if block.accumulated:
-        assert_equal_functions(whole.accumulating, block.accumulating)
-        assert flops(first.function, second.accumulating) == flops(block.accumulating)
-    assert {*waited} <= {*first.outputs} and second.accumulated == block.accumulated
-    assert not {*first.outputs} & {*second.outputs}
-    own = [key for key in first.outputs if key not in block.outputs]
-    assert {*own} <= {*second.inputs} and {*first.inputs, *second.inputs} <= {*block.inputs, *first.outputs}
-    # What only passes takes time to make and is in nobody else's memory, and each op of I has a reader.
-    maker = {value: op for op in first.function.ops for value in op.outputs}
-    passing = [maker[v] for key, v in zip(first.outputs, first.function.outputs, strict=True) if key in own]
-    assert all(op.op_type == "Call" or runs_kernel(op.op_type) for op in passing)
-    needed = needed_ops(first.function.ops, first.function.outputs[: len(first.outputs) - len(own)])
-    assert needed == list(first.function.ops)
-    if first is not block and second is not block:
-        for half, kept in ((first, first.names), (second, second.names)):
-            assert len(kept) == len(half.function.ops) or not block.names
-            assert {*kept} <= {*block.names}
-        assert (
-            len(second.accumulating_names) == len(second.accumulating.ops)
-            if second.accumulating_names
-            else True
-        )
-    return whole
 
 
 MODELS = {
@@ -201,13 +99,6 @@ def reads(program: Program) -> dict[Value, list]:
 # --- random blocks, split anywhere ------------------------------------------------------------------------
 
 
-def random_blocks(seed: int) -> list[Block]:
-    rng = Random(seed)
-    pp, dp, tp = rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 2)
-    mesh = Mesh(invent_topology(rng, pp * dp * tp).devices, pp=pp, dp=dp, tp=tp)
-    return [block for blocks in Inventor(rng, mesh).per_microbatch() for block in blocks]
-
-
 @pytest.mark.parametrize("seed", range(120))
 def test_random_blocks_come_apart_anywhere(seed):
     rng = Random(seed)
@@ -219,19 +110,6 @@ def test_random_blocks_come_apart_anywhere(seed):
                 split_backward(block, waited)
         else:
             assert_halves(block, split_backward(block, waited), waited)
-
-
-def needs_a_sum(block: Block, waited: Sequence[Value]) -> bool:
-    """Whether in any microbatch but the first what is waited for follows from a sum, Calls written out."""
-    if not block.accumulated:
-        return False
-    whole = block.accumulating
-    while any(op.op_type == "Call" for op in whole.ops):
-        whole = inline(whole)
-    places = [block.outputs.index(key) for key in waited]
-    outputs = [whole.outputs[place] for place in places]
-    needed = {*outputs, *(v for op in needed_ops(whole.ops, outputs) for v in op.inputs)}
-    return bool(needed & {*whole.inputs[len(block.inputs) :]})
 
 
 # --- what is of which half ---------------------------------------------------------------------------------
@@ -339,13 +217,6 @@ def test_what_cannot_be_waited_for_is_refused():
 # --- views, constants, barriers -----------------------------------------------------------------------------
 
 
-def block_of(maker: FunctionMaker, *outputs: Value) -> Block:
-    maker.set_outputs(outputs)
-    function = maker.finalize()
-    keys = [[Value(v.name, v.type) for v in values] for values in (function.inputs, function.outputs)]
-    return Block(function, tuple(keys[0]), tuple(keys[1]))
-
-
 def op_types(block: Block) -> list[str]:
     return [op.op_type for op in block.function.ops]
 
@@ -381,6 +252,31 @@ def test_a_barrier_has_waited_in_i():
     assert op_types(first).count("Tanh") == 1 and "Tanh" not in op_types(second)
     assert waits(second) == [["w", again.name], ["w", "grad", again.name]]
     assert_halves(block, (first, second), block.outputs[:1])
+
+
+def test_a_barrier_on_what_i_reads_keeps_i_back():
+    """What W would wait for runs in I, before I's own ops that read the value."""
+    make = Maker("kept_back")
+    saved, grad = make.data("saved", 4, 6), make.data("grad", 4, 6)
+    again = make("Tanh", saved)
+    ready = make("OptimizationBarrier", grad, again)
+    block = block_of(make, make("Mul", grad, saved), make("ReduceSum", ready, axes=(0,), keepdims=0))
+    first, second = split_backward(block, block.outputs[:1])
+    assert op_types(first) == ["Tanh", "OptimizationBarrier", "Mul"] and len(first.outputs) == 1
+    assert first.function.ops[2].inputs[0] is first.function.ops[1].outputs[0]
+    assert [key.name for key in second.inputs] == ["grad"] and waits(second) == [["grad"]]
+    assert_halves(block, (first, second), block.outputs[:1])
+
+
+@pytest.mark.parametrize("fsdp", ["none", "reshard"])
+def test_what_a_checkpointed_block_runs_again_is_in_i(fsdp):
+    """The whole block: W has the products of weight gradients and no others, and needs no weights."""
+    joint = differentiate(small_gpt(layers=4), SGD())
+    plans = [f"pp=2,dp=2,microbatches=2,fsdp={fsdp},remat={remat}" for remat in ("none", "full")]
+    programs = [parallelize(joint, Plan.parse(plan), topology_of(4)) for plan in plans]
+    (_, plain), (_, again) = [stage_halves(blocks_of(program))[1] for program in programs]
+    assert flops(plain.function, products=True) == flops(again.function, products=True)
+    assert {key.type.rank for key in again.inputs} <= {1, 3, 4}, "activations, vectors, no matrix"
 
 
 def test_a_barrier_for_which_nothing_passes_waits_for_nothing():

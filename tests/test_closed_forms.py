@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from training_models import small_mlp, topology_of
+from training_models import SCHEDULES, small_mlp, topology_of
 
 from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulation, Simulator
@@ -11,7 +11,7 @@ from distsim.hardware import collective_time
 from distsim.ir import Float32, Function, Topology, all_ops, callees
 from distsim.models import gpt, mlp
 from distsim.ops import Signature, signature_of, work
-from distsim.plan import SCHEDULES, Plan
+from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.simulate.tasks.lower import on_grid
 from distsim.transforms import SGD, differentiate, steady_state_transform

@@ -7,13 +7,13 @@ import pytest
 from executor_models import add_grad, cluster, f32, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_models import laid_out, mesh_of, small_gpt, small_mlp, topology_of
+from training_models import SCHEDULES, laid_out, mesh_of, small_gpt, small_mlp, topology_of
 
 from distsim.compose import parallelize
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import FunctionMaker, Role
-from distsim.plan import SCHEDULES, Plan
+from distsim.plan import Plan
 from distsim.report import plot_memory, write_trace
 from distsim.schedule import schedule
 from distsim.simulate.memory.timeline import memory_timeline

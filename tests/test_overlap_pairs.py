@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from halves_models import local_inputs, random_blocks
 from hypothesis import given
 from hypothesis import strategies as st
-from test_backward_halves import local_inputs, random_blocks
 from training_models import Maker, small_gpt, topology_of
 
 from distsim.compose import parallelize

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from training_models import (
+    SCHEDULES,
     Maker,
     assert_same_step,
     bert,
@@ -32,7 +33,7 @@ from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, pformat, verify
-from distsim.plan import SCHEDULES, Plan
+from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.transforms import (
     SGD,

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from training_models import (
+    SCHEDULES,
     Maker,
     assert_same_step,
     flat_mlp,
@@ -21,7 +22,6 @@ from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Function, Role, all_ops, verify
 from distsim.models import gpt, mlp
 from distsim.ops.communication import scatter
-from distsim.plan import SCHEDULES
 from distsim.program.program import Program
 from distsim.schedule import schedule
 from distsim.transforms import (

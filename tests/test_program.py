@@ -4,11 +4,19 @@ import gc
 import sys
 
 import pytest
-from training_models import Maker, assert_same_step, laid_out, mesh_of, random_inputs, small_gpt, small_mlp
+from training_models import (
+    SCHEDULES,
+    Maker,
+    assert_same_step,
+    laid_out,
+    mesh_of,
+    random_inputs,
+    small_gpt,
+    small_mlp,
+)
 
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Function, Mesh, Op, all_ops, verify
-from distsim.plan import SCHEDULES
 from distsim.program.block import Block
 from distsim.program.program import Program
 from distsim.schedule import schedule

@@ -258,7 +258,9 @@ def test_what_was_found_is_said_and_found_again():
 def test_what_cannot_be_is_refused():
     topology, _ = cluster()
     mesh, order = Mesh(topology.devices[:2], pp=2, dp=1, tp=1), schedule("1f1b", 2, 2)
-    with pytest.raises(PlanError, match="stages='best' is unknown; choose one of even, default, auto"):
+    with pytest.raises(
+        PlanError, match="stages='best' is unknown; choose one of even, default, layers, auto"
+    ):
         laid_out(model("gpt"), mesh, order, stages="best")
     with pytest.raises(PlanError, match="stages=auto simulates splits; give build_program a cost_model"):
         laid_out(model("gpt"), mesh, order, stages="auto")

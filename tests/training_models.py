@@ -32,6 +32,8 @@ from distsim.schedule import Schedule
 from distsim.transforms import add_loss, set_precision
 
 F64 = Float64()
+SCHEDULES = ("1f1b", "gpipe")
+"""Of one stage a rank and whole backward passes; test_pipeline_schedules.py has all."""
 VOCAB = 16
 Inputs = list[np.ndarray]
 

@@ -8,7 +8,8 @@ that its operator tells of (``Operator.part``); any other op is of I. W reads wh
 
 An op that takes neither time nor memory (``runs_kernel`` says no: constants, and views) is run again by W,
 so that of a value and its views one passes. A view that waits (``OptimizationBarrier``) has waited in I: in W
-it waits for something that passes anyway, or else for nothing.
+it waits for something that passes anyway, or else for nothing. If I reads what it is a view of, it keeps I
+back too: a checkpointed block runs again, whole, in I, whoever reads the gradient first.
 """
 
 from __future__ import annotations
@@ -179,15 +180,17 @@ class _Splitter:
         self.inputs = function.inputs[: len(function.inputs) - sums]
         self.sums = function.inputs[len(self.inputs) :]
         self.needed = {function.outputs[place] for place in waited}
+        self.first_read = set[Value]()
         self.first: list[tuple[int, Op]] = []
         self.second: list[tuple[int, Op]] = []
         for place in reversed(range(len(function.ops))):
             early, rest = self._divided(function.ops[place])
+            self.first_read.update([value for op in early for value in op.inputs])
             self.needed.update([value for op in early for value in op.inputs])
             self.first += [(place, op) for op in early]
             self.second += [(place, op) for op in rest]
-        self.first.reverse()
         self.second.reverse()
+        self.first = self._kept_back(self.first[::-1])
         summed = [value for value in self.sums if value in self.needed]
         if summed:
             raise IRError(
@@ -200,7 +203,8 @@ class _Splitter:
         """Return what of an op is of the first half, and what is of the second."""
         needed = [value in self.needed for value in op.outputs]
         if not any(needed):
-            return [], [op]
+            is_first = operator(op.op_type).waits and op.inputs[0] in self.first_read
+            return ([op], []) if is_first else ([], [op])
         rule = operator(op.op_type).part
         if all(needed) or (rule is None and op.op_type != "Call"):
             return [op], []
@@ -213,6 +217,18 @@ class _Splitter:
             alone = Op(part.op_type, read, (op.outputs[place],), part.attributes, (), op.version, op.name)
             halves[not early].append(alone)
         return halves
+
+    def _kept_back(self, ops: Sequence[tuple[int, Op]]) -> list[tuple[int, Op]]:
+        """Return the ops of the first half, which read through the barriers that only keep them back."""
+        found: list[tuple[int, Op]] = []
+        through: dict[Value, Value] = {}
+        for place, op in ops:
+            if through and not through.keys().isdisjoint(op.inputs):
+                op = replace(op, inputs=tuple([through.get(value, value) for value in op.inputs]))
+            if operator(op.op_type).waits and op.outputs[0] not in self.needed:
+                through[self.function.ops[place].inputs[0]] = op.outputs[0]
+            found.append((place, op))
+        return found
 
     def halves(self, late: Places) -> Halves:
         """Return the functions of the halves, and what passes between them."""

@@ -46,6 +46,11 @@ class Generator:
     source: str
     options: tuple[str, ...] = ()
 
+    @property
+    def stages_a_rank(self) -> int | None:
+        """The stages of the model that a rank holds, None: any number; two copies hold one each."""
+        return 1 if self.placement == "two copies" else self.chunks
+
 
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(
     {

@@ -18,6 +18,9 @@ from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 
+_SHORTEST, _LONGEST = 1e-9, 1e9
+"""Seconds that an action may take."""
+
 
 @dataclass(frozen=True)
 class ActionTimes:
@@ -33,6 +36,11 @@ class ActionTimes:
     send: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weight"):
+            if not _SHORTEST <= getattr(self, name) <= _LONGEST:
+                raise ScheduleError(
+                    f"{name}={getattr(self, name):g} must be between {_SHORTEST:g} and {_LONGEST:g}"
+                )
         if not 0 <= self.send <= min(self.forward, self.backward_input):
             raise ScheduleError(
                 f"send={self.send:g} must be between 0 and the shorter of forward={self.forward:g} and "

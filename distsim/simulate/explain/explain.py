@@ -10,9 +10,8 @@ import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.ops import signature_of
-from distsim.plan import SCHEDULES
 from distsim.program.program import Program
-from distsim.schedule import schedule
+from distsim.schedule import SCHEDULES, schedule
 from distsim.simulate.details import ProgramTimeline
 from distsim.simulate.explain import what_if
 from distsim.simulate.explain.critical_path import CriticalPath, stages_of
