@@ -101,7 +101,7 @@ def test_memory_stage_by_stage_and_written_out(seeds):
 
 
 def invent_placed(seed, microbatches=None):
-    """A case with several stages a rank, backwards in halves, pairs, copies of the model, or none of these."""
+    """A case with several stages a rank, backwards in halves, pairs, copies, or none of these."""
     rng = Random(seed)
     chain, dp, tp = rng.choice([1, 2, 3, 4, 4, 6]), rng.randint(1, 2), rng.randint(1, 2)
     if rng.random() < 0.5:

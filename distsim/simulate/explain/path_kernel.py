@@ -26,9 +26,10 @@ def walk_back(
 ) -> tuple[int, int]:
     """Fill in the tasks from ``task`` back, each after the one that it started after.
 
-    Of those that ended last it is the one before on the first stream, else the first dependency. ``before`` has the task before on the stream of each use, -1 for none: then the stream
-    is free from ``clocks`` on. Return the number of tasks and what the last of them started after: a
-    stream s, a port p as -2 - p, or ``NOTHING``.
+    Of those that ended last it is the one before on the first stream, else the first dependency. ``before``
+    has the task before on the stream of each use, -1 for none: then the stream is free from ``clocks`` on.
+    Return the number of tasks and what the last of them started after: a stream s, a port p as -2 - p, or
+    ``NOTHING``.
     """
     count = 0
     while True:

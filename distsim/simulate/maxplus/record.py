@@ -13,9 +13,10 @@ from distsim.simulate.maxplus.engine import ProgramModel
 class Record(NamedTuple):
     """The calls of products in the order in which they are issued, every repetition of a round.
 
-    Call c is of ``product[c]`` for the microbatches ``microbatch[c]``; it read ``entries[start[c]:start[c +
-    1]]``. Entry e is result ``result[e]`` of call ``call[e]``, -1 for what was there from the start. ``times``
-    are the cells in the end, ``last_call`` and ``last_result`` who wrote them.
+    Call c is of ``product[c]`` for the microbatches ``microbatch[c]``. It read the ``entries`` from
+    ``start[c]`` to ``start[c + 1]``; entry e is result ``result[e]`` of call ``call[e]``, -1 for what was
+    there from the start. ``times`` are the cells in the end, ``last_call`` and ``last_result`` who wrote
+    them.
     """
 
     product: Any

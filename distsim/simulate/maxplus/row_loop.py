@@ -1,18 +1,19 @@
 """The compiled loop over the rows of a table: one max-plus product per call, repetitions in closed form.
 
-Exact, without a tolerance, where times are sums of durations on the grid that a float64 holds (up to 8,192 s).
+Exact, without a tolerance, where times are sums of durations on the grid that a float64 holds: to 8,192 s.
 
-Repetitions. Let x(k) be all that repetition k of a round writes, and q a number of repetitions. A repetition is a
-function of what it reads: of what the last d repetitions wrote (d is how far back the round reads), and of
-what was there before the round. Each time that it writes is a maximum of times that it reads plus constants. So
-along a line, all that is read being y + n v, it is a convex function of n. Say x(i) - x(i - q) = x(i - q) -
-x(i - 2 q) holds for the last max(q, d) repetitions i up to k, and what was there before grows evenly as well.
-Then each x(i + n q) as a function of n lies on the line through its values at n = -1 and 0 (and what is read
-lies on a line from n = -2 on); if, computed from what the line says n periods ahead, it is on that line there
-too, it is on the line all along, as it is convex: the jump is exact. A time that grows more slowly takes part
-like any other. The period q is the number of microbatches on the critical circuit, in repetitions: one when a
-rank is the bottleneck, and up to the number of ranks when sends are, as under 1F1B the circuit then goes down
-the pipeline and back (Baccelli et al., "Synchronization and Linearity", 1992, chapter 3).
+Repetitions. Let x(k) be all that repetition k of a round writes, and q a number of repetitions. What it
+writes follows from what it reads: from what the last d repetitions wrote (d is how far back the round
+reads), and from what was there before the round. Each time written is a maximum of times read plus
+constants. So along a line, all that is read being y + n v, it is a convex function of n. Say x(i) - x(i -
+q) = x(i - q) - x(i - 2 q) holds for the last max(q, d) repetitions i up to k, and what was there before
+grows evenly as well. Then what is read for each x(i + n q) lies on a line from n = -2 on, and x(i + n q)
+itself lies on one at n = -1 and 0. If, computed from what the line says n periods ahead, it is on that line
+there too, it is on the line all along, as it is convex: the jump is exact. A time that grows more slowly
+takes part like any other. The period q is the number of microbatches on the critical circuit, in
+repetitions: one when a rank is the bottleneck, and up to the number of ranks when sends are, as under 1F1B
+the circuit then goes down the pipeline and back (Baccelli, Cohen, Olsder and Quadrat, "Synchronization and
+Linearity", 1992, chapter 3).
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Rows(NamedTuple):
 class Products(NamedTuple):
     """What the calls of each block read and write, CSR over blocks, then over their products.
 
-    Block b are the products ``first[b]:first[b + 1]``. Product p multiplies the cells ``ins`` from
-    ``in_start[p]`` by its matrix, [outs, ins] row by row from ``matrix_start[p]``, into the cells ``outs`` from
-    ``out_start[p]``. A cell is at its base plus the microbatch in column ``which`` of the row (2: a single
-    cell).
+    Block b are the products ``first[b]:first[b + 1]``. Product p multiplies its ins, from ``in_start[p]``
+    to ``in_start[p + 1]``, by its matrix, [outs, ins] row by row from ``matrix_start[p]``, into its outs.
+    An in or out is the cell at its base plus the microbatch in column ``which`` of the row; 2 for a single
+    cell.
     """
 
     first: Any
@@ -72,7 +73,7 @@ class Reach(NamedTuple):
 
 @inner
 def run_rows(begin: int, end: int, moved: int, rows: Any, products: Any, times: Any, x: Any, log: Any) -> int:
-    """Run rows with microbatches ``moved`` on; log what they write, if there is room; return how much it is."""
+    """Run rows, microbatches ``moved`` on; log what they write, if there is room; return how much that is."""
     shift = np.array([moved, moved, 0])
     logged = 0
     for n in range(begin, end):
@@ -100,7 +101,7 @@ def run_rows(begin: int, end: int, moved: int, rows: Any, products: Any, times: 
 
 @inner
 def grows_evenly(r: int, k: int, q: int, periods: int, rows: Any, reach: Any, times: Any) -> int:
-    """Return for how many periods after repetition ``k``, at most ``periods``, what was there before grows so."""
+    """Return for how many periods after ``k``, at most ``periods``, what was there before grows evenly."""
     step = rows.advance[r]
     for b in range(reach.before_start[r], reach.before_start[r + 1]):
         base = reach.before[b]
@@ -130,7 +131,7 @@ def is_even(k: int, q: int, back: int, logs: Any, logged: int) -> bool:
 
 @inner
 def write_line(r: int, k: int, q: int, ahead: int, rows: Any, products: Any, times: Any, logs: Any) -> None:
-    """Write what repetition ``k + ahead`` of a round writes by the line through its like of the last periods."""
+    """Write what repetition ``k + ahead`` writes by the line through its like of the last two periods."""
     n = (ahead + q - 1) // q
     like = k + ahead - n * q
     now, before = logs[like % len(logs)], logs[(like - q) % len(logs)]
@@ -259,7 +260,7 @@ def run_rounds(rows: Any, products: Any, reach: Any, longest: int, widest: int, 
 
 @compiled
 def find_reach(rows: Any, products: Any, count: int, cells: int, most: int, lag: Any, before: Any) -> int:
-    """Fill in ``lag`` [rounds] and ``before`` [.., 2], (round, cell); return how many of the latter there are.
+    """Fill in ``lag`` [rounds] and ``before`` [.., 2], (round, cell); return how many of these there are.
 
     ``count`` are the microbatches, ``most`` the longest lag with which repetitions are jumped over.
     """

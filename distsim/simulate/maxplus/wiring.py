@@ -1,8 +1,8 @@
 """Wiring of blocks: which times each of their calls reads and writes, and its matrix.
 
-What a block makes and another one reads has a *cell*, unless the reader waits anyway for a stream that is never
-free before the value is there. Which that is follows from the order of the blocks' tasks alone. What remains is
-little: what crosses ranks, and sums that other streams read.
+What a block makes and another one reads has a *cell*, unless the reader waits anyway for a stream that is
+never free before the value is there. Which that is follows from the order of the blocks' tasks alone,
+whatever they take. What remains is little: what crosses ranks, and sums that other streams read.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Cells(NamedTuple):
 class Wiring:
     """The products of the blocks of a flow, in order, on the rank classes of a mesh.
 
-    Block b has the products ``first[b]:first[b + 1]``. ``registers`` are single times, ``batched`` the number of
-    values of which there is a time per microbatch. ``clocks`` are the registers that tell when a rank class is
-    done.
+    Block b has the products ``first[b]:first[b + 1]``. There are ``registers`` single times, and ``batched``
+    values of which there is a time per microbatch. ``clocks`` are the registers that tell when a rank class
+    is done.
     """
 
     flow: Flow
@@ -270,7 +270,7 @@ class Wirer:
         return False
 
     def _wait(self, maker: int, place: int, entry: tuple[Key, int], streams: Sequence[int]) -> Bools:
-        """[streams]: is a stream never free, after a block, before what it reads of its result's microbatch?"""
+        """[streams]: is a stream never free, after a block, before what it read for a result is there?"""
         block, tasks = self.flow.blocks[maker], self.tasks[maker]
         key, rank_class = entry
         wanted = key._replace(which=block.makes[place].which)

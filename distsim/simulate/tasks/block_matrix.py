@@ -1,4 +1,4 @@
-"""A block as a max-plus matrix: its tasks on the classes of a pipeline rank, and what each result waits for."""
+"""A block as a max-plus matrix: its tasks on the classes of a rank, and what each result waits for."""
 
 from __future__ import annotations
 

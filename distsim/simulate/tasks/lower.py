@@ -187,10 +187,14 @@ _COARSE = 2.0**13
 """Seconds from which every float64 is such a multiple."""
 
 
+def on_grid(seconds: float) -> float:
+    """Return seconds as a multiple of :data:`GRID`."""
+    return seconds if seconds >= _COARSE else round(seconds / GRID) * GRID
+
+
 def task_seconds(op: object, seconds: float) -> float:
     """Return the seconds of a task, on the grid; raises as :func:`usable` for what is no time."""
-    seconds = usable(op, seconds)
-    return seconds if seconds >= _COARSE else round(seconds / GRID) * GRID
+    return on_grid(usable(op, seconds))
 
 
 Made = dict[int, int] | int

@@ -1,4 +1,4 @@
-"""Rank classes of a Program: one per pipeline rank where its mesh is symmetric on the topology, else refined."""
+"""Rank classes of a Program: one per pipeline rank where its mesh lies evenly on the topology, else more."""
 
 from __future__ import annotations
 
@@ -108,10 +108,7 @@ class MeshAnalysis:
             and all(len(self.groups(s, axis)) == 1 for s, used in enumerate(axes) for axis in used)
             and all(len(self.pairs(*send)) == 1 for send in sends)
         )
-        if alike:
-            classes = [np.zeros(len(specs), np.int64) for specs in self.specs]
-        else:
-            classes = self._refined(moved)
+        classes = [np.zeros(len(s), np.int64) for s in self.specs] if alike else self._refined(moved)
         slices = tuple(StageRanks(mesh, own) for mesh, own in zip(self.slices, classes, strict=True))
         context: list[dict[str, Hashable]] = []
         for number, (own, used) in enumerate(zip(slices, axes, strict=True)):
