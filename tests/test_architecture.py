@@ -38,7 +38,7 @@ FLOORS = {
     "report": 7,
     "executor": 9,  # hands names on to the DistIR notebooks; nothing in the library imports it
     "cli": 9,
-    "schedule_command": 9,
+    "commands": 8,
     "__main__": 9,
     "distsim": 9,  # distsim/__init__.py hands the names on
 }
