@@ -65,7 +65,7 @@ class RankCalls:
 
     ``calls`` are by (4 * i + kind for its i-th stage, whether it adds to sums that were made before);
     ``sent`` are the slots of the transfers from it that follow calls, by number, ``brought`` those that
-    such transfers bring.
+    such transfers bring. ``pairs``: two actions may overlap.
     """
 
     slots: tuple[Slot, ...]
@@ -74,6 +74,7 @@ class RankCalls:
     brought: Slots
     tail: tuple[TailCall, ...]
     outputs: Places
+    pairs: bool
 
 
 class Rank(NamedTuple):
@@ -156,6 +157,7 @@ class _Builder:
         self.tail: list[TailCall] = []
         self.tail_number: dict[int, int] = {}
         self.outputs: list[tuple[int, int]] = []
+        self.pairs = False
 
     def place(self, key: Key) -> tuple[int, int]:
         """Return the slot of a key, and of which microbatch it is."""
@@ -177,6 +179,7 @@ class _Builder:
     def add(self, block: BoundBlock) -> None:
         """Take in a block of one action or two."""
         if block.pair:
+            self.pairs = True
             one, two = ({k for k in each.reads if k.which == ONCE} for each in block.pair)
             if not one.isdisjoint(block.pair[1].makes) or not two.isdisjoint(block.pair[0].makes):
                 raise Irregular  # a pair reads the sum as it was before both
@@ -223,5 +226,6 @@ class _Builder:
             tuple(sorted({*brought.values()})),
             tuple(self.tail),
             tuple(self.outputs),
+            self.pairs,
         )
         return Rank(calls, self.stages, self.sent, brought, self.tail_number, self.number)
