@@ -45,7 +45,7 @@ Load = tuple[tuple[Hop, ...], float]
 """Hops, and the bytes on each of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class FluidCollective:
     """A collective as one fluid process: ``seconds`` by ``algorithm``, of which ``latency`` move nothing.
 

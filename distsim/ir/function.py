@@ -73,17 +73,17 @@ class Function:
 
 def callees(function: Function) -> tuple[Function, ...]:
     """Return every distinct function reached through Calls, callees before their callers."""
-    found: dict[int, Function] = {}
+    found: dict[Function, None] = {}
 
     def visit(current: Function) -> None:
         for op in current.ops:
             for callee in op.subfunctions:
-                if id(callee) not in found:
+                if callee not in found:
                     visit(callee)
-                    found[id(callee)] = callee
+                    found[callee] = None
 
     visit(function)
-    return tuple(found.values())
+    return tuple(found)
 
 
 def all_ops(function: Function) -> Iterator[Op]:
@@ -97,7 +97,7 @@ def all_ops(function: Function) -> Iterator[Op]:
 
 def count_ops(function: Function) -> int:
     """Return the number of ops when every Call is written out."""
-    sizes: dict[int, int] = {}
+    sizes: dict[Function, int] = {}
     for callee in (*callees(function), function):
-        sizes[id(callee)] = sum(sizes[id(op.callee)] if op.op_type == "Call" else 1 for op in callee.ops)
-    return sizes[id(function)]
+        sizes[callee] = sum(sizes[op.callee] if op.op_type == "Call" else 1 for op in callee.ops)
+    return sizes[function]

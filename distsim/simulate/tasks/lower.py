@@ -78,11 +78,11 @@ class Lowering:
         self._exchanges: dict[tuple[object, ...], tuple[tuple[Classes, Classes, int], ...]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._known: dict[tuple[object, ...], Kind] = {}
-        self._templates: dict[int, Template] = {}
+        self._templates: dict[Function, Template] = {}
 
     def template(self, function: Function, whole: bool = False) -> Template:
         """Return the template of a function, made once; ``whole``: its inputs are there from the start."""
-        found = self._templates.get(id(function))
+        found = self._templates.get(function)
         if found is None:
             builder = _TemplateBuilder(self, function)
             if whole:
@@ -90,7 +90,7 @@ class Lowering:
                 builder.where = dict.fromkeys(function.inputs, start)
             for op in function.ops:
                 builder.add(op)
-            found = self._templates[id(function)] = builder.finish()
+            found = self._templates[function] = builder.finish()
         return found
 
     def stream(self, rank_class: int, name: str) -> int:
@@ -219,7 +219,7 @@ class _TemplateBuilder:
         self.function = function
         self.count = 0
         self.open = _Rows()
-        self.calls: dict[int, tuple[Template, Calls]] = {}
+        self.calls: dict[Function, tuple[Template, Calls]] = {}
         self.where: dict[Value, Made] = {value: ~i for i, value in enumerate(function.inputs)}
         self.ports: dict[tuple[int, int], int] = {}
         self.call_op: list[Op | None] = [None]
@@ -317,7 +317,7 @@ class _TemplateBuilder:
 
     def _call(self, op: Op) -> None:
         callee = self.lowering.template(op.callee)
-        calls = self.calls.setdefault(id(callee), (callee, Calls()))[1]
+        calls = self.calls.setdefault(op.callee, (callee, Calls()))[1]
         base, where, inputs = self.count, self.where, op.inputs
         sources = [FROM_START]
         for place, rank_class in callee.ports:

@@ -73,7 +73,7 @@ class _Cover:
         """How often the blocks with products, and the callees with products of before, are repeated."""
         wiring = self.wiring
         calls = Counter(
-            id(op.callee)
+            op.callee
             for index, op in enumerate(wiring.ops)
             if op.op_type == "Call"
             and not self.used[index]

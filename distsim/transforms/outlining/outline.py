@@ -60,9 +60,8 @@ def outline(function: Function, products: int = 2) -> Function:
 def describe_blocks(function: Function) -> str:
     """Return a line for each distinct callee: its ops, and how often it is called."""
     called = [callee for f in (function, *callees(function)) for op in f.ops for callee in op.subfunctions]
-    counts = Counter(map(id, called))
-    first = {id(callee): callee for callee in called}
-    lines = [f"{first[k].name}: {len(first[k].ops)} ops, called {_times(n)}" for k, n in counts.items()]
+    counts = Counter(called)
+    lines = [f"{f.name}: {len(f.ops)} ops, called {_times(count)}" for f, count in counts.items()]
     return "\n".join(lines) or "nothing repeats"
 
 

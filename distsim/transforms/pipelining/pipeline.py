@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
+from distsim.cache import Cache
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
 from distsim.ir import (
@@ -144,18 +145,15 @@ class _Source:
         given: list[Function | None] = [None] * (len(self.inputs) - len(local.made))
         self.made = [*given, *local.made]
         self.outputs = [(divided[id(place)][0], place.batch) for place in local.outputs]
+        # No cache: the cuts that are in use.
         self.cuts: WeakValueDictionary[Hashable, Cut] = WeakValueDictionary()
 
     @staticmethod
     def of(local: Sharded) -> _Source:
-        known = _SOURCES.setdefault(local.function, {})
-        many = local.microbatches > 1
-        if many not in known:
-            known[many] = _Source(local)
-        return known[many]
+        return _SOURCES.get(local.function, local.microbatches > 1, lambda: _Source(local))
 
 
-_SOURCES: WeakKeyDictionary[Function, dict[bool, _Source]] = WeakKeyDictionary()
+_SOURCES = Cache[Function, _Source]("what is cut, by local function and whether it has microbatches", 2)
 
 
 def _without_early_sums(local: Function, microbatches: int) -> Numbered:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+
+from distsim.cache import cached
 
 HUB = 32
 """A variable with more costs than this is weighed anew only when its turn comes."""
@@ -57,7 +58,7 @@ class EliminationOrder:
     slots: int
 
 
-@lru_cache(maxsize=256)
+@cached("orders of elimination, by sizes, scopes and limit", 256)
 def order(sizes: tuple[int, ...], scopes: tuple[Scope, ...], limit: int) -> EliminationOrder:
     """Return the order for variables with ``sizes`` choices and costs of ``scopes`` of two or more.
 

@@ -108,13 +108,13 @@ def propagate_both(function: Function, seeds: Marks) -> Marks:
 
 
 def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
-    visited: set[int] = set()
+    visited: set[Function] = set()
 
     def visit(current: Function) -> None:
         for op in current.ops:
             if op.op_type == "Call":
-                if _pass_down(op, marks) or id(op.callee) not in visited:
-                    visited.add(id(op.callee))
+                if _pass_down(op, marks) or op.callee not in visited:
+                    visited.add(op.callee)
                     visit(op.callee)
                 for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
                     _mark(marks, outer, marks.get(inner, frozenset()))
@@ -125,13 +125,13 @@ def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]
 
 
 def _back(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
-    visited: set[int] = set()
+    visited: set[Function] = set()
 
     def visit(current: Function) -> None:
         for op in reversed(current.ops):
             if op.op_type == "Call":
-                if _pass_up(op, marks) or id(op.callee) not in visited:
-                    visited.add(id(op.callee))
+                if _pass_up(op, marks) or op.callee not in visited:
+                    visited.add(op.callee)
                     visit(op.callee)
                 for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
                     _mark(marks, outer, marks.get(inner, frozenset()))
