@@ -81,7 +81,6 @@ PUBLIC_NAMES = {
         "Cell",
         "Generator",
         "Kind",
-        "Rounds",
         "Schedule",
         "gpipe",
         "one_f_one_b",

@@ -6,13 +6,18 @@ from random import Random
 
 import numpy as np
 import pytest
-from program_models import invent
+from memory_models import Placed, any_schedule
+from program_models import Case, invent
 from schedule_models import SCHEDULES
+from topology_models import invent_topology
 
+from distsim.errors import ScheduleError
 from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
-from distsim.ir import pformat
+from distsim.ir import Mesh, pformat
 from distsim.ops.communication import scatter
+from distsim.schedule import SCHEDULES as NAMED
 from distsim.schedule import Kind
+from distsim.schedule import schedule as named_schedule
 from distsim.simulate.events import engine as events
 from distsim.simulate.maxplus.engine import run_program
 from distsim.simulate.maxplus.row_loop import Reach, run_rounds
@@ -95,6 +100,45 @@ def test_memory_stage_by_stage_and_written_out(seeds):
                 assert (own.peak, own.end, own.by_kind) == (use.peak, use.end, use.by_kind), f"seed {seed}"
 
 
+def invent_placed(seed, microbatches=None):
+    """A case with several stages a rank, backwards in halves, pairs, copies of the model, or none of these."""
+    rng = Random(seed)
+    chain, dp, tp = rng.choice([1, 2, 3, 4, 4, 6]), rng.randint(1, 2), rng.randint(1, 2)
+    if rng.random() < 0.5:
+        schedule = any_schedule(rng, chain, microbatches or rng.randint(1, 12))
+    else:
+        schedule = invent_named(rng, chain, microbatches or rng.randint(1, 12))
+        chain = schedule.chain
+    count = schedule.num_ranks
+    topology = invent_topology(rng, max(chain, count) * dp * tp)
+    inventor = Placed(rng, Mesh(topology.devices[: chain * dp * tp], pp=chain, dp=dp, tp=tp))
+    inventor.copies = schedule.copies
+    mesh = Mesh(topology.devices[: count * dp * tp], pp=count, dp=dp, tp=tp)
+    program = inventor.placed(schedule, mesh)
+    return Case(seed, program, CostModel(topology), rng.random() < 0.7)
+
+
+def invent_named(rng, stages, microbatches):
+    """A schedule that is known by name, of about so many stages and microbatches."""
+    while True:
+        name = rng.choice([name for name in NAMED if not name.startswith("pipedream")])
+        chunks = NAMED[name].chunks or rng.choice([1, 2, 3])
+        try:
+            return named_schedule(name, max(1, stages // chunks), microbatches, chunks)
+        except ScheduleError:  # it takes other numbers of ranks or of microbatches
+            microbatches += rng.choice([0, 1])
+
+
+@chunks(400)
+def test_any_stages_a_rank_halves_pairs_and_copies(seeds):
+    for seed in seeds:
+        case = invent_placed(seed)
+        try:
+            assert_engines_agree(case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
 # --- periods -------------------------------------------------------------------------------------------
 
 
@@ -119,6 +163,12 @@ def test_skipped_repetitions_are_those_that_would_be_computed(seeds):
     for seed in seeds:
         microbatches = Random(seed).choice([20, 50, 100, 300, 600])
         assert_skipped_exactly(invent(seed, microbatches, kinds[seed % 4]))
+
+
+@chunks(80)
+def test_skipped_repetitions_of_any_stages_a_rank(seeds):
+    for seed in seeds:
+        assert_skipped_exactly(invent_placed(seed, Random(seed).choice([20, 50, 100])))
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe"])

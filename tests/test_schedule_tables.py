@@ -151,24 +151,6 @@ def test_one_rank_may_hold_several_stages():
     assert (made.rank_of, made.chunks, made.num_ranks, made.chain) == ((0, 0), 2, 1, 2)
     assert str(made) == "two: 2 stages on 1 rank, 1 microbatch\nrank 0: F0@0 F0@1 B0@1 B0@0"
     assert repr(made) == "Schedule(two: 2 stages on 1 rank, 1 microbatch)"
-    with pytest.raises(ScheduleError, match="two: rounds are for stage s on rank s"):
-        made.rounds()
-
-
-def test_rounds_are_refused_for_halves_pairs_copies_and_no_flush():
-    halves = [[Action(F, 0, 0), Action(I, 0, 0), Action(W, 0, 0)]]
-    pair = [[Action(F, 0, 0), (Action(F, 0, 1), Action(B, 0, 0)), Action(B, 0, 1)]]
-    plain = [[Action(F, s, 0), Action(B, s, 0)] for s in range(2)]
-    for made in (
-        Schedule("halves", 1, 1, halves),
-        Schedule("pair", 1, 2, pair),
-        Schedule("copies", 2, 1, plain, copies=2),
-        Schedule("turned", 2, 1, plain[::-1], rank_of=(1, 0)),
-        Schedule("pipedream", 2, 1, plain, weights="stashed"),
-    ):
-        made.check()
-        with pytest.raises(ScheduleError, match=f"{made.name}: rounds are for"):
-            made.rounds()
 
 
 @pytest.mark.parametrize(

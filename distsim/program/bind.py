@@ -23,7 +23,7 @@ from distsim.program.table import (
 )
 from distsim.program.tail import Tail
 from distsim.schedule import LATER, IssueOrder, Kind, Schedule, issue_order
-from distsim.schedule.rounds import Ints
+from distsim.schedule.table import Ints
 
 _KINDS = tuple(Kind)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from distsim.errors import IRError
 from distsim.ir import Function, Value
 from distsim.schedule import Action, IssueOrder, Kind
-from distsim.schedule.rounds import Ints
+from distsim.schedule.table import Ints
 
 FIRST, SECOND, ONCE, LATEST, EVERY = range(5)
 """Of which microbatch a key is: the row's first or second one; of none, there is one value a step; of that

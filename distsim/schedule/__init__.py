@@ -4,7 +4,6 @@ from distsim.schedule.action import Action, Cell, Kind
 from distsim.schedule.catalogue import SCHEDULES, Generator, schedule
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
 from distsim.schedule.refusals import WEIGHTS
-from distsim.schedule.rounds import Rounds
 from distsim.schedule.table import Schedule
 from distsim.schedule.torch_csv import read_csv, write_csv
 from distsim.schedule.warm_up import gpipe, one_f_one_b
@@ -19,7 +18,6 @@ __all__ = [
     "Generator",
     "IssueOrder",
     "Kind",
-    "Rounds",
     "Schedule",
     "gpipe",
     "issue_order",

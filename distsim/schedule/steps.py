@@ -83,23 +83,3 @@ def run_steps(
         ends_step[ran - 1] = True
         now += 1
     return ran
-
-
-@compiled
-def count_repeated(stage: Any, code: Any, steps: Any, runs: Any) -> None:
-    """Count the steps that are run again later, with every microbatch one higher.
-
-    ``runs[n - 1, t]``: how many steps from step ``t`` on, without a gap, are run again ``n`` steps after
-    each. Step ``t`` are the actions ``steps[t]:steps[t + 1]``, of codes 2 * microbatch + phase.
-    """
-    count = len(steps) - 1
-    for n in range(1, len(runs) + 1):
-        for t in range(count - n - 1, -1, -1):
-            first, size = steps[t], steps[t + 1] - steps[t]
-            shift = steps[t + n] - first
-            same = steps[t + n + 1] - steps[t + n] == size
-            i = first
-            while same and i < first + size:
-                same = stage[i + shift] == stage[i] and code[i + shift] == code[i] + 2
-                i += 1
-            runs[n - 1, t] = runs[n - 1, t + 1] + 1 if same else 0

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind, cell_text
 from distsim.schedule.refusals import Ranks, check_cell, check_complete, check_placement, count, deadlock
-from distsim.schedule.rounds import Bools, Ints, Rounds, find_rounds
 from distsim.schedule.steps import run_steps
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 _KINDS = tuple(Kind)
 # What each kind adds to the number of pairs of a stage and a microbatch that are held.
@@ -33,7 +36,7 @@ class Schedule:
 
     A cell is an action, or a pair of two that overlap: they start when both can and end together. Where
     ranks are given, a cell of one action may be given as the action. Making a Schedule verifies nothing,
-    so that a hand-made one can be looked at; :meth:`check`, :meth:`order` and :meth:`rounds` verify it.
+    so that a hand-made one can be looked at; :meth:`check` and :meth:`order` verify it.
     Schedules are compared by value. One made :meth:`from_codes` is kept as integers and has its
     :class:`Action` objects made when they are read.
 
@@ -144,6 +147,11 @@ class Schedule:
     def chunks(self) -> int:
         """The most stages that a rank holds."""
         return int(np.bincount(self.rank_of, minlength=1).max())
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is listed in two halves."""
+        return any(bool((row % 4 == Kind.BACKWARD_INPUT.code).any()) for row in self.codes)
 
     @property
     def chain(self) -> int:
@@ -287,15 +295,6 @@ class Schedule:
         cells, _ = self._merged
         return np.concatenate([_NO_CELLS, *self.codes])[cells]
 
-    def rounds(self) -> Rounds:
-        """The same order, with the steps that repeat written once; for whole backwards and a stage a rank.
-
-        Raises:
-            ScheduleError: as :meth:`order`; or a rank has several stages or not that of its number, or
-                there are pairs, or backwards in two halves, or no flush.
-        """
-        return self._rounds
-
     def check(self) -> None:
         """Verify that every action is there once, on its rank, and that the ranks never wait in a circle.
 
@@ -316,17 +315,6 @@ class Schedule:
             if end:
                 steps.append([])
         return tuple(map(tuple, steps[:-1]))
-
-    @cached_property
-    def _rounds(self) -> Rounds:
-        stage, ends_step = self.merged()
-        first, second = self.codes_in_order.T
-        plain = (self.copies, self.weights, self.rank_of) == (1, "flush", tuple(range(self.num_stages)))
-        if not plain or ((first & 3) > 1).any() or (second >= 0).any():
-            raise ScheduleError(
-                f"{self.name}: rounds are for stage s on rank s, F and B one by one, a flush; read order()"
-            )
-        return find_rounds(stage, 2 * ((first >> 2) // max(self.num_stages, 1)) + (first & 3), ends_step)
 
     @cached_property
     def _merged(self) -> tuple[Ints, Bools]:

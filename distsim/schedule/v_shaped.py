@@ -14,9 +14,8 @@ import numpy as np
 
 from distsim.errors import ScheduleError
 from distsim.schedule.refusals import count
-from distsim.schedule.rounds import Ints
 from distsim.schedule.sizes import check_microbatches, check_sizes
-from distsim.schedule.table import Schedule
+from distsim.schedule.table import Ints, Schedule
 
 _Part = tuple[str, int]
 """Letters of a row, and how often they are repeated."""

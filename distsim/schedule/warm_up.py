@@ -13,9 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from distsim.schedule.rounds import Ints
 from distsim.schedule.sizes import check_microbatches, check_sizes
-from distsim.schedule.table import Schedule
+from distsim.schedule.table import Ints, Schedule
 
 
 @dataclass(frozen=True)

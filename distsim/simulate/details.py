@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from distsim.ir import Op
-from distsim.program.table import BoundBlock
+from distsim.program.table import BoundBlock, Table
 from distsim.simulate.maxplus.engine import ProgramRun
 from distsim.simulate.maxplus.kernels import evaluate
 from distsim.simulate.maxplus.record import Record, record_of
@@ -28,7 +28,6 @@ class ProgramTimeline:
         self.run, self.program, self.model = run, run.program, run.model
         self.wiring = run.model.wiring
         self.products = self.wiring.products
-        self.table = run.program.table()
         self._names: dict[int, list[str]] = {}
 
     @property
@@ -41,6 +40,11 @@ class ProgramTimeline:
         """The rank classes, rank by rank."""
         members = tuple(group for own in self.wiring.ranks.slices for group in own.members)
         return RankClasses(members, lockstep=True)
+
+    @cached_property
+    def table(self) -> Table:
+        """The table of calls."""
+        return self.program.table()
 
     @property
     def step_time(self) -> float:
@@ -98,7 +102,8 @@ class ProgramTimeline:
         wanted = [rank is None or rank in self.block_of(product).ranks for product in self.products]
         sizes = [len(product.tasks) for product in self.products]
         first = 0
-        for call, product in enumerate(self.record.product.tolist()):
+        numbers: list[int] = self.record.product.tolist()
+        for call, product in enumerate(numbers):
             if wanted[product] and sizes[product]:
                 yield self._piece(first, call, product)
             first += sizes[product]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from distsim.errors import PartitionError
 from distsim.schedule import SCHEDULES, Schedule, schedule
-from distsim.schedule.rounds import Ints
+from distsim.schedule.table import Ints
 from distsim.stage_balance.cost import BlockCost, Communication, check_count
 from distsim.stage_balance.memory import most_of
 

@@ -19,8 +19,6 @@ Address = tuple[Value, int]
 Result = tuple[int, int]
 """(block, output)."""
 
-NOBODY: tuple[Result, ...] = ()
-
 
 def address(key: Key) -> Address:
     """Return what a key is a value of."""
@@ -30,9 +28,10 @@ def address(key: Key) -> Address:
 class Flow:
     """Which blocks make what each block of a set reads.
 
-    ``makers`` are the results that are kept under an address: several for a sum, or where microbatches differ
-    in who makes them. What is read after all of them have run, as one value a step or the latest, is that of
-    the block that ran last: ``contested`` are those (reader, makers), and which block that is, a table tells
+    ``sources`` [blocks, inputs] are the results that may be what is read: several for a sum, or where
+    microbatches differ in who makes them, none for what is there from the start; ``makers`` are their blocks.
+    What is read after all of them have run, as one value a step or the latest, is that of the block that ran
+    last: ``contested`` are those (reader, makers), and which block that is, a table tells
     (:meth:`last_makers`).
     """
 
@@ -43,15 +42,16 @@ class Flow:
         for n, block in enumerate(self.blocks):
             for place, key in enumerate(block.makes):
                 made.setdefault(address(key), {})[n] = place
-        self.makers = {at: tuple(places.items()) for at, places in made.items()}
-        self.sets = {at: tuple(places) for at, places in made.items()}
+        results = {at: (tuple(places), tuple(places.items())) for at, places in made.items()}
+        nobody: tuple[tuple[int, ...], tuple[Result, ...]] = ((), ())
+        found = [[results.get(address(key), nobody) for key in block.reads] for block in self.blocks]
+        self.makers = [[makers for makers, _ in own] for own in found]
+        self.sources = [[sources for _, sources in own] for own in found]
         contested: dict[tuple[int, tuple[int, ...]], None] = {}
         for n, block in enumerate(self.blocks):
-            for key in block.reads:
-                if key.which in (ONCE, LATEST):
-                    makers = self.sets.get(address(key), ())
-                    if len(makers) > 1:
-                        contested[n, makers] = None
+            for key, makers in zip(block.reads, self.makers[n], strict=True):
+                if len(makers) > 1 and key.which in (ONCE, LATEST):
+                    contested[n, makers] = None
         self.contested = tuple(contested)
 
     @cached_property
@@ -76,10 +76,6 @@ class Flow:
     def key_of(self, block: int, place: int) -> Key:
         """Return the key of an input of a block."""
         return self.blocks[block].reads[place]
-
-    def makers_of(self, block: int, place: int) -> tuple[Result, ...]:
-        """Return the results that may be what a block reads; none if it is there from the start."""
-        return self.makers.get(address(self.key_of(block, place)), NOBODY)
 
 
 def _last(makers: Sequence[int], reader: int, last: Ints) -> int:

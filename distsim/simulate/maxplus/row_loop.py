@@ -147,15 +147,32 @@ def write_line(r: int, k: int, q: int, ahead: int, rows: Any, products: Any, tim
 
 
 @inner
-def is_on_line(k: int, q: int, ahead: int, logs: Any, log: Any, logged: int) -> bool:
-    """Whether what repetition ``k + ahead`` wrote, in ``log``, is what the line says."""
+def fill_lines(r: int, k: int, q: int, periods: int, rows: Any, products: Any, times: Any, logs: Any) -> None:
+    """Write what so many periods after ``k`` leave in cells per microbatch."""
+    step, at = rows.advance[r], 0
+    for row in range(rows.start[r], rows.start[r + 1]):
+        for p in range(products.first[rows.block[row]], products.first[rows.block[row] + 1]):
+            for i in range(products.out_start[p], products.out_start[p + 1]):
+                which = products.out_which[i]
+                for like in range(k - q + 1, k + 1 if which < 2 else 0):
+                    now = logs[like % len(logs), at]
+                    grown = now - logs[(like - q) % len(logs), at]
+                    cell = products.out_base[i] + rows.microbatch[row, which] + like * step
+                    for n in range(1, periods + 1):
+                        times[cell + n * q * step] = now + n * grown
+                at += 1
+
+
+@inner
+def off_line(k: int, q: int, ahead: int, logs: Any, log: Any) -> int:
+    """Return how many times that repetition ``k + ahead`` wrote, in ``log``, are not what the line says."""
     n = (ahead + q - 1) // q
     like = k + ahead - n * q
     now, before = logs[like % len(logs)], logs[(like - q) % len(logs)]
-    for at in range(logged):
-        if log[at] != now[at] + n * (now[at] - before[at]):
-            return False
-    return True
+    count = 0
+    for at in range(len(log)):
+        count += log[at] != now[at] + n * (now[at] - before[at])
+    return count
 
 
 @inner
@@ -180,10 +197,9 @@ def jump(r: int, k: int, q: int, tables: Any, times: Any, x: Any, logs: Any, log
         right = True
         for ahead in range(far + 1, far + q + 1):
             run_rows(begin, end, (k + ahead) * step, rows, products, times, x, log)
-            right = right and is_on_line(k, q, ahead, logs, log, logged)
+            right = right and off_line(k, q, ahead, logs, log) == 0
         if right:
-            for ahead in range(1, far + q + 1):
-                write_line(r, k, q, ahead, rows, products, times, logs)
+            fill_lines(r, k, q, periods, rows, products, times, logs)
             return far + q
         periods //= 4
     write_line(r, k, q, 0, rows, products, times, logs)
@@ -223,7 +239,7 @@ def run_rounds(rows: Any, products: Any, reach: Any, longest: int, widest: int, 
             run_rows(begin, end, k * step, rows, products, times, x, log)
             latest[k % kept] = log.max() if logged else 0.0
             computed += 1
-            jumped = 0
+            q = jumped = 0
             for q in range(1, periods + 1):
                 back = max(q, reach.lag[r])
                 if k < resume or k + 1 < since + 2 * q + back or k + 2 * q >= repeats:

@@ -18,7 +18,7 @@ from distsim.ir import NO_ATTRIBUTES, Attributes, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
 from distsim.program.table import LATEST, ONCE, BoundBlock, Key
-from distsim.simulate.maxplus.flow import Address, Flow, Result, address
+from distsim.simulate.maxplus.flow import Address, Flow, address
 from distsim.simulate.tasks.block_matrix import (
     START,
     BlockTasks,
@@ -102,7 +102,10 @@ class Wirer:
     ) -> None:
         self.flow, self.ranks, self.tasks = flow, ranks, tasks
         self.cost_model, self.overlap = cost_model, overlap
-        self.last = {pair: maker for pair, maker in zip(flow.contested, last, strict=True) if maker >= 0}
+        self.makers, self.sources = list(flow.makers), list(flow.sources)
+        for (reader, makers), maker in zip(flow.contested, last, strict=True):
+            if maker >= 0:
+                self._settle(reader, makers, maker)
         places = [(r, c) for r, own in enumerate(ranks.slices) for c in range(len(own.members))]
         self.classes = {place: number for number, place in enumerate(places)}
         self.registers: dict[tuple[object, ...], int] = {}
@@ -183,50 +186,49 @@ class Wirer:
 
     # --- what may delay a block -----------------------------------------------------------------------
 
-    def _makers(self, number: int, place: int) -> tuple[Result, ...]:
-        """Return the results that may be what a block reads."""
-        flow, key = self.flow, self.flow.key_of(number, place)
-        found = flow.makers_of(number, place)
-        if len(found) > 1 and key.which in (ONCE, LATEST):
-            last = self.last.get((number, flow.sets[address(key)]))
-            if last is not None:
-                return tuple([result for result in found if result[0] == last])
-        return found
+    def _settle(self, reader: int, makers: tuple[int, ...], last: int) -> None:
+        """Let a block that runs after several makers of what it reads read what the last of them made."""
+        own = list(zip(self.flow.blocks[reader].reads, self.makers[reader], strict=True))
+        late = [key.which in (ONCE, LATEST) and each == makers for key, each in own]
+        self.makers[reader] = [(last,) if after else each for after, (_, each) in zip(late, own, strict=True)]
+        self.sources[reader] = [
+            tuple([result for result in each if result[0] == last]) if after else each
+            for after, each in zip(late, self.sources[reader], strict=True)
+        ]
 
     def _uncovered(self, number: int) -> list[Place]:
         """Return the (input, rank class) for which a block waits on streams that may all be free before."""
         block, tasks = self.flow.blocks[number], self.tasks[number]
         if tasks is None:
             return self._uncovered_transfer(number, block)
-        makers = [self._makers(number, place) for place in range(len(block.reads))]
+        makers, sources, ports = self.makers[number], self.sources[number], list(tasks.port_of)
         groups: dict[tuple[int, ...], list[int]] = {}
-        for port, (place, _) in enumerate(tasks.ports.tolist()):
+        for port, (place, _) in enumerate(ports):
             if makers[place]:
-                groups.setdefault(tuple([maker for maker, _ in makers[place]]), []).append(port)
+                groups.setdefault(makers[place], []).append(port)
         found: list[Place] = []
-        for group, ports in groups.items():
-            entered = tasks.order.enters[ports]
+        for group, own in groups.items():
+            entered = tasks.order.enters[own]
             hidden = np.ones_like(entered)
             for n, maker in enumerate(group):
-                places = np.array([(makers[p][n][1], c) for p, c in tasks.ports[ports].tolist()], np.int64)
-                hidden &= self._hidden(maker, places, self.streams[number])
-            late = ~(hidden & entered).any(axis=1)
-            for port in np.array(ports, np.int64)[late].tolist():
-                place, rank_class = tasks.ports[port].tolist()
-                if not self._waited(number, (place, rank_class), tasks.order.enters[port], makers):
-                    found.append((place, rank_class))
+                results = np.array([(sources[ports[p][0]][n][1], ports[p][1]) for p in own], np.int64)
+                hidden &= self._hidden(maker, results, self.streams[number])
+            late: list[int] = np.array(own, np.int64)[~(hidden & entered).any(axis=1)].tolist()
+            for port in late:
+                if not self._waited(number, ports[port], tasks.order.enters[port]):
+                    found.append(ports[port])
         return found
 
     def _uncovered_transfer(self, number: int, block: BoundBlock) -> list[Place]:
-        makers = self._makers(number, 0)
+        makers = self.sources[number][0]
         if not makers:
             return []
         classes = self._pairs(block) if block.target >= 0 else [(c, c) for c in range(self._width(block))]
         found: dict[Place, None] = {}
         for pair in classes:
-            streams, each = self._occupied(block, pair), [(maker, place) for maker, place in makers]
+            streams = self._occupied(block, pair)
             hidden = np.ones((1, len(streams)), np.bool_)
-            for maker, place in each:
+            for maker, place in makers:
                 hidden &= self._hidden(maker, np.array([(place, pair[0])], np.int64), streams)
             if not hidden.any():
                 found[0, pair[0]] = None
@@ -249,14 +251,14 @@ class Wirer:
             found |= np.outer(results[:, 1] == target, np.isin(streams, own))
         return found
 
-    def _waited(self, number: int, entry: Place, enters: Bools, makers: Sequence[Sequence[Result]]) -> bool:
+    def _waited(self, number: int, entry: Place, enters: Bools) -> bool:
         """Whether blocks that must have run for the same microbatch waited for the same on such a stream."""
         key = self.flow.key_of(number, entry[0])
         if key.which >= ONCE:
             return False
         seen: set[tuple[int, ...]] = set()
-        for other, made in zip(self.flow.blocks[number].reads, makers, strict=True):
-            before = tuple([maker for maker, _ in made])
+        reads, makers, sources = self.flow.blocks[number].reads, self.makers[number], self.sources[number]
+        for other, before, made in zip(reads, makers, sources, strict=True):
             if other.which != key.which or not before or before in seen:
                 continue
             seen.add(before)
@@ -284,11 +286,11 @@ class Wirer:
         if entry in self.entries[number]:
             return
         self.entries[number][entry] = None
-        for maker, place in self._makers(number, entry[0]):
+        for maker, place in self.sources[number][entry[0]]:
             self.results[maker][place, entry[1]] = None
             tasks = self.tasks[maker]
             made = START if tasks is None else int(tasks.makers[place, entry[1]])
-            if made < START and self._makers(maker, -2 - made):  # it returns what it reads, as it came
+            if made < START and self.sources[maker][-2 - made]:  # it returns what it reads, as it came
                 self._enter(maker, (-2 - made, entry[1]))
 
     # --- products -------------------------------------------------------------------------------------

@@ -147,7 +147,11 @@ def _multiplies(op: Op) -> bool:
 
 
 def costs_of(
-    local: Sharded, blocks: ModelBlocks, slice_: Mesh, cost_model: CostModel
+    local: Sharded,
+    blocks: ModelBlocks,
+    slice_: Mesh,
+    cost_model: CostModel,
+    halves: bool = False,
 ) -> tuple[BlockCost, ...]:
     """Return what the blocks cost on a slice (axes dp, tp) of the mesh that runs one stage."""
     count = len(blocks)
@@ -155,7 +159,7 @@ def costs_of(
     # Each block is a stage on ranks of its own, which lie nowhere; all are timed on the slice.
     devices = [replace(slice_.devices[0], id=number) for number in range(count * len(slice_))]
     program = cut.program(Mesh(devices, pp=count, **dict(slice_.axes)), gpipe(count, 2))
-    return program_costs(program, cost_model, blocks.names, slice_)
+    return program_costs(program, cost_model, blocks.names, slice_, halves)
 
 
 def block_costs(

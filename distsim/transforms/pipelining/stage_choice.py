@@ -99,7 +99,7 @@ def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostMo
     blocks = model_blocks(local, on_device)
     if len(blocks) < stages:
         return []
-    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model)
+    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model, schedule.splits_backward)
     limits = [min(d.memory for d in own.devices) for own in mesh.slices("pp")]
     problem = StageProblem(costs, schedule, mesh_communication(mesh, cost_model), limits)
     found: list[_Candidate] = []
