@@ -16,8 +16,9 @@ from distsim.report.timeline import timeline_figure
 from distsim.schedule import Kind, one_f_one_b, schedule
 from distsim.simulate import Simulator
 from distsim.simulate.action_times import ActionTimes
-from distsim.simulate.calls import call_times
+from distsim.simulate.calls import call_times, communication_times
 from distsim.simulate.schedule_times import time_schedule
+from distsim.simulate.tasks.rank_classes import communicates
 from distsim.transforms import SGD, differentiate
 
 
@@ -136,6 +137,24 @@ def test_calls_are_the_same_by_both_engines(overlap):
         assert other.keys() == found[0].keys()
         for key, parts in other.items():
             assert parts == tuple([pytest.approx(part, rel=1e-12) for part in found[0][key]]), key
+
+
+def test_communication_is_the_union_of_its_spans():
+    joint = differentiate(small_mlp(layers=4, width=64, batch=64), SGD())
+    program = laid_out(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 4))
+    simulation = Simulator(CostModel(topology_of(4))).simulate(program)
+    found = communication_times(simulation)
+    spans = [span for span in simulation.spans() if communicates(span.op) and span.end > span.start]
+    assert found.keys() == {span.stream.rank_class for span in spans} == {0, 1}
+    for rank_class, pieces in found.items():
+        own = [(span.start, span.end) for span in spans if span.stream.rank_class == rank_class]
+        edges = sorted({moment for span in own for moment in span})
+        for left, right in itertools.pairwise(edges):
+            middle = (left + right) / 2
+            covered = [sum(start < middle < end for start, end in these) for these in (own, pieces)]
+            assert bool(covered[0]) == bool(covered[1]) and covered[1] <= 1
+    (whole,) = communication_times(simulation, near=simulation.step_time)[0]
+    assert whole == (found[0][0][0], found[0][-1][1])
 
 
 # --- times and text of a schedule ----------------------------------------------------------------------
