@@ -31,17 +31,23 @@ from distsim.transforms.sharding.shard import Sharded, shard
 
 
 def parallelize(
-    function: Function, plan: Plan, topology: Topology, cost_model: CostModel | None = None
+    function: Function,
+    plan: Plan,
+    topology: Topology,
+    cost_model: CostModel | None = None,
+    schedule: Schedule | None = None,
 ) -> Program:
     """Return the scheduled training step of a joint function under ``plan``.
 
     The first ``plan.devices`` devices of ``topology`` are used: tensor-parallel ranks next to each
     other, where links are fastest, then data-parallel ones, then pipeline stages. Where stages begin and
-    what is computed again depends on ``cost_model``, by default ``CostModel(topology)``. Raises
+    what is computed again depends on ``cost_model``, by default ``CostModel(topology)``. ``schedule``, such
+    as a table of one's own, runs in place of the one that the plan names. Raises
     :class:`PlanError` when the plan does not fit the topology, the batch or the function, and
     :class:`CostError` for a cost model of another topology.
     """
-    return build_program(function, _mesh(plan, topology), plan, cost_model_of(topology, cost_model))
+    costs = cost_model_of(topology, cost_model)
+    return build_program(function, _mesh(plan, topology), plan, costs, schedule)
 
 
 def build_program(

@@ -169,7 +169,7 @@ def test_parameters_state_and_updates_take_a_part_of_the_memory() -> None:
     plans = [
         laid_out(joint, mesh_of(4, 1, 1), schedule("1f1b", 1, 1), "none", f) for f in ("none", "reshard")
     ]
-    whole, part = (program_memory(program).stages[0].end for program in plans)
+    whole, part = (program_memory(program).ranks[0].end for program in plans)
     loss = 8
     assert part - loss == (whole - loss) / 4
     for op in all_ops(local_of("mlp", 4).function):
@@ -245,7 +245,7 @@ def test_530b_is_divided_over_1120_ranks() -> None:
     program = laid_out(joint, mesh, schedule("1f1b", 1, 1), "full", "reshard")
     assert_all_divided(program)
     own = sum(2 * math.ceil(v.type.size / ranks) for v in joint.parameters)
-    (use,) = program_memory(program).stages
+    (use,) = program_memory(program).ranks
     assert (use.by_kind["parameters"], use.by_kind["state"]) == (own, 2 * own)
     elements = 2 * (12 * hidden**2 + 13 * hidden) + (2 * vocab + seq + 2) * hidden
     assert 0 <= own - 2 * elements / ranks < 2 * len(joint.parameters)

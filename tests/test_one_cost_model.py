@@ -10,7 +10,7 @@ import pytest
 from cli_cases import run
 from training_models import Maker, flat_mlp, mesh_of, topology_of
 
-import distsim.cli
+import distsim.commands.simulate
 from distsim.compose import build_program, parallelize
 from distsim.device_placement import problem_of
 from distsim.device_placement.partitioned import partition_model
@@ -250,7 +250,9 @@ def test_a_partition_is_that_of_the_rules():
 
 def with_rules(monkeypatch, name):
     monkeypatch.setattr(
-        distsim.cli, "CostModel", lambda topology, strict=False: CostModel(topology, strict, Dear(name))
+        distsim.commands.simulate,
+        "CostModel",
+        lambda topology, strict=False: CostModel(topology, strict, Dear(name)),
     )
 
 

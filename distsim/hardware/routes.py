@@ -56,7 +56,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class PeerCosts:
     """Sums over the peers of a rank: seconds per byte, and latencies; the worst rank's and the first's."""
 
     worst_slowness: float
@@ -69,7 +69,7 @@ class Exchange:
 class _Cache:
     version: int
     routes: dict[Group, Route] = field(default_factory=dict[Group, Route])
-    exchanges: dict[Group, Exchange] = field(default_factory=dict[Group, Exchange])
+    exchanges: dict[Group, PeerCosts] = field(default_factory=dict[Group, PeerCosts])
     channels: dict[Hop, tuple[Channel, ...]] = field(default_factory=dict[Hop, tuple[Channel, ...]])
 
 
@@ -94,7 +94,7 @@ def find_route(group: Group, topology: Topology) -> Route:
     return route
 
 
-def find_exchange(group: Group, topology: Topology) -> Exchange:
+def find_exchange(group: Group, topology: Topology) -> PeerCosts:
     """Return what the ranks of a group have between them and all their peers."""
     cache = _cache(topology)
     found = cache.exchanges.get(group)
@@ -199,7 +199,7 @@ def rails_of(parts: Iterable[tuple[Group, ...]], count: int) -> tuple[Group, ...
     return tuple([tuple(part[i] for part in cut) for cut in parts for i in range(count)])
 
 
-def _exchange(group: Group, topology: Topology) -> Exchange:
+def _exchange(group: Group, topology: Topology) -> PeerCosts:
     slowness, latency = [0.0] * len(group), [0.0] * len(group)
     if topology.has_shared_ports:
         return _shared_exchange(group, topology)
@@ -220,10 +220,10 @@ def _exchange(group: Group, topology: Topology) -> Exchange:
                     slowness[i] += peers / level.link.achieved
                     latency[i] += peers * level.link.latency
                     reached[i] = len(part)
-    return Exchange(max(slowness), max(latency), slowness[0], latency[0])
+    return PeerCosts(max(slowness), max(latency), slowness[0], latency[0])
 
 
-def _shared_exchange(group: Group, topology: Topology) -> Exchange:
+def _shared_exchange(group: Group, topology: Topology) -> PeerCosts:
     """Where ports are shared: a byte to each peer keeps a channel busy for what all its ranks put on it.
 
     The first rank on its own (a scatter) shares with no one, but passes the narrowest channel.
@@ -240,4 +240,4 @@ def _shared_exchange(group: Group, topology: Topology) -> Exchange:
         math.fsum(1 / min(channel.capacity for channel in channels(a, b, topology)) for b in group if b != a)
         for a in group
     )
-    return Exchange(max(slowness, one), max(latencies), first, latencies[0])
+    return PeerCosts(max(slowness, one), max(latencies), first, latencies[0])

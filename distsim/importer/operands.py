@@ -14,8 +14,8 @@ import onnx.helper
 from distsim.errors import ImportModelError, ModelLimitError
 from distsim.importer.limits import MAX_NEEDED, STATIC_ELEMENTS
 from distsim.importer.tensors import embedded_array, is_external
-from distsim.ir.op import Literal, Value
 from distsim.ir.type import as_tensor
+from distsim.ir.value import Literal, Value
 from distsim.ops.onnx_bridge import schema_of
 from distsim.ops.operator import Array
 

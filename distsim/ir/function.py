@@ -1,11 +1,43 @@
-"""Functions: frozen, typed, in topological order."""
+"""Ops and functions, which hold each other: frozen, typed, in topological order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from distsim.ir.op import Op, Role, Value
+from distsim.ir.value import NO_ATTRIBUTES, Attributes, Role, Value
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """One application of an operator. A ``Call`` carries its callee in ``subfunctions``.
+
+    ``version`` is the ONNX operator-set version whose meaning the op has; None is the house version
+    (``distsim.ops.OPSET``).
+    """
+
+    op_type: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    attributes: Attributes = NO_ATTRIBUTES
+    subfunctions: tuple[Function, ...] = ()
+    version: int | None = None
+    name: str = field(default="")
+
+    @property
+    def is_call(self) -> bool:
+        """Whether this is a Call, which runs another function."""
+        return self.op_type == "Call"
+
+    @property
+    def callee(self) -> Function:
+        """The function that a ``Call`` runs."""
+        return self.subfunctions[0]
+
+    def __repr__(self) -> str:
+        outputs = ", ".join(value.name for value in self.outputs)
+        inputs = ", ".join(value.name for value in self.inputs)
+        return f"{outputs} = {self.op_type}({inputs})"
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)

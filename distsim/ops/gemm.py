@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.matmul import Dims, Shape, signature_shapes, unlabel
 from distsim.ops.operator import (
     Array,

@@ -22,8 +22,8 @@ from onnx.reference import ReferenceEvaluator
 
 from distsim.errors import TypeRuleError, UnknownOperatorError
 from distsim.ir.device import Device, Mesh
-from distsim.ir.op import Attributes, Literal
 from distsim.ir.type import BFloat16, DType, Float16, Tensor, from_numpy
+from distsim.ir.value import Attributes, Literal
 from distsim.ops.operator import Array, common_device
 
 OPSET = 20

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
+from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.op import Attributes, Op, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 
 Array = npt.NDArray[Any]
 

@@ -8,9 +8,9 @@ from functools import lru_cache
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes
 from distsim.ir.registry import set_type_rule
 from distsim.ir.type import Tensor, Type
+from distsim.ir.value import Attributes
 from distsim.ops.bounds import check_bounds
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types
 from distsim.ops.operator import Array, Signature, Work, operator

@@ -11,10 +11,11 @@ from typing import Any
 from distsim.errors import SimulationError
 from distsim.program.program import Program
 from distsim.report.action_boxes import COLOURS, Box, Mark, chunk_of, draw_boxes, legend
-from distsim.report.labels import ranks_label, stream_label, time_scale
+from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
 from distsim.simulate import Simulation
 from distsim.simulate.calls import CallTime, call_times, communication_times
+from distsim.simulate.quantities import time_scale
 from distsim.simulate.tasks.rank_classes import communicates
 
 _STREAM_COLOURS = {"compute": "#0072b2", "collective": "#e69f00", "send and receive": "#009e73"}

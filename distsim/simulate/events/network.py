@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from distsim.cost.cost_model import Group, collective_of
 from distsim.errors import SimulationError
-from distsim.hardware import Channel, Transfer, collective_transfer, port
+from distsim.hardware import Channel, FluidCollective, collective_transfer, port
 from distsim.hardware.routes import Hop
 from distsim.ir import Device, Op, Topology
 from distsim.ops import signature_of
@@ -31,10 +31,10 @@ class Network:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._transfers: dict[tuple[str, float, Group], Transfer] = {}
+        self._transfers: dict[tuple[str, float, Group], FluidCollective] = {}
         self._version = topology.version
 
-    def transfer(self, op: Op, group: Group) -> Transfer:
+    def transfer(self, op: Op, group: Group) -> FluidCollective:
         """Return what a communication op moves over one of its groups."""
         if self._version != self.topology.version:
             self._transfers.clear()
@@ -114,14 +114,14 @@ class _Finder:
         ]
         return Flows(of_task, tuple(channels))
 
-    def flow(self, task: int, transfer: Transfer) -> Flow | None:
+    def flow(self, task: int, transfer: FluidCollective) -> Flow | None:
         """Return the flow of a task, ``None`` where nothing has to be moved."""
         key = (id(transfer), self.durations[task])  # the network keeps the transfer
         if key not in self.flows:
             self.flows[key] = self._flow(task, transfer)
         return self.flows[key]
 
-    def _flow(self, task: int, transfer: Transfer) -> Flow | None:
+    def _flow(self, task: int, transfer: FluidCollective) -> Flow | None:
         loads = self._loads(task, transfer)
         seconds = self.durations[task]
         # The cost model may have rules of its own, and ops jitter: latency and transfer in proportion.
@@ -134,7 +134,7 @@ class _Finder:
         numbered = [(self.numbers.setdefault(c, len(self.numbers)), rate) for c, rate in demands.items()]
         return Flow(latency, moving, demands[bound], tuple(numbered))
 
-    def _loads(self, task: int, transfer: Transfer) -> dict[Channel, float]:
+    def _loads(self, task: int, transfer: FluidCollective) -> dict[Channel, float]:
         topology = self.network.topology
         loads = transfer.loads(topology)
         for key in (*loads, *(hop for hop, _ in transfer.hops)):

@@ -7,14 +7,17 @@ that are unlike any other, say what all rows do, if no memory passes between mic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from distsim.ir import Function, Op, Role, Type, Value
 from distsim.program.table import CONCAT, FIRST, LATEST, ONCE, SEND
-from distsim.simulate.memory.rank_calls import Places, RankCalls, SlotCall, TailCall, size_of
+from distsim.simulate.memory.rank_calls import Places, RankCalls, SlotCall, TailCall
 
 STEP = -1
 """The label of what there is once a step."""
+SUMMED_BY = (0, 1, 2, 1)
+"""Of the kinds F, B, I, W: those that add to the same sums have the same number."""
 
 
 Cells = tuple[tuple[tuple[int, int], ...], ...]
@@ -24,15 +27,17 @@ Cells = tuple[tuple[tuple[int, int], ...], ...]
 class Sample(NamedTuple):
     """Which microbatches are in an excerpt, by labels from 0, and in which order they run.
 
-    ``ordinary`` tells of each label whether it stands for other microbatches too, ``copies`` of which copy of
-    the model it is. ``latest`` gives the label that is read of slots of which the end of the step reads the
-    latest.
+    ``ordinary`` tells of each label whether it may stand for other microbatches too, ``copies`` which copy of
+    the model is its. ``latest`` gives the label that is read of slots of which the end of the step reads the
+    latest. A ``plain`` sample runs the microbatches in an order that need not be theirs, without the second
+    ones of calls: it says enough if no memory passes between microbatches but in sums that have their own.
     """
 
     cells: Cells
     ordinary: tuple[bool, ...]
     copies: tuple[int, ...]
     latest: tuple[tuple[int, int], ...]
+    plain: bool
 
 
 class Excerpt:
@@ -52,7 +57,7 @@ class Excerpt:
         self.sizes: dict[Value, int] = {}
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
-        self.what: list[tuple[object, ...]] = []
+        self.what: list[tuple[str, int, int]] = []
         self.sums: dict[int, list[Value]] = {}
         self.read_so_far: set[int] = set()
         self._write_cells()
@@ -90,7 +95,7 @@ class Excerpt:
         self._add(Op(SEND, (), (value,)), ("brought", slot, label))
         return value
 
-    def _add(self, op: Op, what: tuple[object, ...]) -> None:
+    def _add(self, op: Op, what: tuple[str, int, int]) -> None:
         self.ops.append(op)
         self.what.append(what)
 
@@ -102,7 +107,7 @@ class Excerpt:
             sends: list[tuple[int, int]] = []
             for family, label in cell:
                 stage, kind = divmod(family, 4)
-                group = (stage, _SUMMED_BY[kind])
+                group = (stage, SUMMED_BY[kind])
                 call = self.blocks.get((family, group in started)) or self.blocks.get((family, False))
                 started.add(group)
                 if call is not None:
@@ -116,17 +121,16 @@ class Excerpt:
         adding = {slot for slot, which in call.makes if which == ONCE}
         reads = [self._read(slot, which, label) for slot, which in call.reads]
         self.read_so_far |= {slot for slot, _ in call.reads if slot in self.sums} - adding
-        makes = self._make(call.function, call.makes, label)
+        makes = self._make(call.makes, call.sizes, label)
         for slot in adding:
             self.sums.setdefault(slot, []).append(self.frame[slot, STEP])
         op = Op("Call", tuple(reads), tuple(makes), subfunctions=(call.function,))
         self._add(op, ("call", family, label))
 
-    def _make(self, function: Function, places: Places, label: int) -> list[Value]:
-        pairs = zip(places, function.outputs, strict=True)
+    def _make(self, places: Places, sizes: Sequence[int], label: int) -> list[Value]:
         return [
-            self._value(slot, self._label(slot, which, label), size_of(output.type))
-            for (slot, which), output in pairs
+            self._value(slot, self._label(slot, which, label), size)
+            for (slot, which), size in zip(places, sizes, strict=True)
         ]
 
     def _bring_the_rest(self) -> None:
@@ -151,13 +155,9 @@ class Excerpt:
         else:
             assert row.function is not None
             reads = tuple([self._read(slot, which, STEP) for slot, which in row.reads])
-            makes = tuple(self._make(row.function, row.makes, STEP))
+            makes = tuple(self._make(row.makes, row.sizes, STEP))
             op = Op("Call", reads, makes, subfunctions=(row.function,))
             self._add(op, ("tail", place, STEP))
 
     def _brought(self, slot: int, which: int, label: int) -> Value:
         return self._value(slot, self._label(slot, which, label), self.calls.slots[slot].nbytes)
-
-
-_SUMMED_BY = (0, 1, 2, 1)
-"""Of the kinds F, B, I, W: those that add to the same sums have the same number."""

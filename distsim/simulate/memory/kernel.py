@@ -15,10 +15,14 @@ import numpy.typing as npt
 from distsim.compile import compiled
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class Steps(NamedTuple):
-    """Changes in order: of which rank, and which; round ``r`` are ``start[r]:start[r + 1]``, ``repeats[r]`` times."""
+    """Changes in order: of which rank, and which.
+
+    Round ``r`` are ``start[r]:start[r + 1]``, ``repeats[r]`` times.
+    """
 
     rank: Ints
     change: Ints
@@ -34,7 +38,10 @@ class Amounts(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """[ranks, columns]: in use now, and at the peak; ``when`` [ranks, 2]: the step and its repetition (-1: the start)."""
+    """[ranks, columns]: in use now, and at the peak.
+
+    ``when`` [ranks, 2]: the step of the peak (-1: before the first) and its repetition.
+    """
 
     level: Ints
     peak: Ints

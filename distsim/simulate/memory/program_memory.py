@@ -41,7 +41,7 @@ def program_memory(program: Program) -> ProgramMemory:
 
 @dataclass(frozen=True, eq=False)
 class ProgramMemory:
-    """Memory in use in a program: ``peaks`` are the bytes per pipeline rank, the rest is worked out when read."""
+    """Memory in use in a program: ``peaks`` are the bytes per pipeline rank, the rest is found when read."""
 
     program: Program
     peaks: tuple[int, ...]

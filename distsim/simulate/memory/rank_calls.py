@@ -1,9 +1,10 @@
-"""What each rank does in a table of calls, with numbers in place of keys: ranks that do the same are equal."""
+"""What each rank does in a table of calls, with numbers for keys: ranks that do the same are equal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -32,11 +33,15 @@ class Slot(NamedTuple):
 
 
 class SlotCall(NamedTuple):
-    """A block of one action: what it reads and makes, and the numbers of the transfers that follow it."""
+    """A block of one action: what it reads and makes, and the numbers of the transfers that follow it.
+
+    ``sizes`` are the bytes of what it makes.
+    """
 
     function: Function
     reads: Places
     makes: Places
+    sizes: tuple[int, ...]
     sends: tuple[int, ...]
 
 
@@ -50,6 +55,7 @@ class TailCall(NamedTuple):
     function: Function | None
     reads: Places
     makes: Places
+    sizes: tuple[int, ...]
     copy: int
 
 
@@ -74,7 +80,7 @@ class Rank(NamedTuple):
     """A pipeline rank: what it does, its stages, and what is which there.
 
     By numbers in the table: ``sent`` gives the numbers of transfers of blocks, ``brought`` the slots that
-    blocks bring, ``tail`` the places in its tail of rows after the last action. ``slots`` are those of values.
+    blocks bring, ``tail`` the places in its tail of rows after the last action; ``slots`` those of values.
     """
 
     calls: RankCalls
@@ -98,11 +104,13 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     numbers: list[int] = np.unique(table.block[:ends]).tolist()
     each = max(schedule.num_microbatches, 1)
     firsts: list[int] = table.microbatch[ends:, 0].tolist()
-    tail = [table.blocks[number] for number in table.block[ends:].tolist()]
+    last: list[int] = table.block[ends:].tolist()
+    tail = [table.blocks[number] for number in last]
     stages: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
     for stage, rank in enumerate(schedule.rank_of):
         stages[rank].append(stage)
-    builders = [_Builder(own, roles[rank]) for rank, own in enumerate(stages)]
+    sizes = cache(size_of)
+    builders = [_Builder(own, roles[rank], sizes) for rank, own in enumerate(stages)]
     for number in numbers:
         block = table.blocks[number]
         if block.kind == SEND:
@@ -133,8 +141,10 @@ def _roles(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Valu
 class _Builder:
     """Numbers the keys of one rank in the order in which its calls name them."""
 
-    def __init__(self, stages: Sequence[int], roles: Mapping[Value, Role]) -> None:
-        self.stages, self.roles = tuple(stages), roles
+    def __init__(
+        self, stages: Sequence[int], roles: Mapping[Value, Role], size_of: Callable[[Type], int]
+    ) -> None:
+        self.stages, self.roles, self.size_of = tuple(stages), roles, size_of
         self.blocks: dict[tuple[int, bool], BoundBlock] = {}
         self.sends: dict[Value, list[int]] = {}
         self.brought: list[tuple[int, Key]] = []
@@ -152,12 +162,17 @@ class _Builder:
         slot = self.number.get(key.value)
         if slot is None:
             slot = self.number[key.value] = len(self.slots)
-            self.slots.append(Slot(size_of(key.value.type), self.roles.get(key.value)))
+            self.slots.append(Slot(self.size_of(key.value.type), self.roles.get(key.value)))
         return slot, key.which
 
     def places(self, keys: Iterable[Key]) -> Places:
         """Return the slots of keys."""
-        return tuple([self.place(key) for key in keys])
+        number, place = self.number, self.place
+        return tuple([(number[k.value], k.which) if k.value in number else place(k) for k in keys])
+
+    def sizes_of(self, function: Function) -> tuple[int, ...]:
+        """Return the bytes of the outputs of a function."""
+        return tuple([self.size_of(value.type) for value in function.outputs])
 
     def add(self, block: BoundBlock) -> None:
         """Take in a block of one action or two."""
@@ -173,29 +188,30 @@ class _Builder:
         """Number the keys of the calls, by stage and kind."""
         summing: dict[int, int] = {}
         for (family, adds), block in sorted(self.blocks.items(), key=lambda item: item[0]):
-            assert block.function is not None
             reads, makes = self.places(block.reads), self.places(block.makes)
             numbers = [number for key in block.makes for number in self._sends(key)]
-            self.calls.append(((family, adds), SlotCall(block.function, reads, makes, tuple(numbers))))
+            call = SlotCall(block.callee, reads, makes, self.sizes_of(block.callee), tuple(numbers))
+            self.calls.append(((family, adds), call))
             for slot, which in makes:
                 if which == ONCE and summing.setdefault(slot, family // 4) != family // 4:
                     raise Irregular  # two copies of a stage on one rank make one sum
 
     def _sends(self, key: Key) -> list[int]:
-        found: list[int] = []
-        for block in self.sends.get(key.value, ()) if key.which != ONCE else ():
+        """Return the numbers of the transfers of what a call makes."""
+        blocks = self.sends.get(key.value, ()) if key.which != ONCE else ()
+        for block in blocks:
             if block not in self.sent:
                 self.sent[block] = len(self.sent_slots)
                 self.sent_slots.append(self.number[key.value])
-            found.append(self.sent[block])
-        return found
+        return [self.sent[block] for block in blocks]
 
     def add_tail(self, row: int, block: BoundBlock, rank: int, copy: int) -> None:
         """Take in a row after the last action."""
         self.tail_number[row] = len(self.tail)
         reads = self.places([key for key in block.reads if key.rank == rank])
         makes = self.places([key for key in block.makes if key.rank == rank])
-        self.tail.append(TailCall(block.kind, block.function, reads, makes, copy))
+        sizes = () if block.function is None else self.sizes_of(block.function)
+        self.tail.append(TailCall(block.kind, block.function, reads, makes, sizes, copy))
 
     def rank(self) -> Rank:
         """Return the rank."""

@@ -135,13 +135,14 @@ class RankUse:
                 for value in plan.left:
                     after = _sum(after, _amounts(-excerpt.sizes[value], frame.kinds[value]))
                 call = _Call(op.callee, plan, after)
-                if what[0] == "call":
-                    self._calls[what[1], what[2]] = call
+                row, number, label = what
+                if row == "call":
+                    self._calls[number, label] = call
                 else:
                     self._changes[what] = _change(call)
             else:
                 self._changes[what] = self._moved(excerpt, frame, op, free)
-        _verify(frame, excerpt)
+        (_verify_plain if excerpt.sample.plain else _verify)(frame, excerpt)
 
     def _moved(self, excerpt: Excerpt, frame: Frame, op: Op, free: Iterable[Value]) -> Change:
         """Return what an op does that moves something."""
@@ -179,35 +180,68 @@ def _change(call: _Call) -> Change:
 # --- is the sample enough -----------------------------------------------------------------------------
 
 
+def _groups(frame: Frame, excerpt: Excerpt) -> dict[Value, list[Value]]:
+    """Return the values that are in each home."""
+    groups: dict[Value, list[Value]] = {}
+    for value in excerpt.places:
+        groups.setdefault(frame.plan.home[value], []).append(value)
+    return groups
+
+
+def _verify_plain(frame: Frame, excerpt: Excerpt) -> None:
+    """Raise :class:`Irregular` if microbatches share memory but in inputs, or sums with anything else."""
+    home, places, inputs = frame.plan.home, excerpt.places, set(excerpt.inputs)
+    if excerpt.read_so_far:
+        raise Irregular
+    slot_of: dict[Value, int] = {}
+    for slot, versions in excerpt.sums.items():
+        if len({home[value] for value in versions}) not in (1, len(versions)):
+            raise Irregular
+        slot_of.update(dict.fromkeys(versions, slot))
+    for owner, values in _groups(frame, excerpt).items():
+        if len(values) == 1:
+            continue
+        labels = {places[value][1] for value in values}
+        slots = {slot_of[value] for value in values if value in slot_of}
+        if slots and (len(slots) > 1 or len(labels) > 1 or owner in inputs):
+            raise Irregular
+        if _shared(labels, excerpt) and not (owner in inputs and places[owner][1] == STEP):
+            raise Irregular
+
+
+def _shared(labels: set[int], excerpt: Excerpt) -> bool:
+    """Whether a home of values of these labels is that of several microbatches."""
+    ordinary = any(label != STEP and excerpt.sample.ordinary[label] for label in labels)
+    return len(labels) > 1 and (ordinary or len(labels - {STEP}) > 1)
+
+
 def _verify(frame: Frame, excerpt: Excerpt) -> None:
     """Raise :class:`Irregular` if what a microbatch does depends on which ones come before or after it.
 
     Where a sum is after its first two calls, it is after every other: all in one home, or each in its own.
     """
-    home, ordinary, inputs = frame.plan.home, excerpt.sample.ordinary, set(excerpt.inputs)
-    if not any(ordinary):
+    home, places, inputs = frame.plan.home, excerpt.places, set(excerpt.inputs)
+    ordinary = {label for label, stands in enumerate(excerpt.sample.ordinary) if stands}
+    if not ordinary:
         return
-    groups: dict[Value, list[Value]] = {}
-    for value in excerpt.places:
-        groups.setdefault(home[value], []).append(value)
-    made = {value: number for number, value in enumerate(excerpt.places)}
+    groups = _groups(frame, excerpt)
+    order = {value: number for number, value in enumerate(places)}
     later: set[Value] = set()
     for slot, versions in excerpt.sums.items():
         homes = {home[value] for value in versions[1:]}
         later |= homes
-        if len(homes) > 1 and any([len(groups[owner]) > 1 for owner in homes]):
+        if len(homes) > 1 and any(len(groups[owner]) > 1 for owner in homes):
             raise Irregular
-        views = [value for owner in homes for value in groups[owner] if excerpt.places[value][1] != STEP]
-        if any([made[value] > made[versions[1]] for value in views]):
+        views = [value for owner in homes for value in groups[owner] if places[value][1] != STEP]
+        if any(order[value] > order[versions[1]] for value in views):
             raise Irregular
         if slot in excerpt.read_so_far and len({frame.kinds[home[value]] for value in versions}) > 1:
             raise Irregular
     for owner, values in groups.items():
-        labels = {excerpt.places[value][1] for value in values}
-        if len(labels) > 1 and any([label != STEP and ordinary[label] for label in labels]):
-            lasting = owner in inputs and excerpt.places[owner][1] == STEP
-            if owner in later or not lasting:
-                raise Irregular
+        labels = {places[value][1] for value in values}
+        lasting = owner in inputs and places[owner][1] == STEP and owner not in later
+        if len(labels) > 1 and not labels.isdisjoint(ordinary) and not lasting:
+            raise Irregular
 
 
 def _verify_pair(function: Function, arguments: tuple[Argument, ...], calls: tuple[_Call, _Call]) -> None:
@@ -223,5 +257,8 @@ def _verify_pair(function: Function, arguments: tuple[Argument, ...], calls: tup
         twins += [None if t is None else makes + t for t in part.twins]
         overwritten |= {arguments[reads + place].same for place in part.overwritten}
         reads, makes = reads + len(call.function.inputs), makes + len(call.function.outputs)
-    if (tuple(sources), tuple(twins), overwritten) != (plan.sources, plan.twins, plan.overwritten):
+    # Of outputs in the memory of an input it does not matter which others are in it.
+    twins = [None if source is not None else twin for source, twin in zip(sources, twins, strict=True)]
+    shown = [None if s is not None else t for s, t in zip(plan.sources, plan.twins, strict=True)]
+    if (tuple(sources), twins, overwritten) != (plan.sources, shown, plan.overwritten):
         raise Irregular

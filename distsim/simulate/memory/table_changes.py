@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from distsim.ir import Function
 from distsim.program.parts import Parts
 from distsim.program.table import SEND, Table
+from distsim.schedule import Kind
 from distsim.simulate.memory.excerpt import Sample
 from distsim.simulate.memory.kernel import Amounts, Ints, Levels, Steps, compose
 from distsim.simulate.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of
 from distsim.simulate.memory.row_changes import NOTHING, Change, RankUse
 from distsim.simulate.memory.sampling import Sampling, sampling
 
-_NO_CHANGE = Change(NOTHING, NOTHING)
-
 
 @dataclass(frozen=True, eq=False)
 class TableChanges:
     """The changes of the rows of a table, in their order.
 
-    Change ``i`` of ``changes`` may occur in many steps. ``row``, ``shift`` and ``round`` [steps] are the row
-    of the table, the repetition of it that is the step's first, and the round of the table it is in.
-    ``initial`` [ranks, 1 + kinds] is in use before the first row.
+    ``initial`` [ranks, 1 + kinds] is in use before the first row. A change may be that of many steps.
+    ``row``, ``shift`` and ``round`` [steps] are the row of the table, which of its repetitions is the first
+    one of the step, and the round of the table. ``amounts`` are those of the changes by number of columns,
+    made when asked for.
     """
 
     initial: Ints
@@ -36,7 +36,7 @@ class TableChanges:
     row: Ints
     shift: Ints
     round: Ints
-    amounts: dict[int, Amounts] = field(default_factory=dict)
+    amounts: dict[int, Amounts]
 
     def levels(self, columns: int) -> Levels:
         """Return what is in use at the peaks, and after the last row: in all (one column), or by kind too."""
@@ -71,14 +71,13 @@ def changes_of(parts: Parts, table: Table) -> TableChanges | None:
 
 
 class _Ranks:
-    """The ranks of some blocks: ``uses`` are, by what a rank does, those of the samples that were asked for."""
+    """The ranks of some blocks: ``uses`` are, by what a rank does, those of the samples asked for."""
 
     def __init__(self, ranks: tuple[Rank, ...]) -> None:
         number: dict[RankCalls, int] = {}
         self.ranks = ranks
         self.alike = [number.setdefault(rank.calls, len(number)) for rank in ranks]
         self.uses: list[dict[Sample, RankUse | None]] = [{} for _ in number]
-        self.pairs: dict[tuple[Function, Function], Function] = {}
 
     def use(self, rank: int, sample: Sample) -> RankUse:
         """Return what the rows of a sample do on a rank."""
@@ -87,10 +86,10 @@ class _Ranks:
             known[sample] = None
             with suppress(Irregular):
                 known[sample] = RankUse(self.ranks[rank].calls, sample)
-        found = known[sample]
-        if found is None:
+        use = known[sample]
+        if use is None:
             raise Irregular
-        return found
+        return use
 
 
 _RANKS: WeakKeyDictionary[Parts, dict[tuple[object, ...], _Ranks]] = WeakKeyDictionary()
@@ -110,113 +109,126 @@ def _ranks_of(parts: Parts, table: Table) -> _Ranks:
 # --- a table ------------------------------------------------------------------------------------------
 
 
-class _Assembly:
-    """Puts together what the rows of one table do.
+class _Sides(NamedTuple):
+    """[rows, 2]: the ranks on which a row does something, and of which microbatch there; -1 for none.
 
-    Rounds are cut where a repetition does something else than the one before.
+    The two sides of a transfer are its two ranks, those of a pair its two microbatches.
     """
+
+    rank: Ints
+    microbatch: Ints
+
+
+class _Cut(NamedTuple):
+    """Rows in order, repetitions that do the same as the one before left out.
+
+    Of each: the row of the table, the repetition of its round (``shift``), the number of the round. Of each
+    round: how many rows, how many repetitions.
+    """
+
+    row: Ints
+    shift: Ints
+    round: Ints
+    size: Ints
+    repeats: Ints
+
+
+class _Assembly:
+    """Puts together what the rows of one table do."""
 
     def __init__(self, known: _Ranks, table: Table) -> None:
         self.known, self.table = known, table
-        order, latest = table.order, table.latest
-        self.samplings = [sampling(order, rank.stages, latest.values()) for rank in known.ranks]
-        self.uses = [self._use(number) for number in range(len(known.ranks))]
+        self.samplings: list[Sampling] = []
+        self.uses: list[RankUse] = []
+        for number in range(len(known.ranks)):
+            try:
+                self._sample(number, plain=True)
+            except Irregular:
+                self._sample(number, plain=False)
+        self.labels = np.array([sample.labels for sample in self.samplings], np.int64)
         self.end = int(table.start[table.tail])
-        self.families = {kind: code for code, kind in enumerate("FBIW")}
 
-    def _use(self, rank: int) -> RankUse:
-        own: Sampling = self.samplings[rank]
-        slots: Mapping[object, int] = self.known.ranks[rank].slots
-        latest = [(slots[v], int(own.labels[m])) for v, m in self.table.latest.items() if v in slots]
-        ordinary = tuple((own.counts > 1).tolist())
-        copies = own.sample // max(self.table.order.schedule.num_microbatches, 1)
-        return self.known.use(rank, Sample(own.cells, ordinary, tuple(copies.tolist()), tuple(latest)))
+    def _sample(self, number: int, plain: bool) -> None:
+        rank, table = self.known.ranks[number], self.table
+        sampled = sampling(table.order, rank.stages, table.latest.values(), plain)
+        labels: list[int] = sampled.labels.tolist()
+        latest = [(rank.slots[v], labels[m]) for v, m in table.latest.items() if v in rank.slots]
+        copies: list[int] = (sampled.sample // max(table.order.schedule.num_microbatches, 1)).tolist()
+        ordinary: list[bool] = sampled.ordinary.tolist()
+        sample = Sample(sampled.cells, tuple(ordinary), tuple(copies), tuple(latest), plain)
+        self.uses.append(self.known.use(number, sample))
+        self.samplings.append(sampled)
 
     def changes(self) -> TableChanges:
         """Return the changes of the table."""
-        table, blocks = self.table, self.table.blocks
-        rank = np.array([block.rank for block in blocks], np.int64)[table.block]
-        target = np.array([block.target for block in blocks], np.int64)[table.block]
-        one, two = table.microbatch.T
-        # A row has up to two labels: of its microbatches, or, of a transfer, of its microbatch on both ranks.
-        pair = two >= 0
-        where = (
-            (rank, np.where(pair, rank, target)),
-            (one, np.where(pair, two, np.where(target >= 0, one, -1))),
-        )
-        rows, shift, rounds, size, repeats = self._cut(*where)
-        labels = self._labels(where[0], where[1], rows, shift, rounds)
-        what = np.where(rows < self.end, table.block[rows], len(blocks) + rows - self.end)
-        base = 2 + max([len(own.counts) for own in self.samplings], default=0)
-        same = (one == two)[rows]
-        code = ((what * base + labels[0] + 1) * base + labels[1] + 1) * 2 + same
+        table = self.table
+        sides = self._sides()
+        cut = self._cut(sides)
+        labels = self._labels(sides, cut)
+        same = sides.microbatch[cut.row, 0] == sides.microbatch[cut.row, 1]
+        # Rows of one block and of the same labels do the same; those after the last action occur once.
+        what = np.where(cut.row < self.end, table.block[cut.row], len(table.blocks) + cut.row - self.end)
+        base = 2 + int(self.labels.max(initial=0))
+        code = ((what * base + labels[:, 0] + 1) * base + labels[:, 1] + 1) * 2 + same
         _, first, number = np.unique(code, return_index=True, return_inverse=True)
-        told: list[Change] = []
-        of_rank = np.full((len(first), 2), -1, np.int64)
-        of_change = np.full((len(first), 2), -1, np.int64)
-        columns = (rows[first].tolist(), labels[0][first].tolist(), labels[1][first].tolist())
-        for i, (row, a, b, alike) in enumerate(zip(*columns, same[first].tolist(), strict=True)):
-            for side, (on, change) in enumerate(self._row(row, a, b, alike)):
-                if change.net != NOTHING or change.peak != NOTHING:
-                    of_rank[i, side], of_change[i, side] = on, len(told)
-                    told.append(change)
-        ranks, changes = of_rank[number.reshape(-1)], of_change[number.reshape(-1)]
-        there = ranks >= 0
-        step = np.nonzero(there)[0]
-        start = np.concatenate([[0], there.sum(axis=1).cumsum()])[np.concatenate([[0], size.cumsum()])]
-        steps = Steps(ranks[there], changes[there], start.astype(np.int64), repeats)
-        return TableChanges(self._initial(), steps, told, rows[step], shift[step], rounds[step])
+        changes: list[Change] = []
+        rank = np.full((len(first), 2), -1, np.int64)
+        change = np.full((len(first), 2), -1, np.int64)
+        distinct = zip(cut.row[first].tolist(), labels[first].tolist(), same[first].tolist(), strict=True)
+        for i, (row, (one, two), alike) in enumerate(distinct):
+            for side, (number_of, each) in enumerate(self._row(row, one, two, alike)):
+                if each.net != NOTHING or each.peak != NOTHING:
+                    rank[i, side], change[i, side] = number_of, len(changes)
+                    changes.append(each)
+        ranks, numbers = rank[number.reshape(-1)], change[number.reshape(-1)]
+        step = np.nonzero(ranks >= 0)[0]
+        ends = np.concatenate([[0], (ranks >= 0).sum(axis=1).cumsum()]).astype(np.int64)
+        start = ends[np.concatenate([[0], cut.size.cumsum()])]
+        steps = Steps(ranks[ranks >= 0], numbers[ranks >= 0], start, cut.repeats)
+        return TableChanges(
+            self._initial(), steps, changes, cut.row[step], cut.shift[step], cut.round[step], {}
+        )
 
-    def _labels(
-        self, ranks: tuple[Ints, Ints], microbatches: tuple[Ints, Ints], rows: Ints, shift: Ints, rounds: Ints
-    ) -> list[Ints]:
-        """Return the two labels of rows in some of their repetitions; -1 for none."""
+    def _sides(self) -> _Sides:
         table = self.table
-        labels = np.array([own.labels for own in self.samplings], np.int64)
-        if not labels.size:
-            return [np.full(len(rows), -1, np.int64)] * 2
-        advance = (shift * table.advance[rounds], shift * table.advance[rounds])
-        return [
-            np.where(m[rows] >= 0, labels[r[rows], np.where(m[rows] >= 0, m[rows] + moved, 0)], -1)
-            for r, m, moved in zip(ranks, microbatches, advance, strict=True)
-        ]
+        rank = np.array([block.rank for block in table.blocks], np.int64)[table.block]
+        target = np.array([block.target for block in table.blocks], np.int64)[table.block]
+        first, second = table.microbatch[:, 0], table.microbatch[:, 1]
+        other = np.where(target >= 0, first, second)
+        return _Sides(
+            np.stack([rank, np.where(target >= 0, target, rank)], axis=1), np.stack([first, other], axis=1)
+        )
 
-    def _cut(
-        self, ranks: tuple[Ints, Ints], microbatches: tuple[Ints, Ints]
-    ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-        """Return the rows of the rounds, cut, with their first repetition and their round; and of each round
-        that this makes the size and the repetitions."""
+    def _labels(self, sides: _Sides, cut: _Cut) -> Ints:
+        """Return [rows, 2]: the label of each side; -1 for none."""
+        microbatch = sides.microbatch[cut.row]
+        moved = microbatch + (cut.shift * self.table.advance[cut.round])[:, None]
+        if not self.labels.size:
+            return np.full(moved.shape, -1, np.int64)
+        return np.where(
+            microbatch < 0, -1, self.labels[sides.rank[cut.row], np.where(microbatch < 0, 0, moved)]
+        )
+
+    def _cut(self, sides: _Sides) -> _Cut:
+        """Return the rows of the rounds, cut where a repetition does something else than the one before."""
         table = self.table
-        labels = np.array([own.labels for own in self.samplings], np.int64)
-        begins: list[int] = []
-        sizes: list[int] = []
-        shifts: list[int] = []
-        numbers: list[int] = []
-        repeats: list[int] = []
+        rounds: list[tuple[int, int, int, int, int]] = []
         starts: list[int] = table.start.tolist()
         pairs = zip(starts, starts[1:], table.repeats.tolist(), table.advance.tolist(), strict=False)
         for number, (begin, end, times, advance) in enumerate(pairs):
             cuts = [0]
             if times > 1:
-                away = np.arange(times) * advance
-                changed = np.zeros(times - 1, np.bool_)
-                for r, m in zip(ranks, microbatches, strict=True):
-                    each = np.unique(np.stack([r[begin:end], m[begin:end]]), axis=1)
-                    each = each[:, each[1] >= 0]
-                    seen = labels[each[0][:, None], each[1][:, None] + away]
-                    changed |= (seen[:, 1:] != seen[:, :-1]).any(axis=0)
+                both = np.stack([sides.rank[begin:end].ravel(), sides.microbatch[begin:end].ravel()])
+                rank, microbatch = np.unique(both[:, both[1] >= 0], axis=1)
+                steps: Ints = np.arange(times, dtype=np.int64) * int(advance)
+                labels = self.labels[rank[:, None], microbatch[:, None] + steps]
+                changed = (labels[:, 1:] != labels[:, :-1]).any(axis=0)
                 cuts += (np.flatnonzero(changed) + 1).tolist()
-            for at, after in zip(cuts, [*cuts[1:], times], strict=True):
-                begins.append(begin)
-                sizes.append(end - begin)
-                shifts.append(at)
-                numbers.append(number)
-                repeats.append(after - at)
-        size = np.array(sizes, np.int64)
-        before = size.cumsum() - size
-        rows = np.arange(int(size.sum())) + np.repeat(np.array(begins, np.int64) - before, size)
-        spread = [np.repeat(np.array(each, np.int64), size) for each in (shifts, numbers)]
-        return rows, spread[0], spread[1], size, np.array(repeats, np.int64)
+            for shift, after in zip(cuts, [*cuts[1:], times], strict=True):
+                rounds.append((begin, end - begin, shift, number, after - shift))
+        begins, size, shift, number, repeats = np.array(rounds, np.int64).reshape(-1, 5).T
+        row = np.arange(int(size.sum())) + np.repeat(begins - size.cumsum() + size, size)
+        return _Cut(row, np.repeat(shift, size), np.repeat(number, size), size, repeats.copy())
 
     def _row(self, row: int, one: int, two: int, same: bool) -> list[tuple[int, Change]]:
         """Return what a row does, by rank; ``one`` and ``two`` are its labels."""
@@ -236,31 +248,25 @@ class _Assembly:
                 (source, uses[source].sent(ranks[source].sent[number], one)),
                 (target, uses[target].brought(ranks[target].brought[number], two)),
             ]
-        stages = ranks[block.rank].stages
-        families = [
-            4 * stages.index(stage) + self.families[kind]
-            for stage, kind in zip(block.stages, block.kind, strict=True)
-        ]
-        use = uses[block.rank]
+        stages, use = ranks[block.rank].stages, uses[block.rank]
+        pairs = zip(block.stages, block.kind, strict=True)
+        families = [4 * stages.index(stage) + Kind(kind).code for stage, kind in pairs]
         if not block.pair:
             return [(block.rank, use.call(families[0], one))]
-        first, second = (part.function for part in block.pair)
-        assert first is not None and second is not None and block.function is not None
-        function = self.known.pairs.setdefault((first, second), block.function)
-        return [(block.rank, use.pair((families[0], one), (families[1], two), function, same))]
+        return [(block.rank, use.pair((families[0], one), (families[1], two), block.callee, same))]
 
     def _every(self, rank: int, change: Change) -> Change:
         """Return a change with what it does for each of the microbatches of the labels."""
-        net = list(change.net)
+        net = change.net
         for label, amounts in change.each:
-            for k, amount in enumerate(amounts):
-                net[k] += amount * int(self.samplings[rank].counts[label])
-        return change._replace(net=tuple(net), each=())
+            count = int(self.samplings[rank].counts[label])
+            net = tuple([a + count * b for a, b in zip(net, amounts, strict=True)])
+        return change._replace(net=net, each=())
 
     def _initial(self) -> Ints:
         """Return [ranks, 1 + kinds]: what is there before the first row."""
         rows: list[Ints] = []
-        for use, own in zip(self.uses, self.samplings, strict=True):
+        for use, sampled in zip(self.uses, self.samplings, strict=True):
             each = np.array(list(use.start_each.values()), np.int64).reshape(-1, len(NOTHING))
-            rows.append(np.array(use.start, np.int64) + own.counts @ each)
+            rows.append(np.array(use.start, np.int64) + sampled.counts @ each)
         return np.array(rows, np.int64).reshape(-1, len(NOTHING))

@@ -25,7 +25,7 @@ from distsim.simulate.tasks.rank_classes import (
     communicates,
     place_of_compute,
 )
-from distsim.simulate.tasks.templates import FROM_START, Calls, Columns, Floats, Ints, Template, Where
+from distsim.simulate.tasks.templates import FROM_START, Calls, Floats, Ints, Template, TemplateColumns, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Lowering:
         """Return the template of a function, made once; ``whole``: its inputs are there from the start."""
         found = self._templates.get(id(function))
         if found is None:
-            builder = _Builder(self, function)
+            builder = _TemplateBuilder(self, function)
             if whole:
                 start: Made = {}
                 builder.where = dict.fromkeys(function.inputs, start)
@@ -207,7 +207,7 @@ class _Rows:
     dep_source: list[int] = field(default_factory=list[int])
 
 
-class _Builder:
+class _TemplateBuilder:
     """Makes one template."""
 
     def __init__(self, lowering: Lowering, function: Function) -> None:
@@ -258,7 +258,7 @@ class _Builder:
             where[value] = made
 
     def finish(self) -> Template:
-        columns = Columns(self.count, len(self.call_op))
+        columns = TemplateColumns(self.count, len(self.call_op))
         for callee, calls in self.calls.values():
             columns.add(callee, calls)
         rows = self.open

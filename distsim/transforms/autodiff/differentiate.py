@@ -13,9 +13,8 @@ from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
-from distsim.transforms.autodiff.outputs import kept_outputs, mark_forward, only_needed
+from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
 from distsim.transforms.autodiff.updates import add_updates
-from distsim.transforms.sharding.roles import how_to_mark
 
 Mask = tuple[bool, ...]
 

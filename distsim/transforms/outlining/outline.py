@@ -54,7 +54,7 @@ def outline(function: Function, products: int = 2) -> Function:
     wiring = Wiring(function)
     found = find_blocks(wiring, products)
     blocks = sorted(((length, starts) for (length, _), starts in found.items()), key=lambda b: b[1])
-    return _Outliner(wiring, blocks).run()
+    return _BlockOutliner(wiring, blocks).run()
 
 
 def describe_blocks(function: Function) -> str:
@@ -70,7 +70,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-class _Outliner:
+class _BlockOutliner:
     """Writes the Calls in place of the ops."""
 
     def __init__(self, wiring: Wiring, blocks: Sequence[Block]) -> None:

@@ -46,7 +46,7 @@ class Fix:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EliminationOrder:
     """The steps, and how many slots they need.
 
     Slots 0 to n-1 hold the costs of each of n variables, those after them the costs of the scopes given, in
@@ -58,17 +58,17 @@ class Order:
 
 
 @lru_cache(maxsize=256)
-def order(sizes: tuple[int, ...], scopes: tuple[Scope, ...], limit: int) -> Order:
+def order(sizes: tuple[int, ...], scopes: tuple[Scope, ...], limit: int) -> EliminationOrder:
     """Return the order for variables with ``sizes`` choices and costs of ``scopes`` of two or more.
 
     The variable whose elimination makes the smallest table goes first. Where even that would read a table
     of more than ``limit`` entries, the variable with most neighbours is fixed instead. Variables with one
     choice take no part.
     """
-    return _Planner(sizes, scopes).run(limit)
+    return _OrderPlanner(sizes, scopes).run(limit)
 
 
-class _Planner:
+class _OrderPlanner:
     def __init__(self, sizes: tuple[int, ...], scopes: tuple[Scope, ...]) -> None:
         self.sizes = sizes
         self.slot: dict[Scope, int] = {}
@@ -107,7 +107,7 @@ class _Planner:
     def weight(self, variable: int) -> int:
         return math.prod([self.sizes[other] for other in self.neighbours(variable)])
 
-    def run(self, limit: int) -> Order:
+    def run(self, limit: int) -> EliminationOrder:
         steps: list[Eliminate | Fix] = []
         queue = [(self.weight(v), v) for v in self.left]
         heapq.heapify(queue)
@@ -131,7 +131,7 @@ class _Planner:
             for other in around:  # a hub with many neighbours waits for its turn instead
                 if len(self.touching[other]) <= HUB:
                     heapq.heappush(queue, (self.weight(other), other))
-        return Order(tuple(steps), self.slots)
+        return EliminationOrder(tuple(steps), self.slots)
 
     def eliminate(self, variable: int, around: Scope) -> Eliminate:
         place = {v: i for i, v in enumerate(around)}

@@ -148,7 +148,7 @@ class _Lowering:
 
     def lower(self, function: Function) -> Function:
         if id(function) not in self._done:
-            self._done[id(function)] = _Body(self, function).build()
+            self._done[id(function)] = _FunctionLowering(self, function).build()
         return self._done[id(function)]
 
 
@@ -162,7 +162,7 @@ class _CallPlan:
     outputs: tuple[tuple[int, Placement], ...]
 
 
-class _Body:
+class _FunctionLowering:
     """Lowers one function.
 
     The types of what it adds are checked one by one as they are made, so the whole is not checked again.

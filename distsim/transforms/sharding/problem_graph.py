@@ -80,7 +80,7 @@ def structure_of(function: Function, known: Mapping[Value, Role], merged: bool =
     Where an output is written in place of an input, both are one value. With ``merged=False`` every
     other value is a group of its own.
     """
-    return _Builder(function, known, merged).build()
+    return _GraphBuilder(function, known, merged).build()
 
 
 def written(op: Op, index: int) -> int | None:
@@ -110,7 +110,7 @@ _Use = tuple[int, bool, int]
 """(callee, whether it makes the value, which argument or result)."""
 
 
-class _Builder:
+class _GraphBuilder:
     def __init__(self, function: Function, known: Mapping[Value, Role], merged: bool) -> None:
         self.function, self.known, self.merged = function, known, merged
         self.functions = (*callees(function), function)

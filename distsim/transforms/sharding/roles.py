@@ -9,6 +9,7 @@ from distsim.ir import Function, Op, Role, Tensor, Value, all_ops, trim
 from distsim.ops import signature_of
 from distsim.ops.operator import Dim, labels_of
 from distsim.ops.training import LOSSES
+from distsim.transforms.autodiff.outputs import how_to_mark
 from distsim.transforms.sharding.strategies import rule_of
 
 Parts = tuple[int, ...] | None
@@ -41,16 +42,6 @@ def roles(function: Function) -> dict[Value, Role]:
         )
     marks = propagate_back(function, seeds)
     return {v: Role.INPUT if marks.get(v) else Role.PARAMETER for v in function.inputs}
-
-
-def how_to_mark(function: Function) -> str:
-    """Return how the inputs of a function are said to be parameters, naming a few of them."""
-    names = [v.name for v in function.inputs if isinstance(v.type, Tensor) and v.type.dtype.is_floating]
-    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return (
-        "graph inputs of an export are marked with --parameters PATTERN, or "
-        f"import_from_onnx(path, parameters=[PATTERN]). Its floating-point inputs are {listed or 'none'}"
-    )
 
 
 def brings_backward(function: Function) -> bool:

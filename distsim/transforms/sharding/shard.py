@@ -94,7 +94,7 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
     memory = _MEMORIES.get(function)
     if memory is None:
         _check_order(function)
-        memory = _MEMORIES[function] = _Memory(function)
+        memory = _MEMORIES[function] = _FunctionSharding(function)
     key = (mesh, microbatches, dp)
     found = memory.results.get(key)
     if found is None:
@@ -160,7 +160,7 @@ def _constants_with_batch(known: Mapping[Value, Role], marks: Marks) -> dict[Val
     return found
 
 
-class _Memory:
+class _FunctionSharding:
     """What is known of one function: what may be divided, what was decided, what came out.
 
     ``rewritten`` is what is divided in its place, if that is another function.
@@ -247,4 +247,4 @@ class _Memory:
 Balance = tuple[float, tuple[tuple[str, float], ...], float]
 """The figures of a device on which the choice depends."""
 
-_MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
+_MEMORIES: WeakKeyDictionary[Function, _FunctionSharding] = WeakKeyDictionary()

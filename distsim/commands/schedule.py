@@ -7,7 +7,6 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from distsim.errors import ScheduleError
 from distsim.report import describe_schedule, plot_schedule
@@ -25,18 +24,9 @@ _SIZES = ("stages", "chunks", "microbatches")
 _SEARCHED = ("memory_limit", "weight_share")
 """Options of the schedules that are searched for given times."""
 
-EPILOG = """examples:
-  distsim schedule 1f1b --stages 4 --microbatches 8
-  distsim schedule interleaved --stages 4 --chunks 2 --microbatches 8 --plot schedule.png --csv schedule.csv
-  distsim schedule zb_h1 --stages 8 --microbatches 24 --forward 18.5 --backward-weight 9.3 --send 0.6
-  distsim schedule --schedule-csv table.csv
-"""
 
-
-def add_schedule_command(commands: Any) -> None:
-    """Add the command to the subparsers of the command line."""
-    parser = commands.add_parser("schedule", help="print and draw a pipeline schedule", epilog=EPILOG)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parser.add_argument("name", nargs="?", help=", ".join(SCHEDULES))
     parser.add_argument(
         "--stages", type=int, help="pipeline ranks (pp): the stages of a model in which each rank has one"
@@ -80,10 +70,10 @@ def add_schedule_command(commands: Any) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write it as a table that torch reads")
-    parser.set_defaults(run=_run)
 
 
-def _run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
+    """Print, draw and write the schedule that is asked for."""
     for path in filter(None, (options.csv, options.plot)):
         check_target(path)
     if options.plot:
