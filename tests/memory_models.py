@@ -231,7 +231,7 @@ class Placed(Inventor):
         parts = Parts("invented", blocks, whole.inputs, whole.outputs, tuple(halves))
         slices = mesh.slices("pp")
         stages = [replace(stage, mesh=slices[schedule.rank_of[s]]) for s, stage in enumerate(whole.stages)]
-        return replace(whole, mesh=mesh, stages=tuple(stages), schedule=schedule, parts=parts)
+        return replace(whole, mesh=mesh, stages=tuple(stages), schedule=schedule, shared_parts=parts)
 
     def halves(self, stage: int, whole: Block) -> tuple[Block, Block]:
         """Cut a backward in two: both compute all of it, W reads a value of I besides."""
