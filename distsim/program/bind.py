@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,8 @@ class Binder:
     """
 
     def __init__(self, parts: Parts, rank_of: tuple[int, ...], copies: int) -> None:
-        self.parts, self.rank_of, self.copies = parts, rank_of, copies
+        self.parts: Parts = proxy(parts)  # which are kept by programs, and keep this
+        self.rank_of, self.copies = rank_of, copies
         self.chain = len(parts.blocks)
         self.makers = parts.makers()
         self.calls: dict[tuple[int, int], BoundBlock | None] = {}
