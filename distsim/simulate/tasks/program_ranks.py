@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 
@@ -70,7 +70,8 @@ class MeshAnalysis:
     """How the pipeline ranks of one mesh (axes pp, dp, tp) lie on the topology, computed once."""
 
     def __init__(self, mesh: Mesh, cost_model: CostModel) -> None:
-        self.mesh, self.cost_model = mesh, cost_model
+        self.mesh = mesh
+        self.cost_model: CostModel = proxy(cost_model)  # which keeps this
         self.slices = mesh.slices("pp")
         self.specs = [
             np.array([cost_model.spec(device) for device in part.devices], np.int64) for part in self.slices
