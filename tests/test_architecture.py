@@ -91,7 +91,7 @@ OWN_CACHES = {  # modules that keep what they made in some way of their own
     "distsim.simulate.memory.walk",
     "distsim.simulate.tasks.program_ranks",
 }
-SHARED_NAMES = {"Part", "Plan", "Ranks", "Wiring", "_Pricer"}
+SHARED_NAMES: set[str] = set()
 
 MOST_ENTRIES, MOST_PARAMETERS = 15, 8
 CATALOGUES = {"distsim", "distsim.ops"}  # the floors of the house, and the operators

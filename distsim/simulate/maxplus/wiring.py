@@ -89,7 +89,7 @@ class Wiring:
 
 
 class Wirer:
-    """Makes the wiring of some blocks; ``last`` are the makers that run last (:meth:`BlockLinks.last_makers`)."""
+    """Makes the wiring of blocks; ``last`` are the makers that run last (:meth:`BlockLinks.last_makers`)."""
 
     def __init__(
         self,
