@@ -86,11 +86,9 @@ def test_stages_in_turn_lose_half_the_bubble(m):
 def test_every_schedule_is_explained(schedule):
     if SCHEDULES[schedule].placement == "two copies" or schedule.startswith("pipedream"):
         return
-    simulation = explained(
-        f"pp=2,microbatches=4,schedule={schedule},chunks={SCHEDULES[schedule].chunks or 2}", 2
-    )
-    explanation = simulation.explain()
-    assert gains(explanation)["a pipeline that is always full"] > 0
+    chunks = SCHEDULES[schedule].chunks or 2
+    simulation = explained(f"pp=2,microbatches=4,schedule={schedule},chunks={chunks}", 2)
+    assert all(what.gain >= -1e-12 for what in simulation.explain().what_ifs)
     flat = Simulator(simulation.cost_model, engine="events").simulate(simulation.simulated)
     assert simulation.critical_path == flat.critical_path
 
