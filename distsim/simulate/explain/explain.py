@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distsim.cost.cost_model import CostModel
+from distsim.errors import ScheduleError
 from distsim.ops import signature_of
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, schedule
+from distsim.schedule import SCHEDULES, Schedule, schedule
 from distsim.simulate.details import ProgramTimeline
 from distsim.simulate.explain import what_if
 from distsim.simulate.explain.critical_path import CriticalPath, stages_of
@@ -82,12 +83,25 @@ def _full_pipeline(simulation: Simulation) -> Iterator[tuple[str, float]]:
     timeline, program = simulation.timeline, simulation.simulated
     if not (isinstance(timeline, ProgramTimeline) and isinstance(program, Program)):
         return
-    given = program.schedule
-    stages, count = given.num_stages, given.num_microbatches
-    if stages < 2 or given.name not in SCHEDULES or given != schedule(given.name, stages, count):
+    longer = _twice(program.schedule)
+    if longer is None or program.schedule.num_ranks < 2:
         return
-    twice = replace(program, schedule=schedule(given.name, stages, 2 * count))
+    twice = replace(program, schedule=longer)
     run = run_program(twice, simulation.cost_model, timeline.wiring.overlap)
     once = timeline.last_microbatch_end
     full = ProgramTimeline(run).last_microbatch_end - once
-    yield "a pipeline that is always full", simulation.step_time - once + full
+    if full <= once:  # else its order suits the first microbatches better than those that follow
+        yield "a pipeline that is always full", simulation.step_time - once + full
+
+
+def _twice(given: Schedule) -> Schedule | None:
+    """Return a schedule with twice the microbatches; None if none is known by its name."""
+    sizes = (given.num_ranks, given.num_microbatches, given.chunks)
+    if given.name not in SCHEDULES:
+        return None
+    try:
+        same = schedule(given.name, *sizes)
+    except ScheduleError:  # made by hand, under a name that does not take these sizes
+        return None
+    ranks, count, chunks = sizes
+    return schedule(given.name, ranks, 2 * count, chunks) if same == given else None

@@ -16,6 +16,7 @@ _MOST_STAGES = 32
 class StageLoad:
     """How the devices of a stage spend the step, in seconds, as a mean over them.
 
+    Where a pipeline rank holds several stages they count as one, numbered by the rank.
     ``busy``: compute runs. ``exposed_communication``: communication and no compute. ``bubble``: neither.
     """
 
