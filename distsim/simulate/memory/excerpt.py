@@ -160,8 +160,7 @@ class Excerpt:
             parts = [self._read(slot, FIRST, label) for slot, _ in row.reads for label in labels]
             makes = tuple([self._brought(slot, which, STEP) for slot, which in row.makes])
             self._add(Op(CONCAT, tuple(parts), makes), ("tail", place, STEP))
-        else:
-            assert row.function is not None
+        elif row.function is not None:
             reads = tuple([self._read(slot, which, STEP) for slot, which in row.reads])
             makes = tuple(self._make(row.makes, row.sizes, STEP))
             op = Op("Call", reads, makes, subfunctions=(row.function,))
