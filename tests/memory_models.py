@@ -137,9 +137,11 @@ def functions(draw, depth: int = 0) -> Function:
 
 
 def any_schedule(rng: Random, chain: int, microbatches: int, own_pairs: bool = False) -> Schedule:
-    """Stages on any rank, whole backwards and halves, pairs, copies of the model; the order in which ranks
-    choose among what can run is random, or follows preferences, so that it repeats. ``own_pairs``: two actions of one
-    stage may be a pair."""
+    """Stages on any rank, whole backwards and halves, pairs, copies of the model.
+
+    The order in which ranks choose among what can run is random, or follows preferences, so that it repeats.
+    ``own_pairs``: two actions of one stage may be a pair.
+    """
     copies = rng.choice([1, 1, 1, 2])
     stages, num_ranks = chain * copies, rng.randint(1, chain)
     if copies == 2 and chain % num_ranks == 0 and num_ranks % 2 == 0:
