@@ -136,9 +136,12 @@ def functions(draw, depth: int = 0) -> Function:
 # --- schedules and programs of every kind ---------------------------------------------------------------
 
 
-def any_schedule(rng: Random, chain: int, microbatches: int) -> Schedule:
-    """Stages on any rank, whole backwards and halves, pairs, copies of the model; the order in which ranks
-    choose among what can run is random, or follows preferences, so that it repeats."""
+def any_schedule(rng: Random, chain: int, microbatches: int, own_pairs: bool = False) -> Schedule:
+    """Stages on any rank, whole backwards and halves, pairs, copies of the model.
+
+    The order in which ranks choose among what can run is random, or follows preferences, so that it repeats.
+    ``own_pairs``: two actions of one stage may be a pair.
+    """
     copies = rng.choice([1, 1, 1, 2])
     stages, num_ranks = chain * copies, rng.randint(1, chain)
     if copies == 2 and chain % num_ranks == 0 and num_ranks % 2 == 0:
@@ -193,7 +196,11 @@ def any_schedule(rng: Random, chain: int, microbatches: int) -> Schedule:
             one = (few or can)[0]
             sums = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
             others = [a for a in can if a.kind is not one.kind]
-            others = [a for a in others if a.stage != one.stage or not {a.kind, one.kind}.issubset(sums)]
+            others = [
+                a
+                for a in others
+                if a.stage != one.stage or (own_pairs and not {a.kind, one.kind}.issubset(sums))
+            ]
             cells.append((one, others[0]) if others and rng.random() < paired else (one,))
         for cell in cells:
             rank = rank_of[cell[0].stage]
@@ -281,7 +288,8 @@ def invent_placed(seed: int) -> Program:
     """Return a program of any stages under any schedule."""
     rng = Random(seed)
     chain, dp, tp = rng.choice([1, 2, 3, 4, 4, 6]), rng.randint(1, 2), rng.randint(1, 2)
-    schedule = any_schedule(rng, chain, rng.choice([1, 2, 3, 4, 6, 8, 12, rng.randint(1, 24)]))
+    count = rng.choice([1, 2, 3, 4, 6, 8, 12, rng.randint(1, 24)])
+    schedule = any_schedule(rng, chain, count, own_pairs=True)
     devices = [Device(i, "gpu") for i in range(max(chain, schedule.num_ranks) * dp * tp)]
     mesh = Mesh(devices[: schedule.num_ranks * dp * tp], pp=schedule.num_ranks, dp=dp, tp=tp)
     inventor = Placed(rng, Mesh(devices[: chain * dp * tp], pp=chain, dp=dp, tp=tp))

@@ -95,7 +95,7 @@ def test_memory_stage_by_stage_and_written_out(seeds):
         for function in (steady, steady_state_transform(program.to_function())[0]):
             for device, use in peak_memory(function).items():
                 stage = program.mesh.coordinates(device)["pp"]
-                own = found.stages[stage]
+                own = found.ranks[stage]
                 assert found.peaks[stage] == use.peak, f"seed {seed}"
                 assert (own.peak, own.end, own.by_kind) == (use.peak, use.end, use.by_kind), f"seed {seed}"
 
