@@ -214,7 +214,7 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
     Raises :class:`CostError` for an op that is no communication.
     """
     meaning = operator(signature.op_type).communication
-    if meaning is None or meaning.kind == "local":
+    if meaning is None or not operator(signature.op_type).moves:
         raise CostError(f"{_describe(signature)} moves nothing; ask seconds() for its cost")
     if meaning.kind in ("scatter", "gather"):
         # The formula wants the size of which each rank of the group, the root too, has an equal part.
