@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from distsim.cost.cost_model import CostModel
+from distsim.cost.cost_model import CostModel, DeviceCosts, cost_model_of
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
-from distsim.plan import Plan, check_layout
+from distsim.ir.inline import inline
+from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.program.program import Program
-from distsim.schedule import Schedule, schedule
+from distsim.schedule import SCHEDULES, Schedule
+from distsim.schedule import schedule as schedule_named
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
-from distsim.transforms.outlining.inline import inline
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.balance import coarse
 from distsim.transforms.pipelining.op_graph import Numbered, is_sum
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
-from distsim.transforms.pipelining.stage_choice import default_cut, fastest_cut
+from distsim.transforms.pipelining.searched_schedule import searched_schedule
+from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut
 from distsim.transforms.recompute import rematerialize
 from distsim.transforms.sharding.shard import Sharded, shard
 
 
-def parallelize(function: Function, plan: Plan, topology: Topology) -> Program:
+def parallelize(
+    function: Function,
+    plan: Plan,
+    topology: Topology,
+    cost_model: CostModel | None = None,
+    schedule: Schedule | None = None,
+) -> Program:
     """Return the scheduled training step of a joint function under ``plan``.
 
     The first ``plan.devices`` devices of ``topology`` are used: tensor-parallel ranks next to each
-    other, where links are fastest, then data-parallel ones, then pipeline stages. Raises
-    :class:`PlanError` when the plan does not fit the topology, the batch or the function.
+    other, where links are fastest, then data-parallel ones, then pipeline stages. Where stages begin and
+    what is computed again depends on ``cost_model``, by default ``CostModel(topology)``. ``schedule``, such
+    as a table of one's own, runs in place of the one that the plan names. Raises
+    :class:`PlanError` when the plan does not fit the topology, the batch or the function, and
+    :class:`CostError` for a cost model of another topology.
     """
-    order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    costs = _cost_model(topology) if plan.stages == "auto" else None
-    return build_program(function, _mesh(plan, topology), order, plan.remat, plan.fsdp, plan.stages, costs)
+    costs = cost_model_of(topology, cost_model)
+    return build_program(function, _mesh(plan, topology), plan, costs, schedule)
 
 
 def build_program(
     function: Function,
     mesh: Mesh,
-    schedule: Schedule,
-    remat: str = "none",
-    fsdp: str = "none",
-    stages: str = "even",
+    plan: Plan,
     cost_model: CostModel | None = None,
+    schedule: Schedule | None = None,
 ) -> Program:
-    """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into the stages of ``schedule``.
+    """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into stages, as ``plan`` says.
 
     The composition behind :func:`parallel_transform_3d` and :func:`distsim.compose.parallelize`.
     Blocks that a flat function repeats become Calls first, and Calls that are too large to make
@@ -57,49 +65,72 @@ def build_program(
     order, is used again: a known division costs a look-up. Ops that no output needs are left out before; the
     notes of the program say so, after those of the function.
 
-    ``remat`` is the text of a policy (:func:`distsim.transforms.recompute.policy_named`): what backward
-    computes again in place of saving it. It is applied to what every rank runs, so that collectives are
-    seen, and before Calls are written out, so that blocks are. ``fsdp``, one of :data:`distsim.plan.FSDP`,
-    divides parameters over dp: ``reshard`` gathers them again for backward, ``keep`` keeps what forward
-    gathered (:mod:`fsdp`).
+    ``plan.remat`` (:func:`distsim.transforms.recompute.policy_named`) says what backward computes again
+    in place of saving it. It is applied to what every rank runs, so that collectives are seen, and before
+    Calls are written out, so that blocks are. ``plan.fsdp`` divides parameters over dp: ``reshard`` gathers
+    them again for backward, ``keep`` keeps what forward gathered (:mod:`fsdp`). ``plan.stages`` says where
+    stages begin: so that their work is even; after counting layers or blocks (:meth:`ModelBlocks.counted`);
+    or, with ``auto``, so that the simulated step is the fastest that fits in memory.
 
-    ``stages``, one of :data:`distsim.plan.STAGES`, says where they begin: so that their work is even; after
-    torchtitan's counting of layers; or, with ``auto``, so that the step simulated with ``cost_model`` is the
-    fastest that fits in memory. Raises :class:`PlanError` for what there is not, and for ``auto`` without a
-    cost model.
+    ``cost_model`` is the one cost model of the run: work, what a recomputation costs and simulated steps are
+    by it. By default ops cost what they do on the devices of the mesh (:class:`CostModel`), which knows no
+    links, as ``auto`` has to. ``schedule`` runs in place of the one that the plan names.
+
+    Raises :class:`PlanError` for a plan of other degrees than mesh or schedule, one that does not fit the
+    function or the batch, and for ``auto`` without a cost model.
     """
-    check_layout(stages, remat, fsdp)
-    cut = _cut(function, mesh, schedule, remat, fsdp, stages, cost_model)
-    if remat == "none":
+    degrees = (mesh.axis_size("pp"), mesh.axis_size("dp"), mesh.axis_size("tp"))
+    if degrees != (plan.pp, plan.dp, plan.tp):
+        raise PlanError(f"plan {plan} is for a mesh of other degrees than {mesh}; make them agree")
+    if cost_model is None:
+        if plan.stages == "auto":
+            raise PlanError("stages=auto simulates splits; give build_program a cost_model")
+        cost_model = CostModel(Topology())
+    if schedule is None:
+        schedule = _schedule(function, mesh, plan, cost_model)
+    count = schedule.num_microbatches * schedule.copies
+    if (schedule.num_ranks, count) != (plan.pp, plan.microbatches):
+        raise PlanError(
+            f"the schedule is for {schedule.num_ranks} ranks and {count} microbatches, "
+            f"plan {plan} has pp={plan.pp} and microbatches={plan.microbatches}; make them agree"
+        )
+    cut = _cut(function, mesh, plan, cost_model, schedule)
+    if plan.remat == "none":
         return cut.program(mesh, schedule)
-    plain = partial(build_program, function, mesh, schedule, "none", fsdp, stages, cost_model)
-    return cut.program(mesh, schedule, plain)
+    return cut.program(mesh, schedule, partial(_saving_all, function, mesh, plan, cost_model, schedule))
 
 
-def _cut(
-    function: Function,
-    mesh: Mesh,
-    schedule: Schedule,
-    remat: str,
-    fsdp: str,
-    stages: str,
-    cost_model: CostModel | None,
-) -> Cut:
+def _schedule(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel) -> Schedule:
+    """Return the schedule that a plan names; one that is searched for is by the times of the even stages."""
+    name, memory = parse_schedule(plan.schedule)
+    known = SCHEDULES[name]
+    if not known.options:
+        chunks = plan.chunks if known.stages_a_rank == known.chunks else None
+        return schedule_named(name, plan.pp, plan.microbatches, chunks)
+    order = schedule_named(
+        "interleaved" if plan.chunks > 1 else "1f1b", plan.pp, plan.microbatches, plan.chunks
+    )
+    even = replace(plan, schedule=order.name, stages="even" if plan.stages == "auto" else plan.stages)
+    cut = _cut(function, mesh, even, cost_model, order)
+    return searched_schedule(name, memory, cut, mesh, order, cost_model)
+
+
+def _saving_all(
+    function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel, schedule: Schedule
+) -> Program:
+    return build_program(function, mesh, replace(plan, remat="none"), cost_model, schedule)
+
+
+def _cut(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel, schedule: Schedule) -> Cut:
     """Return the cut function, as :func:`build_program` says."""
     memory = _MEMORIES.get(function)
     if memory is None:
         memory = _MEMORIES[function] = _Memory(function)
-    dp, tp = (mesh.axis_size(axis) for axis in ("dp", "tp"))
-    count, microbatches = schedule.chain, schedule.num_microbatches * schedule.copies
-    figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]  # which of equal devices it is does not matter
-    key = Division(count, dp, tp, microbatches, figures, remat, "none" if dp == 1 else fsdp)
-    if stages == "auto":
-        if cost_model is None:
-            raise PlanError("stages=auto simulates splits; give build_program a cost_model")
+    costs = cost_model.on(mesh.devices[0])
+    key = Division.of(plan, schedule.chain, costs)
+    if plan.stages == "auto":
         return memory.fastest(function, key, mesh, schedule, cost_model)
-    if stages == "default" and count > 1:
-        return memory.counted(function, key)
-    return memory.cuts.get(key) or memory.cut(function, key)
+    return memory.cuts.get(key) or memory.cut(function, key, costs)
 
 
 MOST_VALUES = 12_000_000
@@ -110,16 +141,27 @@ MOST_SEARCHED = 64
 
 
 class Division(NamedTuple):
-    """What a cut depends on: the number of stages and the degrees, a device with the figures of those that
-    run it, what is kept."""
+    """What of a plan, and of what ops cost, a cut depends on; ``num_stages`` may be several a rank."""
 
-    stages: int
+    num_stages: int
     dp: int
     tp: int
     microbatches: int
-    figures: Device
     remat: str
     fsdp: str
+    stages: str
+    basis: Hashable
+    figures: Device
+
+    @staticmethod
+    def of(plan: Plan, count: int, costs: DeviceCosts) -> Division:
+        """Return the division of a plan into so many stages, on devices that cost so."""
+        fsdp = "none" if plan.dp == 1 else plan.fsdp
+        # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
+        whole = count == 1 and not parse_stages(plan.stages)
+        stages = "even" if plan.stages == "auto" or whole else plan.stages
+        degrees = count, plan.dp, plan.tp, plan.microbatches
+        return Division(*degrees, plan.remat, fsdp, stages, *costs.key)
 
 
 class _Memory:
@@ -144,32 +186,33 @@ class _Memory:
         known = self.searched.setdefault(cost_model, {})
         asked = (key, mesh, schedule, cost_model.topology.version)
         if asked not in known:
-            even = self.cuts.get(key) or self.cut(function, key)
-            levels = sorted({0, self._balanced(function, key)})
-            functions = [self._local(function, key, level) for level in levels]
+            costs = cost_model.on(mesh.devices[0])
+            even = self.cuts.get(key) or self.cut(function, key, costs)
+            levels = sorted({0, self._balanced(function, key, costs)})
+            functions = [self._local(function, key, costs, level) for level in levels]
             known[asked] = fastest_cut(functions, even, mesh, schedule, cost_model)
             while len(known) > MOST_SEARCHED:
                 del known[next(iter(known))]
         return known[asked]
 
-    def counted(self, function: Function, key: Division) -> Cut:
-        """Return the cut by counting layers."""
-        return default_cut(self._local(function, key, 0), key.stages, key.figures)
-
-    def cut(self, function: Function, key: Division) -> Cut:
+    def cut(self, function: Function, key: Division, costs: DeviceCosts) -> Cut:
         """Return ``function`` divided and cut for the devices of the division."""
-        found = cut_stages(self._local(function, key, self._balanced(function, key)), key.stages, key.figures)
+        if key.stages == "even":
+            level = self._balanced(function, key, costs)
+            found = cut_stages(self._local(function, key, costs, level), key.num_stages, costs)
+        else:
+            found = counted_cut(self._levels(function, key, costs), key.num_stages, costs, key.stages)
         self._keep(key, found)
         return found
 
-    def _local(self, function: Function, key: Division, level: int) -> Sharded:
+    def _local(self, function: Function, key: Division, costs: DeviceCosts, level: int) -> Sharded:
         """Return what every rank runs, with so many levels of Calls written out."""
         plain = key.remat == "none" and key.fsdp == "none"
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
         local = shard(written, logical_mesh(key.figures, shown, key.tp), key.microbatches, key.dp)
-        return local if plain else _rematerialized(local, key.remat, key.fsdp, key.figures, level)
+        return local if plain else _rematerialized(local, key.remat, key.fsdp, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:
         self.cuts[key] = cut
@@ -182,28 +225,40 @@ class _Memory:
             for known in self.keys.pop(oldest):
                 del self.cuts[known]
 
-    def _balanced(self, function: Function, key: Division) -> int:
+    def _balanced(self, function: Function, key: Division, costs: DeviceCosts) -> int:
         """Write out Calls until they make balanced stages; return how many levels."""
-        current = function if self.outlined is None else self.outlined
         level = 0
-        while coarse(self.numbered[level], key.stages, key.figures):
-            if level == len(self.written):
-                self.written.append(inline(current))
-                self.numbered.append(Numbered(self.written[level]))
-            current = self.written[level]
+        while coarse(self.numbered[level], key.num_stages, costs):
+            self._write_out(function, level)
             level += 1
         return level
 
+    def _levels(self, function: Function, key: Division, costs: DeviceCosts) -> Iterator[Sharded]:
+        """Yield what every rank runs, with ever more levels of Calls written out."""
+        level = 0
+        yield self._local(function, key, costs, level)
+        while any(op.op_type == "Call" for op in self.numbered[level].ops):
+            self._write_out(function, level)
+            level += 1
+            yield self._local(function, key, costs, level)
 
-def _rematerialized(local: Sharded, remat: str, fsdp: str, figures: Device, levels: int) -> Sharded:
+    def _write_out(self, function: Function, level: int) -> None:
+        """Write out the Calls of a level, if they are not."""
+        if level == len(self.written):
+            outlined = function if self.outlined is None else self.outlined
+            self.written.append(inline(self.written[-1] if level else outlined))
+            self.numbered.append(Numbered(self.written[level]))
+
+
+def _rematerialized(local: Sharded, remat: str, fsdp: str, costs: DeviceCosts, levels: int) -> Sharded:
     """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
     known = _REMATERIALIZED.setdefault(local.function, {})
-    key = (remat, fsdp, figures, levels)
+    key = (remat, fsdp, costs.key, levels)
     found = known.get(key)
     if found is None:
         divided = local if fsdp == "none" else divide_parameters(local)
         tags = gathered(divided.function, fsdp == "reshard")
-        made = rematerialize(divided.function, remat, tags, device=figures)
+        made = rematerialize(divided.function, remat, tags, costs=costs)
         for _ in range(levels):
             made = inline(made)
         made = sums_at_once(made) if levels else made
@@ -250,12 +305,6 @@ _MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
 
 _REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[object, ...], Sharded]] = WeakKeyDictionary()
 """By local function what recomputes: cuts of it are shared as those of the local function are."""
-
-
-@lru_cache(8)
-def _cost_model(topology: Topology) -> CostModel:
-    """Return the cost model with which splits are simulated: one for all plans of a topology."""
-    return CostModel(topology)
 
 
 Degrees = tuple[int, int, int]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from distsim.cost.cost_model import CostModel
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Op, Value, rewire_op, substitute
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
+from distsim.plan import Plan
 from distsim.program.written import WrittenOut
 from distsim.schedule import Schedule, one_f_one_b
 
@@ -31,12 +33,14 @@ def parallel_transform_3d(
     pp_degree: int,
     devices: Sequence[Device],
     num_microbatches: int,
+    cost_model: CostModel | None = None,
 ) -> Function:
     """Rewrite a joint function for data, horizontal (tensor) and pipeline parallelism, under 1F1B.
 
     ``devices`` are the workers, and before them may stand the device that holds the inputs (as in the
     notebooks); the first dp*hp*pp of those that hold no input are used, or, when there are too few of
     them, of all. Tensor-parallel neighbours come first, then data-parallel ones, then stages.
+    ``cost_model`` says what work is even, by default that of the devices.
 
     Returns a flat Function that starts by distributing the inputs. Raises :class:`PlanError` naming
     the numbers when the degrees do not fit the devices, the batch or the function.
@@ -59,8 +63,8 @@ def parallel_transform_3d(
             f"dp={dp_degree} x hp={hp_degree} x pp={pp_degree} needs {needed} devices, {len(devices)} given"
         )
     mesh = Mesh(workers, pp=pp_degree, dp=dp_degree, tp=hp_degree)
-    schedule = PipeDreamScheduler(num_microbatches).schedule(pp_degree)
-    return build_program(function, mesh, schedule).to_function()
+    plan = Plan(dp_degree, hp_degree, pp_degree, num_microbatches)
+    return build_program(function, mesh, plan, cost_model).to_function()
 
 
 DISTRIBUTES = ("MPIBroadcast", "MPIScatter")

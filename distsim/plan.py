@@ -13,9 +13,13 @@ from distsim.schedule import SCHEDULES
 MAX_DEGREE = 2**20
 """Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
 
-STAGES = ("even", "default", "auto")
+STAGES = ("even", "default", "layers", "auto", "N-N-...")
 """How a model is cut into pipeline stages: at any op for even work and few bytes sent; in whole layers as
-torchtitan counts them; or in whole blocks, for the least simulated step."""
+torchtitan counts them, embedding and output head being layers too; in equally many whole layers, as
+Megatron-LM counts them, embedding and head going with the first and the last; in whole blocks, for the least
+simulated step; or so many layers each, or blocks, a number per stage in their order, as in 3-4-4-3."""
+
+_NAMED_STAGES = STAGES[:-1]
 
 REMAT = ("none", "full", "full_early", "every:N", "every_early:N", "matmuls", "min_cut", "budget:X")
 """What backward computes again: nothing; each block from its inputs, all of it, or up to the last op that
@@ -33,12 +37,15 @@ class Plan:
     """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
 
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
-    data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`; `stages` one
-    of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`. A plan is verified when made, and its text, in
-    which the last three stand only when they are not the default, parses back to it.
+    data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`, for one that is
+    searched for with the memory that it may use, as a share of what 1F1B needs (`zb_auto:2`); `stages` one
+    of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each pipeline rank. A plan
+    is verified when made, and its text, in which the last four stand only when they are not the default,
+    parses back to it.
 
     Raises:
-        PlanError: a count is not an integer in 1..MAX_DEGREE, or a name is unknown.
+        PlanError: a count is not an integer in 1..MAX_DEGREE, a name is unknown, or `stages` are not as many
+            as pp * chunks.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -53,21 +60,40 @@ class Plan:
     stages: str = "even"
     remat: str = "none"
     fsdp: str = "none"
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
-        # A list of the names, not the mapping: whatever was given may not be hashable.
-        if self.schedule not in list(SCHEDULES):
+        self._check_chunks(parse_schedule(self.schedule)[0])
+        sizes = parse_stages(self.stages)
+        if sizes and len(sizes) != self.num_stages:
             raise PlanError(
-                f"schedule={_short(self.schedule)} is unknown; choose one of {', '.join(SCHEDULES)}"
+                f"stages={_short(self.stages)} has {len(sizes)} numbers, and pp={self.pp} with "
+                f"chunks={self.chunks} makes {self.num_stages} stages; give one number for each"
             )
-        check_layout(self.stages, self.remat, self.fsdp)
+        parse_remat(self.remat)
+        if self.fsdp not in FSDP:
+            raise PlanError(f"fsdp={_short(self.fsdp)} is unknown; choose one of {', '.join(FSDP)}")
+
+    def _check_chunks(self, schedule: str) -> None:
+        """Check that a schedule runs so many stages a rank."""
+        takes = SCHEDULES[schedule].stages_a_rank
+        if takes is not None and self.chunks != takes:
+            raise PlanError(
+                f"schedule={self.schedule} runs {takes} stage{'s' if takes > 1 else ''} a rank, not "
+                f"chunks={self.chunks}; use chunks={takes}, or another schedule"
+            )
 
     @property
     def devices(self) -> int:
         """Number of devices that the plan occupies: dp * tp * pp."""
         return math.prod((self.dp, self.tp, self.pp))
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the pipeline: pp * chunks."""
+        return self.pp * self.chunks
 
     def __str__(self) -> str:
         shown = [field for field in fields(self) if field.name in _ALWAYS or _differs(self, field)]
@@ -99,20 +125,54 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_COUNTS = ("dp", "tp", "pp", "microbatches")
-_ALWAYS = (*_COUNTS, "schedule")
+_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks")
+_ALWAYS = ("dp", "tp", "pp", "microbatches", "schedule")
 
 
 def _differs(plan: Plan, field: Field[Any]) -> bool:
     return getattr(plan, field.name) != field.default
 
 
-def check_layout(stages: object, remat: object, fsdp: object) -> None:
-    """Raise :class:`PlanError` for a text that is none of STAGES, REMAT or FSDP."""
-    for name, text, choices in (("stages", stages, STAGES), ("fsdp", fsdp, FSDP)):
-        if text not in choices:
-            raise PlanError(f"{name}={_short(text)} is unknown; choose one of {', '.join(choices)}")
-    parse_remat(remat)
+def parse_schedule(text: object) -> tuple[str, float]:
+    """Return the name of a schedule, and the memory that one may use which is searched for; else 1.
+
+    1 is as much as 1F1B needs. Raises :class:`PlanError` for an unknown name, and for a number that is out of
+    range or of a schedule that takes none.
+
+    >>> parse_schedule("zb_auto:1.5"), parse_schedule("1f1b")
+    (('zb_auto', 1.5), ('1f1b', 1.0))
+    """
+    name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if name not in SCHEDULES:
+        raise PlanError(f"schedule={_short(text)} is unknown; choose one of {', '.join(SCHEDULES)}")
+    if not colon:
+        return name, 1.0
+    if "memory_limit" not in SCHEDULES[name].options:
+        raise PlanError(f"schedule={_short(text)}: {name} takes no memory; use schedule={name}")
+    pattern = r"[0-9]{1,7}(\.[0-9]{1,12})?"
+    if not re.fullmatch(pattern, number, re.ASCII) or not 0 < float(number) <= MAX_DEGREE:
+        raise PlanError(
+            f"schedule={_short(text)}: {name} takes a share of the memory of 1F1B over 0, as in {name}:2"
+        )
+    return name, float(number)
+
+
+def parse_stages(text: object) -> tuple[int, ...]:
+    """Return how many layers or blocks each stage holds, if `stages` says so; nothing for a name of STAGES.
+
+    Raises :class:`PlanError` for an unknown name, and for numbers that are none.
+
+    >>> parse_stages("3-4-4-3"), parse_stages("auto")
+    ((3, 4, 4, 3), ())
+    """
+    if text in _NAMED_STAGES:
+        return ()
+    if not isinstance(text, str) or not re.fullmatch(r"[0-9]+(-[0-9]+)*", text, re.ASCII):
+        raise PlanError(f"stages={_short(text)} is unknown; choose one of {', '.join(STAGES)}, as in 3-4-4-3")
+    # Each is written in one way, so that equal plans have equal texts.
+    if not re.fullmatch(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", text, re.ASCII):
+        raise PlanError(f"stages={_short(text)}: each stage holds 1 to 9999999 blocks, as in 3-4-4-3")
+    return tuple([int(number) for number in text.split("-")])
 
 
 def parse_remat(text: object) -> tuple[str, float]:

@@ -121,8 +121,8 @@ class Pipeline:
         self.cost_model = CostModel(topology)
         self.mesh = Mesh(topology.devices[:STAGES], pp=STAGES, dp=1, tp=1)
         self.schedule = schedule("1f1b", STAGES, row.microbatches)
-        self.figures = logical_mesh(topology.devices[0], 1, 1).devices[0]
-        self.local = shard(joint(row), logical_mesh(self.figures, 1, 1), row.microbatches, 1)
+        self.costs = self.cost_model.on(topology.devices[0])
+        self.local = shard(joint(row), logical_mesh(topology.devices[0], 1, 1), row.microbatches, 1)
 
     @property
     def default(self) -> Sizes:
@@ -139,14 +139,14 @@ class Pipeline:
         if not layers:
             return self.local
         policy = Chosen("chosen", checkpoint, run=Run.EARLY, layers=frozenset(layers))
-        return replace(self.local, function=rematerialize(self.local.function, policy, device=self.figures))
+        return replace(self.local, function=rematerialize(self.local.function, policy, costs=self.costs))
 
     def simulate(self, sizes: Sizes, overlap: bool = True) -> Simulation:
         """Simulate a step."""
         local = self.own_local(sizes)
-        blocks = model_blocks(local, self.figures)
+        blocks = model_blocks(local, self.costs)
         firsts = tuple(accumulate(sizes[:-1], initial=0))
-        cut = cut_stages(local, STAGES, self.figures, blocks.stages(firsts))
+        cut = cut_stages(local, STAGES, self.costs, blocks.stages(firsts))
         program = cut.program(self.mesh, self.schedule)
         return Simulator(self.cost_model, overlap=overlap).simulate(program)
 
@@ -158,7 +158,7 @@ class Pipeline:
         while sizes not in tried:
             tried[sizes] = self.simulate(sizes).step_time
             local = self.own_local(sizes)
-            costs = costs_of(local, model_blocks(local, self.figures), self.mesh.at(pp=0), self.cost_model)
+            costs = costs_of(local, model_blocks(local, self.costs), self.mesh.at(pp=0), self.cost_model)
             links = mesh_communication(self.mesh, self.cost_model)
             count = self.row.microbatches
             sizes = auto_split(costs, STAGES, count, self.schedule, links, memory).sizes

@@ -19,7 +19,6 @@ from distsim.ir import Device, Function, FunctionMaker, Topology
 from distsim.ir.type import Float, Tensor
 from distsim.models import gpt
 from distsim.plan import Plan
-from distsim.schedule import SCHEDULES
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate, parallel_transform_3d, steady_state_transform
 
@@ -59,7 +58,7 @@ def warm_up(topology: Topology) -> None:
     """Load and compile the kernels: a tiny model, its plans simulated all the way and op by op."""
     cost_model = CostModel(topology)
     function = differentiate(gpt(4, 16, 2, 4, 32, 8), Adam())
-    for schedule in SCHEDULES:
+    for schedule in ("1f1b", "gpipe"):
         program = parallelize(function, Plan(1, 1, 2, 16, schedule), topology)
         simulation = Simulator(cost_model).simulate(program)
         next(simulation.timeline.pieces())

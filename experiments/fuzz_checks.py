@@ -109,6 +109,10 @@ def given(joint: Function, function: Function, inputs: list[Any]) -> list[Any]:
 # --- plans -------------------------------------------------------------------------------------------
 
 
+PROGRAMMED = [name for name in SCHEDULES if not name.startswith("pipedream")]
+"""The schedules that programs run: those with a flush."""
+
+
 def random_plan(rng: Random, batch: int) -> Plan:
     """Return a random plan of at most 16 devices, with every field; few do not divide the batch."""
     while True:
@@ -120,12 +124,14 @@ def random_plan(rng: Random, batch: int) -> Plan:
         microbatches = rng.choice((1, 1, 2, 2, 3, 4))
         if dp * tp * pp <= MOST_DEVICES and (batch % (dp * microbatches) == 0 or rng.random() < 0.03):
             break
+    schedule = rng.choice(("1f1b", "gpipe", rng.choice(PROGRAMMED)))
     return Plan(
         dp=dp,
         tp=tp,
         pp=pp,
         microbatches=microbatches,
-        schedule=rng.choice(list(SCHEDULES)),
+        schedule=schedule,
+        chunks=SCHEDULES[schedule].stages_a_rank or rng.choice((1, 2, 3)),
         stages=rng.choice(("even",) * 6 + ("default", "auto")),
         remat=rng.choice(REMAT) if rng.random() < 0.6 else "none",
         fsdp=rng.choice(("none", "none", "reshard", "keep")),

@@ -35,11 +35,11 @@ from distsim.ir import Function, Topology
 from distsim.ir.type import BFloat16
 from distsim.models import gpt
 from distsim.plan import Plan
-from distsim.schedule import SCHEDULES
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 TRIALS = 5
+SCHEDULES = ("1f1b", "gpipe")
 PARTS = ("parallelize", "simulate", "memory")
 
 

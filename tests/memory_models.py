@@ -6,12 +6,32 @@ unless it is that of a parameter, of state or of a constant. Nothing is planned 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 
+import numpy as np
 from hypothesis import strategies as st
+from program_models import Inventor
 
-from distsim.ir import Device, Float, Function, FunctionMaker, Op, Role, Tensor, Value
+from distsim.ir import (
+    Attributes,
+    Device,
+    Float,
+    Function,
+    FunctionMaker,
+    Literal,
+    Mesh,
+    Op,
+    Role,
+    Tensor,
+    Value,
+)
 from distsim.ir.device import devices_of
 from distsim.ops import operator
+from distsim.program.block import Block
+from distsim.program.parts import Parts, ProgramOutput
+from distsim.program.program import Program
+from distsim.schedule import Action, Cell, Kind, Schedule, one_f_one_b
 
 
 class Buffer:
@@ -111,3 +131,157 @@ def functions(draw, depth: int = 0) -> Function:
         values += maker.add(kind, given, {"lr": 0.1} if kind == "SGDOptimizer" else None, callees)
     maker.set_outputs(draw(st.lists(st.sampled_from(values), min_size=1, max_size=3)))
     return maker.finalize()
+
+
+# --- schedules and programs of every kind ---------------------------------------------------------------
+
+
+def any_schedule(rng: Random, chain: int, microbatches: int) -> Schedule:
+    """Stages on any rank, whole backwards and halves, pairs, copies of the model; the order in which ranks
+    choose among what can run is random, or follows preferences, so that it repeats."""
+    copies = rng.choice([1, 1, 1, 2])
+    stages, num_ranks = chain * copies, rng.randint(1, chain)
+    if copies == 2 and chain % num_ranks == 0 and num_ranks % 2 == 0:
+        loop = [stage % num_ranks for stage in range(chain)]
+        rank_of = [*loop, *(num_ranks - 1 - rank for rank in loop)]
+    else:
+        copies, stages = 1, chain
+        rank_of = [min(s % (2 * num_ranks), 2 * num_ranks - 1 - s % (2 * num_ranks)) for s in range(chain)]
+        if rng.random() < 0.5:
+            rank_of = [stage % num_ranks for stage in range(chain)]
+    halved = rng.choice([0.0, 0.0, 1.0, 0.5])
+    halves = {(s, m) for s in range(stages) for m in range(microbatches) if rng.random() < halved}
+    paired, cap = rng.choice([0.0, 0.5, 1.0]), rng.randint(1, 2 * chain)
+    left: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for stage in range(stages):
+        for m in range(microbatches):
+            split = (stage, m) in halves
+            kinds = [
+                Kind.FORWARD,
+                *([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if split else [Kind.BACKWARD]),
+            ]
+            left[rank_of[stage]] += [Action(kind, stage, m) for kind in kinds]
+    prefer = rng.sample([Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.FORWARD, Kind.BACKWARD_WEIGHT], 4)
+    random, backward = rng.random() < 0.4, rng.random() < 0.2
+
+    def wanted(action: Action) -> tuple:
+        if random:
+            return (rng.random(),)
+        reverse = backward and action.kind is not Kind.FORWARD
+        return prefer.index(action.kind), -action.microbatch if reverse else action.microbatch, action.stage
+
+    def ready(action: Action) -> bool:
+        stage, m = action.stage, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return stage % chain == 0 or Action(Kind.FORWARD, stage - 1, m) in done
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return Action(Kind.BACKWARD_INPUT, stage, m) in done
+        last = (stage + 1) % chain == 0
+        after = Kind.BACKWARD_INPUT if (stage + 1, m) in halves else Kind.BACKWARD
+        return Action(Kind.FORWARD, stage, m) in done and (last or Action(after, stage + 1, m) in done)
+
+    done: set[Action] = set()
+    ranks: list[list[Cell]] = [[] for _ in range(num_ranks)]
+    flying = [0] * num_ranks
+    while any(left):
+        cells: list[Cell] = []
+        for rank, rest in enumerate(left):
+            can = sorted([action for action in rest if ready(action)], key=wanted)
+            few = [a for a in can if a.kind is not Kind.FORWARD or flying[rank] < cap]
+            if not (few or can):
+                continue
+            one = (few or can)[0]
+            others = [a for a in can if a.kind is not one.kind and a.stage != one.stage]
+            cells.append((one, others[0]) if others and rng.random() < paired else (one,))
+        for cell in cells:
+            rank = rank_of[cell[0].stage]
+            ranks[rank].append(cell)
+            for action in cell:
+                left[rank].remove(action)
+                flying[rank] += {"F": 1, "B": -1, "W": -1}.get(action.kind.value, 0)
+        done.update([action for cell in cells for action in cell])
+    return Schedule("any", stages, microbatches, ranks, rank_of, copies)
+
+
+class Placed(Inventor):
+    """Invents a program for a schedule with its stages on any ranks.
+
+    Where there are copies of the model, what a microbatch makes is no output, and no update reads it, unless
+    it is put together over all.
+    """
+
+    copies = 1
+
+    def _for_update(self, stage: int) -> list[Value]:
+        own = super()._for_update(stage)
+        made = {key for keys in (*self.forward, *self.backward) for key in keys} | set(self.data)
+        return own if self.copies == 1 else [key for key in own if key not in made]
+
+    def outputs(self) -> tuple[ProgramOutput, ...]:
+        """Return some of everything that was made."""
+        made = {key for keys in (*self.forward, *self.backward) for key in keys} | set(self.data)
+        outputs = super().outputs()
+        return tuple([o for o in outputs if self.copies == 1 or o.microbatched or o.key not in made])
+
+    def placed(self, schedule: Schedule, mesh: Mesh) -> Program:
+        """Return the program on a mesh of the schedule's ranks."""
+        whole = self.program(one_f_one_b(self.count, schedule.num_microbatches))
+        halves = [self.halves(s, stage.backward) for s, stage in enumerate(whole.stages)]
+        blocks = tuple([(stage.forward, stage.backward, stage.updates) for stage in whole.stages])
+        parts = Parts("invented", blocks, whole.inputs, whole.outputs, tuple(halves))
+        slices = mesh.slices("pp")
+        stages = [replace(stage, mesh=slices[schedule.rank_of[s]]) for s, stage in enumerate(whole.stages)]
+        return replace(whole, mesh=mesh, stages=tuple(stages), schedule=schedule, parts=parts)
+
+    def halves(self, stage: int, whole: Block) -> tuple[Block, Block]:
+        """Cut a backward in two: both compute all of it, W reads a value of I besides."""
+        sums = set(whole.accumulated)
+        pending = self.writer.key(f"pending{stage}", 1)
+        first = [i for i, key in enumerate(whole.outputs) if key not in sums]
+        second = [i for i, key in enumerate(whole.outputs) if key in sums]
+        if not second:
+            return (whole, Block(_part(whole.function, []), whole.inputs, ()))
+        rest = _part(whole.function, second, extra=pending)
+        more = _part(whole.accumulating, second, pending, len(whole.accumulated)) if sums else None
+        half = Block(
+            _part(whole.function, first, made=pending),
+            whole.inputs,
+            (*(whole.outputs[i] for i in first), pending),
+        )
+        outputs = tuple(whole.outputs[i] for i in second)
+        return half, Block(rest, (*whole.inputs, pending), outputs, whole.accumulated, more)
+
+
+def _part(
+    function: Function,
+    outputs: Sequence[int],
+    extra: Value | None = None,
+    sums: int = 0,
+    made: Value | None = None,
+) -> Function:
+    """Return a function with some of its outputs, one more input before its sums, or one more result."""
+    returned, inputs = [function.outputs[i] for i in outputs], list(function.inputs)
+    ops = list(function.ops)
+    if extra is not None:
+        given = Value("pending", extra.type)
+        inputs.insert(len(inputs) - sums, given)
+        ops.append(Op("ModelWork", (given,), (Value("read", extra.type),), Attributes({"flops": 1.0})))
+    if made is not None:
+        value = Literal(np.full(made.type.shape, 0.5))
+        result = Value("pending", made.type)
+        attributes = Attributes({"value": value, "device": made.type.device})
+        ops.append(Op("Constant", (), (result,), attributes))
+        returned.append(result)
+    return Function(function.name, tuple(inputs), tuple(ops), tuple(returned))
+
+
+def invent_placed(seed: int) -> Program:
+    """Return a program of any stages under any schedule."""
+    rng = Random(seed)
+    chain, dp, tp = rng.choice([1, 2, 3, 4, 4, 6]), rng.randint(1, 2), rng.randint(1, 2)
+    schedule = any_schedule(rng, chain, rng.choice([1, 2, 3, 4, 6, 8, 12, rng.randint(1, 24)]))
+    devices = [Device(i, "gpu") for i in range(max(chain, schedule.num_ranks) * dp * tp)]
+    mesh = Mesh(devices[: schedule.num_ranks * dp * tp], pp=schedule.num_ranks, dp=dp, tp=tp)
+    inventor = Placed(rng, Mesh(devices[: chain * dp * tp], pp=chain, dp=dp, tp=tp))
+    inventor.copies = schedule.copies
+    return inventor.placed(schedule, mesh)

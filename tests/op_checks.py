@@ -66,6 +66,22 @@ def check_types(of: Sample) -> None:
         assert (asked.flops, asked.bytes_read, asked.bytes_written) == (0, 0, 0)
         seen = of.arrays[0].reshape(-1)[: results[0].size]  # what is behind it may be left out
         assert_close(results[0].reshape(-1), seen, f"{of} is no view")
+    check_parts(of, results)
+
+
+def check_parts(of: Sample, results: Sequence[np.ndarray]) -> None:
+    """What makes one output by itself makes the same, of the same type; all together take as many flops."""
+    rule, signature = operator(of.op_type).part, of.signature
+    if rule is None:
+        return
+    flops = 0.0
+    for place, result in enumerate(results):
+        part = rule(signature, place)
+        alone = Sample(part.op_type, tuple(of.arrays[i] for i in part.inputs), part.attributes, of.version)
+        assert alone.signature.outputs == signature.outputs[place : place + 1]
+        assert_close(run(alone)[0], result, f"output {place} of {of} by itself")
+        flops += work(alone.signature).flops
+    assert flops == work(signature).flops
 
 
 # --- gradients ---------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ def test_names_that_are_not_known_come_with_those_that_are():
 def test_a_schedule_for_another_number_of_stages(pp, stages):
     mesh = Mesh(gpus(pp), pp=pp, dp=1, tp=1)
     with pytest.raises((PlanError, ScheduleError), match=rf"(?=.*{stages})(?=.*pp={pp})"):
-        build_program(training(), mesh, schedule("1f1b", stages, 2))
+        build_program(training(), mesh, Plan(pp=pp, microbatches=2), schedule=schedule("1f1b", stages, 2))
 
 
 def test_a_schedule_for_another_number_of_microbatches():

@@ -11,6 +11,7 @@ from training_models import (
     F64,
     Maker,
     assert_same_step,
+    laid_out,
     mesh_of,
     random_inputs,
     small_gpt,
@@ -20,7 +21,6 @@ from training_models import (
     topology_of,
 )
 
-from distsim.compose import build_program
 from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
@@ -40,7 +40,16 @@ from distsim.simulate.memory.timeline import memory_timeline
 from distsim.simulate.memory.walk import KINDS
 from distsim.simulate.tasks import recurrence
 from distsim.simulate.tasks.task_table import lower
-from distsim.transforms import SGD, Adam, differentiate, fsdp, gathered, pipeline, rematerialize, shard
+from distsim.transforms import (
+    SGD,
+    Adam,
+    differentiate,
+    fsdp,
+    gathered,
+    pipeline,
+    rematerialize,
+    shard,
+)
 from distsim.transforms.data_parallel.fsdp import chains
 from distsim.transforms.recompute.saves import Tag
 
@@ -119,7 +128,7 @@ CASES = [
 def test_every_rank_computes_the_same_step(name: str, plan: Plan, remat: str, weights: str) -> None:
     joint, inputs, expected = case(name)
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    program = build_program(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, weights)
+    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, weights)
     assert_same_step(joint, program, inputs, expected)
     assert_all_divided(program)
     flat = program.to_function(steady=True)
@@ -158,9 +167,9 @@ def local_of(name: str, dp: int, smallest: int = 1):
 def test_parameters_state_and_updates_take_a_part_of_the_memory() -> None:
     joint, _, _ = case("mlp")
     plans = [
-        build_program(joint, mesh_of(4, 1, 1), schedule("1f1b", 1, 1), "none", f) for f in ("none", "reshard")
+        laid_out(joint, mesh_of(4, 1, 1), schedule("1f1b", 1, 1), "none", f) for f in ("none", "reshard")
     ]
-    whole, part = (program_memory(program).stages[0].end for program in plans)
+    whole, part = (program_memory(program).ranks[0].end for program in plans)
     loss = 8
     assert part - loss == (whole - loss) / 4
     for op in all_ops(local_of("mlp", 4).function):
@@ -194,7 +203,7 @@ def test_what_all_tp_ranks_hold_is_divided_over_dp() -> None:
     inputs = random_inputs(joint, 0)
     rng = np.random.default_rng(0)
     inputs[0] = np.stack([rng.permutation(16)[:6] for _ in range(6)])  # equal tokens would be dropped
-    program = build_program(joint, mesh_of(3, 2, 1), schedule("1f1b", 1, 2), fsdp="reshard")
+    program = laid_out(joint, mesh_of(3, 2, 1), schedule("1f1b", 1, 2), fsdp="reshard")
     assert_all_divided(program)
     axes = [{axis for _, axis, _ in given.shards} for given in program.inputs]
     assert {"dp"} in axes and {"dp", "tp"} in axes
@@ -233,10 +242,10 @@ def test_530b_is_divided_over_1120_ranks() -> None:
     assert not any(size % ranks == 0 for v in joint.parameters for size in v.type.shape)
     topology = load_cluster("dgx-a100:140")
     mesh = Mesh(topology.devices, pp=1, dp=ranks, tp=1)
-    program = build_program(joint, mesh, schedule("1f1b", 1, 1), "full", "reshard")
+    program = laid_out(joint, mesh, schedule("1f1b", 1, 1), "full", "reshard")
     assert_all_divided(program)
     own = sum(2 * math.ceil(v.type.size / ranks) for v in joint.parameters)
-    (use,) = program_memory(program).stages
+    (use,) = program_memory(program).ranks
     assert (use.by_kind["parameters"], use.by_kind["state"]) == (own, 2 * own)
     elements = 2 * (12 * hidden**2 + 13 * hidden) + (2 * vocab + seq + 2) * hidden
     assert 0 <= own - 2 * elements / ranks < 2 * len(joint.parameters)
@@ -248,7 +257,7 @@ def test_gradients_of_a_table_that_two_stages_read_are_added_once_a_step() -> No
     joint = case("tied")[0]
     for microbatches in (1, 4):
         order = schedule("1f1b", 2, microbatches)
-        flat = build_program(joint, mesh_of(3, 1, 2), order, fsdp="reshard").to_function()
+        flat = laid_out(joint, mesh_of(3, 1, 2), order, fsdp="reshard").to_function()
         flats = [op for op in flat.ops if op.op_type == "Send" and op.inputs[0].type.rank == 1]
         part = math.ceil(16 * 7 / 3)
         assert Counter(op.inputs[0].type.shape for op in flats)[part,] == 2
@@ -278,7 +287,7 @@ def test_backward_runs_on_the_stages_on_which_it_does_without(name: str, weights
     products = [
         [
             sum(op.op_type == "MatMulGrad" for op in all_ops(stage.backward.function))
-            for stage in build_program(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2), "none", each).stages
+            for stage in laid_out(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2), "none", each).stages
         ]
         for each in ("none", weights)
     ]
@@ -298,7 +307,7 @@ def test_a_gradient_that_is_read_whole_before_the_update_is_divided_for_it() -> 
     for model in (small_mlp(width=7, batch=6), biased_mlp()):  # updated one by one, and by layers, in Calls
         joint = differentiate(model, Scaled())
         inputs = random_inputs(joint, 0)
-        program = build_program(joint, mesh_of(3, 1, 1), schedule("1f1b", 1, 2), fsdp="keep")
+        program = laid_out(joint, mesh_of(3, 1, 1), schedule("1f1b", 1, 2), fsdp="keep")
         assert_all_divided(program)
         assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
 
@@ -309,7 +318,7 @@ def test_a_pattern_of_replicas_is_refused() -> None:
     with pytest.raises(PlanError, match="pattern of 2 of 4 data-parallel ranks"):
         fsdp(shard(joint, logical_mesh(figures, 2, 1), 1, 4))
     with pytest.raises(PlanError, match="fsdp='zero' is unknown; choose one of none, reshard, keep"):
-        build_program(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), fsdp="zero")
+        laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), fsdp="zero")
 
 
 def test_the_chain_of_a_parameter_is_recognised() -> None:

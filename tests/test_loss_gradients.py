@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_differentiate import assert_gradients, compute, directional
-from training_models import F64, Maker, assert_same_step, mesh_of, random_inputs, topology_of
+from training_models import F64, Maker, assert_same_step, laid_out, mesh_of, random_inputs, topology_of
 
-from distsim.compose import build_program, parallelize
+from distsim.compose import parallelize
 from distsim.errors import PlanError, UnknownOperatorError
 from distsim.ir import Function, Literal, Tensor, Value, callees
 from distsim.plan import Plan
@@ -269,7 +269,7 @@ PLANS = [
 
 def program_of(joint: Function, plan: Plan):
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    return build_program(joint, mesh_of(plan.dp, plan.tp, plan.pp), order)
+    return laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order)
 
 
 def assert_plans(function: Function, plans, optimizer=None) -> None:

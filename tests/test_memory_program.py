@@ -6,25 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_models import Machine
-from training_models import Maker, bert, flat_mlp, mesh_of, small_gpt, small_mlp, tied
+from training_models import SCHEDULES, Maker, bert, flat_mlp, laid_out, mesh_of, small_gpt, small_mlp, tied
 
-from distsim.compose import build_program
 from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Function, Role
 from distsim.models import mlp
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, Action, Kind, Schedule, schedule
-from distsim.simulate.memory import table as memory_table
+from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulate.memory.peak import KINDS, peak_memory
-from distsim.simulate.memory.positions import pattern_of
 from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.memory.table_changes import changes_of
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 OPTIMIZERS = (None, SGD(), Adam())
 
 
 def composed(program: Program) -> bool:
-    return memory_table.table_of(program, pattern_of(program.schedule)) is not None
+    return changes_of(program.parts, program.table()) is not None
 
 
 def described(use) -> tuple:
@@ -40,8 +38,8 @@ def assert_same_memory(program: Program) -> None:
     assert {d: described(found.devices[d]) for d in expected} == {
         d: described(use) for d, use in expected.items()
     }
-    assert found.peaks == tuple(use.peak for use in found.stages)
-    for use in found.stages:
+    assert found.peaks == tuple(use.peak for use in found.ranks)
+    for use in found.ranks:
         assert sum(use.by_kind.values()) == use.peak
         assert min(use.by_kind.values()) >= 0
 
@@ -106,7 +104,7 @@ def test_any_network_on_any_schedule(data):
     stages, m = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2, 3, 4, 6]))
     dp, tp = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
     try:
-        program = build_program(joint, mesh_of(dp, tp, stages), data.draw(schedules(stages, m)))
+        program = laid_out(joint, mesh_of(dp, tp, stages), data.draw(schedules(stages, m)))
     except PlanError:  # fewer layers than stages, or a batch that does not divide
         return
     assert_same_memory(program)
@@ -120,7 +118,7 @@ def test_models_on_the_schedules(model, optimizer):
     for name in SCHEDULES:
         for pp, m, dp, tp in [(1, 1, 2, 1), (2, 1, 1, 1), (2, 4, 1, 1), (3, 2, 1, 1), (2, 2, 1, 2)]:
             try:
-                program = build_program(joint, mesh_of(dp, tp, pp), schedule(name, pp, m))
+                program = laid_out(joint, mesh_of(dp, tp, pp), schedule(name, pp, m))
             except PlanError:
                 continue
             assert_same_memory(program)
@@ -131,7 +129,7 @@ def test_models_on_the_schedules(model, optimizer):
 def test_a_function_without_calls_or_roles(optimizer):
     for pp in (1, 2, 3):
         assert_same_memory(
-            build_program(flat_mlp(6, optimizer=optimizer), mesh_of(pp=pp), schedule("1f1b", pp, 4))
+            laid_out(flat_mlp(6, optimizer=optimizer), mesh_of(pp=pp), schedule("1f1b", pp, 4))
         )
 
 
@@ -139,7 +137,7 @@ def test_a_function_without_calls_or_roles(optimizer):
 def test_many_microbatches(name):
     joint = differentiate(mlp(4, 4, 40), Adam())
     for pp in (1, 2, 4):
-        assert_same_memory(build_program(joint, mesh_of(pp=pp), schedule(name, pp, 40)))
+        assert_same_memory(laid_out(joint, mesh_of(pp=pp), schedule(name, pp, 40)))
 
 
 @given(st.data())
@@ -153,7 +151,7 @@ def test_the_peak_of_a_program_is_what_buffers_take(data):
     stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
     tp, order = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(list(SCHEDULES)))
     try:
-        program = build_program(joint, mesh_of(1, tp, stages), schedule(order, stages, m))
+        program = laid_out(joint, mesh_of(1, tp, stages), schedule(order, stages, m))
     except PlanError:
         return
     function = program.to_function(steady=True)
@@ -176,7 +174,7 @@ def predicting(layers: int, batch: int) -> Function:
 @settings(max_examples=60, deadline=None)
 def test_outputs_of_every_microbatch_are_put_together(data):
     stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
-    program = build_program(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
+    program = laid_out(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
     assert any(output.microbatched for output in program.outputs)
     assert_same_memory(program)
     assert composed(program)
@@ -189,22 +187,21 @@ def test_outputs_of_every_microbatch_are_put_together(data):
 @settings(max_examples=60, deadline=None)
 def test_an_output_may_be_what_the_last_microbatch_made(data):
     stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([2, 4]))
-    program = build_program(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
+    program = laid_out(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
     stage = data.draw(st.integers(0, stages - 1))
     outputs = [replace(o, microbatched=False, stage=stage) if o.microbatched else o for o in program.outputs]
     program = replace(program, outputs=tuple(outputs))
     assert_same_memory(program)
-    last = [task for task in program.schedule.actions[-1] if task.kind is Kind.FORWARD][-1]
-    assert composed(program) == (last.microbatch == m - 1)
+    assert composed(program)
 
 
 def test_what_is_written_out_says_the_same(monkeypatch):
     joint = differentiate(tied(), Adam())
-    program = build_program(joint, mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
+    program = laid_out(joint, mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
     expected = program_memory(program)
-    monkeypatch.setattr("distsim.simulate.memory.program_memory.table_of", lambda *_: None)
+    monkeypatch.setattr("distsim.simulate.memory.program_memory.changes_of", lambda *_: None)
     found = program_memory(program)
-    assert [described(a) for a in found.stages] == [described(b) for b in expected.stages]
+    assert [described(a) for a in found.ranks] == [described(b) for b in expected.ranks]
 
 
 # --- closed forms ------------------------------------------------------------------------------------
@@ -213,7 +210,7 @@ def test_what_is_written_out_says_the_same(monkeypatch):
 def layers(p: int, m: int, name: str, width: int = 64, optimizer=None, dp: int = 1, tp: int = 1) -> Program:
     """Two layers a stage, microbatches of 64 samples in float32."""
     joint = differentiate(mlp(2 * p, width, 64 * m), optimizer)
-    return build_program(joint, mesh_of(dp, tp, p), schedule(name, p, m))
+    return laid_out(joint, mesh_of(dp, tp, p), schedule(name, p, m))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -225,7 +222,7 @@ def test_what_is_saved_is_what_is_in_flight(name, m):
     found = program_memory(layers(p, m, name))
     for stage in range(1, p - 1):  # the first has inputs besides, the last the prediction
         flying = m if name == "gpipe" else min(m, p - stage)
-        kept = [memory.stages[stage].by_kind for memory in (alone, found)]
+        kept = [memory.ranks[stage].by_kind for memory in (alone, found)]
         saved = [kinds["activations"] + kinds["communication"] for kinds in kept]
         # Its input, and of two layers y0, a0 and y1.
         assert saved[1] - saved[0] == (flying - min(2, p - stage)) * 4 * 64 * 64 * 4
@@ -235,7 +232,7 @@ def test_weights_gradients_and_state():
     width, p = 64, 4
     weights = 2 * width * width * 4  # two layers a stage
     for optimizer, state in ((SGD(), 0), (Adam(), 2)):
-        for use in program_memory(layers(p, 8, "1f1b", width, optimizer)).stages:
+        for use in program_memory(layers(p, 8, "1f1b", width, optimizer)).ranks:
             assert use.by_kind["parameters"] == weights
             assert use.by_kind["state"] == state * weights
             assert use.by_kind["gradients"] <= weights
@@ -243,13 +240,13 @@ def test_weights_gradients_and_state():
 
 
 def test_tensor_parallelism_divides_the_weights():
-    one, halved = (program_memory(layers(2, 4, "1f1b", tp=tp)).stages for tp in (1, 2))
+    one, halved = (program_memory(layers(2, 4, "1f1b", tp=tp)).ranks for tp in (1, 2))
     for whole, half in zip(one, halved, strict=True):
         assert half.by_kind["parameters"] == whole.by_kind["parameters"] / 2
 
 
 def test_data_parallelism_divides_the_activations():
-    one, halved = (program_memory(layers(2, 4, "1f1b", width=4, dp=dp)).stages for dp in (1, 2))
+    one, halved = (program_memory(layers(2, 4, "1f1b", width=4, dp=dp)).ranks for dp in (1, 2))
     for whole, half in zip(one, halved, strict=True):
         assert half.by_kind["parameters"] == whole.by_kind["parameters"]
         assert half.by_kind["activations"] == whole.by_kind["activations"] / 2
@@ -258,7 +255,7 @@ def test_data_parallelism_divides_the_activations():
 def test_the_step_ends_with_what_it_started_and_its_outputs():
     program = layers(4, 8, "1f1b", optimizer=Adam())
     function = steady_state_transform(program.to_function())[0]
-    for stage, use in zip(program.stages, program_memory(program).stages, strict=True):
+    for stage, use in zip(program.stages, program_memory(program).ranks, strict=True):
         held = sum(
             v.type.nbytes
             for v in function.inputs
@@ -269,7 +266,7 @@ def test_the_step_ends_with_what_it_started_and_its_outputs():
 
 
 def test_1f1b_does_not_grow_with_the_microbatches_but_for_its_inputs():
-    stages = [program_memory(layers(4, m, "1f1b")).stages[1] for m in (8, 16, 512)]
+    stages = [program_memory(layers(4, m, "1f1b")).ranks[1] for m in (8, 16, 512)]
     assert len({use.peak for use in stages}) == 1
     assert set(stages[0].by_kind) == set(KINDS)
 
@@ -277,10 +274,11 @@ def test_1f1b_does_not_grow_with_the_microbatches_but_for_its_inputs():
 # --- what is shared, and errors ------------------------------------------------------------------------
 
 
-def test_another_schedule_of_the_same_stages_is_not_outlined_again(monkeypatch):
+def test_another_schedule_of_the_same_stages_finds_what_its_calls_use(monkeypatch):
     program = layers(4, 8, "1f1b")
-    program_memory(program)
-    monkeypatch.setattr(memory_table, "outline", lambda *_: pytest.fail("outlined again"))
+    for name in SCHEDULES:
+        program_memory(replace(program, schedule=schedule(name, 4, 8)))
+    monkeypatch.setattr("distsim.simulate.memory.walk.Walk.walk", lambda *_: pytest.fail("walked again"))
     peaks = [
         program_memory(replace(program, schedule=schedule(name, 4, m))).peaks
         for name in SCHEDULES

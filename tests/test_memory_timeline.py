@@ -7,15 +7,15 @@ import pytest
 from executor_models import add_grad, cluster, f32, simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_models import mesh_of, small_gpt, small_mlp, topology_of
+from training_models import SCHEDULES, laid_out, mesh_of, small_gpt, small_mlp, topology_of
 
-from distsim.compose import build_program, parallelize
+from distsim.compose import parallelize
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import FunctionMaker, Role
 from distsim.plan import Plan
 from distsim.report import plot_memory, write_trace
-from distsim.schedule import SCHEDULES, schedule
+from distsim.schedule import schedule
 from distsim.simulate.memory.timeline import memory_timeline
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
@@ -92,7 +92,7 @@ def test_on_one_device_the_peak_over_time_is_that_of_the_order(model):
 
 
 def test_each_device_on_its_own_has_the_same_timeline():
-    program = build_program(differentiate(small_mlp(), SGD()), mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
+    program = laid_out(differentiate(small_mlp(), SGD()), mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
     function, inputs = steady_state_transform(program.to_function())
     topology = topology_of(4)
     in_step, alone = (

@@ -9,9 +9,8 @@ from onnx_cases import (
     LEARNING_RATE,
     running_statistics,
 )
-from training_models import assert_same_step, mesh_of
+from training_models import assert_same_step, laid_out, mesh_of
 
-from distsim.compose import build_program
 from distsim.executor import SequentialExecutor
 from distsim.importer import import_from_onnx
 from distsim.ir import Function, Role
@@ -182,5 +181,5 @@ EQUIVALENT = [
 def test_a_tiny_model_computes_the_same_under_a_plan(tiny, plan):
     joint, inputs, expected = step_of(tiny[1], tiny[2])
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    program = build_program(joint, mesh_of(plan.dp, plan.tp, plan.pp), order)
+    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order)
     assert_same_step(joint, program, inputs, expected)

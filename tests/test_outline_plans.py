@@ -16,19 +16,27 @@ from training_models import (
     assert_same_step,
     bert,
     flat_mlp,
+    laid_out,
     mesh_of,
     random_inputs,
     small_gpt,
 )
 
-from distsim.compose import build_program, parallelize
+from distsim.compose import parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.importer import import_from_onnx
 from distsim.ir import Function
 from distsim.models import mlp
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import SGD, Adam, add_loss, differentiate, outline, steady_state_transform
+from distsim.transforms import (
+    SGD,
+    Adam,
+    add_loss,
+    differentiate,
+    outline,
+    steady_state_transform,
+)
 
 # --- through plans --------------------------------------------------------------------------------
 
@@ -57,7 +65,7 @@ def test_an_outlined_step_computes_the_same_under_a_plan(name, plan):
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
     if joint.inputs[0].type.shape[0] % (plan.dp * plan.microbatches):
         pytest.skip("the batch is not divisible")
-    program = build_program(joint, mesh_of(plan.dp, plan.tp, plan.pp), order)
+    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order)
     assert_same_step(joint, program, inputs, expected)
 
 

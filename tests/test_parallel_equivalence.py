@@ -10,12 +10,14 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from training_models import (
+    SCHEDULES,
     Maker,
     assert_same_step,
     bert,
     flat_mlp,
     from_onnx,
     fused_attention,
+    laid_out,
     mesh_of,
     mlp,
     plans,
@@ -27,13 +29,19 @@ from training_models import (
     tied,
 )
 
-from distsim.compose import build_program, parallelize
+from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, pformat, verify
 from distsim.plan import Plan
-from distsim.schedule import SCHEDULES, schedule
-from distsim.transforms import SGD, Adam, differentiate, parallel_transform_3d, steady_state_transform
+from distsim.schedule import schedule
+from distsim.transforms import (
+    SGD,
+    Adam,
+    differentiate,
+    parallel_transform_3d,
+    steady_state_transform,
+)
 
 
 def imported() -> Function:
@@ -92,9 +100,9 @@ def assert_plan(known: Case, plan: Plan) -> None:
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
     if refuses(known.joint, plan.tp):
         with pytest.raises(PlanError, match=f"tp={plan.tp} divides no matrix product"):
-            build_program(known.joint, mesh, order)
+            laid_out(known.joint, mesh, order)
         return
-    program = build_program(known.joint, mesh, order)
+    program = laid_out(known.joint, mesh, order)
     assert_same_step(known.joint, program, known.inputs, known.expected)
 
 
@@ -167,7 +175,7 @@ def test_other_models_under_several_plans(name, plan):
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1), Adam()], ids=text)
 def test_a_tied_parameter_is_new_on_both_stages_and_only_the_parameter_is_sent(optimizer):
     known = case_of(differentiate(tied(), optimizer))
-    program = build_program(known.joint, mesh_of(2, 2, 2), schedule("1f1b", 2, 2))
+    program = laid_out(known.joint, mesh_of(2, 2, 2), schedule("1f1b", 2, 2))
     (table,) = [given for given in program.inputs if given.source.name == "wte"]
     assert table.stages == (0, 1)
     copies = {output.key.name: output.copies for output in program.outputs if output.copies}
@@ -182,7 +190,7 @@ def test_two_steps_of_a_tied_model_are_two_steps_on_one_device():
     start = len(joint.inputs) - len(joint.parameters)
     second = [*first.inputs[:start], *first.expected[1:]]
     expected = SequentialExecutor().compute(joint, second)
-    program = build_program(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2))
+    program = laid_out(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2))
     assert_same_step(joint, program, second, expected)
 
 

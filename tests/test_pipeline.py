@@ -5,9 +5,11 @@ from collections import Counter
 import numpy as np
 import pytest
 from training_models import (
+    SCHEDULES,
     Maker,
     assert_same_step,
     flat_mlp,
+    laid_out,
     mesh_of,
     random_inputs,
     small_gpt,
@@ -15,14 +17,13 @@ from training_models import (
     tied,
 )
 
-from distsim.compose import build_program
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Function, Role, all_ops, verify
 from distsim.models import gpt, mlp
 from distsim.ops.communication import scatter
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, schedule
+from distsim.schedule import schedule
 from distsim.transforms import (
     SGD,
     Adam,
@@ -34,7 +35,7 @@ from distsim.transforms import (
 
 
 def program_of(joint: Function, pp: int, microbatches: int = 1, name: str = "1f1b", dp=1, tp=1) -> Program:
-    return build_program(joint, mesh_of(dp, tp, pp), schedule(name, pp, microbatches))
+    return laid_out(joint, mesh_of(dp, tp, pp), schedule(name, pp, microbatches))
 
 
 def calls(function: Function) -> Counter:
@@ -104,7 +105,7 @@ def test_every_op_of_the_joint_function_is_on_exactly_one_stage():
 
 def test_stages_run_on_the_slices_of_the_mesh():
     mesh = mesh_of(dp=2, tp=2, pp=2)
-    program = build_program(differentiate(small_mlp()), mesh, schedule("gpipe", 2, 2))
+    program = laid_out(differentiate(small_mlp()), mesh, schedule("gpipe", 2, 2))
     assert [stage.mesh for stage in program.stages] == [mesh.at(pp=0), mesh.at(pp=1)]
     for op in program.to_function().ops:
         if op.op_type == "Call":

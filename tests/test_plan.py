@@ -5,23 +5,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, PlanError
-from distsim.plan import FSDP, MAX_DEGREE, REMAT, STAGES, Plan
+from distsim.plan import FSDP, MAX_DEGREE, REMAT, STAGES, Plan, parse_stages
 from distsim.schedule import SCHEDULES
 
 counts = st.integers(1, MAX_DEGREE)
 shares = st.integers(0, 100).map(lambda n: f"budget:{n / 100}")
 remats = st.sampled_from([r for r in REMAT if ":" not in r]) | counts.map("every:{}".format) | shares
-plans = st.builds(
+named = st.builds(
     Plan,
     counts,
     counts,
     counts,
     counts,
     st.sampled_from(list(SCHEDULES)),
-    st.sampled_from(STAGES),
+    st.sampled_from([s for s in STAGES if "N" not in s]),
     remats,
     st.sampled_from(FSDP),
+    counts,
 )
+
+
+@st.composite
+def numbered(draw):
+    """Plans that say how many blocks each stage holds."""
+    pp, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    sizes = draw(st.lists(st.integers(1, 999), min_size=pp * chunks, max_size=pp * chunks))
+    return Plan(pp=pp, stages="-".join(map(str, sizes)), chunks=chunks)
+
+
+plans = named | numbered()
 
 
 def test_parse_the_example():
@@ -34,7 +46,14 @@ def test_a_field_left_out_has_its_default_and_spaces_do_not_count():
     assert Plan.parse(" pp = 4 , schedule = gpipe ") == Plan(pp=4, schedule="gpipe")
     assert str(Plan()) == "dp=1,tp=1,pp=1,microbatches=1,schedule=1f1b"
     assert str(Plan(stages="auto", remat="every:2")) == f"{Plan()},stages=auto,remat=every:2"
+    assert str(Plan(pp=2, chunks=2, stages="3-4-4-3")).endswith("schedule=1f1b,stages=3-4-4-3,chunks=2")
     assert Plan().devices == 1
+
+
+def test_a_pipeline_has_as_many_stages_as_its_ranks_have_chunks():
+    plan = Plan.parse("pp=2,chunks=2,stages=3-4-4-3,microbatches=4")
+    assert (plan.num_stages, plan.devices, parse_stages(plan.stages)) == (4, 2, (3, 4, 4, 3))
+    assert Plan(pp=4).num_stages == 4
 
 
 @settings(deadline=None)
@@ -80,7 +99,19 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
         ("pp=1" + "0" * 6000, ["pp='1000", "is out of range"]),
         ("dp=2,tp=1,dp=4", ["dp is given twice", "2 and '4'"]),
         ("schedule=pipedream", ["schedule='pipedream' is unknown", "choose one of 1f1b, gpipe"]),
-        ("stages=best", ["stages='best' is unknown", "choose one of even, default, auto"]),
+        ("stages=best", ["stages='best' is unknown", "choose one of even, default, layers, auto, N-N-"]),
+        ("stages=N-N-...", ["stages='N-N-...' is unknown", "as in 3-4-4-3"]),
+        ("pp=2,stages=3-", ["stages='3-' is unknown"]),
+        ("pp=2,stages=3-x", ["stages='3-x' is unknown"]),
+        ("pp=2,stages=3-٣", ["is unknown"]),
+        ("pp=2,stages=-3-4", ["stages='-3-4' is unknown"]),
+        ("pp=2,stages=0-7", ["stages='0-7': each stage holds 1 to 9999999 blocks"]),
+        ("pp=2,stages=03-4", ["stages='03-4': each stage holds 1 to"]),
+        ("pp=2,stages=3-99999999", ["each stage holds 1 to 9999999 blocks"]),
+        ("pp=2,stages=3-4-4-3", ["'3-4-4-3' has 4 numbers", "pp=2 with chunks=1 makes 2 stages"]),
+        ("pp=2,chunks=2,stages=7", ["'7' has 1 numbers", "pp=2 with chunks=2 makes 4 stages"]),
+        ("chunks=0", ["chunks=0 is out of range"]),
+        ("chunks=two", ["chunks='two' is not an integer"]),
         ("fsdp=on", ["fsdp='on' is unknown", "choose one of none, reshard, keep"]),
         (
             "remat=some",
@@ -120,6 +151,9 @@ def test_bad_text_is_refused(text, parts):
         ({"dp": 10**5000}, "more than 20 digits is out of range"),
         ({"schedule": "zb"}, "schedule='zb' is unknown"),
         ({"stages": None}, "stages=None is unknown"),
+        ({"stages": ["even"]}, "stages=['even'] is unknown"),
+        ({"stages": (3, 4)}, "stages=(3, 4) is unknown"),
+        ({"chunks": 2.0}, "chunks=2.0 is not an integer"),
         ({"remat": 3}, "remat=3 is unknown"),
         ({"schedule": ["1f1b"]}, r"schedule=['1f1b'] is unknown"),
     ],

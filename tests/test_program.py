@@ -4,20 +4,28 @@ import gc
 import sys
 
 import pytest
-from training_models import Maker, assert_same_step, mesh_of, random_inputs, small_gpt, small_mlp
+from training_models import (
+    SCHEDULES,
+    Maker,
+    assert_same_step,
+    laid_out,
+    mesh_of,
+    random_inputs,
+    small_gpt,
+    small_mlp,
+)
 
-from distsim.compose import build_program
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Function, Mesh, Op, all_ops, verify
 from distsim.program.block import Block
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, schedule
+from distsim.schedule import schedule
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 
 def program_of(joint: Function, dp: int = 1, tp: int = 1, pp: int = 1, m: int = 1, first: int = 0) -> Program:
     devices = [Device(first + i, "gpu") for i in range(dp * tp * pp)]
-    return build_program(joint, Mesh(devices, pp=pp, dp=dp, tp=tp), schedule("1f1b", pp, m))
+    return laid_out(joint, Mesh(devices, pp=pp, dp=dp, tp=tp), schedule("1f1b", pp, m))
 
 
 def blocks_of(program: Program) -> list[list[Block]]:
@@ -134,7 +142,7 @@ def test_what_is_written_out_has_the_layers_of_its_stage():
 def test_written_out_in_steady_state_it_is_what_the_transform_leaves(model, name):
     joint = differentiate(model(), Adam())
     for dp, tp, pp, m in ((1, 1, 1, 1), (2, 2, 2, 2), (4, 1, 2, 2)):
-        program = build_program(joint, mesh_of(dp, tp, pp), schedule(name, pp, m))
+        program = laid_out(joint, mesh_of(dp, tp, pp), schedule(name, pp, m))
         direct = program.to_function(steady=True)
         verify(direct)
         transformed, _ = steady_state_transform(program.to_function())
@@ -153,7 +161,7 @@ def text(op: Op) -> tuple[object, ...]:
 
 def test_plans_that_differ_in_their_order_only_share_everything_else():
     joint = differentiate(small_mlp())
-    a, b = (build_program(joint, mesh_of(2, 1, 2), schedule(name, 2, 2)) for name in ("1f1b", "gpipe"))
+    a, b = (laid_out(joint, mesh_of(2, 1, 2), schedule(name, 2, 2)) for name in ("1f1b", "gpipe"))
     assert a.inputs is b.inputs and a.outputs is b.outputs
     assert [stage.forward for stage in a.stages] == [stage.forward for stage in b.stages]
 

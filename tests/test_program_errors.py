@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from training_models import mesh_of, small_mlp, topology_of
+from training_models import laid_out, mesh_of, small_mlp, topology_of
 
-from distsim.compose import build_program
 from distsim.errors import DistsimError, IRError, ScheduleError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, verify
@@ -215,7 +214,7 @@ def test_a_block_whose_keys_do_not_fit_its_function_is_refused(changed, words):
 def test_the_blocks_of_a_cut_are_verified_once(monkeypatch):
     """Plans that differ in their order, and programs of another schedule, share what was found."""
     joint = differentiate(small_mlp())
-    program = build_program(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2))
+    program = laid_out(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2))
     monkeypatch.setattr("distsim.program.parts.verify_reads", lambda *_: pytest.fail("verified again"))
-    build_program(joint, mesh_of(2, 1, 2), schedule("gpipe", 2, 2))
+    laid_out(joint, mesh_of(2, 1, 2), schedule("gpipe", 2, 2))
     replace(program, schedule=schedule("gpipe", 2, 4))

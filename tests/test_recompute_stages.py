@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from training_models import Maker, assert_same_step, random_inputs, small_gpt, tied
+from training_models import Maker, assert_same_step, laid_out, random_inputs, small_gpt, tied
 
-from distsim.compose import build_program, parallelize
+from distsim.compose import parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh
@@ -83,7 +83,7 @@ def assert_a_step(joint: Function, pp: int, microbatches: int, policies: tuple[s
     costs = CostModel(CLUSTER)
     fast, events = Simulator(costs), Simulator(costs, engine="events")
     for policy in policies:
-        program = build_program(joint, mesh, schedule("1f1b", pp, microbatches), policy)
+        program = laid_out(joint, mesh, schedule("1f1b", pp, microbatches), policy)
         assert_same_step(joint, program, inputs, expected)
         assert fast.simulate(program).step_time == pytest.approx(events.simulate(program).step_time)
         peaks = peak_memory(program.to_function(steady=True))
@@ -116,9 +116,7 @@ def test_stages_that_cut_blocks_run_their_part_again_whole(pp: int) -> None:
     assert_a_step(joint, pp, 2, ("full", "full_early", "every:2", "every_early:2"))
     mesh = Mesh(CLUSTER.devices[:pp], pp=pp, dp=1, tp=1)
     simulator, order = Simulator(CostModel(CLUSTER)), schedule("1f1b", pp, 2)
-    full, none = (
-        simulator.simulate(build_program(joint, mesh, order, each)).flops for each in ("full", "none")
-    )
+    full, none = (simulator.simulate(laid_out(joint, mesh, order, each)).flops for each in ("full", "none"))
     assert full - none == 4 * count_flops(block())
 
 

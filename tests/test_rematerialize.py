@@ -13,6 +13,7 @@ from training_models import (
     Maker,
     assert_same_step,
     flat_mlp,
+    laid_out,
     mesh_of,
     random_inputs,
     small_gpt,
@@ -20,7 +21,7 @@ from training_models import (
     small_mlp,
 )
 
-from distsim.compose import build_program, parallelize
+from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.ir import Function, FunctionMaker, Mesh, Tensor, Topology, all_ops, callees, count_ops, verify
@@ -95,9 +96,9 @@ def test_every_rank_computes_the_same_step(name: str, plan: Plan, policy: str) -
     joint, inputs, expected = case(name)
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
     mesh = mesh_of(plan.dp, plan.tp, plan.pp)
-    program = build_program(joint, mesh, order, policy)
+    program = laid_out(joint, mesh, order, policy)
     assert_same_step(joint, program, inputs, expected)
-    flat, plain = program.to_function(steady=True), build_program(joint, mesh, order).to_function(steady=True)
+    flat, plain = program.to_function(steady=True), laid_out(joint, mesh, order).to_function(steady=True)
     sends = [sum(op.op_type == "Send" for op in each.ops) for each in (flat, plain)]
     assert sends[0] == sends[1], "what is recomputed is never sent"
     peaks = peak_memory(flat)
@@ -211,7 +212,7 @@ def test_sums_of_a_block_that_is_written_out_keep_no_gradients_waiting() -> None
     """A flat step of eight layers in three stages: what is saved is less, and so is the most in use."""
     joint, order = flat_mlp(layers=8, optimizer=True), schedule("gpipe", 3, 2)
     peaks = [
-        program_memory(build_program(joint, mesh_of(2, 1, 3), order, remat)).peaks
+        program_memory(laid_out(joint, mesh_of(2, 1, 3), order, remat)).peaks
         for remat in ("none", "min_cut", "budget:0.5")
     ]
     for more, less in pairwise(peaks):
@@ -377,6 +378,6 @@ def test_a_policy_for_blocks_is_refused_where_none_repeat() -> None:
         rematerialize(case("mlp")[0], "every:4")
     assert len(names(rematerialize(joint, "budget:0"))) < len(names(joint))
     with pytest.raises(PlanError, match="remat='most' is unknown"):
-        build_program(joint, mesh_of(1, 1, 1), schedule("1f1b", 1, 1), "most")
+        laid_out(joint, mesh_of(1, 1, 1), schedule("1f1b", 1, 1), "most")
     with pytest.raises(PlanError, match="was rematerialized before it is sharded"):
-        build_program(rematerialize(joint, "budget:0"), mesh_of(2, 1, 1), schedule("1f1b", 1, 1))
+        laid_out(rematerialize(joint, "budget:0"), mesh_of(2, 1, 1), schedule("1f1b", 1, 1))

@@ -5,6 +5,7 @@ import pickle
 import re
 from dataclasses import FrozenInstanceError
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, ScheduleError
-from distsim.schedule import SCHEDULES, Action, Kind, Rounds, Schedule, gpipe, one_f_one_b, schedule
+from distsim.schedule import Action, IssueOrder, Kind, Schedule, gpipe, issue_order, one_f_one_b, schedule
 
+SCHEDULES = ("1f1b", "gpipe")
 SIZES = list(itertools.product(range(1, 9), range(1, 17)))
 sizes = st.tuples(st.integers(1, 10), st.integers(1, 20))
 
@@ -144,19 +146,23 @@ def steps_task_by_task(made: Schedule) -> list[list[Action]]:
     return steps
 
 
-def expanded(rounds: Rounds) -> list[list[Action]]:
+def expanded(order: IssueOrder) -> list[list[Action]]:
     """The steps that rounds stand for."""
-    steps: list[list[Action]] = [[]]
-    for first, end, repeats in zip(rounds.start, rounds.start[1:], rounds.repeats, strict=False):
-        assert repeats >= 1 and first < end and rounds.ends_step[end - 1]
+    steps: list[list[Action]] = []
+    for r, repeats in enumerate(order.repeats.tolist()):
+        cells = slice(order.start[r], order.start[r + 1])
+        assert repeats >= 1 and order.start[r] < order.start[r + 1]
         for k in range(repeats):
-            for i in range(first, end):
-                make = (F, B)[rounds.phase[i]]
-                steps[-1].append(make(int(rounds.stage[i]), int(rounds.microbatch[i]) + k))
-                if rounds.ends_step[i]:
-                    steps.append([])
-    assert steps.pop() == [] and rounds.start[-1] == len(rounds.stage)
+            moved = k * int(order.advance[r])
+            for step in range(int(order.step[cells].max()) + 1):
+                own = np.flatnonzero(order.step[cells] == step) + cells.start
+                steps.append([action_of(order, cell, moved) for cell in own])
     return steps
+
+
+def action_of(order: IssueOrder, cell: int, moved: int) -> Action:
+    stage, kind = divmod(int(order.family[cell, 0]), 4)
+    return Action(tuple(Kind)[kind], stage, int(order.microbatch[cell, 0]) + moved)
 
 
 @st.composite
@@ -190,7 +196,7 @@ def hand_made(draw) -> Schedule:
 def test_rounds_are_the_order_and_the_order_is_its_definition(made):
     expected = steps_task_by_task(made)
     assert list(map(list, made.order())) == expected
-    assert expanded(made.rounds()) == expected
+    assert expanded(issue_order(made)) == expected
 
 
 @settings(deadline=None)
@@ -214,19 +220,19 @@ def test_a_schedule_of_integers_equals_the_one_of_tasks(made):
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("p", [4, 16, 64])
 def test_what_rounds_hold_does_not_grow_with_the_microbatches(name, p):
-    sizes = {len(schedule(name, p, m).rounds().stage) for m in (256, 1024, 1536)}
-    assert len(sizes) == 1 and sizes.pop() <= 2 * p * (p + 1)
-    counts = {len(schedule(name, p, m).rounds().repeats) for m in (256, 1024, 1536)}
-    assert len(counts) == 1 and counts.pop() <= 8
+    sizes = {len(issue_order(schedule(name, p, m)).rank) for m in (256, 1024, 1536)}
+    assert len(sizes) == 1 and sizes.pop() <= 2 * p * (p + 4)
+    counts = {len(issue_order(schedule(name, p, m)).repeats) for m in (256, 1024, 1536)}
+    assert len(counts) == 1 and counts.pop() <= 9
 
 
 def test_a_schedule_is_made_once():
     made = schedule("1f1b", 64, 1536)
     assert schedule("1f1b", 64, 1536) is made is one_f_one_b(64, 1536)
-    assert made.rounds() is made.rounds() and made.order() is made.order()
+    assert issue_order(made) is issue_order(made) and made.order() is made.order()
     assert schedule("1f1b", 1, 1).ranks == schedule("gpipe", 1, 1).ranks
     with pytest.raises(ValueError, match="read-only"):
-        made.rounds().repeats[0] = 7
+        issue_order(made).repeats[0] = 7
     with pytest.raises(FrozenInstanceError):
         made.name = "other"
 
@@ -252,14 +258,14 @@ def test_a_schedule_is_made_once():
 )
 def test_wrong_integers_are_refused_by_the_names_of_their_actions(codes, message):
     wrong = Schedule.from_codes("mine", 1, 1, [np.array(codes)])
-    for verify in (wrong.check, wrong.order, wrong.rounds):
+    for verify in (wrong.check, wrong.order, partial(issue_order, wrong)):
         with pytest.raises(ScheduleError, match=f"^mine.*{re.escape(message)}"):
             verify()
 
 
 def test_a_schedule_of_nothing_has_no_steps():
     empty = Schedule("none", 2, 0, ((), ()))
-    assert empty.order() == () and len(empty.rounds().repeats) == 0
+    assert empty.order() == () and len(issue_order(empty).repeats) == 0
     assert Schedule("none", 0, 0, ()).order() == ()
 
 
@@ -315,7 +321,7 @@ def test_inputs_of_the_last_stage_and_the_first():
 )
 def test_a_broken_schedule_is_refused_by_name(num_microbatches, ranks, message):
     broken = Schedule("mine", 2, num_microbatches, ranks)
-    for verify in (broken.check, broken.order, broken.rounds):
+    for verify in (broken.check, broken.order, partial(issue_order, broken)):
         with pytest.raises(ScheduleError, match="^mine") as caught:
             verify()
         assert message in str(caught.value)
@@ -336,15 +342,15 @@ def test_a_deadlock_names_only_its_circle_not_the_ranks_that_wait_for_it():
 
 
 def test_an_unknown_name_lists_the_choices():
-    with pytest.raises(ScheduleError, match=r"unknown schedule 'pipedream'; choose one of 1f1b, gpipe"):
-        schedule("pipedream", 2, 2)
+    with pytest.raises(ScheduleError, match=r"unknown schedule 'zigzag'; choose one of 1f1b, gpipe"):
+        schedule("zigzag", 2, 2)
     assert issubclass(ScheduleError, DistsimError) and issubclass(ScheduleError, ValueError)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(
     ("p", "m", "message"),
-    [(0, 1, "num_stages=0"), (1, 0, "num_microbatches=0"), (2.0, 1, "num_stages=2.0"), (1, True, "=True")],
+    [(0, 1, "num_ranks=0"), (1, 0, "num_microbatches=0"), (2.0, 1, "num_ranks=2.0"), (1, True, "=True")],
 )
 def test_sizes_are_integers_of_at_least_one(name, p, m, message):
     with pytest.raises(ScheduleError, match=f"^{name}: .*{re.escape(message)}"):

@@ -4,9 +4,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from training_models import Maker, flat_mlp, fused_attention, mesh_of, small_gpt, small_mlp, tied
+from training_models import Maker, flat_mlp, fused_attention, laid_out, mesh_of, small_gpt, small_mlp, tied
 
-from distsim.compose import build_program
 from distsim.errors import PlanError
 from distsim.ir import (
     Float64,
@@ -144,7 +143,7 @@ def test_what_divides_is_divided_beside_what_does_not():
 def test_each_gradient_is_all_reduced_once_a_step_after_the_sum_over_microbatches(build, microbatches):
     function = build(batch=8)
     joint = differentiate(function, Adam())
-    program = build_program(joint, mesh_of(dp=2, pp=1), schedule("1f1b", 1, microbatches))
+    program = laid_out(joint, mesh_of(dp=2, pp=1), schedule("1f1b", 1, microbatches))
     flat = program.to_function()
     assert collectives(flat, "dp") == {"MPIAllreduce": len(function.parameters) + 1}  # and the loss
     (stage,) = program.stages
@@ -282,7 +281,7 @@ def test_an_op_that_needs_the_whole_batch_refuses_microbatches_but_not_ranks():
 
 def test_a_sum_over_the_batch_that_is_read_by_sample_refuses_microbatches():
     with pytest.raises(PlanError, match="microbatch"):
-        build_program(whole_batch("mean"), mesh_of(pp=1), schedule("1f1b", 1, 2))
+        laid_out(whole_batch("mean"), mesh_of(pp=1), schedule("1f1b", 1, 2))
 
 
 def test_a_mesh_without_the_axes_is_refused():

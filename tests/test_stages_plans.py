@@ -7,6 +7,7 @@ import pytest
 from training_models import (
     assert_same_step,
     flat_mlp,
+    laid_out,
     mesh_of,
     random_inputs,
     small_gpt,
@@ -15,7 +16,6 @@ from training_models import (
     topology_of,
 )
 
-from distsim.compose import build_program
 from distsim.errors import PartitionError, PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import load_cluster
@@ -66,7 +66,7 @@ def planned(name, plan, stages):
     topology, cost_model = cluster()
     mesh = Mesh(topology.devices[: plan.devices], pp=plan.pp, dp=plan.dp, tp=plan.tp)
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    return build_program(model(name), mesh, order, stages=stages, cost_model=cost_model)
+    return laid_out(model(name), mesh, order, stages=stages, cost_model=cost_model)
 
 
 def step_time(program, cost_model):
@@ -101,7 +101,7 @@ def test_the_blocks_of_a_model_are_its_layers_and_what_lies_around_them():
 def test_the_memory_of_blocks_is_that_of_their_stages(name):
     topology, cost_model = cluster()
     mesh, order = Mesh(topology.devices[:2], pp=2, dp=1, tp=1), schedule("1f1b", 2, 8)
-    program = build_program(model(name), mesh, order, stages="default")
+    program = laid_out(model(name), mesh, order, stages="default")
     costs = block_costs(model(name), cost_model, microbatches=8)
     first = 1 + calls_per_stage(program)[0]
     memory = StageProblem(costs, order).memory((first, len(costs) - first))
@@ -119,10 +119,10 @@ def test_the_costs_of_blocks_foretell_the_simulated_step(name, dp, tp, within):
         mesh = Mesh(topology.devices[: stages * dp * tp], pp=stages, dp=dp, tp=tp)
         device = logical_mesh(mesh.devices[0], 1, 1).devices[0]
         local = shard(outlined(name), logical_mesh(device, dp, tp), microbatches, dp)
-        blocks = model_blocks(local, device)
+        blocks = model_blocks(local, cost_model.on(device))
         costs = costs_of(local, blocks, mesh.at(pp=0), cost_model)
         firsts = (0, *sorted(rng.choice(np.arange(1, len(blocks)), stages - 1, replace=False).tolist()))
-        cut = cut_stages(local, stages, device, blocks.stages(firsts))
+        cut = cut_stages(local, stages, cost_model.on(device), blocks.stages(firsts))
         sizes = np.diff([*firsts, len(blocks)]).tolist()
         foretold = split_time(costs, sizes, microbatches, order, mesh_communication(mesh, cost_model))
         simulated = step_time(cut.program(mesh, schedule(order, stages, microbatches)), cost_model)
@@ -150,7 +150,7 @@ def test_the_step_computes_the_same_whatever_its_stages(name, stages):
     for dp, tp, pp, m, order in ((2, 1, 3, 2, "gpipe"), (1, 2, 2, 2, "1f1b")):
         if (name, tp) == ("flat", 2):
             continue  # its widths are not divided
-        program = build_program(
+        program = laid_out(
             joint, mesh_of(dp, tp, pp), schedule(order, pp, m), stages=stages, cost_model=cost_model
         )
         assert_same_step(joint, program, inputs, expected)
@@ -181,13 +181,10 @@ def test_auto_is_never_slower_than_even_or_default(name):
 def test_auto_is_the_cut_by_counting_layers_where_that_is_faster_than_all_others(monkeypatch):
     monkeypatch.setattr(stage_choice, "_searched", lambda *given: [])
     topology, cost_model = cluster()
-    device, mesh, order = (
-        topology.devices[0],
-        Mesh(topology.devices[:2], pp=2, dp=1, tp=1),
-        schedule("1f1b", 2, 4),
-    )
+    mesh, order = Mesh(topology.devices[:2], pp=2, dp=1, tp=1), schedule("1f1b", 2, 4)
+    costs = cost_model.on(topology.devices[0])
     local = shard(model("llama"), mesh_of(1, 1), 4, 1)
-    uneven = cut_stages(local, 2, device, model_blocks(local, device).stages((0, 1)))  # the embedding alone
+    uneven = cut_stages(local, 2, costs, model_blocks(local, costs).stages((0, 1)))  # the embedding alone
     found = stage_choice.fastest_cut([local], uneven, mesh, order, cost_model).program(mesh, order)
     assert calls_per_stage(found) == [3, 2]
     assert found.notes[-1].startswith("stages=auto: the cut by counting layers is the fastest")
@@ -199,7 +196,7 @@ def test_default_counts_layers_as_torchtitan_does():
         llama(layers=12, hidden=64, heads=4, kv_heads=4, ffn=128, seq=16, vocab=100, batch=8)
     )
     mesh = Mesh(topology.devices[:4], pp=4, dp=1, tp=1)
-    program = build_program(joint, mesh, schedule("1f1b", 4, 8), stages="default")
+    program = laid_out(joint, mesh, schedule("1f1b", 4, 8), stages="default")
     assert calls_per_stage(program) == [3, 4, 3, 2]
     first, last = (program.stages[i].forward.function.ops for i in (0, 3))
     assert any(op.op_type == "Gather" for op in first)
@@ -211,9 +208,9 @@ def test_default_counts_layers_as_torchtitan_does():
 
 
 def test_the_gradient_of_an_embedding_is_made_where_its_table_is():
-    topology, _ = cluster()
-    blocks = model_blocks(local := shard(model("llama"), mesh_of(1, 1), 4, 1), topology.devices[0])
-    cut = cut_stages(local, 2, topology.devices[0], blocks.stages((0, 1)))  # the embedding alone
+    topology, cost_model = cluster()
+    local, costs = shard(model("llama"), mesh_of(1, 1), 4, 1), cost_model.on(topology.devices[0])
+    cut = cut_stages(local, 2, costs, model_blocks(local, costs).stages((0, 1)))  # the embedding alone
     ops = [[op.op_type for op in backward.function.ops] for _, backward, _ in cut.stages]
     assert ops[0] == ["GatherGrad"]
     assert "GatherGrad" not in ops[1]
@@ -230,27 +227,25 @@ def small_memory(nbytes, count=2):
 def test_a_plan_whose_stages_fit_is_found_though_the_even_one_does_not():
     joint, order = model("gpt"), schedule("1f1b", 2, 8)
     mesh, cost_model = small_memory(10**12)
-    even = build_program(joint, mesh, order)
+    even = laid_out(joint, mesh, order)
     peak = max(program_memory(even).peaks)
     tight, cost_model = small_memory(peak - 2**20)
-    found = build_program(joint, tight, order, stages="auto", cost_model=cost_model)
-    assert program_memory(found).missing <= 0 < program_memory(build_program(joint, tight, order)).missing
+    found = laid_out(joint, tight, order, stages="auto", cost_model=cost_model)
+    assert program_memory(found).missing <= 0 < program_memory(laid_out(joint, tight, order)).missing
     mesh, cost_model = small_memory(2**27)
     with pytest.raises(PartitionError, match=r"at best some stage is over by [\d,.]+ MiB, stage \d of sizes"):
-        build_program(joint, mesh, order, stages="auto", cost_model=cost_model)
+        laid_out(joint, mesh, order, stages="auto", cost_model=cost_model)
 
 
 def test_one_stage_has_to_fit_as_well():
     joint, order = model("gpt"), schedule("1f1b", 1, 8)
     mesh, cost_model = small_memory(10**12, count=1)
-    even, found = (
-        build_program(joint, mesh, order, stages=s, cost_model=cost_model) for s in ("even", "auto")
-    )
+    even, found = (laid_out(joint, mesh, order, stages=s, cost_model=cost_model) for s in ("even", "auto"))
     simulate = Simulator(cost_model).simulate
     assert simulate(found).step_time == simulate(even).step_time
     mesh, cost_model = small_memory(max(program_memory(even).peaks) - 2**20, count=1)
     with pytest.raises(PartitionError, match=r"no split into 1 stages fits.*the best is over by 1\.0 MiB"):
-        build_program(joint, mesh, order, stages="auto", cost_model=cost_model)
+        laid_out(joint, mesh, order, stages="auto", cost_model=cost_model)
 
 
 def test_what_was_found_is_said_and_found_again():
@@ -263,12 +258,14 @@ def test_what_was_found_is_said_and_found_again():
 def test_what_cannot_be_is_refused():
     topology, _ = cluster()
     mesh, order = Mesh(topology.devices[:2], pp=2, dp=1, tp=1), schedule("1f1b", 2, 2)
-    with pytest.raises(PlanError, match="stages='best' is unknown; choose one of even, default, auto"):
-        build_program(model("gpt"), mesh, order, stages="best")
+    with pytest.raises(
+        PlanError, match="stages='best' is unknown; choose one of even, default, layers, auto"
+    ):
+        laid_out(model("gpt"), mesh, order, stages="best")
     with pytest.raises(PlanError, match="stages=auto simulates splits; give build_program a cost_model"):
-        build_program(model("gpt"), mesh, order, stages="auto")
+        laid_out(model("gpt"), mesh, order, stages="auto")
     with pytest.raises(PlanError, match="stages=default counts layers, but the function repeats no block"):
-        build_program(flat_mlp(layers=1), mesh_of(1, 1, 2), order, stages="default")
+        laid_out(flat_mlp(layers=1), mesh_of(1, 1, 2), order, stages="default")
     deep = Mesh(topology.devices[:16], pp=16, dp=1, tp=1)
     with pytest.raises(PlanError, match="stages=default: 16 stages, but only 8 to divide"):
-        build_program(model("gpt"), deep, schedule("1f1b", 16, 2), stages="default")
+        laid_out(model("gpt"), deep, schedule("1f1b", 16, 2), stages="default")

@@ -6,15 +6,24 @@ from random import Random
 
 from distsim.ir import Link, Topology
 
+SPEED = 2.0**12
+
 
 def invent_topology(rng: Random, count: int) -> Topology:
-    """Return devices that are joined by levels or pair by pair; one may be slow, one link thin."""
+    """Return devices that are joined by levels or pair by pair; one may be slow, one link thin.
+
+    They do SPEED operations per second, so that no step takes the 8,192 s from which sums are rounded.
+    """
     topology = Topology()
-    figures = {"throughput": 1.0, "dram_bandwidth": rng.choice([500.0, 1e4]), "kernel_launch_overhead": 0.0}
-    figures["kernel_launch_overhead"] = rng.choice([0.0, 0.0, 0.01])
+    figures = {
+        "throughput": SPEED,
+        "dram_bandwidth": SPEED * rng.choice([500.0, 1e4]),
+        "kernel_launch_overhead": 0.0,
+    }
+    figures["kernel_launch_overhead"] = rng.choice([0.0, 0.0, 0.01 / SPEED])
     slow = rng.randrange(count) if rng.random() < 0.15 else None
     for number in range(count):
-        topology.add_device("gpu", **(figures | ({"throughput": 0.5} if number == slow else {})))
+        topology.add_device("gpu", **(figures | ({"throughput": SPEED / 2} if number == slow else {})))
     devices = topology.devices
     if rng.random() < 0.5:
         topology.add_level("node", _link(rng), rng.choice([2, 3, 4, 6]))
@@ -30,4 +39,4 @@ def invent_topology(rng: Random, count: int) -> Topology:
 
 
 def _link(rng: Random) -> Link:
-    return Link(10 ** rng.uniform(1.5, 5), rng.choice([0.0, 0.0, 0.05, 1.0]))
+    return Link(SPEED * 10 ** rng.uniform(1.5, 5), rng.choice([0.0, 0.0, 0.05, 1.0]) / SPEED)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
 
-from distsim.executor import SequentialExecutor
+from distsim.compose import build_program
+from distsim.executor import CostModel, SequentialExecutor
 from distsim.importer import import_from_onnx
 from distsim.ir import (
     Device,
@@ -27,9 +28,12 @@ from distsim.models import gpt, llama, mlp
 from distsim.ops.communication import gather, scatter
 from distsim.plan import Plan
 from distsim.program.program import Program
+from distsim.schedule import Schedule
 from distsim.transforms import add_loss, set_precision
 
 F64 = Float64()
+SCHEDULES = ("1f1b", "gpipe")
+"""Of one stage a rank and whole backward passes; test_pipeline_schedules.py has all."""
 VOCAB = 16
 Inputs = list[np.ndarray]
 
@@ -238,6 +242,21 @@ def topology_of(count: int, gbps: float = 100.0, **device: float) -> Topology:
 def mesh_of(dp: int = 1, tp: int = 1, pp: int | None = None) -> Mesh:
     axes = {"dp": dp, "tp": tp} if pp is None else {"pp": pp, "dp": dp, "tp": tp}
     return Mesh([Device(i, "gpu") for i in range(dp * tp * (pp or 1))], **axes)
+
+
+def laid_out(
+    joint: Function,
+    mesh: Mesh,
+    order: Schedule,
+    remat: str = "none",
+    fsdp: str = "none",
+    stages: str = "even",
+    cost_model: CostModel | None = None,
+) -> Program:
+    """The program of a joint function on all of a mesh, in an order of any making."""
+    pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
+    plan = Plan(dp, tp, pp, order.num_microbatches, stages=stages, remat=remat, fsdp=fsdp)
+    return build_program(joint, mesh, plan, cost_model, order)
 
 
 def refuses(joint: Function, tp: int) -> bool:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Protocol
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +23,9 @@ import numpy.typing as npt
 from distsim.cost.distir_costs import DistIRRules
 from distsim.errors import CostError
 from distsim.hardware import collective_time
-from distsim.ir import Device, Topology
-from distsim.ops import Signature, Work, operator, work
+from distsim.ir import Device, Op, Topology, all_ops
+from distsim.ir.device import logical_mesh
+from distsim.ops import Signature, Work, operator, signature_of, work
 from distsim.ops.operator import memory_bound
 
 Group = tuple[Device, ...]
@@ -32,7 +36,10 @@ class UncostedOperatorWarning(UserWarning):
 
 
 class CostRules(Protocol):
-    """How a :class:`CostModel` turns work into seconds."""
+    """How a :class:`CostModel` turns work into seconds: the same for the same work, each time.
+
+    Rules that are equal (those of a class without ``__eq__``: the same object) share what is kept of them.
+    """
 
     def compute(self, signature: Signature, demand: Work, device: Device) -> float:
         """Seconds of a compute op that asks for ``demand`` on a device."""
@@ -43,6 +50,7 @@ class CostRules(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class RooflineRules:
     """The rules of this module's docstring."""
 
@@ -56,6 +64,9 @@ class RooflineRules:
     def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
         """Seconds by the cheapest algorithm for the group."""
         return collective_time(kind, nbytes, group, topology)
+
+
+ROOFLINE = RooflineRules()
 
 
 class CostModel:
@@ -77,7 +88,7 @@ class CostModel:
     def __init__(self, topology: Topology, strict: bool = False, rules: CostRules | None = None) -> None:
         self.topology = topology
         self.strict = strict
-        self._rules: CostRules = rules or RooflineRules()
+        self.rules: CostRules = ROOFLINE if rules is None else rules
         self._uncosted: dict[str, None] = {}
         self._specs: dict[Device, int] = {}
         self._spec_ids: dict[tuple[object, ...], int] = {}
@@ -102,7 +113,7 @@ class CostModel:
         work rule under ``strict``, and for a cost that is negative, infinite or not a number.
         """
         if not where:
-            raise CostError(f"{_describe(signature)} runs on no device; place its inputs")
+            raise CostError(f"{signature} runs on no device; place its inputs")
         return max([self._on_device(signature, device) for device in where])
 
     def communication_seconds(self, signature: Signature, group: Group) -> float:
@@ -116,9 +127,39 @@ class CostModel:
         key = (kind, nbytes, group)
         found = self._communication.get(key)
         if found is None:
-            cost = self._rules.communicate(kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
-            found = self._communication[key] = _checked(signature, cost)
+            cost = self.rules.communicate(kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
+            found = self._communication[key] = usable(signature, cost)
         return found
+
+    def latencies(self, signature: Signature, device: Device) -> tuple[float, float]:
+        """Return the seconds of an op's bytes alone and of its flops alone, by the rules of the model.
+
+        Neither is longer than :meth:`seconds`, and the longer one is as long.
+        """
+        whole = self.seconds(signature, (device,))
+        if whole == 0:
+            return 0.0, 0.0
+        demand = self._demand(signature)
+        moved = Work(0.0, demand.bytes_read, demand.bytes_written)
+        memory = min(whole, usable(signature, self.rules.compute(signature, moved, device)))
+        if memory < whole:
+            return memory, whole
+        flops = Work(demand.flops, 0, 0, demand.matrix)
+        return memory, min(whole, usable(signature, self.rules.compute(signature, flops, device)))
+
+    def on(self, device: Device) -> DeviceCosts:
+        """Return what ops cost on a device."""
+        return DeviceCosts(self, device)
+
+    @property
+    def basis(self) -> Hashable:
+        """What the seconds of compute depend on beside op and device: models of equal basis agree on them.
+
+        The rules, and whether the model is strict. A model that finds seconds in a way of its own, or by
+        rules without a hash, agrees with itself only; a key that holds this does not keep it.
+        """
+        own = type(self).seconds is not CostModel.seconds or type(self.rules).__hash__ is None
+        return ref(self) if own else (self.strict, self.rules)
 
     def spec(self, device: Device) -> int:
         """A number that two devices share when every op takes equally long on both."""
@@ -175,8 +216,8 @@ class CostModel:
         if found is None:
             cost = 0.0
             if runs_kernel(signature.op_type):
-                cost = self._rules.compute(signature, self._demand(signature), device)
-            found = self._compute[key] = _checked(signature, cost)
+                cost = self.rules.compute(signature, self._demand(signature), device)
+            found = self._compute[key] = usable(signature, cost)
         return found
 
     def _demand(self, signature: Signature) -> Work:
@@ -186,13 +227,12 @@ class CostModel:
             for part in (demand.flops, demand.bytes_read, demand.bytes_written):
                 if not (math.isfinite(part) and part >= 0):
                     raise CostError(
-                        f"{_describe(signature)} has {demand}; its work rule must give finite figures, "
-                        "none negative"
+                        f"{signature} has {demand}; its work rule must give finite figures, none negative"
                     )
             return demand
         name = signature.op_type
         if self.strict:
-            raise CostError(f"{_describe(signature)} has no work rule; register one, or allow strict=False")
+            raise CostError(f"{signature} has no work rule; register one, or allow strict=False")
         if name not in self._uncosted:
             self._uncosted[name] = None
             warnings.warn(
@@ -208,6 +248,55 @@ class CostModel:
             self._version = self.topology.version
 
 
+@lru_cache(8)
+def _default(topology: Topology) -> CostModel:
+    return CostModel(topology)
+
+
+def cost_model_of(topology: Topology, given: CostModel | None = None) -> CostModel:
+    """Return the cost model of a call: the one that it was given, or else the default one of a topology.
+
+    The default one is made once. Raises :class:`CostError` when what is given is of another topology.
+    """
+    if given is None:
+        return _default(topology)
+    if given.topology is not topology:
+        raise CostError(
+            f"the cost model is of another topology, of {len(given.topology.devices)} devices, than the one "
+            f"given, of {len(topology.devices)}; make it of the same: CostModel(topology)"
+        )
+    return given
+
+
+class DeviceCosts:
+    """What ops cost on one device by a cost model: all that cutting a function, or saving values, asks.
+
+    Equal ``key``, equal seconds: the basis of the model, and the figures of the device. Which of equal
+    devices it is does not matter, so ``device`` has the number 0.
+    """
+
+    def __init__(self, cost_model: CostModel, device: Device) -> None:
+        self.cost_model = cost_model
+        self.device = logical_mesh(device, 1, 1).devices[0]
+
+    @property
+    def key(self) -> tuple[Hashable, Device]:
+        """What is kept by, of what depends on these costs."""
+        return self.cost_model.basis, self.device
+
+    def seconds(self, op: Op) -> float:
+        """Return how long an op, or all ops of a Call, keep the device busy; communication does not.
+
+        Raises what :meth:`CostModel.seconds` raises, and :class:`CostError` for what is no cost.
+        """
+        total, where = 0.0, (self.device,)
+        for inner in all_ops(op.callee) if op.op_type == "Call" else (op,):
+            if operator(inner.op_type).communication is None and runs_kernel(inner.op_type):
+                signature = signature_of(inner)
+                total += usable(signature, self.cost_model.seconds(signature, where))
+        return total
+
+
 def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
     """Return the kind and the size in bytes of what an op moves over a group, as ``collective_time`` wants.
 
@@ -215,7 +304,7 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
     """
     meaning = operator(signature.op_type).communication
     if meaning is None or not operator(signature.op_type).moves:
-        raise CostError(f"{_describe(signature)} moves nothing; ask seconds() for its cost")
+        raise CostError(f"{signature} moves nothing; ask seconds() for its cost")
     if meaning.kind in ("scatter", "gather"):
         # The formula wants the size of which each rank of the group, the root too, has an equal part.
         part = min(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
@@ -241,11 +330,11 @@ def element_type(signature: Signature) -> str:
     return signature.outputs[0].dtype.name
 
 
-def _checked(signature: Signature, cost: float) -> float:
-    if not (isinstance(cost, Real) and math.isfinite(cost) and cost >= 0):
-        raise CostError(f"{_describe(signature)} costs {cost} s; a cost must be finite and not negative")
-    return float(cost)
+def usable(op: object, seconds: float) -> float:
+    """Return the seconds of an op; rules and cost models of another's making may give anything.
 
-
-def _describe(signature: Signature) -> str:
-    return f"{signature.op_type}({', '.join(map(str, signature.inputs))})"
+    Raises :class:`CostError` for what is no number, not finite, or negative.
+    """
+    if not (isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0):
+        raise CostError(f"{op} costs {seconds!r} s; a cost must be a number, finite and not negative")
+    return float(seconds)

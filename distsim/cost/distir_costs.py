@@ -6,6 +6,7 @@ output's bytes), a bandwidth is the mean over the pairs of a group, and nothing 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import permutations
 
 import numpy as np
@@ -17,6 +18,7 @@ from distsim.ops import Signature, Work
 Group = tuple[Device, ...]
 
 
+@dataclass(frozen=True)
 class DistIRRules:
     """DistIR's rules; S is bytes, n ranks, B the mean bytes/s over the pairs of the group.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distsim.cost import CostModel
+from distsim.cost.cost_model import cost_model_of
 from distsim.device_placement.optimal import OptimalPartition, optimal_partition
 from distsim.device_placement.partitioner import MODES, partition
 from distsim.device_placement.parts import Partition
@@ -15,10 +16,10 @@ from distsim.device_placement.place import Placed, partition_devices, place, tra
 from distsim.device_placement.problem import PartitionDevice, Problem, problem_of
 from distsim.errors import PartitionError
 from distsim.ir import Function, Topology
+from distsim.ir.inline import inline
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import seconds_text, table
 from distsim.simulate.quantities import bytes_label
-from distsim.transforms.outlining.inline import inline
 
 HOST_MODES = tuple(mode for mode in MODES if mode != "ahead_of_time")
 """The modes that need nothing but a model and devices."""
@@ -68,21 +69,23 @@ def partition_model(
     memory: float = math.inf,
     saturate_host: bool = False,
     time_limit: float = 10.0,
+    cost_model: CostModel | None = None,
 ) -> Partitioned:
     """Return a forward function partitioned over all devices of a topology.
 
     Its Calls are written out, so that every op can go anywhere. ``memory`` limits the bytes of each device;
     ``time_limit`` is for the optimal mode, in seconds. Latencies and transfers are those of
-    :class:`CostModel`; modes that know a rate only take that of the link from the first device to
-    the last. Raises a :class:`PartitionError` as :func:`partition` does, and for an unknown mode.
+    ``cost_model``, by default ``CostModel(topology)``; modes that know a rate only take that of the link
+    from the first device to the last. Raises a :class:`PartitionError` as :func:`partition` does, and for an
+    unknown mode, a :class:`CostError` for a cost model of another topology.
     """
     if mode not in HOST_MODES:
         raise PartitionError(f"there is no mode {mode!r}; choose one of {', '.join(HOST_MODES)}")
     if not memory > 0:
         raise PartitionError(f"memory={memory} bytes: a device has some")
+    cost_model = cost_model_of(topology, cost_model)
     while any(op.op_type == "Call" for op in function.ops):
         function = inline(function)
-    cost_model = CostModel(topology)
     problem = problem_of(function, cost_model)
     devices = tuple(
         dataclasses.replace(device, memory=int(min(device.memory, memory)))

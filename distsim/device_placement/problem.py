@@ -11,11 +11,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from distsim.cost.cost_model import CostModel, RooflineRules
+from distsim.cost.cost_model import CostModel
 from distsim.errors import PartitionError
 from distsim.ir import Device, Function, Op, Role, Value
-from distsim.ops import Signature, signature_of, work
-from distsim.ops.operator import Work, memory_bound
+from distsim.ops import Signature, signature_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +132,11 @@ def problem_of(function: Function, cost_model: CostModel, device: Device | None 
     module do in torch.fx); one which several ops read is an outside input of each. An op with several
     outputs hands on all of them. A Call is one item; :func:`distsim.transforms.inline` writes it out.
 
-    The roofline gives the two latencies, ``launch + bytes / bandwidth`` and ``launch + flops / peak``;
-    whichever is longer is what ``cost_model`` says. The ops of a Call run one after the other, so its
-    latencies are sums. The device is the first of the cost model's topology unless one is given. An op is
-    an embedding when it gathers rows of a parameter, or is a Call of one that does.
+    The rules of ``cost_model`` give the two latencies, that of an op's bytes and that of its flops (by the
+    roofline ``launch + bytes / bandwidth`` and ``launch + flops / peak``); the longer is what the op costs.
+    The ops of a Call run one after the other, so its latencies are sums. The device is the first of the cost
+    model's topology unless one is given. An op is an embedding when it gathers rows of a parameter, or is a
+    Call of one that does.
     """
     device = cost_model.topology.devices[0] if device is None else device
     users: dict[Value, list[int]] = {value: [] for value in function.inputs}
@@ -184,19 +184,8 @@ class _Costs:
         signature = signature_of(op)
         found = self._ops.get(signature)
         if found is None:
-            found = self._ops[signature] = self._measure(signature)
+            found = self._ops[signature] = self._cost_model.latencies(signature, self._device)
         return found
-
-    def _measure(self, signature: Signature) -> tuple[float, float]:
-        whole = self._cost_model.seconds(signature, (self._device,))
-        demand = work(signature) or memory_bound(signature, 0.0)
-        rules = RooflineRules()
-        only = Work(0.0, demand.bytes_read, demand.bytes_written)
-        memory = min(whole, rules.compute(signature, only, self._device))
-        if memory < whole:
-            return memory, whole
-        compute = rules.compute(signature, Work(demand.flops, 0, 0, demand.matrix), self._device)
-        return memory, min(whole, compute)
 
 
 def _is_embedding(op: Op, parameters: Collection[Value]) -> bool:

@@ -20,6 +20,7 @@ from distsim.ops.operator import (
     Dim,
     GradientContext,
     Operator,
+    Part,
     ShardingRule,
     Signature,
     Work,
@@ -230,4 +231,20 @@ register(
         formals=_CONV,
     )
 )
-register(Operator("ConvGrad", types=_grad_types, compute=_grad, work=_grad_work, sharding=_grad_rule))
+
+
+def _grad_part(signature: Signature, output: int) -> Part:
+    name = signature.attributes.get("wanted", ("dx", "dw"))[output]
+    return Part("ConvGrad", (0, 1, 2), Attributes({**signature.attributes, "wanted": (name,)}))
+
+
+register(
+    Operator(
+        "ConvGrad",
+        types=_grad_types,
+        compute=_grad,
+        work=_grad_work,
+        sharding=_grad_rule,
+        part=_grad_part,
+    )
+)

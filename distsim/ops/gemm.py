@@ -13,6 +13,7 @@ from distsim.ops.operator import (
     Array,
     GradientContext,
     Operator,
+    Part,
     ShardingRule,
     Signature,
     Work,
@@ -86,29 +87,41 @@ def _gemm_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, (labels["Y"],), linear, addends=added)
 
 
-def _product(
-    ctx: GradientContext, left: tuple[str | Value, int], right: tuple[str | Value, int], alpha: float
-) -> Value:
-    """Add alpha L R; L and R are an operand of the op or a value, and whether to transpose it."""
+def _factors(attributes: Attributes, name: str) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return the two factors of the gradient of A or B, each with whether to transpose it.
+
+    dA' = alpha dy B'^T and dB' = alpha A'^T dy, where A' and B' are A and B as they are multiplied.
+    """
+    trans_a, trans_b, _, _ = _gemm_flags(attributes)
+    own, other = (trans_a, "B") if name == "A" else (trans_b, "A")
+    operand, dy = (other, int(trans_a == trans_b)), ("dy", int(own))
+    return (operand, dy) if own == (name == "A") else (dy, operand)
+
+
+def _options(attributes: Attributes, factors: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    """Return the attributes of the Gemm that multiplies these factors."""
+    flags = {f"trans{place}": 1 for place, (_, flag) in zip("AB", factors, strict=True) if flag}
+    return flags | picked(attributes, "alpha")
+
+
+def _product(ctx: GradientContext, name: str) -> Value:
+    """Add the gradient of A or B; the other one is an operand or static."""
     index = places(_ABC, ctx.attributes, len(ctx.inputs))
+    factors = _factors(ctx.attributes, name)
     values: list[Value] = []
-    options: dict[str, Any] = {}
-    for name, (operand, flag) in (("A", left), ("B", right)):
-        if flag:
-            options[f"trans{name}"] = 1
-        if not isinstance(operand, str):
-            values.append(operand)
+    options = _options(ctx.attributes, factors)
+    for place, (operand, _) in zip("AB", factors, strict=True):
+        if operand == "dy":
+            values.append(ctx.grad)
         elif operand in index:
             values.append(ctx.inputs[index[operand]])
         else:
-            options[name] = ctx.attributes[operand]
-    if alpha != 1:
-        options["alpha"] = alpha
+            options[place] = ctx.attributes[operand]
     return ctx.add("Gemm", *values, **options)
 
 
 def _gemm_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    trans_a, trans_b, alpha, beta = _gemm_flags(ctx.attributes)
+    beta = _gemm_flags(ctx.attributes)[3]
     index = places(_ABC, ctx.attributes, len(ctx.inputs))
     grads: dict[str, Value | None] = {}
     for_a, for_b, for_c = (wanted(_ABC, ctx, name) for name in _ABC)
@@ -116,12 +129,9 @@ def _gemm_gradient(ctx: GradientContext) -> Sequence[Value | None]:
         pair = (ctx.inputs[index["A"]], ctx.inputs[index["B"]])
         options = picked(ctx.attributes, "transA", "transB", "alpha")
         grads["A"], grads["B"] = ctx.add_many("GemmGrad", *pair, ctx.grad, **options)
-    elif for_a:  # dA' = alpha dy B'^T
-        dy, b = (ctx.grad, int(trans_a)), ("B", int(trans_b == trans_a))
-        grads["A"] = _product(ctx, b, dy, alpha) if trans_a else _product(ctx, dy, b, alpha)
-    elif for_b:  # dB' = alpha A'^T dy
-        dy, a = (ctx.grad, int(trans_b)), ("A", int(trans_a == trans_b))
-        grads["B"] = _product(ctx, dy, a, alpha) if trans_b else _product(ctx, a, dy, alpha)
+    elif for_a or for_b:
+        name = "A" if for_a else "B"
+        grads[name] = _product(ctx, name)
     if for_c:
         total = summed(ctx, ctx.grad, shape_of(ctx.inputs[index["C"]]))
         grads["C"] = total if beta == 1 else ctx.add("Mul", total, B=beta)
@@ -154,6 +164,12 @@ def _gemm_grad_work(signature: Signature) -> Work:
     return Work(flops, bytes_of(signature.inputs) + dy.nbytes, bytes_of(signature.outputs), matrix=True)
 
 
+def _gemm_grad_part(signature: Signature, output: int) -> Part:
+    factors = _factors(signature.attributes, "AB"[output])
+    read = tuple(["A", "B", "dy"].index(operand) for operand, _ in factors)
+    return Part("Gemm", read, Attributes(_options(signature.attributes, factors)))
+
+
 def _gemm_grad_sharding(signature: Signature) -> ShardingRule:
     a, b = _gemm_labels(signature.attributes)
     return ShardingRule((a, b, ("m", "n")), (a, b), ((2,),))
@@ -176,5 +192,6 @@ register(
         compute=_gemm_grad,
         work=_gemm_grad_work,
         sharding=_gemm_grad_sharding,
+        part=_gemm_grad_part,
     )
 )

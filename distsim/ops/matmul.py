@@ -22,6 +22,7 @@ from distsim.ops.operator import (
     Dim,
     GradientContext,
     Operator,
+    Part,
     ShardingRule,
     Signature,
     Work,
@@ -197,6 +198,11 @@ def _matmul_grad_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((x, w, dy), (x, w), ((2,),))
 
 
+def _matmul_grad_part(signature: Signature, output: int) -> Part:
+    name, shape = _AB[output], signature.inputs[output].shape
+    return Part(f"MatMulGrad{name}", (1 - output, 2), Attributes({"shape": shape}))
+
+
 register(
     Operator(
         "MatMulGrad",
@@ -204,6 +210,7 @@ register(
         compute=lambda attributes, a: [_grad_a(a[1], a[2], a[0].shape), _grad_b(a[0], a[2], a[1].shape)],
         work=_matmul_grad_work,
         sharding=_matmul_grad_sharding,
+        part=_matmul_grad_part,
     )
 )
 

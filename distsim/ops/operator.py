@@ -42,6 +42,9 @@ class Signature:
     outputs: tuple[Tensor, ...]
     version: int | None = None
 
+    def __str__(self) -> str:
+        return f"{self.op_type}({', '.join(map(str, self.inputs))})"
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
@@ -115,6 +118,15 @@ def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:
     return tuple(f"{prefix}{i}" for i in range(rank))
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The op that makes one output of another op by itself: it reads those of its inputs at these places."""
+
+    op_type: str
+    inputs: tuple[int, ...]
+    attributes: Attributes
+
+
 @dataclass
 class GradientContext:
     """What a gradient rule sees: the forward op, the gradients of its outputs, and a maker.
@@ -168,6 +180,8 @@ GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
 BufferRule = Callable[[Attributes, int], Sequence[int]]
 """(attributes, number of inputs) -> places of inputs."""
+PartRule = Callable[[Signature, int], Part]
+"""(signature, place of an output) -> the op that makes it."""
 FormalsRule = Callable[[Attributes], tuple[str, ...]]
 """attributes -> the formal names of the operands, in order (see :mod:`distsim.ops.places`)."""
 GroupRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
@@ -204,6 +218,9 @@ class Operator:
     """The names of the operands, in order, where an array among the attributes may as well be a value."""
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
     """Output index -> index of the input whose memory it takes over."""
+    part: PartRule | None = None
+    """What makes one of several outputs where each is made by work of its own, as the two products of a
+    gradient: the parts of all outputs take as many flops as the op."""
     buffers: BufferRule | None = None
     """The inputs that hold what training leaves as it is, such as running statistics."""
     view: bool = False
@@ -236,6 +253,7 @@ def register(operator: Operator) -> Operator:
             "in_place",
             "view",
             "waits",
+            "part",
             "buffers",
         )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}

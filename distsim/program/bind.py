@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from distsim.ir import Value
 from distsim.program.block import Block
+from distsim.program.overlap_pairs import interleave, interleaved_names
 from distsim.program.parts import Parts
 from distsim.program.table import (
     FIRST,
@@ -22,7 +23,7 @@ from distsim.program.table import (
 )
 from distsim.program.tail import Tail
 from distsim.schedule import LATER, IssueOrder, Kind, Schedule, issue_order
-from distsim.schedule.rounds import Ints
+from distsim.schedule.table import Ints
 
 _KINDS = tuple(Kind)
 
@@ -113,17 +114,22 @@ class Binder:
         """Return the block of two calls that overlap."""
         found = self.pairs.get((one, two))
         if found is None:
-            assert one.function is not None and two.function is not None
             found = self.pairs[one, two] = BoundBlock(
                 one.kind + two.kind,
                 one.rank,
                 (*one.reads, *map(_second, two.reads)),
                 (*one.makes, *map(_second, two.makes)),
-                self.parts.overlap(one.function, two.function),
-                (),
+                self.parts.overlap(one.callee, two.callee),
+                self._names(one, two),
                 (*one.stages, *two.stages),
+                pair=(one, two),
             )
         return found
+
+    def _names(self, one: BoundBlock, two: BoundBlock) -> tuple[str, ...]:
+        if self.parts.overlap is not interleave or not (one.names or two.names):
+            return ()
+        return interleaved_names(one.callee, two.callee, one.names, two.names)
 
     def sends(self, block: BoundBlock) -> Iterator[tuple[BoundBlock, int]]:
         """Yield the transfers that follow a call, and which of its microbatches each is of."""

@@ -9,9 +9,10 @@ from functools import cached_property
 from distsim.errors import IRError
 from distsim.ir import Function, Mesh, Value
 from distsim.ops.communication import Shard
+from distsim.program.backward_halves import stage_halves
 from distsim.program.block import Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
-from distsim.program.pairs import interleave
+from distsim.program.overlap_pairs import interleave
 from distsim.schedule import Kind
 
 Shards = tuple[Shard, ...]
@@ -85,9 +86,7 @@ class Parts:
     @cached_property
     def halves(self) -> tuple[tuple[Block, Block], ...]:
         """The backward pass of each stage in two: what the stages before wait for, and the rest."""
-        if self.given_halves is None:
-            raise NotImplementedError
-        return self.given_halves
+        return stage_halves(self.blocks) if self.given_halves is None else self.given_halves
 
     def __post_init__(self) -> None:
         rows, makers = self._rows(), self.makers()

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from distsim.errors import IRError
 from distsim.ir import Function, Value
 from distsim.schedule import Action, IssueOrder, Kind
-from distsim.schedule.rounds import Ints
+from distsim.schedule.table import Ints
 
 FIRST, SECOND, ONCE, LATEST, EVERY = range(5)
 """Of which microbatch a key is: the row's first or second one; of none, there is one value a step; of that
@@ -34,8 +35,9 @@ class BoundBlock:
     reads, but that a sum over microbatches is read as far as it came. ``kind`` says what it is for: the kinds
     of its actions (F, B, I, W; FB for a pair), ``U`` for what runs once a step; or, without a function,
     ``Send``, which brings its key from ``rank`` to ``target``, and ``Concat``, which puts the microbatches of
-    its key together along dimension ``dim``. ``stages`` are those of its actions. Stages that do the same
-    share their functions, in which ops have no names: ``names`` are those of its ops here.
+    its key together along dimension ``dim``. ``stages`` are those of its actions, ``pair`` the blocks of the
+    two that overlap. Stages that do the same share their functions, in which ops have no names: ``names``
+    are those of its ops here.
     """
 
     kind: str
@@ -47,6 +49,14 @@ class BoundBlock:
     stages: tuple[int, ...] = ()
     target: int = -1
     dim: int = 0
+    pair: tuple[BoundBlock, ...] = ()
+
+    @property
+    def callee(self) -> Function:
+        """The function; raises :class:`IRError` for a transfer and a Concat, which have none."""
+        if self.function is None:
+            raise IRError(f"a {self.kind} of {self.reads[0].value.name!r} calls no function")
+        return self.function
 
     @property
     def ranks(self) -> tuple[int, ...]:

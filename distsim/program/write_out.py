@@ -183,10 +183,9 @@ class Writer:
     def _on_mesh(self, block: BoundBlock) -> _Placed:
         found = self.placed.get(block)
         if found is None:
-            assert block.function is not None
             stages = "_".join(map(str, block.stages))
-            name = f"stage{stages}_{block.function.name}"
-            placed = self.places[block.rank].function(block.function, name, block.names)
+            name = f"stage{stages}_{block.callee.name}"
+            placed = self.places[block.rank].function(block.callee, name, block.names)
             made = zip(block.makes, placed.outputs, strict=True)
             found = _Placed(placed, tuple([(key.value.name, value.type) for key, value in made]))
             self.placed[block] = found

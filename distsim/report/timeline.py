@@ -1,70 +1,185 @@
-"""A picture of a step: a row for each stream of each rank class, time to the right."""
+"""A picture of a step: time to the right, and a row for each rank class, or for each of its streams."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from distsim.errors import SimulationError
+from distsim.program.program import Program
+from distsim.report.action_boxes import COLOURS, Box, Mark, chunk_of, draw_boxes, legend
 from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
 from distsim.simulate import Simulation
+from distsim.simulate.calls import CallTime, call_times
 from distsim.simulate.quantities import time_scale
 from distsim.simulate.tasks.rank_classes import communicates
 
-_COLOURS = {"compute": "#4878a8", "collective": "#d1793b", "send and receive": "#5a9e6f"}
+_STREAM_COLOURS = {"compute": "#0072b2", "collective": "#e69f00", "send and receive": "#009e73"}
 _MOST_ROWS = 64
 _FINEST = 1 / 4000
 """Gaps and bars narrower than this share of the step are not told apart: a page has fewer dots."""
 
+_ACTION = re.compile(r"([FBIWU])(\d*)@(\d+)")
+"""An action in the name of a call: its letter, its microbatch and its stage."""
 
-def plot_timeline(simulation: Simulation, path: str | os.PathLike[str], rows: int = _MOST_ROWS) -> None:
-    """Draw the timeline into a PNG, SVG or PDF file, as the suffix of ``path`` says.
+_CALL, _STRIP = (-0.42, 0.24), (0.27, 0.42)
+"""Where in a row calls are drawn, and communication: a strip below them, as it may run beside."""
 
-    Ranks in lock step share their rows. At most ``rows`` rows are drawn; a note says how many are left
-    out. Raises :class:`SimulationError` for another suffix, or a path that cannot be written to.
-    """
-    from matplotlib.figure import Figure
-
-    suffix = check_format(path, "a timeline")
-    if rows < 1:
-        raise SimulationError(f"rows={rows}: draw at least one row")
-    bars = _bars(simulation)
-    streams = sorted(bars, key=lambda key: (key[0], key[1] != "compute", key[1]))
-    shown = streams[:rows]
-    figure: Any = Figure(figsize=(12, 1.6 + 0.28 * max(len(shown), 1)), layout="constrained")
-    axes: Any = figure.add_subplot()
-    scale, unit = time_scale(simulation.step_time)
-    for row, key in enumerate(shown):
-        for kind, pieces in bars[key].items():
-            widths = [(start / scale, (end - start) / scale) for start, end in pieces]
-            axes.broken_barh(widths, (row - 0.4, 0.8), facecolors=_COLOURS[kind])
-    axes.set_yticks(range(len(shown)), [_label(simulation, *key) for key in shown], fontsize=8)
-    axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
-    axes.set_xlim(0, simulation.step_time / scale or 1)
-    axes.set_xlabel(f"time ({unit})")
-    left_out = len(streams) - len(shown)
-    note = f"; {left_out} more rows not shown" if left_out else ""
-    axes.set_title(f"{simulation.name}: {simulation.step_time / scale:.4g} {unit}{note}", fontsize=10)
-    _legend(figure)
-    with replacing(path) as file:
-        figure.savefig(file, format=suffix, dpi=120)
-
-
-def _legend(figure: Any) -> None:
-    from matplotlib.patches import Patch
-
-    patches: list[Any] = [Patch(color=colour, label=kind) for kind, colour in _COLOURS.items()]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
-
+Row = tuple[int, str]
+"""A rank class and one of its streams; empty: all of them."""
 
 Intervals = list[tuple[float, float]]
 
 
-def _bars(simulation: Simulation) -> dict[tuple[int, str], dict[str, Intervals]]:
+def plot_timeline(
+    simulation: Simulation, path: str | os.PathLike[str], rows: int = _MOST_ROWS, streams: bool = False
+) -> None:
+    """Draw the timeline into a PNG, SVG or PDF file, as the suffix of ``path`` says.
+
+    The step of a program has a row for each rank, with what its calls compute as boxes, coloured by action
+    and numbered by microbatch where there is room, and below them a strip where it communicates; with
+    ``streams``, a row for each stream. A function has its streams. Ranks in lock step share their rows. At
+    most ``rows`` rows are drawn; a note says how many are left out. Raises :class:`SimulationError` for
+    another suffix, or a path that cannot be written to.
+    """
+    suffix = check_format(path, "a timeline")
+    if rows < 1:
+        raise SimulationError(f"rows={rows}: draw at least one row")
+    figure = timeline_figure(simulation, rows, streams)
+    with replacing(path) as file:
+        figure.savefig(file, format=suffix, dpi=120)
+
+
+def timeline_figure(simulation: Simulation, rows: int = _MOST_ROWS, streams: bool = False) -> Any:
+    """Return the picture as a matplotlib Figure: see :func:`plot_timeline`."""
+    from matplotlib.figure import Figure
+
+    program = simulation.simulated if isinstance(simulation.simulated, Program) else None
+    streams = streams or program is None
+    bars = _bars(simulation)
+    every = sorted(
+        bars if streams else {(number, "") for number, _ in bars},
+        key=lambda row: (row[0], row[1] != "compute", row[1]),
+    )
+    shown = {row: number for number, row in enumerate(every[:rows])}
+    height = 0.28 if streams else 0.34
+    figure: Any = Figure(figsize=(12, 1.6 + height * max(len(shown), 1)), layout="constrained")
+    axes: Any = figure.add_subplot()
+    scale, unit = time_scale(simulation.step_time)
+    axes.set_yticks(range(len(shown)), [_label(simulation, *row) for row in shown], fontsize=8)
+    axes.set_ylim(max(len(shown), 1) - 0.5, -0.5)
+    axes.set_xlim(0, simulation.step_time / scale or 1)
+    axes.set_xlabel(f"time ({unit})")
+    axes.spines[["top", "right"]].set_visible(False)
+    left_out = len(every) - len(shown)
+    note = f"; {left_out} more rows not shown" if left_out else ""
+    axes.set_title(f"{simulation.name}: {simulation.step_time / scale:.4g} {unit}{note}", fontsize=10)
+    if program is None:
+        _draw_streams(axes, bars, shown, scale)
+        _legend_of_streams(figure)
+    else:
+        _draw_program(axes, simulation, program, bars, shown, scale)
+    return figure
+
+
+# --- the step of a program -----------------------------------------------------------------------------
+
+
+def _draw_program(
+    axes: Any,
+    simulation: Simulation,
+    program: Program,
+    bars: dict[Row, dict[str, Intervals]],
+    shown: dict[Row, int],
+    scale: float,
+) -> None:
+    """Draw calls on the rows of ranks, or of their compute streams, and communication on its own."""
+    chunks = chunk_of(program.schedule)
+    boxes: list[Box] = []
+    by_rank = any(not stream for _, stream in shown)
+    for call in call_times(simulation):
+        names = ("",) if by_rank else ("compute", "all")
+        row = next((shown[call.rank_class, name] for name in names if (call.rank_class, name) in shown), None)
+        if row is not None:
+            boxes += _boxes(row, call, chunks, scale)
+    strips: dict[int, Intervals] = {}
+    for (number, stream), kinds in bars.items():
+        row = shown.get((number, "" if by_rank else stream))
+        if row is not None:
+            strips.setdefault(row, []).extend(
+                piece for kind, own in kinds.items() if kind != "compute" for piece in own
+            )
+    low, high = _STRIP if by_rank else _CALL
+    _draw_bars(axes, strips, low, high - low, scale)
+    marks = [mark for box in boxes for mark in box.marks]
+    legend(axes.figure, marks, program.schedule.chunks, any(strips.values()))
+    draw_boxes(axes, boxes, program.schedule.chunks, *_CALL)
+
+
+def _boxes(row: int, call: CallTime, chunks: Sequence[int], scale: float) -> Iterator[Box]:
+    """Yield the boxes of a call, numbered on its longest part."""
+    marks = _marks(call.name, chunks)
+    longest = max(call.parts, key=lambda part: part[1] - part[0])
+    for part in call.parts:
+        shown = marks if part == longest else tuple([replace(mark, microbatch=-1) for mark in marks])
+        yield Box(row, part[0] / scale, part[1] / scale, shown)
+
+
+def _draw_bars(axes: Any, strips: dict[int, Intervals], low: float, height: float, scale: float) -> None:
+    finest = axes.get_xlim()[1] * _FINEST
+    for row, pieces in strips.items():
+        widths = [(start / scale, max((end - start) / scale, finest)) for start, end in _union(pieces)]
+        # Not moved to whole dots, of which the shortest would have none: many of them make it grey.
+        axes.broken_barh(widths, (row + low, height), facecolors=COLOURS["communication"], snap=False)
+
+
+def _union(pieces: Iterable[tuple[float, float]]) -> Intervals:
+    """Return the intervals with those that overlap joined."""
+    joined: Intervals = []
+    for start, end in sorted(pieces):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _marks(name: str, chunks: Sequence[int]) -> tuple[Mark, ...]:
+    """Return what the box of a call stands for."""
+    found = [
+        Mark(kind, int(microbatch or -1), chunks[int(stage)])
+        for kind, microbatch, stage in _ACTION.findall(name)
+    ]
+    return tuple(found) or (Mark(""),)
+
+
+# --- streams -------------------------------------------------------------------------------------------
+
+
+def _draw_streams(
+    axes: Any, bars: dict[Row, dict[str, Intervals]], shown: dict[Row, int], scale: float
+) -> None:
+    for key, row in shown.items():
+        for kind, pieces in bars[key].items():
+            widths = [(start / scale, (end - start) / scale) for start, end in pieces]
+            axes.broken_barh(widths, (row - 0.4, 0.8), facecolors=_STREAM_COLOURS[kind])
+
+
+def _legend_of_streams(figure: Any) -> None:
+    from matplotlib.patches import Patch
+
+    patches: list[Any] = [Patch(color=colour, label=kind) for kind, colour in _STREAM_COLOURS.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
+
+
+def _bars(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
     """Return per (rank class, stream) and kind what to draw, in seconds; near neighbours are merged."""
     finest = simulation.step_time * _FINEST
-    bars: dict[tuple[int, str], dict[str, Intervals]] = {}
+    bars: dict[Row, dict[str, Intervals]] = {}
     for span in simulation.spans():
         kind = "compute"
         if communicates(span.op):
@@ -78,5 +193,5 @@ def _bars(simulation: Simulation) -> dict[tuple[int, str], dict[str, Intervals]]
 
 
 def _label(simulation: Simulation, rank_class: int, stream: str) -> str:
-    devices = simulation.classes.members[rank_class]
-    return f"{ranks_label(devices)}  {stream_label(simulation, stream)}"
+    ranks = ranks_label(simulation.classes.members[rank_class])
+    return f"{ranks}  {stream_label(simulation, stream)}" if stream else ranks

@@ -1,11 +1,12 @@
 """Pipeline schedules: the order in which each rank runs its actions (kind, stage, microbatch)."""
 
 from distsim.schedule.action import Action, Cell, Kind
-from distsim.schedule.generate import SCHEDULES, gpipe, one_f_one_b, schedule
+from distsim.schedule.catalogue import SCHEDULES, Generator, schedule
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
 from distsim.schedule.refusals import WEIGHTS
-from distsim.schedule.rounds import Rounds
 from distsim.schedule.table import Schedule
+from distsim.schedule.torch_csv import read_csv, write_csv
+from distsim.schedule.warm_up import gpipe, one_f_one_b
 
 __all__ = [
     "LAST",
@@ -14,12 +15,14 @@ __all__ = [
     "WEIGHTS",
     "Action",
     "Cell",
+    "Generator",
     "IssueOrder",
     "Kind",
-    "Rounds",
     "Schedule",
     "gpipe",
     "issue_order",
     "one_f_one_b",
+    "read_csv",
     "schedule",
+    "write_csv",
 ]

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from distsim.schedule.repeats import find_repeats
-from distsim.schedule.table import Bools, Ints, Schedule
+from distsim.schedule.repeats import find_repeats, note_ends
+from distsim.schedule.table import Ints, Schedule
 
 LATER, LAST = 1, 2
 """What a call of a stage's forward, or backward, is in the order of its rank: not its first, its last."""
@@ -70,72 +70,51 @@ def issue_order(schedule: Schedule) -> IssueOrder:
 
 def _folded(schedule: Schedule) -> IssueOrder:
     rank, ends_step = schedule.merged()
-    code = schedule.codes_in_order
-    period = 4 * max(schedule.num_stages, 1)
+    code, stages = schedule.codes_in_order, schedule.num_stages
+    period = 4 * max(stages, 1)
     steps = np.concatenate([[0], np.flatnonzero(ends_step) + 1]).astype(np.int64)
     parts = np.zeros((2 * len(steps) + 1, 4), np.int64)
     count = find_repeats(rank, code, steps, period, MOST_CANDIDATES, parts)
-    first, last = _ends(code, schedule.num_stages)
-    begins: list[int] = []
-    sizes: list[int] = []
-    repeats: list[int] = []
-    shifts: list[int] = []
-    for begin, length, times, shift in parts[:count].tolist():
-        at, end = int(steps[begin]), int(steps[begin + length])
-        size = end - at
-        final = at + (times - 1) * size
-        cuts = {
-            0,
-            times,
-            *([1] if first[at:end].any() else []),
-            *([times - 1] if last[final : final + size].any() else []),
-        }
+    first, last = np.full(3 * stages, -1, np.int64), np.full(3 * stages, -1, np.int64)
+    latest = np.full((stages, 3), -1, np.int64)
+    note_ends(code, max(stages, 1), first, last, latest)
+    rounds: list[tuple[int, int, int, int]] = []  # first cell, cells, repetitions, shift
+    for step, length, times, shift in parts[:count].tolist():
+        begin, size = int(steps[step]), int(steps[step + length] - steps[step])
+        cuts = {0, times}
+        cuts |= {1} if _among(first, begin, size) else set()
+        cuts |= {times - 1} if _among(last, begin + (times - 1) * size, size) else set()
         for k, after in pairwise(sorted(cuts)):
-            begins.append(at + k * size)
-            sizes.append(size)
-            repeats.append(after - k)
-            shifts.append(shift if after - k > 1 else 0)
-    width = np.array(sizes, np.int64)
-    within = np.repeat(np.arange(len(width)), width)
-    start = np.concatenate([[0], width.cumsum()]).astype(np.int64)
-    begin = np.array(begins, np.int64)
+            rounds.append((begin + k * size, size, after - k, shift if after - k > 1 else 0))
+    begin, size, repeats, shift = np.array(rounds, np.int64).reshape(-1, 4).T
+    start = np.concatenate([[0], size.cumsum()]).astype(np.int64)
+    within = np.repeat(np.arange(len(size)), size)
     cells = np.arange(len(within)) - start[within] + begin[within]
-    step = np.cumsum(ends_step) - ends_step
-    place = np.where(first[cells], 0, LATER) + np.where(last[cells], LAST, 0)
+    own, ends = code[cells], ends_step[cells]
+    step = ends.cumsum() - ends
+    which, place = _kind_of(own, stages), 2 * cells[:, None] + np.arange(2)
+    there = own >= 0
+    later = np.where(there & (first[which] != place), LATER, 0)
     columns = (
         rank[cells],
-        code[cells],
-        step[cells] - step[begin][within] if len(cells) else cells,
-        place,
+        own,
+        step - step[start[:-1]][within] if len(cells) else cells,
+        later + np.where(there & (last[which] == place), LAST, 0),
         start,
-        np.array(repeats, np.int64),
-        np.array(shifts, np.int64) // period,
-        _latest(code, schedule.num_stages),
+        repeats.copy(),
+        shift // period,
+        latest,
     )
     for column in columns:
         column.setflags(write=False)
     return IssueOrder(schedule, *columns)
 
 
-def _ends(code: Ints, num_stages: int) -> tuple[Bools, Bools]:
-    """Return [cells, 2]: whether an action is the first, and the last, of its stage and kind."""
-    kind = np.array([0, 1, 2, 1])[code % 4]  # B and W add to the same sums
-    which = np.where(code < 0, 3 * num_stages, code // 4 % max(num_stages, 1) * 3 + kind).ravel()
-    place = np.arange(len(which))
-    first, last = np.zeros(3 * num_stages + 1, np.int64), np.zeros(3 * num_stages + 1, np.int64)
-    first[which[::-1]] = place[::-1]
-    last[which] = place
-    real = which < 3 * num_stages
-    is_first, is_last = (first[which] == place) & real, (last[which] == place) & real
-    return is_first.reshape(-1, 2), is_last.reshape(-1, 2)
+def _among(places: Ints, begin: int, size: int) -> bool:
+    """Whether one of these places, two to a cell, is in one of so many cells."""
+    return bool(((places >= 2 * begin) & (places < 2 * (begin + size))).any())
 
 
-def _latest(code: Ints, num_stages: int) -> Ints:
-    """Return [stages, 3]: the last microbatch of F, of B or W, of B or I."""
-    code = code[code >= 0]
-    kind, number = code % 4, code // 4
-    found = np.full((num_stages, 3), -1, np.int64)
-    for side, kinds in enumerate(((0, 0), (1, 3), (1, 2))):
-        own = number[(kind == kinds[0]) | (kind == kinds[1])]
-        found[own % max(num_stages, 1), side] = own // max(num_stages, 1)
-    return found
+def _kind_of(code: Ints, num_stages: int) -> Ints:
+    """Return 3 * stage + kind of codes, with B and W, which add to the same sums, as one kind; 0 for none."""
+    return np.where(code < 0, 0, code // 4 % max(num_stages, 1) * 3 + np.array([0, 1, 2, 1])[code % 4])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice, product
+from itertools import islice
 
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind, cell_text
@@ -94,13 +94,14 @@ def check_cell(name: str, rank: int, cell: Cell, num_stages: int, num_microbatch
 
 def _missing(num_stages: int, num_microbatches: int, seen: set[Action]) -> Iterator[Action]:
     """Yield what is missing, as B where neither half is there."""
-    for kind, stage, microbatch in product(Kind, range(num_stages), range(num_microbatches)):
-        half = Action(Kind.BACKWARD_INPUT, stage, microbatch) in seen
-        wanted = kind is Kind.FORWARD or half == (kind is Kind.BACKWARD_WEIGHT)
-        if wanted and kind is not Kind.BACKWARD_INPUT:
-            action = Action(kind, stage, microbatch)
-            if action not in seen:
-                yield action
+    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+        for stage in range(num_stages):
+            for microbatch in range(num_microbatches):
+                halved = Action(Kind.BACKWARD_INPUT, stage, microbatch) in seen
+                action = Action(kind, stage, microbatch)
+                wanted = kind is Kind.FORWARD or halved == (kind is Kind.BACKWARD_WEIGHT)
+                if wanted and action not in seen:
+                    yield action
 
 
 def deadlock(

@@ -74,3 +74,28 @@ def find_repeats(rank: Any, code: Any, steps: Any, period: int, most: int, parts
         parts[found, 0], parts[found, 1], parts[found, 2], parts[found, 3] = single, count - single, 1, 0
         found += 1
     return found
+
+
+@compiled
+def note_ends(code: Any, stages: int, first: Any, last: Any, latest: Any) -> None:
+    """Note where each stage runs each kind of action first and last, in places: two to a cell.
+
+    ``first`` and ``last`` [3 * stages] are by F, B or W, and I of each stage; ``latest`` [stages, 3] is
+    filled with the microbatch of its last F, its last B or W, its last B or I.
+    """
+    for cell in range(len(code)):
+        for k in range(2):
+            if code[cell, k] < 0:
+                continue
+            kind, stage = code[cell, k] % 4, code[cell, k] // 4 % stages
+            microbatch = code[cell, k] // 4 // stages
+            which = 3 * stage + (0 if kind == 0 else 2 if kind == 2 else 1)
+            if first[which] < 0:
+                first[which] = 2 * cell + k
+            last[which] = 2 * cell + k
+            if kind == 0:
+                latest[stage, 0] = microbatch
+            if kind == 1 or kind == 3:
+                latest[stage, 1] = microbatch
+            if kind == 1 or kind == 2:
+                latest[stage, 2] = microbatch

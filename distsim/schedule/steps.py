@@ -8,34 +8,44 @@ from distsim.compile import compiled, inner
 
 
 @inner
-def _ready(code: Any, stages: Any, chain: Any, finished: Any, now: Any) -> bool:
-    """Whether what an action waits for finished before step ``now``; -1, no action, waits for nothing."""
-    kind, stage = code % 4, code // 4 % stages
-    if code < 0:
-        return True
-    if kind == 3:
-        return finished[code - 1] < now
-    if kind == 0:
-        return stage % chain == 0 or finished[code - 4] < now
-    forward = code - kind
-    if finished[forward] >= now:
-        return False
-    # Of the whole backward and that of inputs, the stage after runs one.
-    return (stage + 1) % chain == 0 or finished[forward + 5] < now or finished[forward + 6] < now
+def _listed_once(cells: Any, start: Any, rank_of: Any, finished: Any) -> bool:
+    """Whether every action is there once, on its rank, and pairs are of two kinds; all unfinished then."""
+    never = len(cells) + 1
+    for rank in range(len(start) - 1):
+        for at in range(start[rank], start[rank + 1]):
+            for place in range(2):
+                code = cells[at, place]
+                if place == 1 and code == -1:
+                    continue
+                if code < 0 or code >= len(finished) - 4 or finished[code] != 0:
+                    return False
+                if rank_of[(code >> 2) % len(rank_of)] != rank or (
+                    place == 1 and (code ^ cells[at, 0]) & 3 == 0
+                ):
+                    return False
+                finished[code] = never
+    for code in range(0, len(finished) - 4, 4):
+        whole, half, weight = finished[code + 1], finished[code + 2], finished[code + 3]
+        if finished[code] == 0 or (whole == 0) == (half == 0) or half != weight:
+            return False
+        finished[code + 1] = finished[code + 2] = finished[code + 3] = never
+    return True
 
 
 @compiled
 def run_steps(
-    cells: Any, start: Any, stages: int, chain: int, finished: Any, ranks: Any, ends_step: Any, position: Any
+    cells: Any, start: Any, rank_of: Any, chain: int, finished: Any, order: Any, ends_step: Any, position: Any
 ) -> int:
     """Run the cells in steps; return how many of them ran, fewer than all if the ranks wait for each other.
 
     ``cells[start[r]:start[r + 1]]`` are the codes of rank r (:meth:`Schedule.from_codes`), of stages in
-    chains of ``chain``. In each step every rank, by increasing rank, runs its next cell if what its actions
-    wait for finished in an earlier step. ``finished``, by code, comes in as a step that is never reached.
-    Filled in: the rank of each cell in the order of the steps, whether it is the last of its step, and how
-    many cells each rank has run.
+    chains of ``chain``; ``finished`` is a zero for each code and four more. Returns -1 if an action is
+    missing, repeated, foreign or on a wrong rank. In each step every rank, by increasing rank, runs its next
+    cell if what its actions wait for finished in an earlier step. Filled in: the cells in the order of the
+    steps, whether one is the last of its step, and how many cells each rank has run.
     """
+    if not _listed_once(cells, start, rank_of, finished):
+        return -1
     ran = now = 0
     while ran < len(cells):
         before = ran
@@ -43,36 +53,33 @@ def run_steps(
             at = start[rank] + position[rank]
             if at == start[rank + 1]:
                 continue
-            one, two = cells[at, 0], cells[at, 1]
-            if _ready(one, stages, chain, finished, now) and _ready(two, stages, chain, finished, now):
-                finished[one] = now
-                if two >= 0:
-                    finished[two] = now
+            ready = True
+            for place in range(2):
+                code = cells[at, place]
+                kind = code & 3
+                if code < 0 or not ready:
+                    continue
+                # At an end of a chain the neighbour by number is another microbatch's and may say no: whether
+                # this is an end takes longest and is asked last. A call for each action would take ten times.
+                if kind == 0:
+                    ready = finished[code - 4] < now or (code >> 2) % chain == 0
+                elif kind == 3:
+                    ready = finished[code - 1] < now
+                elif finished[code - kind] < now:
+                    after = code - kind + 4  # of the stage after, B and I: one of them runs
+                    ready = finished[after + 1] < now or finished[after + 2] < now
+                    ready = ready or ((code >> 2) + 1) % chain == 0
+                else:
+                    ready = False
+            if ready:
+                for place in range(2):
+                    if cells[at, place] >= 0:
+                        finished[cells[at, place]] = now
                 position[rank] += 1
-                ranks[ran] = rank
+                order[ran] = at
                 ran += 1
         if ran == before:
             break
         ends_step[ran - 1] = True
         now += 1
     return ran
-
-
-@compiled
-def count_repeated(stage: Any, code: Any, steps: Any, runs: Any) -> None:
-    """Count the steps that are run again later, with every microbatch one higher.
-
-    ``runs[n - 1, t]``: how many steps from step ``t`` on, without a gap, are run again ``n`` steps after
-    each. Step ``t`` are the actions ``steps[t]:steps[t + 1]``, of codes 2 * microbatch + phase.
-    """
-    count = len(steps) - 1
-    for n in range(1, len(runs) + 1):
-        for t in range(count - n - 1, -1, -1):
-            first, size = steps[t], steps[t + 1] - steps[t]
-            shift = steps[t + n] - first
-            same = steps[t + n + 1] - steps[t + n] == size
-            i = first
-            while same and i < first + size:
-                same = stage[i + shift] == stage[i] and code[i + shift] == code[i] + 2
-                i += 1
-            runs[n - 1, t] = runs[n - 1, t + 1] + 1 if same else 0

@@ -7,18 +7,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind, cell_text
 from distsim.schedule.refusals import Ranks, check_cell, check_complete, check_placement, count, deadlock
-from distsim.schedule.rounds import Bools, Ints, Rounds, find_rounds
 from distsim.schedule.steps import run_steps
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 _KINDS = tuple(Kind)
 # What each kind adds to the number of pairs of a stage and a microbatch that are held.
 _IN_FLIGHT = np.array([1, -1, 0, -1])
 _UNTIL_I = np.array([1, -1, -1, 0])
 _PENDING_W = np.array([0, 0, 1, -1])
+_NO_CELLS = np.zeros((0, 2), np.int64)
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -32,7 +36,7 @@ class Schedule:
 
     A cell is an action, or a pair of two that overlap: they start when both can and end together. Where
     ranks are given, a cell of one action may be given as the action. Making a Schedule verifies nothing,
-    so that a hand-made one can be looked at; :meth:`check`, :meth:`order` and :meth:`rounds` verify it.
+    so that a hand-made one can be looked at; :meth:`check` and :meth:`order` verify it.
     Schedules are compared by value. One made :meth:`from_codes` is kept as integers and has its
     :class:`Action` objects made when they are read.
 
@@ -85,12 +89,12 @@ class Schedule:
         one: 1 stage, 1 microbatch
         rank 0: F0 I0 W0
         """
-        copied = [np.array(row, np.int64).reshape(-1, 2) for row in codes]
-        for row in copied:
+        rows = [row if _frozen(row) else np.array(row, np.int64).reshape(-1, 2) for row in codes]
+        for row in rows:
             row.setflags(write=False)
         made = cls.__new__(cls)
-        made._set(name, num_stages, num_microbatches, len(copied), rank_of, copies, weights)
-        object.__setattr__(made, "_codes", tuple(copied))
+        made._set(name, num_stages, num_microbatches, len(rows), rank_of, copies, weights)
+        object.__setattr__(made, "_codes", tuple(rows))
         return made
 
     def _set(
@@ -143,6 +147,11 @@ class Schedule:
     def chunks(self) -> int:
         """The most stages that a rank holds."""
         return int(np.bincount(self.rank_of, minlength=1).max())
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether some backward is listed in two halves."""
+        return any(bool((row % 4 == Kind.BACKWARD_INPUT.code).any()) for row in self.codes)
 
     @property
     def chain(self) -> int:
@@ -227,6 +236,19 @@ class Schedule:
         """
         return self._peak(rank, _IN_FLIGHT)
 
+    def in_flight_of(self, stage: int) -> int:
+        """Most microbatches that are past F and not past B, or W, at once on one `stage`.
+
+        Raises:
+            ScheduleError: there is no such stage.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise ScheduleError(f"{self.name}: no stage {stage}; choose one of 0..{self.num_stages - 1}")
+        codes = self.codes[self.rank_of[stage]].ravel()
+        codes = codes[codes >= 0]
+        own = codes[codes // 4 % self.num_stages == stage]
+        return int(_IN_FLIGHT[own % 4].cumsum().max(initial=0))
+
     def until_i(self, rank: int) -> int:
         """Most pairs of a stage and a microbatch past F and not past B or I: as :meth:`in_flight`."""
         return self._peak(rank, _UNTIL_I)
@@ -264,16 +286,14 @@ class Schedule:
         Raises:
             ScheduleError: as :meth:`order`.
         """
-        return self._merged
+        cells, ends_step = self._merged
+        return np.repeat(np.arange(self.num_ranks), [len(row) for row in self.codes])[cells], ends_step
 
-    def rounds(self) -> Rounds:
-        """The same order, with the steps that repeat written once; for whole backwards and a stage a rank.
-
-        Raises:
-            ScheduleError: as :meth:`order`; or a rank has several stages or not that of its number, or
-                there are pairs, or backwards in two halves.
-        """
-        return self._rounds
+    @property
+    def codes_in_order(self) -> Ints:
+        """The codes of the cells, [cells, 2], in the order of :meth:`merged`; raises what that raises."""
+        cells, _ = self._merged
+        return np.concatenate([_NO_CELLS, *self.codes])[cells]
 
     def check(self) -> None:
         """Verify that every action is there once, on its rank, and that the ranks never wait in a circle.
@@ -281,7 +301,7 @@ class Schedule:
         Raises:
             ScheduleError: as :meth:`order`.
         """
-        self.merged()
+        _ = self._merged
 
     @cached_property
     def _order(self) -> tuple[tuple[Action, ...], ...]:
@@ -297,62 +317,27 @@ class Schedule:
         return tuple(map(tuple, steps[:-1]))
 
     @cached_property
-    def _rounds(self) -> Rounds:
-        _, ends_step = self.merged()
-        codes = self.codes_in_order
-        stages = self.num_stages
-        plain = self.copies == 1 and self.rank_of == tuple(range(stages))
-        if not plain or (codes[:, 0] % 4 > 1).any() or (codes[:, 1] >= 0).any():
-            raise ScheduleError(
-                f"{self.name}: rounds are for stage s on rank s, F and B one by one; read order() or merged()"
-            )
-        number, kind = codes[:, 0] // 4, codes[:, 0] % 4
-        stage = number % max(stages, 1)
-        return find_rounds(stage, 2 * (number // max(stages, 1)) + kind, ends_step)
-
-    @property
-    def codes_in_order(self) -> Ints:
-        """The codes of the cells, [cells, 2], in the order of :meth:`merged`."""
-        ranks, _ = self.merged()
-        codes = np.empty((len(ranks), 2), np.int64)
-        for rank, row in enumerate(self.codes):
-            codes[ranks == rank] = row
-        return codes
-
-    @cached_property
     def _merged(self) -> tuple[Ints, Bools]:
-        check_placement(self.name, self.num_stages, self.num_ranks, self.rank_of, self.copies, self.weights)
-        if self._codes is None or not self._complete(self._codes):
-            check_complete(self.name, self.num_stages, self.num_microbatches, self.rank_of, self.ranks)
-        cells = np.concatenate([np.zeros((0, 2), np.int64), *self.codes])
+        """The numbers of the cells, counted through all ranks, in the order of the steps; :meth:`merged`."""
+        sizes = self.name, self.num_stages
+        check_placement(*sizes, self.num_ranks, self.rank_of, self.copies, self.weights)
+        listed = sum(len(row) for row in (self.ranks if self._codes is None else self._codes))
+        # Counted first: what the sizes ask for may be more than memory holds, and what is listed is not.
+        if self._codes is None or self.num_stages * self.num_microbatches > listed:
+            check_complete(*sizes, self.num_microbatches, self.rank_of, self.ranks)
+        cells = np.concatenate([_NO_CELLS, *self.codes])
         start = np.array([0, *map(len, self.codes)], np.int64).cumsum()
-        finished = np.full(4 * self.num_stages * self.num_microbatches, len(cells) + 1, np.int64)
-        ranks, ends_step = np.zeros(len(cells), np.int64), np.zeros(len(cells), np.bool_)
-        position = np.zeros(self.num_ranks, np.int64)
-        stages, chain = max(self.num_stages, 1), max(self.chain, 1)
-        if run_steps(cells, start, stages, chain, finished, ranks, ends_step, position) < len(cells):
+        order, ends_step = np.zeros(listed, np.int64), np.zeros(listed, np.bool_)
+        position, rank_of = np.zeros(self.num_ranks, np.int64), np.array(self.rank_of, np.int64)
+        finished = np.zeros(4 * self.num_stages * self.num_microbatches + 4, np.int32)
+        ran = run_steps(cells, start, rank_of, max(self.chain, 1), finished, order, ends_step, position)
+        if ran < 0:
+            check_complete(*sizes, self.num_microbatches, self.rank_of, self.ranks)
+        if ran < listed:
             raise deadlock(self.name, self.ranks, self.rank_of, position.tolist(), self.inputs)
-        for column in (ranks, ends_step):
+        for column in (order, ends_step):
             column.setflags(write=False)
-        return ranks, ends_step
-
-    def _complete(self, codes: tuple[Ints, ...]) -> bool:
-        """Whether each action is there once, on its rank, and pairs are of two kinds."""
-        cells = np.concatenate([np.zeros((0, 2), np.int64), *codes])
-        rank = np.repeat(np.arange(len(codes)), [len(row) for row in codes])
-        first, second = cells.T
-        pair = second != -1
-        listed, owner = np.concatenate([first, second[pair]]), np.concatenate([rank, rank[pair]])
-        pairs = self.num_stages * self.num_microbatches
-        # Compared before they are counted: what is asked for may be more than memory holds.
-        if len(listed) < 2 * pairs or ((listed < 0) | (listed >= 4 * pairs)).any():
-            return False
-        if (first[pair] % 4 == second[pair] % 4).any():
-            return False
-        if (np.array(self.rank_of, np.int64)[listed // 4 % max(self.num_stages, 1)] != owner).any():
-            return False
-        forward, whole, half, weight = np.bincount(listed, minlength=4 * pairs).reshape(-1, 4).T
-        return bool(((forward == 1) & (whole + half == 1) & (weight == half)).all())
+        return order, ends_step
 
     def _cells(self, row: Ints) -> list[Cell]:
         """Return the cells of codes [cells, 2]."""
@@ -362,3 +347,8 @@ class Schedule:
         actions = [Action(_KINDS[kind], number % stages, number // stages) for kind, number in pairs]
         alone: list[bool] = (row[:, 1] == -1).tolist()
         return [tuple(actions[2 * at : 2 * at + 2 - single]) for at, single in enumerate(alone)]
+
+
+def _frozen(row: Ints) -> bool:
+    """Whether codes can be kept as they are: nobody writes to them."""
+    return row.dtype == np.int64 and row.ndim == 2 and row.shape[1] == 2 and not row.flags.writeable

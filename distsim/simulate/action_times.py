@@ -13,10 +13,13 @@ from distsim.ir.device import logical_mesh
 from distsim.ir.topology import Level, Link
 from distsim.ops import Signature, Work
 from distsim.program.block import Block, StageBlocks
-from distsim.program.pairs import interleave
+from distsim.program.overlap_pairs import interleave
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
+
+_SHORTEST, _LONGEST = 1e-9, 1e9
+"""Seconds that an action may take."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class ActionTimes:
     send: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weight"):
+            if not _SHORTEST <= getattr(self, name) <= _LONGEST:
+                raise ScheduleError(
+                    f"{name}={getattr(self, name):g} must be between {_SHORTEST:g} and {_LONGEST:g}"
+                )
         if not 0 <= self.send <= min(self.forward, self.backward_input):
             raise ScheduleError(
                 f"send={self.send:g} must be between 0 and the shorter of forward={self.forward:g} and "
@@ -97,7 +105,7 @@ def timed_program(
         schedule,
         parts.inputs,
         parts.outputs,
-        parts=parts,
+        shared_parts=parts,
     )
     return program, CostModel(topology, rules=_Given(times.send))
 
@@ -146,7 +154,7 @@ class _BlockWriter:
     def _block(
         self, name: str, inputs: tuple[Value, ...], seconds: float, makes: tuple[Value, ...], axis: str
     ) -> Block:
-        """Return what takes ``seconds`` and then makes these keys, a message along ``axis`` if there is one."""
+        """Return what takes ``seconds`` and then makes these keys, a message along ``axis`` if any."""
         sums = tuple([key for key in makes if key in self.sums])
         functions: list[Function] = []
         for adds in ((), sums):

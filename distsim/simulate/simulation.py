@@ -15,8 +15,9 @@ from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work
 from distsim.program.program import Program
 from distsim.simulate.explain.critical_path import CriticalPath
-from distsim.simulate.explain.explain import critical_path, explain
+from distsim.simulate.explain.explain import explain
 from distsim.simulate.explain.explanation import Explanation
+from distsim.simulate.explain.walk import critical_path
 from distsim.simulate.memory.peak import MemoryUse, peak_memory
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.tasks.lower import Stream

@@ -24,7 +24,7 @@ class BlockCost:
       ``shared_backward``;
     - ``recompute``, what is computed again before ``backward``;
     - ``backward``, of which the last ``after`` come after the gradient that the block before waits for
-      (weight gradients, say);
+      (weight gradients, say); where a schedule runs backward in two halves, ``weight`` of it is of W;
     - ``accumulate``, adding the parameter gradients to their sums, at the very end, for every microbatch
       but the first.
 
@@ -37,8 +37,8 @@ class BlockCost:
     is kept of a microbatch from its forward to its backward; ``workspace``: the most needed beside, for as
     long as the block runs.
 
-    Raises :class:`PartitionError` for a figure that is negative or not finite, for ``after`` over
-    ``backward``, and for ``overlap`` over ``reduce`` or ``update``.
+    Raises :class:`PartitionError` for a figure that is negative or not finite, for ``after`` or ``weight``
+    over ``backward``, and for ``overlap`` over ``reduce`` or ``update``.
     """
 
     name: str
@@ -57,6 +57,7 @@ class BlockCost:
     reduce: float = 0.0
     update: float = 0.0
     overlap: float = 0.0
+    weight: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
@@ -67,7 +68,7 @@ class BlockCost:
                 raise PartitionError(
                     f"block {self.name}: {field.name}={figure}; give a finite figure of at least 0"
                 )
-        for part, whole in (("after", "backward"), ("overlap", "reduce"), ("overlap", "update")):
+        for part, whole in _PARTS:
             if getattr(self, part) > getattr(self, whole) * (1 + 1e-9):
                 raise PartitionError(
                     f"block {self.name}: {part}={getattr(self, part)} s is part of {whole}="
@@ -83,6 +84,9 @@ class BlockCost:
     def gradient(self) -> float:
         """Bytes of the gradient of the output."""
         return self.sent if self.returned is None else self.returned
+
+
+_PARTS = (("after", "backward"), ("weight", "backward"), ("overlap", "reduce"), ("overlap", "update"))
 
 
 def linear_communication(bandwidth: float, latency: float = 0.0) -> Communication:

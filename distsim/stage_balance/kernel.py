@@ -25,14 +25,16 @@ microbatches there, ``paired`` between their returns when each stage runs a forw
 ``unpaired`` in any case; the second may return ``sooner``.
 """
 STREAM = np.dtype([(name, float) for name in ("free", "ahead", "back", "ran")], align=True)
+"""When a stage is free (where a rank has several: when the rank of this number is), when its sends to the
+next one and back are, and whether it ran a backward."""
 MESSAGE = np.dtype([("arrived", float), ("returned", float)], align=True)
 
 
 class Room(NamedTuple):
     """Working memory of a simulation.
 
-    ``streams`` [stages]: when a stage and its sends, to the next one and back, are free, and whether it ran a
-    backward; ``messages`` [stages, microbatches]: when what it waits for is there; ``none`` [1]: nothing.
+    ``streams`` [stages] of :data:`STREAM`; ``messages`` [stages, microbatches]: when what it waits for is
+    there; ``none`` [1]: nothing.
     """
 
     streams: np.ndarray
@@ -115,4 +117,70 @@ def makespan(bounds: Any, known: int, others: Any, order: Any, tables: Any, room
     longest = 0.0
     for s in range(known):
         longest = max(longest, streams[s].free + tables.stages[bounds[s], bounds[s + 1]].tail)
+    return longest
+
+
+@compiled
+def replay(bounds: Any, order: Any, tables: Any, room: Any) -> float:
+    """Return the step time of stages on any ranks: several on one, backward in halves, copies of the model.
+
+    Stage s holds ``bounds[c:c + 2]``, of the chain of which it is number c. An action starts when its rank
+    is free and what it needs has arrived; sends are as in :func:`makespan`.
+    """
+    streams, messages = room.streams, room.messages
+    count, chain = len(streams), len(bounds) - 1
+    for s in range(count):
+        stream = streams[s]
+        stream.free = stream.ahead = stream.back = stream.ran = 0.0
+    for n in range(len(order.tasks)):
+        task = order.tasks[n]
+        s, m, rank = task.stage, task.microbatch, streams[task.rank]
+        c = s % chain
+        own, stream, message = tables.stages[bounds[c], bounds[c + 1]], streams[s], messages[s, m]
+        if task.phase == 0:
+            end = rank.free + own.lead
+            if c > 0:
+                end = max(end, message.arrived)
+            end += own.forward
+            rank.free = end
+            if c + 1 < chain:
+                if tables.rank_of[c] != tables.rank_of[c + 1]:
+                    end = max(stream.ahead, end) + tables.sends[c, bounds[c + 1]].ahead
+                    stream.ahead = end
+                messages[s + 1, m].arrived = end
+            continue
+        end = rank.free
+        if task.phase < 3:
+            end += own.back_lead
+            if c + 1 < chain:
+                end = max(end, message.returned)
+            end += own.backward
+        if task.phase == 2:
+            end -= own.weight
+        if task.phase == 3:
+            end += own.weight
+        rest = 0.0
+        if task.phase == 1:
+            rest = tables.edges[bounds[c]].rest
+        if task.phase != 2:
+            if stream.ran > 0:
+                end += own.more
+                if task.phase == 1:
+                    rest = tables.edges[bounds[c]].rest_more
+            stream.ran = 1.0
+        rank.free = end
+        if task.phase < 3 and c > 0:
+            leaves = end - rest
+            if tables.rank_of[c] != tables.rank_of[c - 1]:
+                before = streams[s - 1]
+                leaves = max(before.back, leaves) + tables.sends[c - 1, bounds[c]].back
+                before.back = leaves
+            messages[s - 1, m].returned = leaves
+    longest = 0.0
+    for s in range(count):
+        streams[s].ahead = 0.0
+    for s in range(count):  # what follows the last backward, of all stages of a rank
+        stream = streams[tables.rank_of[s]]
+        stream.ahead += tables.stages[bounds[s % chain], bounds[s % chain + 1]].tail
+        longest = max(longest, stream.free + stream.ahead)
     return longest

@@ -26,13 +26,6 @@ def stage_memory(costs: Sequence[BlockCost], in_flight: Sequence[int]) -> np.nda
     return held[None] + np.array(in_flight, float)[:, None, None] * kept[None]
 
 
-def fitting(memory: np.ndarray, limits: Sequence[float] | None) -> np.ndarray:
-    """Return which of :func:`stage_memory` are within the bytes of their stages: all, without limits."""
-    if limits is None:
-        return np.ones(memory.shape, np.bool_)
-    return memory <= np.array(limits, float)[:, None, None]
-
-
 def most_of(figures: Sequence[float]) -> np.ndarray:
     """Return [i, j]: the largest of the figures i up to j, 0 where there is none."""
     count = len(figures)
@@ -42,16 +35,16 @@ def most_of(figures: Sequence[float]) -> np.ndarray:
     return most
 
 
-def memory_limits(memory: float | Sequence[float] | None, stages: int) -> list[float] | None:
-    """Return the bytes of each stage's device; raise :class:`PartitionError` if they are not as many."""
+def memory_limits(memory: float | Sequence[float] | None, ranks: int) -> list[float] | None:
+    """Return the bytes of each rank's device; raise :class:`PartitionError` if they are not as many."""
     if memory is None:
         return None
-    limits = [float(memory)] * stages if isinstance(memory, (int, float)) else [float(m) for m in memory]
-    if len(limits) != stages:
-        raise PartitionError(f"memory of {len(limits)} stages is given for {stages}; give one for each")
-    for stage, limit in enumerate(limits):
+    limits = [float(memory)] * ranks if isinstance(memory, (int, float)) else [float(m) for m in memory]
+    if len(limits) != ranks:
+        raise PartitionError(f"memory of {len(limits)} ranks is given for {ranks}; give one for each")
+    for rank, limit in enumerate(limits):
         if not limit > 0:
-            raise PartitionError(f"memory of stage {stage} is {limit} bytes; give a positive size")
+            raise PartitionError(f"memory of rank {rank} is {limit} bytes; give a positive size")
     return limits
 
 

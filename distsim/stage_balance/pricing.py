@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Role, Value
+from distsim.program.backward_halves import stage_halves
 from distsim.program.block import Block
 from distsim.program.parts import Stage
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.tasks.block_matrix import BlockTasks, StageRanks, block_tasks
+from distsim.simulate.tasks.templates import Floats
 from distsim.stage_balance.cost import BlockCost
+from distsim.stage_balance.links import mesh_communication
 
 
 def program_costs(
@@ -24,17 +28,20 @@ def program_costs(
     cost_model: CostModel,
     names: Sequence[str] | None = None,
     ranks: Mesh | None = None,
+    halves: bool = False,
 ) -> tuple[BlockCost, ...]:
     """Return what each stage of a program costs, as blocks for :func:`auto_split`.
 
     Cut a function into stages of one block each to learn what its blocks cost. Times are those of the ops of
     a stage on the first ranks of its mesh, or of ``ranks`` (axes dp, tp) if given, alone, with everything
     that it receives there; bytes are those that the simulated memory grows by from one microbatch in flight
-    to the next. Blocks that do the same are looked at once. Raises what the cost model raises.
+    to the next. Blocks that do the same are looked at once. ``halves``: what of a backward is of its second
+    half is told too. Raises what the cost model raises.
     """
     pricer = _Pricer(program, cost_model, ranks)
     sent, returned = _boundaries(program)
     memory = _memory(program)
+    weights = _halves(program) if halves else None
     found: list[BlockCost] = []
     for index, stage in enumerate(program.stages):
         constants, forward, summed = pricer.forward(stage)
@@ -59,9 +66,51 @@ def program_costs(
                 reduce=reduce,
                 update=update,
                 overlap=overlap,
+                weight=0.0 if weights is None else min(pricer.total(weights[index][1], stage), backward),
             )
         )
     return tuple(found)
+
+
+class ActionCosts(NamedTuple):
+    """What the actions of a program's stages cost.
+
+    ``seconds`` [stages, 3]: of F, I and W; ``send``: of the slowest message between neighbours; ``pending``
+    [stages]: of the bytes that a stage saves from F, the share of what it still holds between I and W.
+    """
+
+    seconds: Floats
+    send: float
+    pending: Floats
+
+
+def action_costs(program: Program, cost_model: CostModel) -> ActionCosts:
+    """Return the costs by which a schedule for a program's stages is searched for.
+
+    Raises what the cost model raises.
+    """
+    pricer = _Pricer(program, cost_model, None)
+    communication = mesh_communication(program.mesh, cost_model)
+    sent, returned = _boundaries(program)
+    rank_of = program.schedule.rank_of
+    seconds: list[list[float]] = []
+    pending: list[float] = []
+    send = 0.0
+    for index, (stage, (half, rest)) in enumerate(zip(program.stages, _halves(program), strict=True)):
+        seconds.append([pricer.total(block, stage) for block in (stage.forward, half, rest)])
+        saved = {key: None for key in stage.forward.outputs if key in set(stage.backward.inputs)}
+        made = {*saved, *half.outputs}
+        before, after = (sum(key.type.nbytes for key in keys) for keys in (saved, made & {*rest.inputs}))
+        pending.append(min(after / before, 1.0) if before else 1.0)
+        if index + 1 < len(program.stages) and rank_of[index] != rank_of[index + 1]:
+            send = max(send, communication(rank_of[index], rank_of[index + 1], sent[index]))
+            send = max(send, communication(rank_of[index + 1], rank_of[index], returned[index]))
+    return ActionCosts(np.array(seconds), send, np.array(pending))
+
+
+def _halves(program: Program) -> tuple[tuple[Block, Block], ...]:
+    """Return the halves of the backward pass of each stage."""
+    return stage_halves([(stage.forward, stage.backward, stage.updates) for stage in program.stages])
 
 
 class _Pricer:
@@ -109,6 +158,10 @@ class _Pricer:
         leaves = max([_longest(summary.end(task)) for task in makers if task >= 0], default=total)
         accumulation = self._accumulation(block, mesh, total)
         return constants, total - constants, max(total - leaves, 0.0), accumulation
+
+    def total(self, block: Block, stage: Stage) -> float:
+        """Return the seconds of a block on the ranks of a stage; 0 for what nobody reads."""
+        return self._total(block.function, self._ranks_of(stage)) if block.outputs else 0.0
 
     def _total(self, function: Function, mesh: Mesh) -> float:
         tasks = self.tasks(function, mesh)

@@ -8,7 +8,7 @@ import numpy as np
 
 from distsim.compile import compiled, inner
 from distsim.stage_balance.bounds import own_seconds, return_seconds
-from distsim.stage_balance.kernel import makespan
+from distsim.stage_balance.kernel import makespan, replay
 
 NOTHING_BETTER = 1e-12
 """The least share by which a split must be better than the best so far."""
@@ -16,10 +16,16 @@ NOTHING_BETTER = 1e-12
 
 @inner
 def fits(bounds: Any, tables: Any) -> bool:
-    """Whether every stage holds a block and fits in memory."""
-    for s in range(len(bounds) - 1):
+    """Whether every stage holds a block, and what is on each rank fits in its memory."""
+    stages = len(bounds) - 1
+    for s in range(stages):
         if bounds[s + 1] <= bounds[s] or not tables.allowed[s, bounds[s], bounds[s + 1]]:
             return False
+    if len(tables.rank_of) > len(tables.limits):  # several stages on a rank
+        used = np.zeros(len(tables.limits))
+        for s in range(len(tables.rank_of)):
+            used[tables.rank_of[s]] += tables.bytes[s % stages, bounds[s % stages], bounds[s % stages + 1]]
+        return bool((used <= tables.limits).all())
     return True
 
 
@@ -28,6 +34,8 @@ def exact(bounds: Any, order: Any, tables: Any, room: Any) -> float:
     """Return the step time of a split, infinite if it does not fit in memory."""
     if not fits(bounds, tables):
         return np.inf
+    if not order.plain:
+        return replay(bounds, order, tables, room)
     return makespan(bounds, len(bounds) - 1, room.none[0], order, tables, room)
 
 
@@ -45,7 +53,7 @@ def climb(bounds: Any, order: Any, tables: Any, room: Any) -> tuple[float, int]:
     Return its step time and how many splits were simulated.
     """
     stages = len(bounds) - 1
-    best, tried = np.inf, 0
+    best, tried = exact(bounds, order, tables, room), 1
     trial, found = np.zeros(stages + 1, np.int64), np.zeros(stages + 1, np.int64)
     copy(bounds, found)
     better = True
@@ -57,7 +65,7 @@ def climb(bounds: Any, order: Any, tables: Any, room: Any) -> tuple[float, int]:
                     move = step - 2
                     for s in range(stages + 1):
                         trial[s] = bounds[s] + (move if first <= s <= last and s < stages else 0)
-                    if move == 0 and tried > 0:
+                    if move == 0:
                         continue
                     time = exact(trial, order, tables, room)
                     tried += 1

@@ -13,10 +13,10 @@ from distsim.errors import PartitionError
 from distsim.schedule import Schedule
 from distsim.stage_balance.bounds import Suffix, fill_suffix
 from distsim.stage_balance.cost import BlockCost, Communication, check_count, check_sizes, free_communication
-from distsim.stage_balance.kernel import OTHERS, makespan, room_for
-from distsim.stage_balance.memory import fitting, memory_limits, nothing_fits, stage_memory
+from distsim.stage_balance.kernel import OTHERS, makespan, replay, room_for
+from distsim.stage_balance.memory import memory_limits, nothing_fits, stage_memory
 from distsim.stage_balance.search import climb, search
-from distsim.stage_balance.tables import Order, Tables, as_schedule, order_of, tables_of
+from distsim.stage_balance.tables import Order, Tables, as_schedule, order_of, tables_of, within
 
 EFFORT = 2_000_000
 """How many simulations a search may take before it returns what it has."""
@@ -112,11 +112,16 @@ def auto_split(
             f"{max(len(costs), 1)} stages, or divide the blocks"
         )
     check_count("effort", effort)
-    return StageProblem(costs, found, communication, memory_limits(memory, stages)).best(effort)
+    return StageProblem(costs, found, communication, memory_limits(memory, found.num_ranks)).best(effort)
 
 
 class StageProblem:
-    """Blocks, a schedule and a memory, as arrays made once, for any number of splits."""
+    """Blocks, a schedule and a memory, as arrays made once, for any number of splits.
+
+    ``limits`` are the bytes of each rank. Where a rank has several stages, or backward runs in two halves, a
+    split is simulated as any other, and searched for by moving blocks only: what it is proven by is the work
+    of the ranks alone.
+    """
 
     def __init__(
         self,
@@ -125,23 +130,26 @@ class StageProblem:
         communication: Communication = free_communication,
         limits: Sequence[float] | None = None,
     ) -> None:
-        self.blocks, self.stages = len(costs), schedule.num_stages
+        self.schedule, self.blocks, self.stages = schedule, len(costs), schedule.chain
         self.microbatches, self.limits = schedule.num_microbatches, limits
         self.order: Order = order_of(schedule)
-        self.bytes = stage_memory(costs, [schedule.in_flight(stage) for stage in range(self.stages)])
-        self.tables: Tables = tables_of(costs, schedule, communication, fitting(self.bytes, limits))
-        self.room = room_for(self.stages, self.microbatches)
+        self.bytes = stage_memory(costs, [schedule.in_flight_of(stage) for stage in range(self.stages)])
+        self.tables: Tables = tables_of(costs, schedule, communication, self.bytes, limits)
+        self.room = room_for(schedule.num_stages, self.microbatches)
 
     def within(self, limits: Sequence[float]) -> StageProblem:
-        """Return the same problem with other bytes on the stages' devices."""
+        """Return the same problem with other bytes on the devices of the ranks."""
         made = copy(self)
-        made.limits, made.tables = limits, self.tables._replace(allowed=fitting(self.bytes, limits))
+        room, allowed = within(self.bytes, np.array(limits, float), self.schedule)
+        made.limits, made.tables = limits, self.tables._replace(limits=room, allowed=allowed)
         return made
 
     def time(self, sizes: Sequence[int]) -> float:
         """Return the seconds of a split, as :func:`split_time`."""
         check_sizes(sizes, self.blocks)
         bounds = np.array([0, *accumulate(sizes)], np.int64)
+        if not self.order.plain:
+            return replay(bounds, self.order, self.tables, self.room)
         return makespan(bounds, self.stages, self.room.none[0], self.order, self.tables, self.room)
 
     def memory(self, sizes: Sequence[int]) -> tuple[float, ...]:
@@ -154,13 +162,28 @@ class StageProblem:
         """Return the best split, as :func:`auto_split`."""
         suffix = self._suffix()
         if not suffix.trip[0, 0] < np.inf:
-            raise nothing_fits(self.bytes, self.limits or ())
+            raise self._nothing_fits()
         best, time, tried = self._climbed(suffix)
-        state = (self.order, self.tables, suffix, self.room)
-        time, bound, more = search(best, time, self.microbatches, effort, state)
+        if time == np.inf:
+            raise self._nothing_fits()
+        if self.order.plain:
+            state = (self.order, self.tables, suffix, self.room)
+            time, bound, more = search(best, time, self.microbatches, effort, state)
+        else:
+            bound, more = min(self._least_work(), time), 0
         bounds: list[int] = best.tolist()
         sizes = tuple([j - i for i, j in pairwise(bounds)])
         return Split(sizes, float(time), float(bound), self.memory(sizes), tried + more)
+
+    def _least_work(self) -> float:
+        """Return seconds that no split is faster than: the work of all stages, shared evenly by the ranks."""
+        whole = self.tables.stages[0, self.blocks]
+        often = self.microbatches * self.schedule.copies
+        return float(often * (whole["forward"] + whole["backward"])) / self.schedule.num_ranks
+
+    def _nothing_fits(self) -> PartitionError:
+        rank_of, limits = self.schedule.rank_of[: self.stages], self.limits or ()
+        return nothing_fits(self.bytes, [limits[rank] for rank in rank_of])
 
     def _suffix(self) -> Suffix:
         shape = (self.stages + 1, self.blocks + 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,27 +14,30 @@ import numpy.typing as npt
 
 from distsim.errors import PartitionError
 from distsim.schedule import SCHEDULES, Schedule, schedule
-from distsim.schedule.rounds import Ints, Rounds
+from distsim.schedule.table import Ints
 from distsim.stage_balance.cost import BlockCost, Communication, check_count
 from distsim.stage_balance.memory import most_of
 
-TASK = np.dtype([(name, np.int64) for name in ("stage", "phase", "microbatch")], align=True)
+TASK = np.dtype([(name, np.int64) for name in ("stage", "phase", "microbatch", "rank")], align=True)
 STAGE = np.dtype(
-    [(name, float) for name in ("lead", "back_lead", "forward", "backward", "more", "tail")], align=True
+    [(name, float) for name in ("lead", "back_lead", "forward", "backward", "more", "tail", "weight")],
+    align=True,
 )
 EDGE = np.dtype([("rest", float), ("rest_more", float)], align=True)
 SENDS = np.dtype([("ahead", float), ("back", float)], align=True)
 
 
 class Order(NamedTuple):
-    """``tasks`` in an order in which they can run: stage, phase (0 forward, 1 backward) and microbatch.
+    """``tasks`` in an order in which they can run: stage, phase (0 F, 1 B, 2 I, 3 W), microbatch and rank.
 
+    ``plain``: stage s is alone on rank s and runs forwards and whole backwards; the rest holds for such.
     ``aligned``: every stage runs its forwards, and its backwards, by increasing microbatch. ``paired``
     [k, i]: stage k and all after it run a forward between the backwards of microbatches i - 1 and i.
     ``due`` [n]: how many backwards the last stage may run when it has run n + 1 forwards.
     """
 
     tasks: np.ndarray
+    plain: bool
     aligned: bool
     paired: npt.NDArray[np.bool_]
     due: Ints
@@ -44,18 +46,22 @@ class Order(NamedTuple):
 class Tables(NamedTuple):
     """Seconds. ``stages`` [i, j]: ``lead`` and ``back_lead`` (constants, before anything is received),
     ``forward``, ``backward``, ``more`` (accumulation, but for the first microbatch), ``tail`` (what follows
-    the last backward).
+    the last backward), ``weight`` (of ``backward``, what its second half takes).
 
     ``edges`` [i]: how long before the end of a backward of a stage that begins with block i its gradient
     leaves, ``rest`` for the first microbatch and ``rest_more`` for the others. ``sends`` [s, j]: ``ahead``
-    from stage s to the next, and ``back``, when that one begins with block j. ``allowed`` [s, i, j]: that
-    fits in memory.
+    from stage s to the next, and ``back``, when that one begins with block j; nothing on the same rank.
+    ``bytes`` [s, i, j] is what they need, ``limits`` [ranks] what there is, ``allowed`` [s, i, j] whether
+    they fit there alone. ``rank_of``: the rank of each stage, of all copies of the model.
     """
 
     stages: np.ndarray
     edges: np.ndarray
     sends: np.ndarray
+    bytes: np.ndarray
+    limits: np.ndarray
     allowed: np.ndarray
+    rank_of: Ints
 
 
 def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedule:
@@ -66,7 +72,7 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
         for name, number in (("stages", stages), ("microbatches", microbatches)):
             check_count(name, number)
         return schedule(named, stages, microbatches)
-    if (named.num_stages, named.num_microbatches) != (stages, microbatches):
+    if (named.chain, named.num_microbatches * named.copies) != (stages, microbatches):
         raise PartitionError(
             f"{named!r} does not fit stages={stages}, microbatches={microbatches}; make them agree"
         )
@@ -74,46 +80,39 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
 
 
 def order_of(schedule: Schedule) -> Order:
-    """Return the tasks of a schedule; raises ``ScheduleError`` as its ``rounds()``."""
-    rounds = schedule.rounds()
-    tasks, shifts = _repeated(rounds)
-    stage, phase = rounds.stage[tasks], rounds.phase[tasks]
-    microbatch = rounds.microbatch[tasks] + shifts
+    """Return the tasks of a schedule; raises ``ScheduleError`` as its ``check()``."""
+    ranks, _ = schedule.merged()
+    codes = schedule.codes_in_order
     count, m = schedule.num_stages, schedule.num_microbatches
-    aligned = True
-    paired = np.zeros((count + 1, m), np.bool_)
-    paired[count] = True
-    due = np.zeros(m, np.int64)
-    for s in range(count - 1, -1, -1):
+    plain = count == schedule.num_ranks and schedule.rank_of == tuple(range(count))
+    plain = plain and not ((codes[:, 1] >= 0) | (codes[:, 0] % 4 > 1)).any()
+    rank, flat = np.repeat(ranks, 2), codes.ravel()
+    rank, flat = rank[flat >= 0], flat[flat >= 0]
+    kind, number = flat % 4, flat // 4
+    stage, microbatch = number % max(count, 1), number // max(count, 1)
+    tasks = _records(TASK, (len(flat),), stage, kind, microbatch, rank)
+    aligned, paired, due = plain, np.ones((count + 1, m), np.bool_), np.zeros(m, np.int64)
+    for s in range(count - 1, -1, -1) if plain else ():
         own = stage == s
-        backward = phase[own] == 1
+        backward = kind[own] == 1
         forwards = np.cumsum(~backward)[backward]  # before each backward
         if s == count - 1:
             due = np.searchsorted(forwards, np.arange(1, m + 1), side="right")
         paired[s] = paired[s + 1] & (np.diff(forwards, prepend=forwards[0]) > 0)
         aligned &= all((np.diff(microbatch[own][part]) > 0).all() for part in (backward, ~backward))
-    return Order(_records(TASK, (len(stage),), stage, phase, microbatch), aligned, paired, due)
-
-
-def _repeated(rounds: Rounds) -> tuple[Ints, Ints]:
-    """Return every task of the rounds written out, and by how much its microbatch is moved."""
-    tasks, shifts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    starts: list[int] = rounds.start.tolist()
-    counts: list[int] = rounds.repeats.tolist()
-    for (begin, end), count in zip(pairwise(starts), counts, strict=True):
-        tasks.append(np.tile(np.arange(begin, end), count))
-        shifts.append(np.repeat(np.arange(count), end - begin))
-    return np.concatenate(tasks), np.concatenate(shifts)
+    return Order(tasks, plain, aligned, paired, due)
 
 
 def tables_of(
     costs: Sequence[BlockCost],
     schedule: Schedule,
     communication: Communication,
-    allowed: np.ndarray,
+    needed: np.ndarray,
+    limits: Sequence[float] | None,
 ) -> Tables:
-    """Return the tables of these blocks on the stages of ``schedule``, of which those ``allowed`` may be."""
-    count, stages = len(costs), schedule.num_stages
+    """Return the tables of these blocks on the stages of ``schedule``, of which they need these bytes."""
+    room = np.full(schedule.num_ranks, np.inf) if limits is None else np.array(limits, float)
+    count = len(costs)
     many = schedule.num_microbatches > 1
     figures = {
         field.name: np.array([getattr(cost, field.name) for cost in costs], float)
@@ -132,7 +131,7 @@ def tables_of(
             late = max(late - last[i], 0.0) + figures["reduce"][i]
             tail[i, j] = late + figures["update"][i] - figures["overlap"][i] + done
             done += figures["update"][i]
-    ahead, back = _sends(costs, stages, communication)
+    ahead, back = _sends(costs, schedule, communication)
     seconds = (
         most_of(figures["shared"].tolist()),
         most_of(figures["shared_backward"].tolist()),
@@ -140,14 +139,22 @@ def tables_of(
         _sums(backward),
         _sums(accumulate),
         tail,
+        _sums(figures["weight"]),
     )
     edges = (np.append(figures["after"], 0.0), np.append(figures["after"] + accumulate, 0.0))
     return Tables(
         _records(STAGE, tail.shape, *seconds),
         _records(EDGE, (count + 1,), *edges),
         _records(SENDS, ahead.shape, ahead, back),
-        allowed,
+        needed,
+        *within(needed, room, schedule),
+        np.array(schedule.rank_of, np.int64),
     )
+
+
+def within(needed: np.ndarray, limits: np.ndarray, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bytes of each rank, and which blocks [stage, i, j] fit there alone."""
+    return limits, needed <= limits[list(schedule.rank_of[: schedule.chain])][:, None, None]
 
 
 def _records(kind: np.dtype[np.void], shape: tuple[int, ...], *figures: np.ndarray) -> np.ndarray:
@@ -165,16 +172,18 @@ def _sums(figures: np.ndarray) -> np.ndarray:
 
 
 def _sends(
-    costs: Sequence[BlockCost], stages: int, communication: Communication
+    costs: Sequence[BlockCost], schedule: Schedule, communication: Communication
 ) -> tuple[np.ndarray, np.ndarray]:
+    stages, rank_of = schedule.chain, schedule.rank_of
     ahead, back = np.zeros((stages, len(costs) + 1)), np.zeros((stages, len(costs) + 1))
     for stage in range(stages - 1):
-        for j in range(1, len(costs)):
+        source, target = rank_of[stage], rank_of[stage + 1]
+        for j in range(1, len(costs)) if source != target else ():
             made = costs[j - 1]
             if made.sent > 0:  # what is not there takes not even a latency
-                ahead[stage, j] = communication(stage, stage + 1, made.sent)
+                ahead[stage, j] = communication(source, target, made.sent)
             if made.gradient > 0:
-                back[stage, j] = communication(stage + 1, stage, made.gradient)
+                back[stage, j] = communication(target, source, made.gradient)
     for seconds in (ahead, back):
         if not (np.isfinite(seconds).all() and (seconds >= 0).all()):
             raise PartitionError(

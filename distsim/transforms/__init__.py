@@ -3,6 +3,7 @@
 This is where notebooks import from; the library imports the modules.
 """
 
+from distsim.ir.inline import inline
 from distsim.parallel_3d import (
     PipeDreamScheduler,
     parallel_transform_3d,
@@ -13,7 +14,6 @@ from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import SGD, Adam, optimizer_named
 from distsim.transforms.autodiff.precision import set_precision
 from distsim.transforms.data_parallel.fsdp import fsdp, gathered
-from distsim.transforms.outlining.inline import inline
 from distsim.transforms.outlining.outline import describe_blocks, outline
 from distsim.transforms.pipelining.model_blocks import block_costs
 from distsim.transforms.pipelining.pipeline import pipeline

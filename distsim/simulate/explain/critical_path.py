@@ -13,21 +13,17 @@ from distsim.ir import Function, Op, callees
 from distsim.ir.device import devices_of
 from distsim.ops import operator
 from distsim.program.program import Program
-from distsim.simulate.explain.path_kernel import walk_back
 from distsim.simulate.tasks.rank_classes import RankClasses, placements
 from distsim.simulate.tasks.templates import Floats, Ints
-from distsim.simulate.tasks.timeline import FlatTimeline
 
 K = TypeVar("K", str, int)
-
-TIES = 1e-11
-"""Ends that are closer than this share of the step are equal: they differ by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one kind of op on one stage takes of a critical path: ``seconds``, in ``tasks`` tasks.
 
+    Where a pipeline rank holds several stages they count as one, numbered by the rank.
     ``kind`` is the name of a compute operator, ``collective <axis>``, ``send``, or ``transfer`` (between
     one device and a mesh). A send counts to the stage that sends.
     """
@@ -127,40 +123,16 @@ class PathBuilder:
         return CriticalPath(self.step_time, tuple(reversed(self.segments)), tuple(parts))
 
 
-def task_before(stream_start: Ints, streams: Ints) -> Ints:
-    """Return the task before on the stream of each use, -1 for the first one."""
-    task = np.repeat(np.arange(len(stream_start) - 1), np.diff(stream_start))
-    order = np.argsort(streams, kind="stable")
-    same = streams[order[1:]] == streams[order[:-1]]
-    before = np.full(len(streams), -1, np.int64)
-    before[order[1:][same]] = task[order[:-1][same]]
-    return before
-
-
-def last_on_streams(stream_start: Ints, streams: Ints, count: int) -> Ints:
-    """Return the last task on each of ``count`` streams, -1 where there is none."""
-    last = np.full(count, -1, np.int64)
-    np.maximum.at(last, streams, np.repeat(np.arange(len(stream_start) - 1), np.diff(stream_start)))
-    return last
-
-
-def seconds_of(found: Ints, end: Floats, after: float, until: float) -> Floats:
-    """Return the seconds of tasks found from the last to the first: from ``after`` to ``until`` in all."""
-    ends = end[found]
-    ends[0] = until
-    return ends - np.append(ends[1:], after)
-
-
 def stages_of(simulated: Function | Program, classes: RankClasses) -> Ints:
-    """Return the stage of each rank class.
+    """Return the stage of each rank class: the pipeline rank on which it is.
 
-    Stages of a function are the sets of devices that hold a value together, by increasing device.
+    Those of a function are the sets of devices that hold a value together, by increasing device.
     """
     count = len(classes.members)
     stage = np.arange(count)
     if isinstance(simulated, Program):
-        for number, part in enumerate(simulated.stages):
-            for device in part.mesh.devices:
+        for number, part in enumerate(simulated.mesh.slices("pp")):
+            for device in part.devices:
                 if device in classes.of:
                     stage[classes.of[device]] = number
         return stage
@@ -171,59 +143,3 @@ def stages_of(simulated: Function | Program, classes: RankClasses) -> Ints:
     first = np.array([min(device.id for device in members) for members in classes.members], np.int64)
     lowest = np.array([first[stage == own].min() for own in stage.tolist()], np.int64).reshape(count)
     return np.unique(lowest, return_inverse=True)[1]
-
-
-def flat_path(timeline: FlatTimeline, simulated: Function | Program) -> CriticalPath:
-    """Return the critical path of tasks that were simulated one by one."""
-    tasks, end = timeline.tasks, timeline.end
-    builder = PathBuilder(timeline.step_time)
-    if not len(tasks):
-        return builder.path()
-    tolerance = TIES * builder.step_time
-    last = last_on_streams(tasks.stream_start, tasks.streams, len(tasks.stream_table))
-    last = last[last >= 0]
-    found = np.empty(len(tasks), np.int64)
-    count, _ = walk_back(
-        int(last[end[last] >= builder.step_time - tolerance].min()),
-        end,
-        tasks.dep_start,
-        tasks.deps,
-        tasks.stream_start,
-        tasks.streams,
-        task_before(tasks.stream_start, tasks.streams),
-        np.empty(0),
-        np.zeros(len(tasks.stream_table)),
-        tolerance,
-        found,
-    )
-    found = found[:count]
-    seconds = seconds_of(found, end, 0.0, builder.step_time)
-    table = np.array([stream.rank_class for stream in tasks.stream_table], np.int64)
-    classes = table[tasks.streams[tasks.stream_start[found]]]
-    stage = stages_of(simulated, timeline.classes)[classes]
-    kinds = [kind_of(op) for op in tasks.op_table]
-    for number in dict.fromkeys(stage.tolist()):
-        there = stage == number
-        builder.add_all(kinds, tasks.op[found[there]], number, seconds[there])
-    _segments(builder, timeline, found, stage)
-    return builder.path()
-
-
-def _segments(builder: PathBuilder, timeline: FlatTimeline, found: Ints, stage: Ints) -> None:
-    """Merge neighbours that are in the same call of the function itself."""
-    tasks = timeline.tasks
-    outermost = tasks.call[found]
-    while True:
-        parent = tasks.call_parent[outermost]
-        inner = parent > 0
-        if not inner.any():
-            break
-        outermost = np.where(inner, parent, outermost)
-    change = (outermost[1:] != outermost[:-1]) | (outermost[1:] == 0)
-    first = np.flatnonzero(np.concatenate([[True], change]))
-    ends: list[float] = timeline.end[found[first]].tolist()
-    ends[0] = builder.step_time
-    for place, end, start in zip(first.tolist(), ends, (*ends[1:], 0.0), strict=True):
-        call = tasks.call_op[int(outermost[place])]
-        name = tasks.op_of(int(found[place])).op_type if call is None else call.name or call.callee.name
-        builder.segments.append(Segment(name, int(stage[place]), start, end))

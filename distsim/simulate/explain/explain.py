@@ -9,33 +9,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distsim.cost.cost_model import CostModel
-from distsim.ir import Function
 from distsim.ops import signature_of
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule
 from distsim.simulate.details import ProgramTimeline
 from distsim.simulate.explain import what_if
-from distsim.simulate.explain.critical_path import CriticalPath, flat_path, stages_of
+from distsim.simulate.explain.critical_path import CriticalPath, stages_of
 from distsim.simulate.explain.explanation import Explanation, StageLoad, WhatIf
-from distsim.simulate.explain.program_path import program_path
 from distsim.simulate.maxplus.engine import run_program
 from distsim.simulate.tasks.rank_classes import communicates
-from distsim.simulate.tasks.timeline import FlatTimeline, Timeline
 
 if TYPE_CHECKING:
     from distsim.simulate.simulation import Simulation
 
 MOST_OPERATORS = 3
 """So many operators are tried for free: those that take most of the critical path."""
-
-
-def critical_path(timeline: Timeline, simulated: Function | Program) -> CriticalPath:
-    """Return the critical path of what was simulated."""
-    if isinstance(timeline, ProgramTimeline):
-        return program_path(timeline)
-    if isinstance(timeline, FlatTimeline):
-        return flat_path(timeline, simulated)
-    raise TypeError(f"{type(timeline).__name__} has no critical path; it is neither flat nor of a program")
 
 
 def explain(simulation: Simulation) -> Explanation:
@@ -99,7 +87,7 @@ def _full_pipeline(simulation: Simulation) -> Iterator[tuple[str, float]]:
     if stages < 2 or given.name not in SCHEDULES or given != schedule(given.name, stages, count):
         return
     twice = replace(program, schedule=schedule(given.name, stages, 2 * count))
-    run = run_program(twice, simulation.cost_model, timeline.model.overlap)
+    run = run_program(twice, simulation.cost_model, timeline.wiring.overlap)
     once = timeline.last_microbatch_end
     full = ProgramTimeline(run).last_microbatch_end - once
     yield "a pipeline that is always full", simulation.step_time - once + full

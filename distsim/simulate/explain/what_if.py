@@ -17,7 +17,7 @@ class FreeOps(CostModel):
     """The costs of another model, but for some ops that cost nothing."""
 
     def __init__(self, base: CostModel, free: Frees) -> None:
-        super().__init__(base.topology, base.strict)
+        super().__init__(base.topology, base.strict, base.rules)
         self.base = base
         self.free = free
 

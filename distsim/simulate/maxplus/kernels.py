@@ -2,8 +2,9 @@
 
 All of them are the recurrence ``start(i) = max(end of the task before on each of its streams, end of each
 task that it waits for)``, ``end(i) = start(i) + duration(i)``: on numbers (:func:`evaluate`), on rows of a
-matrix (:func:`summarize`), and on whole blocks at a time (:func:`run_rounds`). It is linear in the algebra
-of max and + (Baccelli, Cohen, Olsder and Quadrat, "Synchronization and Linearity", 1992).
+matrix (:func:`summarize`), and on whole blocks at a time (:mod:`distsim.simulate.maxplus.row_loop`). It is
+linear in the algebra of max and + (Baccelli, Cohen, Olsder and Quadrat, "Synchronization and Linearity",
+1992).
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from typing import Any
 import numpy as np
 
 from distsim.compile import compiled
-
-PERIOD_TOLERANCE = 1e-13
-"""Two increments are equal when they differ by less than this share of the time at which they occur."""
 
 
 @compiled
@@ -89,3 +87,52 @@ def summarize(
         for k in range(stream_start[task], stream_start[task + 1]):
             for j in range(width):
                 clocks[streams[k], j] = end[task, j]
+
+
+@compiled
+def precede(
+    dep_start: Any,
+    deps: Any,
+    stream_start: Any,
+    streams: Any,
+    after: Any,
+    entered: Any,
+    port_after: Any,
+    port_entered: Any,
+) -> None:
+    """Fill in what follows from the order of a block's tasks alone, whatever they take.
+
+    ``after`` [tasks, streams]: a stream is never free, after the block, before a task has ended, and
+    ``entered`` [tasks, streams]: a task starts only when the stream was free, when the block was entered.
+    ``port_after`` [ports, streams]: a stream is never free before what comes in at a port is there, and
+    ``port_entered``: every task that waits for a port has entered the stream. All are given as False.
+    """
+    count, width = len(dep_start) - 1, after.shape[1]
+    before = np.empty(len(streams), np.int64)
+    last = np.full(width, -1, np.int64)
+    port_entered[:] = True
+    for task in range(count):
+        for k in range(stream_start[task], stream_start[task + 1]):
+            entered[task, streams[k]] = True
+            before[k] = last[streams[k]]
+            if before[k] >= 0:
+                entered[task] |= entered[before[k]]
+            last[streams[k]] = task
+        for k in range(dep_start[task], dep_start[task + 1]):
+            if deps[k] >= 0:
+                entered[task] |= entered[deps[k]]
+        for k in range(dep_start[task], dep_start[task + 1]):
+            if deps[k] < 0:
+                port_entered[-2 - deps[k]] &= entered[task]
+    for s in range(width):
+        if last[s] >= 0:
+            after[last[s], s] = True
+    for task in range(count - 1, -1, -1):
+        for k in range(dep_start[task], dep_start[task + 1]):
+            if deps[k] >= 0:
+                after[deps[k]] |= after[task]
+            else:
+                port_after[-2 - deps[k]] |= after[task]
+        for k in range(stream_start[task], stream_start[task + 1]):
+            if before[k] >= 0:
+                after[before[k]] |= after[task]

@@ -1,399 +1,389 @@
-"""Wiring of a Program: which times each call of a block and each send reads and writes.
+"""Wiring of blocks: which times each of their calls reads and writes, and its matrix.
 
-A value that a block makes and another one reads has a *cell*, one time per microbatch, unless the reader
-waits anyway for a stream that is never free before the value is there. What remains is little: what
-crosses stages, and sums that the step's last part reads.
+What a block makes and another one reads has a *cell*, unless the reader waits anyway for a stream that is
+never free before the value is there. Which that is follows from the order of the blocks' tasks alone,
+whatever they take. What remains is little: what crosses ranks, and sums that other streams read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from distsim.cost.cost_model import CostModel
-from distsim.ir import NO_ATTRIBUTES, Value
+from distsim.ir import NO_ATTRIBUTES, Attributes, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
-from distsim.program.program import Program
-from distsim.simulate.maxplus.registers import Wiring
-from distsim.simulate.tasks.block_matrix import START, BlockTasks, Bools, StageRanks, Summary
-from distsim.simulate.tasks.lower import usable
+from distsim.program.table import LATEST, ONCE, BoundBlock, Key
+from distsim.simulate.maxplus.flow import Address, Flow, address
+from distsim.simulate.tasks.block_matrix import (
+    START,
+    BlockTasks,
+    Bools,
+    Place,
+    StageRanks,
+    single_task,
+)
+from distsim.simulate.tasks.lower import Stream, task_seconds
+from distsim.simulate.tasks.program_ranks import ProgramRanks
+from distsim.simulate.tasks.rank_classes import ClassExchange
 from distsim.simulate.tasks.templates import Floats, Ints
 
-Cell = tuple[object, ...]
-"""The name of a time: a stream, a channel, a sum or a value on a rank class of a stage."""
-
-Source = Callable[[int, Value, int], int]
-"""(stage, key, rank class) -> cell."""
-
-
-Result = tuple[int, int]
-"""(output of a block, rank class)."""
+Class = tuple[int, int]
+"""(pipeline rank, rank class)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
-    """One send of a value to another stage, between two rank classes, and its cells."""
+class Product:
+    """One max-plus product of a block's calls: of a function all of it, of a transfer one pair of classes.
 
-    key: Value
-    stages: tuple[int, int]
-    classes: tuple[int, int]
-    seconds: float
-    source: int
-    channels: tuple[int, int]
-    target: int
+    Its entries are ``streams`` (registers), then ``entries``, (input of the block, rank class); its results
+    the streams, then ``results``, (output, rank class). ``shown`` are the streams as people see them, of the
+    rank classes of all ranks, numbered rank by rank: a transfer is one register and two streams.
+    """
 
-
-@dataclass(eq=False)
-class Cells:
-    """Numbers of cells: registers first, then those with a time per microbatch (as ~number until then)."""
-
-    registers: dict[Cell, int] = field(default_factory=dict[Cell, int])
-    batched: dict[Cell, int] = field(default_factory=dict[Cell, int])
-
-    def register(self, *cell: object) -> int:
-        """Return the number of a single time."""
-        return self.registers.setdefault(cell, len(self.registers))
-
-    def value(self, *cell: object) -> int:
-        """Return the complement of the number of a time per microbatch."""
-        return ~self.batched.setdefault(cell, len(self.batched))
-
-    def final(self, numbers: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return numbers with those per microbatch after the registers; -1 stays (``NOTHING``)."""
-        count = len(self.registers)
-        return np.array(
-            [-1 if n == NOTHING else n if n >= 0 else count + ~n for n in numbers], np.int64
-        ).reshape(len(numbers))
+    block: int
+    tasks: BlockTasks
+    streams: tuple[int, ...]
+    shown: tuple[Stream, ...]
+    entries: tuple[Place, ...]
+    results: tuple[Place, ...]
 
 
-NOTHING = -(2**62)
-"""No cell: what is there from the start."""
+class Cells(NamedTuple):
+    """Cells that products read, or write, one product after the other from ``start`` on.
+
+    ``number`` counts registers where ``which`` is ONCE, else values of which there is one a microbatch.
+    ``latest`` are the (place, value) of those that are LATEST.
+    """
+
+    start: Ints
+    number: Ints
+    which: Ints
+    latest: tuple[tuple[int, Value], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """The products of the blocks of a flow, in order, on the rank classes of a mesh.
+
+    Block b has the products ``first[b]:first[b + 1]``. There are ``registers`` single times, and ``batched``
+    values of which there is a time per microbatch. ``clocks`` are the registers that tell when a rank class
+    is done.
+    """
+
+    flow: Flow
+    ranks: ProgramRanks
+    overlap: bool
+    products: tuple[Product, ...]
+    first: Ints
+    ins: Cells
+    outs: Cells
+    matrix: Floats
+    registers: int
+    batched: int
+    clocks: Mapping[Class, Ints]
 
 
 class Wirer:
-    """Collects the cells of a program, block by block; see :func:`wire`."""
+    """Makes the wiring of a flow; ``last`` are the makers that run last, as :meth:`Flow.last_makers` says."""
 
     def __init__(
         self,
-        program: Program,
-        ranks: Sequence[StageRanks],
-        tasks: Sequence[Sequence[BlockTasks]],
+        flow: Flow,
+        last: Sequence[int],
+        ranks: ProgramRanks,
+        tasks: Sequence[BlockTasks | None],
         cost_model: CostModel,
         overlap: bool,
     ) -> None:
-        self.program, self.ranks, self.cost_model, self.overlap = program, ranks, cost_model, overlap
-        self.tasks = tasks  # [2 * stage + phase][variant]
-        self.blocks = [b for stage in program.stages for b in (stage.forward, stage.backward)]
-        self.cells = Cells()
-        self.made: dict[Value, tuple[int, int]] = {}  # key -> (block, output)
-        self.sums: dict[Value, tuple[int, int]] = {}
-        for number, block in enumerate(self.blocks):
-            sums = set(block.accumulated)
-            for index, key in enumerate(block.outputs):
-                (self.sums if key in sums else self.made)[key] = (number, index)
-        self.readers = self._readers()
-        self.streams = [self._streams(number) for number in range(len(self.blocks))]
-        self.ports: list[list[dict[int, int]]] = [[{}, {}] for _ in self.blocks]
-        self.exports: list[dict[int, Result]] = [{} for _ in self.blocks]
-        self.closing: list[dict[int, Result]] = [{} for _ in self.blocks]
-        self.transfers: list[list[Transfer]] = [[] for _ in self.blocks]
-        self._makers: dict[int, Ints] = {}
-        self._settled: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
-        for number, block in enumerate(self.blocks):
-            if block.outputs:  # the others are not run: they wait for nothing
-                self._settle(number)
-        for number in range(len(self.blocks)):
-            self._send(number)
+        self.flow, self.ranks, self.tasks = flow, ranks, tasks
+        self.cost_model, self.overlap = cost_model, overlap
+        self.makers, self.sources = list(flow.makers), list(flow.sources)
+        for (reader, makers), maker in zip(flow.contested, last, strict=True):
+            if maker >= 0:
+                self._settle(reader, makers, maker)
+        places = [(r, c) for r, own in enumerate(ranks.slices) for c in range(len(own.members))]
+        self.classes = {place: number for number, place in enumerate(places)}
+        self.registers: dict[tuple[object, ...], int] = {}
+        self.batched: dict[tuple[Address, int], int] = {}
+        self.streams = [self._streams(n) for n in range(len(flow.blocks))]
+        self.entries: list[dict[Place, None]] = [{} for _ in flow.blocks]
+        self.results: list[dict[Place, None]] = [{} for _ in flow.blocks]
 
-    def _readers(self) -> dict[Value, tuple[int, ...]]:
-        found: dict[Value, dict[int, None]] = {}
-        for number, block in enumerate(self.blocks):
-            for key in block.inputs:
-                found.setdefault(key, {})[number // 2] = None
-        return {key: tuple(stages) for key, stages in found.items()}
-
-    def _streams(self, number: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the registers of the streams of both variants of a block."""
-        first, more = (
-            tuple([self.cells.register("stream", number // 2, s.rank_class, s.name) for s in t.stream_table])
-            for t in self.tasks[number]
+    def wiring(self) -> Wiring:
+        """Return the wiring."""
+        for number in range(len(self.flow.blocks)):
+            for entry in self._uncovered(number):
+                self._enter(number, entry)
+        products: list[Product] = []
+        first = [0]
+        for number, block in enumerate(self.flow.blocks):
+            products += self._products(number, block)
+            first.append(len(products))
+        made = tuple(products)
+        ins = self._cells([(p.streams, p.entries, self.flow.blocks[p.block].reads) for p in made])
+        outs = self._cells([(p.streams, p.results, self.flow.blocks[p.block].makes) for p in made])
+        matrices = [p.tasks.product(p.entries, p.results).reshape(-1) for p in made]
+        return Wiring(
+            flow=self.flow,
+            ranks=self.ranks,
+            overlap=self.overlap,
+            products=made,
+            first=np.array(first, np.int64),
+            ins=ins,
+            outs=outs,
+            matrix=np.concatenate([np.zeros(0), *matrices]),
+            registers=len(self.registers),
+            batched=len(self.batched),
+            clocks=self._clocks(),
         )
-        return first, more
 
-    # --- where a value comes from ---------------------------------------------------------------------
+    # --- streams --------------------------------------------------------------------------------------
 
-    def source(self, stage: int, key: Value, rank_class: int) -> int:
-        """Return the cell that tells when a value is on a stage, NOTHING if it is there from the start."""
-        if key in self.sums:
-            number, index = self.sums[key]
-            cell = self.cells.register("sum", stage, key, rank_class)
-            self.exports[number][cell] = (index, rank_class)
-            return cell
-        if key not in self.made:
-            return NOTHING
-        number, index = self.made[key]
-        if number // 2 == stage:
-            made = int(self.tasks[number][1].makers[index, rank_class])
-            if made < START:  # the block returns one of its inputs
-                return self.source(stage, self.blocks[number].inputs[-2 - made], rank_class)
-            if made == START:
-                return NOTHING
-            cell = self.cells.value("value", stage, key, rank_class)
-            self.exports[number][cell] = (index, rank_class)
-            return cell
-        return self.cells.value("value", stage, key, rank_class)
+    def _register(self, *cell: object) -> int:
+        return self.registers.setdefault(cell, len(self.registers))
 
-    def _settle(self, number: int) -> None:
-        """Find the ports that may delay a block: those that no stream covers.
+    def _stream(self, rank: int, stream: Stream) -> int:
+        return self._register("stream", (rank, stream.rank_class), stream.name)
 
-        Whether a sum is covered depends on the block itself: first none is a port, then those that turn
-        out not to be covered are, until that holds.
-        """
-        key = self._pattern(number)
-        found = self._settled.get(key)
-        if found is not None:
-            self._take(number, found)
-            return
-        found = self._settled[key] = [(), ()]
-        grown = True
-        while grown:
-            grown = False
-            for variant in range(2):
-                uncovered = self._uncovered(number, variant)
-                if not set(uncovered) <= set(found[variant]):
-                    found[variant] = tuple(sorted({*found[variant], *uncovered}))
-                    grown = True
-            self._take(number, found)
+    def _streams(self, number: int) -> tuple[int, ...]:
+        """Return the registers of the streams of a block's tasks."""
+        block, tasks = self.flow.blocks[number], self.tasks[number]
+        if tasks is None:
+            return ()
+        return tuple([self._stream(block.rank, stream) for stream in tasks.stream_table])
 
-    def _take(self, number: int, uncovered: Sequence[Sequence[int]]) -> None:
-        """Give the uncovered ports of both variants their cells."""
-        for variant, tasks in enumerate(self.tasks[number]):
-            for port in uncovered[variant]:
-                place, rank_class = tasks.ports[port].tolist()
-                cell = self.source(number // 2, self.key_of(number, place), rank_class)
-                if cell != NOTHING:
-                    self.ports[number][variant][port] = cell
+    def _slice(self, block: BoundBlock) -> StageRanks:
+        return self.ranks.slices[block.rank]
 
-    def _pattern(self, number: int) -> tuple[object, ...]:
-        """Return what the uncovered ports of a block follow from: equal for stages that are alike."""
-        makers = self._makers_of(number)
-        own = makers[:, 0] // 2 == number // 2
-        places = np.where(own, makers[:, 0] % 2, np.where(makers[:, 0] < 0, -1, -2))
-        first = number - number % 2
-        inputs = self._makers_of(first)[:, 0] >= 0
-        place = {key: i for i, key in enumerate(self.blocks[first].inputs)}
-        shared = tuple([place.get(key, -1) for key in self.blocks[number].inputs]) if number % 2 else ()
-        tasks = [id(own) for pair in self.tasks[first : first + 2] for own in pair]
-        runs = bool(self.blocks[first].outputs)
-        return (number % 2, runs, *tasks, places.tobytes(), makers[:, 1].tobytes(), inputs.tobytes(), shared)
+    def _pairs(self, block: BoundBlock) -> list[tuple[int, int]]:
+        """Return the pairs of rank classes of a transfer."""
+        pairs = self._slice(block).pairs(self.ranks.slices[block.target])
+        return [(part.sources[0], part.targets[0]) for part in pairs]
 
-    def _uncovered(self, number: int, variant: int) -> list[int]:
-        """Return the ports for which some task waits on streams that may all be free before.
+    def _occupied(self, block: BoundBlock, classes: Place) -> tuple[int, ...]:
+        """Return the registers of what is no call: of a transfer between two classes, of a join on one."""
+        if block.target < 0:
+            return (self._stream(block.rank, Stream(classes[0], "compute" if self.overlap else "all")),)
+        source, target = (block.rank, classes[0]), (block.target, classes[1])
+        if self.overlap:
+            return (self._register("channel", source, target),)
+        return tuple([self._register("stream", place, "all") for place in (source, target)])
 
-        A stream that is never free before a value is there makes waiting for the value needless.
-        """
-        tasks, streams = self.tasks[number][variant], self.streams[number][variant]
-        port, occupied = tasks.readers
-        if not len(port):
-            return []
-        place, rank_class = tasks.ports[port].T
-        makers = self._makers_of(number)[place]
-        covered = np.zeros(len(port), np.bool_)
-        for maker in (number - number % 2, number):
-            rows = np.flatnonzero(makers[:, 0] == maker)
-            if len(rows):
-                hidden = np.ones((len(rows), len(streams)), np.bool_)
-                for other in range(2):
-                    hidden &= self._cover(maker, other, streams)[makers[rows, 1], rank_class[rows]]
-                covered[rows] = (hidden & occupied[rows]).any(axis=1)
-        if number % 2:  # a backward block: the forward block may have waited for the same arrival
-            for row in np.flatnonzero(~covered & (makers[:, 0] >= 0)).tolist():
-                key = self.key_of(number, int(place[row]))
-                hidden = self._cover_of_arrival(number - 1, key, int(rank_class[row]), streams)
-                covered[row] = (hidden & occupied[row]).any()
-        return sorted(set(port[~covered].tolist()))
+    def _clocks(self) -> dict[Class, Ints]:
+        found: dict[Class, list[int]] = {place: [] for place in self.classes}
+        for cell, number in self.registers.items():
+            if cell[0] == "stream":
+                found[cell[1]].append(number)  # pyright: ignore[reportArgumentType]
+            elif cell[0] == "channel":
+                for place in cell[1:]:
+                    found[place].append(number)  # pyright: ignore[reportArgumentType]
+        return {place: np.array(numbers, np.int64) for place, numbers in found.items()}
 
-    def _makers_of(self, number: int) -> Ints:
-        """[inputs, 2]: the block and the output that make each input of a block's function, -1 for none."""
-        found = self._makers.get(number)
-        if found is None:
-            block = self.blocks[number]
-            none = (-1, -1)
-            pairs = [self.made.get(key) or self.sums.get(key, none) for key in block.inputs]
-            pairs += [self.sums[key] for key in block.accumulated]
-            found = self._makers[number] = np.array(pairs, np.int64).reshape(len(pairs), 2)
-        return found
+    # --- what may delay a block -----------------------------------------------------------------------
 
-    def _summary(self, number: int, variant: int) -> Summary:
-        return self.tasks[number][variant].summary(sorted(self.ports[number][variant]))
-
-    def _cover(self, number: int, variant: int, streams: Sequence[int]) -> Bools:
-        """[outputs, classes, streams]: is a stream never free before a result of a block is there?"""
-        summary = self._summary(number, variant)
-        makers = self.tasks[number][variant].makers
-        found = np.zeros((*makers.shape, len(streams)), np.bool_)
-        own = self.streams[number][variant]
-        both = [(i, own.index(register)) for i, register in enumerate(streams) if register in own]
-        made = makers >= 0
-        if both:
-            here, there = zip(*both, strict=True)
-            covering = summary.covering(makers[made])
-            rows = np.zeros((len(covering), len(streams)), np.bool_)
-            rows[:, list(here)] = covering[:, list(there)]
-            found[made] = rows
-        found[makers == START] = True
-        return found
-
-    def _cover_of_arrival(self, number: int, key: Value, rank_class: int, streams: Sequence[int]) -> Bools:
-        """Return which streams are never free before something has arrived for which a block waited."""
-        found = np.ones(len(streams), np.bool_)
-        for variant, tasks in enumerate(self.tasks[number]):
-            if key not in self.blocks[number].inputs:
-                return np.zeros(len(streams), np.bool_)
-            entry = (self.blocks[number].inputs.index(key), rank_class)
-            port = next(iter(np.flatnonzero((tasks.ports == entry).all(axis=1)).tolist()), -1)
-            if port not in self.ports[number][variant]:
-                return np.zeros(len(streams), np.bool_)
-            own, waiting = self.streams[number][variant], self._summary(number, variant).waiting(port)
-            found &= [register in own and bool(waiting[own.index(register)]) for register in streams]
-        return found
-
-    def key_of(self, number: int, place: int) -> Value:
-        """Return the key of an input of a block's function: after its inputs come the sums so far."""
-        block = self.blocks[number]
-        count = len(block.inputs)
-        return block.inputs[place] if place < count else block.accumulated[place - count]
-
-    # --- sends ----------------------------------------------------------------------------------------
-
-    def _send(self, number: int) -> None:
-        """Add the sends that follow a block: its results that other stages read per microbatch."""
-        for key in self.blocks[number].outputs:
-            for target in self.readers.get(key, ()):
-                if target != number // 2 and key not in self.sums:
-                    self.transfers[number] += self.transfer(key, number // 2, target, self.cells.value)
-
-    def transfer(
-        self, key: Value, stage: int, target: int, cell: Callable[..., int], source: Source | None = None
-    ) -> list[Transfer]:
-        """Return the transfers of a value from a stage to another one, into cells made by ``cell``."""
-        found: list[Transfer] = []
-        type_ = as_tensor(key.type, key.name)
-        signature = Signature("Send", NO_ATTRIBUTES, (type_,), (type_,))
-        for part in self.ranks[stage].pairs(self.ranks[target]):
-            (a,), (b,) = part.sources, part.targets
-            if self.overlap:
-                channel = self.cells.register("channel", stage, a, target, b)
-                channels = (channel, channel)
-            else:
-                channels = (
-                    self.cells.register("stream", stage, a, "all"),
-                    self.cells.register("stream", target, b, "all"),
-                )
-            found.append(
-                Transfer(
-                    key,
-                    (stage, target),
-                    (a, b),
-                    usable(key.name, self.cost_model.communication_seconds(signature, part.group)),
-                    (source or self.source)(stage, key, a),
-                    channels,
-                    cell("value", target, key, b),
-                )
-            )
-        return found
-
-    # --- arrays ---------------------------------------------------------------------------------------
-
-    def clocks_of(self, stage: int, rank_class: int) -> list[int]:
-        """Return the registers that tell when a rank class of a stage is done: of its streams and sends."""
-        place = (stage, rank_class)
-        return [
-            number
-            for cell, number in self.cells.registers.items()
-            if (cell[0] == "stream" and cell[1:3] == place)
-            or (cell[0] == "channel" and place in (cell[1:3], cell[3:5]))
+    def _settle(self, reader: int, makers: tuple[int, ...], last: int) -> None:
+        """Let a block that runs after several makers of what it reads read what the last of them made."""
+        own = list(zip(self.flow.blocks[reader].reads, self.makers[reader], strict=True))
+        late = [key.which in (ONCE, LATEST) and each == makers for key, each in own]
+        self.makers[reader] = [(last,) if after else each for after, (_, each) in zip(late, own, strict=True)]
+        self.sources[reader] = [
+            tuple([result for result in each if result[0] == last]) if after else each
+            for after, each in zip(late, self.sources[reader], strict=True)
         ]
 
-    def results(self) -> list[tuple[Ints, Ints]]:
-        """Return the (output, rank class) of each block that have a cell: after a call, after the last."""
-        found: list[tuple[Ints, Ints]] = []
-        for exports, closing in zip(self.exports, self.closing, strict=True):
-            both = [list(exports.values()), list((exports | closing).values())]
-            inner, last = (np.array(own, np.int64).reshape(len(own), 2) for own in both)
-            found.append((inner, last))
+    def _uncovered(self, number: int) -> list[Place]:
+        """Return the (input, rank class) for which a block waits on streams that may all be free before."""
+        block, tasks = self.flow.blocks[number], self.tasks[number]
+        if tasks is None:
+            return self._uncovered_transfer(number, block)
+        makers, sources, ports = self.makers[number], self.sources[number], list(tasks.port_of)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for port, (place, _) in enumerate(ports):
+            if makers[place]:
+                groups.setdefault(makers[place], []).append(port)
+        found: list[Place] = []
+        for group, own in groups.items():
+            entered = tasks.order.enters[own]
+            hidden = np.ones_like(entered)
+            for n, maker in enumerate(group):
+                results = np.array([(sources[ports[p][0]][n][1], ports[p][1]) for p in own], np.int64)
+                hidden &= self._hidden(maker, results, self.streams[number])
+            late: list[int] = np.array(own, np.int64)[~(hidden & entered).any(axis=1)].tolist()
+            for port in late:
+                if not self._waited(number, ports[port], tasks.order.enters[port]):
+                    found.append(ports[port])
         return found
 
-    def arrays(self) -> tuple[Wiring, tuple[Transfer, ...]]:
-        """Return what the kernel runs. Call it last: cells that are asked for later are not in it."""
-        for number in range(
-            len(self.blocks)
-        ):  # what a result that is an input needs, before anything is laid out
-            for variant in range(2):
-                self._passed(number, variant)
-        ins: list[list[int]] = []
-        outs: list[list[int]] = []
-        matrices: list[Floats] = []
-        for number in range(len(self.blocks)):
-            for variant in range(4):
-                entries, results, matrix = self._call(number, variant % 2, closing=variant > 1)
-                ins.append(entries)
-                outs.append(results)
-                matrices.append(matrix.reshape(-1))
-        sends = [transfer for own in self.transfers for transfer in own]
-        final = self.cells.final
-        wiring = Wiring(
-            len(self.cells.registers),
-            np.cumsum([0, *map(len, matrices)]),
-            np.concatenate(matrices),
-            np.cumsum([0, *map(len, ins)]),
-            final([cell for cells in ins for cell in cells]),
-            np.cumsum([0, *map(len, outs)]),
-            final([cell for cells in outs for cell in cells]),
-            np.cumsum([0, *map(len, self.transfers)]),
-            final([transfer.source for transfer in sends]),
-            final([transfer.channels[0] for transfer in sends]),
-            final([transfer.channels[1] for transfer in sends]),
-            final([transfer.target for transfer in sends]),
-            np.array([transfer.seconds for transfer in sends], np.float64),
+    def _uncovered_transfer(self, number: int, block: BoundBlock) -> list[Place]:
+        makers = self.sources[number][0]
+        if not makers:
+            return []
+        classes = self._pairs(block) if block.target >= 0 else [(c, c) for c in range(self._width(block))]
+        found: dict[Place, None] = {}
+        for pair in classes:
+            streams = self._occupied(block, pair)
+            hidden = np.ones((1, len(streams)), np.bool_)
+            for maker, place in makers:
+                hidden &= self._hidden(maker, np.array([(place, pair[0])], np.int64), streams)
+            if not hidden.any():
+                found[0, pair[0]] = None
+        return list(found)
+
+    def _width(self, block: BoundBlock) -> int:
+        return len(self._slice(block).members)
+
+    def _hidden(self, maker: int, results: Ints, streams: Sequence[int]) -> Bools:
+        """[results, streams]: is a stream never free, after a block, before its (output, class) is there?"""
+        tasks = self.tasks[maker]
+        if tasks is None:
+            return self._hidden_transfer(self.flow.blocks[maker], results, streams)
+        return _columns(tasks.order.hides[results[:, 0], results[:, 1]], self.streams[maker], streams)
+
+    def _hidden_transfer(self, block: BoundBlock, results: Ints, streams: Sequence[int]) -> Bools:
+        found = np.zeros((len(results), len(streams)), np.bool_)
+        for source, target in self._pairs(block) if block.target >= 0 else ():
+            own = self._occupied(block, (source, target))
+            found |= np.outer(results[:, 1] == target, np.isin(streams, own))
+        return found
+
+    def _waited(self, number: int, entry: Place, enters: Bools) -> bool:
+        """Whether blocks that must have run for the same microbatch waited for the same on such a stream."""
+        key = self.flow.key_of(number, entry[0])
+        if key.which >= ONCE:
+            return False
+        seen: set[tuple[int, ...]] = set()
+        reads, makers, sources = self.flow.blocks[number].reads, self.makers[number], self.sources[number]
+        for other, before, made in zip(reads, makers, sources, strict=True):
+            if other.which != key.which or not before or before in seen:
+                continue
+            seen.add(before)
+            held = enters.copy()
+            for maker, place in made:
+                held &= self._wait(maker, place, (key, entry[1]), self.streams[number])
+            if held.any():
+                return True
+        return False
+
+    def _wait(self, maker: int, place: int, entry: tuple[Key, int], streams: Sequence[int]) -> Bools:
+        """[streams]: is a stream never free, after a block, before what it read for a result is there?"""
+        block, tasks = self.flow.blocks[maker], self.tasks[maker]
+        key, rank_class = entry
+        wanted = key._replace(which=block.makes[place].which)
+        if tasks is None or wanted.which >= ONCE or wanted not in block.reads:
+            return np.zeros(len(streams), np.bool_)
+        port = tasks.port_of.get((block.reads.index(wanted), rank_class))
+        if port is None:
+            return np.zeros(len(streams), np.bool_)
+        return _columns(tasks.order.waits[port : port + 1], self.streams[maker], streams)[0]
+
+    def _enter(self, number: int, entry: Place) -> None:
+        """Let a block read an input, and its makers tell when it is there."""
+        if entry in self.entries[number]:
+            return
+        self.entries[number][entry] = None
+        for maker, place in self.sources[number][entry[0]]:
+            self.results[maker][place, entry[1]] = None
+            tasks = self.tasks[maker]
+            made = START if tasks is None else int(tasks.makers[place, entry[1]])
+            if made < START and self.sources[maker][-2 - made]:  # it returns what it reads, as it came
+                self._enter(maker, (-2 - made, entry[1]))
+
+    # --- products -------------------------------------------------------------------------------------
+
+    def _products(self, number: int, block: BoundBlock) -> list[Product]:
+        tasks = self.tasks[number]
+        if tasks is None:
+            if block.target < 0:
+                return [self._join(number, block, c) for c in range(self._width(block))]
+            parts = self._slice(block).pairs(self.ranks.slices[block.target])
+            return [self._transfer(number, block, part) for part in parts]
+        entries, results = tuple(self.entries[number]), tuple(self.results[number])
+        shown = tuple([self._shown(block.rank, s.rank_class, s.name) for s in tasks.stream_table])
+        return [Product(number, tasks, self.streams[number], shown, entries, results)]
+
+    def _shown(self, rank: int, rank_class: int, name: str) -> Stream:
+        return Stream(self.classes[rank, rank_class], name)
+
+    def _transfer(self, number: int, block: BoundBlock, part: ClassExchange) -> Product:
+        """Return what a value costs between two rank classes."""
+        (value,), (a,), (b,) = [key.value for key in block.reads], part.sources, part.targets
+        type_ = as_tensor(value.type, value.name)
+        signature = Signature("Send", NO_ATTRIBUTES, (type_,), (type_,))
+        seconds = task_seconds(value.name, self.cost_model.communication_seconds(signature, part.group))
+        source, target = self._slice(block).mesh, self.ranks.slices[block.target].mesh
+        here, there = Value(value.name, type_.on(source)), Value(value.name, type_.on(target))
+        shown = (
+            self._shown(block.rank, a, f"send {self.classes[block.target, b]}" if self.overlap else "all"),
+            self._shown(block.target, b, f"receive {self.classes[block.rank, a]}" if self.overlap else "all"),
         )
-        return wiring, tuple(sends)
+        op = Op("Send", (here,), (there,), Attributes({"to": target}))
+        return self._single(number, (a, b), seconds, op, shown)
 
-    def _call(self, number: int, variant: int, closing: bool) -> tuple[list[int], list[int], Floats]:
-        """Return the cells that a call reads, those that it writes, and its matrix [written, read]."""
-        block, tasks = self.blocks[number], self.tasks[number][variant]
-        if not block.outputs:  # nothing that anyone reads: it is not run
-            return [], [], np.empty((0, 0))
-        summary, ports = self._summary(number, variant), self.ports[number][variant]
-        entries = [*self.streams[number][variant], *(ports[port] for port in summary.ports)]
-        results = dict(self.exports[number])
-        if closing:
-            results |= self.closing[number]
-        rows: list[Floats] = list(summary.clocks)
-        nothing = np.full(len(entries), -np.inf)
-        for index, rank_class in results.values():
-            task = int(tasks.makers[index, rank_class])
-            rows.append(nothing if task < 0 else summary.end(task))
-        matrix = np.array(rows).reshape(len(rows), len(entries))
-        for row, cell in self._passed(number, variant, list(results.values())):
-            column = np.full((len(rows), 1), -np.inf)
-            column[len(summary.clocks) + row] = 0.0
-            matrix, entries = np.hstack([matrix, column]), [*entries, cell]
-        return entries, [*self.streams[number][variant], *results], matrix
+    def _join(self, number: int, block: BoundBlock, rank_class: int) -> Product:
+        """Return what it costs to put the microbatches of a value together."""
+        signature, part = join_signature(block), self._slice(block)
+        name = block.makes[0].value.name
+        asked = self.cost_model.seconds(signature, part.members[rank_class][:1])
+        parts = [Value(f"{name}.{i}", t.on(part.mesh)) for i, t in enumerate(signature.inputs)]
+        whole = Value(name, signature.outputs[0].on(part.mesh))
+        op = Op("Concat", tuple(parts), (whole,), signature.attributes)
+        shown = (self._shown(block.rank, rank_class, "compute" if self.overlap else "all"),)
+        return self._single(number, (rank_class, rank_class), task_seconds(name, asked), op, shown)
 
-    def _passed(
-        self, number: int, variant: int, results: Sequence[Result] | None = None
-    ) -> list[tuple[int, int]]:
-        """Return (place, cell) of the results that are an input of the block as it came."""
-        makers, found = self.tasks[number][variant].makers, list[tuple[int, int]]()
-        wanted = [*self.exports[number].values(), *self.closing[number].values()]
-        for place, (index, rank_class) in enumerate(wanted if results is None else results):
-            made = int(makers[index, rank_class])
-            if made < START:
-                cell = self.source(number // 2, self.key_of(number, -2 - made), rank_class)
-                if cell != NOTHING:
-                    found.append((place, cell))
-        return found
+    def _single(
+        self, number: int, classes: Place, seconds: float, op: Op, shown: tuple[Stream, ...]
+    ) -> Product:
+        """Return the product of a single task that reads on one class and makes on another."""
+        streams = self._occupied(self.flow.blocks[number], classes)
+        entries = tuple([entry for entry in self.entries[number] if entry[1] == classes[0]])
+        results = tuple([result for result in self.results[number] if result[1] == classes[1]])
+        return Product(
+            number, single_task(op, seconds, len(streams), classes), streams, shown, entries, results
+        )
+
+    def _cells(self, sides: Sequence[tuple[Sequence[int], Sequence[Place], Sequence[Key]]]) -> Cells:
+        """Return the cells of one side of all products: streams, then keys."""
+        numbers: list[int] = []
+        which: list[int] = []
+        latest: list[tuple[int, Value]] = []
+        for streams, places, keys in sides:
+            numbers += streams
+            which += [ONCE] * len(streams)
+            for place, rank_class in places:
+                key = keys[place]
+                if key.which == LATEST:
+                    latest.append((len(numbers), key.value))
+                numbers.append(self._cell(key, rank_class))
+                which.append(key.which)
+        start = np.cumsum([0, *[len(streams) + len(places) for streams, places, _ in sides]])
+        return Cells(
+            start.astype(np.int64), np.array(numbers, np.int64), np.array(which, np.int64), tuple(latest)
+        )
+
+    def _cell(self, key: Key, rank_class: int) -> int:
+        if key.which == ONCE:
+            return self._register("value", address(key), rank_class)
+        return self.batched.setdefault((address(key), rank_class), len(self.batched))
+
+
+def _columns(rows: Bools, own: Sequence[int], streams: Sequence[int]) -> Bools:
+    """Return [rows, streams] of [rows, own streams]: False for a stream that is not among the own."""
+    found = np.zeros((len(rows), len(streams)), np.bool_)
+    both = [(i, own.index(register)) for i, register in enumerate(streams) if register in own]
+    if both:
+        here, there = zip(*both, strict=True)
+        found[:, list(here)] = rows[:, list(there)]
+    return found
+
+
+def join_signature(block: BoundBlock) -> Signature:
+    """Return the signature of the ``Concat`` of a block: of one part of its key per microbatch."""
+    ((read,), (made,)) = block.reads, block.makes
+    part, whole = (as_tensor(key.value.type, key.value.name) for key in (read, made))
+    count = whole.shape[block.dim] // max(part.shape[block.dim], 1)
+    return Signature("Concat", Attributes({"axis": block.dim}), (part,) * count, (whole,))

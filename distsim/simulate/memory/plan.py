@@ -54,11 +54,6 @@ def plan_of(function: Function, same: Places, held: Places = ()) -> Plan:
     return found
 
 
-def forget(function: Function) -> None:
-    """Drop the plans of a function (not those of its callees): they are large where it is."""
-    _PLANS.pop(function, None)
-
-
 def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
     """Return for each place the first one with the same value."""
     first: dict[Value, int] = {}

@@ -74,6 +74,16 @@ class Argument(NamedTuple):
     held: bool = False
 
 
+class CallPlan(NamedTuple):
+    """How a function is called: the homes of its inputs, how each is held, the kinds of the outputs that it
+    makes (-1: in the memory of something else), and the homes that are free after it, but not in it."""
+
+    homes: tuple[Value, ...]
+    arguments: tuple[Argument, ...]
+    results: tuple[int, ...]
+    left: list[Value]
+
+
 def plan_for(function: Function, arguments: Sequence[Argument]) -> Plan:
     """Return the plan of a function that is called like this."""
     same = tuple([argument.same for argument in arguments])
@@ -150,6 +160,25 @@ class Frame:
         self.kinds[home] = kind
         return kind
 
+    def call(self, op: Op, free: Sequence[Value]) -> CallPlan:
+        """Return how an op calls its callee, and remember the kinds of what it makes.
+
+        ``free`` are the homes that nothing needs after it.
+        """
+        home, kinds = self.plan.home, self.kinds
+        homes = tuple([home[value] for value in op.inputs])
+        results = tuple([self.made(op, value) if home[value] is value else -1 for value in op.outputs])
+        ends = set(free).difference([home[value] for value in op.outputs])  # what it hands back stays
+        held = self.plan.held.get(op, ())
+        arguments = tuple(
+            [
+                Argument(kinds[h], h in ends, first, place in held)
+                for place, (h, first) in enumerate(zip(homes, first_places(homes), strict=True))
+            ]
+        )
+        gone = {h for h, argument in zip(homes, arguments, strict=True) if argument.dies}
+        return CallPlan(homes, arguments, results, [value for value in free if value not in gone])
+
 
 class Walk:
     """Walks functions on these rank classes and remembers the callees, each for as long as it lives."""
@@ -197,17 +226,6 @@ class Walk:
 
     def _call(self, frame: Frame, op: Op, free: list[Value], use: Use) -> list[Value]:
         """Run a call; return what is left to free after it."""
-        home, kinds = frame.plan.home, frame.kinds
-        homes = [home[value] for value in op.inputs]
-        results = [frame.made(op, value) if home[value] is value else -1 for value in op.outputs]
-        ends = set(free).difference([home[value] for value in op.outputs])  # what it hands back stays
-        held = frame.plan.held.get(op, ())
-        arguments = tuple(
-            [
-                Argument(kinds[h], h in ends, first, place in held)
-                for place, (h, first) in enumerate(zip(homes, first_places(homes), strict=True))
-            ]
-        )
-        use.append(self.callee(op.callee, arguments, tuple(results)), (op,))
-        gone = {h for h, argument in zip(homes, arguments, strict=True) if argument.dies}
-        return [value for value in free if value not in gone]
+        call = frame.call(op, free)
+        use.append(self.callee(op.callee, call.arguments, call.results), (op,))
+        return call.left

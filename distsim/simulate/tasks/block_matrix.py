@@ -1,8 +1,8 @@
-"""A block as a max-plus matrix: its tasks on the ranks of a stage, and what each result waits for."""
+"""A block as a max-plus matrix: its tasks on the classes of a rank, and what each result waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -12,12 +12,15 @@ import numpy.typing as npt
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Op
-from distsim.simulate.maxplus.kernels import summarize
+from distsim.simulate.maxplus.kernels import precede, summarize
 from distsim.simulate.tasks.lower import Lowering, Stream
 from distsim.simulate.tasks.rank_classes import Classes, ClassExchange, Group, Placement
 from distsim.simulate.tasks.templates import Floats, Ints, Where, starts
 
 Bools = npt.NDArray[np.bool_]
+
+Place = tuple[int, int]
+"""An input, or an output, of a function, and a rank class."""
 
 START = -1
 """What is there from the start, instead of the number of a task; ``-2 - i`` is input i as it came."""
@@ -25,7 +28,7 @@ START = -1
 
 @dataclass(frozen=True, eq=False)
 class StageRanks:
-    """The rank classes of one stage, for blocks that are written on a mesh that stands for the stage's.
+    """The rank classes of one pipeline rank, for blocks that are written on a mesh that stands for its own.
 
     ``classes`` has the class, from 0, of every device of ``mesh`` in order.
     """
@@ -51,11 +54,11 @@ class StageRanks:
         object.__setattr__(self, "members", members)
 
     def at(self, placement: Placement) -> Classes:
-        """Every value of a block is on all ranks of its stage."""
+        """Every value of a block is on all devices of its rank."""
         return tuple(range(len(self.members)))
 
     def exchanges(self, op: Op) -> tuple[ClassExchange, ...]:
-        """Return the exchanges of a collective, on the devices of the stage."""
+        """Return the exchanges of a collective, on the devices of the rank."""
         return self.along(op.attributes["axis"])
 
     def along(self, axis: str) -> tuple[ClassExchange, ...]:
@@ -73,7 +76,7 @@ class StageRanks:
         return found
 
     def pairs(self, other: StageRanks) -> tuple[ClassExchange, ...]:
-        """Return the exchanges of a Send to another stage, rank by rank."""
+        """Return the exchanges of a Send to another rank, device by device."""
         if len(self.members) == len(other.members) == 1:
             return (ClassExchange((0,), (0,), (self.mesh.devices[0], other.mesh.devices[0])),)
         distinct: dict[tuple[int, int], Group] = {}
@@ -103,27 +106,29 @@ class Summary:
         """Return the row of a task."""
         return self.ends[int(np.searchsorted(self.tasks, task))]
 
-    def covering(self, tasks: Ints) -> Bools:
-        """Return [tasks, streams]: whether a stream is never free before a task has ended."""
-        return np.asarray(
-            (self.clocks >= self.ends[np.searchsorted(self.tasks, tasks)][:, None, :]).all(axis=2)
-        )
 
-    def waiting(self, port: int) -> Bools:
-        """Return whether each stream is never free before what comes in at a port is there."""
-        column = len(self.clocks) + self.ports.index(port)
-        return self.clocks[:, column] >= 0
+@dataclass(frozen=True, eq=False)
+class TaskOrder:
+    """What the order of a block's tasks alone tells, whatever they take; all are [.., streams].
+
+    ``hides`` [outputs, classes]: is a stream never free, after the block, before a result is there?
+    ``waits`` [ports]: is a stream never free before what comes in at a port is there? ``enters`` [ports]:
+    does every task that waits for a port wait for the stream too?
+    """
+
+    hides: Bools
+    waits: Bools
+    enters: Bools
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTasks:
-    """The tasks of one block on the rank classes of a stage, as arrays; see :class:`Template`.
+    """The tasks of one block on the rank classes of its rank, as arrays; see :class:`Template`.
 
     A dependency d < 0 is port -2 - d, which is (input of the function, rank class) ``ports[-2 - d]``.
     ``makers`` [outputs, classes] tells which task makes each output, or :data:`START`, or ``-2 - input``.
     """
 
-    function: Function
     durations: Floats
     dep_start: Ints
     deps: Ints
@@ -138,18 +143,32 @@ class BlockTasks:
     ports: Ints
     makers: Ints
     _summaries: dict[tuple[int, ...], Summary] = field(default_factory=dict[tuple[int, ...], Summary])
+    _products: dict[object, Floats] = field(default_factory=dict[object, Floats])
 
     def __len__(self) -> int:
         return len(self.durations)
 
     @cached_property
-    def readers(self) -> tuple[Ints, Bools]:
-        """(port, [.., streams]): for each task that waits for a port, the streams that it occupies."""
-        waiting = np.repeat(np.arange(len(self)), np.diff(self.dep_start))
-        outside = self.deps < 0
-        occupied = np.zeros((len(self), len(self.stream_table)), np.bool_)
-        occupied[np.repeat(np.arange(len(self)), np.diff(self.stream_start)), self.streams] = True
-        return -2 - self.deps[outside], occupied[waiting[outside]]
+    def port_of(self) -> Mapping[Place, int]:
+        """The port of each (input, rank class) that some task waits for."""
+        return {(place, c): port for port, (place, c) in enumerate(self.ports.tolist())}
+
+    @cached_property
+    def order(self) -> TaskOrder:
+        """What follows from the order of the tasks."""
+        count, ports, width = len(self), len(self.ports), len(self.stream_table)
+        after, entered = np.zeros((count, width), np.bool_), np.zeros((count, width), np.bool_)
+        waits, enters = np.zeros((ports, width), np.bool_), np.zeros((ports, width), np.bool_)
+        precede(self.dep_start, self.deps, self.stream_start, self.streams, after, entered, waits, enters)
+        hides = np.zeros((*self.makers.shape, width), np.bool_)
+        made = self.makers >= 0
+        hides[made] = after[self.makers[made]]
+        hides[self.makers == START] = True
+        for index, rank_class in np.argwhere(self.makers < START).tolist():
+            port = self.port_of.get((-2 - int(self.makers[index, rank_class]), rank_class))
+            if port is not None:
+                hides[index, rank_class] = waits[port]
+        return TaskOrder(hides, waits, enters)
 
     def summary(self, ports: Sequence[int]) -> Summary:
         """Return the matrix of the block when only these ports may delay it."""
@@ -177,15 +196,42 @@ class BlockTasks:
             made = self._summaries[key] = Summary(key, clocks, kept, ends[kept])
         return made
 
+    def product(self, entries: Sequence[Place], results: Sequence[Place]) -> Floats:
+        """Return the matrix [streams + results, streams + entries] of a call.
+
+        ``entries`` are the (input, rank class) that may delay something or are returned as they came,
+        ``results`` the (output, rank class) that are wanted. A result that is there from the start has no
+        element above -inf.
+        """
+        key = (tuple(entries), tuple(results))
+        found = self._products.get(key)
+        if found is None:
+            found = self._products[key] = self._product(entries, results)
+        return found
+
+    def _product(self, entries: Sequence[Place], results: Sequence[Place]) -> Floats:
+        count, known = len(self.stream_table), [self.port_of.get(entry) for entry in entries]
+        ports = [port for port in known if port is not None]
+        summary = self.summary(ports)
+        columns = [*range(count), *[count + i for i, port in enumerate(known) if port is not None]]
+        matrix = np.full((count + len(results), count + len(entries)), -np.inf)
+        matrix[:count, columns] = summary.clocks
+        for row, (index, rank_class) in enumerate(results, count):
+            made = int(self.makers[index, rank_class])
+            if made >= 0:
+                matrix[row, columns] = summary.end(made)
+            elif made < START and (-2 - made, rank_class) in entries:
+                matrix[row, count + entries.index((-2 - made, rank_class))] = 0.0
+        return matrix
+
 
 def block_tasks(function: Function, ranks: StageRanks, cost_model: CostModel, overlap: bool) -> BlockTasks:
-    """Lower the function of a block for the ranks of a stage."""
+    """Lower the function of a block for the classes of a pipeline rank."""
     lowering = Lowering(ranks, cost_model, overlap)
     template = lowering.template(function)
     count = len(template)
     known = template.dep_source != -1
     return BlockTasks(
-        function,
         template.durations,
         starts(template.dep_task[known], count),
         template.dep_source[known],
@@ -199,6 +245,29 @@ def block_tasks(function: Function, ranks: StageRanks, cost_model: CostModel, ov
         tuple(template.call_op),
         np.array(template.ports, np.int64).reshape(len(template.ports), 2),
         _makers(template.outputs, len(ranks.members)),
+    )
+
+
+def single_task(op: Op, seconds: float, streams: int, classes: tuple[int, int]) -> BlockTasks:
+    """Return the tasks of one op that reads its input on one rank class and makes its output on another."""
+    source, target = classes
+    makers = np.full((1, target + 1), START, np.int64)
+    makers[0, target] = 0
+    zero, uses = np.zeros(1, np.int64), np.arange(streams)
+    return BlockTasks(
+        durations=np.array([seconds]),
+        dep_start=np.array([0, 1], np.int64),
+        deps=np.array([-2], np.int64),
+        stream_start=np.array([0, streams], np.int64),
+        streams=uses,
+        stream_table=tuple([Stream(target, str(use)) for use in range(streams)]),
+        op=zero,
+        op_table=(op,),
+        call=zero,
+        call_parent=np.array([-1], np.int64),
+        call_op=(None,),
+        ports=np.array([[0, source]], np.int64),
+        makers=makers,
     )
 
 

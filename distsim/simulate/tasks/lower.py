@@ -7,17 +7,14 @@ function waits for that was made outside.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
 
-from distsim.cost.cost_model import CostModel, takes_turn
-from distsim.errors import CostError
+from distsim.cost.cost_model import CostModel, takes_turn, usable
 from distsim.ir import Function, Op, Value
 from distsim.ops import signature_of
 from distsim.simulate.tasks.rank_classes import (
@@ -128,7 +125,7 @@ class Lowering:
             signature = signature_of(op)
             parts = [(part, self._ends(op, part)) for part in self.classes.exchanges(op)]
             asked = [self.cost_model.communication_seconds(signature, part.group) for part, _ in parts]
-            seconds = [usable(repr(op), cost) for cost in asked]
+            seconds = [task_seconds(op, cost) for cost in asked]
             found = self._exchanges[key] = tuple(
                 [
                     (part.sources, part.targets, self.run(s, ends))
@@ -176,18 +173,28 @@ class Lowering:
                 signature = signature_of(op)
                 at = self.classes.at(place_of_compute(function, op))
                 first = [self.classes.members[c][:1] for c in at]
-                seconds = [usable(repr(op), self.cost_model.seconds(signature, where)) for where in first]
+                asked = [self.cost_model.seconds(signature, where) for where in first]
+                seconds = [task_seconds(op, cost) for cost in asked]
                 runs = [self.run(s, (self.stream(c, "compute"),)) for c, s in zip(at, seconds, strict=True)]
                 found = tuple(zip(at, runs, strict=True))
             self._kinds[key] = found
         return self._kinds[key]
 
 
-def usable(what: str, seconds: float) -> float:
-    """Return the seconds of an op; a cost model of another's making may give anything."""
-    if not (isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0):
-        raise CostError(f"{what} costs {seconds!r} s; a cost must be a number, finite and not negative")
-    return seconds
+GRID = 2.0**-40
+"""Seconds (0.9 ps) of which every duration is a multiple: sums up to 8,192 s are exact in a float64."""
+_COARSE = 2.0**13
+"""Seconds from which every float64 is such a multiple."""
+
+
+def on_grid(seconds: float) -> float:
+    """Return seconds as a multiple of :data:`GRID`."""
+    return seconds if seconds >= _COARSE else round(seconds / GRID) * GRID
+
+
+def task_seconds(op: object, seconds: float) -> float:
+    """Return the seconds of a task, on the grid; raises as :func:`usable` for what is no time."""
+    return on_grid(usable(op, seconds))
 
 
 Made = dict[int, int] | int

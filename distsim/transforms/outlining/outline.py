@@ -42,7 +42,7 @@ def outline(function: Function, products: int = 2) -> Function:
     positive.
 
     >>> from distsim.models import mlp
-    >>> from distsim.transforms.outlining.inline import inline
+    >>> from distsim.ir.inline import inline
     >>> flat = inline(mlp(layers=8, width=4, batch=2))
     >>> flat, outline(flat)
     (Function('mlp', 10 inputs, 17 ops, 1 outputs), Function('mlp', 10 inputs, 5 ops, 1 outputs))

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from distsim.cost.cost_model import DeviceCosts
 from distsim.errors import PlanError
-from distsim.ir import Device
 from distsim.transforms.pipelining.op_graph import Numbered
 
 Array = npt.NDArray[Any]
@@ -85,11 +85,11 @@ def _bottleneck(done: Array, num_stages: int) -> float:
     return high
 
 
-def coarse(function: Numbered, num_stages: int, device: Device) -> bool:
+def coarse(function: Numbered, num_stages: int, costs: DeviceCosts) -> bool:
     """Return whether Calls are too large to make balanced stages: the heaviest is COARSE over its share."""
     if num_stages == 1 or not any(op.op_type == "Call" for op in function.ops):
         return False
-    seconds = [cost for cost in function.seconds(device).values() if cost > 0]
+    seconds = [cost for cost in function.seconds(costs).values() if cost > 0]
     if len(seconds) < num_stages:
         return True
     prefix = _prefix(seconds)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
-from distsim.cost.cost_model import CostModel
+from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PartitionError, PlanError
-from distsim.ir import Device, Function, Mesh, Op, Role
+from distsim.ir import Function, Mesh, Op, Role
 from distsim.ir.device import logical_mesh
 from distsim.ops import signature_of, work
 from distsim.schedule import gpipe
@@ -17,8 +18,10 @@ from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Starts, cut_stages, to_cut
 from distsim.transforms.sharding.shard import Sharded, shard
 
+MOST_SHOWN = 16
+"""How many names of blocks an error shows."""
 MOST_BLOCKS = 256
-"""How many blocks a function is divided into at most; the lightest neighbours become one."""
+"""How many blocks a function is divided into at most, where splits are searched."""
 
 
 @dataclass(frozen=True)
@@ -40,40 +43,84 @@ class ModelBlocks:
         """Return where stages begin that begin with these blocks."""
         return tuple([self.starts[block] for block in firsts])
 
-    def default(self, stages: int) -> Starts:
-        """Return where stages begin by torchtitan's counting of layers; see :func:`default_split`.
+    def counted(self, stages: str, count: int) -> tuple[int, ...]:
+        """Return the first blocks of ``count`` stages where ``stages`` of a plan counts layers.
 
-        What comes before the first layer is on the first stage, what follows the last on the last one.
-        Raises :class:`PlanError` without layers, when ``default_split`` refuses, and when a stage without
-        layers would hold nothing else either.
+        ``default`` counts them as torchtitan does (:func:`default_split`), ``layers`` gives each stage
+        equally many, as Megatron-LM does; what comes before the first layer (the embedding) is on the first
+        stage, what follows the last (norm, output head) on the last one.
+
+        Raises :class:`PlanError` without layers, for layers that do not come out even, when
+        ``default_split`` refuses, and when a stage without layers would hold nothing else either.
         """
-        layers = [block for block, layer in enumerate(self.layers) if layer]
+        layers = self.layers.count(True)
         if not layers:
             raise PlanError(
-                "stages=default counts layers, but the function repeats no block; use stages=even or auto"
+                f"stages={stages} counts layers, but the function repeats no block; use stages=even or auto"
             )
+        if stages == "layers":
+            return self._by_layers(stages, self._equal(layers, count))
+        try:
+            sizes = default_split(layers, count)
+        except PartitionError as error:
+            raise PlanError(f"stages={stages}: {error}") from error
+        return self._by_layers(stages, sizes)
+
+    def split(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the first blocks of stages that hold so many each, () if the sizes do not come out.
+
+        Sizes that sum to all layers count those, and what lies around them as ``layers`` of a plan does;
+        sizes that sum to all blocks count every block.
+        """
+        if sum(sizes) == self.layers.count(True):
+            return self._by_layers("-".join(map(str, sizes)), sizes)
+        return tuple(accumulate(sizes[:-1], initial=0)) if sum(sizes) == len(self) else ()
+
+    @property
+    def described(self) -> str:
+        """How many layers and other blocks there are, and their names."""
+        shown = [name if layer else f"({name})" for name, layer in zip(self.names, self.layers, strict=True)]
+        if len(shown) > MOST_SHOWN:
+            shown[MOST_SHOWN // 2 : -MOST_SHOWN // 2] = ["..."]
+        layers = self.layers.count(True)
+        return f"the model has {layers} layers and {len(self) - layers} other blocks, {', '.join(shown)}"
+
+    def _equal(self, layers: int, count: int) -> tuple[int, ...]:
+        if layers % count:
+            least, more = divmod(layers, count)
+            uneven = "-".join([str(least + (stage < more)) for stage in range(count)])
+            other = f"stages={uneven}" if least and count <= MOST_SHOWN else "stages=default or auto"
+            most = max(n for n in range(1, min(layers, count) + 1) if layers % n == 0)
+            raise PlanError(
+                f"stages=layers: {layers} layers do not make {count} equal stages; use {most} stages, or "
+                f"{other} ({self.described})"
+            )
+        return (layers // count,) * count
+
+    def _by_layers(self, stages: str, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the first blocks of stages with so many layers each."""
+        layers = [block for block, layer in enumerate(self.layers) if layer]
         after = layers[-1] + 1
         held = 0
         firsts = [0]
-        try:
-            sizes = default_split(len(layers), stages)
-        except PartitionError as error:
-            raise PlanError(f"stages=default: {error}") from error
         for size in sizes[:-1]:
             held += size
             firsts.append(layers[held] if held < len(layers) else after)
         if firsts[-1] == len(self) or sorted({*firsts}) != firsts:
             raise PlanError(
-                f"stages=default leaves a stage of {stages} empty: {len(layers)} layers, {layers[0]} blocks "
-                f"before and {len(self) - after} after them; use fewer stages, stages=even or stages=auto"
+                f"stages={stages} leaves a stage of {len(sizes)} empty: {len(layers)} layers, {layers[0]} "
+                f"blocks before and {len(self) - after} after them; use fewer stages, stages=even or auto"
             )
-        return self.stages(tuple(firsts))
+        return tuple(firsts)
 
 
-def model_blocks(local: Sharded, device: Device) -> ModelBlocks:
-    """Return the blocks of a sharded joint function, timed on ``device``."""
+def model_blocks(local: Sharded, costs: DeviceCosts, most: int = MOST_BLOCKS) -> ModelBlocks:
+    """Return the blocks of a sharded joint function, whose ops take time by ``costs``.
+
+    Of more than ``most`` the lightest neighbours become one.
+    """
     function = to_cut(local)
-    timed = [(op, cost) for op, cost in function.seconds(device).items() if cost > 0]
+    timed = [(op, cost) for op, cost in function.seconds(costs).items() if cost > 0]
     starts: list[int] = []
     work: list[float] = []
     for place, (op, cost) in enumerate(timed):
@@ -83,7 +130,7 @@ def model_blocks(local: Sharded, device: Device) -> ModelBlocks:
             starts.append(place)
             work.append(0.0)
         work[-1] += cost
-    while len(starts) > MOST_BLOCKS:
+    while len(starts) > most:
         pairs = [a + b for a, b in pairwise(work)]
         lightest = pairs.index(min(pairs))
         work[lightest : lightest + 2] = [pairs[lightest]]
@@ -100,15 +147,19 @@ def _multiplies(op: Op) -> bool:
 
 
 def costs_of(
-    local: Sharded, blocks: ModelBlocks, slice_: Mesh, cost_model: CostModel
+    local: Sharded,
+    blocks: ModelBlocks,
+    slice_: Mesh,
+    cost_model: CostModel,
+    halves: bool = False,
 ) -> tuple[BlockCost, ...]:
     """Return what the blocks cost on a slice (axes dp, tp) of the mesh that runs one stage."""
     count = len(blocks)
-    cut = cut_stages(local, count, slice_.devices[0], blocks.starts)
+    cut = cut_stages(local, count, cost_model.on(slice_.devices[0]), blocks.starts)
     # Each block is a stage on ranks of its own, which lie nowhere; all are timed on the slice.
     devices = [replace(slice_.devices[0], id=number) for number in range(count * len(slice_))]
     program = cut.program(Mesh(devices, pp=count, **dict(slice_.axes)), gpipe(count, 2))
-    return program_costs(program, cost_model, blocks.names, slice_)
+    return program_costs(program, cost_model, blocks.names, slice_, halves)
 
 
 def block_costs(
@@ -127,6 +178,6 @@ def block_costs(
     if not any(op.op_type == "Call" for op in function.ops):
         function = outline(function)
     dp, tp = mesh.axis_size("dp"), mesh.axis_size("tp")
-    figures = logical_mesh(mesh.devices[0], 1, 1).devices[0]
-    local = shard(function, logical_mesh(figures, min(dp, 2), tp), microbatches, dp)
-    return costs_of(local, model_blocks(local, figures), mesh, cost_model)
+    costs = cost_model.on(mesh.devices[0])
+    local = shard(function, logical_mesh(costs.device, min(dp, 2), tp), microbatches, dp)
+    return costs_of(local, model_blocks(local, costs), mesh, cost_model)

@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 
-from distsim.cost.cost_model import RooflineRules, runs_kernel
-from distsim.ir import Attributes, Device, Function, Op, Role, Tensor, Value, all_ops
-from distsim.ops import operator, signature_of, work
-from distsim.ops.operator import memory_bound
+from distsim.cost.cost_model import DeviceCosts
+from distsim.ir import Attributes, Function, Op, Role, Tensor, Value
+from distsim.ops import operator
 
 Numbers = tuple[int, ...]
-
-_RULES = RooflineRules()
 
 
 class Numbered:
@@ -62,7 +59,7 @@ class Numbered:
         self.has_loose = any(self.loose)
         self.forward = self._forward()
         self.kinds = _kinds(function.ops)
-        self._seconds: dict[Device, dict[int, float]] = {}
+        self._seconds: dict[Hashable, dict[int, float]] = {}
 
     def _steps(self) -> list[bool]:
         made, found = [False] * len(self.values), list[bool]()
@@ -152,34 +149,25 @@ class Numbered:
                     read_by[made] = self.producer[first]
         return chosen
 
-    def seconds(self, device: Device) -> dict[int, float]:
-        """Return how long each forward op keeps ``device`` busy; equal ops are looked at once."""
-        found = self._seconds.get(device)
+    def seconds(self, costs: DeviceCosts) -> dict[int, float]:
+        """Return how long each forward op keeps the device busy; equal ops are looked at once."""
+        found = self._seconds.get(costs.key)
         if found is None:
             known: dict[int, float] = {}
-            found = self._seconds[device] = {}
+            found = {}
             for index, op in enumerate(self.ops):
                 if self.forward[index]:
                     kind = self.kinds[index] if op.op_type == "Call" else -1 - index
                     if kind not in known:
-                        known[kind] = seconds_of(op, device)
+                        known[kind] = costs.seconds(op)
                     found[index] = known[kind]
+            self._seconds[costs.key] = found
         return found
 
 
 def is_sum(op: Op) -> bool:
     """Whether an op marks the sum over microbatches."""
     return op.op_type == "Accumulate"
-
-
-def seconds_of(op: Op, device: Device) -> float:
-    """Return how long an op, or all ops of a Call, keep ``device`` busy; communication does not."""
-    total = 0.0
-    for inner in all_ops(op.callee) if op.op_type == "Call" else (op,):
-        if operator(inner.op_type).communication is None and runs_kernel(inner.op_type):
-            signature = signature_of(inner)
-            total += _RULES.compute(signature, work(signature) or memory_bound(signature), device)
-    return total
 
 
 def early_sums(function: Numbered) -> dict[int, int]:

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakValueDictionary
 
 from distsim.cache import Cache
+from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
 from distsim.ir import (
-    Device,
     Environment,
     Function,
     FunctionMaker,
     Mesh,
     Op,
     Role,
+    Topology,
     Value,
     rewire_op,
     rewrite,
     substitute,
 )
-from distsim.ir.device import logical_mesh
+from distsim.ir.inline import inline
 from distsim.ops import operator
 from distsim.program.block import StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
-from distsim.transforms.outlining.inline import inline
 from distsim.transforms.pipelining.op_graph import Numbered, early_sums
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
@@ -84,12 +84,13 @@ class Cut:
         return Parts(self.name, self.stages, self.inputs, self.outputs)
 
 
-def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
+def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostModel | None = None) -> Program:
     """Cut what :func:`shard` made into stages on the slices of ``mesh`` (axes pp, dp, tp).
 
-    Each stage becomes a forward and a backward function of one microbatch (with a variant that adds to
-    the sums of earlier microbatches) and the functions that run once per step. Raises
-    :class:`PlanError` when the function has fewer forward ops than there are stages.
+    Stages are of even time by ``cost_model``, by default on the devices of the mesh. Each becomes a forward
+    and a backward function of one microbatch (with a variant that adds to the sums of earlier microbatches)
+    and the functions that run once per step. Raises :class:`PlanError` when the function has fewer forward
+    ops than there are stages.
     """
     count = schedule.num_microbatches * schedule.copies
     if count != local.microbatches:
@@ -97,26 +98,27 @@ def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule) -> Program:
             f"the schedule has {count} microbatches, the function was sharded for "
             f"{local.microbatches}; make them agree"
         )
-    return cut_stages(local, schedule.chain, mesh.devices[0]).program(mesh, schedule)
+    costs = (cost_model or CostModel(Topology())).on(mesh.devices[0])
+    return cut_stages(local, schedule.chain, costs).program(mesh, schedule)
 
 
-def cut_stages(local: Sharded, num_stages: int, device: Device, starts: Starts | None = None) -> Cut:
-    """Cut what :func:`shard` made into ``num_stages`` stages of even time on ``device``, or at ``starts``.
+def cut_stages(local: Sharded, num_stages: int, costs: DeviceCosts, starts: Starts | None = None) -> Cut:
+    """Cut what :func:`shard` made into ``num_stages`` stages of even time by ``costs``, or at ``starts``.
 
     What was cut already is not cut again while someone holds it: plans that differ in their schedule, or
     divide the batch into as many parts, share it.
     """
     source = _Source.of(local)
-    figures = logical_mesh(device, 1, 1).devices[0]  # which of equal devices it is does not matter
-    found = source.cuts.get((num_stages, figures, starts))
+    key = num_stages, costs.key, starts
+    found = source.cuts.get(key)
     if found is None:
-        function, assigned = source.function, assign_stages(source.function, num_stages, figures, starts)
+        function, assigned = source.function, assign_stages(source.function, num_stages, costs, starts)
         # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
-        function, assigned = _untie(function, assigned, num_stages, figures, starts)
+        function, assigned = _untie(function, assigned, num_stages, costs, starts)
         function, assigned = keep_received(function, assigned)
         function, assigned = prefetch(function, assigned)
         found = _Cutter(local, source, function, assigned, num_stages).cut()
-        source.cuts[num_stages, figures, starts] = found
+        source.cuts[key] = found
     return found
 
 
@@ -144,7 +146,7 @@ class _Source:
         self.made = [*given, *local.made]
         self.outputs = [(divided[id(place)][0], place.batch) for place in local.outputs]
         # No cache: the cuts that are in use.
-        self.cuts: WeakValueDictionary[tuple[int, Device, Starts | None], Cut] = WeakValueDictionary()
+        self.cuts: WeakValueDictionary[Hashable, Cut] = WeakValueDictionary()
 
     @staticmethod
     def of(local: Sharded) -> _Source:
@@ -195,7 +197,7 @@ def _calls_at(function: Numbered, readers: Iterable[int]) -> set[Op]:
 
 
 def _untie(
-    function: Numbered, assigned: StageMap, num_stages: int, device: Device, starts: Starts | None
+    function: Numbered, assigned: StageMap, num_stages: int, costs: DeviceCosts, starts: Starts | None
 ) -> tuple[Numbered, StageMap]:
     """Sum over microbatches before adding gradients that come from two stages.
 
@@ -226,7 +228,7 @@ def _untie(
             maker.adopt(op)
     maker.set_outputs([function.values[value] for value in function.outputs])
     untied = Numbered(maker.finalize())
-    return untied, assign_stages(untied, num_stages, device, starts)
+    return untied, assign_stages(untied, num_stages, costs, starts)
 
 
 def _added_before(function: Numbered, sum_: int) -> list[int]:

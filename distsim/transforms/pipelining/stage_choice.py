@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from distsim.cost.cost_model import CostModel
+from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PartitionError, PlanError
-from distsim.ir import Device, Mesh
+from distsim.ir import Mesh
+from distsim.plan import parse_stages
 from distsim.schedule import Schedule
 from distsim.simulate.maxplus.engine import run_program
 from distsim.simulate.memory.program_memory import program_memory
@@ -25,12 +26,29 @@ MOST_TRIES = 12
 """How often a search is repeated when a split turns out to need too much memory."""
 
 
-def default_cut(local: Sharded, num_stages: int, device: Device) -> Cut:
-    """Cut as torchtitan would: see :meth:`ModelBlocks.default`."""
-    blocks = model_blocks(local, device)
-    starts = blocks.default(num_stages)
-    sizes = _sizes([blocks.starts.index(start) for start in starts], len(blocks))
-    return _noted(cut_stages(local, num_stages, device, starts), f"stages=default: {sizes} blocks")
+def counted_cut(functions: Iterable[Sharded], num_stages: int, costs: DeviceCosts, stages: str) -> Cut:
+    """Cut where a plan counts layers or blocks: see :meth:`ModelBlocks.counted`, :meth:`ModelBlocks.split`.
+
+    ``functions`` are the same function with ever more Calls written out. Layers are those of the first;
+    numbers are of the first whose layers, or blocks, they sum to. Raises :class:`PlanError` where layers
+    cannot be counted so, and for numbers that sum to none of these.
+    """
+    sizes = parse_stages(stages)
+    seen: list[ModelBlocks] = []
+    for local in functions:
+        blocks = model_blocks(local, costs, most=len(local.function.ops))
+        firsts = blocks.split(sizes) if sizes else blocks.counted(stages, num_stages)
+        if firsts:
+            cut = cut_stages(local, num_stages, costs, blocks.stages(firsts))
+            return _noted(cut, f"stages={stages}: {_sizes(firsts, len(blocks))} blocks")
+        seen.append(blocks)
+    first, *finer = seen
+    sums = [f"{first.layers.count(True)}, the layers", f"{len(first)}, all blocks"]
+    sums += [f"{len(blocks)}, the blocks with layers written out" for blocks in finer]
+    raise PlanError(
+        f"stages={stages} sums to {sum(sizes)}, but {first.described}; give numbers that sum to "
+        f"{', or to '.join(sums)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -49,18 +67,17 @@ def fastest_cut(
 
     ``functions`` are the same function with ever more Calls written out: the blocks of each are split
     (:func:`distsim.stage_balance.auto_split`), and what comes out is simulated in full. So are ``even``,
-    the cut by work, and that of :func:`default_cut`, where there is one: the fastest is returned. Raises
+    the cut by work, and that of ``stages=default``, where there is one: the fastest is returned. Raises
     :class:`PartitionError` when nothing fits.
     """
-    device = mesh.devices[0]
     found: list[_Candidate] = []
     refused: list[PartitionError] = []
     for local in functions:
         try:
-            found += _searched(local, device, mesh, schedule, cost_model)
+            found += _searched(local, mesh, schedule, cost_model)
         except PartitionError as error:
             refused.append(error)
-    found += _counted(functions[0], device, mesh, schedule, cost_model)
+    found += _counted(functions[0], mesh, schedule, cost_model)
     even = _noted(even, "stages=auto: the cut of even work is the fastest of those simulated")
     found.append(_simulated(even, mesh, schedule, cost_model))
     fitting = [each for each in found if each.missing <= 0]
@@ -70,21 +87,20 @@ def fastest_cut(
         raise refused[0]
     least = min(each.missing for each in found)
     raise PartitionError(
-        f"stages=auto: no split into {schedule.num_stages} stages fits in memory; the best is over by "
+        f"stages=auto: no split into {schedule.chain} stages fits in memory; the best is over by "
         f"{least / 2**20:,.1f} MiB; use more stages, smaller microbatches, or recompute more"
     )
 
 
-def _searched(
-    local: Sharded, device: Device, mesh: Mesh, schedule: Schedule, cost_model: CostModel
-) -> list[_Candidate]:
+def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> list[_Candidate]:
     """Return the best splits of a function's blocks, the last of which fits in memory if any does."""
-    stages = schedule.num_stages
-    blocks = model_blocks(local, device)
+    stages, ranks = schedule.chain, schedule.num_ranks
+    on_device = cost_model.on(mesh.devices[0])
+    blocks = model_blocks(local, on_device)
     if len(blocks) < stages:
         return []
-    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model)
-    limits = [min(d.memory for d in mesh.at(pp=stage).devices) for stage in range(stages)]
+    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model, schedule.splits_backward)
+    limits = [min(d.memory for d in own.devices) for own in mesh.slices("pp")]
     problem = StageProblem(costs, schedule, mesh_communication(mesh, cost_model), limits)
     found: list[_Candidate] = []
     room = [ROOM * limit for limit in limits]
@@ -93,26 +109,27 @@ def _searched(
             split = problem.within(room).best(EFFORT)
         except PartitionError:
             break
-        cut = cut_stages(local, stages, device, blocks.stages(split.starts))
+        cut = cut_stages(local, stages, on_device, blocks.stages(split.starts))
         cut = _noted(cut, _described(split, blocks))
         found.append(_simulated(cut, mesh, schedule, cost_model))
         if found[-1].missing <= 0:
             return found
         peaks = program_memory(cut.program(mesh, schedule)).peaks
-        for stage, (peak, limit, memory) in enumerate(zip(peaks, limits, split.memory, strict=True)):
+        estimated = [0.0] * ranks
+        for stage, rank in enumerate(schedule.rank_of):
+            estimated[rank] += split.memory[stage % stages]
+        for rank, (peak, limit, memory) in enumerate(zip(peaks, limits, estimated, strict=True)):
             if peak > limit:  # so much by the blocks' figures is too much
-                room[stage] = limit - (peak - memory)
+                room[rank] = limit - (peak - memory)
     if not found:
         problem.within(limits).best(1)  # says what is missing
     return found
 
 
-def _counted(
-    local: Sharded, device: Device, mesh: Mesh, schedule: Schedule, cost_model: CostModel
-) -> list[_Candidate]:
+def _counted(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> list[_Candidate]:
     """Return the cut by counting layers, if these can be counted: costs of blocks are estimates."""
     try:
-        cut = default_cut(local, schedule.num_stages, device)
+        cut = counted_cut([local], schedule.chain, cost_model.on(mesh.devices[0]), "default")
     except PlanError:
         return []
     note = "stages=auto: the cut by counting layers is the fastest of those simulated"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from distsim.ir import Device
+from distsim.cost.cost_model import DeviceCosts
 from distsim.ops import operator
 from distsim.transforms.pipelining.balance import cut
 from distsim.transforms.pipelining.op_graph import Numbered
@@ -31,14 +31,14 @@ class StageMap:
 
 
 def assign_stages(
-    function: Numbered, num_stages: int, device: Device, starts: Sequence[int] | None = None
+    function: Numbered, num_stages: int, costs: DeviceCosts, starts: Sequence[int] | None = None
 ) -> StageMap:
-    """Cut a (sharded, joint) function into ``num_stages`` stages of even time on ``device``.
+    """Cut a (sharded, joint) function into ``num_stages`` stages of even time by ``costs``.
 
     ``starts`` says where they begin instead: places among the forward ops that take time.
     Raises :class:`PlanError` when there are fewer forward ops than stages.
     """
-    stage = _forward_stages(function, num_stages, device, starts)
+    stage = _forward_stages(function, num_stages, costs, starts)
     homes = _homes(function, stage)
     rest = _place_rest(function, stage, homes, num_stages)
     late: dict[int, int] = {}
@@ -52,10 +52,10 @@ def assign_stages(
 
 
 def _forward_stages(
-    function: Numbered, num_stages: int, device: Device, starts: Sequence[int] | None
+    function: Numbered, num_stages: int, costs: DeviceCosts, starts: Sequence[int] | None
 ) -> list[int]:
     """Cut the forward ops that take time; what takes none (a view, a sum's mark) follows its operands."""
-    seconds = function.seconds(device)
+    seconds = function.seconds(costs)
     timed = [op for op, cost in seconds.items() if cost > 0]
     if starts is None:
         own = cut(function, timed, seconds, num_stages)

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from distsim.ir import Device, Op, Value, all_ops
+from distsim.cost.cost_model import DeviceCosts
+from distsim.ir import Op, Value, all_ops
 from distsim.ops import operator, signature_of, work
-from distsim.transforms.pipelining.op_graph import seconds_of
 from distsim.transforms.recompute.phases import Joint
 from distsim.transforms.recompute.saves import (
     EVERY_OUTPUT,
@@ -44,20 +44,20 @@ class ValueGraph:
         return {value for value in map(self.values.__getitem__, nodes) if value is not None}
 
 
-def graph_of(joint: Joint, marks: Marks, device: Device) -> ValueGraph:
-    """Return the graph of a joint function; ``device`` says how long it takes to compute a value again.
+def graph_of(joint: Joint, marks: Marks, costs: DeviceCosts) -> ValueGraph:
+    """Return the graph of a joint function; ``costs`` say how long it takes to compute a value again.
 
     A node per value, and one for the tuple that an op with several results makes. The pass in which an op
     is recorded is that of the joint function; what runs once per step has no nodes. Backward ops that read
     no gradient (the gradient of the loss is made of forward values) read a tangent of no size, with which
     the backward pass begins. What a Call returns is to be saved unless it is tagged otherwise.
     """
-    return _Grapher(joint, marks, device).run()
+    return _Grapher(joint, marks, costs).run()
 
 
 class _Grapher:
-    def __init__(self, joint: Joint, marks: Marks, device: Device) -> None:
-        self.joint, self.marks, self.device = joint, marks, device
+    def __init__(self, joint: Joint, marks: Marks, costs: DeviceCosts) -> None:
+        self.joint, self.marks, self.costs = joint, marks, costs
         self.nodes: list[JointNode] = []
         self.values: list[Value | None] = []
         self.number: dict[Value, int] = {}
@@ -142,7 +142,7 @@ class _Grapher:
         return Tag.MUST_SAVE if call and phase is Phase.FORWARD else None
 
     def op(self, op: Op, inputs: tuple[int, ...], phase: Phase) -> None:
-        traits, seconds, call = traits_of(op), seconds_of(op, self.device), op.op_type == "Call"
+        traits, seconds, call = traits_of(op), self.costs.seconds(op), op.op_type == "Call"
         if len(op.outputs) == 1:
             self.add(op.outputs[0], inputs, phase=phase, seconds=seconds, traits=traits, call=call)
             return

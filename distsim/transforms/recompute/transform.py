@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Op, Value
+from distsim.ir import Device, Function, Op, Topology, Value
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.transforms.recompute.graph import Marks, graph_of
@@ -24,7 +25,7 @@ def rematerialize(
     tags: Mapping[Value, Tag] | None = None,
     regions: Mapping[Value, int] | None = None,
     replay: Iterable[Value] = (),
-    device: Device | None = None,
+    costs: DeviceCosts | None = None,
 ) -> Function:
     """Return the joint function in which backward reads what the policy saves, and recomputes the rest.
 
@@ -37,8 +38,8 @@ def rematerialize(
 
     ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them.
     Where the policy has no rule, what is tagged so, or is of a region, is recomputed. ``replay`` are the
-    values that a first partition saved; they are for the policy :data:`REPLAY`. ``device``, by default
-    one of those of the function, says how long ops take.
+    values that a first partition saved; they are for the policy :data:`REPLAY`. ``costs`` say how long
+    ops take: by default those of a :class:`CostModel` on one of the devices of the function.
 
     Inputs and outputs are those of ``function``. Raises :class:`PlanError` for a policy that is unknown,
     or that is for blocks where there are none.
@@ -47,12 +48,13 @@ def rematerialize(
     marks = Marks(tags or {}, regions or {}, frozenset(replay))
     if policy.blocks is None and policy.rest is None and not (marks.tags or marks.regions):
         return function
-    return _Rematerializer(policy, marks, device or _some_device(function)).run(function)
+    costs = costs or CostModel(Topology()).on(_some_device(function))
+    return _Rematerializer(policy, marks, costs).run(function)
 
 
 class _Rematerializer:
-    def __init__(self, policy: Policy, marks: Marks, device: Device) -> None:
-        self.policy, self.marks, self.device = policy, marks, device
+    def __init__(self, policy: Policy, marks: Marks, costs: DeviceCosts) -> None:
+        self.policy, self.marks, self.costs = policy, marks, costs
         self.done: dict[tuple[object, ...], Rewritten | None] = {}
 
     def run(self, function: Function) -> Function:
@@ -91,7 +93,7 @@ class _Rematerializer:
         return as_read if rule is None and self.marks.tags else rule
 
     def rewrite(self, joint: Joint, rule: Rule, run: Run = Run.NEEDED) -> Joint:
-        view = graph_of(joint, self.marks, self.device)
+        view = graph_of(joint, self.marks, self.costs)
         saved = view.chosen(rule(view.graph))
         behind = [op for op in joint.function.ops if joint.behind(op)]
         runs = {} if run is Run.NEEDED else _together(joint, saved, behind, run)

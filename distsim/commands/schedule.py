@@ -1,0 +1,132 @@
+"""The command ``distsim schedule``: a pipeline schedule alone, printed, drawn and written."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from pathlib import Path
+
+from distsim.errors import ScheduleError
+from distsim.report import describe_schedule, plot_schedule
+from distsim.report.output import check_format, check_target, replacing
+from distsim.report.progress import Progress
+from distsim.schedule import SCHEDULES, Schedule, read_csv, schedule, write_csv
+from distsim.simulate.action_times import ActionTimes
+from distsim.simulate.schedule_times import time_schedule
+from distsim.streams import say
+
+MOST_PAIRS = 50_000
+"""Pairs of a stage and a microbatch that are simulated one by one."""
+
+_SIZES = ("stages", "chunks", "microbatches")
+_SEARCHED = ("memory_limit", "weight_share")
+"""Options of the schedules that are searched for given times."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("name", nargs="?", help=", ".join(SCHEDULES))
+    parser.add_argument(
+        "--stages", type=int, help="pipeline ranks (pp): the stages of a model in which each rank has one"
+    )
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        help="parts of the model on each of them (default: what the schedule takes, or 1)",
+    )
+    parser.add_argument("--microbatches", type=int, help="of a step, those of both copies in dualpipe")
+    times = ActionTimes()
+    for kind, what in (
+        ("forward", "a forward"),
+        ("backward_input", "the backward of inputs"),
+        ("backward_weight", "the backward of weights; a whole backward takes both"),
+        ("send", "a message, from the end of an action to the start of one on another rank"),
+    ):
+        option, default = f"--{kind.replace('_', '-')}", getattr(times, kind)
+        parser.add_argument(
+            option, type=float, default=default, metavar="TIME", help=f"time of {what} (default {default:g})"
+        )
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="ACTIVATIONS",
+        help="of a searched schedule: so many of a stage and a microbatch may a rank hold",
+    )
+    parser.add_argument(
+        "--weight-share", type=float, metavar="SHARE", help="of a searched schedule: what W frees of one"
+    )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="a pair of actions starts when both can and sends when both have ended (default: in turn)",
+    )
+    parser.add_argument(
+        "--schedule-csv", type=Path, metavar="FILE", help="instead of a name: a table as torch writes it"
+    )
+    parser.add_argument(
+        "--copies", type=int, help="with --schedule-csv: of the model in its stages (dualpipe: 2)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write it as a table that torch reads")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print, draw and write the schedule that is asked for."""
+    for path in filter(None, (options.csv, options.plot)):
+        check_target(path)
+    if options.plot:
+        check_format(options.plot, "a schedule")
+    times = ActionTimes(options.forward, options.backward_input, options.backward_weight, options.send)
+    chosen = _chosen(options, times)
+    progress = Progress(sys.stderr)
+    found = progress.run("simulating", lambda: time_schedule(chosen, times, options.together))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    say(describe_schedule(found, width))
+    if options.csv:
+        with replacing(options.csv) as file:
+            file.write(write_csv(chosen).encode("ascii"))
+        say(f"table: {options.csv}")
+    if options.plot:
+        progress.run(f"drawing {options.plot}", lambda: plot_schedule(found, options.plot))
+        say(f"schedule: {options.plot}")
+    return 0
+
+
+def _chosen(options: argparse.Namespace, times: ActionTimes) -> Schedule:
+    """Return the schedule that is named, searched for the times if it is, or that is in the table."""
+    if options.schedule_csv is None:
+        return _named(options, times)
+    given = [name for name in ("name", *_SIZES, *_SEARCHED) if getattr(options, name) is not None]
+    if given:
+        name = f"the name {options.name}" if given[0] == "name" else f"--{given[0].replace('_', '-')}"
+        raise ScheduleError(f"--schedule-csv says what the schedule is: leave out {name}")
+    copies = 1 if options.copies is None else options.copies
+    table = read_csv(options.schedule_csv, copies=copies)
+    _check_size(table.num_stages * table.num_microbatches)
+    return table
+
+
+def _named(options: argparse.Namespace, times: ActionTimes) -> Schedule:
+    if options.name is None:
+        raise ScheduleError(f"name a schedule, one of {', '.join(SCHEDULES)}, or give --schedule-csv FILE")
+    missing = [f"--{name}" for name in ("stages", "microbatches") if getattr(options, name) is None]
+    if missing:
+        raise ScheduleError(f"{options.name}: say how many: {' and '.join(missing)}")
+    if options.copies is not None:
+        raise ScheduleError(f"{options.name}: --copies goes with --schedule-csv, of which no table says it")
+    sizes = (options.stages, options.chunks or 1, options.microbatches)
+    _check_size(math.prod([max(size, 0) for size in sizes]))
+    asked = {name: getattr(options, name) for name in _SEARCHED if getattr(options, name) is not None}
+    if options.name in SCHEDULES and "seconds" in SCHEDULES[options.name].options:
+        asked["seconds"] = (times.forward, times.backward_input, times.backward_weight)
+        asked["send"] = times.send
+    return schedule(options.name, options.stages, options.microbatches, options.chunks, **asked)
+
+
+def _check_size(pairs: int) -> None:
+    if pairs > MOST_PAIRS:
+        raise ScheduleError(
+            f"{pairs:,} pairs of a stage and a microbatch, over {MOST_PAIRS:,}; choose fewer microbatches"
+        )

@@ -1,0 +1,58 @@
+"""The command ``distsim show``: a model's function, also after a transform."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+
+from distsim.commands.model import add_model_options, read_model, training_step
+from distsim.compose import parallelize
+from distsim.cost import UncostedOperatorWarning
+from distsim.errors import PlanError
+from distsim.hardware import load_cluster
+from distsim.ir import Function, pformat
+from distsim.plan import Plan
+from distsim.report.progress import Progress
+from distsim.streams import say
+from distsim.transforms import steady_state_transform
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_model_options(parser)
+    parser.add_argument("--training", action="store_true", help="with loss, backward pass and optimizer")
+    parser.add_argument("--cluster", help="with --plan: the cluster to place it on")
+    parser.add_argument("--plan", help="print the parallel, scheduled step (implies --training)")
+    parser.add_argument(
+        "--outline",
+        action="store_true",
+        help="make blocks of the model that repeat one function, and count them",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what is asked for."""
+    progress = Progress(sys.stderr)
+    if not options.plan and (options.cluster or not options.training):
+        given = [n for n in ("cluster", "loss", "optimizer", "keep") if getattr(options, n)]
+        if given:
+            raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
+    if not options.plan and not options.training:
+        _print_function(read_model(options, progress))
+        return 0
+    function = training_step(options, progress)
+    if options.plan:
+        if not options.cluster:
+            raise PlanError("--plan needs --cluster: the devices to place the plan on")
+        plan, topology = Plan.parse(options.plan), load_cluster(options.cluster)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncostedOperatorWarning)  # what is shown has no times
+            program = parallelize(function, plan, topology)
+        function = steady_state_transform(program.to_function())[0]
+    _print_function(function)
+    return 0
+
+
+def _print_function(function: Function) -> None:
+    say(pformat(function, colour=sys.stdout.isatty()))

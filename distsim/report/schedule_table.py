@@ -1,0 +1,145 @@
+"""A schedule as text: a row for each rank, time to the right, as the papers' figures draw it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from distsim.report.action_boxes import chunk_of
+from distsim.schedule import Cell, Schedule
+from distsim.simulate.explain.text import count, table
+from distsim.simulate.schedule_times import ScheduleTimes
+
+_MOST_COLUMNS = 4000
+"""Columns of time that are drawn where no terminal says how many fit."""
+
+_FINER = 4
+"""The unit of time is the shortest action, or up to this part of it if all times are multiples of that."""
+
+
+def describe_schedule(found: ScheduleTimes, width: int | None = None) -> str:
+    """Return a text: the schedule over time, makespan and bubble, and what each rank holds and waits for.
+
+    ``width``: characters of a line; of the schedule what is beyond is cut, and a note says from when.
+    """
+    schedule, times = found.schedule, found.times
+    plural = "es" if schedule.num_microbatches > 1 else ""
+    sizes = [count(schedule.num_ranks, "rank"), f"{schedule.num_microbatches} microbatch{plural}"]
+    if schedule.chunks > 1:
+        sizes.insert(1, f"{schedule.chunks} stages a rank")
+    if schedule.copies > 1:
+        sizes[-1] += f" for each of {schedule.copies} copies of the model"
+    taken = f"forward {times.forward:g}, backward {times.backward_input:g} + {times.backward_weight:g}"
+    lines = [f"{schedule.name}: {', '.join(sizes)}; {taken}, send {times.send:g}", ""]
+    lines += [*_drawing(found, width), "", *_figures(found), "", *_rank_table(found)]
+    return "\n".join(lines)
+
+
+def _figures(found: ScheduleTimes) -> list[str]:
+    return [
+        f"makespan   {found.makespan:.6g}",
+        f"rank span  {found.rank_span:.6g}, the longest from a rank's first start to its last end",
+        f"bubble     {found.bubble:.2%}, the share of it in which ranks do nothing",
+    ]
+
+
+def _rank_table(found: ScheduleTimes) -> list[str]:
+    schedule = found.schedule
+    halved = any(schedule.pending_w(rank) for rank in range(schedule.num_ranks))
+    header = ["rank", "stages", "busy", "in flight"]
+    header += ["until I", "pending W"] if halved else []
+    rows: list[list[str]] = []
+    for rank, busy in enumerate(found.busy):
+        stages = [str(stage) for stage, own in enumerate(schedule.rank_of) if own == rank]
+        row = [str(rank), " ".join(stages), f"{busy / found.makespan:.1%}", str(schedule.in_flight(rank))]
+        if halved:
+            row += [str(schedule.until_i(rank)), str(schedule.pending_w(rank))]
+        rows.append(row)
+    notes = ["in flight: the most pairs of a stage and a microbatch past F and not past B or W"]
+    notes += ["until I: past F and not past B or I; pending W: past I and not past W"] if halved else []
+    return [*table(header, rows), *notes]
+
+
+# --- drawing ----------------------------------------------------------------------------------------
+
+
+def _drawing(found: ScheduleTimes, width: int | None) -> list[str]:
+    """Return a line of times and a line per rank; an action begins where its name does."""
+    unit, exact = _unit(found)
+    boxes = [[(_column(b.start, unit), _column(b.end, unit), b.cell) for b in cells] for cells in found.ranks]
+    names = _TableNames(found.schedule)
+    last = _column(found.makespan, unit)
+    longest = [
+        (len(names.text(cell)) + 1) / (end - start)
+        for row in boxes
+        for start, end, cell in row
+        if end > start
+    ]
+    cell_width = max(1, math.ceil(max(longest)))
+    margin = len(f"rank {len(boxes) - 1}") + 2
+    room = _MOST_COLUMNS if width is None else max((width - margin) // cell_width, 1)
+    shown = min(last, room)
+    lines = [" " * margin + _ruler(shown, cell_width, unit)]
+    for rank, row in enumerate(boxes):
+        line = ""
+        for start, end, cell in row:
+            if end <= shown:
+                size = (end - start) * cell_width - 1
+                line = line.ljust(start * cell_width) + names.text(cell).ljust(size, "-") + " "
+        lines.append(f"rank {rank}".ljust(margin) + line.rstrip())
+    notes = [names.note] if names.note else []
+    if not exact:
+        notes.append(f"times are rounded to columns of {unit:g}")
+    if shown < last:
+        notes.append(f"cut at {shown * unit:g} of {found.makespan:g}: --plot draws all of it")
+    return [*lines, *notes]
+
+
+def _unit(found: ScheduleTimes) -> tuple[float, bool]:
+    """Return the time of a column, and whether every action begins and ends with one."""
+    shortest = min(box.end - box.start for cells in found.ranks for box in cells)
+    moments = {moment for cells in found.ranks for box in cells for moment in (box.start, box.end)}
+    for part in range(1, _FINER + 1):
+        unit = shortest / part
+        if all(math.isclose(moment, unit * round(moment / unit), abs_tol=1e-6 * unit) for moment in moments):
+            return unit, True
+    return shortest, False
+
+
+def _column(moment: float, unit: float) -> int:
+    """Return the column in which a moment is; of actions in turn, each at least a unit, none share one."""
+    return math.floor(moment / unit + 0.5 + 1e-6)
+
+
+def _ruler(columns: int, cell_width: int, unit: float) -> str:
+    """Return the times of some columns, each above where it begins."""
+    step = next(n for n in _STEPS if n * cell_width > len(f"{columns * unit:g}"))
+    line = ""
+    for column in range(0, columns + 1, step):
+        line = line.ljust(column * cell_width) + f"{column * unit:g}"
+    return line
+
+
+_STEPS: Sequence[int] = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
+
+
+class _TableNames:
+    """How cells are called in a row of their rank: ``F3``, or ``F3b`` on the second of its stages."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._chunks = chunk_of(schedule)
+        self.note = ""
+        if schedule.chunks > 1:
+            letters = ", ".join(map(_letter, range(schedule.chunks)))
+            self.note = f"{letters}: a rank's stages in order"
+
+    def text(self, cell: Cell) -> str:
+        """Return the name of a cell, of a pair with a plus."""
+        return "+".join([f"{a.kind.value}{a.microbatch}{self._chunk(a.stage)}" for a in cell])
+
+    def _chunk(self, stage: int) -> str:
+        return _letter(self._chunks[stage]) if self.note else ""
+
+
+def _letter(chunk: int) -> str:
+    return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"

@@ -1,0 +1,137 @@
+"""The pipeline schedules by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from distsim.errors import ScheduleError
+from distsim.schedule.greedy.controllable_memory import one_f_one_b_v, v_half, v_min
+from distsim.schedule.greedy.zero_bubble import zb_auto
+from distsim.schedule.greedy.zero_bubble_v import zb_v_greedy
+from distsim.schedule.table import Schedule
+from distsim.schedule.v_shaped import dualpipe, dualpipe_v, zb_v
+from distsim.schedule.warm_up import (
+    gpipe,
+    interleaved,
+    interleaved_torch,
+    interleaved_zb,
+    looped_bfs,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    zb_h1,
+    zb_h2,
+)
+
+_SEARCH = ("memory_limit", "seconds", "send", "weight_share")
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A schedule that is known by name.
+
+    ``make(num_ranks, num_microbatches, chunks)`` returns it, or raises :class:`ScheduleError`, and takes by
+    keyword what ``options`` names. ``chunks`` is the number of stages a rank that it takes, None: any.
+    ``placement``: stage s on rank s modulo p (loop), down the ranks and up again (V), or two copies of the
+    model in opposite directions.
+    """
+
+    make: Callable[..., Schedule]
+    chunks: int | None
+    placement: Literal["loop", "V", "two copies"]
+    description: str
+    source: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def stages_a_rank(self) -> int | None:
+        """The stages of the model that a rank holds, None: any number; two copies hold one each."""
+        return 1 if self.placement == "two copies" else self.chunks
+
+
+SCHEDULES: Mapping[str, Generator] = MappingProxyType(
+    {
+        "1f1b": Generator(one_f_one_b, 1, "loop", "one forward, one backward", "Narayanan et al. 2021"),
+        "gpipe": Generator(gpipe, 1, "loop", "all forwards, then all backwards", "Huang et al. 2019"),
+        "interleaved": Generator(
+            interleaved, None, "loop", "1F1B over several stages a rank, Megatron's", "Narayanan et al. 2021"
+        ),
+        "interleaved_torch": Generator(
+            interleaved_torch,
+            None,
+            "loop",
+            "1F1B over several stages a rank, torch's",
+            "torch, Interleaved1F1B",
+        ),
+        "looped_bfs": Generator(
+            looped_bfs, None, "loop", "all microbatches on a stage, then on the next", "Lamy-Poirier 2022"
+        ),
+        "zb_h1": Generator(zb_h1, 1, "loop", "1F1B with W late, in 1F1B's memory", "Qi et al. 2023"),
+        "zb_h2": Generator(zb_h2, 1, "loop", "W late, no bubble, twice 1F1B's memory", "Qi et al. 2023"),
+        "zb_auto": Generator(
+            zb_auto, 1, "loop", "searched for given times and memory", "Qi et al. 2023; sail-sg", _SEARCH
+        ),
+        "interleaved_zb": Generator(
+            interleaved_zb, None, "loop", "interleaved, with W late", "torch, InterleavedZeroBubble"
+        ),
+        "zb_v": Generator(
+            zb_v, 2, "V", "no bubble, 1F1B's memory, two stages a rank", "Qi et al. 2023; torch"
+        ),
+        "zb_v_greedy": Generator(
+            zb_v_greedy,
+            2,
+            "V",
+            "ZB-V searched for given times and memory",
+            "Qi et al. 2023; sail-sg",
+            _SEARCH,
+        ),
+        "v_half": Generator(
+            v_half, 2, "V", "half of 1F1B's memory, half of its bubble", "Qi et al. 2024; sail-sg"
+        ),
+        "v_min": Generator(v_min, 2, "V", "a third of 1F1B's memory", "Qi et al. 2024; sail-sg"),
+        "1f1b_v": Generator(
+            one_f_one_b_v, 2, "V", "two thirds of 1F1B's memory, whole backwards", "Qi et al. 2024; sail-sg"
+        ),
+        "dualpipe_v": Generator(
+            dualpipe_v, 2, "V", "forward and backward overlap, two stages a rank", "DeepSeek-AI; torch"
+        ),
+        "dualpipe": Generator(
+            dualpipe, 2, "two copies", "forward and backward of two copies overlap", "DeepSeek-AI 2024"
+        ),
+        "pipedream": Generator(
+            pipedream, 1, "loop", "1F1B without a flush, weights stashed", "Narayanan et al. 2019"
+        ),
+        "pipedream_2bw": Generator(
+            pipedream_2bw, 1, "loop", "1F1B without a flush, two versions of weights", "Narayanan et al. 2021"
+        ),
+    }
+)
+"""Schedules by the name that a plan uses."""
+
+
+def schedule(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None, **options: object
+) -> Schedule:
+    """Return the schedule called `name` (a key of `SCHEDULES`); asked for again, the same object.
+
+    `chunks` are the stages a rank, by default what the schedule takes, or 1.
+
+    Raises:
+        ScheduleError: there is no such schedule, it has no such option, or sizes do not fit it.
+
+    >>> schedule("1f1b", 4, 8).in_flight(0)
+    4
+    """
+    if name not in SCHEDULES:
+        raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+    known = SCHEDULES[name]
+    foreign = [option for option in options if option not in known.options]
+    if foreign:
+        takes = f"choose from {', '.join(known.options)}" if known.options else "it takes none"
+        raise ScheduleError(f"{name}: unknown option {foreign[0]}; {takes}")
+    if chunks is None:
+        chunks = known.chunks or 1
+    return known.make(num_ranks, num_microbatches, chunks, **options)

@@ -1,0 +1,75 @@
+"""When each call of a step computes on each rank class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from distsim.simulate.simulation import Simulation
+from distsim.simulate.tasks.rank_classes import communicates
+from distsim.simulate.tasks.templates import Floats, Ints
+from distsim.simulate.tasks.timeline import Piece
+
+_LONGEST_WAIT = 0.25
+"""A call is in parts where it waits longer than this share of what it computes in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """The compute of a call on a rank class: the (start, end) of its parts in seconds, one if it never waits.
+
+    Waits that are short beside what it computes, as for the collectives of a layer, are taken with it.
+    ``name`` is that of the call in the step, such as ``F3@1``, ``(F3@2;B4@1)`` or ``U@1``; empty for what
+    stands in no call.
+    """
+
+    name: str
+    rank_class: int
+    parts: tuple[tuple[float, float], ...]
+
+
+def call_times(simulation: Simulation) -> Iterator[CallTime]:
+    """Yield the calls of a step in the order of issue; a call that takes no time is left out."""
+    classes = len(simulation.classes.members)
+    for piece in simulation.timeline.pieces():
+        yield from _of_piece(piece, classes)
+
+
+def _of_piece(piece: Piece, classes: int) -> Iterator[CallTime]:
+    """Yield the calls of a piece: itself, or if it is a whole function those in it."""
+    names = [piece.path, *piece.call_names[1:]] if not piece.path else [piece.path]
+    outermost = _outermost(piece) if not piece.path else np.zeros(len(piece.call_names), np.int64)
+    computes = np.array([not communicates(op) for op in piece.op_table], np.bool_)
+    uses = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
+    chosen = (computes[piece.op] & (piece.end > piece.start))[uses]
+    tasks = uses[chosen]
+    rank_class = np.array([stream.rank_class for stream in piece.stream_table], np.int64)
+    group = outermost[piece.call[tasks]] * classes + rank_class[piece.streams[chosen]]
+    # Tasks of a class are in the order in which it runs them: by a stable sort, so are those of a call.
+    order = np.argsort(group, kind="stable")
+    start, end = piece.start[tasks][order], piece.end[tasks][order]
+    own, first = np.unique(group[order], return_index=True)
+    for n in np.argsort(tasks[order[first]], kind="stable").tolist():
+        call, on = divmod(int(own[n]), classes)
+        after = first[n + 1] if n + 1 < len(first) else len(order)
+        yield CallTime(names[call], on, _parts(start[first[n] : after], end[first[n] : after]))
+
+
+def _parts(start: Floats, end: Floats) -> tuple[tuple[float, float], ...]:
+    """Return the parts of a call of tasks that run one after the other."""
+    long = start[1:] - end[:-1] > _LONGEST_WAIT * (end - start).sum()
+    begins: list[float] = start[np.concatenate([[True], long])].tolist()
+    ends: list[float] = end[np.concatenate([long, [True]])].tolist()
+    return tuple(zip(begins, ends, strict=True))
+
+
+def _outermost(piece: Piece) -> Ints:
+    """Return for each call of a function the call that leads to it from there; 0 for the function."""
+    parents: list[int] = piece.call_parent.tolist()
+    found = [0] * len(parents)
+    for call, parent in enumerate(parents):
+        if call:
+            found[call] = found[parent] or call
+    return np.array(found, np.int64)

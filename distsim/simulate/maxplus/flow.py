@@ -1,0 +1,98 @@
+"""Who makes what a block reads: the part of a program's wiring that no schedule and no cost changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from distsim.ir import Value
+from distsim.program.table import LATEST, ONCE, BoundBlock, Key, Table
+from distsim.simulate.tasks.program_ranks import Communication, communication
+from distsim.simulate.tasks.templates import Ints
+
+Address = tuple[Value, int]
+"""A value on a pipeline rank: a key of whichever microbatch."""
+
+Result = tuple[int, int]
+"""(block, output)."""
+
+
+def address(key: Key) -> Address:
+    """Return what a key is a value of."""
+    return key.value, key.rank
+
+
+class Flow:
+    """Which blocks make what each block of a set reads.
+
+    ``sources`` [blocks, inputs] are the results that may be what is read: several for a sum, or where
+    microbatches differ in who makes them, none for what is there from the start; ``makers`` are their blocks.
+    What is read after all of them have run, as one value a step or the latest, is that of the block that ran
+    last: ``contested`` are those (reader, makers), and which block that is, a table tells
+    (:meth:`last_makers`).
+    """
+
+    def __init__(self, blocks: Sequence[BoundBlock], num_ranks: int) -> None:
+        self.blocks, self.num_ranks = tuple(blocks), num_ranks
+        self.number = {block: n for n, block in enumerate(self.blocks)}
+        made: dict[Address, dict[int, int]] = {}
+        for n, block in enumerate(self.blocks):
+            for place, key in enumerate(block.makes):
+                made.setdefault(address(key), {})[n] = place
+        results = {at: (tuple(places), tuple(places.items())) for at, places in made.items()}
+        nobody: tuple[tuple[int, ...], tuple[Result, ...]] = ((), ())
+        found = [[results.get(address(key), nobody) for key in block.reads] for block in self.blocks]
+        self.makers = [[makers for makers, _ in own] for own in found]
+        self.sources = [[sources for _, sources in own] for own in found]
+        contested: dict[tuple[int, tuple[int, ...]], None] = {}
+        for n, block in enumerate(self.blocks):
+            for key, makers in zip(block.reads, self.makers[n], strict=True):
+                if len(makers) > 1 and key.which in (ONCE, LATEST):
+                    contested[n, makers] = None
+        self.contested = tuple(contested)
+
+    @cached_property
+    def communication(self) -> Communication:
+        """What the blocks move between devices."""
+        return communication(self.blocks, self.num_ranks)
+
+    def last_makers(self, table: Table) -> tuple[int, ...]:
+        """Return, of each of ``contested``, which maker runs last if all run before the reader, else -1."""
+        if not self.contested:
+            return ()
+        rows = np.array([self.number[block] for block in table.blocks], np.int64)[table.block]
+        place = np.arange(len(rows))
+        # A block that is repeated runs until the end of its round.
+        ends = np.repeat(np.where(table.repeats > 1, table.start[1:] - 1, 0), np.diff(table.start))
+        until = np.maximum(place, ends)
+        first, last = np.full(len(self.blocks), len(rows)), np.full(len(self.blocks), -1)
+        np.minimum.at(first, rows, place)
+        np.maximum.at(last, rows, until)
+        return tuple([_last(makers, first[reader], last) for reader, makers in self.contested])
+
+    def key_of(self, block: int, place: int) -> Key:
+        """Return the key of an input of a block."""
+        return self.blocks[block].reads[place]
+
+
+def _last(makers: Sequence[int], reader: int, last: Ints) -> int:
+    ends = last[list(makers)]
+    order = np.argsort(ends)
+    if ends[order[-1]] >= reader or ends[order[-1]] == ends[order[-2]]:
+        return -1
+    return makers[int(order[-1])]
+
+
+_FLOWS: WeakValueDictionary[frozenset[BoundBlock], Flow] = WeakValueDictionary()
+
+
+def flow_of(table: Table) -> Flow:
+    """Return the flow of the blocks of a table; tables of the same blocks share it while one is in use."""
+    key = frozenset(table.blocks)
+    found = _FLOWS.get(key)
+    if found is None:
+        found = _FLOWS[key] = Flow(table.blocks, table.num_ranks)
+    return found

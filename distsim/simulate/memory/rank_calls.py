@@ -1,0 +1,231 @@
+"""What each rank does in a table of calls, with numbers for keys: ranks that do the same are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from distsim.ir import Function, Role, Tensor, Type, Value
+from distsim.program.parts import ProgramInput
+from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table
+from distsim.schedule import Kind, Schedule
+
+Slots = tuple[int, ...]
+Places = tuple[tuple[int, int], ...]
+"""(slot, which): as of keys, :data:`ONCE` for a value of which there is one a step."""
+
+_CODES = {kind.value: kind.code for kind in Kind}
+
+
+class Irregular(Exception):
+    """Microbatches share memory in a way that the rows of a few of them do not show."""
+
+
+class Slot(NamedTuple):
+    """A value on a rank: its bytes (0 where it is on no device), and its role if it is an input there."""
+
+    nbytes: int
+    role: Role | None
+
+
+class SlotCall(NamedTuple):
+    """A block of one action: what it reads and makes, and the numbers of the transfers that follow it.
+
+    ``sizes`` are the bytes of what it makes.
+    """
+
+    function: Function
+    reads: Places
+    makes: Places
+    sizes: tuple[int, ...]
+    sends: tuple[int, ...]
+
+
+class TailCall(NamedTuple):
+    """A row after the last action, as far as one rank takes part: a transfer reads or makes on it, or both.
+
+    ``copy`` is that of the model whose microbatches are sent one by one; -1 for what happens once.
+    """
+
+    kind: str
+    function: Function | None
+    reads: Places
+    makes: Places
+    sizes: tuple[int, ...]
+    copy: int
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """What a rank does, whatever its number.
+
+    ``calls`` are by (4 * i + kind for its i-th stage, whether it adds to sums that were made before);
+    ``sent`` are the slots of the transfers from it that follow calls, by number, ``brought`` those that
+    such transfers bring. ``pairs``: two actions may overlap.
+    """
+
+    slots: tuple[Slot, ...]
+    calls: tuple[tuple[tuple[int, bool], SlotCall], ...]
+    sent: Slots
+    brought: Slots
+    tail: tuple[TailCall, ...]
+    outputs: Places
+    pairs: bool
+
+
+class Rank(NamedTuple):
+    """A pipeline rank: what it does, its stages, and what is which there.
+
+    By numbers in the table: ``sent`` gives the numbers of transfers of blocks, ``brought`` the slots that
+    blocks bring, ``tail`` the places in its tail of rows after the last action; ``slots`` those of values.
+    """
+
+    calls: RankCalls
+    stages: tuple[int, ...]
+    sent: Mapping[int, int]
+    brought: Mapping[int, int]
+    tail: Mapping[int, int]
+    slots: Mapping[Value, int]
+
+
+def size_of(type_: Type) -> int:
+    """Return the bytes that a value takes on each device that holds it; 0 if none does."""
+    return type_.nbytes if isinstance(type_, Tensor) and type_.device is not None else 0
+
+
+def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
+    """Return what each rank does; raise :class:`Irregular` where sums do not belong to one stage."""
+    schedule = table.order.schedule
+    roles = _roles(schedule, inputs)
+    ends = int(table.start[table.tail])
+    numbers: list[int] = np.unique(table.block[:ends]).tolist()
+    each = max(schedule.num_microbatches, 1)
+    firsts: list[int] = table.microbatch[ends:, 0].tolist()
+    last: list[int] = table.block[ends:].tolist()
+    tail = [table.blocks[number] for number in last]
+    stages: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
+    for stage, rank in enumerate(schedule.rank_of):
+        stages[rank].append(stage)
+    sizes = cache(size_of)
+    builders = [_Builder(own, roles[rank], sizes) for rank, own in enumerate(stages)]
+    for number in numbers:
+        block = table.blocks[number]
+        if block.kind == SEND:
+            builders[block.rank].sends.setdefault(block.reads[0].value, []).append(number)
+            builders[block.target].brought.append((number, block.makes[0]))
+        else:
+            builders[block.rank].add(block)
+    for builder in builders:
+        builder.number_calls()
+    for row, (block, first) in enumerate(zip(tail, firsts, strict=True)):
+        for rank in dict.fromkeys(block.ranks):
+            builders[rank].add_tail(row, block, rank, first // each)
+    for key in table.outputs:
+        builders[key.rank].outputs.append(builders[key.rank].place(key))
+    return tuple([builder.rank() for builder in builders])
+
+
+def _roles(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Value, Role]]:
+    """Return per rank the roles of the inputs that it holds."""
+    roles: list[dict[Value, Role]] = [{} for _ in range(schedule.num_ranks)]
+    for given in inputs:
+        for first in range(0, schedule.num_stages, max(schedule.chain, 1)):
+            for stage in given.stages:
+                roles[schedule.rank_of[first + stage]][given.key] = given.source.role
+    return roles
+
+
+class _Builder:
+    """Numbers the keys of one rank in the order in which its calls name them."""
+
+    def __init__(
+        self, stages: Sequence[int], roles: Mapping[Value, Role], size_of: Callable[[Type], int]
+    ) -> None:
+        self.stages, self.roles, self.size_of = tuple(stages), roles, size_of
+        self.blocks: dict[tuple[int, bool], BoundBlock] = {}
+        self.sends: dict[Value, list[int]] = {}
+        self.brought: list[tuple[int, Key]] = []
+        self.number: dict[Value, int] = {}
+        self.slots: list[Slot] = []
+        self.calls: list[tuple[tuple[int, bool], SlotCall]] = []
+        self.sent: dict[int, int] = {}
+        self.sent_slots: list[int] = []
+        self.tail: list[TailCall] = []
+        self.tail_number: dict[int, int] = {}
+        self.outputs: list[tuple[int, int]] = []
+        self.pairs = False
+
+    def place(self, key: Key) -> tuple[int, int]:
+        """Return the slot of a key, and of which microbatch it is."""
+        slot = self.number.get(key.value)
+        if slot is None:
+            slot = self.number[key.value] = len(self.slots)
+            self.slots.append(Slot(self.size_of(key.value.type), self.roles.get(key.value)))
+        return slot, key.which
+
+    def places(self, keys: Iterable[Key]) -> Places:
+        """Return the slots of keys."""
+        number, place = self.number, self.place
+        return tuple([(number[k.value], k.which) if k.value in number else place(k) for k in keys])
+
+    def sizes_of(self, function: Function) -> tuple[int, ...]:
+        """Return the bytes of the outputs of a function."""
+        return tuple([self.size_of(value.type) for value in function.outputs])
+
+    def add(self, block: BoundBlock) -> None:
+        """Take in a block of one action or two."""
+        if block.pair:
+            self.pairs = True
+            one, two = ({k for k in each.reads if k.which == ONCE} for each in block.pair)
+            if not one.isdisjoint(block.pair[1].makes) or not two.isdisjoint(block.pair[0].makes):
+                raise Irregular  # a pair reads the sum as it was before both
+        for each in block.pair or (block,):
+            family = 4 * self.stages.index(each.stages[0]) + _CODES[each.kind]
+            self.blocks[family, not set(each.makes).isdisjoint(each.reads)] = each
+
+    def number_calls(self) -> None:
+        """Number the keys of the calls, by stage and kind."""
+        summing: dict[int, int] = {}
+        for (family, adds), block in sorted(self.blocks.items(), key=lambda item: item[0]):
+            reads, makes = self.places(block.reads), self.places(block.makes)
+            numbers = [number for key in block.makes for number in self._sends(key)]
+            call = SlotCall(block.callee, reads, makes, self.sizes_of(block.callee), tuple(numbers))
+            self.calls.append(((family, adds), call))
+            for slot, which in makes:
+                if which == ONCE and summing.setdefault(slot, family // 4) != family // 4:
+                    raise Irregular  # two copies of a stage on one rank make one sum
+
+    def _sends(self, key: Key) -> list[int]:
+        """Return the numbers of the transfers of what a call makes."""
+        blocks = self.sends.get(key.value, ()) if key.which != ONCE else ()
+        for block in blocks:
+            if block not in self.sent:
+                self.sent[block] = len(self.sent_slots)
+                self.sent_slots.append(self.number[key.value])
+        return [self.sent[block] for block in blocks]
+
+    def add_tail(self, row: int, block: BoundBlock, rank: int, copy: int) -> None:
+        """Take in a row after the last action."""
+        self.tail_number[row] = len(self.tail)
+        reads = self.places([key for key in block.reads if key.rank == rank])
+        makes = self.places([key for key in block.makes if key.rank == rank])
+        sizes = () if block.function is None else self.sizes_of(block.function)
+        self.tail.append(TailCall(block.kind, block.function, reads, makes, sizes, copy))
+
+    def rank(self) -> Rank:
+        """Return the rank."""
+        brought = {number: self.place(key)[0] for number, key in self.brought}
+        calls = RankCalls(
+            tuple(self.slots),
+            tuple(self.calls),
+            tuple(self.sent_slots),
+            tuple(sorted({*brought.values()})),
+            tuple(self.tail),
+            tuple(self.outputs),
+            self.pairs,
+        )
+        return Rank(calls, self.stages, self.sent, brought, self.tail_number, self.number)

@@ -1,0 +1,32 @@
+"""Schedules that are searched for with the times of the stages that they are to run."""
+
+from __future__ import annotations
+
+from distsim.cost.cost_model import CostModel
+from distsim.ir import Mesh
+from distsim.schedule import Schedule, schedule
+from distsim.stage_balance.pricing import action_costs
+from distsim.transforms.pipelining.pipeline import Cut
+
+
+def searched_schedule(
+    name: str, memory: float, cut: Cut, mesh: Mesh, order: Schedule, cost_model: CostModel
+) -> Schedule:
+    """Return the schedule called ``name`` for the stages of a cut, by what their actions take.
+
+    ``memory`` is what a rank may use for activations, as a share of what 1F1B needs: those of as many
+    microbatches as there are ranks, of all its stages. ``order`` is any schedule of as many stages, ranks and
+    microbatches, in which the stages are looked at. Raises :class:`ScheduleError` for a memory that is too
+    small.
+    """
+    costs = action_costs(cut.program(mesh, order), cost_model)
+    return schedule(
+        name,
+        order.num_ranks,
+        order.num_microbatches,
+        order.chunks,
+        memory_limit=memory * order.num_ranks * order.chunks,
+        seconds=costs.seconds.tolist(),
+        send=costs.send,
+        weight_share=costs.pending.tolist(),
+    )

@@ -1,0 +1,82 @@
+"""Replays a schedule with a time for each kind of action: what the figures of the reference tables are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.schedule import Schedule
+
+FORWARD, BACKWARD_WEIGHT = 0, 3
+
+
+def replay(
+    made: Schedule,
+    send: float = 0.0,
+    atomic: bool = False,
+    seconds: Sequence[float] | Sequence[Sequence[float]] = (1.0, 1.0, 1.0),
+) -> tuple[float, float]:
+    """Return the makespan, and the longest time from a rank's first start to its last end.
+
+    ``seconds`` are of F, I and W, of every stage or [stages, 3]; B takes as long as I and W. A message
+    between ranks arrives ``send`` after the action that makes it and occupies nobody. A pair runs in turn,
+    or, ``atomic``, starts when both can and gives both results at its end.
+    """
+    stages, rank_of = made.num_stages, made.rank_of
+    takes = [(f, i + w, i, w) for f, i, w in np.broadcast_to(np.array(seconds), (stages, 3)).tolist()]
+    rows = [[[code for code in cell if code >= 0] for cell in row.tolist()] for row in made.codes]
+    queues = [(row if atomic else [[code] for cell in row for code in cell])[::-1] for row in rows]
+    end: dict[int, float] = {}  # of F by an even number, of B or I by an odd one
+
+    def needs(code: int) -> list[tuple[int, int]]:
+        """What an action waits for: a key of ``end``, and the stage that makes it."""
+        pair, kind = divmod(code, 4)
+        stage = pair % stages
+        if kind == FORWARD:
+            return [(2 * pair - 2, stage - 1)] if stage % made.chain else []
+        if kind == BACKWARD_WEIGHT:
+            return [(2 * pair + 1, stage)]
+        after = [(2 * pair + 3, stage + 1)] if (stage + 1) % made.chain else []
+        return [(2 * pair, stage), *after]
+
+    first, free = [-1.0] * made.num_ranks, [0.0] * made.num_ranks
+    left = sum(map(len, queues))
+    while left:
+        before = left
+        for rank, queue in enumerate(queues):
+            while queue:
+                inputs = [need for code in queue[-1] for need in needs(code)]
+                if any(key not in end for key, _ in inputs):
+                    break
+                cell = queue.pop()
+                start = free[rank]
+                for key, stage in inputs:
+                    start = max(start, end[key] + send * (rank_of[stage] != rank))
+                first[rank] = start if first[rank] < 0 else first[rank]
+                free[rank] = start + sum(takes[code // 4 % stages][code % 4] for code in cell)
+                for code in cell:
+                    if code % 4 != BACKWARD_WEIGHT:
+                        end[2 * (code // 4) + (code % 4 != FORWARD)] = free[rank]
+                left -= 1
+        assert left < before, "deadlock"
+    return max(free), max(last - begin for last, begin in zip(free, first, strict=True))
+
+
+def peaks(made: Schedule) -> tuple[list[int], list[int], list[int]]:
+    """Return per rank the most pairs in flight, until I, and pending W, written apart from Schedule."""
+    found: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for actions in made.actions:
+        held: tuple[set, set, set] = (set(), set(), set())
+        most = [0, 0, 0]
+        for action in actions:
+            pair = action.stage, action.microbatch
+            for which, (begins, ends) in enumerate((("F", "BW"), ("F", "BI"), ("I", "W"))):
+                if action.kind.value in begins:
+                    held[which].add(pair)
+                elif action.kind.value in ends:
+                    held[which].discard(pair)
+                most[which] = max(most[which], len(held[which]))
+        for which in range(3):
+            found[which].append(most[which])
+    return found
