@@ -68,24 +68,30 @@ LAYERS = {  # (module, what it imports) against the order of the folders of thei
 MANY_PARAMETERS = {
     "distsim.simulate.explain.path_kernel.walk_back",
     "distsim.simulate.maxplus.kernels.evaluate",
-    "distsim.simulate.memory.kernel.compose",
-    "distsim.simulate.memory.kernel.run_once",
     "distsim.stage_balance.search.choices",
 }
 OWN_CACHES = {  # modules that keep what they made in some way of their own
+    "distsim.device_placement.optimal.search",  # whether the loops are compiled: to stay
     "distsim.compose",
-    "distsim.device_placement.optimal.search",  # whether the loops are compiled
+    "distsim.cost.cost_model",
+    "distsim.program.backward_halves",
     "distsim.program.bind",
-    "distsim.schedule.generate",
+    "distsim.program.overlap_pairs",
+    "distsim.schedule.greedy.controllable_memory",
+    "distsim.schedule.greedy.zero_bubble",
+    "distsim.schedule.greedy.zero_bubble_v",
     "distsim.schedule.issue_order",
+    "distsim.schedule.v_shaped",
+    "distsim.schedule.warm_up",
+    "distsim.simulate.explain.walk",
     "distsim.simulate.maxplus.engine",
     "distsim.simulate.memory.plan",
-    "distsim.simulate.memory.positions",
-    "distsim.simulate.memory.table",
+    "distsim.simulate.memory.sampling",
+    "distsim.simulate.memory.table_changes",
     "distsim.simulate.memory.walk",
     "distsim.simulate.tasks.program_ranks",
 }
-SHARED_NAMES = {"Item", "Order", "Part", "Plan", "Ranks", "Table", "Tail", "Wiring", "_Pricer"}
+SHARED_NAMES = {"Calls", "Communication", "Flow", "Part", "Plan", "Ranks", "Wiring", "_Pricer"}
 
 MOST_ENTRIES, MOST_PARAMETERS = 15, 8
 CATALOGUES = {"distsim", "distsim.ops"}  # the floors of the house, and the operators
