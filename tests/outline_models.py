@@ -13,7 +13,7 @@ SHAPE = (2, 4)
 
 def flat(function: Function) -> Function:
     """The function without Calls."""
-    while any(op.op_type == "Call" for op in function.ops):
+    while any(op.is_call for op in function.ops):
         function = inline(function)
     return function
 
@@ -29,7 +29,7 @@ def calls(function: Function) -> dict[str, int]:
     found = {callee.name: 0 for callee in reversed(callees(function))}
     for caller in (function, *callees(function)):
         for op in caller.ops:
-            if op.op_type == "Call":
+            if op.is_call:
                 found[op.callee.name] += 1
     return found
 

@@ -98,7 +98,7 @@ def test_the_heuristic_modes_run_as_their_timetable_says(mode, seed):
 @pytest.mark.parametrize("inlined", [False, True])
 def test_models_with_calls_and_views(function, inlined):
     topology = machine(2)
-    while inlined and any(op.op_type == "Call" for op in function.ops):
+    while inlined and any(op.is_call for op in function.ops):
         function = inline(function)
     cost_model = CostModel(topology)
     problem = problem_of(function, cost_model)

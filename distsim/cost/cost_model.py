@@ -290,7 +290,7 @@ class DeviceCosts:
         Raises what :meth:`CostModel.seconds` raises, and :class:`CostError` for what is no cost.
         """
         total, where = 0.0, (self.device,)
-        for inner in all_ops(op.callee) if op.op_type == "Call" else (op,):
+        for inner in all_ops(op.callee) if op.is_call else (op,):
             if operator(inner.op_type).communication is None and runs_kernel(inner.op_type):
                 signature = signature_of(inner)
                 total += usable(signature, self.cost_model.seconds(signature, where))

@@ -84,7 +84,7 @@ def partition_model(
     if not memory > 0:
         raise PartitionError(f"memory={memory} bytes: a device has some")
     cost_model = cost_model_of(topology, cost_model)
-    while any(op.op_type == "Call" for op in function.ops):
+    while any(op.is_call for op in function.ops):
         function = inline(function)
     problem = problem_of(function, cost_model)
     devices = tuple(

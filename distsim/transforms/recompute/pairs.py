@@ -47,11 +47,11 @@ def find_pairs(joint: Joint) -> list[Pair]:
     # What is summed over microbatches is no gradient that one of them waits for.
     late = {v for op in function.ops if joint.behind(op) and not is_sum(op) for v in op.outputs}
     for op in function.ops:
-        if op.op_type != "Call" or op not in joint.forward:
+        if not op.is_call or op not in joint.forward:
             continue
         alone = [next(iter(readers[v])) for v in op.outputs if len(readers.get(v, ())) == 1]
         for back in dict.fromkeys(alone):
-            if back and back.op_type == "Call" and back not in joint.forward and back not in taken:
+            if back and back.is_call and back not in joint.forward and back not in taken:
                 taken.add(back)
                 found.append(_pair(joint, op, back, readers, late))
                 break
@@ -103,7 +103,7 @@ def joint_of(pair: Pair) -> Joint:
 
 
 def _flat(function: Function) -> Function:
-    while any(op.op_type == "Call" for op in function.ops):
+    while any(op.is_call for op in function.ops):
         function = inline(function)
     return function
 
