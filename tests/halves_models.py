@@ -12,7 +12,7 @@ from topology_models import invent_topology
 from distsim.cost.cost_model import runs_kernel
 from distsim.executor import SequentialExecutor
 from distsim.ir import Function, FunctionMaker, Mesh, Value, all_ops, needed_ops, verify
-from distsim.ir.inline import inline
+from distsim.ir.inline import flatten
 from distsim.ops import signature_of, work
 from distsim.program.block import Block
 
@@ -43,9 +43,7 @@ def needs_a_sum(block: Block, waited: Sequence[Value]) -> bool:
     """Whether in any microbatch but the first what is waited for follows from a sum, Calls written out."""
     if not block.accumulated:
         return False
-    whole = block.accumulating
-    while any(op.is_call for op in whole.ops):
-        whole = inline(whole)
+    whole = flatten(block.accumulating)
     places = [block.outputs.index(key) for key in waited]
     outputs = [whole.outputs[place] for place in places]
     needed = {*outputs, *(v for op in needed_ops(whole.ops, outputs) for v in op.inputs)}

@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from training_models import F64, Maker
 
 from distsim.ir import Function, FunctionMaker, Role, Tensor, Value, callees
+from distsim.ir.inline import flatten
 from distsim.models import mlp
-from distsim.transforms import inline
 
 SHAPE = (2, 4)
 
 
 def flat(function: Function) -> Function:
     """The function without Calls."""
-    while any(op.is_call for op in function.ops):
-        function = inline(function)
-    return function
+    return flatten(function)
 
 
 def layers(count: int, **options: int) -> Function:

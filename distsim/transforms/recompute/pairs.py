@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Role, Value, rewire_op, rewrite, substitute
-from distsim.ir.inline import inline
+from distsim.ir.inline import flatten
 from distsim.transforms.pipelining.op_graph import is_sum
 from distsim.transforms.recompute.phases import Joint, split_joint
 
@@ -79,7 +79,7 @@ def joint_of(pair: Pair) -> Joint:
     Inputs: those of the forward callee, then what backward reads besides, its tangents. Outputs: the
     required ones of forward, then those of backward.
     """
-    ahead, behind = _flat(pair.forward.callee), _flat(pair.backward.callee)
+    ahead, behind = flatten(pair.forward.callee), flatten(pair.backward.callee)
     known: dict[Value, Value] = {}
     tangents: dict[int, Value] = {}
     for formal, (kind, index) in zip(behind.inputs, pair.wiring, strict=True):
@@ -100,12 +100,6 @@ def joint_of(pair: Pair) -> Joint:
             made.update(op.outputs)
     first = tuple(range(len(pair.required)))
     return Joint(function, set(ahead.ops) - constants, constants, set(), late, {*free, *held, *made}, first)
-
-
-def _flat(function: Function) -> Function:
-    while any(op.is_call for op in function.ops):
-        function = inline(function)
-    return function
 
 
 @dataclass(frozen=True, eq=False, slots=True)
