@@ -71,9 +71,9 @@ MANY_PARAMETERS = {
     "distsim.stage_balance.search.choices",
 }
 OWN_CACHES = {  # modules that keep what they made in some way of their own
-    "distsim.device_placement.optimal.search",  # whether the loops are compiled: to stay
     "distsim.compose",
     "distsim.cost.cost_model",
+    "distsim.device_placement.optimal.search",  # whether the loops are compiled
     "distsim.program.backward_halves",
     "distsim.program.bind",
     "distsim.program.overlap_pairs",
@@ -91,7 +91,7 @@ OWN_CACHES = {  # modules that keep what they made in some way of their own
     "distsim.simulate.memory.walk",
     "distsim.simulate.tasks.program_ranks",
 }
-SHARED_NAMES = {"Calls", "Communication", "Flow", "Part", "Plan", "Ranks", "Wiring", "_Pricer"}
+SHARED_NAMES: set[str] = set()
 
 MOST_ENTRIES, MOST_PARAMETERS = 15, 8
 CATALOGUES = {"distsim", "distsim.ops"}  # the floors of the house, and the operators

@@ -13,7 +13,7 @@ from distsim.ops.operator import (
     Array,
     GradientContext,
     Operator,
-    Part,
+    OutputPart,
     ShardingRule,
     Signature,
     Work,
@@ -164,10 +164,10 @@ def _gemm_grad_work(signature: Signature) -> Work:
     return Work(flops, bytes_of(signature.inputs) + dy.nbytes, bytes_of(signature.outputs), matrix=True)
 
 
-def _gemm_grad_part(signature: Signature, output: int) -> Part:
+def _gemm_grad_part(signature: Signature, output: int) -> OutputPart:
     factors = _factors(signature.attributes, "AB"[output])
     read = tuple(["A", "B", "dy"].index(operand) for operand, _ in factors)
-    return Part("Gemm", read, Attributes(_options(signature.attributes, factors)))
+    return OutputPart("Gemm", read, Attributes(_options(signature.attributes, factors)))
 
 
 def _gemm_grad_sharding(signature: Signature) -> ShardingRule:

@@ -22,7 +22,7 @@ from distsim.ops.operator import (
     Dim,
     GradientContext,
     Operator,
-    Part,
+    OutputPart,
     ShardingRule,
     Signature,
     Work,
@@ -198,9 +198,9 @@ def _matmul_grad_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((x, w, dy), (x, w), ((2,),))
 
 
-def _matmul_grad_part(signature: Signature, output: int) -> Part:
+def _matmul_grad_part(signature: Signature, output: int) -> OutputPart:
     name, shape = _AB[output], signature.inputs[output].shape
-    return Part(f"MatMulGrad{name}", (1 - output, 2), Attributes({"shape": shape}))
+    return OutputPart(f"MatMulGrad{name}", (1 - output, 2), Attributes({"shape": shape}))
 
 
 register(

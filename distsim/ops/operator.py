@@ -119,7 +119,7 @@ def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """The op that makes one output of another op by itself: it reads those of its inputs at these places."""
 
     op_type: str
@@ -180,7 +180,7 @@ GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
 BufferRule = Callable[[Attributes, int], Sequence[int]]
 """(attributes, number of inputs) -> places of inputs."""
-PartRule = Callable[[Signature, int], Part]
+PartRule = Callable[[Signature, int], OutputPart]
 """(signature, place of an output) -> the op that makes it."""
 FormalsRule = Callable[[Attributes], tuple[str, ...]]
 """attributes -> the formal names of the operands, in order (see :mod:`distsim.ops.places`)."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary, proxy
 
 import numpy as np
 import numpy.typing as npt
@@ -51,13 +51,15 @@ class Binder:
     """
 
     def __init__(self, parts: Parts, rank_of: tuple[int, ...], copies: int) -> None:
-        self.parts, self.rank_of, self.copies = parts, rank_of, copies
+        self.parts: Parts = proxy(parts)  # which are kept by programs, and keep this
+        self.rank_of, self.copies = rank_of, copies
         self.chain = len(parts.blocks)
         self.makers = parts.makers()
         self.calls: dict[tuple[int, int], BoundBlock | None] = {}
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
         self.readers = self._readers()
+        self._sends: dict[BoundBlock, tuple[tuple[BoundBlock, int], ...]] = {}
         self._tables: WeakKeyDictionary[Schedule, Table] = WeakKeyDictionary()
         self._tails: dict[int, Tail] = {}
 
@@ -131,8 +133,14 @@ class Binder:
             return ()
         return interleaved_names(one.callee, two.callee, one.names, two.names)
 
-    def sends(self, block: BoundBlock) -> Iterator[tuple[BoundBlock, int]]:
-        """Yield the transfers that follow a call, and which of its microbatches each is of."""
+    def sends(self, block: BoundBlock) -> Sequence[tuple[BoundBlock, int]]:
+        """Return the transfers that follow a call, and which of its microbatches each is of."""
+        found = self._sends.get(block)
+        if found is None:
+            found = self._sends[block] = tuple(self._sent(block))
+        return found
+
+    def _sent(self, block: BoundBlock) -> Iterator[tuple[BoundBlock, int]]:
         for key in block.makes:
             if key.which == ONCE:
                 continue
@@ -164,7 +172,7 @@ class Binder:
 
     def _table(self, order: IssueOrder) -> Table:
         blocks, number, swapped = self._cells(order)
-        sends = [[] if b is None else list(self.sends(b)) for b in blocks]
+        sends = [() if b is None else self.sends(b) for b in blocks]
         numbers: dict[BoundBlock, int] = {}
 
         def of(block: BoundBlock) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from distsim.compile import compiled
+from distsim.compile import compiled, inner
 
 
 @compiled
@@ -110,29 +110,39 @@ def precede(
     count, width = len(dep_start) - 1, after.shape[1]
     before = np.empty(len(streams), np.int64)
     last = np.full(width, -1, np.int64)
-    port_entered[:] = True
+    for port in range(len(port_entered)):
+        for s in range(width):
+            port_entered[port, s] = True
     for task in range(count):
         for k in range(stream_start[task], stream_start[task + 1]):
             entered[task, streams[k]] = True
             before[k] = last[streams[k]]
-            if before[k] >= 0:
-                entered[task] |= entered[before[k]]
+            join(entered, task, before[k])
             last[streams[k]] = task
         for k in range(dep_start[task], dep_start[task + 1]):
-            if deps[k] >= 0:
-                entered[task] |= entered[deps[k]]
+            join(entered, task, deps[k])
         for k in range(dep_start[task], dep_start[task + 1]):
             if deps[k] < 0:
-                port_entered[-2 - deps[k]] &= entered[task]
+                for s in range(width):
+                    port_entered[-2 - deps[k], s] &= entered[task, s]
     for s in range(width):
         if last[s] >= 0:
             after[last[s], s] = True
     for task in range(count - 1, -1, -1):
         for k in range(dep_start[task], dep_start[task + 1]):
             if deps[k] >= 0:
-                after[deps[k]] |= after[task]
+                join(after, deps[k], task)
             else:
-                port_after[-2 - deps[k]] |= after[task]
+                for s in range(width):
+                    port_after[-2 - deps[k], s] |= after[task, s]
         for k in range(stream_start[task], stream_start[task + 1]):
             if before[k] >= 0:
-                after[before[k]] |= after[task]
+                join(after, before[k], task)
+
+
+@inner
+def join(flags: Any, into: int, other: int) -> None:
+    """Add the flags of one row to those of another; of none if its number is negative."""
+    if other >= 0:
+        for s in range(flags.shape[1]):
+            flags[into, s] |= flags[other, s]

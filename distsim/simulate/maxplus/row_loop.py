@@ -74,7 +74,6 @@ class Reach(NamedTuple):
 @inner
 def run_rows(begin: int, end: int, moved: int, rows: Any, products: Any, times: Any, x: Any, log: Any) -> int:
     """Run rows, microbatches ``moved`` on; log what they write, if there is room; return how much that is."""
-    shift = np.array([moved, moved, 0])
     logged = 0
     for n in range(begin, end):
         for p in range(products.first[rows.block[n]], products.first[rows.block[n] + 1]):
@@ -82,7 +81,8 @@ def run_rows(begin: int, end: int, moved: int, rows: Any, products: Any, times: 
             width = products.in_start[p + 1] - entry
             for j in range(width):
                 which = products.in_which[entry + j]
-                x[j] = times[products.in_base[entry + j] + rows.microbatch[n, which] + shift[which]]
+                cell = products.in_base[entry + j] + rows.microbatch[n, which]
+                x[j] = times[cell + moved if which < 2 else cell]
             at = products.matrix_start[p]
             for i in range(products.out_start[p], products.out_start[p + 1]):
                 value = 0.0  # what nothing delays is there from the start
@@ -92,7 +92,8 @@ def run_rows(begin: int, end: int, moved: int, rows: Any, products: Any, times: 
                         value = other
                 at += width
                 which = products.out_which[i]
-                times[products.out_base[i] + rows.microbatch[n, which] + shift[which]] = value
+                cell = products.out_base[i] + rows.microbatch[n, which]
+                times[cell + moved if which < 2 else cell] = value
                 if len(log):
                     log[logged] = value
                 logged += 1
@@ -122,9 +123,9 @@ def is_even(k: int, q: int, back: int, logs: Any, logged: int) -> bool:
     """Whether each of the last ``back`` repetitions wrote as much later than q before as that one did."""
     kept = len(logs)
     for i in range(k, k - back, -1):
-        now, before, first = logs[i % kept], logs[(i - q) % kept], logs[(i - 2 * q) % kept]
+        now, before, first = i % kept, (i - q) % kept, (i - 2 * q) % kept
         for at in range(logged):
-            if now[at] - before[at] != before[at] - first[at]:
+            if logs[now, at] - logs[before, at] != logs[before, at] - logs[first, at]:
                 return False
     return True
 
@@ -134,16 +135,16 @@ def write_line(r: int, k: int, q: int, ahead: int, rows: Any, products: Any, tim
     """Write what repetition ``k + ahead`` writes by the line through its like of the last two periods."""
     n = (ahead + q - 1) // q
     like = k + ahead - n * q
-    now, before = logs[like % len(logs)], logs[(like - q) % len(logs)]
+    now, before = like % len(logs), (like - q) % len(logs)
     moved = (k + ahead) * rows.advance[r]
-    shift = np.array([moved, moved, 0])
     at = 0
     for row in range(rows.start[r], rows.start[r + 1]):
         for p in range(products.first[rows.block[row]], products.first[rows.block[row] + 1]):
             for i in range(products.out_start[p], products.out_start[p + 1]):
                 which = products.out_which[i]
-                cell = products.out_base[i] + rows.microbatch[row, which] + shift[which]
-                times[cell] = now[at] + n * (now[at] - before[at])
+                cell = products.out_base[i] + rows.microbatch[row, which]
+                value = logs[now, at] + n * (logs[now, at] - logs[before, at])
+                times[cell + moved if which < 2 else cell] = value
                 at += 1
 
 
@@ -169,11 +170,20 @@ def off_line(k: int, q: int, ahead: int, logs: Any, log: Any) -> int:
     """Return how many times that repetition ``k + ahead`` wrote, in ``log``, are not what the line says."""
     n = (ahead + q - 1) // q
     like = k + ahead - n * q
-    now, before = logs[like % len(logs)], logs[(like - q) % len(logs)]
+    now, before = like % len(logs), (like - q) % len(logs)
     count = 0
     for at in range(len(log)):
-        count += log[at] != now[at] + n * (now[at] - before[at])
+        count += log[at] != logs[now, at] + n * (logs[now, at] - logs[before, at])
     return count
+
+
+@inner
+def latest_of(log: Any) -> float:
+    """Return the latest time, 0 if there is none."""
+    latest = 0.0
+    for time in log:
+        latest = max(latest, time)
+    return latest
 
 
 @inner
@@ -216,20 +226,16 @@ def run_rounds(rows: Any, products: Any, reach: Any, longest: int, widest: int, 
     """
     tables = (rows, products, reach)
     x = np.empty(widest)
-    nothing = np.empty(0)
     computed = 0
     for r in range(len(rows.repeats)):
         begin, end, repeats, step = rows.start[r], rows.start[r + 1], rows.repeats[r], rows.advance[r]
-        periods = min(longest, repeats // 4)
-        if reach.lag[r] < 0 or periods < 1:
-            for k in range(repeats):
-                run_rows(begin, end, k * step, rows, products, times, x, nothing)
-            computed += repeats
-            continue
+        periods = min(longest, repeats // 4) if reach.lag[r] >= 0 else 0
         logged = 0
         for n in range(begin, end):
             b = rows.block[n]
             logged += products.out_start[products.first[b + 1]] - products.out_start[products.first[b]]
+        if not periods:
+            logged = 0
         kept = 2 * periods + max(periods, reach.lag[r]) + 1
         logs = np.empty((kept, logged))
         latest = np.empty(kept)
@@ -238,7 +244,7 @@ def run_rounds(rows: Any, products: Any, reach: Any, longest: int, widest: int, 
         while k < repeats:
             log = logs[k % kept]
             run_rows(begin, end, k * step, rows, products, times, x, log)
-            latest[k % kept] = log.max() if logged else 0.0
+            latest[k % kept] = latest_of(log)
             computed += 1
             q = jumped = 0
             for q in range(1, periods + 1):

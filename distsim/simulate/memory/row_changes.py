@@ -11,6 +11,7 @@ from distsim.simulate.memory.excerpt import STEP, Excerpt, Sample
 from distsim.simulate.memory.peak import whole
 from distsim.simulate.memory.rank_calls import Irregular, RankCalls
 from distsim.simulate.memory.walk import (
+    GRADIENTS,
     KIND_OF_ROLE,
     KINDS,
     Argument,
@@ -102,6 +103,7 @@ class RankUse:
     def _tell(self, excerpt: Excerpt) -> None:
         function, sizes = excerpt.function, excerpt.sizes
         frame = whole(function)
+        frame.known = {**frame.known, **{frame.plan.home[v]: GRADIENTS for v in excerpt.gradients}}
         for op, dying, what in zip(function.ops, frame.plan.dying, excerpt.what, strict=True):
             free = [value for value in dying if value not in frame.kept]
             if not op.is_call:
@@ -141,6 +143,9 @@ def _pair(one: _Call, two: _Call, function: Function, apart: int) -> Change:
     for home, label in zip(second.homes, two.labels, strict=True):
         homes.append(("second", home) if label == apart != STEP else home)
     given = [*first.arguments, *second.arguments]
+    of_second = set(homes[len(first.homes) :])
+    if any(a.held and home in of_second for home, a in zip(first.homes, first.arguments, strict=True)):
+        raise Irregular  # held for the other one of the pair, perhaps, not for what follows
     dying = {home for home, argument in zip(homes, given, strict=True) if argument.dies}
     number: dict[object, int] = {}
     places = [number.setdefault(home, place) for place, home in enumerate(homes)]

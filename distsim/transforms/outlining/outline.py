@@ -13,7 +13,7 @@ from distsim.ir import NO_ATTRIBUTES, Function, FunctionMaker, Op, Role, Value, 
 from distsim.transforms.outlining.block_names import Names, common_name, relative
 from distsim.transforms.outlining.blocks import find_blocks
 from distsim.transforms.outlining.repeats import Integers
-from distsim.transforms.outlining.wiring import Wiring
+from distsim.transforms.outlining.wiring import CallWiring
 
 Block = tuple[int, list[int]]
 """Number of ops, and where the repetitions start, ascending."""
@@ -51,7 +51,7 @@ def outline(function: Function, products: int = 2) -> Function:
     """
     if products < 1:
         raise PlanError(f"products={products}: a block has at least 1 matrix product")
-    wiring = Wiring(function)
+    wiring = CallWiring(function)
     found = find_blocks(wiring, products)
     blocks = sorted(((length, starts) for (length, _), starts in found.items()), key=lambda b: b[1])
     return _BlockOutliner(wiring, blocks).run()
@@ -72,7 +72,7 @@ def _times(count: int) -> str:
 class _BlockOutliner:
     """Writes the Calls in place of the ops."""
 
-    def __init__(self, wiring: Wiring, blocks: Sequence[Block]) -> None:
+    def __init__(self, wiring: CallWiring, blocks: Sequence[Block]) -> None:
         self.wiring, self.blocks = wiring, blocks
         self.escaping = _escaping(wiring, blocks)
         self.calls: dict[int, tuple[int, Op]] = {}  # start -> number of ops, the Call in their place
@@ -148,7 +148,7 @@ def _formal(maker: FunctionMaker, actual: Sequence[Value]) -> Value:
     return maker.add_input_value(common_name(actual[0].name, actual[1].name), actual[0].type, role)
 
 
-def _escaping(wiring: Wiring, blocks: Sequence[Block]) -> Integers:
+def _escaping(wiring: CallWiring, blocks: Sequence[Block]) -> Integers:
     """Return for each value whether something outside of its block reads it."""
     owner = np.arange(len(wiring.ops))  # the first op of the block that an op belongs to
     for length, starts in blocks:

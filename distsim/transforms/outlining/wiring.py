@@ -17,7 +17,7 @@ _Key = tuple[object, ...]
 WEIGHTS = (Role.PARAMETER, Role.STATE)
 
 
-class Wiring:
+class CallWiring:
     """The ops of a function in canonical order, with labels and operands as arrays.
 
     Two ops have one label when they differ only in names and in which values they read: same operator,
