@@ -169,7 +169,7 @@ class _Memory:
 
     def __init__(self, function: Function) -> None:
         whole, function = function, only_needed(function, function.outputs, "no output needs it")
-        flat = not any(op.op_type == "Call" for op in function.ops)
+        flat = not any(op.is_call for op in function.ops)
         outlined = outline(updates_last(function)) if flat else function
         self.outlined = None if outlined is whole else outlined
         self.numbered = [Numbered(outlined)]
@@ -237,7 +237,7 @@ class _Memory:
         """Yield what every rank runs, with ever more levels of Calls written out."""
         level = 0
         yield self._local(function, key, costs, level)
-        while any(op.op_type == "Call" for op in self.numbered[level].ops):
+        while any(op.is_call for op in self.numbered[level].ops):
             self._write_out(function, level)
             level += 1
             yield self._local(function, key, costs, level)

@@ -108,7 +108,7 @@ def weights_of_products(function: Function) -> set[str]:
     """Return the names of the parameters that matrix products recomputed in backward Calls read."""
     found: set[str] = set()
     for op in function.ops:
-        if op.op_type == "Call" and any(part.op_type == "MatMulGrad" for part in op.callee.ops):
+        if op.is_call and any(part.op_type == "MatMulGrad" for part in op.callee.ops):
             read = {v for part in op.callee.ops if part.op_type == "MatMul" for v in part.inputs}
             found |= {v.name for formal, v in zip(op.callee.inputs, op.inputs, strict=True) if formal in read}
     return found & {value.name for value in function.parameters}

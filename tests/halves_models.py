@@ -12,7 +12,7 @@ from topology_models import invent_topology
 from distsim.cost.cost_model import runs_kernel
 from distsim.executor import SequentialExecutor
 from distsim.ir import Function, FunctionMaker, Mesh, Value, all_ops, needed_ops, verify
-from distsim.ir.inline import inline
+from distsim.ir.inline import flatten
 from distsim.ops import signature_of, work
 from distsim.program.block import Block
 
@@ -43,9 +43,7 @@ def needs_a_sum(block: Block, waited: Sequence[Value]) -> bool:
     """Whether in any microbatch but the first what is waited for follows from a sum, Calls written out."""
     if not block.accumulated:
         return False
-    whole = block.accumulating
-    while any(op.op_type == "Call" for op in whole.ops):
-        whole = inline(whole)
+    whole = flatten(block.accumulating)
     places = [block.outputs.index(key) for key in waited]
     outputs = [whole.outputs[place] for place in places]
     needed = {*outputs, *(v for op in needed_ops(whole.ops, outputs) for v in op.inputs)}
@@ -128,7 +126,7 @@ def assert_halves(block: Block, halves: Halves, waited: Sequence[Value]) -> Bloc
     # What only passes takes time to make and is in nobody else's memory, and each op of I has a reader.
     maker = {value: op for op in first.function.ops for value in op.outputs}
     passing = [maker[v] for key, v in zip(first.outputs, first.function.outputs, strict=True) if key in own]
-    assert all(op.op_type == "Call" or runs_kernel(op.op_type) for op in passing)
+    assert all(op.is_call or runs_kernel(op.op_type) for op in passing)
     needed = needed_ops(first.function.ops, first.function.outputs[: len(first.outputs) - len(own)])
     assert first is block or needed == list(first.function.ops)
     if first is not block and second is not block:

@@ -78,7 +78,7 @@ class Machine:
                 self.drop(held.pop(value))
         for number, op in enumerate(function.ops):
             ending = [v for v in dict.fromkeys(op.inputs) if last[v] == number and v not in function.outputs]
-            if op.op_type == "Call":
+            if op.is_call:
                 given = [self.take(held[value]) for value in op.inputs]
                 for value in ending:
                     self.drop(held.pop(value))

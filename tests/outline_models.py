@@ -5,17 +5,15 @@ from collections.abc import Sequence
 from training_models import F64, Maker
 
 from distsim.ir import Function, FunctionMaker, Role, Tensor, Value, callees
+from distsim.ir.inline import flatten
 from distsim.models import mlp
-from distsim.transforms import inline
 
 SHAPE = (2, 4)
 
 
 def flat(function: Function) -> Function:
     """The function without Calls."""
-    while any(op.op_type == "Call" for op in function.ops):
-        function = inline(function)
-    return function
+    return flatten(function)
 
 
 def layers(count: int, **options: int) -> Function:
@@ -29,7 +27,7 @@ def calls(function: Function) -> dict[str, int]:
     found = {callee.name: 0 for callee in reversed(callees(function))}
     for caller in (function, *callees(function)):
         for op in caller.ops:
-            if op.op_type == "Call":
+            if op.is_call:
                 found[op.callee.name] += 1
     return found
 

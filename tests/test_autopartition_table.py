@@ -45,6 +45,6 @@ def test_our_split_is_no_slower_than_the_original_and_fits(name):
 def test_what_is_checkpointed_is_every_second_layer_of_each_stage():
     pipeline = table.Pipeline(ROWS["llama 256/12"], TOPOLOGY)
     local = pipeline.own_local((4, 4, 3, 4))  # layers 0-2, 3-6, 7-9, 10-11
-    calls = [op for op in local.function.ops if op.op_type == "Call"]
+    calls = [op for op in local.function.ops if op.is_call]
     again = [op.name for op in calls if any(o.op_type == "OptimizationBarrier" for o in op.callee.ops)]
     assert sorted(again) == ["h1", "h11", "h4", "h6", "h8"]

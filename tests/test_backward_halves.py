@@ -170,7 +170,7 @@ def test_stages_that_do_the_same_share_their_halves():
         assert first.function is halves[2][0].function
         assert second.function is halves[2][1].function
         assert second.accumulating is halves[2][1].accumulating
-    callees = {op.callee for i in same for op in halves[i][1].function.ops if op.op_type == "Call"}
+    callees = {op.callee for i in same for op in halves[i][1].function.ops if op.is_call}
     assert len(callees) == 1, "one half of the layer, however many layers and stages call it"
     keys = [key for half in halves for key in half[0].outputs]
     assert len(keys) == len({*keys})

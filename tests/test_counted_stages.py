@@ -125,7 +125,7 @@ def test_a_cut_is_into_the_stages_of_all_chunks():
         assert Division.of(chunked, 4, costs) == Division.of(flat, 4, costs)
     local = shard(model(), mesh_of(1, 1), 2, 1)
     cut = counted_cut([local], Plan(pp=3, chunks=2, schedule="interleaved").num_stages, costs, "layers")
-    calls = [sum(op.op_type == "Call" for op in forward.function.ops) for forward, *_ in cut.stages]
+    calls = [sum(op.is_call for op in forward.function.ops) for forward, *_ in cut.stages]
     assert calls == [1] * 6
 
 

@@ -45,9 +45,7 @@ def test_the_number_of_parameters_in_closed_form(q_lora):
 
 
 def matrix_flops(ops: tuple[Op, ...]) -> float:
-    return sum(
-        w.flops for w in (work(signature_of(op)) for op in ops if op.op_type != "Call") if w and w.matrix
-    )
+    return sum(w.flops for w in (work(signature_of(op)) for op in ops if not op.is_call) if w and w.matrix)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['family']}-{row['dim']}-{row['layers']}")
@@ -70,7 +68,7 @@ def test_the_work_of_a_layer_is_that_of_the_table(row):
         "dsv3": lambda: deepseek(batch=1, **common),
     }
     function = build[row["family"]]()
-    layer = next(op.callee for op in function.ops if op.op_type == "Call")
+    layer = next(op.callee for op in function.ops if op.is_call)
     assert matrix_flops(layer.ops) == 2048 * row["fwd_flops_per_token_layer"]
     attention = tuple(op for op in layer.ops if op.outputs[0].name in ("scores", "mixed"))
     assert matrix_flops(attention) == 2048 * row["attn"]
@@ -123,7 +121,7 @@ def test_the_loss_is_that_of_attention_written_head_by_head(q_lora):
 
 
 def kinds(function: Function) -> list[str]:
-    return [op.callee.name for op in function.ops if op.op_type == "Call"]
+    return [op.callee.name for op in function.ops if op.is_call]
 
 
 def test_the_first_layers_are_dense_and_the_others_have_experts():

@@ -163,7 +163,7 @@ def test_a_callee_is_differentiated_once_for_all_its_calls():
     counts = {depth: [f.name for f in callees(differentiate(nested(depth), None))] for depth in (2, 5, 9)}
     assert counts[2] == counts[5] == counts[9]
     joint = differentiate(nested(5), None)
-    layers = [op.callee for op in joint.ops if op.op_type == "Call"]
+    layers = [op.callee for op in joint.ops if op.is_call]
     forward, backward = layers[:5], layers[5:]
     assert len({id(f) for f in forward[1:]}) == 1 and len({id(f) for f in backward[:4]}) == 1
     assert count_ops(joint) == count_ops(differentiate(nested(4), None)) + (
@@ -174,7 +174,7 @@ def test_a_callee_is_differentiated_once_for_all_its_calls():
 def test_gpt_layers_share_one_forward_one_backward_and_one_update_callee():
     joint = differentiate(small_gpt(layers=6), Adam())
     assert [f.name for f in callees(joint)] == ["layer", "layer_backward", "update"]
-    calls = [op.callee.name for op in joint.ops if op.op_type == "Call"]
+    calls = [op.callee.name for op in joint.ops if op.is_call]
     assert calls == ["layer"] * 6 + ["layer_backward"] * 6 + ["update"] * 6
 
 
@@ -302,7 +302,7 @@ def test_parameters_that_several_ops_read_are_updated_on_their_own():
     joint = differentiate(tied(layers=3), SGD())
     alone = [op.inputs[0].name for op in joint.ops if op.op_type == "SGDOptimizer"]
     assert alone == ["wte"]
-    updates = [op for op in joint.ops if op.op_type == "Call" and op.callee.name == "update"]
+    updates = [op for op in joint.ops if op.is_call and op.callee.name == "update"]
     assert len(updates) == 3 and len({id(op.callee) for op in updates}) == 1
 
 

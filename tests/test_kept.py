@@ -188,7 +188,7 @@ def test_dead_outputs_of_calls_are_taken_out_of_the_callee_once_for_all_calls():
 def test_calls_that_need_other_outputs_have_another_callee():
     joint = differentiate(layers(True), Adam(), ["cache2"])
     verify(joint)
-    forward = [op for op in joint.ops if op.op_type == "Call"][:4]
+    forward = [op for op in joint.ops if op.is_call][:4]
     assert forward[1].callee is forward[3].callee is not forward[2].callee
     assert [len(op.outputs) for op in forward] == [2, 2, 3, 2]  # h and what backward reads
     assert count_flops(joint) - count_flops(differentiate(layers(True), Adam())) == 2 * 8**3 + 8 * 8

@@ -124,7 +124,7 @@ def test_bfloat16_keeps_far_positions_apart():
     function = llama(1, 16, 2, 1, 8, 2048, 1, 16, dtype=BFloat16())
     angles = next(op for op in function.ops if op.op_type == "Mul")
     assert angles.outputs[0].type.dtype.np == np.float32
-    assert {v.type.dtype for op in function.ops if op.op_type == "Call" for v in op.inputs} == {BFloat16()}
+    assert {v.type.dtype for op in function.ops if op.is_call for v in op.inputs} == {BFloat16()}
 
 
 # --- how it is divided ----------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_tensor_parallel_ranks_divide_every_matrix_of_a_layer_with_two_all_reduc
     """Column, attention by groups, row; column, row: the pattern of Megatron-LM, with one pair per layer."""
     function = llama(2, 256, 8, 4, 512, 64, 2, 64, dtype=Float64())
     local = shard(function, mesh_of(tp=tp)).function
-    layer = next(op.callee for op in local.ops if op.op_type == "Call")
+    layer = next(op.callee for op in local.ops if op.is_call)
     assert [op.op_type for op in layer.ops].count("MPIAllreduce") == 2
     shapes = {v.name: v.type.shape for v in layer.parameters}
     assert shapes["q.w"] == shapes["o.w"][::-1] == (256, 256 // tp)

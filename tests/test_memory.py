@@ -333,7 +333,7 @@ def inline(function, arguments, ops):
     env = dict(zip(function.inputs, arguments, strict=True))
     for op in function.ops:
         given = [env[v] for v in op.inputs]
-        if op.op_type == "Call":
+        if op.is_call:
             results = inline(op.callee, given, ops)
             ops.append(Op("Hold", tuple(results), ()))  # what a callee returns lives until it returns
             env.update(zip(op.outputs, results, strict=True))

@@ -247,6 +247,6 @@ def test_the_command_line_knows_it():
     found = [
         next(op for op in op.callee.ops if op.op_type == "GroupedMatMul").inputs[0].type.shape[1]
         for op in function.ops
-        if op.op_type == "Call"
+        if op.is_call
     ]
     assert found == loads

@@ -57,7 +57,7 @@ def matmuls(program):
     for stage in program.stages:
         ops = [*stage.forward.function.ops]
         for op in ops:
-            ops += op.callee.ops if op.op_type == "Call" else ()
+            ops += op.callee.ops if op.is_call else ()
         counts.append(sum(op.op_type == "MatMul" for op in ops))
     return counts
 

@@ -132,7 +132,7 @@ def test_a_last_layer_without_a_gradient_of_its_input_is_aligned_too(function):
     found = outline(joint)
     owner = {}
     for op in found.ops:
-        if op.op_type == "Call":
+        if op.is_call:
             owned = frozenset(v for v in op.inputs if v.role is Role.PARAMETER)
             assert all(owner.setdefault(value, owned) == owned for value in owned)
     assert len(owner) >= 62 and max(calls(found).values()) in (31, 32)
@@ -236,7 +236,7 @@ def test_gpt2_is_twelve_calls_of_one_layer():
     assert describe_blocks(found) == "h: 43 ops, called 12 times"
     (layer,) = callees(found)
     assert layer.ops[0].op_type == "LayerNormalization" and len(layer.outputs) == 1
-    names = [op.name for op in found.ops if op.op_type == "Call"]
+    names = [op.name for op in found.ops if op.is_call]
     assert names == [f"model.transformer.h.{i}" for i in range(12)]
     assert layer.inputs[1].name == "ln_1.weight"
 

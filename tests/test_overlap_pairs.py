@@ -109,7 +109,7 @@ def stack(callee: Function, count: int, before: int = 0) -> Function:
 def test_layers_that_run_side_by_side_stay_layers():
     forward, backward = chain(3, "forward"), chain(6, "backward")
     both = assert_interleaved(stack(forward, 4), stack(backward, 4, before=1))
-    calls = [op for op in both.ops if op.op_type == "Call"]
+    calls = [op for op in both.ops if op.is_call]
     assert len(calls) == 4 and len(both.ops) == 5
     assert {op.callee for op in calls} == {interleave(forward, backward)}
     names = interleaved_names(stack_ := stack(forward, 2), stack_, ("h0", "h1"), ("g0", "g1"))
@@ -119,11 +119,11 @@ def test_layers_that_run_side_by_side_stay_layers():
 def test_calls_without_a_partner_are_written_out():
     one, other = stack(chain(4), 3), chain(6)
     both = assert_interleaved(one, other)
-    assert not any(op.op_type == "Call" for op in both.ops) and len(both.ops) == 18
+    assert not any(op.is_call for op in both.ops) and len(both.ops) == 18
     names = interleaved_names(one, other, ("h0", "h1", "h2"), ())
     assert [name for name in names if name] == [f"h{i}" for i in range(3) for _ in range(4)]
     halves = assert_interleaved(stack(chain(2), 4), stack(chain(4), 2))  # by half of the longer, no more
-    assert not any(op.op_type == "Call" for op in halves.ops)
+    assert not any(op.is_call for op in halves.ops)
     alone = assert_interleaved(stack(chain(4), 3), chain(0))
     assert [op.op_type for op in alone.ops] == ["Call"] * 3
 
@@ -155,7 +155,7 @@ def test_the_forward_and_the_backward_pass_of_stages(plan):
     for first, second in ((0, 1), (1, 0)):
         forward, backward = program.stages[first].forward, program.stages[second].backward
         both = assert_interleaved(forward.function, backward.accumulating)
-        assert sum(op.op_type == "Call" for op in both.ops) == 2
+        assert sum(op.is_call for op in both.ops) == 2
 
 
 def test_communication_of_one_runs_behind_computation_of_the_other():

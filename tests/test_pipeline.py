@@ -39,7 +39,7 @@ def program_of(joint: Function, pp: int, microbatches: int = 1, name: str = "1f1
 
 
 def calls(function: Function) -> Counter:
-    return Counter(op.callee.name for op in function.ops if op.op_type == "Call")
+    return Counter(op.callee.name for op in function.ops if op.is_call)
 
 
 def sends(function: Function) -> list[tuple[Device, Device, tuple[int, ...]]]:
@@ -108,7 +108,7 @@ def test_stages_run_on_the_slices_of_the_mesh():
     program = laid_out(differentiate(small_mlp()), mesh, schedule("gpipe", 2, 2))
     assert [stage.mesh for stage in program.stages] == [mesh.at(pp=0), mesh.at(pp=1)]
     for op in program.to_function().ops:
-        if op.op_type == "Call":
+        if op.is_call:
             stage = int(op.callee.name.removeprefix("stage").split("_")[0])
             values = [*op.callee.inputs, *(v for inner in op.callee.ops for v in inner.outputs)]
             assert {v.type.device for v in values} == {mesh.at(pp=stage)}
@@ -241,7 +241,7 @@ def test_the_schedules_run_the_same_calls_in_another_order(model, pp, m):
     orders = {}
     for name in SCHEDULES:
         flat = program_of(joint, pp, m, name).to_function()
-        orders[name] = [(op.callee.name, op.name) for op in flat.ops if op.op_type == "Call"]
+        orders[name] = [(op.callee.name, op.name) for op in flat.ops if op.is_call]
     assert Counter(orders["gpipe"]) == Counter(orders["1f1b"])
     assert orders["gpipe"] != orders["1f1b"]
     names = Counter(name for _, name in orders["gpipe"])
@@ -252,7 +252,7 @@ def test_the_schedules_run_the_same_calls_in_another_order(model, pp, m):
 def test_blocks_run_in_the_order_of_the_schedule_on_each_stage():
     order = schedule("1f1b", 4, 8)
     flat = program_of(differentiate(small_mlp(layers=8)), 4, 8).to_function()
-    ran = [op.name for op in flat.ops if op.op_type == "Call" and op.name[0] in "FB"]
+    ran = [op.name for op in flat.ops if op.is_call and op.name[0] in "FB"]
     for rank, actions in enumerate(order.actions):
         assert [name for name in ran if name.endswith(f"@{rank}")] == [str(action) for action in actions]
 
@@ -262,7 +262,7 @@ def test_every_stage_is_held_once_however_many_microbatches():
 
     def names(m: int) -> set[str]:
         flat = program_of(joint, 4, m).to_function()
-        return {op.callee.name for op in flat.ops if op.op_type == "Call"}
+        return {op.callee.name for op in flat.ops if op.is_call}
 
     kinds = ("forward", "backward", "backward_next")
     expected = {f"stage{i}_{kind}" for i in range(4) for kind in kinds} | {"stage3_forward_next"}
@@ -271,7 +271,7 @@ def test_every_stage_is_held_once_however_many_microbatches():
 
 def test_sums_over_microbatches_start_with_the_first_and_are_added_in_place():
     flat = program_of(differentiate(small_mlp(layers=4)), 2, 4).to_function()
-    names = {op.name: op.callee.name for op in flat.ops if op.op_type == "Call"}
+    names = {op.name: op.callee.name for op in flat.ops if op.is_call}
     assert [names[f"B{i}@0"] for i in range(4)] == ["stage0_backward", *["stage0_backward_next"] * 3]
     adds = Counter(op.op_type for op in all_ops(flat))["AccumulateInto"]
     assert adds == (4 + 1) * 3  # four weights and the loss, for all microbatches but the first

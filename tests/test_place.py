@@ -12,8 +12,8 @@ from distsim.device_placement.place import partition_devices, place, transfer_se
 from distsim.errors import PartitionError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.ir import Float, FunctionMaker, Role, Tensor, Topology
+from distsim.ir.inline import flatten
 from distsim.models import gpt, mlp
-from distsim.transforms import inline
 
 RATE = 25e9
 
@@ -98,8 +98,7 @@ def test_the_heuristic_modes_run_as_their_timetable_says(mode, seed):
 @pytest.mark.parametrize("inlined", [False, True])
 def test_models_with_calls_and_views(function, inlined):
     topology = machine(2)
-    while inlined and any(op.op_type == "Call" for op in function.ops):
-        function = inline(function)
+    function = flatten(function) if inlined else function
     cost_model = CostModel(topology)
     problem = problem_of(function, cost_model)
     found = optimal_partition(

@@ -171,7 +171,7 @@ def test_full_runs_every_op_of_a_block_again_and_early_stops(name: str, build, p
     def simulated(policy: str, tp: int) -> tuple[float, list[int]]:
         program = parallelize(joint, Plan(tp=tp, pp=pp, remat=policy), topology)
         simulation = Simulator(CostModel(topology)).simulate(program)
-        written = [op for op in program.to_function(steady=True).ops if op.op_type == "Call"]
+        written = [op for op in program.to_function(steady=True).ops if op.is_call]
         passes = [[op for op in written if op.name.startswith(letter)] for letter in "FB"]
         return simulation.flops, [
             sum(inner.op_type == "MPIAllreduce" for op in calls for inner in all_ops(op.callee))
@@ -183,7 +183,7 @@ def test_full_runs_every_op_of_a_block_again_and_early_stops(name: str, build, p
     for policy, count in (("full", 2), ("full_early", 1), ("every:2", 1), ("every_early:2", 0.5)):
         assert simulated(policy, 2)[1] == [ahead, behind + layers * count]
     again = simulated("full", 1)[0] - simulated("none", 1)[0]
-    layer = next(op.callee for op in joint.ops if op.op_type == "Call")
+    layer = next(op.callee for op in joint.ops if op.is_call)
     assert again == layers * count_flops(layer)
 
 

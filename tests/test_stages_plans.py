@@ -55,11 +55,11 @@ def cluster():
 
 def outlined(name):
     joint = model(name)
-    return joint if any(op.op_type == "Call" for op in joint.ops) else outline(joint)
+    return joint if any(op.is_call for op in joint.ops) else outline(joint)
 
 
 def calls_per_stage(program):
-    return [sum(op.op_type == "Call" for op in s.forward.function.ops) for s in program.stages]
+    return [sum(op.is_call for op in s.forward.function.ops) for s in program.stages]
 
 
 def planned(name, plan, stages):

@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
@@ -109,15 +110,31 @@ def run(options: argparse.Namespace) -> int:
             f"parallelizing: {plan}", lambda: parallelize(function, plan, topology, cost_model, order)
         )
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
+    notes = _idle_devices(options, plan, topology, _samples(function))
+    return _tell(options, progress, (str(plan), function), cost_model, simulation, notes=notes)
+
+
+def _tell(
+    options: argparse.Namespace,
+    progress: Progress,
+    model: tuple[str, Function],
+    cost_model: CostModel,
+    simulation: Simulation,
+    about: str = "",
+    notes: Sequence[str] = (),
+) -> int:
+    """Print what was simulated of a model, run in some way, and write what is asked for."""
+    way, function = model
     samples = _samples(function)
-    title = f"{options.model} on {options.cluster}, {plan}, batch {samples}"
-    say(f"{title}\n\n{summarize(simulation, samples, count_flops(function))}")
+    say(f"{options.model} on {options.cluster}, {way}, batch {samples}\n")
+    if about:
+        say(about)
+    say(summarize(simulation, samples, count_flops(function)))
     if options.explain:
         say(progress.run("explaining", simulation.explain))
-    notes = [*_idle_devices(options, plan, topology, samples), *simulation.notes]
-    if cost_model.uncosted:
-        notes.append(f"costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
-    for note in notes:
+    uncosted = ", ".join(cost_model.uncosted)
+    last = [f"costed by their bytes for want of a work rule: {uncosted}"] if uncosted else []
+    for note in (*notes, *simulation.notes, *last):
         say(f"note: {note}")
     return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
@@ -174,15 +191,8 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
         )
         run = found.placed.function
         simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
-    samples = _samples(function)
-    say(f"{options.model} on {options.cluster}, {options.partition}, inference, batch {samples}\n")
-    say(found.describe(simulation))
-    say(summarize(simulation, samples, count_flops(function)))
-    if options.explain:
-        say(progress.run("explaining", simulation.explain))
-    if cost_model.uncosted:
-        say(f"note: costed by their bytes for want of a work rule: {', '.join(cost_model.uncosted)}")
-    return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
+    way = f"{options.partition}, inference"
+    return _tell(options, progress, (way, function), cost_model, simulation, found.describe(simulation))
 
 
 def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:

@@ -290,7 +290,7 @@ class DeviceCosts:
         Raises what :meth:`CostModel.seconds` raises, and :class:`CostError` for what is no cost.
         """
         total, where = 0.0, (self.device,)
-        for inner in all_ops(op.callee) if op.op_type == "Call" else (op,):
+        for inner in all_ops(op.callee) if op.is_call else (op,):
             if operator(inner.op_type).communication is None and runs_kernel(inner.op_type):
                 signature = signature_of(inner)
                 total += usable(signature, self.cost_model.seconds(signature, where))
@@ -303,7 +303,7 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
     Raises :class:`CostError` for an op that is no communication.
     """
     meaning = operator(signature.op_type).communication
-    if meaning is None or meaning.kind == "local":
+    if meaning is None or not operator(signature.op_type).moves:
         raise CostError(f"{signature} moves nothing; ask seconds() for its cost")
     if meaning.kind in ("scatter", "gather"):
         # The formula wants the size of which each rank of the group, the root too, has an equal part.

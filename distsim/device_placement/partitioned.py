@@ -16,7 +16,7 @@ from distsim.device_placement.place import Placed, partition_devices, place, tra
 from distsim.device_placement.problem import PartitionDevice, Problem, problem_of
 from distsim.errors import PartitionError
 from distsim.ir import Function, Topology
-from distsim.ir.inline import inline
+from distsim.ir.inline import flatten
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import seconds_text, table
 from distsim.simulate.quantities import bytes_label
@@ -84,8 +84,7 @@ def partition_model(
     if not memory > 0:
         raise PartitionError(f"memory={memory} bytes: a device has some")
     cost_model = cost_model_of(topology, cost_model)
-    while any(op.op_type == "Call" for op in function.ops):
-        function = inline(function)
+    function = flatten(function)
     problem = problem_of(function, cost_model)
     devices = tuple(
         dataclasses.replace(device, memory=int(min(device.memory, memory)))

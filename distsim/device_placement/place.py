@@ -134,7 +134,7 @@ class _Placer:
     def _add(self, op: Op) -> None:
         device = self.device[op]
         read = {value: self.copies[value, device] for value in op.inputs}
-        subfunctions = [self._callee(op, read)] if op.op_type == "Call" else None
+        subfunctions = [self._callee(op, read)] if op.is_call else None
         attributes = op.attributes
         if not op.inputs and runs_kernel(op.op_type):  # no input says where it runs
             attributes = Attributes({**attributes, "device": device})

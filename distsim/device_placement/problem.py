@@ -174,7 +174,7 @@ class _Costs:
         self._callees: dict[Function, tuple[float, float]] = {}
 
     def latencies(self, op: Op) -> tuple[float, float]:
-        if op.op_type == "Call":
+        if op.is_call:
             found = self._callees.get(op.callee)
             if found is None:
                 parts = [self.latencies(part) for part in op.callee.ops]
@@ -191,7 +191,7 @@ class _Costs:
 def _is_embedding(op: Op, parameters: Collection[Value]) -> bool:
     if op.op_type == "Gather":
         return op.inputs[0] in parameters
-    inner = dict(zip(op.callee.inputs, op.inputs, strict=True)) if op.op_type == "Call" else {}
+    inner = dict(zip(op.callee.inputs, op.inputs, strict=True)) if op.is_call else {}
     held = {formal for formal, value in inner.items() if value in parameters}
     return bool(held) and any(_is_embedding(part, held) for part in op.callee.ops)
 

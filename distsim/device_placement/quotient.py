@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+from distsim.device_placement.pieces import levels_of, order_of
 from distsim.device_placement.problem import Problem
 from distsim.errors import PartitionError
 
@@ -55,23 +56,12 @@ class Quotient:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The parts, each after its parents; those in or behind a circle are left out."""
-        waits = [len(parents) for parents in self.parents]
-        ready = [index for index, count in enumerate(waits) if count == 0]
-        for index in ready:
-            for child in self.children[index]:
-                waits[child] -= 1
-                if waits[child] == 0:
-                    ready.append(child)
-        return tuple(ready)
+        return tuple(order_of(self.parents))
 
     @cached_property
     def levels(self) -> tuple[int, ...]:
         """For each part the most edges on a way to it; 0 for what is in or behind a circle."""
-        found = [0] * len(self.items)
-        for index in self.order:
-            for child in self.children[index]:
-                found[child] = max(found[child], found[index] + 1)
-        return tuple(found)
+        return tuple(levels_of(self.parents))
 
     @cached_property
     def moved(self) -> dict[tuple[int, int], int]:

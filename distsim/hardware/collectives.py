@@ -38,6 +38,8 @@ NVIDIA's nccl-tests, PERFORMANCE.md, for what the sizes mean.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from operator import itemgetter
 
 from distsim.errors import CostError
 from distsim.hardware.routes import PeerCosts, Route, find_exchange, find_route
@@ -63,7 +65,12 @@ def collective_time(kind: str, nbytes: float, group: Group, topology: Topology) 
     >>> collective_time("all_reduce", 1e9, gpus, topology)
     1.0
     """
-    return min(collective_algorithms(kind, nbytes, group, topology).values())
+    return fastest(collective_algorithms(kind, nbytes, group, topology))[1]
+
+
+def fastest(times: Mapping[str, float]) -> tuple[str, float]:
+    """Return the algorithm that takes least, of equals the first, and what it takes."""
+    return min(times.items(), key=itemgetter(1))
 
 
 def collective_algorithms(kind: str, nbytes: float, group: Group, topology: Topology) -> dict[str, float]:
@@ -115,7 +122,7 @@ def _passes(kind: str, nbytes: float, size: int, bandwidth: float, hops: float) 
 
 def _hierarchical(kind: str, nbytes: float, inner: Route, outer: Route) -> float:
     def best(part: str, size: float, route: Route) -> float:
-        return min(ring_algorithms(part, size, route).values())
+        return fastest(ring_algorithms(part, size, route))[1]
 
     if kind == "broadcast":
         return best(kind, nbytes, outer) + best(kind, nbytes, inner)

@@ -25,6 +25,7 @@ from itertools import pairwise, permutations
 from distsim.hardware.collectives import (
     PAIRWISE,
     collective_algorithms,
+    fastest,
     pairwise_algorithms,
     ring_algorithms,
 )
@@ -75,8 +76,7 @@ def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topolo
     >>> collective_transfer("all_reduce", 1e9, gpus, topology).hops
     (((gpu:0, gpu:1), 1000000000.0), ((gpu:1, gpu:0), 1000000000.0))
     """
-    times = collective_algorithms(kind, nbytes, group, topology)
-    algorithm = min(times, key=times.__getitem__)
+    algorithm, seconds = fastest(collective_algorithms(kind, nbytes, group, topology))
     if len(group) == 1:
         return FluidCollective(algorithm, 0.0, 0.0, ())
     route = find_route(group, topology)
@@ -88,14 +88,12 @@ def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topolo
         latency = pairwise_algorithms(kind, 0.0, route, exchange)[algorithm]
         loads = _pairwise_loads(kind, nbytes, route, algorithm)
     else:
-        latency, loads = _ring_loads(kind, nbytes, route)
+        latency, loads = _ring_loads(kind, nbytes, route, algorithm)
     on_hops: dict[Hop, float] = {}
     for hops, size in loads:
         for hop in hops if size > 0 else ():
             on_hops[hop] = on_hops.get(hop, 0.0) + size
-    return FluidCollective(
-        algorithm, times[algorithm], min(latency, times[algorithm]), tuple(on_hops.items())
-    )
+    return FluidCollective(algorithm, seconds, min(latency, seconds), tuple(on_hops.items()))
 
 
 def _pairwise_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]:
@@ -110,10 +108,8 @@ def _pairwise_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> l
     return [(ring_hops(part.family), nbytes * (part.size - 1) / part.size) for part in steps]
 
 
-def _ring_loads(kind: str, nbytes: float, route: Route) -> tuple[float, list[Load]]:
-    """Return the latency, and the loads of the algorithm that is fastest for this size."""
-    times = ring_algorithms(kind, nbytes, route)
-    algorithm = min(times, key=times.__getitem__)
+def _ring_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> tuple[float, list[Load]]:
+    """Return the latency and the loads of an algorithm."""
     inner, outer = route.inner, route.outer
     if algorithm == "hierarchical" and inner is not None and outer is not None:
         return _hierarchical_loads(kind, nbytes, inner, outer)
@@ -134,14 +130,17 @@ def _ring_loads(kind: str, nbytes: float, route: Route) -> tuple[float, list[Loa
 
 
 def _hierarchical_loads(kind: str, nbytes: float, inner: Route, outer: Route) -> tuple[float, list[Load]]:
+    def best(part: str, size: float, route: Route) -> tuple[float, list[Load]]:
+        return _ring_loads(part, size, route, fastest(ring_algorithms(part, size, route))[0])
+
     if kind == "broadcast":
-        inside, across = _ring_loads(kind, nbytes, inner), _ring_loads(kind, nbytes, outer)
+        inside, across = best(kind, nbytes, inner), best(kind, nbytes, outer)
         first = {part[0] for part in inner.family}  # one rank of each part takes it from outside
         leading = [(tuple([hop for hop in hops if hop[0] in first]), size) for hops, size in across[1]]
         return inside[0] + across[0], [*leading, *inside[1]]
-    steps = [_ring_loads(kind, nbytes / inner.size, outer)]
+    steps = [best(kind, nbytes / inner.size, outer)]
     for part in ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,):
-        steps.append(_ring_loads(part, nbytes, inner))
+        steps.append(best(part, nbytes, inner))
     return sum(latency for latency, _ in steps), [load for _, loads in steps for load in loads]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import DistsimError, SimulationError, TypeRuleError
-from distsim.ir import Device, Function, Mesh, Op, Tensor, Value
+from distsim.ir import Function, Mesh, Op, Tensor, Value, place_of
 from distsim.ir.type import from_numpy
 from distsim.ops import compute, operator
 
@@ -76,7 +76,7 @@ def _run(function: Function, arguments: list[Ranks], memo: dict[Function, _Last]
         env.pop(value, None)
     for op, dying in zip(function.ops, last.after, strict=True):
         operands = [env[value] for value in op.inputs]
-        if op.op_type == "Call":
+        if op.is_call:
             for value in dying:
                 env.pop(value, None)
             results = _run(op.callee, operands, memo)
@@ -100,7 +100,7 @@ def _compute(function: Function, op: Op, operands: Sequence[Ranks]) -> list[Rank
     except (ValueError, TypeError, IndexError, KeyError, ArithmeticError, RuntimeError) as error:
         raise SimulationError(f"{function.name}: {op!r} cannot be computed: {error!r}") from error
     for index, value in enumerate(op.outputs):
-        place = _place(value)
+        place = place_of(value)
         if isinstance(place, Mesh) and not isinstance(results[index], list):  # made from nothing: a constant
             results[index] = [np.asarray(results[index])] * len(place.devices)
     for value, result in zip(op.outputs, results, strict=True):
@@ -134,8 +134,8 @@ def _communicate(op: Op, operand: Ranks) -> Ranks:
         raise SimulationError(f"{op.op_type} moves nothing")
     if meaning.transfers:
         made = meaning.compute(op.attributes, operand if isinstance(operand, list) else [operand])
-        return list(made) if isinstance(_place(op.outputs[0]), Mesh) else np.asarray(made[0])
-    mesh = _place(op.inputs[0])
+        return list(made) if isinstance(place_of(op.outputs[0]), Mesh) else np.asarray(made[0])
+    mesh = place_of(op.inputs[0])
     if not isinstance(mesh, Mesh) or not isinstance(operand, list):
         raise SimulationError(f"{op.op_type} runs over a mesh axis; its input is on {mesh}")
     index = {device: rank for rank, device in enumerate(mesh.devices)}
@@ -146,10 +146,6 @@ def _communicate(op: Op, operand: Ranks) -> Ranks:
         for rank, array in zip(members, made, strict=True):
             result[rank] = array
     return result
-
-
-def _place(value: Value) -> Device | Mesh | None:
-    return value.type.device if isinstance(value.type, Tensor) else None
 
 
 # --- checks ------------------------------------------------------------------------------------------

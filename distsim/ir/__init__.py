@@ -30,7 +30,7 @@ from distsim.ir.type import (
     TupleType,
     Type,
 )
-from distsim.ir.value import NO_ATTRIBUTES, Attributes, Literal, Role, Value
+from distsim.ir.value import NO_ATTRIBUTES, Attributes, Literal, Role, Value, place_of
 from distsim.ir.verify import verify
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "cpprint",
     "needed_ops",
     "pformat",
+    "place_of",
     "retype",
     "retype_op",
     "rewire_op",

@@ -71,7 +71,7 @@ class _Trimmer:
                 self.dead[op] = None
                 changed = True
                 continue
-            made = self.call(op, needed) if op.op_type == "Call" else op
+            made = self.call(op, needed) if op.is_call else op
             changed |= made is not op
             needed.update(made.inputs)
             ops.append(made)

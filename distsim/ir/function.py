@@ -89,7 +89,7 @@ def callees(function: Function) -> tuple[Function, ...]:
 def all_ops(function: Function) -> Iterator[Op]:
     """Yield the ops in order with every Call replaced by the ops of its callee."""
     for op in function.ops:
-        if op.op_type == "Call":
+        if op.is_call:
             yield from all_ops(op.callee)
         else:
             yield op
@@ -99,5 +99,5 @@ def count_ops(function: Function) -> int:
     """Return the number of ops when every Call is written out."""
     sizes: dict[Function, int] = {}
     for callee in (*callees(function), function):
-        sizes[callee] = sum(sizes[op.callee] if op.op_type == "Call" else 1 for op in callee.ops)
+        sizes[callee] = sum(sizes[op.callee] if op.is_call else 1 for op in callee.ops)
     return sizes[function]

@@ -25,3 +25,10 @@ def inline(function: Function, calls: Collection[Op] | None = None) -> Function:
         env.update(zip(op.outputs, substitute(op.callee.outputs, inner), strict=True))
 
     return rewrite(function, change)
+
+
+def flatten(function: Function) -> Function:
+    """Return ``function`` with every Call written out, those in callees too."""
+    while any(op.is_call for op in function.ops):
+        function = inline(function)
+    return function

@@ -10,7 +10,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from distsim.ir.type import Type
+from distsim.ir.device import Device, Mesh
+from distsim.ir.type import Tensor, Type
 
 
 class Role(enum.Enum):
@@ -32,6 +33,11 @@ class Value:
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.type}"
+
+
+def place_of(value: Value) -> Device | Mesh | None:
+    """Return where a value is."""
+    return value.type.device if isinstance(value.type, Tensor) else None
 
 
 class Literal:

@@ -42,6 +42,13 @@ AB = ("A", "B")
 _XY = ("X", "Y")
 
 
+def sum_to(array: Array, shape: Sequence[int]) -> Array:
+    """Return ``array`` summed over the dimensions along which ``shape`` was broadcast to its shape."""
+    array = array.sum(axis=tuple(range(array.ndim - len(shape))))
+    axes = tuple(i for i, n in enumerate(shape) if n == 1 and array.shape[i] != 1)
+    return array.sum(axis=axes, keepdims=True).reshape(tuple(shape))
+
+
 def aligned(shape: Shape, whole: Shape, names: tuple[Dim, ...]) -> tuple[Dim, ...]:
     """Return the labels of an operand that is broadcast to ``whole``, whose labels are ``names``.
 

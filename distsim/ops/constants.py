@@ -21,7 +21,7 @@ from distsim.ops.operator import (
     letters,
     register,
 )
-from distsim.ops.places import fill_work, ints, places, resizing, view_work
+from distsim.ops.places import fill_work, ints, places, resizing, view_work, whole_rule
 
 # Constant: a tensor that lies in memory from the start; making it takes no time.
 
@@ -50,11 +50,6 @@ def _constant_rule(signature: Signature) -> ShardingRule:
 def _fewer(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
     part = _literal(attributes)[tuple(slice(size) for size in outputs[0])]
     return Attributes({**attributes, "value": Literal(part)})
-
-
-def _whole_rule(signature: Signature) -> ShardingRule:
-    inputs = tuple((None,) * tensor.rank for tensor in signature.inputs)
-    return ShardingRule(inputs, tuple((None,) * tensor.rank for tensor in signature.outputs))
 
 
 register(
@@ -105,7 +100,7 @@ register(
     )
 )
 
-register(Operator("Range", work=fill_work, sharding=_whole_rule))
+register(Operator("Range", work=fill_work, sharding=whole_rule))
 
 
 # OneHot: the new dimension is whole, the indices may be divided in any way.
@@ -136,7 +131,7 @@ register(Operator("OneHot", work=_one_hot_work, sharding=_one_hot_rule, formals=
 
 # EyeLike reads the shape of its input only.
 
-register(Operator("EyeLike", work=fill_work, gradient=lambda ctx: [None], sharding=_whole_rule))
+register(Operator("EyeLike", work=fill_work, gradient=lambda ctx: [None], sharding=whole_rule))
 
 
 # Trilu: the matrices are whole, their stack may be divided.

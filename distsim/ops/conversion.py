@@ -10,7 +10,6 @@ import onnx.helper
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.elementwise import same_shape_rule
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
@@ -25,7 +24,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, refuse, view_work, wanted
+from distsim.ops.places import by_place, operands, picked, places, refuse, same_shape_rule, view_work, wanted
 
 register(
     Operator(

@@ -25,10 +25,10 @@ from distsim.ops.operator import (
     Signature,
     arity,
     common_device,
-    letters,
     memory_bound,
     register,
 )
+from distsim.ops.places import same_shape_rule
 
 Formula = Callable[[Any, Attributes], Any]
 
@@ -45,12 +45,6 @@ class Unary:
     flops: float = 1.0
     """Operations of f per element; f' and the product with dy are taken to be twice as many."""
     linear: bool = False
-
-
-def same_shape_rule(signature: Signature, linear: tuple[tuple[int, ...], ...] = ()) -> ShardingRule:
-    """Return the rule of an op whose operands and results all have one shape: any dimension divides."""
-    dims = letters(signature.outputs[0].rank)
-    return ShardingRule((dims,) * len(signature.inputs), (dims,) * len(signature.outputs), linear)
 
 
 def grad_types(op_type: str) -> Callable[[Attributes, tuple[Tensor, ...]], tuple[Tensor, ...]]:

@@ -14,8 +14,9 @@ from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.batch_norm import channel_vectors
+from distsim.ops.broadcast import sum_to
 from distsim.ops.elementwise import grad_types as two_alike
-from distsim.ops.normalization import epsilon_of, norm_work, normalized, normalized_grad, sum_to, widened
+from distsim.ops.normalization import epsilon_of, norm_work, normalized, normalized_grad, widened
 from distsim.ops.operator import (
     Array,
     Dim,

@@ -15,6 +15,7 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.broadcast import sum_to
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
@@ -110,23 +111,16 @@ def _to_matrices(a: Array, b: Array, dy: Array) -> tuple[Array, Array, Array]:
     return a, b, dy
 
 
-def _sum_to(array: Array, shape: Shape) -> Array:
-    """Return ``array`` summed over the dimensions along which ``shape`` was repeated."""
-    array = array.sum(axis=tuple(range(array.ndim - len(shape))))
-    axes = tuple(i for i, n in enumerate(shape) if n == 1 and array.shape[i] != 1)
-    return array.sum(axis=axes, keepdims=True).reshape(shape)
-
-
 def _grad_a(b: Array, dy: Array, shape: Shape) -> Array:
     _, b, dy = _to_matrices(np.empty(shape, bool), b, dy)
     full = shape if len(shape) > 1 else (1, *shape)
-    return _sum_to(dy @ np.swapaxes(b, -1, -2), full).reshape(shape).astype(dy.dtype, copy=False)
+    return sum_to(dy @ np.swapaxes(b, -1, -2), full).reshape(shape).astype(dy.dtype, copy=False)
 
 
 def _grad_b(a: Array, dy: Array, shape: Shape) -> Array:
     a, _, dy = _to_matrices(a, np.empty(shape, bool), dy)
     full = shape if len(shape) > 1 else (*shape, 1)
-    return _sum_to(np.swapaxes(a, -1, -2) @ dy, full).reshape(shape).astype(dy.dtype, copy=False)
+    return sum_to(np.swapaxes(a, -1, -2) @ dy, full).reshape(shape).astype(dy.dtype, copy=False)
 
 
 # MatMul

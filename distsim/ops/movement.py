@@ -17,8 +17,6 @@ from distsim.ops.operator import (
     Pieces,
     ShardingRule,
     Signature,
-    Work,
-    bytes_of,
     letters,
     register,
 )
@@ -27,6 +25,7 @@ from distsim.ops.places import (
     copy_work,
     ints,
     like_shape,
+    move_work,
     operands,
     picked,
     places,
@@ -109,12 +108,8 @@ def _split_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [sums]
 
 
-def _move_work(signature: Signature) -> Work:
-    return Work(0.0, bytes_of(signature.inputs), bytes_of(signature.outputs))
-
-
-register(Operator("Concat", work=_move_work, gradient=_concat_gradient, sharding=_concat_rule))
-register(Operator("Split", work=_move_work, gradient=_split_gradient, sharding=_split_rule))
+register(Operator("Concat", work=move_work, gradient=_concat_gradient, sharding=_concat_rule))
+register(Operator("Split", work=move_work, gradient=_split_gradient, sharding=_split_rule))
 
 
 # Slice: a dimension of which it takes the whole may be divided; begins and ends clamp to the local size.
@@ -171,7 +166,7 @@ register(
         "SliceGrad",
         types=like_shape("SliceGrad", 1),
         compute=_slice_grad,
-        work=_move_work,
+        work=move_work,
         sharding=_slice_grad_rule,
     )
 )
@@ -265,13 +260,13 @@ def _pad_grad_rule(signature: Signature) -> ShardingRule:
     return ShardingRule((dims,), (dims,), ((0,),), localize=resizing("shape"))
 
 
-register(Operator("Pad", compute=_pad, work=_move_work, gradient=_pad_gradient, sharding=_pad_rule))
+register(Operator("Pad", compute=_pad, work=move_work, gradient=_pad_gradient, sharding=_pad_rule))
 register(
     Operator(
         "PadGrad",
         types=like_shape("PadGrad", 1),
         compute=_pad_grad,
-        work=_move_work,
+        work=move_work,
         sharding=_pad_grad_rule,
     )
 )
@@ -312,12 +307,8 @@ def _space_to_depth_gradient(ctx: GradientContext) -> Sequence[Value | None]:
 
 
 register(
-    Operator(
-        "DepthToSpace", work=_move_work, gradient=_depth_to_space_gradient, sharding=_depth_to_space_rule
-    )
+    Operator("DepthToSpace", work=move_work, gradient=_depth_to_space_gradient, sharding=_depth_to_space_rule)
 )
 register(
-    Operator(
-        "SpaceToDepth", work=_move_work, gradient=_space_to_depth_gradient, sharding=_space_to_depth_rule
-    )
+    Operator("SpaceToDepth", work=move_work, gradient=_space_to_depth_gradient, sharding=_space_to_depth_rule)
 )

@@ -17,7 +17,7 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.broadcast import aligned, whole_where_static
+from distsim.ops.broadcast import aligned, sum_to, whole_where_static
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -56,13 +56,6 @@ def normalized_grad(g: Array, xhat: Array, rate: Array, axes: Axes, center: bool
     if center:
         made = made - g.mean(axis=axes, keepdims=True)
     return made * rate
-
-
-def sum_to(array: Array, shape: Sequence[int]) -> Array:
-    """Return ``array`` summed over the dimensions along which ``shape`` was broadcast to its shape."""
-    array = array.sum(axis=tuple(range(array.ndim - len(shape))))
-    axes = tuple(i for i, n in enumerate(shape) if n == 1 and array.shape[i] != 1)
-    return array.sum(axis=axes, keepdims=True).reshape(tuple(shape))
 
 
 def norm_work(signature: Signature, flops: float) -> Work:

@@ -229,6 +229,11 @@ class Operator:
     waits: bool = False
     """A view that is there only once all inputs are."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether an op moves something between devices; one over ranks may also take the rank's own part."""
+        return self.communication is not None and self.communication.kind != "local"
+
 
 _OPERATORS: dict[str, Operator] = {}
 

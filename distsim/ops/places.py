@@ -18,11 +18,13 @@ from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
     GradientContext,
+    ShardingRule,
     Signature,
     Work,
     arity,
     bytes_of,
     common_device,
+    letters,
 )
 
 Localize = Callable[[Attributes, tuple[tuple[int, ...], ...]], Attributes]
@@ -127,3 +129,20 @@ def copy_work(signature: Signature) -> Work:
 def fill_work(signature: Signature) -> Work:
     """Return the work of an op that only writes."""
     return Work(0.0, 0.0, bytes_of(signature.outputs))
+
+
+def move_work(signature: Signature) -> Work:
+    """Return the work of an op that reads its operands and writes its results, and computes nothing."""
+    return Work(0.0, bytes_of(signature.inputs), bytes_of(signature.outputs))
+
+
+def whole_rule(signature: Signature) -> ShardingRule:
+    """Return the rule of an op of which nothing can be divided."""
+    inputs = tuple((None,) * tensor.rank for tensor in signature.inputs)
+    return ShardingRule(inputs, tuple((None,) * tensor.rank for tensor in signature.outputs))
+
+
+def same_shape_rule(signature: Signature, linear: tuple[tuple[int, ...], ...] = ()) -> ShardingRule:
+    """Return the rule of an op whose operands and results all have one shape: any dimension divides."""
+    dims = letters(signature.outputs[0].rank)
+    return ShardingRule((dims,) * len(signature.inputs), (dims,) * len(signature.outputs), linear)

@@ -23,13 +23,11 @@ from distsim.ops.operator import (
     Pieces,
     ShardingRule,
     Signature,
-    Work,
     arity,
-    bytes_of,
     letters,
     register,
 )
-from distsim.ops.places import Localize, ints, resizing, shape_of, view_work
+from distsim.ops.places import Localize, ints, move_work, resizing, shape_of, view_work, whole_rule
 
 
 def reshape_labels(
@@ -176,10 +174,6 @@ def _transpose_rule(signature: Signature) -> ShardingRule:
     return ShardingRule((dims,), (tuple(dims[i] for i in perm),), ((0,),))
 
 
-def _move_work(signature: Signature) -> Work:
-    return Work(0.0, bytes_of(signature.inputs), bytes_of(signature.outputs))
-
-
 # Expand and Tile: a dimension made by repeating one element may be divided; nothing of the input is.
 
 
@@ -241,11 +235,6 @@ def _tile_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [ctx.add("ReduceSum", parts, axes=tuple(axes), keepdims=0)]
 
 
-def _whole_rule(signature: Signature) -> ShardingRule:
-    whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
-    return ShardingRule(whole, tuple((None,) * tensor.rank for tensor in signature.outputs))
-
-
 def _reshape_rule(signature: Signature) -> ShardingRule:
     return _view_rule(signature, _reshape_localize)
 
@@ -278,13 +267,13 @@ register(
     Operator(
         "Transpose",
         compute=_transpose,
-        work=_move_work,
+        work=move_work,
         gradient=_transpose_gradient,
         sharding=_transpose_rule,
     )
 )
-register(Operator("Expand", work=_move_work, gradient=_expand_gradient, sharding=_expand_rule))
-register(Operator("Tile", work=_move_work, gradient=_tile_gradient, sharding=_tile_rule))
+register(Operator("Expand", work=move_work, gradient=_expand_gradient, sharding=_expand_rule))
+register(Operator("Tile", work=move_work, gradient=_tile_gradient, sharding=_tile_rule))
 # Metadata: what they give is known from the type.
-register(Operator("Shape", work=view_work, sharding=_whole_rule))
-register(Operator("Size", work=view_work, sharding=_whole_rule))
+register(Operator("Shape", work=view_work, sharding=whole_rule))
+register(Operator("Size", work=view_work, sharding=whole_rule))

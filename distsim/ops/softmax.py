@@ -46,7 +46,8 @@ def softmax_axes(attributes: Mapping[str, Any], version: int | None, rank: int) 
     return tuple(range(int(attributes.get("axis", 1)) % rank, rank))
 
 
-def _log_softmax(x: Array, axes: Axes) -> Array:
+def log_softmax(x: Array, axes: Axes) -> Array:
+    """Return the logarithm of the softmax over some dimensions, without overflow."""
     shifted = x - x.max(axis=axes, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=axes, keepdims=True))
 
@@ -116,7 +117,7 @@ def _register(name: str, function: Any, grad: Any) -> None:
 
 
 _register("Softmax", _softmax, _softmax_grad)
-_register("LogSoftmax", _log_softmax, _log_softmax_grad)
+_register("LogSoftmax", log_softmax, _log_softmax_grad)
 
 # --- SoftmaxCrossEntropyLoss(scores, labels, weights), NegativeLogLikelihoodLoss(input, target, weight)
 # scores [N, C, d...], labels [N, d...], weights [C]; reduction "none", "sum" or "mean". The gradient op
@@ -180,7 +181,7 @@ def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) 
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
         given = operands(formals, attributes, arrays)
         scores, labels = given[formals[0]], given[formals[1]]
-        logs = _log_softmax(scores, (1,)) if from_scores else scores
+        logs = log_softmax(scores, (1,)) if from_scores else scores
         made = [_losses(attributes, logs, labels, given.get(formals[2])), logs]
         return made[: int(attributes.get("outputs", 1))]
 

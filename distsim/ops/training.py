@@ -30,6 +30,8 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
+from distsim.ops.places import same_shape_rule
+from distsim.ops.softmax import log_softmax
 
 
 def _same_shapes(op_type: str, inputs: tuple[Tensor, ...], count: int) -> None:
@@ -39,12 +41,6 @@ def _same_shapes(op_type: str, inputs: tuple[Tensor, ...], count: int) -> None:
             raise TypeRuleError(f"{op_type}: shapes {inputs[0].shape} and {tensor.shape} must agree")
         if tensor.dtype != inputs[0].dtype:
             raise TypeRuleError(f"{op_type}: {inputs[0].dtype.name} and {tensor.dtype.name} must agree")
-
-
-def elementwise_rule(signature: Signature, linear: tuple[tuple[int, ...], ...] = ()) -> ShardingRule:
-    """Return the rule of an op whose inputs and outputs all have one shape."""
-    dims = letters(signature.outputs[0].rank)
-    return ShardingRule((dims,) * len(signature.inputs), (dims,) * len(signature.outputs), linear)
 
 
 # Loss: mean squared error, sum((y - z)^2) / N.
@@ -162,20 +158,15 @@ def _cross_entropy_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]
     return (inputs[0].on(common_device("CrossEntropyLossGrad", inputs)),)
 
 
-def _log_softmax(logits: Array) -> Array:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 def _cross_entropy(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     logits, labels = arrays
-    picked = np.take_along_axis(_log_softmax(logits), labels[..., None].astype(np.int64), axis=-1)
+    picked = np.take_along_axis(log_softmax(logits, (-1,)), labels[..., None].astype(np.int64), axis=-1)
     return [np.asarray(-picked.sum() / attributes["N"], logits.dtype)]
 
 
 def _cross_entropy_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     logits, labels = arrays[:2]
-    grad = np.exp(_log_softmax(logits))
+    grad = np.exp(log_softmax(logits, (-1,)))
     index = labels[..., None].astype(np.int64)
     np.put_along_axis(grad, index, np.take_along_axis(grad, index, axis=-1) - 1, axis=-1)
     return _scaled(attributes, arrays, grad / attributes["N"])
@@ -223,7 +214,7 @@ register(
         types=_sgd_types,
         compute=lambda a, x: [x[0] - a["lr"] * x[1]],
         work=lambda s: memory_bound(s, 2.0),
-        sharding=elementwise_rule,
+        sharding=same_shape_rule,
         in_place={0: 0},
     )
 )
@@ -254,7 +245,7 @@ register(
         types=_adam_types,
         compute=_adam,
         work=lambda s: memory_bound(s, 4.0),
-        sharding=elementwise_rule,
+        sharding=same_shape_rule,
         in_place={0: 0, 1: 2, 2: 3},
     )
 )
@@ -271,7 +262,7 @@ register(
         types=_sum_types,
         compute=lambda a, x: [x[0] + x[1]],
         work=lambda s: memory_bound(s, 1.0),
-        sharding=lambda s: elementwise_rule(s, ((0, 1),)),
+        sharding=lambda s: same_shape_rule(s, ((0, 1),)),
         in_place={0: 0},
     )
 )

@@ -206,7 +206,7 @@ class _Splitter:
             is_first = operator(op.op_type).waits and op.inputs[0] in self.first_read
             return ([op], []) if is_first else ([], [op])
         rule = operator(op.op_type).part
-        if all(needed) or (rule is None and op.op_type != "Call"):
+        if all(needed) or (rule is None and not op.is_call):
             return [op], []
         if rule is None:
             return _split_call(op, tuple([place for place, early in enumerate(needed) if early]))
@@ -316,7 +316,7 @@ def _split_call(op: Op, waited: Places) -> tuple[list[Op], list[Op]]:
 
 def _is_free(op: Op, there: Collection[Value], returned: Collection[Value]) -> bool:
     """Whether an op takes no time, and what it reads passes at no cost in place of what it makes."""
-    if op.op_type == "Call" or runs_kernel(op.op_type):
+    if op.is_call or runs_kernel(op.op_type):
         return False
     (made,), held = op.outputs, op.inputs[:1]
     if not held or held[0] in there:

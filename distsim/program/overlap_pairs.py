@@ -76,7 +76,7 @@ def _name(origins: Sequence[_Origin], names: tuple[Sequence[str], Sequence[str]]
 def _work(op: Op) -> int:
     """Return the FLOPs and bytes of an op, or of all ops of a Call; communication has none."""
     total = 0.0
-    for inner in all_ops(op.callee) if op.op_type == "Call" else (op,):
+    for inner in all_ops(op.callee) if op.is_call else (op,):
         if runs_kernel(inner.op_type) and not _communicates(inner):
             signature = signature_of(inner)
             demand = work(signature) or memory_bound(signature)
@@ -112,7 +112,7 @@ class _Side:
         found: list[tuple[Op, int, int]] = []
         done = 0
         for op, own in zip(self.ops, self.work, strict=True):
-            if op.op_type == "Call" and own:
+            if op.is_call and own:
                 found.append((op, done * scale, (done + own) * scale))
             done += own
         return found

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from distsim.errors import SimulationError
-from distsim.ir import Device, Mesh, Op, Tensor
+from distsim.ir import Device, Mesh, Op, Tensor, place_of
 from distsim.ir.device import devices_of
 from distsim.ops import operator
 from distsim.report.labels import stream_label
@@ -26,7 +26,7 @@ from distsim.simulate import Simulation
 from distsim.simulate.memory.timeline import memory_timeline
 from distsim.simulate.memory.walk import KINDS
 from distsim.simulate.tasks.lower import Stream
-from distsim.simulate.tasks.rank_classes import communicates, place_of
+from distsim.simulate.tasks.rank_classes import communicates
 from distsim.simulate.tasks.timeline import Piece
 
 MOST_COUNTED = 100_000

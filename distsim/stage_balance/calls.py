@@ -32,7 +32,7 @@ def call_costs(function: Function, cost_model: CostModel) -> tuple[BlockCost, ..
     """
     calls: dict[str, list[Op]] = {}
     for op in function.ops:
-        if op.op_type == "Call":
+        if op.is_call:
             calls.setdefault(op.name, []).append(op)
     pairs = {name: ops for name, ops in calls.items() if len(ops) == 2}
     if not pairs:
@@ -103,7 +103,7 @@ class _CallPricer:
         return sum(map(self._one, ops))
 
     def _one(self, op: Op) -> float:
-        if op.op_type != "Call":
+        if not op.is_call:
             return self.cost_model.seconds(signature_of(op), self.where)
         found = self._seconds.get(op.callee)
         if found is None:

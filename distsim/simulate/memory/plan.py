@@ -68,7 +68,7 @@ def gradient_values(function: Function) -> set[Value]:
     """
     found: set[Value] = set()
     for op in reversed(function.ops):
-        if op.op_type == "Call":
+        if op.is_call:
             found.update([op.inputs[i] for i in gradient_inputs(op.callee)])
             continue
         meaning = operator(op.op_type)
@@ -118,7 +118,7 @@ class _Planner:
                 self._put(value, inputs[first], -1)
         for number, op in enumerate(function.ops):
             callee = None
-            if op.op_type == "Call":
+            if op.is_call:
                 callee = self._callee(op, number)
             for index, value in enumerate(op.outputs):
                 shared = self._shared_with(op, callee, index, number)

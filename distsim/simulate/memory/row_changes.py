@@ -106,7 +106,7 @@ class RankUse:
         frame.known = {**frame.known, **{frame.plan.home[v]: GRADIENTS for v in excerpt.gradients}}
         for op, dying, what in zip(function.ops, frame.plan.dying, excerpt.what, strict=True):
             free = [value for value in dying if value not in frame.kept]
-            if op.op_type != "Call":
+            if not op.is_call:
                 self._changes[what] = _moved(excerpt, frame, op, free)
                 continue
             plan = frame.call(op, free)

@@ -130,7 +130,7 @@ class _Teller:
     def _visit(self, function: Function, frame: Frame, held: dict[Value, _Held]) -> None:
         home = frame.plan.home
         for op in function.ops:
-            if op.op_type == "Call":
+            if op.is_call:
                 self._call(op, frame, held)
                 continue
             times = self._next(op)

@@ -155,7 +155,7 @@ class Frame:
             kind = self.other
             if op.op_type == "Constant":
                 kind = KIND_OF_ROLE[Role.CONSTANT]
-            elif op.op_type != "Call" and communicates(op):
+            elif not op.is_call and communicates(op):
                 kind = COMMUNICATION
         self.kinds[home] = kind
         return kind
@@ -215,7 +215,7 @@ class Walk:
     def step(self, frame: Frame, op: Op, dying: Sequence[Value], use: Use) -> None:
         """Let one op happen, after which these homes are free."""
         free = [value for value in dying if value not in frame.kept]
-        if op.op_type == "Call":
+        if op.is_call:
             free = self._call(frame, op, free, use)
         else:
             for value in op.outputs:

@@ -225,7 +225,7 @@ class _TemplateBuilder:
         self.call_op: list[Op | None] = [None]
 
     def add(self, op: Op) -> None:
-        if op.op_type == "Call":
+        if op.is_call:
             self._call(op)
             return
         kind = self.lowering.kind(self.function, op)

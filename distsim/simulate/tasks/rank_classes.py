@@ -19,7 +19,7 @@ import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.errors import SimulationError
-from distsim.ir import Device, Function, Mesh, Op, Tensor, Value, callees
+from distsim.ir import Device, Function, Mesh, Op, Tensor, callees, place_of
 from distsim.ir.device import devices_of
 from distsim.ops import Signature, operator, signature_of
 from distsim.simulate.tasks.color_refinement import Ints, Relation, refine
@@ -89,11 +89,6 @@ class RankClasses:
         return tuple(sorted({self.of[device] for device in devices}))
 
 
-def place_of(value: Value) -> Placement | None:
-    """Return where a value is."""
-    return value.type.device if isinstance(value.type, Tensor) else None
-
-
 def place_of_compute(function: Function, op: Op) -> Placement:
     """Return where a compute op runs: the placement of its operands, or else of its results."""
     for value in (*op.inputs, *op.outputs):
@@ -107,12 +102,7 @@ def place_of_compute(function: Function, op: Op) -> Placement:
 
 def communicates(op: Op) -> bool:
     """Whether an op moves something between devices."""
-    return _moves(op.op_type)
-
-
-def _moves(op_type: str) -> bool:
-    meaning = operator(op_type).communication
-    return meaning is not None and meaning.kind != "local"
+    return operator(op.op_type).moves
 
 
 def exchanges(op: Op) -> tuple[Exchange, ...]:
@@ -194,7 +184,7 @@ def rank_classes(function: Function, cost_model: CostModel, lockstep: bool = Tru
     specs = np.array([cost_model.spec(device) for device in devices], np.int64)
     meetings = _Meetings(devices, cost_model)
     for current in (*callees(function), function):
-        moving = set(filter(_moves, set(map(_OP_TYPE, current.ops))))
+        moving = {name for name in set(map(_OP_TYPE, current.ops)) if operator(name).moves}
         for op in current.ops if moving else ():
             if op.op_type in moving:
                 meetings.add(op)

@@ -85,7 +85,7 @@ def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tu
     found: dict[Value, tuple[Op, str]] = {}
     for value, ops in readers.items():
         op = next(iter(ops), None)
-        if op is not None and len(ops) == 1 and op.op_type == "Call":
+        if op is not None and len(ops) == 1 and op.is_call:
             found[copies[value]] = (op, op.callee.inputs[op.inputs.index(value)].name)
     return found
 
@@ -98,7 +98,7 @@ def _trained(function: Function) -> list[Value]:
         if current not in known:
             found = set(current.outputs)
             for op in current.ops:
-                if op.op_type == "Call":
+                if op.is_call:
                     inner = read(op.callee)
                     found.update(v for v, i in zip(op.inputs, op.callee.inputs, strict=True) if i in inner)
                 else:
@@ -234,7 +234,7 @@ class _Pass:
         for op in reversed(function.ops):
             if not any(v in live for v in op.outputs):
                 continue
-            if op.op_type == "Call":
+            if op.is_call:
                 mask = tuple(v in wanted for v in op.inputs)
                 given = tuple(v in live for v in op.outputs)
                 self.linearized[op] = self.callees.linearize(op.callee, mask, given)
@@ -258,7 +258,7 @@ class _Pass:
         """Emit the gradients that follow from those that are there."""
         for op in reversed(function.ops):
             if any(v in self.grads for v in op.outputs) and any(v in wanted for v in op.inputs):
-                if op.op_type == "Call":
+                if op.is_call:
                     self.call(op)
                 else:
                     self.op(op, wanted)

@@ -109,7 +109,7 @@ def _with_plain_updates(function: Function) -> Function:
             known[callee] = any(updates) and not all(updates)
         return known[callee]
 
-    while calls := {op for op in function.ops if op.op_type == "Call" and mixed(op.callee)}:
+    while calls := {op for op in function.ops if op.is_call and mixed(op.callee)}:
         function = inline(function, calls)
     return function
 
@@ -129,7 +129,7 @@ def _updates(op: Op) -> list[_OptimizerStep]:
 
     Raises :class:`PlanError` if it does anything else, of which it would need whole operands.
     """
-    if op.op_type != "Call":
+    if not op.is_call:
         return [_update(op)]
     known = dict(zip(op.callee.inputs, op.inputs, strict=True))
     known |= dict(zip(op.callee.outputs, op.outputs, strict=True))
@@ -272,7 +272,7 @@ class _Divider:
 
     def _op(self, op: Op, forward: bool) -> None:
         """Copy an op; it reads whole parameters."""
-        call = op.op_type == "Call"
+        call = op.is_call
         if forward and call:
             self.whole.clear()
         values: dict[Value, Value] = {}
@@ -320,7 +320,7 @@ class _Divider:
                 flat = self._flat(values[value], value)
                 values[value] = self._add("LocalSlice", flat, value, axis=AXIS, dim=0)
         subfunctions = None
-        if op.op_type == "Call":
+        if op.is_call:
             types = tuple([values[value].type for value in op.inputs])
             if (op.callee, types) not in self.callees:
                 self.callees[op.callee, types] = infer_types(op.callee, types)

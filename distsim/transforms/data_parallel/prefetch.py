@@ -120,7 +120,7 @@ class _Prefetcher:
                 continue
             key = (self.assigned.stage[number], function.forward[number])
             reads = [v for v in function.reads[number] if v in gathered]
-            call = op.op_type == "Call"
+            call = op.is_call
             if not reads:
                 if call:
                     open_unit[key] = None

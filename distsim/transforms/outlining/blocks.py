@@ -53,7 +53,7 @@ class _Cover:
 
     def is_call(self, repeat: Repeat) -> bool:
         """Whether the unit is one Call: outlined already."""
-        return repeat.period == 1 and self.wiring.ops[repeat.start].op_type == "Call"
+        return repeat.period == 1 and self.wiring.ops[repeat.start].is_call
 
     def is_scalar(self, repeat: Repeat) -> bool:
         """Whether the unit makes scalars only, as what follows losses does.
@@ -75,9 +75,7 @@ class _Cover:
         calls = Counter(
             op.callee
             for index, op in enumerate(wiring.ops)
-            if op.op_type == "Call"
-            and not self.used[index]
-            and wiring.products[index + 1] > wiring.products[index]
+            if op.is_call and not self.used[index] and wiring.products[index + 1] > wiring.products[index]
         )
         found = {len(starts) for starts in self.blocks.values()} | {n for n in calls.values() if n > 1}
         return tuple(sorted(found, reverse=True))

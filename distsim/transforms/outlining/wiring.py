@@ -132,7 +132,7 @@ class _Products:
         """Return the count of each op, where ``held`` are weights; what is made of one alone joins them."""
         counts: list[int] = []
         for op, label in zip(ops, labels, strict=True):
-            if op.op_type == "Call":
+            if op.is_call:
                 counts.append(self.call(op, held))
             else:
                 counts.append(int(not held.isdisjoint(op.inputs) and self.is_matrix(op, label)))

@@ -87,7 +87,7 @@ def _bottleneck(done: Array, num_stages: int) -> float:
 
 def coarse(function: Numbered, num_stages: int, costs: DeviceCosts) -> bool:
     """Return whether Calls are too large to make balanced stages: the heaviest is COARSE over its share."""
-    if num_stages == 1 or not any(op.op_type == "Call" for op in function.ops):
+    if num_stages == 1 or not any(op.is_call for op in function.ops):
         return False
     seconds = [cost for cost in function.seconds(costs).values() if cost > 0]
     if len(seconds) < num_stages:

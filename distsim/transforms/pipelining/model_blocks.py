@@ -125,8 +125,8 @@ def model_blocks(local: Sharded, costs: DeviceCosts, most: int = MOST_BLOCKS) ->
     work: list[float] = []
     for place, (op, cost) in enumerate(timed):
         before = function.ops[timed[place - 1][0]] if place else None
-        called = function.ops[op].op_type == "Call"
-        if before is None or called or before.op_type == "Call" or _multiplies(function.ops[op]):
+        called = function.ops[op].is_call
+        if before is None or called or before.is_call or _multiplies(function.ops[op]):
             starts.append(place)
             work.append(0.0)
         work[-1] += cost
@@ -137,12 +137,12 @@ def model_blocks(local: Sharded, costs: DeviceCosts, most: int = MOST_BLOCKS) ->
         del starts[lightest + 1]
     ops = [function.ops[timed[place][0]] for place in starts]
     names = tuple([op.name or op.outputs[0].name for op in ops])
-    return ModelBlocks(tuple(starts), names, tuple([op.op_type == "Call" for op in ops]))
+    return ModelBlocks(tuple(starts), names, tuple([op.is_call for op in ops]))
 
 
 def _multiplies(op: Op) -> bool:
     """Whether an op is a product with parameters."""
-    demand = None if op.op_type == "Call" else work(signature_of(op))
+    demand = None if op.is_call else work(signature_of(op))
     return demand is not None and demand.matrix and any(v.role is Role.PARAMETER for v in op.inputs)
 
 
@@ -175,7 +175,7 @@ def block_costs(
     if mesh is None:
         mesh = Mesh(cost_model.topology.devices[:1], dp=1, tp=1)
     function = only_needed(function, function.outputs, "no output needs it")
-    if not any(op.op_type == "Call" for op in function.ops):
+    if not any(op.is_call for op in function.ops):
         function = outline(function)
     dp, tp = mesh.axis_size("dp"), mesh.axis_size("tp")
     costs = cost_model.on(mesh.devices[0])

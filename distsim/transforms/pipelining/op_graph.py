@@ -157,7 +157,7 @@ class Numbered:
             found = {}
             for index, op in enumerate(self.ops):
                 if self.forward[index]:
-                    kind = self.kinds[index] if op.op_type == "Call" else -1 - index
+                    kind = self.kinds[index] if op.is_call else -1 - index
                     if kind not in known:
                         known[kind] = costs.seconds(op)
                     found[index] = known[kind]
@@ -207,7 +207,7 @@ def _marking(ops: Sequence[Op]) -> list[int]:
     known: dict[Function, bool] = {}
 
     def marks(op: Op) -> bool:
-        if op.op_type != "Call":
+        if not op.is_call:
             return op.op_type == "ForwardOutput"
         if op.callee not in known:
             known[op.callee] = any(map(marks, op.callee.ops))

@@ -191,9 +191,9 @@ def _calls_at(function: Numbered, readers: Iterable[int]) -> set[Op]:
     """Return those of the readers that are Calls, and the Calls that make what the others read."""
     found: set[int] = set()
     for op in readers:
-        called = function.ops[op].op_type == "Call"
+        called = function.ops[op].is_call
         found.update([op] if called else [function.producer[value] for value in function.reads[op]])
-    return {function.ops[op] for op in found if op >= 0 and function.ops[op].op_type == "Call"}
+    return {function.ops[op] for op in found if op >= 0 and function.ops[op].is_call}
 
 
 def _untie(

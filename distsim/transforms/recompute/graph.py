@@ -142,7 +142,7 @@ class _Grapher:
         return Tag.MUST_SAVE if call and phase is Phase.FORWARD else None
 
     def op(self, op: Op, inputs: tuple[int, ...], phase: Phase) -> None:
-        traits, seconds, call = traits_of(op), self.costs.seconds(op), op.op_type == "Call"
+        traits, seconds, call = traits_of(op), self.costs.seconds(op), op.is_call
         if len(op.outputs) == 1:
             self.add(op.outputs[0], inputs, phase=phase, seconds=seconds, traits=traits, call=call)
             return
@@ -171,7 +171,7 @@ def traits_of(op: Op) -> Trait:
     Work on the matrix units is compute-intensive, a Call is when something in it is. All else but
     communication is bound by memory: it may be recomputed, and runs in one kernel with its like.
     """
-    if op.op_type == "Call":
+    if op.is_call:
         inside = [traits_of(inner) for inner in all_ops(op.callee)]
         both = Trait.COLLECTIVE | Trait.COMPUTE_INTENSIVE
         found = Trait.NONE

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Role, Value, rewire_op, rewrite, substitute
-from distsim.ir.inline import inline
+from distsim.ir.inline import flatten
 from distsim.transforms.pipelining.op_graph import is_sum
 from distsim.transforms.recompute.phases import Joint, split_joint
 
@@ -47,11 +47,11 @@ def find_pairs(joint: Joint) -> list[Pair]:
     # What is summed over microbatches is no gradient that one of them waits for.
     late = {v for op in function.ops if joint.behind(op) and not is_sum(op) for v in op.outputs}
     for op in function.ops:
-        if op.op_type != "Call" or op not in joint.forward:
+        if not op.is_call or op not in joint.forward:
             continue
         alone = [next(iter(readers[v])) for v in op.outputs if len(readers.get(v, ())) == 1]
         for back in dict.fromkeys(alone):
-            if back and back.op_type == "Call" and back not in joint.forward and back not in taken:
+            if back and back.is_call and back not in joint.forward and back not in taken:
                 taken.add(back)
                 found.append(_pair(joint, op, back, readers, late))
                 break
@@ -79,7 +79,7 @@ def joint_of(pair: Pair) -> Joint:
     Inputs: those of the forward callee, then what backward reads besides, its tangents. Outputs: the
     required ones of forward, then those of backward.
     """
-    ahead, behind = _flat(pair.forward.callee), _flat(pair.backward.callee)
+    ahead, behind = flatten(pair.forward.callee), flatten(pair.backward.callee)
     known: dict[Value, Value] = {}
     tangents: dict[int, Value] = {}
     for formal, (kind, index) in zip(behind.inputs, pair.wiring, strict=True):
@@ -100,12 +100,6 @@ def joint_of(pair: Pair) -> Joint:
             made.update(op.outputs)
     first = tuple(range(len(pair.required)))
     return Joint(function, set(ahead.ops) - constants, constants, set(), late, {*free, *held, *made}, first)
-
-
-def _flat(function: Function) -> Function:
-    while any(op.op_type == "Call" for op in function.ops):
-        function = inline(function)
-    return function
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -51,7 +51,7 @@ class _Keys:
         known = dict(zip(function.inputs, given, strict=True))
         for op in function.ops:
             read = [known[value] for value in op.inputs]
-            if op.op_type == "Call":
+            if op.is_call:
                 made = self.visit(op.callee, read, found)
             elif op.op_type in TRANSPARENT:
                 made = read[:1]

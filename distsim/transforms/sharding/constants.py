@@ -148,7 +148,7 @@ class _FunctionLifter:
     def lift(self) -> tuple[Function, _Wanted]:
         ops: list[Op] = []
         for op in self.function.ops:
-            if op.op_type == "Call":
+            if op.is_call:
                 ops.append(self._call(op))
             else:
                 self._look_at(op)

@@ -181,7 +181,7 @@ class _FunctionLowering:
             role = lowering.known.get(value, value.role)
             home[value] = self.maker.add_input_value(value.name, lowering.home_type(value), role)
         for op in self.function.ops:
-            if op.op_type == "Call":
+            if op.is_call:
                 self.call(op)
             else:
                 self.op(op)

@@ -85,7 +85,7 @@ def structure_of(function: Function, known: Mapping[Value, Role], merged: bool =
 
 def written(op: Op, index: int) -> int | None:
     """Return the operand whose memory an output of ``op`` takes over, also where a callee does it."""
-    if op.op_type != "Call":
+    if not op.is_call:
         return operator(op.op_type).in_place.get(index)
     callee = op.callee
     value = callee.outputs[index]
@@ -100,7 +100,7 @@ def written(op: Op, index: int) -> int | None:
 
 def overwritten(op: Op) -> frozenset[int]:
     """Return the operands whose memory outputs of ``op`` take over."""
-    if op.op_type != "Call":
+    if not op.is_call:
         return frozenset(operator(op.op_type).in_place.values())
     found = [written(op, index) for index in range(len(op.outputs))]
     return frozenset([place for place in found if place is not None])
@@ -128,7 +128,7 @@ class _GraphBuilder:
         for function in self.functions:
             times, top = self.times[function], function is self.function
             for op in function.ops:
-                if op.op_type != "Call":
+                if not op.is_call:
                     nodes.append(self._node(op, times, top))
                     continue
                 if op.callee not in taken:
@@ -194,7 +194,7 @@ class _GraphBuilder:
         alone: set[Value] = set()
         for op in function.ops:
             uses.update((value, []) for value in op.outputs)
-            if op.op_type != "Call":
+            if not op.is_call:
                 alone.update(homes.get(v, v) for v in (*op.inputs, *op.outputs))
                 continue
             callee = self.place[op.callee]
@@ -220,7 +220,7 @@ def _in_place(function: Function) -> dict[Value, Value]:
         if op is None:
             continue
         index = op.outputs.index(value)
-        if op.op_type == "Call":
+        if op.is_call:
             key = (op.callee, index)
             if key not in known:
                 known[key] = written(op, index)
@@ -236,7 +236,7 @@ def _times_called(function: Function) -> dict[Function, int]:
     times = {function: 1}
     for current in (function, *reversed(callees(function))):
         for op in current.ops:
-            if op.op_type == "Call":
+            if op.is_call:
                 times[op.callee] = times.get(op.callee, 0) + times[current]
     return times
 

@@ -112,7 +112,7 @@ def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]
 
     def visit(current: Function) -> None:
         for op in current.ops:
-            if op.op_type == "Call":
+            if op.is_call:
                 if _pass_down(op, marks) or op.callee not in visited:
                     visited.add(op.callee)
                     visit(op.callee)
@@ -129,7 +129,7 @@ def _back(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -
 
     def visit(current: Function) -> None:
         for op in reversed(current.ops):
-            if op.op_type == "Call":
+            if op.is_call:
                 if _pass_up(op, marks) or op.callee not in visited:
                     visited.add(op.callee)
                     visit(op.callee)
