@@ -73,7 +73,7 @@ def run(case: Case, problem: Problem) -> Partition:
             places = {part: ids[:1] for part, ids in places.items()}  # the rest are its replicas
     rate = float(case.get("transfer_rate_bytes_per_sec") or 0.0)
     saturate = bool(case.get("saturate_host"))
-    return partition(problem, devices_of(case), mode, rate, saturate, assignment, places)
+    return partition(problem, devices_of(case), mode, rate, saturate, assignment, assigned_devices=places)
 
 
 def _first(case: Case, *keys: str) -> dict[str, Any]:

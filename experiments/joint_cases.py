@@ -21,9 +21,9 @@ from distsim.transforms.recompute.saves import (
     EVERY_OUTPUT,
     JointGraph,
     JointNode,
-    Kind,
+    NodeKind,
+    NodeRole,
     Phase,
-    Role,
     Tag,
     Trait,
     needs,
@@ -147,12 +147,12 @@ def read_graph(
             inputs=tuple(place[each] for each in row["inputs"]),
             nbytes=0 if row["name"] in tuples else nbytes(row, shapes[row["name"]]),
             role=role(row),
-            kind=Kind.TUPLE if row["name"] in tuples else kind(row, shapes[row["name"]]),
+            kind=NodeKind.TUPLE if row["name"] in tuples else kind(row, shapes[row["name"]]),
             tag=tag(row),
         )
-        if node.role is Role.OP:
+        if node.role is NodeRole.OP:
             node = operator(node, row, [shapes[each] for each in row["inputs"]], shapes[node.name], items)
-        elif node.role is Role.PRIMAL:
+        elif node.role is NodeRole.PRIMAL:
             node = replace(node, traits=Trait.FREE if primals in parameters else Trait.NONE)
             primals += 1
         place[row["name"]] = len(nodes)
@@ -227,26 +227,26 @@ def nbytes(row: Row, shapes: Shapes) -> int:
     return given
 
 
-def kind(row: Row, shapes: Shapes) -> Kind:
+def kind(row: Row, shapes: Shapes) -> NodeKind:
     """Tell what kind of value a node gives that no item is taken of."""
     if len(shapes) == 1:
-        return Kind.TENSOR
+        return NodeKind.TENSOR
     if len(shapes) > 1:
-        return Kind.TUPLE
+        return NodeKind.TUPLE
     if aten.is_size(row["target"]) or (row["op"] == "placeholder" and row["target"].startswith("primals")):
-        return Kind.SIZE
-    return Kind.TUPLE if row["target"].startswith(("aten.", "prims.")) else Kind.OPAQUE
+        return NodeKind.SIZE
+    return NodeKind.TUPLE if row["target"].startswith(("aten.", "prims.")) else NodeKind.OPAQUE
 
 
-def role(row: Row) -> Role:
+def role(row: Row) -> NodeRole:
     """Tell where a node's value comes from."""
     if row["op"] == "get_attr":
-        return Role.CONSTANT
+        return NodeRole.CONSTANT
     if row["op"] != "placeholder":
-        return Role.OP
+        return NodeRole.OP
     if "fwd_seed" in row["target"] or "fwd_base" in row["target"]:
-        return Role.SEED
-    return Role.TANGENT if "tangents" in row["target"] or "bwd_" in row["target"] else Role.PRIMAL
+        return NodeRole.SEED
+    return NodeRole.TANGENT if "tangents" in row["target"] or "bwd_" in row["target"] else NodeRole.PRIMAL
 
 
 def tag(row: Row) -> Tag | None:

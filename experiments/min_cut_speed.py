@@ -16,7 +16,15 @@ from typing import Any, TypeVar
 
 import common
 
-from distsim.transforms.recompute.saves import JointGraph, JointNode, MinCutOptions, Phase, Role, Trait, needs
+from distsim.transforms.recompute.saves import (
+    JointGraph,
+    JointNode,
+    MinCutOptions,
+    NodeRole,
+    Phase,
+    Trait,
+    needs,
+)
 from distsim.transforms.recompute.saves.flow import Edge, minimum_cut
 from distsim.transforms.recompute.saves.mincut import cut_network
 
@@ -85,7 +93,10 @@ def residual_blocks(values: int) -> JointGraph:
     """
     blocks = max(1, (values - 2) // 14)
     cheap = Trait.ALLOWED | Trait.FUSIBLE
-    nodes = [JointNode("x", role=Role.PRIMAL, nbytes=4096), JointNode("dy", role=Role.TANGENT, nbytes=4096)]
+    nodes = [
+        JointNode("x", role=NodeRole.PRIMAL, nbytes=4096),
+        JointNode("dy", role=NodeRole.TANGENT, nbytes=4096),
+    ]
 
     def add(name: str, inputs: Sequence[int], nbytes: int, traits: Trait, phase: Phase) -> int:
         nodes.append(JointNode(name, tuple(inputs), nbytes, phase=phase, traits=traits))

@@ -22,7 +22,7 @@ from joint_cases import Case, Expected, read_case
 from distsim.errors import DistsimError
 from distsim.transforms.recompute.saves import (
     JointGraph,
-    Role,
+    NodeRole,
     Saves,
     Tag,
     Trait,
@@ -198,7 +198,7 @@ def budget_defect(case: Case, expected: Expected) -> str:
         return f"the original recomputes {', '.join(untagged)}, tagged MUST_SAVE"
     saved = [graph.positions.get(each) for each in expected.get("saved", ())]
     size = sum(graph.sizes[each] for each in saved if each is not None)
-    inputs = sum(graph.sizes[i] for i, node in enumerate(graph.nodes) if node.role is Role.PRIMAL)
+    inputs = sum(graph.sizes[i] for i, node in enumerate(graph.nodes) if node.role is NodeRole.PRIMAL)
     most = save_within_budget(graph, 1.0).nbytes if 0 < case.budget < 1 else 0
     room = case.budget * max(most - inputs, 0)
     if size - inputs > room and case.budget < 1:

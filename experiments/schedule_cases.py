@@ -88,14 +88,14 @@ def main() -> int:
     given = parser.parse_args()
     index = given.folder if given.folder.is_file() else given.folder / "index.csv"
     times = index.parent / "zb_table9.csv"
-    if not (index.is_file() or times.is_file()):
+    if not (index.is_file() or (times.is_file() and given.folder.is_dir())):
         print(f"{given.folder} has neither index.csv nor zb_table9.csv", file=sys.stderr)
         return 2
     tallies: dict[str, Tally] = {}
     said: list[str] = []
     if index.is_file():
         said += compare_tables(index, tallies)
-    if times.is_file():
+    if times.is_file() and given.folder.is_dir():
         said += compare_rates(times, index.parent / "zb_table5_replayed.csv", tallies)
     print("\n".join(said[:SHOWN]))
     if len(said) > SHOWN:

@@ -191,7 +191,9 @@ def any_schedule(rng: Random, chain: int, microbatches: int) -> Schedule:
             if not (few or can):
                 continue
             one = (few or can)[0]
-            others = [a for a in can if a.kind is not one.kind and a.stage != one.stage]
+            sums = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            others = [a for a in can if a.kind is not one.kind]
+            others = [a for a in others if a.stage != one.stage or not {a.kind, one.kind}.issubset(sums)]
             cells.append((one, others[0]) if others and rng.random() < paired else (one,))
         for cell in cells:
             rank = rank_of[cell[0].stage]
@@ -231,7 +233,7 @@ class Placed(Inventor):
         parts = Parts("invented", blocks, whole.inputs, whole.outputs, tuple(halves))
         slices = mesh.slices("pp")
         stages = [replace(stage, mesh=slices[schedule.rank_of[s]]) for s, stage in enumerate(whole.stages)]
-        return replace(whole, mesh=mesh, stages=tuple(stages), schedule=schedule, parts=parts)
+        return replace(whole, mesh=mesh, stages=tuple(stages), schedule=schedule, shared_parts=parts)
 
     def halves(self, stage: int, whole: Block) -> tuple[Block, Block]:
         """Cut a backward in two: both compute all of it, W reads a value of I besides."""

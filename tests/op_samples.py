@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from distsim.ir import Tensor
-from distsim.ir.op import Attributes
 from distsim.ir.registry import output_types
 from distsim.ir.type import from_numpy
+from distsim.ir.value import Attributes
 from distsim.ops import Signature
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from distsim.transforms.recompute.saves import JointGraph, JointNode, Kind, Phase, Role, Saves, Tag, Trait
+from distsim.transforms.recompute.saves import (
+    JointGraph,
+    JointNode,
+    NodeKind,
+    NodeRole,
+    Phase,
+    Saves,
+    Tag,
+    Trait,
+)
 
 CHEAP = Trait.ALLOWED | Trait.FUSIBLE
 TRAITS = [CHEAP, CHEAP, Trait.COMPUTE_INTENSIVE, CHEAP | Trait.VIEW, Trait.NONE, Trait.COLLECTIVE]
@@ -13,11 +22,11 @@ TAGS = [None, None, None, None, *Tag]
 
 
 def primal(name: str, nbytes: int = 4, traits: Trait = Trait.NONE) -> JointNode:
-    return JointNode(name, nbytes=nbytes, role=Role.PRIMAL, traits=traits)
+    return JointNode(name, nbytes=nbytes, role=NodeRole.PRIMAL, traits=traits)
 
 
 def tangent(name: str, nbytes: int = 4) -> JointNode:
-    return JointNode(name, nbytes=nbytes, role=Role.TANGENT)
+    return JointNode(name, nbytes=nbytes, role=NodeRole.TANGENT)
 
 
 def chain(length: int, nbytes: int = 8, traits: Trait = CHEAP, per_region: int | None = None) -> JointGraph:
@@ -58,7 +67,7 @@ def joint_graph(seed: int, most: int = 12, tags: bool = True) -> JointGraph:
         if rng.random() < 0.15:
             parent = len(nodes) - 1
             # The items carry the bytes; they have no tags, which might contradict the tuple's.
-            nodes[parent] = replace(node, kind=Kind.TUPLE, nbytes=0, tag=None, traits=CHEAP, key=None)
+            nodes[parent] = replace(node, kind=NodeKind.TUPLE, nbytes=0, tag=None, traits=CHEAP, key=None)
             for item in range(2):
                 name = f"f{i}.{item}"
                 nodes.append(JointNode(name, (parent,), 8, phase=Phase.FORWARD, item=item, traits=CHEAP))
@@ -85,8 +94,8 @@ def numbers(graph: JointGraph, ops: tuple[int, ...], given: dict[int, int]) -> d
 
 def computed(graph: JointGraph) -> list[int]:
     """The outputs of the joint graph, op by op."""
-    given = {i: i for i, node in enumerate(graph.nodes) if node.role is not Role.OP}
-    ops = tuple(i for i, node in enumerate(graph.nodes) if node.role is Role.OP)
+    given = {i: i for i, node in enumerate(graph.nodes) if node.role is not NodeRole.OP}
+    ops = tuple(i for i, node in enumerate(graph.nodes) if node.role is NodeRole.OP)
     values = numbers(graph, ops, given)
     return [values[each] for each in graph.outputs if each is not None]
 
@@ -94,9 +103,9 @@ def computed(graph: JointGraph) -> list[int]:
 def computed_apart(saves: Saves) -> list[int]:
     """The outputs of the two passes, with nothing between them but the saved values."""
     graph = saves.graph
-    forward = {i: i for i, node in enumerate(graph.nodes) if node.role is Role.PRIMAL}
+    forward = {i: i for i, node in enumerate(graph.nodes) if node.role is NodeRole.PRIMAL}
     values = numbers(graph, saves.forward, forward)
-    backward = {i: i for i, node in enumerate(graph.nodes) if node.role is Role.TANGENT}
+    backward = {i: i for i, node in enumerate(graph.nodes) if node.role is NodeRole.TANGENT}
     backward |= {each: values[each] for each in saves.saved}
     late = numbers(graph, saves.backward, backward)
     results = [values[each] for each in graph.forward_outputs if each is not None]

@@ -22,9 +22,10 @@ from training_models import (
 )
 
 from distsim.compose import parallelize
+from distsim.cost import CostModel
 from distsim.errors import IRError
 from distsim.executor import SequentialExecutor
-from distsim.ir import Device, Function, FunctionMaker, Literal, Value, needed_ops
+from distsim.ir import Device, Function, FunctionMaker, Literal, Topology, Value, needed_ops
 from distsim.ir.device import logical_mesh
 from distsim.models import gpt
 from distsim.plan import Plan
@@ -36,6 +37,7 @@ from distsim.transforms.pipelining.pipeline import cut_stages
 from distsim.transforms.sharding.shard import shard
 
 DEVICE = Device(0, "gpu")
+COSTS = CostModel(Topology()).on(DEVICE)
 
 
 def blocks_of(program: Program) -> list[tuple[Block, Block, tuple]]:
@@ -85,7 +87,7 @@ def test_a_step_with_halves_computes_what_one_device_computes(model, plan):
         stages.append(replace(stage, backward=assert_halves(stage.backward, halves, waited)))
     inputs = distinct_inputs(joint) if model in ("moe", "deepseek") else random_inputs(joint)
     expected = SequentialExecutor().compute(joint, inputs)
-    assert_same_step(joint, replace(program, stages=tuple(stages), parts=None), inputs, expected)
+    assert_same_step(joint, replace(program, stages=tuple(stages), shared_parts=None), inputs, expected)
 
 
 def reads(program: Program) -> dict[Value, list]:
@@ -130,7 +132,7 @@ def linear_stack(kind: str, layers: int = 4) -> Function:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_weight_gradients_of_a_linear_stack_are_in_w(kind, stages):
     """Each weight's is one product of W; I has the others, those of inputs, where somebody waits."""
-    cut = cut_stages(shard(differentiate(linear_stack(kind)), logical_mesh(DEVICE, 1, 1), 2), stages, DEVICE)
+    cut = cut_stages(shard(differentiate(linear_stack(kind)), logical_mesh(DEVICE, 1, 1), 2), stages, COSTS)
     one, found = flops(cut.stages[0][0].function, products=True) * stages / 4, 0
     for (_, backward, _), (first, second) in zip(cut.stages, cut.halves, strict=True):
         weights = len(backward.accumulated)
@@ -159,7 +161,7 @@ def test_the_products_of_transformer_layers_are_where_the_papers_put_them():
 
 def test_stages_that_do_the_same_share_their_halves():
     joint = differentiate(small_gpt(layers=12), SGD())
-    cut = cut_stages(shard(joint, logical_mesh(DEVICE, 1, 1), 2), 6, DEVICE)
+    cut = cut_stages(shard(joint, logical_mesh(DEVICE, 1, 1), 2), 6, COSTS)
     halves = cut.halves
     assert halves is cut.halves
     same = [i for i, (_, block, _) in enumerate(cut.stages) if block.function is cut.stages[2][1].function]

@@ -119,17 +119,19 @@ def test_a_cut_is_into_the_stages_of_all_chunks():
     costs = CostModel(TOPOLOGY).on(TOPOLOGY.devices[0])
     for stages in ("even", "layers", "2-2-1-1"):
         chunked, flat = (
-            Plan.parse(f"{degrees},microbatches=2,stages={stages}") for degrees in ("pp=2,chunks=2", "pp=4")
+            Plan.parse(f"{degrees},microbatches=2,stages={stages}")
+            for degrees in ("pp=2,chunks=2,schedule=interleaved", "pp=4")
         )
-        assert Division.of(chunked, costs) == Division.of(flat, costs)
+        assert Division.of(chunked, 4, costs) == Division.of(flat, 4, costs)
     local = shard(model(), mesh_of(1, 1), 2, 1)
-    cut = counted_cut([local], Plan(pp=3, chunks=2).num_stages, costs, "layers")
+    cut = counted_cut([local], Plan(pp=3, chunks=2, schedule="interleaved").num_stages, costs, "layers")
     calls = [sum(op.op_type == "Call" for op in forward.function.ops) for forward, *_ in cut.stages]
     assert calls == [1] * 6
 
 
-def test_several_stages_a_rank_are_refused_where_they_cannot_run():
-    with pytest.raises(PlanError, match="chunks=2: a pipeline rank runs one stage so far; use chunks=1"):
+def test_several_stages_a_rank_take_a_schedule_that_runs_them():
+    assert program("pp=2,chunks=2,schedule=interleaved,microbatches=2").schedule.chunks == 2
+    with pytest.raises(PlanError, match="schedule=1f1b runs 1 stage a rank, not chunks=2; use chunks=1"):
         program("pp=2,chunks=2")
 
 

@@ -28,12 +28,18 @@ from distsim.ir import (
     Value,
     all_ops,
     callees,
+    copy_function,
     count_ops,
     cpprint,
     pformat,
+    retype_op,
+    rewire_op,
+    rewrite,
+    substitute,
     verify,
 )
 from distsim.ir.type import DTYPES, dtype_named, from_numpy
+from distsim.models import mlp
 
 F23 = Tensor(Float(), (2, 3))
 
@@ -398,3 +404,39 @@ def test_attributes_that_print_differently_differ(one, other):
     """Rules are cached by attributes: equal must mean the same to every rule."""
     assert Attributes({"a": one}) != Attributes({"a": other})
     assert Attributes({"a": (one,)}) != Attributes({"a": (other,)})
+
+
+def test_rewrite_shares_what_does_not_change():
+    function = mlp(layers=2, width=4, batch=2)
+    assert rewrite(function, lambda op, env: (rewire_op(op, env),)) is function
+    copy = copy_function(function)
+    assert pformat(copy) == pformat(function)
+    own = {value for op in function.ops for value in (*op.inputs, *op.outputs)}
+    assert own.isdisjoint(value for op in copy.ops for value in (*op.inputs, *op.outputs))
+
+
+def test_what_stands_for_a_dropped_value_is_read_in_its_place():
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (2,)))
+    y = maker.add_op("Relu", inputs=[x])
+    maker.set_outputs([maker.add_op("Exp", inputs=[y]), y])
+
+    def without_relu(op, env):
+        if op.op_type != "Relu":
+            return (rewire_op(op, env),)
+        (env[op.outputs[0]],) = substitute(op.inputs, env)
+        return ()
+
+    made = rewrite(maker.finalize(), without_relu)
+    assert [(op.op_type, op.inputs) for op in made.ops] == [("Exp", (x,))]
+    assert made.outputs == (made.ops[0].outputs[0], x)
+
+
+def test_an_op_that_does_not_fit_its_new_types_is_named():
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (2, 3)))
+    y = maker.add_input_value("y", Tensor(Float(), (3, 4)))
+    maker.add_op("MatMul", inputs=[x, y], output_names=["xy"])
+    (op,) = maker.finalize().ops
+    with pytest.raises(TypeRuleError, match=r"f: xy = MatMul\(.*does not fit its new input types"):
+        retype_op(op, {x: Value("x", Tensor(Float(), (2, 5)))}, "f")

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from distsim.simulate.memory.positions import pattern_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_models import Machine

@@ -12,8 +12,8 @@ from op_checks import divided as divided_factors
 from distsim import ops
 from distsim.errors import TypeRuleError
 from distsim.ir import Device, FunctionMaker, Literal
-from distsim.ir.op import Attributes
 from distsim.ir.type import Float, Float64, Tensor, from_numpy
+from distsim.ir.value import Attributes
 from distsim.ops import Signature, compute, operator, registered, sharding_rule, types, work
 from distsim.ops.einsum import parse
 from distsim.ops.onnx_bridge import onnx_compute

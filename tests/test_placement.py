@@ -23,7 +23,7 @@ from distsim.transforms.sharding.layout import (
     moved_bytes,
     sharded,
 )
-from distsim.transforms.sharding.variable_elimination import Problem, solve
+from distsim.transforms.sharding.variable_elimination import EliminationProblem, solve
 
 TENSOR = Tensor(Float(), (8, 24))
 STATES = [REPLICATED, PARTIAL, sharded(0), sharded(1), sharded(1, (8, 16))]
@@ -169,20 +169,20 @@ def test_pieces_are_divided_each():
 # --- the least-cost assignment ---------------------------------------------------------------------
 
 
-def cost_of(problem: Problem, choices) -> float:
+def cost_of(problem: EliminationProblem, choices) -> float:
     unary = sum(float(table[c]) for table, c in zip(problem.unary, choices, strict=True))
     return unary + sum(float(table[choices[a], choices[b]]) for (a, b), table in problem.pairs.items())
 
 
-def brute_force(problem: Problem) -> float:
+def brute_force(problem: EliminationProblem) -> float:
     return min(cost_of(problem, choices) for choices in itertools.product(*map(range, problem.sizes)))
 
 
 @st.composite
-def problems(draw) -> Problem:
+def problems(draw) -> EliminationProblem:
     """Up to seven variables of up to four choices, some pairs of them with costs, some forbidden."""
     costs = st.integers(0, 20).map(float) | st.just(math.inf)
-    problem = Problem()
+    problem = EliminationProblem()
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=7))
     for size in sizes:
         problem.variable(draw(st.lists(costs, min_size=size, max_size=size)))
@@ -216,7 +216,7 @@ def test_with_small_tables_the_assignment_is_valid_and_does_not_claim_too_much(p
 
 
 def test_costs_of_a_pair_are_given_in_either_order_and_add_up():
-    problem = Problem()
+    problem = EliminationProblem()
     a, b = problem.variable([0, 0]), problem.variable([0, 0, 0])
     table = np.array([[5.0, 4, 3], [2, 1, 6]])
     problem.pair(a, b, table)
@@ -225,14 +225,14 @@ def test_costs_of_a_pair_are_given_in_either_order_and_add_up():
 
 
 def test_a_pair_of_a_variable_with_itself_costs_its_diagonal():
-    problem = Problem()
+    problem = EliminationProblem()
     a = problem.variable([0, 1])
     problem.pair(a, a, np.array([[7.0, 0], [0, 2]]))
     assert (solve(problem).choices, solve(problem).cost) == ((1,), 3.0)
 
 
 def test_a_long_chain_is_proven_and_is_the_dynamic_program():
-    rng, problem, size, length = np.random.default_rng(0), Problem(), 5, 2000
+    rng, problem, size, length = np.random.default_rng(0), EliminationProblem(), 5, 2000
     tables = rng.random((length - 1, size, size))
     for _ in range(length):
         problem.variable(np.zeros(size))
@@ -246,7 +246,7 @@ def test_a_long_chain_is_proven_and_is_the_dynamic_program():
 
 
 def test_solving_leaves_the_problem_as_it_was():
-    problem = Problem()
+    problem = EliminationProblem()
     a, b = problem.variable([1, 2]), problem.variable([3, 4])
     problem.pair(a, b, np.eye(2))
     assert solve(problem) == solve(problem)
@@ -254,7 +254,7 @@ def test_solving_leaves_the_problem_as_it_was():
 
 
 def test_contradictory_demands_cost_infinity():
-    problem = Problem()
+    problem = EliminationProblem()
     a, b = problem.variable([0, math.inf]), problem.variable([0, math.inf])
     problem.pair(a, b, np.array([[math.inf, 0], [0, 0]]))
     assert solve(problem).cost == math.inf

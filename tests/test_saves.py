@@ -14,8 +14,8 @@ from distsim.errors import RematerializationError
 from distsim.transforms.recompute.saves import (
     JointGraph,
     JointNode,
-    Kind,
     MinCutOptions,
+    NodeKind,
     Phase,
     Tag,
     Trait,
@@ -100,7 +100,7 @@ def test_only_the_sizes_are_saved_where_backward_asks_for_nothing_else():
         tangent("dy"),
         JointNode("big", (0,), 4000, phase=Phase.FORWARD),
         JointNode("y", (2,), 4, phase=Phase.FORWARD),
-        JointNode("size", (2,), kind=Kind.SIZE),
+        JointNode("size", (2,), kind=NodeKind.SIZE),
         JointNode("dx", (1, 4), 4),
     )
     assert save_for_backward(JointGraph(nodes, (3, 5), 1)).names == ("size",)
@@ -122,7 +122,7 @@ def test_the_two_passes_compute_what_the_joint_graph_does(name):
         assert computed_apart(saves) == computed(graph)
         assert len(set(saves.saved)) == len(saves.saved)
         for position in saves.saved:
-            assert graph.nodes[position].kind is not Kind.TUPLE
+            assert graph.nodes[position].kind is not NodeKind.TUPLE
         for position in saves.recomputed:
             node = graph.nodes[position]
             assert node.wants_recompute or not node.has(Trait.COLLECTIVE) or position not in forward
@@ -285,7 +285,7 @@ def test_what_can_be_neither_saved_nor_recomputed_is_named():
     nodes = (
         primal("x"),
         tangent("dy"),
-        JointNode("sort", (0,), kind=Kind.TUPLE),
+        JointNode("sort", (0,), kind=NodeKind.TUPLE),
         JointNode("values", (2,), 4, item=0, tag=Tag.MUST_RECOMPUTE),
         JointNode("y", (3,), 4),
         JointNode("dx", (1, 3), 4),

@@ -13,9 +13,9 @@ from distsim.transforms.recompute.saves import (
     EVERY_OUTPUT,
     JointGraph,
     JointNode,
-    Kind,
+    NodeKind,
+    NodeRole,
     Phase,
-    Role,
     Tag,
     Trait,
     gather_chains,
@@ -41,7 +41,7 @@ def value_read_by_backward(**tags):
 
 def pair_read_by_backward(items=None, **tags):
     """x -> a tuple of three items -> y, where the gradient reads all three."""
-    nodes = [primal("x"), tangent("dy"), JointNode("split", (0,), kind=Kind.TUPLE, **tags)]
+    nodes = [primal("x"), tangent("dy"), JointNode("split", (0,), kind=NodeKind.TUPLE, **tags)]
     nodes += [JointNode(f"item{i}", (2,), 4, item=i, **(items or {}).get(i, {})) for i in range(3)]
     nodes += [JointNode("y", (3, 4, 5), 12), JointNode("dx", (1, 3, 4, 5), 12)]
     return JointGraph(tuple(nodes), (6, 7), 1)
@@ -57,10 +57,10 @@ def pair_read_by_backward(items=None, **tags):
         ({"replay": EVERY_OUTPUT, "tag": Tag.PREFER_RECOMPUTE}, ("op",)),
         ({"replay": EVERY_OUTPUT, "tag": Tag.PREFER_SAVE}, ("op",)),
         ({"tag": Tag.PREFER_SAVE}, ("x",)),
-        ({"kind": Kind.OPAQUE}, ("op",)),
-        ({"kind": Kind.OPAQUE, "tag": Tag.MUST_RECOMPUTE}, ("x",)),
-        ({"kind": Kind.SIZE}, ("op",)),
-        ({"kind": Kind.SIZE, "tag": Tag.PREFER_RECOMPUTE}, ("op",)),
+        ({"kind": NodeKind.OPAQUE}, ("op",)),
+        ({"kind": NodeKind.OPAQUE, "tag": Tag.MUST_RECOMPUTE}, ("x",)),
+        ({"kind": NodeKind.SIZE}, ("op",)),
+        ({"kind": NodeKind.SIZE, "tag": Tag.PREFER_RECOMPUTE}, ("op",)),
         ({"traits": COLLECTIVE}, ("op",)),
         ({"traits": COLLECTIVE, "tag": Tag.MUST_RECOMPUTE}, ("x",)),
     ],
@@ -111,9 +111,9 @@ def test_a_recorded_partition_is_replayed_on_a_graph_captured_otherwise(seed):
     second, origins = captured_again(first.graph)
     again = save_replayed(recorded(second, record(first), origins))
     assert computed_apart(again) == computed(second)
-    wanted = {name for name in first.names if graph.nodes[graph.positions[name]].role is Role.OP}
+    wanted = {name for name in first.names if graph.nodes[graph.positions[name]].role is NodeRole.OP}
     tagged = {origins.get(name, name) for name in again.names}
-    inputs = {node.name for node in graph.nodes if node.role is Role.PRIMAL}
+    inputs = {node.name for node in graph.nodes if node.role is NodeRole.PRIMAL}
     assert tagged - inputs == wanted
 
 
@@ -123,11 +123,11 @@ def captured_again(graph):
     origins: dict[str, str] = {}
     for position, node in enumerate(graph.nodes):
         inputs = tuple(place[each] for each in node.inputs)
-        name = node.name if node.role is not Role.OP else f"second_{node.name}"
+        name = node.name if node.role is not NodeRole.OP else f"second_{node.name}"
         origins[name] = node.name
         nodes.append(replace(node, name=name, inputs=inputs, tag=None, replay=None))
         place[position] = len(nodes) - 1
-        if node.role is Role.OP and node.kind is Kind.TENSOR and node.phase is Phase.FORWARD:
+        if node.role is NodeRole.OP and node.kind is NodeKind.TENSOR and node.phase is Phase.FORWARD:
             nodes.append(JointNode(f"{name}.alias", (len(nodes) - 1,), node.nbytes, phase=node.phase))
             place[position] = len(nodes) - 1 if position % 2 else len(nodes) - 2
     outputs = tuple(None if each is None else place[each] for each in graph.outputs)
@@ -214,7 +214,7 @@ def test_items_and_concatenations_of_a_gathered_parameter_belong_to_the_chain():
         tangent("dy"),
         JointNode("gather", (0,), 8, traits=COLLECTIVE | Trait.GATHER),
         JointNode("wait", (2,), 8, traits=COLLECTIVE | Trait.WAIT),
-        JointNode("split", (3,), kind=Kind.TUPLE, traits=CHEAP | Trait.VIEW),
+        JointNode("split", (3,), kind=NodeKind.TUPLE, traits=CHEAP | Trait.VIEW),
         JointNode("left", (4,), 4, item=0, traits=CHEAP),
         JointNode("right", (4,), 4, item=1, traits=CHEAP),
         JointNode("cat", (5, 6), 8, traits=Trait.CONCATENATION),

@@ -8,8 +8,8 @@ import pytest
 from cli_cases import run
 
 from distsim.cli import main
-from distsim.schedule import read_csv, schedule, write_csv
 from distsim.commands.schedule import MOST_PAIRS
+from distsim.schedule import read_csv, schedule, write_csv
 
 DATA = Path(__file__).parent / "data" / "schedules"
 

@@ -9,7 +9,7 @@ from op_checks import Sample, assert_close, check_gradient, check_sharding, run
 from distsim.errors import DistsimError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Function, FunctionMaker, Literal
-from distsim.ir.op import Attributes
+from distsim.ir.value import Attributes
 from distsim.ops import operator
 from distsim.ops.onnx_bridge import schema_of
 from distsim.ops.places import places

@@ -17,8 +17,8 @@ from distsim.simulate.action_times import ActionTimes
 from distsim.simulate.schedule_times import time_schedule
 from distsim.streams import say
 
-MOST_PAIRS = 50_000
-"""Pairs of a stage and a microbatch that are simulated one by one."""
+MOST_PAIRS = 200_000
+"""Pairs of a stage and a microbatch in a schedule: more take over half a minute."""
 
 _SIZES = ("stages", "chunks", "microbatches")
 _SEARCHED = ("memory_limit", "weight_share")

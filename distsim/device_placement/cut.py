@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distsim.ir import Function, FunctionMaker, Op, Value
+from distsim.ir import Function, FunctionMaker, Op, Value, copy_function
 
 
 def cut(function: Function, groups: Sequence[Sequence[int]], order: Sequence[int]) -> Function:
@@ -39,13 +39,6 @@ def cut(function: Function, groups: Sequence[Sequence[int]], order: Sequence[int
 
 def _callee(name: str, ops: Sequence[Op], wanted: Sequence[Value]) -> tuple[Function, list[Value]]:
     """Return a function of these ops, and the values of the caller that it takes."""
-    maker = FunctionMaker(name)
-    copies: dict[Value, Value] = {}
     made = {value for op in ops for value in op.outputs}
     reads = list(dict.fromkeys(value for op in ops for value in op.inputs if value not in made))
-    for value in reads:
-        copies[value] = maker.add_input_value(value.name, value.type, value.role)
-    for op in ops:
-        copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
-    maker.set_outputs([copies[value] for value in wanted])
-    return maker.finalize(), reads
+    return copy_function(Function(name, tuple(reads), tuple(ops), tuple(wanted))), reads

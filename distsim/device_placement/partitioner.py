@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
 from distsim.cost.cost_model import CostModel
 from distsim.device_placement.modes.coarsen import COARSE, coarse_cost_aware, coarse_kernighan_lin
@@ -13,12 +14,20 @@ from distsim.device_placement.modes.size_based import size_based
 from distsim.device_placement.modes.sparse_nn import sparse_nn
 from distsim.device_placement.optimal import OptimalPartition, optimal_partition
 from distsim.device_placement.parts import Partition, make_partition
-from distsim.device_placement.pieces import Piece, Placement, piece_of
+from distsim.device_placement.pieces import DraftPart, Placement, piece_of
 from distsim.device_placement.problem import PartitionDevice, Problem, check_devices, problem_of
 from distsim.errors import NoDevicesError, NoOpsError, NotEnoughMemoryError, PartitionError
 from distsim.ir import Function
 
 MODES = ("single", "size_based", "sparse_nn", "cost_aware", "kernighan_lin", "ahead_of_time", "optimal")
+
+
+class ModeOptions(TypedDict, total=False):
+    """What concerns one mode, or two: see :func:`partition`."""
+
+    assigned_devices: Mapping[int, Sequence[int]] | None
+    coarse: int
+    time_limit: float
 
 
 def partition(
@@ -28,10 +37,8 @@ def partition(
     transfer_rate: float = 0.0,
     saturate_host: bool = False,
     assignment: Mapping[str, int] | Sequence[int] | None = None,
-    assigned_devices: Mapping[int, Sequence[int]] | None = None,
     cost_model: CostModel | None = None,
-    coarse: int = COARSE,
-    time_limit: float = 10.0,
+    **options: Unpack[ModeOptions],
 ) -> Partition:
     """Partition a problem, or a function costed by ``cost_model``, and return the verified result.
 
@@ -47,11 +54,12 @@ def partition(
     ``cost_aware``            join pieces while that shortens the graph latency
     ``kernighan_lin``         size_based, then swap ops between parts while that shortens the graph latency
     ``ahead_of_time``         as given
-    ``optimal``               :func:`optimal_partition`: the shortest run found in ``time_limit`` seconds
+    ``optimal``               :func:`optimal_partition`: the shortest run found in ``time_limit`` seconds (10)
     ========================  ===========================================================================
 
     ``transfer_rate`` in bytes per second is needed by cost_aware and kernighan_lin, which look at all pairs
-    of up to ``coarse`` ops and group more into that many (:mod:`distsim.device_placement.modes.coarsen`).
+    of up to ``coarse`` ops (64, unless given) and group more into that many
+    (:mod:`distsim.device_placement.modes.coarsen`).
     Raises a :class:`PartitionError`: its kind says which rule cannot be kept, its text the numbers.
 
     >>> from distsim.device_placement.problem import Item
@@ -60,12 +68,8 @@ def partition(
     >>> [(part.ops, part.bytes, part.devices[0].name) for part in found.parts]
     [((0, 1), 20, 'd0'), ((2,), 14, 'd1')]
     """
-    if mode not in MODES:
-        raise PartitionError(f"there is no mode {mode!r}; choose one of {', '.join(MODES)}")
-    if (assignment is not None) != (mode == "ahead_of_time"):
-        raise PartitionError(f"an assignment goes with ahead_of_time, and with no other mode; mode is {mode}")
-    if assigned_devices is not None and assignment is None:
-        raise PartitionError("assigned_devices says where the parts of an assignment are; give one")
+    _check_options(mode, assignment, options)
+    assigned_devices, time_limit = options.get("assigned_devices"), options.get("time_limit", 10.0)
     if isinstance(problem, Function):
         if cost_model is None:
             raise PartitionError(f"{problem.name} is a Function: give a cost_model for its latencies")
@@ -86,7 +90,7 @@ def partition(
                 f"the whole needs {problem.total_bytes} bytes, {place} {memory}: "
                 f"{problem.total_bytes - memory} more"
             )
-        pieces, places = _split(problem, devices, mode, transfer_rate, coarse)
+        pieces, places = _split(problem, devices, mode, transfer_rate, options.get("coarse", COARSE))
     if saturate_host:
         places = saturate(pieces, devices, places)
     groups = [piece.items for piece in pieces]
@@ -114,6 +118,20 @@ def _optimal(
     return replace(found, parts=tuple(parts))
 
 
+def _check_options(
+    mode: str, assignment: Mapping[str, int] | Sequence[int] | None, options: ModeOptions
+) -> None:
+    known = ModeOptions.__optional_keys__
+    if unknown := sorted(set(options) - known):
+        raise TypeError(f"partition has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    if mode not in MODES:
+        raise PartitionError(f"there is no mode {mode!r}; choose one of {', '.join(MODES)}")
+    if (assignment is not None) != (mode == "ahead_of_time"):
+        raise PartitionError(f"an assignment goes with ahead_of_time, and with no other mode; mode is {mode}")
+    if options.get("assigned_devices") is not None and assignment is None:
+        raise PartitionError("assigned_devices says where the parts of an assignment are; give one")
+
+
 def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
     if not devices:
         raise NoDevicesError(
@@ -128,7 +146,7 @@ def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
 
 def _split(
     problem: Problem, devices: Sequence[PartitionDevice], mode: str, transfer_rate: float, coarse: int
-) -> tuple[list[Piece], Placement]:
+) -> tuple[list[DraftPart], Placement]:
     if mode == "sparse_nn":
         return sparse_nn(problem, devices)
     if mode == "cost_aware":

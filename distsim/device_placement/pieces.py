@@ -12,7 +12,7 @@ Placement = list[list[int]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Piece:
+class DraftPart:
     """A part in the making.
 
     ``own`` are the bytes of its items, ``outside`` the ops of others that it reads (each as often as it
@@ -26,7 +26,7 @@ class Piece:
     latency: float
 
 
-def piece_of(problem: Problem, items: Collection[int]) -> Piece:
+def piece_of(problem: Problem, items: Collection[int]) -> DraftPart:
     """Return the piece of these items, which contain the outside inputs that their ops read."""
     held, ordered = frozenset(items), sorted(items)
     ends: dict[int, float] = {}
@@ -45,7 +45,7 @@ def piece_of(problem: Problem, items: Collection[int]) -> Piece:
             ends[number] = begin + item.latency
             longest = max(longest, ends[number])
     counted = tuple(outside if problem.per_reader else dict.fromkeys(outside))
-    return Piece(held, own, counted, own + sum([problem.items[i].output_bytes for i in counted]), longest)
+    return DraftPart(held, own, counted, own + sum([problem.items[i].output_bytes for i in counted]), longest)
 
 
 class Growing:
@@ -74,12 +74,12 @@ class Growing:
                 self._outside[read] = None
         self.items[op] = None
 
-    def piece(self) -> Piece:
+    def piece(self) -> DraftPart:
         """Return the piece as it is now."""
         return piece_of(self._problem, self.items)
 
 
-def parents_of(problem: Problem, pieces: Sequence[Piece]) -> list[set[int]]:
+def parents_of(problem: Problem, pieces: Sequence[DraftPart]) -> list[set[int]]:
     """Return for each piece the pieces that it reads."""
     part_of = {op: k for k, piece in enumerate(pieces) for op in piece.items if problem.items[op].is_op}
     return [{part_of[read] for read in piece.outside} for piece in pieces]
@@ -112,7 +112,7 @@ def levels_of(parents: Sequence[Collection[int]]) -> list[int]:
 
 def best_fit(
     problem: Problem,
-    pieces: Sequence[Piece],
+    pieces: Sequence[DraftPart],
     devices: Sequence[PartitionDevice],
     placed: Iterable[Sequence[int]] | None = None,
 ) -> tuple[Placement, bool]:

@@ -147,7 +147,7 @@ class _Placer:
 
     def _callee(self, op: Op, read: dict[Value, Value]) -> Function:
         types = tuple(read[value].type for value in op.inputs)
-        key = (id(op.callee), *types)
+        key = (op.callee, *types)
         found = self.callees.get(key)
         if found is None:
             found = self.callees[key] = infer_types(op.callee, types)

@@ -3,12 +3,12 @@
 from distsim.hardware.collectives import COLLECTIVES, collective_algorithms, collective_time
 from distsim.hardware.presets import describe, figures, load_cluster, presets
 from distsim.hardware.routes import Channel, channels, port
-from distsim.hardware.transfers import Transfer, collective_transfer
+from distsim.hardware.transfers import FluidCollective, collective_transfer
 
 __all__ = [
     "COLLECTIVES",
     "Channel",
-    "Transfer",
+    "FluidCollective",
     "channels",
     "collective_algorithms",
     "collective_time",

@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 
 from distsim.errors import CostError
-from distsim.hardware.routes import Exchange, Route, find_exchange, find_route
+from distsim.hardware.routes import PeerCosts, Route, find_exchange, find_route
 from distsim.ir.device import Device
 from distsim.ir.topology import Topology
 
@@ -127,7 +127,7 @@ def _hierarchical(kind: str, nbytes: float, inner: Route, outer: Route) -> float
     return inside + across
 
 
-def pairwise_algorithms(kind: str, nbytes: float, route: Route, exchange: Exchange) -> dict[str, float]:
+def pairwise_algorithms(kind: str, nbytes: float, route: Route, exchange: PeerCosts) -> dict[str, float]:
     """Seconds of an all-to-all, scatter or gather over a route, by algorithm."""
     shard = nbytes / route.size
     if kind != "all_to_all":

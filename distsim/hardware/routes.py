@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import permutations
-from weakref import WeakKeyDictionary
 
+from distsim.cache import Cache
 from distsim.errors import CostError
 from distsim.ir.device import Device
 from distsim.ir.topology import Level, Topology
 
 Group = tuple[Device, ...]
 Hop = tuple[Device, Device]
-
-_CACHED_GROUPS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class PeerCosts:
     """Sums over the peers of a rank: seconds per byte, and latencies; the worst rank's and the first's."""
 
     worst_slowness: float
@@ -65,42 +63,19 @@ class Exchange:
     first_latency: float
 
 
-@dataclass(slots=True)
-class _Cache:
-    version: int
-    routes: dict[Group, Route] = field(default_factory=dict[Group, Route])
-    exchanges: dict[Group, Exchange] = field(default_factory=dict[Group, Exchange])
-    channels: dict[Hop, tuple[Channel, ...]] = field(default_factory=dict[Hop, tuple[Channel, ...]])
-
-
-_caches: WeakKeyDictionary[Topology, _Cache] = WeakKeyDictionary()
-
-
-def _cache(topology: Topology) -> _Cache:
-    cache = _caches.get(topology)
-    if cache is None or cache.version != topology.version or len(cache.routes) > _CACHED_GROUPS:
-        cache = _caches[topology] = _Cache(topology.version)
-    return cache
+_ROUTES = Cache[Topology, Route]("the links that a group crosses, by topology, its version and group", 4096)
+_EXCHANGES = Cache[Topology, PeerCosts]("sums over peers, by topology, its version and group", 4096)
+_CHANNELS = Cache[Topology, tuple[Channel, ...]]("channels of a hop, by topology, its version and hop", 2**18)
 
 
 def find_route(group: Group, topology: Topology) -> Route:
     """Return the links that a group crosses; :class:`CostError` for a device that occurs twice."""
-    cache = _cache(topology)
-    route = cache.routes.get(group)
-    if route is None:
-        if len(dict.fromkeys(group)) != len(group):
-            raise CostError(f"a device occurs twice in a group of {len(group)} ranks")
-        route = cache.routes[group] = _route((group,), topology)
-    return route
+    return _ROUTES.get(topology, (topology.version, group), lambda: _route_of(group, topology))
 
 
-def find_exchange(group: Group, topology: Topology) -> Exchange:
+def find_exchange(group: Group, topology: Topology) -> PeerCosts:
     """Return what the ranks of a group have between them and all their peers."""
-    cache = _cache(topology)
-    found = cache.exchanges.get(group)
-    if found is None:
-        found = cache.exchanges[group] = _exchange(group, topology)
-    return found
+    return _EXCHANGES.get(topology, (topology.version, group), lambda: _exchange(group, topology))
 
 
 def channels(a: Device, b: Device, topology: Topology) -> tuple[Channel, ...]:
@@ -114,11 +89,7 @@ def channels(a: Device, b: Device, topology: Topology) -> tuple[Channel, ...]:
     Channel(name='nic port of gpu:0..gpu:1, out', capacity=25000000000.0)
     Channel(name='nic port of gpu:2..gpu:3, in', capacity=25000000000.0)
     """
-    cache = _cache(topology)
-    found = cache.channels.get((a, b))
-    if found is None:
-        found = cache.channels[a, b] = _channels(a, b, topology)
-    return found
+    return _CHANNELS.get(topology, (topology.version, a, b), lambda: _channels(a, b, topology))
 
 
 def port(device: Device, level: Level) -> tuple[Channel, Channel]:
@@ -163,6 +134,12 @@ def _bandwidth(family: tuple[Group, ...], topology: Topology) -> float:
     return min((channel.capacity / count for channel, count in users.items()), default=math.inf)
 
 
+def _route_of(group: Group, topology: Topology) -> Route:
+    if len(dict.fromkeys(group)) != len(group):
+        raise CostError(f"a device occurs twice in a group of {len(group)} ranks")
+    return _route((group,), topology)
+
+
 def _route(family: tuple[Group, ...], topology: Topology) -> Route:
     size = len(family[0])
     bandwidth, latency = _bandwidth(family, topology), 0.0
@@ -199,7 +176,7 @@ def rails_of(parts: Iterable[tuple[Group, ...]], count: int) -> tuple[Group, ...
     return tuple([tuple(part[i] for part in cut) for cut in parts for i in range(count)])
 
 
-def _exchange(group: Group, topology: Topology) -> Exchange:
+def _exchange(group: Group, topology: Topology) -> PeerCosts:
     slowness, latency = [0.0] * len(group), [0.0] * len(group)
     if topology.has_shared_ports:
         return _shared_exchange(group, topology)
@@ -220,10 +197,10 @@ def _exchange(group: Group, topology: Topology) -> Exchange:
                     slowness[i] += peers / level.link.achieved
                     latency[i] += peers * level.link.latency
                     reached[i] = len(part)
-    return Exchange(max(slowness), max(latency), slowness[0], latency[0])
+    return PeerCosts(max(slowness), max(latency), slowness[0], latency[0])
 
 
-def _shared_exchange(group: Group, topology: Topology) -> Exchange:
+def _shared_exchange(group: Group, topology: Topology) -> PeerCosts:
     """Where ports are shared: a byte to each peer keeps a channel busy for what all its ranks put on it.
 
     The first rank on its own (a scatter) shares with no one, but passes the narrowest channel.
@@ -240,4 +217,4 @@ def _shared_exchange(group: Group, topology: Topology) -> Exchange:
         math.fsum(1 / min(channel.capacity for channel in channels(a, b, topology)) for b in group if b != a)
         for a in group
     )
-    return Exchange(max(slowness, one), max(latencies), first, latencies[0])
+    return PeerCosts(max(slowness, one), max(latencies), first, latencies[0])

@@ -45,8 +45,8 @@ Load = tuple[tuple[Hop, ...], float]
 """Hops, and the bytes on each of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+@dataclass(frozen=True, eq=False, slots=True)
+class FluidCollective:
     """A collective as one fluid process: ``seconds`` by ``algorithm``, of which ``latency`` move nothing.
 
     ``hops`` are the bytes that go from one rank to another in the rest of the time.
@@ -66,7 +66,7 @@ class Transfer:
         return found
 
 
-def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topology) -> Transfer:
+def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topology) -> FluidCollective:
     """Return how a collective goes over a topology; arguments and errors as in ``collective_time``.
 
     >>> topology = Topology()
@@ -78,7 +78,7 @@ def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topolo
     times = collective_algorithms(kind, nbytes, group, topology)
     algorithm = min(times, key=times.__getitem__)
     if len(group) == 1:
-        return Transfer(algorithm, 0.0, 0.0, ())
+        return FluidCollective(algorithm, 0.0, 0.0, ())
     route = find_route(group, topology)
     if kind == "send":
         latency = route.latency
@@ -93,7 +93,9 @@ def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topolo
     for hops, size in loads:
         for hop in hops if size > 0 else ():
             on_hops[hop] = on_hops.get(hop, 0.0) + size
-    return Transfer(algorithm, times[algorithm], min(latency, times[algorithm]), tuple(on_hops.items()))
+    return FluidCollective(
+        algorithm, times[algorithm], min(latency, times[algorithm]), tuple(on_hops.items())
+    )
 
 
 def _pairwise_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]:

@@ -52,8 +52,8 @@ from distsim.importer.tensors import (
     stored_type,
 )
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.op import Attributes, Literal, Role, Value
 from distsim.ir.type import Tensor, as_tensor, from_numpy
+from distsim.ir.value import Attributes, Literal, Role, Value
 from distsim.ops.onnx_bridge import house_version
 from distsim.ops.operator import Array, operator
 

@@ -11,8 +11,8 @@ from distsim.errors import ImportModelError
 from distsim.importer.folding import Folder, shape_constant
 from distsim.importer.limits import check_shape
 from distsim.importer.operands import Entry
-from distsim.ir.op import Value
 from distsim.ir.type import Tensor, as_tensor
+from distsim.ir.value import Value
 
 
 def check_indices(inputs: Sequence[Entry | None], attributes: Mapping[str, Any], folder: Folder) -> None:

@@ -27,8 +27,8 @@ from distsim.importer.tensors import read_bytes
 from distsim.ir.dead import trim
 from distsim.ir.function import Function
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.op import Role, Value
 from distsim.ir.type import as_tensor
+from distsim.ir.value import Role, Value
 from distsim.ops.operator import Array
 
 Path_ = str | os.PathLike[str]

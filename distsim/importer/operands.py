@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx.helper
 
+from distsim.cache import cached
 from distsim.errors import ImportModelError, ModelLimitError
 from distsim.importer.limits import MAX_NEEDED, STATIC_ELEMENTS
 from distsim.importer.tensors import embedded_array, is_external
-from distsim.ir.op import Literal, Value
 from distsim.ir.type import as_tensor
+from distsim.ir.value import Literal, Value
 from distsim.ops.onnx_bridge import schema_of
 from distsim.ops.operator import Array
 
@@ -79,7 +79,7 @@ class Formals:
         return self.names[index] if index < fixed else None
 
 
-@cache
+@cached("operand places of ONNX operators, by operator and version", 1024)
 def formals_of(op_type: str, version: int | None) -> Formals | None:
     """Return the operand places of an ONNX operator, or None when ONNX has no such operator."""
     schema = schema_of(op_type, version)

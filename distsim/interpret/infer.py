@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from distsim.errors import DistsimError, TypeRuleError
-from distsim.ir import Function, Op, Type, Value
-from distsim.ir.registry import output_types
+from distsim.errors import TypeRuleError
+from distsim.ir import Environment, Function, Op, Type, Value, retype, retype_op, rewrite, substitute
 
-_Key = tuple[int, tuple[Type, ...]]
+_Key = tuple[Function, tuple[Type, ...]]
 
 
 def infer_types(function: Function, inputs: Iterable[Value | Type]) -> Function:
@@ -40,52 +38,19 @@ def _retype(function: Function, types: tuple[Type, ...], memo: dict[_Key, Functi
     given = zip(function.inputs, types, strict=True)
     if all(value.type is type_ or value.type == type_ for value, type_ in given):
         return function
-    key = (id(function), types)
+    key = (function, types)
     found = memo.get(key)
     if found is not None:
         return found
-    new: dict[Value, Value] = {}
-    inputs = tuple([_put(new, value, type_) for value, type_ in zip(function.inputs, types, strict=True)])
-    ops: list[Op] = []
-    for op in function.ops:
-        values = tuple([new.get(value, value) for value in op.inputs])
+
+    def change(op: Op, env: Environment) -> tuple[Op]:
+        values = substitute(op.inputs, env)
         if values == op.inputs:  # values are equal when they are identical
-            ops.append(op)
-            continue
-        made, subfunctions = _derive(function, op, values, memo)
-        outputs = tuple([_put(new, value, type_) for value, type_ in zip(op.outputs, made, strict=True)])
-        ops.append(replace(op, inputs=values, outputs=outputs, subfunctions=subfunctions))
-    outputs = tuple([new.get(value, value) for value in function.outputs])
-    result = replace(function, inputs=inputs, ops=tuple(ops), outputs=outputs)
-    memo[key] = result
+            return (op,)
+        own = tuple([value.type for value in values])
+        callees = tuple([_retype(callee, own, memo) for callee in op.subfunctions])
+        return (retype_op(op, env, function.name, subfunctions=callees),)
+
+    inputs = [retype(value, type_) for value, type_ in zip(function.inputs, types, strict=True)]
+    result = memo[key] = rewrite(function, change, inputs)
     return result
-
-
-def _put(new: dict[Value, Value], value: Value, type_: Type) -> Value:
-    """Return the value with this type, and remember it when it is another one."""
-    if value.type is type_ or value.type == type_:
-        return value
-    changed = new[value] = replace(value, type=type_)
-    return changed
-
-
-def _derive(
-    function: Function, op: Op, values: tuple[Value, ...], memo: dict[_Key, Function]
-) -> tuple[tuple[Type, ...], tuple[Function, ...]]:
-    types = tuple([value.type for value in values])
-    if op.op_type == "Call":
-        callee = _retype(op.callee, types, memo)
-        return tuple([value.type for value in callee.outputs]), (callee,)
-    try:
-        made = output_types(op.op_type, op.attributes, types, op.subfunctions, op.version)
-    except DistsimError as error:
-        arguments = ", ".join(map(repr, values))
-        names = ", ".join(value.name for value in op.outputs)
-        raise type(error)(
-            f"{function.name}: {names} = {op.op_type}({arguments}) does not fit its new input types: {error}"
-        ) from error
-    if len(made) != len(op.outputs):
-        raise TypeRuleError(
-            f"{function.name}: {op!r} has {len(op.outputs)} outputs, but makes {len(made)} of its new inputs"
-        )
-    return made, op.subfunctions

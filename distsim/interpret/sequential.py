@@ -66,10 +66,10 @@ def _last_uses(function: Function) -> _Last:
     return _Last(tuple(reversed(after)), tuple(v for v in function.inputs if v not in seen))
 
 
-def _run(function: Function, arguments: list[Ranks], memo: dict[int, _Last]) -> list[Ranks]:
-    last = memo.get(id(function))
+def _run(function: Function, arguments: list[Ranks], memo: dict[Function, _Last]) -> list[Ranks]:
+    last = memo.get(function)
     if last is None:
-        last = memo[id(function)] = _last_uses(function)
+        last = memo[function] = _last_uses(function)
     env = dict(zip(function.inputs, arguments, strict=True))
     arguments.clear()  # so that the caller's list keeps nothing alive
     for value in last.unread:

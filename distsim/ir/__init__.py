@@ -2,10 +2,19 @@
 
 from distsim.ir.dead import Trimmed, needed_ops, trim
 from distsim.ir.device import Device, Mesh
-from distsim.ir.function import Function, all_ops, callees, count_ops
+from distsim.ir.function import Function, Op, all_ops, callees, count_ops
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.op import NO_ATTRIBUTES, Attributes, Literal, Op, Role, Value
 from distsim.ir.printing import cpprint, pformat
+from distsim.ir.rewrite import (
+    Environment,
+    copy_function,
+    copy_op,
+    retype,
+    retype_op,
+    rewire_op,
+    rewrite,
+    substitute,
+)
 from distsim.ir.topology import Link, Topology
 from distsim.ir.type import (
     BFloat16,
@@ -21,6 +30,7 @@ from distsim.ir.type import (
     TupleType,
     Type,
 )
+from distsim.ir.value import NO_ATTRIBUTES, Attributes, Literal, Role, Value
 from distsim.ir.verify import verify
 
 __all__ = [
@@ -30,6 +40,7 @@ __all__ = [
     "Bool",
     "DType",
     "Device",
+    "Environment",
     "Float",
     "Float16",
     "Float32",
@@ -51,10 +62,17 @@ __all__ = [
     "Value",
     "all_ops",
     "callees",
+    "copy_function",
+    "copy_op",
     "count_ops",
     "cpprint",
     "needed_ops",
     "pformat",
+    "retype",
+    "retype_op",
+    "rewire_op",
+    "rewrite",
+    "substitute",
     "trim",
     "verify",
 ]

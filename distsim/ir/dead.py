@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from distsim.ir.function import Function
-from distsim.ir.op import Op, Value
+from distsim.ir.function import Function, Op
+from distsim.ir.rewrite import copy_function
+from distsim.ir.value import Value
 
 Mask = tuple[bool, ...]
 
@@ -98,17 +99,5 @@ class _Trimmer:
         made = self.trim(function, outputs, ())
         read = frozenset(made.inputs)
         # Values of its own: Calls that need other outputs may call the callee as it was, in one function.
-        own = function if made is function else _copied(made)
+        own = function if made is function else copy_function(made)
         return own, tuple([v in read for v in function.inputs])
-
-
-def _copied(function: Function) -> Function:
-    """Return the function with values of its own."""
-    own = {v: Value(v.name, v.type, v.role) for v in function.inputs}
-    ops: list[Op] = []
-    for op in function.ops:
-        inputs = tuple([own[v] for v in op.inputs])
-        own.update((v, Value(v.name, v.type, v.role)) for v in op.outputs)
-        ops.append(replace(op, inputs=inputs, outputs=tuple([own[v] for v in op.outputs])))
-    inputs, outputs = (tuple([own[v] for v in values]) for values in (function.inputs, function.outputs))
-    return replace(function, inputs=inputs, ops=tuple(ops), outputs=outputs)

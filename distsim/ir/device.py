@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
+from distsim.cache import cached
 from distsim.errors import TopologyError
 
 
@@ -232,7 +232,7 @@ def devices_of(device: Device | Mesh | None) -> tuple[Device, ...]:
     return device.devices if isinstance(device, Mesh) else (device,)
 
 
-@lru_cache(maxsize=1024)
+@cached("meshes of ranks that lie nowhere, by device and degrees", 1024)
 def logical_mesh(device: Device, dp: int, tp: int) -> Mesh:
     """Return a mesh of ``dp * tp`` devices like ``device``, numbered from 0: ranks that lie nowhere yet.
 

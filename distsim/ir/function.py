@@ -1,11 +1,43 @@
-"""Functions: frozen, typed, in topological order."""
+"""Ops and functions, which hold each other: frozen, typed, in topological order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from distsim.ir.op import Op, Role, Value
+from distsim.ir.value import NO_ATTRIBUTES, Attributes, Role, Value
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """One application of an operator. A ``Call`` carries its callee in ``subfunctions``.
+
+    ``version`` is the ONNX operator-set version whose meaning the op has; None is the house version
+    (``distsim.ops.OPSET``).
+    """
+
+    op_type: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    attributes: Attributes = NO_ATTRIBUTES
+    subfunctions: tuple[Function, ...] = ()
+    version: int | None = None
+    name: str = field(default="")
+
+    @property
+    def is_call(self) -> bool:
+        """Whether this is a Call, which runs another function."""
+        return self.op_type == "Call"
+
+    @property
+    def callee(self) -> Function:
+        """The function that a ``Call`` runs."""
+        return self.subfunctions[0]
+
+    def __repr__(self) -> str:
+        outputs = ", ".join(value.name for value in self.outputs)
+        inputs = ", ".join(value.name for value in self.inputs)
+        return f"{outputs} = {self.op_type}({inputs})"
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
@@ -41,17 +73,17 @@ class Function:
 
 def callees(function: Function) -> tuple[Function, ...]:
     """Return every distinct function reached through Calls, callees before their callers."""
-    found: dict[int, Function] = {}
+    found: dict[Function, None] = {}
 
     def visit(current: Function) -> None:
         for op in current.ops:
             for callee in op.subfunctions:
-                if id(callee) not in found:
+                if callee not in found:
                     visit(callee)
-                    found[id(callee)] = callee
+                    found[callee] = None
 
     visit(function)
-    return tuple(found.values())
+    return tuple(found)
 
 
 def all_ops(function: Function) -> Iterator[Op]:
@@ -65,7 +97,7 @@ def all_ops(function: Function) -> Iterator[Op]:
 
 def count_ops(function: Function) -> int:
     """Return the number of ops when every Call is written out."""
-    sizes: dict[int, int] = {}
+    sizes: dict[Function, int] = {}
     for callee in (*callees(function), function):
-        sizes[id(callee)] = sum(sizes[id(op.callee)] if op.op_type == "Call" else 1 for op in callee.ops)
-    return sizes[id(function)]
+        sizes[callee] = sum(sizes[op.callee] if op.op_type == "Call" else 1 for op in callee.ops)
+    return sizes[function]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from distsim.ir import Function, FunctionMaker, Op, Value
+from distsim.ir import Environment, Function, Op, copy_op, rewire_op, rewrite, substitute
 
 
 def inline(function: Function, calls: Collection[Op] | None = None) -> Function:
@@ -12,23 +12,16 @@ def inline(function: Function, calls: Collection[Op] | None = None) -> Function:
 
     What a Call returns keeps the names that the Call gives it.
     """
-    maker = FunctionMaker(function.name, function.notes)
-    maker.adopt_inputs(function.inputs)
-    copies: dict[Value, Value] = {value: value for value in function.inputs}
-    for op in function.ops:
-        if op.op_type != "Call" or (calls is not None and op not in calls):
-            copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
-            continue
-        inner = {formal: copies[value] for formal, value in zip(op.callee.inputs, op.inputs, strict=True)}
+
+    def change(op: Op, env: Environment) -> Iterator[Op]:
+        if not op.is_call or (calls is not None and op not in calls):
+            yield rewire_op(op, env)
+            return
+        inner = dict(zip(op.callee.inputs, substitute(op.inputs, env), strict=True))
         named = {v: outer.name for v, outer in zip(op.callee.outputs, op.outputs, strict=True)}
         for part in op.callee.ops:
             name = f"{op.name}.{part.name}" if op.name and part.name else op.name or part.name
-            operands = [inner[value] for value in part.inputs]
-            names = [named.get(value, value.name) for value in part.outputs]
-            made = maker.add(
-                part.op_type, operands, part.attributes, part.subfunctions, names, part.version, name
-            )
-            inner.update(zip(part.outputs, made, strict=True))
-        copies.update((o, inner[i]) for o, i in zip(op.outputs, op.callee.outputs, strict=True))
-    maker.set_outputs([copies[value] for value in function.outputs])
-    return maker.finalize()
+            yield copy_op(part, inner, name, [named.get(value, value.name) for value in part.outputs])
+        env.update(zip(op.outputs, substitute(op.callee.outputs, inner), strict=True))
+
+    return rewrite(function, change)

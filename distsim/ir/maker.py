@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distsim.errors import DistsimError, IRError
-from distsim.ir.function import Function
-from distsim.ir.op import NO_ATTRIBUTES, Attributes, Op, Role, Value
+from distsim.ir.function import Function, Op
 from distsim.ir.registry import output_types
 from distsim.ir.type import Type
+from distsim.ir.value import NO_ATTRIBUTES, Attributes, Role, Value
 from distsim.ir.verify import verify_one
 
 

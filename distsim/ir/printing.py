@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from distsim.ir.function import Function, callees
-from distsim.ir.op import Op, Role, Value
+from distsim.ir.function import Function, Op, callees
+from distsim.ir.value import Role, Value
 
 _BOLD, _BLUE, _RESET = "\033[1m", "\033[34m", "\033[0m"
 

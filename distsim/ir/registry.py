@@ -12,8 +12,8 @@ from importlib import import_module
 
 from distsim.errors import IRError, TypeRuleError
 from distsim.ir.function import Function
-from distsim.ir.op import Attributes
 from distsim.ir.type import Type
+from distsim.ir.value import Attributes
 
 TypeRule = Callable[[str, Attributes, tuple[Type, ...], int | None], tuple[Type, ...]]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from distsim.errors import DistsimError, IRError
-from distsim.ir.function import Function, callees
-from distsim.ir.op import Op, Value
+from distsim.ir.function import Function, Op, callees
 from distsim.ir.registry import output_types
 from distsim.ir.type import Type
+from distsim.ir.value import Value
 
 
 def verify(function: Function) -> None:

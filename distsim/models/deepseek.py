@@ -16,7 +16,7 @@ from distsim.models.decoder import LayerMaker, decoder
 from distsim.models.mixture import Mixture, mixture
 from distsim.models.moe import equal_once, layer_routings
 from distsim.models.routing import Routing
-from distsim.models.sizes import check_sizes
+from distsim.models.sizes import builder, check_counts, check_sizes
 
 
 @dataclass(frozen=True)
@@ -36,30 +36,52 @@ class Latent:
 
     def __post_init__(self) -> None:
         check_sizes(heads=self.heads, kv_lora=self.kv_lora, nope=self.nope, rope=self.rope, value=self.value)
-        if type(self.q_lora) is not int or self.q_lora < 0:
-            raise PlanError(f"q_lora={self.q_lora!r} must be a whole number of at least 0")
+        check_counts(q_lora=self.q_lora)
         if self.rope % 2:
             raise PlanError(f"rope={self.rope} must be even: positions turn pairs")
 
 
+@dataclass(frozen=True)
+class DeepseekSizes:
+    """The sizes of a DeepSeek-style decoder; unless given, those of DeepSeek-V3, dense and without q_lora."""
+
+    layers: int = 61
+    hidden: int = 7168
+    heads: int = 128
+    ffn: int = 18432
+    q_lora: int = 0
+    kv_lora: int = 512
+    nope: int = 128
+    rope: int = 64
+    value: int = 128
+    experts: int = 0
+    top_k: int = 8
+    expert_ffn: int = 2048
+    shared: int = 1
+    dense: int = 3
+    seq: int = 4096
+    batch: int = 8
+    vocab: int = 129280
+
+    def __post_init__(self) -> None:
+        check_sizes(layers=self.layers, hidden=self.hidden, ffn=self.ffn)
+        check_sizes(seq=self.seq, batch=self.batch, vocab=self.vocab)
+        check_counts(experts=self.experts, dense=self.dense)
+
+    @property
+    def latent(self) -> Latent:
+        """The sizes of the attention of each layer."""
+        return Latent(self.heads, self.q_lora, self.kv_lora, self.nope, self.rope, self.value)
+
+    @property
+    def mixture(self) -> Mixture:
+        """The sizes of the mixture of a layer of experts."""
+        return Mixture(self.experts, self.top_k, self.expert_ffn, self.shared, "sigmoid", 2.5)
+
+
+@builder(DeepseekSizes)
 def deepseek(
-    layers: int = 61,
-    hidden: int = 7168,
-    heads: int = 128,
-    ffn: int = 18432,
-    q_lora: int = 0,
-    kv_lora: int = 512,
-    nope: int = 128,
-    rope: int = 64,
-    value: int = 128,
-    experts: int = 0,
-    top_k: int = 8,
-    expert_ffn: int = 2048,
-    shared: int = 1,
-    dense: int = 3,
-    seq: int = 4096,
-    batch: int = 8,
-    vocab: int = 129280,
+    sizes: DeepseekSizes,
     concentration: float | None = None,
     capacity: float | None = None,
     seed: int = 0,
@@ -67,11 +89,12 @@ def deepseek(
     routings: Sequence[Routing] | None = None,
     mesh: Mesh | None = None,
 ) -> Function:
-    """Return a DeepSeek-style decoder with a cross-entropy loss; the sizes are those of DeepSeek-V3.
+    """Return a DeepSeek-style decoder with a loss, of :class:`DeepseekSizes` in order or by name.
 
-    Inputs and output as those of :func:`distsim.models.llama`. ``q_lora``: rank of the compression of the
-    queries (1536 in DeepSeek-V3), 0 for none. Without ``experts`` every layer has a SwiGLU feed-forward of
-    width ``ffn``; with them (256 in DeepSeek-V3) the first ``dense`` layers have, and each of the others
+    Inputs and output, the mean cross entropy, are those of :func:`distsim.models.llama`. ``q_lora``: rank of
+    the compression of the queries (1536 in DeepSeek-V3), 0 for none. Without ``experts`` every layer has a
+    SwiGLU feed-forward of width ``ffn``; with them (256 in DeepSeek-V3) the first ``dense`` layers have, and
+    each of the others
     ``experts`` of width ``expert_ffn``, of which a token takes ``top_k``, and ``shared`` experts for all.
     Loads, ``routings`` (one for each layer of experts) and ``mesh`` are those of :func:`distsim.models.moe`.
 
@@ -80,31 +103,28 @@ def deepseek(
     >>> sum(value.type.size for value in function.parameters)
     2840
     """
-    check_sizes(layers=layers, hidden=hidden, ffn=ffn, seq=seq, batch=batch, vocab=vocab)
-    for name, size in (("experts", experts), ("dense", dense)):
-        if type(size) is not int or size < 0:
-            raise PlanError(f"{name}={size!r} must be a whole number of at least 0")
-    latent = Latent(heads, q_lora, kv_lora, nope, rope, value)
-    x_type = Tensor(dtype, (batch, seq, hidden), mesh)
-    plain = min(layers, dense) if experts else layers
+    latent = sizes.latent
+    x_type = Tensor(dtype, (sizes.batch, sizes.seq, sizes.hidden), mesh)
+    plain = min(sizes.layers, sizes.dense) if sizes.experts else sizes.layers
     made: list[Function] = []
     if plain:
-        layer = LayerMaker("dense_layer", x_type, rope)
+        layer = LayerMaker("dense_layer", x_type, latent.rope)
         x = latent_attention(layer, latent)
-        x = layer("Add", x, layer.swiglu(layer.norm(x, "norm2", hidden), ffn), name="x2")
+        x = layer("Add", x, layer.swiglu(layer.norm(x, "norm2", sizes.hidden), sizes.ffn), name="x2")
         made = [layer.finish(x)] * plain
-    if plain < layers:
-        sizes = Mixture(experts, top_k, expert_ffn, shared, "sigmoid", 2.5)
+    if plain < sizes.layers:
+        experts = sizes.mixture
 
         def layer_of(load: Routing) -> Function:
-            layer = LayerMaker("expert_layer", x_type, rope)
+            layer = LayerMaker("expert_layer", x_type, latent.rope)
             x = latent_attention(layer, latent)
-            routed = mixture(layer, layer.norm(x, "norm2", hidden), sizes, load)
+            routed = mixture(layer, layer.norm(x, "norm2", sizes.hidden), experts, load)
             return layer.finish(layer("Add", x, routed, name="x2"))
 
-        loads = layer_routings(sizes, layers - plain, seq, concentration, capacity, seed, routings)
+        layers = sizes.layers - plain
+        loads = layer_routings(experts, layers, sizes.seq, concentration, capacity, seed, routings)
         made += equal_once(loads, layer_of)
-    return decoder("deepseek", made, vocab, rope)
+    return decoder("deepseek", made, sizes.vocab, latent.rope)
 
 
 def latent_attention(layer: LayerMaker, sizes: Latent) -> Value:

@@ -6,24 +6,35 @@ Pre-norm with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 202
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
+
 from distsim.errors import PlanError
 from distsim.ir import DType, Float32, Function, Tensor, Value
 from distsim.models.decoder import LayerMaker, decoder
-from distsim.models.sizes import check_sizes
+from distsim.models.sizes import builder, check_sizes
 
 
-def llama(
-    layers: int = 32,
-    hidden: int = 4096,
-    heads: int = 32,
-    kv_heads: int = 8,
-    ffn: int = 14336,
-    seq: int = 8192,
-    batch: int = 8,
-    vocab: int = 128256,
-    dtype: DType = Float32(),  # noqa: B008
-) -> Function:
-    """Return a Llama-style decoder with a cross-entropy loss; the sizes are those of Llama 3 8B.
+@dataclass(frozen=True)
+class LlamaSizes:
+    """The sizes of a Llama-style decoder; unless given, those of Llama 3 8B."""
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    ffn: int = 14336
+    seq: int = 8192
+    batch: int = 8
+    vocab: int = 128256
+
+    def __post_init__(self) -> None:
+        check_sizes(**asdict(self))
+        check_heads(self.hidden, self.heads, self.kv_heads)
+
+
+@builder(LlamaSizes)
+def llama(sizes: LlamaSizes, dtype: DType = Float32()) -> Function:  # noqa: B008
+    """Return a Llama-style decoder with a cross-entropy loss, of :class:`LlamaSizes` in order or by name.
 
     Inputs: ``tokens`` and ``labels`` [batch, seq] and the parameters; output: the mean loss over the
     positions. The layers are Calls of one callee: RMSNorm, causal attention of ``heads`` query heads in
@@ -35,14 +46,11 @@ def llama(
     >>> sum(value.type.size for value in function.parameters)
     4944
     """
-    check_sizes(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
-    check_sizes(ffn=ffn, seq=seq, batch=batch, vocab=vocab)
-    check_heads(hidden, heads, kv_heads)
-    size = hidden // heads
-    layer = LayerMaker("layer", Tensor(dtype, (batch, seq, hidden)), size)
-    x = attention_block(layer, heads, kv_heads)
-    x = layer("Add", x, layer.swiglu(layer.norm(x, "norm2", hidden), ffn), name="x2")
-    return decoder("llama", [layer.finish(x)] * layers, vocab, size)
+    width = sizes.hidden // sizes.heads
+    layer = LayerMaker("layer", Tensor(dtype, (sizes.batch, sizes.seq, sizes.hidden)), width)
+    x = attention_block(layer, sizes.heads, sizes.kv_heads)
+    x = layer("Add", x, layer.swiglu(layer.norm(x, "norm2", sizes.hidden), sizes.ffn), name="x2")
+    return decoder("llama", [layer.finish(x)] * sizes.layers, sizes.vocab, width)
 
 
 def check_heads(hidden: int, heads: int, kv_heads: int) -> None:

@@ -21,7 +21,7 @@ from distsim.errors import PlanError
 from distsim.ir import Literal, Mesh, Value
 from distsim.models.decoder import LayerMaker
 from distsim.models.routing import Routing
-from distsim.models.sizes import check_sizes
+from distsim.models.sizes import check_counts, check_sizes
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 AXIS = "ep"
@@ -46,8 +46,7 @@ class Mixture:
         check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn)
         if self.top_k > self.experts:
             raise PlanError(f"top_k={self.top_k} of only {self.experts} experts")
-        if type(self.shared) is not int or self.shared < 0:
-            raise PlanError(f"shared={self.shared!r} must be a whole number of at least 0")
+        check_counts(shared=self.shared)
         if self.score not in SCORES:
             raise PlanError(f"score={self.score!r} is not one of {', '.join(SCORES)}")
 

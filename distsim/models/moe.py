@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from distsim.errors import PlanError
 from distsim.ir import DType, Float32, Function, Mesh, Tensor
@@ -10,21 +11,39 @@ from distsim.models.decoder import LayerMaker, decoder
 from distsim.models.llama import attention_block, check_heads
 from distsim.models.mixture import Mixture, mixture
 from distsim.models.routing import Routing, draw_routing
-from distsim.models.sizes import check_sizes
+from distsim.models.sizes import builder, check_sizes
 
 
+@dataclass(frozen=True)
+class MoeSizes:
+    """The sizes of a decoder with mixtures of experts; unless given, those of Mixtral 8x7B."""
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    ffn: int = 14336
+    experts: int = 8
+    top_k: int = 2
+    shared: int = 0
+    seq: int = 4096
+    batch: int = 8
+    vocab: int = 32000
+
+    def __post_init__(self) -> None:
+        check_sizes(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
+        check_sizes(seq=self.seq, batch=self.batch, vocab=self.vocab)
+        check_heads(self.hidden, self.heads, self.kv_heads)
+
+    @property
+    def mixture(self) -> Mixture:
+        """The sizes of each layer's mixture."""
+        return Mixture(self.experts, self.top_k, self.ffn, self.shared)
+
+
+@builder(MoeSizes)
 def moe(
-    layers: int = 32,
-    hidden: int = 4096,
-    heads: int = 32,
-    kv_heads: int = 8,
-    ffn: int = 14336,
-    experts: int = 8,
-    top_k: int = 2,
-    shared: int = 0,
-    seq: int = 4096,
-    batch: int = 8,
-    vocab: int = 32000,
+    sizes: MoeSizes,
     concentration: float | None = None,
     capacity: float | None = None,
     seed: int = 0,
@@ -32,7 +51,7 @@ def moe(
     routings: Sequence[Routing] | None = None,
     mesh: Mesh | None = None,
 ) -> Function:
-    """Return a decoder whose feed-forwards are mixtures of experts; the sizes are those of Mixtral 8x7B.
+    """Return a decoder with mixtures of experts for feed-forwards, of :class:`MoeSizes` in order or by name.
 
     Inputs and output as those of :func:`distsim.models.llama`. Each of the ``experts`` is a SwiGLU
     feed-forward of width ``ffn``, each token goes to ``top_k`` of them and to ``shared`` more. The load of
@@ -46,20 +65,17 @@ def moe(
     >>> sum(value.type.size for value in function.parameters)
     5840
     """
-    check_sizes(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
-    check_sizes(seq=seq, batch=batch, vocab=vocab)
-    check_heads(hidden, heads, kv_heads)
-    sizes = Mixture(experts, top_k, ffn, shared)
-    loads = layer_routings(sizes, layers, seq, concentration, capacity, seed, routings)
-    x_type = Tensor(dtype, (batch, seq, hidden), mesh)
+    experts, width = sizes.mixture, sizes.hidden // sizes.heads
+    loads = layer_routings(experts, sizes.layers, sizes.seq, concentration, capacity, seed, routings)
+    x_type = Tensor(dtype, (sizes.batch, sizes.seq, sizes.hidden), mesh)
 
     def layer_of(load: Routing) -> Function:
-        layer = LayerMaker("layer", x_type, hidden // heads)
-        x = attention_block(layer, heads, kv_heads)
-        made = mixture(layer, layer.norm(x, "norm2", hidden), sizes, load)
+        layer = LayerMaker("layer", x_type, width)
+        x = attention_block(layer, sizes.heads, sizes.kv_heads)
+        made = mixture(layer, layer.norm(x, "norm2", sizes.hidden), experts, load)
         return layer.finish(layer("Add", x, made, name="x2"))
 
-    return decoder("moe", equal_once(loads, layer_of), vocab, hidden // heads)
+    return decoder("moe", equal_once(loads, layer_of), sizes.vocab, width)
 
 
 def layer_routings(

@@ -1,8 +1,41 @@
-"""Checking the sizes that builders are given."""
+"""The sizes that builders are given: a record of them, taken in order or by name, and checked."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 from distsim.errors import PlanError
+from distsim.ir import Function
+
+Builder = Callable[..., Function]
+
+
+def builder(record: Callable[..., object]) -> Callable[[Builder], Builder]:
+    """Let a builder, whose first parameter is a record of sizes, be called with these in order or by name.
+
+    >>> from distsim.models.llama import LlamaSizes
+    >>> small = builder(LlamaSizes)(lambda sizes: sizes)
+    >>> small(2, 16, heads=4, kv_heads=2).heads
+    4
+    """
+
+    def decorate(build: Builder) -> Builder:
+        names = inspect.signature(record).parameters
+        _, *options = inspect.signature(build).parameters.values()
+
+        @wraps(build)
+        def called(*sizes: Any, **named: Any) -> Function:
+            given = {name: named.pop(name) for name in names if name in named}
+            return build(record(*sizes, **given), **named)
+
+        keyword_only = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in options]
+        called.__signature__ = inspect.Signature([*names.values(), *keyword_only])  # pyright: ignore[reportAttributeAccessIssue]
+        return called
+
+    return decorate
 
 
 def check_sizes(**sizes: int) -> None:
@@ -10,3 +43,10 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise PlanError(f"{name}={size!r} must be a whole number of at least 1")
+
+
+def check_counts(**counts: int) -> None:
+    """Raise :class:`PlanError` naming the first count that is not a whole number of at least 0."""
+    for name, count in counts.items():
+        if type(count) is not int or count < 0:
+            raise PlanError(f"{name}={count!r} must be a whole number of at least 0")

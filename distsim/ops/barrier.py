@@ -10,8 +10,8 @@ runs and no memory is taken.
 from __future__ import annotations
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes
 from distsim.ops.operator import Operator, register
 from distsim.ops.places import view_work
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.normalization import epsilon_of, norm_work, normalized, normalized_grad, widened
 from distsim.ops.operator import (
     Array,

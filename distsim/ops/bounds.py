@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distsim.errors import BoundsError
-from distsim.ir.op import Attributes
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.places import ints, places
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.elementwise import no_gradient
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Literal, Value
 from distsim.ir.type import Tensor, as_tensor
+from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.broadcast import (
     all_operands,
     broadcast_rule,

@@ -17,8 +17,8 @@ import numpy as np
 
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import (
     Array,
     Communication,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Literal
 from distsim.ir.type import Tensor, from_numpy
+from distsim.ir.value import Attributes, Literal
 from distsim.ops.operator import (
     Array,
     Dim,

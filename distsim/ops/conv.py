@@ -13,14 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import (
     Array,
     Dim,
     GradientContext,
     Operator,
-    Part,
+    OutputPart,
     ShardingRule,
     Signature,
     Work,
@@ -233,9 +233,9 @@ register(
 )
 
 
-def _grad_part(signature: Signature, output: int) -> Part:
+def _grad_part(signature: Signature, output: int) -> OutputPart:
     name = signature.attributes.get("wanted", ("dx", "dw"))[output]
-    return Part("ConvGrad", (0, 1, 2), Attributes({**signature.attributes, "wanted": (name,)}))
+    return OutputPart("ConvGrad", (0, 1, 2), Attributes({**signature.attributes, "wanted": (name,)}))
 
 
 register(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
+from distsim.ir.value import Attributes, Value
 from distsim.ops.conv import bias_gradient, biased, channel_labels, conv_dx, fewer_groups
 from distsim.ops.matmul import signature_shapes
 from distsim.ops.operator import (

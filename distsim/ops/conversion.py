@@ -8,8 +8,8 @@ import numpy as np
 import onnx.helper
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor, as_tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.elementwise import same_shape_rule
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (

@@ -7,10 +7,12 @@ costs nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from distsim.ir.op import Attributes
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes
 from distsim.ops.operator import Array, Operator, Signature, Work, register
 
 
@@ -18,7 +20,7 @@ def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
     return (inputs[0].with_shape((attributes["size"],)),)
 
 
-def _compute(attributes: Attributes, arrays: list[Array]) -> list[Array]:
+def _compute(attributes: Attributes, arrays: Sequence[Array]) -> list[Array]:
     return [np.zeros(attributes["size"], arrays[0].dtype)]
 
 

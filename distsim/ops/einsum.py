@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distsim.errors import TypeRuleError, UnknownOperatorError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import onnx_types
 from distsim.ops.operator import (
     Array,

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.matmul import Dims, Shape, signature_shapes, unlabel
 from distsim.ops.operator import (
     Array,
     GradientContext,
     Operator,
-    Part,
+    OutputPart,
     ShardingRule,
     Signature,
     Work,
@@ -164,10 +164,10 @@ def _gemm_grad_work(signature: Signature) -> Work:
     return Work(flops, bytes_of(signature.inputs) + dy.nbytes, bytes_of(signature.outputs), matrix=True)
 
 
-def _gemm_grad_part(signature: Signature, output: int) -> Part:
+def _gemm_grad_part(signature: Signature, output: int) -> OutputPart:
     factors = _factors(signature.attributes, "AB"[output])
     read = tuple(["A", "B", "dy"].index(operand) for operand, _ in factors)
-    return Part("Gemm", read, Attributes(_options(signature.attributes, factors)))
+    return OutputPart("Gemm", read, Attributes(_options(signature.attributes, factors)))
 
 
 def _gemm_grad_sharding(signature: Signature) -> ShardingRule:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.batch_norm import channel_vectors
 from distsim.ops.elementwise import grad_types as two_alike
 from distsim.ops.normalization import epsilon_of, norm_work, normalized, normalized_grad, sum_to, widened
@@ -50,7 +50,7 @@ _FLOPS, _GRAD_FLOPS = 7.0, 13.0  # per element, as in LayerNormalization
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _GroupNormKind:
     """A normalization of every sample over groups of channels."""
 
     name: str
@@ -124,7 +124,7 @@ class _Kind:
         return ShardingRule(inputs, outputs, linear, localize=localize)
 
 
-def _register(kind: _Kind) -> None:
+def _register(kind: _GroupNormKind) -> None:
     register(
         Operator(
             kind.name,
@@ -147,8 +147,14 @@ def _register(kind: _Kind) -> None:
     )
 
 
-_register(_Kind("InstanceNormalization", ("input", "scale", "B"), lambda attributes, channels: channels))
-_register(_Kind("GroupNormalization", ("X", "scale", "bias"), lambda attributes, _: attributes["num_groups"]))
+_register(
+    _GroupNormKind("InstanceNormalization", ("input", "scale", "B"), lambda attributes, channels: channels)
+)
+_register(
+    _GroupNormKind(
+        "GroupNormalization", ("X", "scale", "bias"), lambda attributes, _: attributes["num_groups"]
+    )
+)
 
 # --- LRN(X; size, alpha, beta, bias): x / (bias + alpha / size * sum of squares of near channels)^beta -
 # LRNGrad(x, dy) -> dx.

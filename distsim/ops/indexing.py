@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distsim.ir.op import Attributes, Value
+from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,

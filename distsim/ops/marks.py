@@ -12,8 +12,8 @@ nothing in it tells that it is no part of the backward pass: the mark does.
 
 from __future__ import annotations
 
-from distsim.ir.op import Attributes
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes
 from distsim.ops.operator import (
     GradientRule,
     Operator,

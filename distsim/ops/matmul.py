@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
     Dim,
     GradientContext,
     Operator,
-    Part,
+    OutputPart,
     ShardingRule,
     Signature,
     Work,
@@ -204,9 +204,9 @@ def _matmul_grad_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((x, w, dy), (x, w), ((2,),))
 
 
-def _matmul_grad_part(signature: Signature, output: int) -> Part:
+def _matmul_grad_part(signature: Signature, output: int) -> OutputPart:
     name, shape = _AB[output], signature.inputs[output].shape
-    return Part(f"MatMulGrad{name}", (1 - output, 2), Attributes({"shape": shape}))
+    return OutputPart(f"MatMulGrad{name}", (1 - output, 2), Attributes({"shape": shape}))
 
 
 register(

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.broadcast import aligned, whole_where_static
 from distsim.ops.operator import (
     Array,
@@ -81,7 +81,7 @@ def epsilon_of(attributes: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _LayerNormKind:
     """A normalization over the trailing dimensions from ``axis`` on."""
 
     name: str
@@ -177,7 +177,7 @@ class _Kind:
         return (x.on(common_device(self.name, inputs)),)
 
 
-def _register(kind: _Kind) -> None:
+def _register(kind: _LayerNormKind) -> None:
     register(
         Operator(
             kind.name,
@@ -203,7 +203,7 @@ def _register(kind: _Kind) -> None:
 
 # Per element, forward: sum, subtract, square and add, times rate, times scale, plus bias. Backward: xhat
 # again (2), g (1), the two means (3), dx (4), dscale (2), dbias (1). RMS: what is left without the mean.
-_LAYER = _Kind("LayerNormalization", ("X", "Scale", "B"), center=True, flops=7, grad_flops=13)
-_RMS = _Kind("RMSNormalization", ("X", "scale"), center=False, flops=4, grad_flops=9)
+_LAYER = _LayerNormKind("LayerNormalization", ("X", "Scale", "B"), center=True, flops=7, grad_flops=13)
+_RMS = _LayerNormKind("RMSNormalization", ("X", "scale"), center=False, flops=4, grad_flops=9)
 _register(_LAYER)
 _register(_RMS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,10 +19,11 @@ import onnx.numpy_helper
 import onnx.shape_inference
 from onnx.reference import ReferenceEvaluator
 
+from distsim.cache import cached
 from distsim.errors import TypeRuleError, UnknownOperatorError
 from distsim.ir.device import Device, Mesh
-from distsim.ir.op import Attributes, Literal
 from distsim.ir.type import BFloat16, DType, Float16, Tensor, from_numpy
+from distsim.ir.value import Attributes, Literal
 from distsim.ops.operator import Array, common_device
 
 OPSET = 20
@@ -36,7 +36,7 @@ def split_name(op_type: str) -> tuple[str, str]:
     return domain, name
 
 
-@cache
+@cached("ONNX schemas, by operator and version", 1024)
 def schema_of(op_type: str, version: int | None) -> Any:
     """Return the ONNX schema, or None when ONNX has no such operator at that version."""
     domain, name = split_name(op_type)
@@ -56,7 +56,7 @@ def house_version(op_type: str, opset: int) -> int | None:
     return opset
 
 
-@lru_cache(maxsize=65536)
+@cached("types by ONNX, by operator, attributes, types of inputs and version", 65536)
 def onnx_types(
     op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...], version: int | None
 ) -> tuple[Tensor, ...]:
@@ -131,7 +131,7 @@ def onnx_compute(
     return tuple(np.asarray(array) for array in made)
 
 
-@lru_cache(maxsize=4096)
+@cached("reference implementations, by operator, attributes, version and arity", 4096)
 def _evaluator(
     op_type: str, attributes: Attributes, version: int | None, count: int, first: DType | None, outputs: int
 ) -> tuple[Any, tuple[str, ...]]:
@@ -261,7 +261,7 @@ def _check_constraints(schema: Any, node: Any, dtypes: dict[str, DType]) -> None
                 )
 
 
-@cache
+@cached("names of ONNX types, by element type", 64)
 def _type_str(dtype: DType) -> str:
     names = {"float32": "float", "float64": "double"}
     return f"tensor({names.get(dtype.name, dtype.name)})"

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
+from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.op import Attributes, Op, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 
 Array = npt.NDArray[Any]
 
@@ -118,7 +119,7 @@ def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OutputPart:
     """The op that makes one output of another op by itself: it reads those of its inputs at these places."""
 
     op_type: str
@@ -179,7 +180,7 @@ GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
 BufferRule = Callable[[Attributes, int], Sequence[int]]
 """(attributes, number of inputs) -> places of inputs."""
-PartRule = Callable[[Signature, int], Part]
+PartRule = Callable[[Signature, int], OutputPart]
 """(signature, place of an output) -> the op that makes it."""
 FormalsRule = Callable[[Attributes], tuple[str, ...]]
 """attributes -> the formal names of the operands, in order (see :mod:`distsim.ops.places`)."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import UnknownOperatorError
-from distsim.ir.op import Attributes, Literal, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types
 from distsim.ops.operator import (
     Array,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from distsim.ir.op import Attributes
+from distsim.ir.value import Attributes
 from distsim.ops.operator import Dim, Operator, ShardingRule, Signature, Work, bytes_of, letters, register
 from distsim.ops.places import ints, places
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
 
+from distsim.cache import cached
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes
 from distsim.ir.registry import set_type_rule
 from distsim.ir.type import Tensor, Type
+from distsim.ir.value import Attributes
 from distsim.ops.bounds import check_bounds
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types
 from distsim.ops.operator import Array, Signature, Work, operator
@@ -23,7 +23,7 @@ def types(
     return _types(op_type, attributes, inputs, version)
 
 
-@lru_cache(maxsize=65536)
+@cached("types of outputs, by operator, attributes, types of inputs and version", 65536)
 def _types(
     op_type: str, attributes: Attributes, inputs: tuple[Type, ...], version: int | None
 ) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ def compute(
     return tuple(np.asarray(array) for array in rule(attributes, arrays))
 
 
-@lru_cache(maxsize=65536)
+@cached("work, by signature", 65536)
 def work(signature: Signature) -> Work | None:
     """Return the work of an op, or None when its operator has no work rule."""
     rule = operator(signature.op_type).work

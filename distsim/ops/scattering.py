@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distsim.errors import UnknownOperatorError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.indexing import elements_labels, linear_in, nd_positions, positions, select
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (

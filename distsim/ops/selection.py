@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from distsim.ir.op import Attributes, Value
+from distsim.ir.value import Attributes, Value
 from distsim.ops.elementwise import no_gradient
 from distsim.ops.operator import (
     Array,

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Value
 from distsim.ir.type import Tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import onnx_types
 from distsim.ops.operator import (
     Array,

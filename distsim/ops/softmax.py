@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes, Literal, Value
 from distsim.ir.type import Tensor, as_tensor
+from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.elementwise import grad_types
 from distsim.ops.normalization import norm_work
 from distsim.ops.onnx_bridge import static_array

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.op import Attributes
+from distsim.ir.value import Attributes
 from distsim.ops.operator import Array
 from distsim.ops.places import ints
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from distsim.errors import IRError, ScheduleError
 from distsim.ir import Function, Mesh, Value
@@ -48,7 +49,7 @@ class Program:
     outputs: tuple[ProgramOutput, ...]
     notes: tuple[str, ...] = ()
     saving_all: Callable[[], Program] | None = field(default=None, compare=False, repr=False)
-    parts: Parts | None = field(default=None, repr=False, compare=False)
+    shared_parts: Parts | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.schedule.chain != len(self.stages):
@@ -63,20 +64,21 @@ class Program:
             )
         self.schedule.check()
         self._verify_ranks()
-        object.__setattr__(self, "parts", self._own_parts())
+        object.__setattr__(self, "shared_parts", self.parts)
 
     def table(self) -> Table:
         """Return the table of calls: what the step is, row by row."""
-        return table_of(self._own_parts(), self.schedule)
+        return table_of(self.parts, self.schedule)
 
     def makers(self) -> dict[Value, Maker]:
         """Return who makes each key."""
-        return self._own_parts().makers()
+        return self.parts.makers()
 
-    def _own_parts(self) -> Parts:
-        """Return the parts: those given if they are of these stages, as those of the same cut are."""
-        if self.parts is not None and self.parts.are_of(self.stages, self.inputs, self.outputs):
-            return self.parts
+    @cached_property
+    def parts(self) -> Parts:
+        """What the stages run: ``shared_parts`` if they are of these stages, as those of the same cut are."""
+        if self.shared_parts is not None and self.shared_parts.are_of(self.stages, self.inputs, self.outputs):
+            return self.shared_parts
         blocks = tuple([(stage.forward, stage.backward, stage.updates) for stage in self.stages])
         return Parts(self.name, blocks, self.inputs, self.outputs)
 

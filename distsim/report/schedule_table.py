@@ -67,7 +67,7 @@ def _drawing(found: ScheduleTimes, width: int | None) -> list[str]:
     """Return a line of times and a line per rank; an action begins where its name does."""
     unit, exact = _unit(found)
     boxes = [[(_column(b.start, unit), _column(b.end, unit), b.cell) for b in cells] for cells in found.ranks]
-    names = _Names(found.schedule)
+    names = _CellNames(found.schedule)
     last = _column(found.makespan, unit)
     longest = [
         (len(names.text(cell)) + 1) / (end - start)
@@ -123,7 +123,7 @@ def _ruler(columns: int, cell_width: int, unit: float) -> str:
 _STEPS: Sequence[int] = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]
 
 
-class _Names:
+class _CellNames:
     """How cells are called in a row of their rank: ``F3``, or ``F3b`` on the second of its stages."""
 
     def __init__(self, schedule: Schedule) -> None:

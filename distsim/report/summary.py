@@ -7,9 +7,10 @@ import math
 from distsim.cost.cost_model import element_type
 from distsim.ir import Device
 from distsim.ops import signature_of, work
-from distsim.report.labels import bytes_label, ranks_label
+from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import count, seconds_text, table
+from distsim.simulate.quantities import bytes_label
 from distsim.simulate.tasks.rank_classes import communicates
 
 _MOST_ROWS = 32

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.program.program import Program
 from distsim.report.action_boxes import COLOURS, Box, Mark, chunk_of, draw_boxes, legend
-from distsim.report.labels import ranks_label, stream_label, time_scale
+from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
 from distsim.simulate import Simulation
-from distsim.simulate.calls import CallTime, call_times
+from distsim.simulate.calls import CallTime, call_times, communication_times
+from distsim.simulate.quantities import time_scale
 from distsim.simulate.tasks.rank_classes import communicates
 
 _STREAM_COLOURS = {"compute": "#0072b2", "collective": "#e69f00", "send and receive": "#009e73"}
@@ -59,11 +60,8 @@ def timeline_figure(simulation: Simulation, rows: int = _MOST_ROWS, streams: boo
 
     program = simulation.simulated if isinstance(simulation.simulated, Program) else None
     streams = streams or program is None
-    bars = _bars(simulation)
-    every = sorted(
-        bars if streams else {(number, "") for number, _ in bars},
-        key=lambda row: (row[0], row[1] != "compute", row[1]),
-    )
+    bars = _bars(simulation) if streams else _bars_of_ranks(simulation)
+    every = sorted(bars, key=lambda row: (row[0], row[1] != "compute", row[1]))
     shown = {row: number for number, row in enumerate(every[:rows])}
     height = 0.28 if streams else 0.34
     figure: Any = Figure(figsize=(12, 1.6 + height * max(len(shown), 1)), layout="constrained")
@@ -105,13 +103,10 @@ def _draw_program(
         row = next((shown[call.rank_class, name] for name in names if (call.rank_class, name) in shown), None)
         if row is not None:
             boxes += _boxes(row, call, chunks, scale)
-    strips: dict[int, Intervals] = {}
-    for (number, stream), kinds in bars.items():
-        row = shown.get((number, "" if by_rank else stream))
-        if row is not None:
-            strips.setdefault(row, []).extend(
-                piece for kind, own in kinds.items() if kind != "compute" for piece in own
-            )
+    strips = {
+        row: [piece for kind, pieces in bars[key].items() if kind != "compute" for piece in pieces]
+        for key, row in shown.items()
+    }
     low, high = _STRIP if by_rank else _CALL
     _draw_bars(axes, strips, low, high - low, scale)
     marks = [mark for box in boxes for mark in box.marks]
@@ -131,20 +126,9 @@ def _boxes(row: int, call: CallTime, chunks: Sequence[int], scale: float) -> Ite
 def _draw_bars(axes: Any, strips: dict[int, Intervals], low: float, height: float, scale: float) -> None:
     finest = axes.get_xlim()[1] * _FINEST
     for row, pieces in strips.items():
-        widths = [(start / scale, max((end - start) / scale, finest)) for start, end in _union(pieces)]
+        widths = [(start / scale, max((end - start) / scale, finest)) for start, end in pieces]
         # Not moved to whole dots, of which the shortest would have none: many of them make it grey.
         axes.broken_barh(widths, (row + low, height), facecolors=COLOURS["communication"], snap=False)
-
-
-def _union(pieces: Iterable[tuple[float, float]]) -> Intervals:
-    """Return the intervals with those that overlap joined."""
-    joined: Intervals = []
-    for start, end in sorted(pieces):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def _marks(name: str, chunks: Sequence[int]) -> tuple[Mark, ...]:
@@ -189,6 +173,13 @@ def _bars(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
         else:
             pieces.append((span.start, span.end))
     return bars
+
+
+def _bars_of_ranks(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
+    """Return per rank class when it communicates, in seconds."""
+    times = communication_times(simulation, simulation.step_time * _FINEST / 4)
+    classes = range(len(simulation.classes.members))
+    return {(number, ""): {"communication": list(times.get(number, ()))} for number in classes}
 
 
 def _label(simulation: Simulation, rank_class: int, stream: str) -> str:

@@ -86,7 +86,7 @@ def timed_program(
     )
     mesh = Mesh(topology.devices, pp=schedule.num_ranks, dp=2, tp=2)
     slices = mesh.slices("pp")
-    writer = _Writer(logical_mesh(topology.devices[0], 2, 2), times, _crossings(schedule))
+    writer = _BlockWriter(logical_mesh(topology.devices[0], 2, 2), times, _crossings(schedule))
     made = [writer.stage(stage) for stage in range(chain)]
     parts = Parts(
         schedule.name,
@@ -105,7 +105,7 @@ def timed_program(
         schedule,
         parts.inputs,
         parts.outputs,
-        parts=parts,
+        shared_parts=parts,
     )
     return program, CostModel(topology, rules=_Given(times.send))
 
@@ -116,7 +116,7 @@ def _crossings(schedule: Schedule) -> list[bool | None]:
     return [None, *[a != b for a, b in pairwise(ranks)], None]
 
 
-class _Writer:
+class _BlockWriter:
     """Writes the blocks of one stage after the other.
 
     A message is in flight on a stream of its own, one for each direction: as the collective of the axis dp

@@ -1,4 +1,4 @@
-"""When each call of a step computes on each rank class."""
+"""When each call of a step computes on each rank class, and when a class communicates."""
 
 from __future__ import annotations
 
@@ -37,16 +37,50 @@ def call_times(simulation: Simulation) -> Iterator[CallTime]:
         yield from _of_piece(piece, classes)
 
 
+def communication_times(
+    simulation: Simulation, near: float = 0.0
+) -> dict[int, tuple[tuple[float, float], ...]]:
+    """Return per rank class the (start, end) in seconds of when it communicates, on whichever streams.
+
+    What overlaps, or begins at most ``near`` after the end of what came before, is one.
+    """
+    found: dict[int, list[tuple[Floats, Floats]]] = {}
+    for piece in simulation.timeline.pieces():
+        tasks, rank_class = _uses(piece, communication=True)
+        for own in np.unique(rank_class).tolist():
+            chosen = tasks[rank_class == own]
+            found.setdefault(own, []).append((piece.start[chosen], piece.end[chosen]))
+    return {
+        own: _union(np.concatenate([s for s, _ in parts]), np.concatenate([e for _, e in parts]), near)
+        for own, parts in found.items()
+    }
+
+
+def _union(start: Floats, end: Floats, near: float) -> tuple[tuple[float, float], ...]:
+    """Return the intervals that these make together."""
+    order = np.argsort(start, kind="stable")
+    start, reached = start[order], np.maximum.accumulate(end[order])
+    apart = start[1:] > reached[:-1] + near
+    begins: list[float] = start[np.concatenate([[True], apart])].tolist()
+    ends: list[float] = reached[np.concatenate([apart, [True]])].tolist()
+    return tuple(zip(begins, ends, strict=True))
+
+
+def _uses(piece: Piece, communication: bool) -> tuple[Ints, Ints]:
+    """Return the tasks of a piece that take time, as often as they are on a stream, and the class of each."""
+    chosen = np.array([communicates(op) == communication for op in piece.op_table], np.bool_)
+    uses = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
+    now = (chosen[piece.op] & (piece.end > piece.start))[uses]
+    rank_class = np.array([stream.rank_class for stream in piece.stream_table], np.int64)
+    return uses[now], rank_class[piece.streams[now]]
+
+
 def _of_piece(piece: Piece, classes: int) -> Iterator[CallTime]:
     """Yield the calls of a piece: itself, or if it is a whole function those in it."""
     names = [piece.path, *piece.call_names[1:]] if not piece.path else [piece.path]
     outermost = _outermost(piece) if not piece.path else np.zeros(len(piece.call_names), np.int64)
-    computes = np.array([not communicates(op) for op in piece.op_table], np.bool_)
-    uses = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
-    chosen = (computes[piece.op] & (piece.end > piece.start))[uses]
-    tasks = uses[chosen]
-    rank_class = np.array([stream.rank_class for stream in piece.stream_table], np.int64)
-    group = outermost[piece.call[tasks]] * classes + rank_class[piece.streams[chosen]]
+    tasks, rank_class = _uses(piece, communication=False)
+    group = outermost[piece.call[tasks]] * classes + rank_class
     # Tasks of a class are in the order in which it runs them: by a stable sort, so are those of a call.
     order = np.argsort(group, kind="stable")
     start, end = piece.start[tasks][order], piece.end[tasks][order]

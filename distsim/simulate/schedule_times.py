@@ -68,8 +68,8 @@ def time_schedule(
     """
     times = times or ActionTimes()
     program, costs = timed_program(schedule, times, together)
-    simulation = Simulator(costs, lockstep=False).simulate(program)
-    # Replicas, there for the streams of messages, do the same: one device stands for each rank.
+    simulation = Simulator(costs).simulate(program)
+    # Replicas are there for the streams of messages and do the same: one device stands for each rank.
     rank_of = {
         simulation.class_of(piece.devices[0]): rank for rank, piece in enumerate(program.mesh.slices("pp"))
     }

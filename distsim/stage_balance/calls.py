@@ -40,7 +40,7 @@ def call_costs(function: Function, cost_model: CostModel) -> tuple[BlockCost, ..
             f"{function.name} has no Call with a backward Call of its name; outline what repeats and "
             "differentiate it without an optimizer"
         )
-    pricer = _Pricer(function, cost_model, {op: name for name, ops in pairs.items() for op in ops})
+    pricer = _CallPricer(function, cost_model, {op: name for name, ops in pairs.items() for op in ops})
     return tuple([pricer.block(name) for name in ("embedding", *pairs, "head")])
 
 
@@ -52,7 +52,7 @@ class _Block:
     backward: list[Op]
 
 
-class _Pricer:
+class _CallPricer:
     """Tells which op belongs to which block, and prices Calls, each callee once, and single ops."""
 
     def __init__(self, function: Function, cost_model: CostModel, owners: dict[Op, str]) -> None:

@@ -1,17 +1,20 @@
-"""Function -> Function: differentiate, shard, pipeline, and the calls of the DistIR notebooks."""
+"""Function -> Function: differentiate, shard, pipeline, and the calls of the DistIR notebooks.
+
+This is where notebooks import from; the library imports the modules.
+"""
 
 from distsim.ir.inline import inline
+from distsim.parallel_3d import (
+    PipeDreamScheduler,
+    parallel_transform_3d,
+    steady_state_transform,
+)
 from distsim.transforms.autodiff.differentiate import differentiate
 from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import SGD, Adam, optimizer_named
 from distsim.transforms.autodiff.precision import set_precision
 from distsim.transforms.data_parallel.fsdp import fsdp, gathered
 from distsim.transforms.outlining.outline import describe_blocks, outline
-from distsim.transforms.parallel_3d import (
-    PipeDreamScheduler,
-    parallel_transform_3d,
-    steady_state_transform,
-)
 from distsim.transforms.pipelining.model_blocks import block_costs
 from distsim.transforms.pipelining.pipeline import pipeline
 from distsim.transforms.recompute import policy_named, rematerialize, split_joint

@@ -19,7 +19,7 @@ from distsim.device_placement.modes.cost_aware import cost_aware
 from distsim.device_placement.modes.evaluate import Evaluator
 from distsim.device_placement.modes.kernighan_lin import kernighan_lin
 from distsim.device_placement.modes.size_based import size_based
-from distsim.device_placement.pieces import Piece, Placement, parents_of, piece_of
+from distsim.device_placement.pieces import DraftPart, Placement, parents_of, piece_of
 from distsim.device_placement.problem import Item, PartitionDevice, Problem
 from distsim.device_placement.quotient import Quotient
 from distsim.errors import PartitionError
@@ -27,7 +27,7 @@ from distsim.errors import PartitionError
 COARSE = 64
 
 
-Placed = tuple[list[Piece], Placement]
+Placed = tuple[list[DraftPart], Placement]
 
 
 def coarse_cost_aware(
@@ -126,7 +126,7 @@ class _Grouped:
         self.problem = Problem(tuple(items), per_reader=problem.per_reader)
         self._groups = dict(enumerate(groups, len(outside)))
 
-    def back(self, pieces: Sequence[Piece]) -> list[Piece]:
+    def back(self, pieces: Sequence[DraftPart]) -> list[DraftPart]:
         """Return the pieces of the original problem."""
         if self._groups is None:
             return list(pieces)

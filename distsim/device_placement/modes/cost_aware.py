@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distsim.device_placement.modes.evaluate import Evaluator
-from distsim.device_placement.pieces import Piece, Placement, levels_of, parents_of
+from distsim.device_placement.pieces import DraftPart, Placement, levels_of, parents_of
 from distsim.device_placement.problem import PartitionDevice, Problem
 
 
 def cost_aware(
     problem: Problem, devices: Sequence[PartitionDevice], transfer_rate: float
-) -> tuple[list[Piece], Placement, bool]:
+) -> tuple[list[DraftPart], Placement, bool]:
     """Return the pieces, where they are, and whether each has a place.
 
     Every op begins as a piece of its own. In each round all pairs are tried that are at most one level
@@ -36,7 +36,7 @@ def cost_aware(
 
 
 def _best_pair(
-    evaluator: Evaluator, pieces: Sequence[Piece], parents: Sequence[set[int]], cost: float
+    evaluator: Evaluator, pieces: Sequence[DraftPart], parents: Sequence[set[int]], cost: float
 ) -> tuple[int, int] | None:
     levels, best = levels_of(parents), None
     largest = max(device.memory for device in evaluator.devices)
@@ -56,7 +56,7 @@ def _best_pair(
     return best
 
 
-def _join(evaluator: Evaluator, pieces: Sequence[Piece], first: int, second: int) -> list[Piece]:
+def _join(evaluator: Evaluator, pieces: Sequence[DraftPart], first: int, second: int) -> list[DraftPart]:
     rest = [piece for k, piece in enumerate(pieces) if k not in (first, second)]
     return [*rest, evaluator.piece(pieces[first].items | pieces[second].items)]
 

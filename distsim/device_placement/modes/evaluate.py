@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from distsim.device_placement.pieces import Piece, Placement, best_fit, order_of, piece_of
+from distsim.device_placement.pieces import DraftPart, Placement, best_fit, order_of, piece_of
 from distsim.device_placement.problem import PartitionDevice, Problem
 from distsim.errors import PartitionError
 
@@ -19,17 +19,17 @@ class Evaluator:
                 f"the transfer rate is {transfer_rate}; this mode needs one above 0 bytes per second"
             )
         self.problem, self.devices, self.rate = problem, devices, transfer_rate
-        self._delays: dict[tuple[Piece, Piece], float] = {}
-        self._pieces: dict[frozenset[int], Piece] = {}
+        self._delays: dict[tuple[DraftPart, DraftPart], float] = {}
+        self._pieces: dict[frozenset[int], DraftPart] = {}
 
-    def piece(self, items: frozenset[int]) -> Piece:
+    def piece(self, items: frozenset[int]) -> DraftPart:
         """Return the piece of these items."""
         found = self._pieces.get(items)
         if found is None:
             found = self._pieces[items] = piece_of(self.problem, items)
         return found
 
-    def delay(self, parent: Piece, child: Piece) -> float:
+    def delay(self, parent: DraftPart, child: DraftPart) -> float:
         """How long the transfer from one piece to another takes: all that one holds and the other reads."""
         found = self._delays.get((parent, child))
         if found is None:
@@ -38,12 +38,12 @@ class Evaluator:
             found = self._delays[parent, child] = sum([items[i].output_bytes for i in read]) / self.rate
         return found
 
-    def place(self, pieces: Sequence[Piece]) -> tuple[Placement, bool]:
+    def place(self, pieces: Sequence[DraftPart]) -> tuple[Placement, bool]:
         """Return where :func:`best_fit` puts the pieces, and whether it found a place for each."""
         return best_fit(self.problem, pieces, self.devices)
 
     def latency(
-        self, pieces: Sequence[Piece], parents: Sequence[Collection[int]], places: Placement
+        self, pieces: Sequence[DraftPart], parents: Sequence[Collection[int]], places: Placement
     ) -> float:
         """Return the critical path over the pieces; infinite when some wait in a circle."""
         order = order_of(parents)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from distsim.device_placement.modes.size_based import unplaced
-from distsim.device_placement.pieces import Piece, Placement, best_fit, order_of, parents_of, piece_of
+from distsim.device_placement.pieces import DraftPart, Placement, best_fit, order_of, parents_of, piece_of
 from distsim.device_placement.problem import PartitionDevice, Problem
 from distsim.errors import CyclicPartitionError, PartitionError
 
@@ -15,7 +15,7 @@ def given_parts(
     devices: Sequence[PartitionDevice],
     assignment: Mapping[str, int] | Sequence[int],
     assigned_devices: Mapping[int, Sequence[int]] | None,
-) -> tuple[list[Piece], Placement]:
+) -> tuple[list[DraftPart], Placement]:
     """Return the pieces in the order of their part numbers, and where they are.
 
     ``assignment`` is the part of each op, by name or in order; ``assigned_devices`` the ids of the devices

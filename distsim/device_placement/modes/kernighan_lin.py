@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from distsim.device_placement.modes.evaluate import Evaluator
-from distsim.device_placement.pieces import Piece, Placement, parents_of
+from distsim.device_placement.pieces import DraftPart, Placement, parents_of
 from distsim.device_placement.problem import PartitionDevice, Problem
 
 PASSES = 8
@@ -21,10 +21,10 @@ def kernighan_lin(
     problem: Problem,
     devices: Sequence[PartitionDevice],
     transfer_rate: float,
-    pieces: Sequence[Piece],
+    pieces: Sequence[DraftPart],
     places: Placement,
     trials: float = math.inf,
-) -> tuple[list[Piece], Placement]:
+) -> tuple[list[DraftPart], Placement]:
     """Return pieces of no more latency than those given, and where they are.
 
     For each op in turn: of all swaps with an op of another piece, and moves to another piece, that which
@@ -48,7 +48,7 @@ def kernighan_lin(
 class _Search:
     """The pieces as they are, where they are, and their latency."""
 
-    def __init__(self, evaluator: Evaluator, pieces: list[Piece], places: Placement) -> None:
+    def __init__(self, evaluator: Evaluator, pieces: list[DraftPart], places: Placement) -> None:
         self._evaluator, self._problem = evaluator, evaluator.problem
         self.pieces, self.places, self.tried = pieces, places, 0
         self.cost = evaluator.latency(pieces, parents_of(self._problem, pieces), places)
@@ -56,7 +56,7 @@ class _Search:
     def improve(self, op: int) -> None:
         """Do the best swap or move of an op, if it shortens the latency."""
         home = next(k for k, piece in enumerate(self.pieces) if op in piece.items)
-        best: tuple[list[Piece], Placement] | None = None
+        best: tuple[list[DraftPart], Placement] | None = None
         for other in range(len(self.pieces)):
             partners = [] if other == home else [*self._ops(other), None]
             self.tried += len(partners)
@@ -78,7 +78,7 @@ class _Search:
         items = self._problem.items
         return [number for number in sorted(self.pieces[piece].items) if items[number].is_op]
 
-    def _swapped(self, op: int, home: int, partner: int | None, other: int) -> list[Piece]:
+    def _swapped(self, op: int, home: int, partner: int | None, other: int) -> list[DraftPart]:
         here, there = dict.fromkeys(self._ops(home)), dict.fromkeys(self._ops(other))
         del here[op]
         there[op] = None
@@ -91,7 +91,7 @@ class _Search:
         }
         return [made.get(k, piece) for k, piece in enumerate(self.pieces) if k not in new or k in made]
 
-    def _cost(self, pieces: list[Piece]) -> tuple[float, Placement]:
+    def _cost(self, pieces: list[DraftPart]) -> tuple[float, Placement]:
         places, found = self._evaluator.place(pieces)
         if not found:
             return math.inf, places

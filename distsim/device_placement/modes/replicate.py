@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distsim.device_placement.pieces import Piece, Placement
+from distsim.device_placement.pieces import DraftPart, Placement
 from distsim.device_placement.problem import PartitionDevice
 
 
-def saturate(pieces: Sequence[Piece], devices: Sequence[PartitionDevice], places: Placement) -> Placement:
+def saturate(pieces: Sequence[DraftPart], devices: Sequence[PartitionDevice], places: Placement) -> Placement:
     """Return where the pieces and their replicas are.
 
     In a round, every device in use gets a replica on the smallest idle device that holds what it holds;

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distsim.device_placement.pieces import Growing, Piece, Placement, best_fit, piece_of
+from distsim.device_placement.pieces import DraftPart, Growing, Placement, best_fit, piece_of
 from distsim.device_placement.problem import PartitionDevice, Problem
 from distsim.errors import NoMappingError, OpTooLargeError
 
 
-def size_based(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[list[Piece], Placement]:
+def size_based(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[list[DraftPart], Placement]:
     """Return pieces that fill the devices in the order of the ops, and where they are.
 
     A piece takes the first free device that holds its first op, and then ops as long as they fit. Once
@@ -17,7 +17,7 @@ def size_based(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[li
     :func:`best_fit` finds devices with memory left. Raises :class:`OpTooLargeError` when no free device
     holds an op that begins a piece, and :class:`NoMappingError` when a piece is left without a device.
     """
-    pieces: list[Piece] = []
+    pieces: list[DraftPart] = []
     placed: Placement = []
     current, left, rest = Growing(problem), 0, False
     for op in problem.ops:
@@ -61,7 +61,7 @@ def _free_device(problem: Problem, op: int, devices: Sequence[PartitionDevice], 
 
 
 def unplaced(
-    problem: Problem, pieces: Sequence[Piece], places: Placement, devices: Sequence[PartitionDevice]
+    problem: Problem, pieces: Sequence[DraftPart], places: Placement, devices: Sequence[PartitionDevice]
 ) -> NoMappingError:
     """Return the error that says which piece has no device and how much is free on each."""
     free = {device.name: device.memory for device in devices}

@@ -7,12 +7,12 @@ from operator import attrgetter
 
 from distsim.device_placement.modes.regions import join_regions
 from distsim.device_placement.modes.size_based import unplaced
-from distsim.device_placement.pieces import Growing, Piece, Placement, best_fit, piece_of
+from distsim.device_placement.pieces import DraftPart, Growing, Placement, best_fit, piece_of
 from distsim.device_placement.problem import PartitionDevice, Problem
 from distsim.errors import NoMappingError, OpTooLargeError, TooFewDevicesError, UnequalMemoriesError
 
 
-def sparse_nn(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[list[Piece], Placement]:
+def sparse_nn(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[list[DraftPart], Placement]:
     """Return pieces that are all embeddings or all dense, and where they are.
 
     Regions of ops of one kind are cut where a device is full, then the smallest piece of each kind is

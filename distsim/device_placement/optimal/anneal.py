@@ -66,7 +66,7 @@ def _room(order: Any, place: int, jobs: Any, marked: Any) -> tuple[int, int]:
     return first, last
 
 
-class Walk(NamedTuple):
+class AnnealState(NamedTuple):
     """Where an annealing is: its order and machines, what they take, and the same of the best so far."""
 
     order: Ints
@@ -122,7 +122,7 @@ def anneal(
     Ends early when it takes no more than ``goal``, or the time of a clock is up.
     """
     order = np.argsort(end - jobs.seconds / 2, kind="stable")
-    walk = Walk(order, machine.copy(), order.copy(), machine.copy(), np.full(2, end.max()))
+    walk = AnnealState(order, machine.copy(), order.copy(), machine.copy(), np.full(2, end.max()))
     source = np.random.default_rng(seed)
     piece = max(1, _STEPS // len(order))
     for first in range(0, moves, piece):

@@ -68,20 +68,17 @@ def expand(
     count: int,
     states: Any,
     jobs: Any,
-    by_tail: Any,
     memory: Any,
     scratch: Any,
-    horizon: int,
-    limit: float,
-    weight: float,
     children: Any,
+    limits: Any,
 ) -> tuple[int, float, int]:
-    """Fill in the children of ``count`` states whose bound is below ``limit``.
+    """Fill in the children of ``count`` states whose bound is below the limit; their rank adds to the bound.
 
-    Their rank is the bound plus ``weight`` times the mean time at which machines are free. Return how many
+    Arguments are the records of :mod:`distsim.device_placement.optimal.states`. Return how many children
     there are, the least bound of one for which there was no room, and how many were looked at.
     """
-    machines = states.free.shape[1]
+    machines, limit = states.free.shape[1], limits.limit
     made, lost, looked = 0, math.inf, 0
     for state in range(count):
         last = states.last[state]
@@ -104,7 +101,7 @@ def expand(
                     total += scratch.base[other]
                 end[job], where[job] = done, machine
                 above = states.above[state]
-                bound = estimate(end, where, above, job, jobs, by_tail, scratch, machines, horizon, limit)
+                bound = estimate(end, where, above, job, jobs, scratch, limits)
                 end[job] = -1.0
                 looked += 1
                 bound = max(bound, done + jobs.tail[job])
@@ -115,7 +112,7 @@ def expand(
                     continue
                 children.parent[made], children.job[made], children.machine[made] = state, job, machine
                 children.start[made], children.bound[made] = start, bound
-                children.rank[made] = bound + weight * total / machines
+                children.rank[made] = bound + limits.weight * total / machines
                 made += 1
     return made, lost, looked
 
@@ -227,15 +224,13 @@ def select(
     following: Any,
     jobs: Any,
     memory: Any,
-    marks: Any,
-    heads: Any,
-    chain: Any,
+    seen: Any,
 ) -> tuple[int, float]:
     """Write the first ``width`` children that no other dominates as the following level.
 
-    ``heads`` and ``chain`` are room for a hash table. Return how many there are, and the least bound of
-    those cut off.
+    Return how many there are, and the least bound of those cut off.
     """
+    heads, chain = seen.heads, seen.chain
     heads.fill(-1)
     row: Any = np.int64(0)  # a plain 0 has everything below compiled twice, once for row 0
     lost = math.inf
@@ -243,7 +238,7 @@ def select(
         if row == width:
             lost = min(lost, children.bound[child])
             continue
-        _add(row, child, children, states, following, jobs, memory, marks)
+        _add(row, child, children, states, following, jobs, memory, seen.marks)
         bucket = following.mark[row] % len(heads)
         other = heads[bucket]
         while other >= 0 and not _dominates(other, row, following, jobs, memory):

@@ -59,29 +59,14 @@ def _join(
 
 
 @compiled
-def _begin(
-    job: int,
-    floor: float,
-    machines: int,
-    end: Any,
-    where: Any,
-    seconds: Any,
-    start: Any,
-    before: Any,
-    delay: Any,
-    base: Any,
-    earliest: Any,
-    first: Any,
-    second: Any,
-    at: Any,
-    remote: Any,
-    order: Any,
-    taken: Any,
-) -> float:
+def _begin(job: int, floor: float, end: Any, where: Any, jobs: Any, scratch: Any) -> float:
     """Write when a job can start on each machine; return the least."""
+    seconds, before, delay = jobs.seconds, jobs.before, jobs.delay_in
+    base, earliest, first, second = scratch.base, scratch.earliest, scratch.first, scratch.second
+    at, remote, order, taken = scratch.at, scratch.remote, scratch.order, scratch.taken
     least, next_least, least_at = math.inf, math.inf, -1
-    begin, stop = start[job], start[job + 1]
-    for machine in range(machines):
+    begin, stop = jobs.before_start[job], jobs.before_start[job + 1]
+    for machine in range(len(base)):
         # A plain 0 has _join compiled twice, once for a count of 0.
         ready = max(floor, base[machine])
         count: Any = np.int64(0)
@@ -123,35 +108,25 @@ def estimate(
     above: Any,
     added: int,
     jobs: Any,
-    by_tail: Any,
     scratch: Any,
-    machines: int,
-    horizon: int,
-    limit: float,
+    limits: Any,
 ) -> float:
-    """Return a lower bound on the makespan of what goes on from a schedule; from ``limit`` on any will do.
+    """Return a lower bound on the makespan of what goes on from a schedule; from the limit on any will do.
 
     No job starts on a machine before ``scratch.base``. ``added`` was put into the schedule after ``above``,
-    the work above each job, was taken. Looks at the next ``horizon`` jobs one by one: when each can start on
-    each machine, given where its inputs are or may be at the earliest.
+    the work above each job, was taken. Looks at the next ``limits.horizon`` jobs one by one: when each can
+    start on each machine, given where its inputs are or may be at the earliest.
     """
     seconds, tail, head, descends = jobs.seconds, jobs.tail, jobs.head, jobs.descends
-    start, before, delay = jobs.before_start, jobs.before, jobs.delay_in
-    base, ascending, earliest, first = scratch.base, scratch.ascending, scratch.earliest, scratch.first
-    second, at, remote, order, taken = (
-        scratch.second,
-        scratch.at,
-        scratch.remote,
-        scratch.order,
-        scratch.taken,
-    )
+    base, ascending, limit = scratch.base, scratch.ascending, limits.limit
+    machines = len(base)
     for i in range(machines):
         place = i
         while place > 0 and ascending[place - 1] > base[i]:
             ascending[place] = ascending[place - 1]
             place -= 1
         ascending[place] = base[i]
-    found = _load(end, seconds, tail, by_tail, ascending, machines, limit)
+    found = _load(end, seconds, tail, scratch.by_tail, ascending, machines, limit)
     if found >= limit:
         return found
     looked = 0
@@ -159,7 +134,7 @@ def estimate(
         if end[job] >= 0.0:
             continue
         looked += 1
-        if looked > horizon:
+        if looked > limits.horizon:
             break
         work = above[job] - (seconds[added] if descends[added, job] else 0.0)
         floor = head[job]
@@ -169,10 +144,7 @@ def estimate(
                 total += ascending[k]
                 level = min(level, total / (k + 1))
             floor = max(floor, level)
-        least = _begin(
-            job, floor, machines, end, where, seconds, start, before, delay, base, earliest, first, second,
-            at, remote, order, taken,
-        )  # fmt: skip
+        least = _begin(job, floor, end, where, jobs, scratch)
         found = max(found, least + seconds[job] + tail[job])
         if found >= limit:
             break

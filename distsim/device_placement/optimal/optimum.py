@@ -17,7 +17,7 @@ from distsim.device_placement.optimal.replay import order_by_time, replay
 from distsim.device_placement.optimal.search import Search
 from distsim.device_placement.optimal.states import Memory, no_limit
 from distsim.device_placement.parts import Partition, make_partition
-from distsim.device_placement.pieces import Piece, Placement
+from distsim.device_placement.pieces import DraftPart, Placement
 from distsim.device_placement.problem import PartitionDevice, Problem, check_devices
 from distsim.errors import (
     NoDevicesError,
@@ -169,7 +169,7 @@ def _offer(
     devices: Sequence[PartitionDevice],
     delays: Sequence[float],
     search: Search,
-    mode: Callable[[], tuple[list[Piece], Placement]],
+    mode: Callable[[], tuple[list[DraftPart], Placement]],
 ) -> None:
     """Let the search begin from what a mode finds, if anything."""
     try:

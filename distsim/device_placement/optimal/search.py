@@ -23,7 +23,15 @@ from distsim.device_placement.optimal.bounds import add_tail, root_bound
 from distsim.device_placement.optimal.clock import Clock
 from distsim.device_placement.optimal.greedy import greedy
 from distsim.device_placement.optimal.jobs import Floats, Ints, Jobs, make_jobs, restrict, reverse
-from distsim.device_placement.optimal.states import Memory, make_children, make_scratch, make_states, no_limit
+from distsim.device_placement.optimal.states import (
+    Limits,
+    Memory,
+    make_children,
+    make_scratch,
+    make_seen,
+    make_states,
+    no_limit,
+)
 
 _HORIZON = 16
 """Jobs ahead of a state that its bound looks at one by one."""
@@ -51,26 +59,21 @@ def beam(
 ) -> Found:
     """Search for a schedule that takes less than ``upper``, with ``width`` states a level."""
     count = len(jobs.seconds)
-    limit = upper - clock.margin(upper)
-    by_tail = np.argsort(-jobs.tail, kind="stable")
-    scratch = make_scratch(jobs, machines)
-    marks = np.random.default_rng(0).integers(0, 2**62, count)
+    limits = Limits(_HORIZON, upper - clock.margin(upper), weight)
+    scratch, seen = make_scratch(jobs, machines), make_seen(count, width)
     children = make_children(16 * width + 4096)
     here, there = (make_states(width + 1, count, machines, memory.things) for _ in range(2))
     here.above[0] = (jobs.descends * jobs.seconds[:, None]).sum(0)
-    heads, chain = np.empty(4 * width + 7, np.int64), np.empty(width + 1, np.int64)
-    states, floor = 1, limit
+    states, floor = 1, limits.limit
     for _ in range(count):
-        made, lost, _ = expand(
-            states, here, jobs, by_tail, memory, scratch, _HORIZON, limit, weight, children
-        )
+        made, lost, _ = expand(states, here, jobs, memory, scratch, children, limits)
         floor = min(floor, lost)
         if not made:
             return Found(None, None, floor)
         if clock.over:
             return Found(None, None, 0.0)
         order = np.argsort(children.rank[:made], kind="stable")
-        states, lost = select(order, width, children, here, there, jobs, memory, marks, heads, chain)
+        states, lost = select(order, width, children, here, there, jobs, memory, seen)
         floor = min(floor, lost)
         here, there = there, here
     ends = here.end[:states].max(axis=1)

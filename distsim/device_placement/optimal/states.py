@@ -59,8 +59,32 @@ class Children(NamedTuple):
     rank: Floats
 
 
+class Limits(NamedTuple):
+    """How far a search looks: ``horizon`` jobs ahead, for what takes less than ``limit``.
+
+    ``weight`` is what the mean time at which machines are free counts in the rank of a child.
+    """
+
+    horizon: int
+    limit: float
+    weight: float
+
+
+class SeenSets(NamedTuple):
+    """A hash table of the states of a level by the set of their jobs: ``marks`` is the hash of each job."""
+
+    marks: Ints
+    heads: Ints
+    chain: Ints
+
+
 class Scratch(NamedTuple):
-    """Room for :func:`~distsim.device_placement.optimal.estimate.estimate`."""
+    """Room for :func:`~distsim.device_placement.optimal.estimate.estimate`.
+
+    ``by_tail`` are the jobs, those of the longest tails first.
+    """
+
+    by_tail: Ints
 
     earliest: Floats
     first: Floats
@@ -109,11 +133,18 @@ def make_children(rows: int) -> Children:
     return Children(ints[0], ints[1], ints[2], floats[0], floats[1], floats[2])
 
 
+def make_seen(count: int, width: int) -> SeenSets:
+    """Return an empty table for ``width`` states of ``count`` jobs."""
+    marks = np.random.default_rng(0).integers(0, 2**62, count)
+    return SeenSets(marks, np.empty(4 * width + 7, np.int64), np.empty(width + 1, np.int64))
+
+
 def make_scratch(jobs: Jobs, machines: int) -> Scratch:
     """Return room for the estimates of one search."""
     count = len(jobs.seconds)
     widest = int(np.diff(jobs.before_start).max(initial=0)) + 1
     return Scratch(
+        np.argsort(-jobs.tail, kind="stable"),
         np.empty((count, machines)),
         np.empty(count),
         np.empty(count),

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from distsim.cache import Cache
 from distsim.cost.cost_model import Group, collective_of
 from distsim.errors import SimulationError
-from distsim.hardware import Channel, Transfer, collective_transfer, port
+from distsim.hardware import Channel, FluidCollective, collective_transfer, port
 from distsim.hardware.routes import Hop
 from distsim.ir import Device, Op, Topology
 from distsim.ops import signature_of
@@ -22,29 +23,27 @@ from distsim.simulate.events.flows import Flow
 from distsim.simulate.tasks.rank_classes import communicates
 from distsim.simulate.tasks.task_table import Floats, Tasks
 
+_COLLECTIVES = Cache[Topology, FluidCollective](
+    "what a collective puts on links, by topology, its version, kind, bytes and group", 2**16
+)
+
 
 class Network:
     """The links of a topology, shared by the flows that cross them at one time.
 
-    Keep one network for many runs: what a collective puts on the links is computed once.
+    What a collective puts on the links is computed once.
     """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._transfers: dict[tuple[str, float, Group], Transfer] = {}
-        self._version = topology.version
 
-    def transfer(self, op: Op, group: Group) -> Transfer:
+    def transfer(self, op: Op, group: Group) -> FluidCollective:
         """Return what a communication op moves over one of its groups."""
-        if self._version != self.topology.version:
-            self._transfers.clear()
-            self._version = self.topology.version
         kind, nbytes = collective_of(signature_of(op), group)
-        found = self._transfers.get((kind, nbytes, group))
-        if found is None:
-            found = collective_transfer(kind, nbytes, group, self.topology)
-            self._transfers[kind, nbytes, group] = found
-        return found
+        key = (self.topology.version, kind, nbytes, group)
+        return _COLLECTIVES.get(
+            self.topology, key, lambda: collective_transfer(kind, nbytes, group, self.topology)
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -91,7 +90,7 @@ class _Finder:
                 self.slow[key] = self.slow.get(key, 1.0) * factor
         self.failed = {key: None for name in disturbances.failed_links for key in links_named(name, topology)}
         self.numbers: dict[Channel, int] = {}
-        self.flows: dict[tuple[int, float], Flow | None] = {}
+        self.flows: dict[tuple[FluidCollective, float], Flow | None] = {}
 
     def find(self) -> Flows:
         tasks = self.tasks
@@ -114,14 +113,14 @@ class _Finder:
         ]
         return Flows(of_task, tuple(channels))
 
-    def flow(self, task: int, transfer: Transfer) -> Flow | None:
+    def flow(self, task: int, transfer: FluidCollective) -> Flow | None:
         """Return the flow of a task, ``None`` where nothing has to be moved."""
-        key = (id(transfer), self.durations[task])  # the network keeps the transfer
+        key = (transfer, self.durations[task])
         if key not in self.flows:
             self.flows[key] = self._flow(task, transfer)
         return self.flows[key]
 
-    def _flow(self, task: int, transfer: Transfer) -> Flow | None:
+    def _flow(self, task: int, transfer: FluidCollective) -> Flow | None:
         loads = self._loads(task, transfer)
         seconds = self.durations[task]
         # The cost model may have rules of its own, and ops jitter: latency and transfer in proportion.
@@ -134,7 +133,7 @@ class _Finder:
         numbered = [(self.numbers.setdefault(c, len(self.numbers)), rate) for c, rate in demands.items()]
         return Flow(latency, moving, demands[bound], tuple(numbered))
 
-    def _loads(self, task: int, transfer: Transfer) -> dict[Channel, float]:
+    def _loads(self, task: int, transfer: FluidCollective) -> dict[Channel, float]:
         topology = self.network.topology
         loads = transfer.loads(topology)
         for key in (*loads, *(hop for hop, _ in transfer.hops)):

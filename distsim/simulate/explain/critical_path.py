@@ -20,7 +20,7 @@ K = TypeVar("K", str, int)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PathPart:
     """What one kind of op on one stage takes of a critical path: ``seconds``, in ``tasks`` tasks.
 
     Where a pipeline rank holds several stages they count as one, numbered by the rank.
@@ -60,7 +60,7 @@ class CriticalPath:
 
     step_time: float
     segments: tuple[Segment, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PathPart, ...]
 
     @cached_property
     def by_kind(self) -> Mapping[str, float]:
@@ -81,7 +81,7 @@ def _sums(pairs: Sequence[tuple[K, float]]) -> dict[K, float]:
 
 
 def kind_of(op: Op) -> str:
-    """Return the kind of an op, as in :class:`Part`."""
+    """Return the kind of an op, as in :class:`PathPart`."""
     meaning = operator(op.op_type).communication
     if meaning is None or meaning.kind == "local":
         return op.op_type
@@ -116,7 +116,7 @@ class PathBuilder:
     def path(self) -> CriticalPath:
         """Return the path."""
         parts = [
-            Part(kind, stage, seconds, self._tasks[kind, stage])
+            PathPart(kind, stage, seconds, self._tasks[kind, stage])
             for (kind, stage), seconds in self._seconds.items()
         ]
         parts.sort(key=lambda part: (-part.seconds, part.stage, part.kind))

@@ -30,7 +30,7 @@ class Chain(NamedTuple):
     end: Floats
 
 
-class Calls(Protocol):
+class WalkedCalls(Protocol):
     """What was run, call by call, as far as the walk asks."""
 
     def last(self) -> Link | None:
@@ -60,7 +60,7 @@ class Calls(Protocol):
 
 def critical_path(timeline: Timeline, simulated: Function | Program) -> CriticalPath:
     """Return the critical path of what was simulated."""
-    calls: Calls
+    calls: WalkedCalls
     if isinstance(timeline, ProgramTimeline):
         calls = _ProgramCalls(timeline)
     elif isinstance(timeline, FlatTimeline):

@@ -17,7 +17,7 @@ from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh
 from distsim.program.program import Program
 from distsim.program.table import EVERY, LATEST, ONCE, Table
-from distsim.simulate.maxplus.flow import Flow, flow_of
+from distsim.simulate.maxplus.block_links import BlockLinks, block_links
 from distsim.simulate.maxplus.row_loop import Products, Reach, Rows, find_reach, run_rounds
 from distsim.simulate.maxplus.wiring import Class, Wirer, Wiring
 from distsim.simulate.tasks.block_matrix import BlockTasks, block_tasks
@@ -115,13 +115,15 @@ def program_model(table: Table, mesh: Mesh, cost_model: CostModel, overlap: bool
         known = kept.models[table] = {}
     found = known.get((mesh, overlap))
     if found is None:
-        flow = flow_of(table)
+        flow = block_links(table)
         wiring = _wiring(flow, flow.last_makers(table), mesh, cost_model, overlap)
         found = known[mesh, overlap] = _model(table, wiring)
     return found
 
 
-def _wiring(flow: Flow, last: tuple[int, ...], mesh: Mesh, cost_model: CostModel, overlap: bool) -> Wiring:
+def _wiring(
+    flow: BlockLinks, last: tuple[int, ...], mesh: Mesh, cost_model: CostModel, overlap: bool
+) -> Wiring:
     kept = _kept[cost_model]
     key = (flow, last, mesh, overlap)
     found = kept.wirings.get(key)

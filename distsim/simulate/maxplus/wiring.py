@@ -18,7 +18,7 @@ from distsim.ir import NO_ATTRIBUTES, Attributes, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
 from distsim.program.table import LATEST, ONCE, BoundBlock, Key
-from distsim.simulate.maxplus.flow import Address, Flow, address
+from distsim.simulate.maxplus.block_links import Address, BlockLinks, address
 from distsim.simulate.tasks.block_matrix import (
     START,
     BlockTasks,
@@ -75,7 +75,7 @@ class Wiring:
     is done.
     """
 
-    flow: Flow
+    flow: BlockLinks
     ranks: ProgramRanks
     overlap: bool
     products: tuple[Product, ...]
@@ -89,11 +89,11 @@ class Wiring:
 
 
 class Wirer:
-    """Makes the wiring of a flow; ``last`` are the makers that run last, as :meth:`Flow.last_makers` says."""
+    """Makes the wiring of blocks; ``last`` are the makers that run last (:meth:`BlockLinks.last_makers`)."""
 
     def __init__(
         self,
-        flow: Flow,
+        flow: BlockLinks,
         last: Sequence[int],
         ranks: ProgramRanks,
         tasks: Sequence[BlockTasks | None],

@@ -20,8 +20,11 @@ SUMMED_BY = (0, 1, 2, 1)
 """Of the kinds F, B, I, W: those that add to the same sums have the same number."""
 
 
-Cells = tuple[tuple[tuple[int, int], ...], ...]
-"""Cells of a rank, each of one action or two: (4 * i + kind for the i-th stage of the rank, label)."""
+Cells = tuple[tuple[tuple[int, int, int], ...], ...]
+"""Cells of a rank, each of one action or two: (4 * i + kind for the i-th stage of the rank, label, partner).
+
+The partner is -1, or that of a pair: 2 * (4 * j + kind), + 1 if it comes first.
+"""
 
 
 class Sample(NamedTuple):
@@ -44,12 +47,13 @@ class Excerpt:
     """The rows of a sample as ops, of which ``what`` notes what each is.
 
     ``places`` are the slot and the label of each value, ``sizes`` its bytes, ``sums`` what each call made of
-    the sums, by slot, ``read_so_far`` the slots of those that others read before the end.
+    the sums, by slot, ``read_so_far`` the slots of those that others read before the end, ``gradients`` what
+    pairs read as gradients.
     """
 
     def __init__(self, calls: RankCalls, sample: Sample) -> None:
         self.calls, self.sample = calls, sample
-        self.blocks = dict(calls.calls)
+        self.blocks, self.pairs = dict(calls.calls), dict(calls.pairs)
         self.latest = dict(sample.latest)
         self.arriving = frozenset(calls.brought)
         self.frame: dict[tuple[int, int], Value] = {}
@@ -60,6 +64,7 @@ class Excerpt:
         self.what: list[tuple[str, int, int]] = []
         self.sums: dict[int, list[Value]] = {}
         self.read_so_far: set[int] = set()
+        self.gradients: list[Value] = []
         self._write_cells()
         self._bring_the_rest()
         for place, row in enumerate(calls.tail):
@@ -105,14 +110,17 @@ class Excerpt:
         started: set[tuple[int, int]] = set()
         for cell in self.sample.cells:
             sends: list[tuple[int, int]] = []
-            for family, label in cell:
+            for family, label, partner in cell:
                 stage, kind = divmod(family, 4)
                 group = (stage, SUMMED_BY[kind])
-                call = self.blocks.get((family, group in started)) or self.blocks.get((family, False))
+                adds = group in started and (family, True) in self.blocks
+                call = self.blocks.get((family, adds))
                 started.add(group)
                 if call is not None:
                     self._write_call(family, label, call)
                     sends += [(number, label) for number in call.sends]
+                    read = self.ops[-1].inputs
+                    self.gradients += [read[i] for i in self.pairs.get((family, adds, partner), ())]
             for number, label in sends:
                 value = self.frame[self.calls.sent[number], label]
                 self._add(Op(SEND, (value,), ()), ("sent", number, label))
@@ -152,8 +160,7 @@ class Excerpt:
             parts = [self._read(slot, FIRST, label) for slot, _ in row.reads for label in labels]
             makes = tuple([self._brought(slot, which, STEP) for slot, which in row.makes])
             self._add(Op(CONCAT, tuple(parts), makes), ("tail", place, STEP))
-        else:
-            assert row.function is not None
+        elif row.function is not None:
             reads = tuple([self._read(slot, which, STEP) for slot, which in row.reads])
             makes = tuple(self._make(row.makes, row.sizes, STEP))
             op = Op("Call", reads, makes, subfunctions=(row.function,))

@@ -13,7 +13,7 @@ from distsim.simulate.tasks.rank_classes import place_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Plan:
+class MemoryPlan:
     """Which values of a function share memory, and when each piece is last used.
 
     ``home`` maps a value to the value whose memory it has. ``dying`` lists, per op, the homes that are
@@ -35,11 +35,11 @@ class Plan:
 Places = tuple[int, ...]
 """Places among the inputs of a function."""
 
-_PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], Plan]] = WeakKeyDictionary()
+_PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], MemoryPlan]] = WeakKeyDictionary()
 _GRADIENTS: WeakKeyDictionary[Function, tuple[int, ...]] = WeakKeyDictionary()
 
 
-def plan_of(function: Function, same: Places, held: Places = ()) -> Plan:
+def plan_of(function: Function, same: Places, held: Places = ()) -> MemoryPlan:
     """Return the plan of a function whose input i is in the memory of its input ``same[i]``.
 
     The inputs ``held`` are read after it: an in-place op puts its result elsewhere. Kept for as long as the
@@ -52,11 +52,6 @@ def plan_of(function: Function, same: Places, held: Places = ()) -> Plan:
     if found is None:
         found = plans[same, held] = _Planner(function, same, held).plan()
     return found
-
-
-def forget(function: Function) -> None:
-    """Drop the plans of a function (not those of its callees): they are large where it is."""
-    _PLANS.pop(function, None)
 
 
 def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
@@ -113,7 +108,7 @@ class _Planner:
         self.last_read.update(dict.fromkeys([function.inputs[place] for place in held], len(function.ops)))
         self.held: dict[Op, Places] = {}
 
-    def plan(self) -> Plan:
+    def plan(self) -> MemoryPlan:
         function = self.function
         inputs, last_read, until = function.inputs, self.last_read, self.until
         for place, (value, first) in enumerate(zip(inputs, self.same, strict=True)):
@@ -136,7 +131,7 @@ class _Planner:
         number_of = {value: index for index, value in enumerate(function.inputs)}
         homes = [self.home[value] for value in function.outputs]
         first = first_places(homes)
-        return Plan(
+        return MemoryPlan(
             self.home,
             tuple(map(tuple, dying)),
             tuple([owner for owner, number in self.until.items() if number < 0]),
@@ -158,7 +153,7 @@ class _Planner:
                 found.add(op.inputs[0])
         return found
 
-    def _callee(self, op: Op, number: int) -> Plan:
+    def _callee(self, op: Op, number: int) -> MemoryPlan:
         """Return the plan of what a Call calls, with what it must not overwrite."""
         homes = [self.home[value] for value in op.inputs]
         same = first_places(homes)
@@ -178,7 +173,7 @@ class _Planner:
         if self.until.get(owner, -2) < last:
             self.until[owner] = last
 
-    def _shared_with(self, op: Op, callee: Plan | None, index: int, number: int) -> Value | None:
+    def _shared_with(self, op: Op, callee: MemoryPlan | None, index: int, number: int) -> Value | None:
         """Return the value whose memory an output takes over, or shows under another shape."""
         if callee is not None:
             source, twin = callee.sources[index], callee.twins[index]

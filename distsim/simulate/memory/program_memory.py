@@ -30,7 +30,6 @@ def program_memory(program: Program) -> ProgramMemory:
     have the same figures then, at the price of the microbatches.) Raises what the schedule's order raises.
     """
     table = program.table()
-    assert program.parts is not None  # a program has parts once it is made
     changes = changes_of(program.parts, table)
     if changes is None:
         uses = _written_out(program)

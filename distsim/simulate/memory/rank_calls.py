@@ -13,6 +13,7 @@ from distsim.ir import Function, Role, Tensor, Type, Value
 from distsim.program.parts import ProgramInput
 from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table
 from distsim.schedule import Kind, Schedule
+from distsim.simulate.memory.plan import gradient_inputs
 
 Slots = tuple[int, ...]
 Places = tuple[tuple[int, int], ...]
@@ -65,7 +66,8 @@ class RankCalls:
 
     ``calls`` are by (4 * i + kind for its i-th stage, whether it adds to sums that were made before);
     ``sent`` are the slots of the transfers from it that follow calls, by number, ``brought`` those that
-    such transfers bring.
+    such transfers bring. ``pairs`` are the places of the inputs that a call (kind and stage, whether it adds)
+    reads as gradients if it overlaps another one (2 * its kind and stage, + 1 if that one comes first).
     """
 
     slots: tuple[Slot, ...]
@@ -74,6 +76,7 @@ class RankCalls:
     brought: Slots
     tail: tuple[TailCall, ...]
     outputs: Places
+    pairs: tuple[tuple[tuple[int, bool, int], tuple[int, ...]], ...]
 
 
 class Rank(NamedTuple):
@@ -138,6 +141,11 @@ def _roles(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Valu
     return roles
 
 
+def _adds(block: BoundBlock) -> bool:
+    """Whether a block adds to sums that were made before."""
+    return not set(block.makes).isdisjoint(block.reads)
+
+
 class _Builder:
     """Numbers the keys of one rank in the order in which its calls name them."""
 
@@ -156,6 +164,7 @@ class _Builder:
         self.tail: list[TailCall] = []
         self.tail_number: dict[int, int] = {}
         self.outputs: list[tuple[int, int]] = []
+        self.gradients: dict[tuple[int, bool, int], tuple[int, ...]] = {}
 
     def place(self, key: Key) -> tuple[int, int]:
         """Return the slot of a key, and of which microbatch it is."""
@@ -177,12 +186,25 @@ class _Builder:
     def add(self, block: BoundBlock) -> None:
         """Take in a block of one action or two."""
         if block.pair:
-            one, two = ({k for k in each.reads if k.which == ONCE} for each in block.pair)
-            if not one.isdisjoint(block.pair[1].makes) or not two.isdisjoint(block.pair[0].makes):
-                raise Irregular  # a pair reads the sum as it was before both
+            self._add_pair(block)
         for each in block.pair or (block,):
-            family = 4 * self.stages.index(each.stages[0]) + _CODES[each.kind]
-            self.blocks[family, not set(each.makes).isdisjoint(each.reads)] = each
+            self.blocks[self._family(each), _adds(each)] = each
+
+    def _family(self, block: BoundBlock) -> int:
+        return 4 * self.stages.index(block.stages[0]) + _CODES[block.kind]
+
+    def _add_pair(self, block: BoundBlock) -> None:
+        """Note what two blocks that overlap read as gradients: more, perhaps, than either of them alone."""
+        one, two = block.pair
+        for each, other in ((one, two), (two, one)):
+            if not {key for key in each.reads if key.which == ONCE}.isdisjoint(other.makes):
+                raise Irregular  # it reads the sum as it was before both
+        inputs, count = gradient_inputs(block.callee), len(one.reads)
+        of_both = [i for i in inputs if i < count], [i - count for i in inputs if i >= count]
+        for side, (each, other, places) in enumerate(zip((one, two), (two, one), of_both, strict=True)):
+            key = self._family(each), _adds(each), 2 * self._family(other) + side
+            if self.gradients.setdefault(key, tuple(places)) != tuple(places):
+                raise Irregular
 
     def number_calls(self) -> None:
         """Number the keys of the calls, by stage and kind."""
@@ -223,5 +245,6 @@ class _Builder:
             tuple(sorted({*brought.values()})),
             tuple(self.tail),
             tuple(self.outputs),
+            tuple(sorted(self.gradients.items())),
         )
         return Rank(calls, self.stages, self.sent, brought, self.tail_number, self.number)

@@ -11,6 +11,7 @@ from distsim.simulate.memory.excerpt import STEP, Excerpt, Sample
 from distsim.simulate.memory.peak import whole
 from distsim.simulate.memory.rank_calls import Irregular, RankCalls
 from distsim.simulate.memory.walk import (
+    GRADIENTS,
     KIND_OF_ROLE,
     KINDS,
     Argument,
@@ -42,10 +43,11 @@ class Change(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call of a function: how, and what is free after it."""
+    """A call of a function: how, the labels of the homes of its inputs, and what is free after it."""
 
     function: Function
     plan: CallPlan
+    labels: tuple[int, ...]
     after: Amounts
 
 
@@ -58,35 +60,30 @@ class RankUse:
 
     def __init__(self, calls: RankCalls, sample: Sample) -> None:
         excerpt = Excerpt(calls, sample)
-        self.label_of = {value: label for value, (_, label) in excerpt.places.items()}
         self.start, self.start_each = NOTHING, dict.fromkeys(range(len(sample.ordinary)), NOTHING)
         for value in excerpt.inputs:
-            label, size = self.label_of[value], _amounts(excerpt.sizes[value], KIND_OF_ROLE[value.role])
+            label, size = excerpt.places[value][1], _amounts(excerpt.sizes[value], KIND_OF_ROLE[value.role])
             if label == STEP:
                 self.start = _sum(self.start, size)
             else:
                 self.start_each[label] = _sum(self.start_each[label], size)
-        self._calls: dict[tuple[int, int], _Call] = {}
         self._changes: dict[tuple[object, ...], Change] = {}
+        self._calls: dict[tuple[int, int], _Call] = {}  # for pairs
         self._tell(excerpt)
 
     # --- what rows do ---------------------------------------------------------------------------------
 
     def call(self, family: int, label: int) -> Change:
         """Return what an action does."""
-        known = self._changes.get((family, label))
-        if known is None:
-            known = self._changes[family, label] = _change(self._calls[family, label])
-        return known
+        return self._changes["call", family, label]
 
     def pair(self, one: tuple[int, int], two: tuple[int, int], function: Function, same: bool) -> Change:
         """Return what two actions (family, label) do that overlap, of the same microbatch or of two."""
         known = self._changes.get((one, two, same))
         if known is None:
-            label = STEP if same or one[1] != two[1] else two[1]
-            known = self._changes[one, two, same] = self._pair(
-                self._calls[one], self._calls[two], function, label
-            )
+            apart = two[1] if one[1] == two[1] and not same else STEP
+            known = _pair(self._calls[one], self._calls[two], function, apart)
+            self._changes[one, two, same] = known
         return known
 
     def sent(self, number: int, label: int) -> Change:
@@ -101,62 +98,66 @@ class RankUse:
         """Return what a row after the last action does; ``label`` is -1 but for transfers of each."""
         return self._changes["tail", place, label]
 
-    def _pair(self, one: _Call, two: _Call, function: Function, apart: int) -> Change:
-        """Return what two calls do; homes of the label ``apart`` are not the same in both."""
-        first, second = one.plan, two.plan
-        marked: list[object] = [
-            ("second", home) if self.label_of[home] == apart != STEP else home for home in second.homes
-        ]
-        homes: list[object] = [*first.homes, *marked]
-        given = [*first.arguments, *second.arguments]
-        dying = {home for home, argument in zip(homes, given, strict=True) if argument.dies}
-        number: dict[object, int] = {}
-        same = [number.setdefault(home, place) for place, home in enumerate(homes)]
-        arguments = tuple(
-            [
-                Argument(argument.kind, home in dying, first, argument.held)
-                for home, argument, first in zip(homes, given, same, strict=True)
-            ]
-        )
-        _verify_pair(function, arguments, (one, two))
-        plan = CallPlan((), arguments, (*first.results, *second.results), [])
-        return _change(_Call(function, plan, _sum(one.after, two.after)))
-
     # --- reading the function -------------------------------------------------------------------------
 
     def _tell(self, excerpt: Excerpt) -> None:
-        function = excerpt.function
+        function, sizes = excerpt.function, excerpt.sizes
         frame = whole(function)
+        frame.known = {**frame.known, **{frame.plan.home[v]: GRADIENTS for v in excerpt.gradients}}
         for op, dying, what in zip(function.ops, frame.plan.dying, excerpt.what, strict=True):
             free = [value for value in dying if value not in frame.kept]
-            if op.op_type == "Call":
-                plan = frame.call(op, free)
-                after = NOTHING
-                for value in plan.left:
-                    after = _sum(after, _amounts(-excerpt.sizes[value], frame.kinds[value]))
-                call = _Call(op.callee, plan, after)
-                row, number, label = what
-                if row == "call":
-                    self._calls[number, label] = call
-                else:
-                    self._changes[what] = _change(call)
-            else:
-                self._changes[what] = self._moved(excerpt, frame, op, free)
+            if op.op_type != "Call":
+                self._changes[what] = _moved(excerpt, frame, op, free)
+                continue
+            plan = frame.call(op, free)
+            after = NOTHING
+            for value in plan.left:
+                after = _sum(after, _amounts(-sizes[value], frame.kinds[value]))
+            labels = tuple([excerpt.places[home][1] for home in plan.homes])
+            call = _Call(op.callee, plan, labels, after)
+            self._changes[what] = _change(call)
+            if excerpt.calls.pairs and what[0] == "call":
+                self._calls[what[1], what[2]] = call
         (_verify_plain if excerpt.sample.plain else _verify)(frame, excerpt)
 
-    def _moved(self, excerpt: Excerpt, frame: Frame, op: Op, free: Iterable[Value]) -> Change:
-        """Return what an op does that moves something."""
-        peak = NOTHING
-        for value in op.outputs:
-            peak = _sum(peak, _amounts(excerpt.sizes[value], frame.made(op, value)))
-        net, each = peak, dict[int, Amounts]()
-        for value in free:
-            label, gone = self.label_of[value], _amounts(-excerpt.sizes[value], frame.kinds[value])
-            if op.op_type == CONCAT and label != STEP:
-                each[label] = _sum(each.get(label, NOTHING), gone)
-            else:
-                net = _sum(net, gone)
-        return Change(net, peak, (op,), tuple(each.items()))
+
+def _moved(excerpt: Excerpt, frame: Frame, op: Op, free: Iterable[Value]) -> Change:
+    """Return what an op does that moves something."""
+    peak = NOTHING
+    for value in op.outputs:
+        peak = _sum(peak, _amounts(excerpt.sizes[value], frame.made(op, value)))
+    net, each = peak, dict[int, Amounts]()
+    for value in free:
+        label, gone = excerpt.places[value][1], _amounts(-excerpt.sizes[value], frame.kinds[value])
+        if op.op_type == CONCAT and label != STEP:
+            each[label] = _sum(each.get(label, NOTHING), gone)
+        else:
+            net = _sum(net, gone)
+    return Change(net, peak, (op,), tuple(each.items()))
+
+
+def _pair(one: _Call, two: _Call, function: Function, apart: int) -> Change:
+    """Return what two calls do; homes of the label ``apart`` are not the same in both."""
+    first, second = one.plan, two.plan
+    homes: list[object] = [*first.homes]
+    for home, label in zip(second.homes, two.labels, strict=True):
+        homes.append(("second", home) if label == apart != STEP else home)
+    given = [*first.arguments, *second.arguments]
+    of_second = set(homes[len(first.homes) :])
+    if any(a.held and home in of_second for home, a in zip(first.homes, first.arguments, strict=True)):
+        raise Irregular  # held for the other one of the pair, perhaps, not for what follows
+    dying = {home for home, argument in zip(homes, given, strict=True) if argument.dies}
+    number: dict[object, int] = {}
+    places = [number.setdefault(home, place) for place, home in enumerate(homes)]
+    arguments = tuple(
+        [
+            Argument(argument.kind, home in dying, place, argument.held)
+            for home, argument, place in zip(homes, given, places, strict=True)
+        ]
+    )
+    _verify_pair(function, arguments, (one, two))
+    plan = CallPlan((), arguments, (*first.results, *second.results), [])
+    return _change(_Call(function, plan, (), _sum(one.after, two.after)))
 
 
 def _amounts(nbytes: int, kind: int) -> Amounts:

@@ -34,7 +34,7 @@ def sampling(order: IssueOrder, stages: Sequence[int], latest: Iterable[int], pl
     A microbatch is unlike all others if it is the first or the last of a call: the first makes sums, after
     the last nothing adds to them; so are those in ``latest`` and the very last. If not ``plain``, so is the
     second of a call: it may find the sum in memory that is something else's as well. Others are alike if the
-    rank runs the same calls for them in the same order; the last of them goes into the sample.
+    rank runs the same calls, and pairs, for them in the same order; the last of them goes into the sample.
 
     A plain sample runs one microbatch after the other if that is the order of each call, so that schedules
     have the same samples.
@@ -48,20 +48,24 @@ def sampling(order: IssueOrder, stages: Sequence[int], latest: Iterable[int], pl
     ends = calls.ends[families][:, : 2 if plain else 3]
     special[[*latest, *([count - 1] if count else []), *ends.ravel().tolist()]] = True
     members = np.flatnonzero(~special)
-    sorts = _sorts(at[:, members])
+    partner = calls.partner[families]
+    sorts = _sorts(at[:, members], partner[:, members])
     chosen = np.zeros(int(sorts.max(initial=-1)) + 1, np.int64)
     chosen[sorts] = members
     sample = np.sort(np.concatenate([np.flatnonzero(special), chosen]))
     labels = np.zeros(count, np.int64)
     labels[sample] = np.arange(len(sample))
     labels[members] = labels[chosen[sorts]]
-    cells = _cells(at[:, sample], [places[family] for family in families], plain)
+    local = np.array([places.get(family, -1) for family in range(len(calls.at))], np.int64)
+    both = partner[:, sample]
+    both[both >= 0] = 2 * local[both[both >= 0] // 2] + both[both >= 0] % 2
+    cells = _cells(at[:, sample], both, [places[family] for family in families], plain)
     counts = np.bincount(labels, minlength=len(sample))
     return Sampling(labels, counts, sample, ~special[sample] & (plain | (counts > 1)), cells)
 
 
-def _cells(at: Ints, families: Sequence[int], plain: bool) -> Cells:
-    """Return the cells of actions at these places [families, labels]."""
+def _cells(at: Ints, partner: Ints, families: Sequence[int], plain: bool) -> Cells:
+    """Return the cells of actions at these places [families, labels], with these partners."""
     which, label = np.nonzero(at >= 0)
     place = at[which, label]
     if plain:
@@ -70,25 +74,29 @@ def _cells(at: Ints, families: Sequence[int], plain: bool) -> Cells:
         same = adding[issued][1:] == adding[issued][:-1]
         plain = not (same & (np.diff(label[issued]) < 0)).any()
     issued = np.lexsort((place, label)) if plain else place.argsort()
-    cells: list[list[tuple[int, int]]] = []
+    cells: list[list[tuple[int, int, int]]] = []
     before = (-1, -1)
-    rows: list[list[int]] = np.stack([place // 2, which, label], axis=1)[issued].tolist()
-    for cell, number, of in rows:
+    columns = np.stack([place // 2, which, label, partner[which, label]], axis=1)
+    rows: list[list[int]] = columns[issued].tolist()
+    for cell, number, of, other in rows:
         if before != (cell, of if plain else -1):
             before = (cell, of if plain else -1)
             cells.append([])
-        cells[-1].append((families[number], of))
+        cells[-1].append((families[number], of, other))
     return tuple(map(tuple, cells))
 
 
 @dataclass(frozen=True, eq=False)
 class _Calls:
-    """``at`` [4 * stages, microbatches of all copies]: the place of each action in the order, 2 * cell, and 1
-    for the second of a pair; -1 where there is none. ``run``: whether there is any; ``ends`` [.., 3]: the
-    first microbatch of each row, the last, and the second.
+    """Where actions are in the order: rows are 4 * stage + kind, columns the microbatches of all copies.
+
+    ``at``: 2 * cell, + 1 for the second of a pair; -1 where there is no action. ``partner``: that of a pair,
+    2 * its row, + 1 if it comes first; -1 where there is none. Of each row: ``run``, whether it has any
+    action, and ``ends`` [rows, 3], its first microbatch, the last, and the second.
     """
 
     at: Ints
+    partner: Ints
     run: list[bool]
     ends: Ints
 
@@ -110,22 +118,28 @@ def _find_calls(order: IssueOrder) -> _Calls:
     place = np.arange(code.size).reshape(code.shape)[code >= 0]
     number, family = np.divmod(code[code >= 0], 4 * max(stages, 1))
     at = np.full((4 * stages, each * schedule.copies), -1, np.int64)
-    at[family, number + family // (4 * max(schedule.chain, 1)) * each] = place
+    microbatch = number + family // (4 * max(schedule.chain, 1)) * each
+    at[family, microbatch] = place
+    partner = np.full_like(at, -1)
+    other = code[:, ::-1] % (4 * max(stages, 1)) * 2 + np.arange(2)
+    other[code[:, 1] < 0] = -1
+    partner[family, microbatch] = other[code >= 0]
     if not at.size:
-        return _Calls(at, [], np.zeros((0, 3), np.int64))
+        return _Calls(at, partner, [], np.zeros((0, 3), np.int64))
     rows, last = np.arange(len(at)), at.argmax(axis=1)
     until = np.where(at < 0, code.size, at)
     first = until.argmin(axis=1)
     until[rows, first] = code.size
-    return _Calls(at, (at[rows, last] >= 0).tolist(), np.stack([first, last, until.argmin(axis=1)], axis=1))
+    ends = np.stack([first, last, until.argmin(axis=1)], axis=1)
+    return _Calls(at, partner, (at[rows, last] >= 0).tolist(), ends)
 
 
-def _sorts(at: Ints) -> Ints:
-    """Return for each column of places the number of its order, the same for equal orders."""
+def _sorts(at: Ints, partner: Ints) -> Ints:
+    """Return for each column of places the number of its order, the same for equal orders and partners."""
     same = np.zeros(len(at.T), np.int64)
     if not at.size:
         return same
-    order: Ints = np.concatenate([at.argsort(axis=0, kind="stable"), (at < 0).sum(axis=0)[None]])
+    order: Ints = np.concatenate([at.argsort(axis=0, kind="stable"), (at < 0).sum(axis=0)[None], partner])
     if (order == order[:, :1]).all():
         return same
     number: Ints = np.unique(order, axis=1, return_inverse=True)[1].reshape(-1)

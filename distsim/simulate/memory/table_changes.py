@@ -213,13 +213,14 @@ class _Assembly:
         """Return the rows of the rounds, cut where a repetition does something else than the one before."""
         table = self.table
         rounds: list[tuple[int, int, int, int, int]] = []
+        count = table.microbatches
         starts: list[int] = table.start.tolist()
         pairs = zip(starts, starts[1:], table.repeats.tolist(), table.advance.tolist(), strict=False)
         for number, (begin, end, times, advance) in enumerate(pairs):
             cuts = [0]
             if times > 1:
-                both = np.stack([sides.rank[begin:end].ravel(), sides.microbatch[begin:end].ravel()])
-                rank, microbatch = np.unique(both[:, both[1] >= 0], axis=1)
+                code = sides.rank[begin:end] * count + sides.microbatch[begin:end]
+                rank, microbatch = np.divmod(np.unique(code[sides.microbatch[begin:end] >= 0]), count)
                 steps: Ints = np.arange(times, dtype=np.int64) * int(advance)
                 labels = self.labels[rank[:, None], microbatch[:, None] + steps]
                 changed = (labels[:, 1:] != labels[:, :-1]).any(axis=0)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from distsim.ir import Device, Function, Mesh, Op, Role, Value
-from distsim.simulate.memory.plan import Plan, first_places, plan_of
+from distsim.simulate.memory.plan import MemoryPlan, first_places, plan_of
 from distsim.simulate.tasks.rank_classes import Classes, Placement, communicates, place_of
 
 KINDS = (
@@ -41,7 +41,7 @@ KIND_OF_ROLE = {Role.PARAMETER: 0, Role.STATE: 1, Role.CONSTANT: 2, Role.INPUT: 
 RESIDENT = (Role.PARAMETER, Role.STATE, Role.CONSTANT)
 
 
-class Ranks(Protocol):
+class MemoryRanks(Protocol):
     """Rank classes, as far as memory asks for them."""
 
     @property
@@ -84,7 +84,7 @@ class CallPlan(NamedTuple):
     left: list[Value]
 
 
-def plan_for(function: Function, arguments: Sequence[Argument]) -> Plan:
+def plan_for(function: Function, arguments: Sequence[Argument]) -> MemoryPlan:
     """Return the plan of a function that is called like this."""
     same = tuple([argument.same for argument in arguments])
     return plan_of(function, same, tuple([i for i, argument in enumerate(arguments) if argument.held]))
@@ -93,7 +93,7 @@ def plan_for(function: Function, arguments: Sequence[Argument]) -> Plan:
 class Use:
     """Bytes in use per rank class, relative to the start: now and at the peak."""
 
-    def __init__(self, classes: Ranks) -> None:
+    def __init__(self, classes: MemoryRanks) -> None:
         count = len(classes.members)
         self.classes = classes
         self.total = [0] * count
@@ -141,7 +141,7 @@ class Frame:
     def __init__(
         self, function: Function, arguments: Sequence[Argument], known: Mapping[Value, int], other: int
     ) -> None:
-        self.plan: Plan = plan_for(function, arguments)
+        self.plan: MemoryPlan = plan_for(function, arguments)
         given = list(zip(function.inputs, arguments, strict=True))
         self.kinds: dict[Value, int] = {value: argument.kind for value, argument in given}
         self.kept = {value for value, argument in given if not argument.dies}
@@ -183,7 +183,7 @@ class Frame:
 class Walk:
     """Walks functions on these rank classes and remembers the callees, each for as long as it lives."""
 
-    def __init__(self, classes: Ranks) -> None:
+    def __init__(self, classes: MemoryRanks) -> None:
         self.classes = classes
         self._uses: WeakKeyDictionary[Function, dict[tuple[object, ...], Use]] = WeakKeyDictionary()
 

@@ -25,7 +25,7 @@ from distsim.simulate.tasks.rank_classes import (
     communicates,
     place_of_compute,
 )
-from distsim.simulate.tasks.templates import FROM_START, Calls, Columns, Floats, Ints, Template, Where
+from distsim.simulate.tasks.templates import FROM_START, Calls, Floats, Ints, Template, TemplateColumns, Where
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,19 @@ class Lowering:
         self._exchanges: dict[tuple[object, ...], tuple[tuple[Classes, Classes, int], ...]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._known: dict[tuple[object, ...], Kind] = {}
-        self._templates: dict[int, Template] = {}
+        self._templates: dict[Function, Template] = {}
 
     def template(self, function: Function, whole: bool = False) -> Template:
         """Return the template of a function, made once; ``whole``: its inputs are there from the start."""
-        found = self._templates.get(id(function))
+        found = self._templates.get(function)
         if found is None:
-            builder = _Builder(self, function)
+            builder = _TemplateBuilder(self, function)
             if whole:
                 start: Made = {}
                 builder.where = dict.fromkeys(function.inputs, start)
             for op in function.ops:
                 builder.add(op)
-            found = self._templates[id(function)] = builder.finish()
+            found = self._templates[function] = builder.finish()
         return found
 
     def stream(self, rank_class: int, name: str) -> int:
@@ -211,7 +211,7 @@ class _Rows:
     dep_source: list[int] = field(default_factory=list[int])
 
 
-class _Builder:
+class _TemplateBuilder:
     """Makes one template."""
 
     def __init__(self, lowering: Lowering, function: Function) -> None:
@@ -219,7 +219,7 @@ class _Builder:
         self.function = function
         self.count = 0
         self.open = _Rows()
-        self.calls: dict[int, tuple[Template, Calls]] = {}
+        self.calls: dict[Function, tuple[Template, Calls]] = {}
         self.where: dict[Value, Made] = {value: ~i for i, value in enumerate(function.inputs)}
         self.ports: dict[tuple[int, int], int] = {}
         self.call_op: list[Op | None] = [None]
@@ -262,7 +262,7 @@ class _Builder:
             where[value] = made
 
     def finish(self) -> Template:
-        columns = Columns(self.count, len(self.call_op))
+        columns = TemplateColumns(self.count, len(self.call_op))
         for callee, calls in self.calls.values():
             columns.add(callee, calls)
         rows = self.open
@@ -317,7 +317,7 @@ class _Builder:
 
     def _call(self, op: Op) -> None:
         callee = self.lowering.template(op.callee)
-        calls = self.calls.setdefault(id(callee), (callee, Calls()))[1]
+        calls = self.calls.setdefault(op.callee, (callee, Calls()))[1]
         base, where, inputs = self.count, self.where, op.inputs
         sources = [FROM_START]
         for place, rank_class in callee.ports:

@@ -29,14 +29,14 @@ def used_axes(function: Function) -> tuple[str, ...]:
     return found
 
 
-class Communication(NamedTuple):
+class CommunicationPattern(NamedTuple):
     """What blocks move: the mesh axes that each rank uses, and the (source, target) of their transfers."""
 
     axes: tuple[tuple[str, ...], ...]
     sends: tuple[tuple[int, int], ...]
 
 
-def communication(blocks: Sequence[BoundBlock], num_ranks: int) -> Communication:
+def communication(blocks: Sequence[BoundBlock], num_ranks: int) -> CommunicationPattern:
     """Return what the blocks of a table move between devices."""
     axes: list[set[str]] = [set() for _ in range(num_ranks)]
     sends: set[tuple[int, int]] = set()
@@ -45,7 +45,7 @@ def communication(blocks: Sequence[BoundBlock], num_ranks: int) -> Communication
             axes[block.rank].update(used_axes(block.function))
         elif block.target >= 0:
             sends.add((block.rank, block.target))
-    return Communication(tuple([tuple(sorted(used)) for used in axes]), tuple(sorted(sends)))
+    return CommunicationPattern(tuple([tuple(sorted(used)) for used in axes]), tuple(sorted(sends)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ class MeshAnalysis:
         ]
         self._groups: dict[tuple[int, str], tuple[Hashable, ...]] = {}
         self._pairs: dict[tuple[int, int], tuple[Hashable, ...]] = {}
-        self._ranks: dict[Communication, ProgramRanks] = {}
+        self._ranks: dict[CommunicationPattern, ProgramRanks] = {}
 
     def groups(self, rank: int, axis: str) -> tuple[Hashable, ...]:
         """Return how each group along an axis of a rank lies on the topology; one entry if all alike."""
@@ -95,14 +95,14 @@ class MeshAnalysis:
             self._pairs[key] = self.cost_model.routes(tuple(pairs))
         return self._pairs[key]
 
-    def ranks(self, moved: Communication) -> ProgramRanks:
+    def ranks(self, moved: CommunicationPattern) -> ProgramRanks:
         """Return the classes of blocks that move this."""
         found = self._ranks.get(moved)
         if found is None:
             found = self._ranks[moved] = self._made(moved)
         return found
 
-    def _made(self, moved: Communication) -> ProgramRanks:
+    def _made(self, moved: CommunicationPattern) -> ProgramRanks:
         axes, sends = moved
         alike = (
             all((specs == specs[0]).all() for specs in self.specs)
@@ -127,7 +127,7 @@ class MeshAnalysis:
             context.append(about)
         return ProgramRanks(slices, tuple(context))
 
-    def _refined(self, moved: Communication) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    def _refined(self, moved: CommunicationPattern) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
         """Split the devices of each rank until those of a class meet the same classes at the same cost."""
         number = {device: i for i, device in enumerate(self.mesh.devices)}
         colours = np.concatenate([specs * len(self.slices) + s for s, specs in enumerate(self.specs)])
@@ -155,7 +155,7 @@ class MeshAnalysis:
 _analyses: WeakKeyDictionary[CostModel, dict[Mesh, tuple[int, MeshAnalysis]]] = WeakKeyDictionary()
 
 
-def program_ranks(mesh: Mesh, moved: Communication, cost_model: CostModel) -> ProgramRanks:
+def program_ranks(mesh: Mesh, moved: CommunicationPattern, cost_model: CostModel) -> ProgramRanks:
     """Return the rank classes of every rank of a mesh (axes pp, dp, tp) on which blocks move something."""
     known = _analyses.setdefault(cost_model, {})
     version = cost_model.topology.version

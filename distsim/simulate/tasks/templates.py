@@ -54,7 +54,7 @@ class Calls:
     sources: list[list[int]] = field(default_factory=list[list[int]])
 
 
-class Columns:
+class TemplateColumns:
     """Columns of a template, filled in callee by callee."""
 
     def __init__(self, tasks: int, calls: int) -> None:

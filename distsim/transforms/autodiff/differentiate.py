@@ -13,9 +13,8 @@ from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
-from distsim.transforms.autodiff.outputs import kept_outputs, mark_forward, only_needed
+from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
 from distsim.transforms.autodiff.updates import add_updates
-from distsim.transforms.sharding.roles import how_to_mark
 
 Mask = tuple[bool, ...]
 
@@ -93,10 +92,10 @@ def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tu
 
 def _trained(function: Function) -> list[Value]:
     """Return the parameters that some op reads otherwise than as a buffer, or that are returned."""
-    known: dict[int, set[Value]] = {}
+    known: dict[Function, set[Value]] = {}
 
     def read(current: Function) -> set[Value]:
-        if id(current) not in known:
+        if current not in known:
             found = set(current.outputs)
             for op in current.ops:
                 if op.op_type == "Call":
@@ -106,8 +105,8 @@ def _trained(function: Function) -> list[Value]:
                     rule = operator(op.op_type).buffers
                     held = () if rule is None else rule(op.attributes, len(op.inputs))
                     found.update(v for place, v in enumerate(op.inputs) if place not in held)
-            known[id(current)] = found
-        return known[id(current)]
+            known[current] = found
+        return known[current]
 
     used = read(function)
     return [value for value in function.parameters if value in used]
@@ -147,10 +146,10 @@ class _Callees:
     """Differentiates every callee once per (wanted inputs, given output gradients)."""
 
     def __init__(self) -> None:
-        self._done: dict[tuple[int, Mask, Mask], _Linearized] = {}
+        self._done: dict[tuple[Function, Mask, Mask], _Linearized] = {}
 
     def linearize(self, callee: Function, wanted: Mask, given: Mask) -> _Linearized:
-        key = (id(callee), wanted, given)
+        key = (callee, wanted, given)
         if key not in self._done:
             self._done[key] = self._linearize(callee, wanted, given)
         return self._done[key]

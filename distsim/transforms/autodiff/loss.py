@@ -39,9 +39,7 @@ def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -
     kept = kept_outputs(function, keep)
     function = _needed(function, output.value, kept)
     maker = FunctionMaker(function.name, function.notes)
-    copies: dict[Value, Value] = {}
-    for value in function.inputs:
-        copies[value] = maker.add_input_value(value.name, value.type, value.role)
+    maker.adopt_inputs(function.inputs)
     if kind == "cross_entropy":
         labels = Tensor(Int64(), type_.shape[:-1], type_.device)
         target = maker.add_input_value("labels", labels, Role.INPUT)
@@ -50,9 +48,9 @@ def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -
         target = maker.add_input_value("target", type_, Role.INPUT)
         op_type, count = "Loss", type_.shape[0]
     for op in function.ops:
-        copies.update(zip(op.outputs, maker.copy(op, copies), strict=True))
-    loss = maker.add(op_type, [copies[output.value], target], {"N": max(count, 1)}, output_names=["loss"])
-    maker.set_outputs([*loss, *[copies[value] for value in kept]])
+        maker.adopt(op)
+    loss = maker.add(op_type, [output.value, target], {"N": max(count, 1)}, output_names=["loss"])
+    maker.set_outputs([*loss, *kept])
     return maker.finalize()
 
 

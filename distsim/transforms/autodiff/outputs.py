@@ -1,4 +1,4 @@
-"""What a training function computes: what its loss needs, and the outputs that the user keeps."""
+"""What a training function computes and of what: the loss, outputs that the user keeps, parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from distsim.errors import PlanError
-from distsim.ir import Function, Op, Role, Value, count_ops, needed_ops, trim
+from distsim.ir import Function, Op, Role, Tensor, Value, count_ops, needed_ops, trim
 
 MOST_NAMES = 4
 """How many names of a kind a note gives."""
@@ -85,6 +85,16 @@ def mark_forward(function: Function) -> Function:
     ops = [op for number in range(-1, len(function.ops)) for op in after.get(number, ())]
     outputs = (loss, *[marks[value].outputs[0] for value in kept])
     return replace(function, ops=tuple(ops), outputs=outputs)
+
+
+def how_to_mark(function: Function) -> str:
+    """Return how the inputs of a function are said to be parameters, naming a few of them."""
+    names = [v.name for v in function.inputs if isinstance(v.type, Tensor) and v.type.dtype.is_floating]
+    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return (
+        "graph inputs of an export are marked with --parameters PATTERN, or "
+        f"import_from_onnx(path, parameters=[PATTERN]). Its floating-point inputs are {listed or 'none'}"
+    )
 
 
 def _read(function: Function) -> set[Value]:

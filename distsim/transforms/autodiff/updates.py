@@ -27,7 +27,7 @@ def add_updates(maker: FunctionMaker, optimizer: Optimizer, pairs: Pairs, owners
     for weight, grad in pairs:
         if weight in owners:
             groups.setdefault(owners[weight][0], []).append((weight, grad))
-    updates = _Updates(optimizer)
+    updates = _UpdateCallees(optimizer)
     made: dict[Value, tuple[Value, ...]] = {}
     state: dict[Value, list[Value]] = {}
     for weight, grad in pairs:
@@ -46,7 +46,7 @@ def add_updates(maker: FunctionMaker, optimizer: Optimizer, pairs: Pairs, owners
 
 
 @dataclass(frozen=True)
-class _Update:
+class _UpdateCallee:
     """A callee, the callee's name for each parameter, and how many outputs and which state it has."""
 
     function: Function
@@ -78,20 +78,20 @@ class _Update:
         }
 
 
-class _Updates:
+class _UpdateCallees:
     """Makes the callee of each distinct sequence of parameter types once."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._made: dict[tuple[tuple[Type, Type], ...], _Update] = {}
+        self._made: dict[tuple[tuple[Type, Type], ...], _UpdateCallee] = {}
 
-    def of(self, members: Sequence[tuple[str, Type, Type]]) -> _Update:
+    def of(self, members: Sequence[tuple[str, Type, Type]]) -> _UpdateCallee:
         key = tuple([(weight, grad) for _, weight, grad in members])
         if key not in self._made:
             self._made[key] = self._make(members)
         return self._made[key]
 
-    def _make(self, members: Sequence[tuple[str, Type, Type]]) -> _Update:
+    def _make(self, members: Sequence[tuple[str, Type, Type]]) -> _UpdateCallee:
         maker = FunctionMaker("update")
         outputs: list[tuple[Value, ...]] = []
         state: list[tuple[Value, ...]] = []
@@ -103,4 +103,4 @@ class _Updates:
             state.append(tuple(maker.inputs[before:]))
         maker.set_outputs([value for values in outputs for value in values])
         names = tuple([name for name, _, _ in members])
-        return _Update(maker.finalize(), names, tuple(state), tuple(map(len, outputs)))
+        return _UpdateCallee(maker.finalize(), names, tuple(state), tuple(map(len, outputs)))

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
+from distsim.interpret import infer_types
 from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value, all_ops
 from distsim.ir.inline import inline
 from distsim.ir.type import as_tensor
@@ -114,7 +115,7 @@ def _with_plain_updates(function: Function) -> Function:
 
 
 @dataclass(frozen=True)
-class _Update:
+class _OptimizerStep:
     """The operands of an optimizer: the parameter, its gradient, its state; and its results."""
 
     parameter: Value
@@ -123,7 +124,7 @@ class _Update:
     results: tuple[Value, ...]
 
 
-def _updates(op: Op) -> list[_Update]:
+def _updates(op: Op) -> list[_OptimizerStep]:
     """Return the optimizers that an op is, or that a Call runs, in values of the caller.
 
     Raises :class:`PlanError` if it does anything else, of which it would need whole operands.
@@ -132,13 +133,13 @@ def _updates(op: Op) -> list[_Update]:
         return [_update(op)]
     known = dict(zip(op.callee.inputs, op.inputs, strict=True))
     known |= dict(zip(op.callee.outputs, op.outputs, strict=True))
-    found: list[_Update] = []
+    found: list[_OptimizerStep] = []
     for part in op.callee.ops:
         for each in _updates(part):
             if not all(v in known for v in (each.parameter, each.gradient, *each.state, *each.results)):
                 raise _whole(part)
             found.append(
-                _Update(
+                _OptimizerStep(
                     known[each.parameter],
                     known[each.gradient],
                     tuple([known[v] for v in each.state]),
@@ -148,14 +149,14 @@ def _updates(op: Op) -> list[_Update]:
     return found
 
 
-def _update(op: Op) -> _Update:
+def _update(op: Op) -> _OptimizerStep:
     held = set(operator(op.op_type).in_place.values())
     shapes = {as_tensor(v.type, v.name).shape for v in (*op.inputs, *op.outputs)}
     gradients = [v for i, v in enumerate(op.inputs) if i not in held]
     if 0 not in held or len(gradients) != 1 or len(shapes) > 1:
         raise _whole(op)
     state = tuple([v for i, v in enumerate(op.inputs) if i in held and i > 0])
-    return _Update(op.inputs[0], gradients[0], state, op.outputs)
+    return _OptimizerStep(op.inputs[0], gradients[0], state, op.outputs)
 
 
 def _whole(op: Op) -> PlanError:
@@ -320,28 +321,16 @@ class _Divider:
                 values[value] = self._add("LocalSlice", flat, value, axis=AXIS, dim=0)
         subfunctions = None
         if op.op_type == "Call":
-            subfunctions = [self._retyped(op.callee, tuple([values[v].type for v in op.inputs]))]
+            types = tuple([values[value].type for value in op.inputs])
+            if (op.callee, types) not in self.callees:
+                self.callees[op.callee, types] = infer_types(op.callee, types)
+            subfunctions = [self.callees[op.callee, types]]
         made = self.maker.copy(op, values, subfunctions=subfunctions)
         self.env.update(zip(op.outputs, made, strict=True))
 
     def _add(self, op_type: str, value: Value, like: Value, **attributes: object) -> Value:
         """Add an op of one operand, whose result has the name of ``like``."""
         return self.maker.add(op_type, [value], attributes, output_names=[like.name])[0]
-
-    def _retyped(self, callee: Function, types: tuple[Type, ...]) -> Function:
-        """Return the callee for inputs of other types."""
-        found = self.callees.get((callee, types))
-        if found is None:
-            maker = FunctionMaker(callee.name)
-            values = {
-                value: maker.add_input_value(value.name, type_, value.role)
-                for value, type_ in zip(callee.inputs, types, strict=True)
-            }
-            for op in callee.ops:
-                values.update(zip(op.outputs, maker.copy(op, values), strict=True))
-            maker.set_outputs([values[value] for value in callee.outputs])
-            found = self.callees[callee, types] = maker.finalize()
-        return found
 
 
 def _reduces(op: Op) -> bool:

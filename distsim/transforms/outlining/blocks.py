@@ -10,7 +10,7 @@ import numpy as np
 
 from distsim.ir import Tensor
 from distsim.transforms.outlining.repeats import Integers, Repeat, tandem_repeats
-from distsim.transforms.outlining.wiring import Wiring
+from distsim.transforms.outlining.wiring import CallWiring
 
 Blocks = dict[tuple[int, bytes], list[int]]
 """(number of ops, what they are and how they are wired inside) -> where the repetitions start."""
@@ -22,7 +22,7 @@ TIES = 8
 """Phases with equally few values crossing that are compared further."""
 
 
-def find_blocks(wiring: Wiring, products: int) -> Blocks:
+def find_blocks(wiring: CallWiring, products: int) -> Blocks:
     """Return stretches of ops that are isomorphic, at least two of each kind, none overlapping.
 
     Repeats that save most ops come first. Units with products are grown until they have ``products``
@@ -32,7 +32,7 @@ def find_blocks(wiring: Wiring, products: int) -> Blocks:
 
 
 class _Cover:
-    def __init__(self, wiring: Wiring, products: int) -> None:
+    def __init__(self, wiring: CallWiring, products: int) -> None:
         self.wiring, self.products = wiring, products
         self.used = np.zeros(len(wiring.ops), np.bool_)
         # Which repetition an op belongs to; an op outside of all is its own.
@@ -73,7 +73,7 @@ class _Cover:
         """How often the blocks with products, and the callees with products of before, are repeated."""
         wiring = self.wiring
         calls = Counter(
-            id(op.callee)
+            op.callee
             for index, op in enumerate(wiring.ops)
             if op.op_type == "Call"
             and not self.used[index]

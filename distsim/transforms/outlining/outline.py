@@ -13,7 +13,7 @@ from distsim.ir import NO_ATTRIBUTES, Function, FunctionMaker, Op, Role, Value, 
 from distsim.transforms.outlining.block_names import Names, common_name, relative
 from distsim.transforms.outlining.blocks import find_blocks
 from distsim.transforms.outlining.repeats import Integers
-from distsim.transforms.outlining.wiring import Wiring
+from distsim.transforms.outlining.wiring import CallWiring
 
 Block = tuple[int, list[int]]
 """Number of ops, and where the repetitions start, ascending."""
@@ -51,18 +51,17 @@ def outline(function: Function, products: int = 2) -> Function:
     """
     if products < 1:
         raise PlanError(f"products={products}: a block has at least 1 matrix product")
-    wiring = Wiring(function)
+    wiring = CallWiring(function)
     found = find_blocks(wiring, products)
     blocks = sorted(((length, starts) for (length, _), starts in found.items()), key=lambda b: b[1])
-    return _Outliner(wiring, blocks).run()
+    return _BlockOutliner(wiring, blocks).run()
 
 
 def describe_blocks(function: Function) -> str:
     """Return a line for each distinct callee: its ops, and how often it is called."""
     called = [callee for f in (function, *callees(function)) for op in f.ops for callee in op.subfunctions]
-    counts = Counter(map(id, called))
-    first = {id(callee): callee for callee in called}
-    lines = [f"{first[k].name}: {len(first[k].ops)} ops, called {_times(n)}" for k, n in counts.items()]
+    counts = Counter(called)
+    lines = [f"{f.name}: {len(f.ops)} ops, called {_times(count)}" for f, count in counts.items()]
     return "\n".join(lines) or "nothing repeats"
 
 
@@ -70,10 +69,10 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-class _Outliner:
+class _BlockOutliner:
     """Writes the Calls in place of the ops."""
 
-    def __init__(self, wiring: Wiring, blocks: Sequence[Block]) -> None:
+    def __init__(self, wiring: CallWiring, blocks: Sequence[Block]) -> None:
         self.wiring, self.blocks = wiring, blocks
         self.escaping = _escaping(wiring, blocks)
         self.calls: dict[int, tuple[int, Op]] = {}  # start -> number of ops, the Call in their place
@@ -149,7 +148,7 @@ def _formal(maker: FunctionMaker, actual: Sequence[Value]) -> Value:
     return maker.add_input_value(common_name(actual[0].name, actual[1].name), actual[0].type, role)
 
 
-def _escaping(wiring: Wiring, blocks: Sequence[Block]) -> Integers:
+def _escaping(wiring: CallWiring, blocks: Sequence[Block]) -> Integers:
     """Return for each value whether something outside of its block reads it."""
     owner = np.arange(len(wiring.ops))  # the first op of the block that an op belongs to
     for length, starts in blocks:

@@ -17,7 +17,7 @@ _Key = tuple[object, ...]
 WEIGHTS = (Role.PARAMETER, Role.STATE)
 
 
-class Wiring:
+class CallWiring:
     """The ops of a function in canonical order, with labels and operands as arrays.
 
     Two ops have one label when they differ only in names and in which values they read: same operator,
@@ -126,7 +126,7 @@ class _Products:
     def __init__(self, kinds: _Kinds) -> None:
         self.kinds = kinds
         self.matrix: dict[int, bool] = {}
-        self.callees: dict[tuple[int, tuple[bool, ...]], int] = {}
+        self.callees: dict[tuple[Function, tuple[bool, ...]], int] = {}
 
     def count(self, ops: Sequence[Op], labels: Iterable[int], held: set[Value]) -> list[int]:
         """Return the count of each op, where ``held`` are weights; what is made of one alone joins them."""
@@ -141,7 +141,7 @@ class _Products:
         return counts
 
     def call(self, op: Op, held: set[Value]) -> int:
-        key = (id(op.callee), tuple([value in held for value in op.inputs]))
+        key = (op.callee, tuple([value in held for value in op.inputs]))
         if key not in self.callees:
             inside = {value for value, weight in zip(op.callee.inputs, key[1], strict=True) if weight}
             self.callees[key] = sum(self.count(op.callee.ops, map(self.kinds.label, op.callee.ops), inside))

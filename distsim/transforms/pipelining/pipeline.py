@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
+from distsim.cache import Cache
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
-from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Topology, Value
+from distsim.ir import (
+    Environment,
+    Function,
+    FunctionMaker,
+    Mesh,
+    Op,
+    Role,
+    Topology,
+    Value,
+    rewire_op,
+    rewrite,
+    substitute,
+)
 from distsim.ir.inline import inline
 from distsim.ops import operator
 from distsim.program.block import StageBlocks
@@ -132,18 +145,15 @@ class _Source:
         given: list[Function | None] = [None] * (len(self.inputs) - len(local.made))
         self.made = [*given, *local.made]
         self.outputs = [(divided[id(place)][0], place.batch) for place in local.outputs]
+        # No cache: the cuts that are in use.
         self.cuts: WeakValueDictionary[Hashable, Cut] = WeakValueDictionary()
 
     @staticmethod
     def of(local: Sharded) -> _Source:
-        known = _SOURCES.setdefault(local.function, {})
-        many = local.microbatches > 1
-        if many not in known:
-            known[many] = _Source(local)
-        return known[many]
+        return _SOURCES.get(local.function, local.microbatches > 1, lambda: _Source(local))
 
 
-_SOURCES: WeakKeyDictionary[Function, dict[bool, _Source]] = WeakKeyDictionary()
+_SOURCES = Cache[Function, _Source]("what is cut, by local function and whether it has microbatches", 2)
 
 
 def _without_early_sums(local: Function, microbatches: int) -> Numbered:
@@ -167,17 +177,14 @@ def _without_early_sums(local: Function, microbatches: int) -> Numbered:
             f"{reader!r} needs {mark.outputs[0].name!r} of the whole batch, so the batch cannot be divided "
             f"into {microbatches} microbatches; use microbatches=1"
         )
-    maker = FunctionMaker(function.name)
-    maker.adopt_inputs(function.inputs)
-    plain: dict[Value, Value] = {}
-    for op in function.ops:
-        if op in dropped:
-            plain[op.outputs[0]] = plain.get(op.inputs[0], op.inputs[0])
-        else:
-            maker.adopt(replace(op, inputs=tuple(plain.get(v, v) for v in op.inputs)))
-    outputs = [function.values[value] for value in function.outputs]
-    maker.set_outputs([plain.get(v, v) for v in outputs])
-    return Numbered(maker.finalize())
+
+    def change(op: Op, env: Environment) -> tuple[Op, ...]:
+        if op not in dropped:
+            return (rewire_op(op, env),)
+        (env[op.outputs[0]],) = substitute(op.inputs[:1], env)
+        return ()
+
+    return Numbered(rewrite(local, change))
 
 
 def _calls_at(function: Numbered, readers: Iterable[int]) -> set[Op]:

@@ -1,6 +1,6 @@
 """Saved and recomputed values: a joint function, and a policy of what it keeps."""
 
-from distsim.transforms.recompute.phases import Joint, Split, split_joint
+from distsim.transforms.recompute.phases import Joint, Passes, split_joint
 from distsim.transforms.recompute.policies import REPLAY, Policy, policy_named
 from distsim.transforms.recompute.recompute import recompute
 from distsim.transforms.recompute.record import recorded
@@ -9,8 +9,8 @@ from distsim.transforms.recompute.transform import rematerialize
 __all__ = [
     "REPLAY",
     "Joint",
+    "Passes",
     "Policy",
-    "Split",
     "policy_named",
     "recompute",
     "recorded",

@@ -14,9 +14,9 @@ from distsim.transforms.recompute.saves import (
     EVERY_OUTPUT,
     JointGraph,
     JointNode,
-    Kind,
+    NodeKind,
+    NodeRole,
     Phase,
-    Role,
     Tag,
     Trait,
 )
@@ -66,15 +66,15 @@ class _Grapher:
         function = self.joint.function
         for value in function.inputs:
             tangent = value in self.joint.tangents
-            self.add(value, role=Role.TANGENT if tangent else Role.PRIMAL, traits=self.free(value))
-        self.nodes.append(JointNode(f"{len(self.nodes)}.begin", role=Role.TANGENT))
+            self.add(value, role=NodeRole.TANGENT if tangent else NodeRole.PRIMAL, traits=self.free(value))
+        self.nodes.append(JointNode(f"{len(self.nodes)}.begin", role=NodeRole.TANGENT))
         self.values.append(None)
         begin = len(self.nodes) - 1
         late = set(self.joint.tangents)
         for op in function.ops:
             if op in self.joint.constants:
                 for value in op.outputs:
-                    self.add(value, role=Role.CONSTANT, traits=Trait.FREE)
+                    self.add(value, role=NodeRole.CONSTANT, traits=Trait.FREE)
                 continue
             if op in self.joint.steps:
                 continue
@@ -109,7 +109,7 @@ class _Grapher:
         self,
         value: Value,
         inputs: tuple[int, ...] = (),
-        role: Role = Role.OP,
+        role: NodeRole = NodeRole.OP,
         phase: Phase | None = None,
         item: int | None = None,
         seconds: float = 0.0,
@@ -152,7 +152,7 @@ class _Grapher:
             JointNode(
                 f"{tuple_}.{op.op_type}",
                 inputs,
-                kind=Kind.TUPLE,
+                kind=NodeKind.TUPLE,
                 phase=phase,
                 tag=self.own_tag(phase, call),
                 replay=again or None,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distsim.ir import Function, Op, Role, Value
+from distsim.ir import Function, Op, Role, Value, rewire_op, rewrite, substitute
 from distsim.ir.inline import inline
 from distsim.transforms.pipelining.op_graph import is_sum
 from distsim.transforms.recompute.phases import Joint, split_joint
@@ -87,9 +86,9 @@ def joint_of(pair: Pair) -> Joint:
         if kind == 2:
             tangents.setdefault(index, formal)
         known[formal] = (ahead.inputs, ahead.outputs, tangents)[kind][index]
-    ops = [replace(op, inputs=tuple([known.get(v, v) for v in op.inputs])) for op in behind.ops]
+    ops = [rewire_op(op, known) for op in behind.ops]
     inputs = (*ahead.inputs, *tangents.values())
-    outputs = (*[ahead.outputs[i] for i in pair.required], *[known.get(v, v) for v in behind.outputs])
+    outputs = (*[ahead.outputs[i] for i in pair.required], *substitute(behind.outputs, known))
     function = Function(ahead.name, inputs, (*ahead.ops, *ops), outputs)
     free = [v for i, v in enumerate(ahead.inputs) if i in pair.free or v.role is not Role.INPUT]
     held = [v for v in tangents.values() if v.role is not Role.INPUT]
@@ -154,10 +153,4 @@ def rewritten(pair: Pair, before: Joint, joint: Joint) -> Rewritten:
 
 def _with_own_inputs(function: Function) -> Function:
     """Give a function inputs of its own where it has values that another one makes."""
-    own = {v: Value(v.name, v.type, v.role) for v in function.inputs}
-
-    def read(values: Sequence[Value]) -> tuple[Value, ...]:
-        return tuple([own.get(v, v) for v in values])
-
-    ops = tuple([replace(op, inputs=read(op.inputs)) for op in function.ops])
-    return Function(function.name, tuple(own.values()), ops, read(function.outputs))
+    return rewrite(function, lambda op, env: (rewire_op(op, env),), [replace(v) for v in function.inputs])

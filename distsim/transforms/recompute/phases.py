@@ -55,7 +55,7 @@ class Joint:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class Passes:
     """A joint function taken apart: ``backward`` reads ``saved``, which ``forward`` returns last.
 
     Both are over the values of the joint function: an input that both passes read is an input of both.
@@ -71,7 +71,7 @@ class Split:
         return sum(value.type.nbytes for value in self.saved)
 
 
-def split_joint(joint: Function | Joint) -> Split:
+def split_joint(joint: Function | Joint) -> Passes:
     """Take a joint function apart into its forward and its backward pass.
 
     The forward function returns the outputs that the forward pass makes, then what backward reads of the
@@ -99,7 +99,7 @@ def split_joint(joint: Function | Joint) -> Split:
     outputs = (*own, *saved)
     needed = _needed(function, joint.forward | joint.constants, outputs)
     front = Function(f"{function.name}_forward", tuple(ahead), tuple(needed), outputs)
-    return Split(front, back, saved)
+    return Passes(front, back, saved)
 
 
 def _needed(function: Function, own: AbstractSet[Op], outputs: Iterable[Value]) -> list[Op]:

@@ -11,9 +11,9 @@ from distsim.plan import parse_remat
 from distsim.transforms.recompute.saves import (
     JointGraph,
     JointNode,
-    Kind,
+    NodeKind,
+    NodeRole,
     Phase,
-    Role,
     Saves,
     Tag,
     Trait,
@@ -123,7 +123,7 @@ def _within_budget(graph: JointGraph, share: float) -> Sequence[int]:
 
 def _fewer_bytes(saves: Saves) -> Sequence[int]:
     """Return what is saved; or, where that is no fewer bytes, what is if nothing is recomputed unasked."""
-    given = [place for place, node in enumerate(saves.graph.nodes) if node.role is Role.PRIMAL]
+    given = [place for place, node in enumerate(saves.graph.nodes) if node.role is NodeRole.PRIMAL]
     plain = split(saves.graph, [*given, *as_read(saves.graph)])
     return saves.saved if _held(saves) < _held(plain) else plain.saved
 
@@ -146,7 +146,7 @@ def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool], collectives: b
     found: list[int] = []
     for position, node in enumerate(graph.nodes):
         op = node if node.item is None else graph.nodes[node.inputs[0]]
-        if op.role is not Role.OP or op.phase is not Phase.FORWARD or node.kind is Kind.TUPLE:
+        if op.role is not NodeRole.OP or op.phase is not Phase.FORWARD or node.kind is NodeKind.TUPLE:
             continue
         collective = collectives and op.has(Trait.COLLECTIVE) and not node.wants_recompute
         ordered = node.tag in (Tag.MUST_SAVE, Tag.PREFER_SAVE)

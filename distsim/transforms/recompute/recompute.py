@@ -30,14 +30,14 @@ def recompute(
     which they do. That op waits for all of them, through a barrier on an operand: so a checkpointed block
     runs again before its backward pass begins. They are of the stage of that op.
     """
-    writer = _Writer(joint, saved, stages or {}, runs or {})
+    writer = _RecomputeWriter(joint, saved, stages or {}, runs or {})
     for op in joint.function.ops:
         writer.add(op)
     function = replace(joint.function, ops=tuple(writer.ops))
     return replace(joint, function=function, copies=writer.copies)
 
 
-class _Writer:
+class _RecomputeWriter:
     """Writes the ops again; ``again`` maps a forward value to the copy that backward reads."""
 
     def __init__(

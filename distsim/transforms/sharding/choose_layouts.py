@@ -21,7 +21,7 @@ from distsim.transforms.sharding.options import Ids, Option, Options
 from distsim.transforms.sharding.problem_graph import Node, Structure, overwritten
 from distsim.transforms.sharding.resharding import TOUCH_WEIGHT, Moves
 from distsim.transforms.sharding.strategies import Strategy
-from distsim.transforms.sharding.variable_elimination import Problem, Table, solve
+from distsim.transforms.sharding.variable_elimination import EliminationProblem, Table, solve
 
 LINK_SHARE = 1 / 7
 """What a link moves of what device memory moves: A100, 300e9 of 2.0e12 byte/s (NVIDIA A100 datasheet).
@@ -116,7 +116,7 @@ class _Chooser:
 
     def decide(self, insistence: float) -> Decision:
         """Return the least-cost placement when undivided flops count ``insistence`` times."""
-        problem = Problem()
+        problem = EliminationProblem()
         values = [problem.variable(self._held(number)) for number in range(len(self.domains))]
         ops: list[int] = []
         for number in range(len(self.options)):
@@ -149,7 +149,9 @@ class _Chooser:
             ]
         return costs
 
-    def _add_op(self, problem: Problem, values: Sequence[int], number: int, insistence: float) -> int:
+    def _add_op(
+        self, problem: EliminationProblem, values: Sequence[int], number: int, insistence: float
+    ) -> int:
         node, ranks = self.structure.nodes[number], self.axis.ranks
         options = [self.axis.options.of[number][c] for c in self.options[number]]
         flops = node.flops / self._flops_per_byte(node) if node.flops else 0.0

@@ -8,8 +8,8 @@ import numpy as np
 
 from distsim.errors import PlanError
 from distsim.ir import FunctionMaker, Literal, Mesh, Tensor, Value
-from distsim.ir.op import Attributes
 from distsim.ir.type import as_tensor
+from distsim.ir.value import Attributes
 from distsim.transforms.sharding.layout import PARTIAL, Placement, State, exchangeable, sharded
 
 

@@ -10,10 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from operator import is_
 
 from distsim.errors import DistsimError
-from distsim.ir import Attributes, Function, Literal, Op, Role, Tensor, Value, needed_ops
+from distsim.ir import (
+    Attributes,
+    Environment,
+    Function,
+    Literal,
+    Op,
+    Role,
+    Tensor,
+    Value,
+    callees,
+    needed_ops,
+    rewire_op,
+    rewrite,
+    substitute,
+)
 from distsim.ir.registry import output_types
 from distsim.ir.type import as_tensor, from_numpy
 from distsim.ops import operator, signature_of
@@ -31,22 +44,17 @@ def as_values(function: Function) -> Function:
 
     Callees likewise; a function without any is returned as it is.
     """
-    done: dict[int, Function] = {}
 
-    def visit(current: Function) -> Function:
-        if id(current) not in done:
-            ops: list[Op] = []
-            for op in current.ops:
-                if op.op_type != "Call":
-                    ops += _with_values(op)
-                    continue
-                callee = visit(op.callee)
-                ops.append(op if callee is op.callee else replace(op, subfunctions=(callee,)))
-            same = len(ops) == len(current.ops) and all(map(is_, ops, current.ops))
-            done[id(current)] = current if same else replace(current, ops=tuple(ops))
-        return done[id(current)]
+    def change(op: Op, _: Environment) -> Sequence[Op]:
+        if not op.is_call:
+            return _with_values(op)
+        callee = done[op.callee]
+        return (op if callee is op.callee else replace(op, subfunctions=(callee,)),)
 
-    return visit(function)
+    done: dict[Function, Function] = {}
+    for current in (*callees(function), function):
+        done[current] = rewrite(current, change)
+    return done[function]
 
 
 def _with_values(op: Op) -> list[Op]:
@@ -113,17 +121,17 @@ _Wanted = dict[Hashable, Function]
 class _Lifter:
     def __init__(self, marks: Marks) -> None:
         self.marks = marks
-        self.done: dict[int, tuple[Function, _Wanted]] = {}
+        self.done: dict[Function, tuple[Function, _Wanted]] = {}
 
     def lift(self, function: Function) -> tuple[Function, _Wanted]:
         """Return a function that takes its constants as inputs, and these constants."""
-        found = self.done.get(id(function))
+        found = self.done.get(function)
         if found is None:
-            found = self.done[id(function)] = _Body(self, function).lift()
+            found = self.done[function] = _FunctionLifter(self, function).lift()
         return found
 
 
-class _Body:
+class _FunctionLifter:
     """Lifts the constants of one function.
 
     ``constants`` are the values that are made of nothing, with the dimensions along which parts of them
@@ -147,13 +155,12 @@ class _Body:
                 ops.append(op)
         if not self.wanted:
             return self.function, {}
-        outputs = tuple([self.env.get(value, value) for value in self.function.outputs])
+        outputs = substitute(self.function.outputs, self.env)
         read, kept = set(outputs), list[Op]()
         for op in reversed(ops):
             if op.outputs and op.outputs[0] in self.constants and read.isdisjoint(op.outputs):
                 continue
-            if not self.env.keys().isdisjoint(op.inputs):
-                op = replace(op, inputs=tuple([self.env.get(value, value) for value in op.inputs]))
+            op = rewire_op(op, self.env)
             read.update(op.inputs)
             kept.append(op)
         inputs = (*self.function.inputs, *self.inputs.values())

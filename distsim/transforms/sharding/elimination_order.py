@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+
+from distsim.cache import cached
 
 HUB = 32
 """A variable with more costs than this is weighed anew only when its turn comes."""
@@ -46,7 +47,7 @@ class Fix:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class EliminationOrder:
     """The steps, and how many slots they need.
 
     Slots 0 to n-1 hold the costs of each of n variables, those after them the costs of the scopes given, in
@@ -57,18 +58,18 @@ class Order:
     slots: int
 
 
-@lru_cache(maxsize=256)
-def order(sizes: tuple[int, ...], scopes: tuple[Scope, ...], limit: int) -> Order:
+@cached("orders of elimination, by sizes, scopes and limit", 256)
+def order(sizes: tuple[int, ...], scopes: tuple[Scope, ...], limit: int) -> EliminationOrder:
     """Return the order for variables with ``sizes`` choices and costs of ``scopes`` of two or more.
 
     The variable whose elimination makes the smallest table goes first. Where even that would read a table
     of more than ``limit`` entries, the variable with most neighbours is fixed instead. Variables with one
     choice take no part.
     """
-    return _Planner(sizes, scopes).run(limit)
+    return _OrderPlanner(sizes, scopes).run(limit)
 
 
-class _Planner:
+class _OrderPlanner:
     def __init__(self, sizes: tuple[int, ...], scopes: tuple[Scope, ...]) -> None:
         self.sizes = sizes
         self.slot: dict[Scope, int] = {}
@@ -107,7 +108,7 @@ class _Planner:
     def weight(self, variable: int) -> int:
         return math.prod([self.sizes[other] for other in self.neighbours(variable)])
 
-    def run(self, limit: int) -> Order:
+    def run(self, limit: int) -> EliminationOrder:
         steps: list[Eliminate | Fix] = []
         queue = [(self.weight(v), v) for v in self.left]
         heapq.heapify(queue)
@@ -131,7 +132,7 @@ class _Planner:
             for other in around:  # a hub with many neighbours waits for its turn instead
                 if len(self.touching[other]) <= HUB:
                     heapq.heappush(queue, (self.weight(other), other))
-        return Order(tuple(steps), self.slots)
+        return EliminationOrder(tuple(steps), self.slots)
 
     def eliminate(self, variable: int, around: Scope) -> Eliminate:
         place = {v: i for i, v in enumerate(around)}

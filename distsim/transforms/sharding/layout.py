@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
+from distsim.cache import cached
 from distsim.ir.type import Tensor
 from distsim.ops.communication import Shard
 
@@ -66,7 +66,7 @@ class Placement:
         return f"dp:{self.batch} tp:{self.tp}{flat}"
 
 
-@lru_cache(maxsize=65536)
+@cached("what the ranks must divide, by shape and state", 65536)
 def divisor(shape: tuple[int, ...], state: State) -> int | None:
     """Return what the number of ranks must divide so that each holds an equal part; 0: any, None: none.
 

@@ -82,8 +82,8 @@ class _Lowering:
         self._types: dict[tuple[Tensor, Placement], Tensor] = {}
         self._recipes: dict[tuple[int, int, int, bool], Recipe] = {}
         self._home_types: dict[int, Tensor] = {}
-        self._done: dict[int, Function] = {}
-        self._calls: dict[tuple[int, ...], _CallPlan] = {}
+        self._done: dict[Function, Function] = {}
+        self._calls: dict[tuple[Function | int, ...], _CallPlan] = {}
 
     def place(self, batch: State, tp: State) -> Placement:
         """Return the placement of these states, the same object every time."""
@@ -132,7 +132,7 @@ class _Lowering:
     def call(self, op: Op) -> _CallPlan:
         """Return what is the same for all Calls of one callee with values of the same groups."""
         number = self._number
-        key = (id(op.callee), *[number[v] for v in op.inputs], *[number[v] for v in op.outputs])
+        key = (op.callee, *[number[v] for v in op.inputs], *[number[v] for v in op.outputs])
         found = self._calls.get(key)
         if found is None:
             asked = [self.placement(inner) for inner in op.callee.inputs]
@@ -147,9 +147,9 @@ class _Lowering:
         return found
 
     def lower(self, function: Function) -> Function:
-        if id(function) not in self._done:
-            self._done[id(function)] = _Body(self, function).build()
-        return self._done[id(function)]
+        if function not in self._done:
+            self._done[function] = _FunctionLowering(self, function).build()
+        return self._done[function]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class _CallPlan:
     outputs: tuple[tuple[int, Placement], ...]
 
 
-class _Body:
+class _FunctionLowering:
     """Lowers one function.
 
     The types of what it adds are checked one by one as they are made, so the whole is not checked again.

@@ -80,7 +80,7 @@ def structure_of(function: Function, known: Mapping[Value, Role], merged: bool =
     Where an output is written in place of an input, both are one value. With ``merged=False`` every
     other value is a group of its own.
     """
-    return _Builder(function, known, merged).build()
+    return _GraphBuilder(function, known, merged).build()
 
 
 def written(op: Op, index: int) -> int | None:
@@ -110,10 +110,11 @@ _Use = tuple[int, bool, int]
 """(callee, whether it makes the value, which argument or result)."""
 
 
-class _Builder:
+class _GraphBuilder:
     def __init__(self, function: Function, known: Mapping[Value, Role], merged: bool) -> None:
         self.function, self.known, self.merged = function, known, merged
         self.functions = (*callees(function), function)
+        self.place = {each: number for number, each in enumerate(self.functions)}
         self.times = _times_called(function)
         self.number: dict[Value, int] = {}
         self.groups: list[Group] = []
@@ -123,18 +124,18 @@ class _Builder:
             self._group(function)
         nodes: list[Node] = []
         ties: dict[tuple[int, int, int, bool, bool], int] = {}
-        taken: dict[int, frozenset[int]] = {}
+        taken: dict[Function, frozenset[int]] = {}
         for function in self.functions:
-            times, top = self.times[id(function)], function is self.function
+            times, top = self.times[function], function is self.function
             for op in function.ops:
                 if op.op_type != "Call":
                     nodes.append(self._node(op, times, top))
                     continue
-                if id(op.callee) not in taken:
-                    taken[id(op.callee)] = overwritten(op)
+                if op.callee not in taken:
+                    taken[op.callee] = overwritten(op)
                 pairs = zip(self._of(op.inputs), self._of(op.callee.inputs), strict=True)
                 for place, (outer, inner) in enumerate(pairs):
-                    key = (outer, inner, outer, top, place in taken[id(op.callee)])
+                    key = (outer, inner, outer, top, place in taken[op.callee])
                     ties[key] = ties.get(key, 0) + times
                 for inner, outer in zip(self._of(op.callee.outputs), self._of(op.outputs), strict=True):
                     key = (inner, outer, outer, top, False)
@@ -179,7 +180,7 @@ class _Builder:
                 counts.append(0)
             counts[place] += 1
             self.number[value] = first + place
-        times = self.times[id(function)]
+        times = self.times[function]
         self.groups += [
             Group(_tensor(value), count, times, role, value in returned)
             for (value, role), count in zip(members, counts, strict=True)
@@ -196,7 +197,7 @@ class _Builder:
             if op.op_type != "Call":
                 alone.update(homes.get(v, v) for v in (*op.inputs, *op.outputs))
                 continue
-            callee = id(op.callee)
+            callee = self.place[op.callee]
             for index, value in enumerate(op.inputs):
                 uses[homes.get(value, value)].append((callee, False, index))
             for index, value in enumerate(op.outputs):
@@ -213,14 +214,14 @@ def _in_place(function: Function) -> dict[Value, Value]:
     producer = {value: op for op in function.ops for value in op.outputs}
     inputs = set(function.inputs)
     found: dict[Value, Value] = {}
-    known: dict[tuple[int, int], int | None] = {}
+    known: dict[tuple[Function, int], int | None] = {}
     for value in function.outputs:
         op = producer.get(value)
         if op is None:
             continue
         index = op.outputs.index(value)
         if op.op_type == "Call":
-            key = (id(op.callee), index)
+            key = (op.callee, index)
             if key not in known:
                 known[key] = written(op, index)
             place = known[key]
@@ -231,12 +232,12 @@ def _in_place(function: Function) -> dict[Value, Value]:
     return found
 
 
-def _times_called(function: Function) -> dict[int, int]:
-    times = {id(function): 1}
+def _times_called(function: Function) -> dict[Function, int]:
+    times = {function: 1}
     for current in (function, *reversed(callees(function))):
         for op in current.ops:
             if op.op_type == "Call":
-                times[id(op.callee)] = times.get(id(op.callee), 0) + times[id(current)]
+                times[op.callee] = times.get(op.callee, 0) + times[current]
     return times
 
 

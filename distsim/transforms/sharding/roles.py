@@ -9,6 +9,7 @@ from distsim.ir import Function, Op, Role, Tensor, Value, all_ops, trim
 from distsim.ops import signature_of
 from distsim.ops.operator import Dim, labels_of
 from distsim.ops.training import LOSSES
+from distsim.transforms.autodiff.outputs import how_to_mark
 from distsim.transforms.sharding.strategies import rule_of
 
 Parts = tuple[int, ...] | None
@@ -41,16 +42,6 @@ def roles(function: Function) -> dict[Value, Role]:
         )
     marks = propagate_back(function, seeds)
     return {v: Role.INPUT if marks.get(v) else Role.PARAMETER for v in function.inputs}
-
-
-def how_to_mark(function: Function) -> str:
-    """Return how the inputs of a function are said to be parameters, naming a few of them."""
-    names = [v.name for v in function.inputs if isinstance(v.type, Tensor) and v.type.dtype.is_floating]
-    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return (
-        "graph inputs of an export are marked with --parameters PATTERN, or "
-        f"import_from_onnx(path, parameters=[PATTERN]). Its floating-point inputs are {listed or 'none'}"
-    )
 
 
 def brings_backward(function: Function) -> bool:
@@ -117,13 +108,13 @@ def propagate_both(function: Function, seeds: Marks) -> Marks:
 
 
 def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
-    visited: set[int] = set()
+    visited: set[Function] = set()
 
     def visit(current: Function) -> None:
         for op in current.ops:
             if op.op_type == "Call":
-                if _pass_down(op, marks) or id(op.callee) not in visited:
-                    visited.add(id(op.callee))
+                if _pass_down(op, marks) or op.callee not in visited:
+                    visited.add(op.callee)
                     visit(op.callee)
                 for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
                     _mark(marks, outer, marks.get(inner, frozenset()))
@@ -134,13 +125,13 @@ def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]
 
 
 def _back(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
-    visited: set[int] = set()
+    visited: set[Function] = set()
 
     def visit(current: Function) -> None:
         for op in reversed(current.ops):
             if op.op_type == "Call":
-                if _pass_up(op, marks) or id(op.callee) not in visited:
-                    visited.add(id(op.callee))
+                if _pass_up(op, marks) or op.callee not in visited:
+                    visited.add(op.callee)
                     visit(op.callee)
                 for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
                     _mark(marks, outer, marks.get(inner, frozenset()))

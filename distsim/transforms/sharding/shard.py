@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
+from distsim.cache import Cache
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Role, Value, callees
 from distsim.ir.device import logical_mesh
@@ -91,10 +91,7 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
     What was divided before is known: a second call with equal degrees on an equal mesh costs a look-up,
     and functions that come out alike for other degrees are the same function.
     """
-    memory = _MEMORIES.get(function)
-    if memory is None:
-        _check_order(function)
-        memory = _MEMORIES[function] = _Memory(function)
+    memory = _KNOWN.get(function, (), lambda: _FunctionSharding(function))
     key = (mesh, microbatches, dp)
     found = memory.results.get(key)
     if found is None:
@@ -160,13 +157,14 @@ def _constants_with_batch(known: Mapping[Value, Role], marks: Marks) -> dict[Val
     return found
 
 
-class _Memory:
+class _FunctionSharding:
     """What is known of one function: what may be divided, what was decided, what came out.
 
     ``rewritten`` is what is divided in its place, if that is another function.
     """
 
     def __init__(self, given: Function) -> None:
+        _check_order(given)
         needed = only_needed(given, given.outputs, "no output needs it")
         known = roles(needed)
         self.data = batch_inputs(needed, known)
@@ -247,4 +245,4 @@ class _Memory:
 Balance = tuple[float, tuple[tuple[str, float], ...], float]
 """The figures of a device on which the choice depends."""
 
-_MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
+_KNOWN = Cache[Function, _FunctionSharding]("what is known of the division of a function", 1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
+from distsim.cache import cached
 from distsim.errors import PlanError
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
 from distsim.ops.operator import Dim, factors_of, label_of
@@ -50,7 +50,7 @@ def replicated(signature: Signature) -> Strategy:
     return Strategy((REPLICATED,) * len(signature.inputs), (REPLICATED,) * len(signature.outputs))
 
 
-@lru_cache(maxsize=65536)
+@cached("sharding rules, by signature", 65536)
 def rule_of(signature: Signature) -> ShardingRule | None:
     """Return the op's sharding rule (cached: rules are asked for once per signature).
 

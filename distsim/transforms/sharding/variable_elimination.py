@@ -20,7 +20,7 @@ Table = npt.NDArray[np.float64]
 
 
 @dataclass
-class Problem:
+class EliminationProblem:
     """Variables with finite domains, unary and pairwise costs, all to be minimised in sum."""
 
     sizes: list[int] = field(default_factory=list[int])
@@ -53,7 +53,7 @@ class Solution:
     proven: bool
 
 
-def solve(problem: Problem, limit: int = 1_000_000) -> Solution:
+def solve(problem: EliminationProblem, limit: int = 1_000_000) -> Solution:
     """Return a least-cost assignment; infinite ``cost`` means that there is none."""
     tied = [pair for pair, table in problem.pairs.items() if 1 not in table.shape]
     plan = order(tuple(problem.sizes), tuple(tied), limit)
@@ -69,7 +69,7 @@ def solve(problem: Problem, limit: int = 1_000_000) -> Solution:
 class _Run:
     """Does what an order says with the costs of a problem."""
 
-    def __init__(self, problem: Problem, slots: int) -> None:
+    def __init__(self, problem: EliminationProblem, slots: int) -> None:
         self.tables: list[Table | None] = [*problem.unary]
         self.removed: list[tuple[int, tuple[int, ...], Any]] = []
         self.count = len(problem.sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, replace
 
-from distsim.transforms.recompute.saves.graph import JointGraph, Role, Tag, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, NodeRole, Tag, Trait
 from distsim.transforms.recompute.saves.needs import Needs
 
 
@@ -76,7 +76,7 @@ class Bans:
 
     def written(self, position: int) -> bool:
         """Tell whether the value comes to lie in memory: an input, an output, read by what does not fuse."""
-        if self.graph.nodes[position].role not in (Role.OP, Role.CONSTANT) or self._output[position]:
+        if self.graph.nodes[position].role not in (NodeRole.OP, NodeRole.CONSTANT) or self._output[position]:
             return True
         return not all(self.fuses(position, user) for user in self.graph.users[position])
 
@@ -99,7 +99,7 @@ class Bans:
     def reason(self, position: int) -> str | None:
         """Return why the op itself is not recomputed, None if it may be."""
         node, options = self.graph.nodes[position], self.options
-        if node.role is not Role.OP or node.item is not None:
+        if node.role is not NodeRole.OP or node.item is not None:
             return None
         if node.tag is Tag.MUST_SAVE:
             return "tagged MUST_SAVE"

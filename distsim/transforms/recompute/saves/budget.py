@@ -10,7 +10,7 @@ from functools import cached_property
 from distsim.errors import RematerializationError
 from distsim.transforms.recompute.saves.bans import MinCutOptions
 from distsim.transforms.recompute.saves.default import save_for_backward
-from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, Kind, Saves, Tag, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, NodeKind, Saves, Tag, Trait
 from distsim.transforms.recompute.saves.knapsack import exact_knapsack, rounded_knapsack
 from distsim.transforms.recompute.saves.mincut import cut_values, prepared
 from distsim.transforms.recompute.saves.needs import FAR, needs
@@ -130,7 +130,7 @@ class Budget:
         graph, found = self.given, set(self.need.inputs)
         for position in self.need.forward:
             if _fixed(graph.nodes[position]) and self.need.distance[position] < FAR:
-                if graph.nodes[position].kind is Kind.TUPLE:
+                if graph.nodes[position].kind is NodeKind.TUPLE:
                     found.update(user for user in graph.users[position] if graph.nodes[user].item is not None)
                 else:
                     found.add(position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distsim.errors import RematerializationError
-from distsim.transforms.recompute.saves.graph import JointGraph, Kind, Phase, Role, Saves, Tag, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, NodeKind, NodeRole, Phase, Saves, Tag, Trait
 from distsim.transforms.recompute.saves.split import split
 from distsim.transforms.recompute.saves.tags import save_collectives, save_region_boundaries, wants_recompute
 
@@ -20,7 +20,7 @@ def save_for_backward(graph: JointGraph) -> Saves:
     last = [
         i
         for i, node in enumerate(graph.nodes)
-        if node.phase is Phase.FORWARD or node.role in (Role.PRIMAL, Role.SEED)
+        if node.phase is Phase.FORWARD or node.role in (NodeRole.PRIMAL, NodeRole.SEED)
     ]
     if not last:
         raise RematerializationError(
@@ -30,18 +30,18 @@ def save_for_backward(graph: JointGraph) -> Saves:
     if again:
         graph = save_region_boundaries(graph, inputs=True)
     graph = save_collectives(graph)
-    forward = {i for i in range(last[-1] + 1) if graph.nodes[i].role is not Role.TANGENT}
+    forward = {i for i in range(last[-1] + 1) if graph.nodes[i].role is not NodeRole.TANGENT}
     outputs = set(graph.outputs)
     saved: list[int] = []
     for position in sorted(forward):
         node = graph.nodes[position]
-        if node.kind is Kind.TUPLE:
+        if node.kind is NodeKind.TUPLE:
             continue
-        if node.kind is not Kind.TENSOR or node.tag is Tag.MUST_SAVE or node.has(Trait.IMPURE):
+        if node.kind is not NodeKind.TENSOR or node.tag is Tag.MUST_SAVE or node.has(Trait.IMPURE):
             saved.append(position)
             continue
         readers = [user for user in graph.users[position] if user not in forward]
-        if position not in outputs and all(graph.nodes[user].kind is Kind.SIZE for user in readers):
+        if position not in outputs and all(graph.nodes[user].kind is NodeKind.SIZE for user in readers):
             saved += readers
         elif not node.wants_recompute:
             saved.append(position)

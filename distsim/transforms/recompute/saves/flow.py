@@ -20,14 +20,14 @@ LIMIT = 2**62
 
 
 @dataclass(frozen=True)
-class Cut:
+class MinCut:
     """A minimum cut: its capacity, and for each node whether it lies on the sink's side."""
 
     capacity: int
     at_sink: npt.NDArray[np.bool_]
 
 
-def minimum_cut(edges: Sequence[Edge], nodes: int, source: int, sink: int) -> Cut | None:
+def minimum_cut(edges: Sequence[Edge], nodes: int, source: int, sink: int) -> MinCut | None:
     """Return the minimum cut between ``source`` and ``sink`` whose sink side is the smallest, or None.
 
     ``edges`` are (tail, head, capacity), the capacity an integer of at least 0 or None for an infinite one;
@@ -51,7 +51,7 @@ def minimum_cut(edges: Sequence[Edge], nodes: int, source: int, sink: int) -> Cu
     table: Integers = np.array(flat, dtype=np.int64).reshape(-1, 3)
     starts, heads, rest, back = _arcs(table, nodes)
     value = maximum_flow(starts, heads, rest, back, source, sink)
-    return None if value >= infinite else Cut(int(value), reaches(starts, heads, rest, back, sink))
+    return None if value >= infinite else MinCut(int(value), reaches(starts, heads, rest, back, sink))
 
 
 def _arcs(edges: Integers, nodes: int) -> tuple[Integers, Integers, Integers, Integers]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, Role, Tag, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, NodeRole, Tag, Trait
 from distsim.transforms.recompute.saves.needs import needs
 from distsim.transforms.recompute.saves.tags import with_nodes
 
@@ -51,8 +51,8 @@ def with_gathers(graph: JointGraph, reshard: bool, parameters: Collection[int] |
     MUST_SAVE and the views of it are recomputed. A value that is tagged with an order keeps it.
 
     >>> nodes = (
-    ...     JointNode("shard", role=Role.PRIMAL, nbytes=2, traits=Trait.FREE),
-    ...     JointNode("dy", role=Role.TANGENT, nbytes=8),
+    ...     JointNode("shard", role=NodeRole.PRIMAL, nbytes=2, traits=Trait.FREE),
+    ...     JointNode("dy", role=NodeRole.TANGENT, nbytes=8),
     ...     JointNode("gather", (0,), 8, traits=Trait.COLLECTIVE | Trait.GATHER),
     ...     JointNode("wait", (2,), 8, traits=Trait.COLLECTIVE | Trait.WAIT),
     ...     JointNode("y", (3,), 8), JointNode("dx", (1, 3), 8),
@@ -82,7 +82,7 @@ def _before(graph: JointGraph, gather: int) -> list[int]:
     while len(graph.nodes[position].inputs) == 1:
         position = graph.nodes[position].inputs[0]
         found.insert(0, position)
-    return found if found and graph.nodes[position].role is Role.PRIMAL else []
+    return found if found and graph.nodes[position].role is NodeRole.PRIMAL else []
 
 
 def _after(graph: JointGraph, gather: int, forward: frozenset[int]) -> list[int]:

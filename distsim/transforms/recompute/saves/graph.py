@@ -19,7 +19,7 @@ class Tag(Enum):
     MUST_RECOMPUTE = 4
 
 
-class Kind(Enum):
+class NodeKind(Enum):
     """What a value is: only tensors weigh, a tuple is never saved, sizes and opaque values cost nothing."""
 
     TENSOR = "tensor"
@@ -28,7 +28,7 @@ class Kind(Enum):
     OPAQUE = "opaque"
 
 
-class Role(Enum):
+class NodeRole(Enum):
     """Where a value comes from; ``SEED`` is the state of the random numbers of the forward pass."""
 
     OP = "op"
@@ -98,8 +98,8 @@ class JointNode:
     name: str
     inputs: tuple[int, ...] = ()
     nbytes: int = 0
-    role: Role = Role.OP
-    kind: Kind = Kind.TENSOR
+    role: NodeRole = NodeRole.OP
+    kind: NodeKind = NodeKind.TENSOR
     phase: Phase | None = None
     tag: Tag | None = None
     replay: tuple[int, ...] | None = None
@@ -128,8 +128,8 @@ class JointGraph:
     pass first. Raises :class:`RematerializationError` for a node that reads a later one, an item of no
     tuple, an unknown output, or two nodes of one name.
 
-    >>> x = JointNode("x", role=Role.PRIMAL, nbytes=4)
-    >>> dy = JointNode("dy", role=Role.TANGENT, nbytes=4)
+    >>> x = JointNode("x", role=NodeRole.PRIMAL, nbytes=4)
+    >>> dy = JointNode("dy", role=NodeRole.TANGENT, nbytes=4)
     >>> nodes = (x, dy, JointNode("y", (0,), 4), JointNode("dx", (1, 2), 4))
     >>> JointGraph(nodes, outputs=(2, 3), num_forward_outputs=1).users[2]
     (3,)
@@ -151,7 +151,7 @@ class JointGraph:
                 raise RematerializationError(
                     f"{node.name} is node {position} and reads node {wrong[0]}; it reads earlier ones only"
                 )
-            if node.item is not None and [self.nodes[each].kind for each in node.inputs] != [Kind.TUPLE]:
+            if node.item is not None and [self.nodes[each].kind for each in node.inputs] != [NodeKind.TUPLE]:
                 raise RematerializationError(f"{node.name} is an item of something that is no tuple")
         for position in self.outputs:
             if position is not None and not 0 <= position < len(self.nodes):
@@ -209,7 +209,7 @@ class JointGraph:
                 parent = self.nodes[node.inputs[0]]
                 if parent.inputs and parent.has(Trait.VIEW | Trait.ALIAS):
                     source = storages[parent.inputs[0]]
-            elif node.kind is not Kind.TENSOR:
+            elif node.kind is not NodeKind.TENSOR:
                 source = None
             elif node.inputs and node.has(Trait.VIEW | Trait.ALIAS):
                 source = storages[node.inputs[0]]

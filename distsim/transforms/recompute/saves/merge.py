@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from distsim.transforms.recompute.saves.graph import EVERY_OUTPUT, JointGraph, JointNode, Role, Trait
+from distsim.transforms.recompute.saves.graph import EVERY_OUTPUT, JointGraph, JointNode, NodeRole, Trait
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def merge_equal(graph: JointGraph) -> Merged:
 
     >>> from distsim.transforms.recompute.saves import Tag
     >>> nodes = (
-    ...     JointNode("x", role=Role.PRIMAL, nbytes=8), JointNode("dy", role=Role.TANGENT, nbytes=8),
+    ...     JointNode("x", role=NodeRole.PRIMAL, nbytes=8), JointNode("dy", role=NodeRole.TANGENT, nbytes=8),
     ...     JointNode("exp", (0,), 8, key="exp"), JointNode("y", (2,), 8, key="add"),
     ...     JointNode("exp2", (0,), 8, key="exp", tag=Tag.MUST_SAVE), JointNode("dx", (1, 4), 8, key="mul"),
     ... )
@@ -44,7 +44,7 @@ def merge_equal(graph: JointGraph) -> Merged:
         if position not in live:
             continue
         inputs = tuple(place[each] for each in node.inputs)
-        fixed = node.role is not Role.OP or node.key is None or node.has(Trait.RANDOM | Trait.IMPURE)
+        fixed = node.role is not NodeRole.OP or node.key is None or node.has(Trait.RANDOM | Trait.IMPURE)
         token = (node.key, inputs, node.item)
         if not fixed and graph.storages[position] not in returned and token in first:
             place[position] = first[token]
@@ -67,7 +67,7 @@ def _live(graph: JointGraph) -> set[int]:
     """Return what an output follows from, what runs for its side effects, and all inputs."""
     roots: list[int | None] = list(graph.outputs)
     for position, node in enumerate(graph.nodes):
-        if node.role not in (Role.OP, Role.CONSTANT) or node.has(Trait.KEPT | Trait.IMPURE):
+        if node.role not in (NodeRole.OP, NodeRole.CONSTANT) or node.has(Trait.KEPT | Trait.IMPURE):
             roots.append(position)
     return graph.ancestors(roots)
 

@@ -8,7 +8,7 @@ from distsim.errors import RematerializationError
 from distsim.transforms.recompute.saves.bans import Bans, MinCutOptions
 from distsim.transforms.recompute.saves.default import save_for_backward
 from distsim.transforms.recompute.saves.flow import Edge, minimum_cut
-from distsim.transforms.recompute.saves.graph import JointGraph, Kind, Role, Saves, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, NodeKind, NodeRole, Saves, Trait
 from distsim.transforms.recompute.saves.needs import Needs, needs
 from distsim.transforms.recompute.saves.split import split
 from distsim.transforms.recompute.saves.tags import save_collectives, save_region_boundaries, wants_recompute
@@ -31,7 +31,7 @@ def save_min_cut(graph: JointGraph, options: MinCutOptions | None = None) -> Sav
     >>> from distsim.transforms.recompute.saves import JointNode
     >>> cheap = Trait.FUSIBLE | Trait.ALLOWED
     >>> nodes = (
-    ...     JointNode("x", role=Role.PRIMAL, nbytes=8), JointNode("dy", role=Role.TANGENT, nbytes=8),
+    ...     JointNode("x", role=NodeRole.PRIMAL, nbytes=8), JointNode("dy", role=NodeRole.TANGENT, nbytes=8),
     ...     JointNode("cos", (0,), 8, traits=cheap), JointNode("cos2", (2,), 8, traits=cheap),
     ...     JointNode("sin2", (2,), 8, traits=cheap), JointNode("mul", (1, 4), 8, traits=cheap),
     ...     JointNode("sin", (0,), 8, traits=cheap), JointNode("dx", (5, 6), 8, traits=cheap),
@@ -55,7 +55,7 @@ def prepared(graph: JointGraph) -> JointGraph:
 
 
 @dataclass(frozen=True)
-class Network:
+class FlowNetwork:
     """The flow network of a joint graph: value i enters at node 2 i and leaves at node 2 i + 1."""
 
     edges: list[Edge]
@@ -85,7 +85,7 @@ def cut_values(need: Needs, options: MinCutOptions, allowed: frozenset[int] = fr
     return CutValues(tuple(saved), cut.capacity, network.banned)
 
 
-def cut_network(need: Needs, options: MinCutOptions, allowed: frozenset[int] = frozenset()) -> Network:
+def cut_network(need: Needs, options: MinCutOptions, allowed: frozenset[int] = frozenset()) -> FlowNetwork:
     """Return the network whose minimum cut says what to save.
 
     Each value is two nodes with an edge of its cost in between. An edge that cannot be cut leads from the
@@ -105,7 +105,7 @@ def cut_network(need: Needs, options: MinCutOptions, allowed: frozenset[int] = f
         if node.wants_recompute:
             edges.append((entry, sink, None))
             continue
-        if node.role in (Role.PRIMAL, Role.SEED):
+        if node.role in (NodeRole.PRIMAL, NodeRole.SEED):
             bans.ban(position, "input")
         elif position in need.forward:
             reason = bans.reason(position)
@@ -118,17 +118,17 @@ def cut_network(need: Needs, options: MinCutOptions, allowed: frozenset[int] = f
     if options.ban_if_long_fusible_chains:
         bans.ban_long_fusible_chains()
     edges += [(source, 2 * position, None) for position in bans.banned]
-    return Network(edges, 2 * len(graph) + 2, source, sink, bans.banned)
+    return FlowNetwork(edges, 2 * len(graph) + 2, source, sink, bans.banned)
 
 
 def value_cost(bans: Bans, position: int) -> int | None:
     """Return what saving a value costs in the cut, None if it cannot be saved."""
     graph, node = bans.graph, bans.graph.nodes[position]
-    if node.kind is Kind.SIZE:
+    if node.kind is NodeKind.SIZE:
         return 1
-    if node.kind is Kind.OPAQUE:
+    if node.kind is NodeKind.OPAQUE:
         return 0
-    if node.kind is Kind.TUPLE:
+    if node.kind is NodeKind.TUPLE:
         return None
     if bans.options.free_parameters and node.has(Trait.FREE):
         return 0
@@ -139,7 +139,7 @@ def value_cost(bans: Bans, position: int) -> int | None:
     return cost if bans.written(position) else 2 * cost
 
 
-def _contradiction(need: Needs, network: Network) -> RematerializationError:
+def _contradiction(need: Needs, network: FlowNetwork) -> RematerializationError:
     """Describe a path of values that can be neither saved nor recomputed."""
     nexts: dict[int, list[int]] = {}
     for tail, head, capacity in network.edges:

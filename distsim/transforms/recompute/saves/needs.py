@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from distsim.errors import RematerializationError
-from distsim.transforms.recompute.saves.graph import JointGraph, Phase, Role, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, NodeRole, Phase, Trait
 
 FAR = 10**9
 """The distance from backward of what backward never reads."""
@@ -23,10 +23,10 @@ def available(graph: JointGraph, inputs: Iterable[int], phase: Phase) -> list[bo
             found.append(True)
         elif node.phase is barred:
             found.append(False)
-        elif node.role is Role.OP:
+        elif node.role is NodeRole.OP:
             found.append(all(found[each] for each in node.inputs))
         else:
-            found.append(node.role is Role.CONSTANT)
+            found.append(node.role is NodeRole.CONSTANT)
     return found
 
 
@@ -51,7 +51,7 @@ def extract(
         if node.has(Trait.KEPT | Trait.IMPURE) and found[position] and position not in given:
             wanted.append(position)
     live = graph.ancestors(wanted, stop=given)
-    return tuple(each for each in sorted(live - given) if graph.nodes[each].role is Role.OP)
+    return tuple(each for each in sorted(live - given) if graph.nodes[each].role is NodeRole.OP)
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class Needs:
 
 def forward_inputs(graph: JointGraph) -> tuple[int, ...]:
     """Return the primals, then the seeds."""
-    primals = [i for i, node in enumerate(graph.nodes) if node.role is Role.PRIMAL]
-    return (*primals, *(i for i, node in enumerate(graph.nodes) if node.role is Role.SEED))
+    primals = [i for i, node in enumerate(graph.nodes) if node.role is NodeRole.PRIMAL]
+    return (*primals, *(i for i, node in enumerate(graph.nodes) if node.role is NodeRole.SEED))
 
 
 def backward_inputs(graph: JointGraph) -> tuple[int, ...]:
     """Return the gradients that come in."""
-    return tuple(i for i, node in enumerate(graph.nodes) if node.role is Role.TANGENT)
+    return tuple(i for i, node in enumerate(graph.nodes) if node.role is NodeRole.TANGENT)
 
 
 def needs(graph: JointGraph) -> Needs:
@@ -110,7 +110,7 @@ def needs(graph: JointGraph) -> Needs:
     forward.update(graph.ancestors(graph.forward_outputs, inputs))
     tangents: set[int] = set()
     for position, node in enumerate(graph.nodes):
-        if node.role is Role.TANGENT or node.phase is Phase.MUST_BACKWARD:
+        if node.role is NodeRole.TANGENT or node.phase is Phase.MUST_BACKWARD:
             tangents.add(position)
         if position in tangents:
             tangents.update(graph.users[position])

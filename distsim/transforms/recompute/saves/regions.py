@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distsim.transforms.recompute.saves.default import save_for_backward
-from distsim.transforms.recompute.saves.graph import JointGraph, Role, Saves, Tag, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, NodeRole, Saves, Tag, Trait
 from distsim.transforms.recompute.saves.needs import needs
 from distsim.transforms.recompute.saves.tags import with_tags
 
@@ -19,7 +19,7 @@ def save_by_region(graph: JointGraph) -> Saves:
     >>> from distsim.transforms.recompute.saves import JointNode, Phase
     >>> forward = Phase.FORWARD
     >>> nodes = (
-    ...     JointNode("x", role=Role.PRIMAL, nbytes=4), JointNode("dy", role=Role.TANGENT, nbytes=4),
+    ...     JointNode("x", role=NodeRole.PRIMAL, nbytes=4), JointNode("dy", role=NodeRole.TANGENT, nbytes=4),
     ...     JointNode("a", (0,), 4, phase=forward, region=0),
     ...     JointNode("b", (2,), 4, phase=forward, region=0),
     ...     JointNode("y", (3,), 4, phase=forward, region=1),
@@ -37,7 +37,7 @@ def checkpointed(graph: JointGraph) -> JointGraph:
     forward = needs(graph).forward
     tags: dict[int, Tag] = {}
     for position, node in enumerate(graph.nodes):
-        if node.region is None or node.tag is not None or node.role is not Role.OP:
+        if node.region is None or node.tag is not None or node.role is not NodeRole.OP:
             continue
         readers = [graph.nodes[user].region for user in graph.users[position] if user in forward]
         if any(region != node.region for region in readers):

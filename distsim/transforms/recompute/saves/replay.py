@@ -10,8 +10,8 @@ from distsim.transforms.recompute.saves.graph import (
     EVERY_OUTPUT,
     JointGraph,
     JointNode,
-    Kind,
-    Role,
+    NodeKind,
+    NodeRole,
     Saves,
     Tag,
 )
@@ -32,7 +32,7 @@ def save_replayed(graph: JointGraph) -> Saves:
     These are the rules of AutoParallel's "save all" partitioner (pull request 485).
 
     >>> nodes = (
-    ...     JointNode("x", role=Role.PRIMAL, nbytes=8), JointNode("dy", role=Role.TANGENT, nbytes=8),
+    ...     JointNode("x", role=NodeRole.PRIMAL, nbytes=8), JointNode("dy", role=NodeRole.TANGENT, nbytes=8),
     ...     JointNode("exp", (0,), 8, replay=EVERY_OUTPUT), JointNode("y", (2,), 8),
     ...     JointNode("dx", (1, 3), 8),
     ... )
@@ -48,9 +48,9 @@ def save_replayed(graph: JointGraph) -> Saves:
     for position, node in enumerate(graph.nodes):
         if position in need.tangents or node.tag is Tag.MUST_RECOMPUTE:
             continue
-        if node.kind is Kind.TUPLE:
+        if node.kind is NodeKind.TUPLE:
             saved += _items(graph, position)
-        elif node.kind is not Kind.TENSOR or node.role is not Role.OP or _marked(node):
+        elif node.kind is not NodeKind.TENSOR or node.role is not NodeRole.OP or _marked(node):
             saved.append(position)
     return split(graph, sorted(set(saved) - need.tangents))
 
@@ -74,7 +74,7 @@ def _items(graph: JointGraph, position: int) -> list[int]:
         for user in items
         if (wanted == EVERY_OUTPUT or graph.nodes[user].item in wanted)
         and graph.nodes[user].tag is not Tag.MUST_RECOMPUTE
-        and graph.nodes[user].kind is not Kind.TUPLE
+        and graph.nodes[user].kind is not NodeKind.TUPLE
     ]
 
 
@@ -84,7 +84,7 @@ def record(saves: Saves) -> dict[str, tuple[int, ...]]:
     A saved value gives its own tag; an item of a tuple gives its tuple the indices of the items saved, for
     items of a graph captured anew carry no tags of their own. Inputs need none: they are always saved.
 
-    >>> x = JointNode("x", role=Role.PRIMAL, nbytes=8)
+    >>> x = JointNode("x", role=NodeRole.PRIMAL, nbytes=8)
     >>> graph = JointGraph((x, JointNode("y", (0,), 8)), outputs=(1,), num_forward_outputs=1)
     >>> record(Saves(graph, (0, 1), (), (1,), ()))
     {'y': (-1,)}
@@ -92,7 +92,7 @@ def record(saves: Saves) -> dict[str, tuple[int, ...]]:
     marks: dict[str, tuple[int, ...]] = {}
     for position in saves.saved:
         node = saves.graph.nodes[position]
-        if node.role is Role.OP and node.item is None:
+        if node.role is NodeRole.OP and node.item is None:
             marks[node.name] = EVERY_OUTPUT
         elif node.item is not None:
             parent = saves.graph.nodes[node.inputs[0]].name

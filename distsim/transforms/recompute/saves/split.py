@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from distsim.transforms.recompute.saves.graph import JointGraph, Kind, Phase, Saves, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, NodeKind, Phase, Saves, Trait
 from distsim.transforms.recompute.saves.needs import backward_inputs, extract, forward_inputs
 
 
@@ -17,9 +17,9 @@ def split(graph: JointGraph, saved: Iterable[int], lazily: bool = True) -> Saves
 
     Raises :class:`~distsim.errors.RematerializationError` when backward cannot be computed from ``saved``.
 
-    >>> from distsim.transforms.recompute.saves import JointNode, Role
+    >>> from distsim.transforms.recompute.saves import JointNode, NodeRole
     >>> nodes = (
-    ...     JointNode("x", role=Role.PRIMAL, nbytes=4), JointNode("dy", role=Role.TANGENT, nbytes=4),
+    ...     JointNode("x", role=NodeRole.PRIMAL, nbytes=4), JointNode("dy", role=NodeRole.TANGENT, nbytes=4),
     ...     JointNode("y", (0,), 4), JointNode("z", (2,), 4), JointNode("dx", (1, 2), 4),
     ... )
     >>> graph = JointGraph(nodes, outputs=(3, 4), num_forward_outputs=1)
@@ -29,7 +29,7 @@ def split(graph: JointGraph, saved: Iterable[int], lazily: bool = True) -> Saves
     kept = list(dict.fromkeys(saved))
     tangents = backward_inputs(graph)
     unread = _unread(graph, kept, tangents)
-    kinds = (Kind.TENSOR, Kind.OPAQUE, Kind.SIZE)
+    kinds = (NodeKind.TENSOR, NodeKind.OPAQUE, NodeKind.SIZE)
     final = [each for kind in kinds for each in kept if graph.nodes[each].kind is kind and each not in unread]
     forward = extract(graph, forward_inputs(graph), [*graph.forward_outputs, *final], Phase.FORWARD)
     backward = extract(graph, [*final, *tangents], graph.backward_outputs, Phase.BACKWARD)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, Role, Tag, Trait
+from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, NodeRole, Tag, Trait
 
 
 def with_nodes(graph: JointGraph, changes: dict[int, JointNode]) -> JointGraph:
@@ -47,7 +47,7 @@ def save_collectives(graph: JointGraph) -> JointGraph:
     collectives = {
         i: Tag.MUST_SAVE
         for i, node in enumerate(graph.nodes)
-        if node.role is Role.OP and node.has(Trait.COLLECTIVE | Trait.WAIT) and not node.wants_recompute
+        if node.role is NodeRole.OP and node.has(Trait.COLLECTIVE | Trait.WAIT) and not node.wants_recompute
     }
     return with_tags(graph, collectives)
 

@@ -1,19 +1,16 @@
-"""Values and the ops that produce them."""
+"""Values, and the attributes of ops."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from distsim.ir.type import Type
-
-if TYPE_CHECKING:
-    from distsim.ir.function import Function
 
 
 class Role(enum.Enum):
@@ -106,30 +103,3 @@ class Attributes(Mapping[str, Any]):
 
 
 NO_ATTRIBUTES = Attributes()
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Op:
-    """One application of an operator. A ``Call`` carries its callee in ``subfunctions``.
-
-    ``version`` is the ONNX operator-set version whose meaning the op has; None is the house version
-    (``distsim.ops.OPSET``).
-    """
-
-    op_type: str
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    attributes: Attributes = NO_ATTRIBUTES
-    subfunctions: tuple[Function, ...] = ()
-    version: int | None = None
-    name: str = field(default="")
-
-    @property
-    def callee(self) -> Function:
-        """The function that a ``Call`` runs."""
-        return self.subfunctions[0]
-
-    def __repr__(self) -> str:
-        outputs = ", ".join(value.name for value in self.outputs)
-        inputs = ", ".join(value.name for value in self.inputs)
-        return f"{outputs} = {self.op_type}({inputs})"

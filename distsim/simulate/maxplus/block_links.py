@@ -10,7 +10,7 @@ import numpy as np
 
 from distsim.ir import Value
 from distsim.program.table import LATEST, ONCE, BoundBlock, Key, Table
-from distsim.simulate.tasks.program_ranks import Communication, communication
+from distsim.simulate.tasks.program_ranks import CommunicationPattern, communication
 from distsim.simulate.tasks.templates import Ints
 
 Address = tuple[Value, int]
@@ -25,7 +25,7 @@ def address(key: Key) -> Address:
     return key.value, key.rank
 
 
-class Flow:
+class BlockLinks:
     """Which blocks make what each block of a set reads.
 
     ``sources`` [blocks, inputs] are the results that may be what is read: several for a sum, or where
@@ -55,7 +55,7 @@ class Flow:
         self.contested = tuple(contested)
 
     @cached_property
-    def communication(self) -> Communication:
+    def communication(self) -> CommunicationPattern:
         """What the blocks move between devices."""
         return communication(self.blocks, self.num_ranks)
 
@@ -86,13 +86,13 @@ def _last(makers: Sequence[int], reader: int, last: Ints) -> int:
     return makers[int(order[-1])]
 
 
-_FLOWS: WeakValueDictionary[frozenset[BoundBlock], Flow] = WeakValueDictionary()
+_FLOWS: WeakValueDictionary[frozenset[BoundBlock], BlockLinks] = WeakValueDictionary()
 
 
-def flow_of(table: Table) -> Flow:
+def block_links(table: Table) -> BlockLinks:
     """Return the flow of the blocks of a table; tables of the same blocks share it while one is in use."""
     key = frozenset(table.blocks)
     found = _FLOWS.get(key)
     if found is None:
-        found = _FLOWS[key] = Flow(table.blocks, table.num_ranks)
+        found = _FLOWS[key] = BlockLinks(table.blocks, table.num_ranks)
     return found

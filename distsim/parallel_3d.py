@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distsim.cost.cost_model import CostModel
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Mesh, Op, Value
+from distsim.ir import Device, Function, Mesh, Op, Value, rewire_op, substitute
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.plan import Plan
@@ -45,7 +45,7 @@ def parallel_transform_3d(
     Returns a flat Function that starts by distributing the inputs. Raises :class:`PlanError` naming
     the numbers when the degrees do not fit the devices, the batch or the function.
     """
-    from distsim.compose import build_program  # it stands above, and imports this package
+    from distsim.compose import build_program  # not before it is called: notebooks import both
 
     degrees = {"dp_degree": dp_degree, "hp_degree": hp_degree, "pp_degree": pp_degree}
     for name, degree in {**degrees, "num_microbatches": num_microbatches}.items():
@@ -96,13 +96,7 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
     made = {value for op in rest for value in op.outputs}
     read = dict.fromkeys([*(v for op in rest for v in op.inputs), *function.outputs])
     inputs = {v: replace(v, role=moved[v].role) for v in read if v not in made}
-    ops = [_reading(op, inputs) for op in rest]
-    outputs = tuple([inputs.get(value, value) for value in function.outputs])
+    ops = [rewire_op(op, inputs) for op in rest]
+    outputs = substitute(function.outputs, inputs)
     steady = Function(function.name, tuple(inputs.values()), tuple(ops), outputs, function.notes)
     return steady, steady.inputs
-
-
-def _reading(op: Op, inputs: Mapping[Value, Value]) -> Op:
-    """Return the op, reading these inputs in place of the values that they were."""
-    read = tuple([inputs.get(value, value) for value in op.inputs])
-    return op if read == op.inputs else replace(op, inputs=read)

@@ -1,0 +1,81 @@
+"""What is kept of what was made before: the caches of the library, each with what it keeps, by what key."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sized
+from functools import lru_cache
+from typing import Generic, ParamSpec, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+Owner = TypeVar("Owner")
+Made = TypeVar("Made")
+Given = ParamSpec("Given")
+
+
+class Cache(Generic[Owner, Made]):
+    """Results that belong to an object, their owner, and are forgotten with it; by value of a key within it.
+
+    Owners are held weakly, by identity (a Function, a Topology): a result must not refer to its owner. Of
+    each owner the ``size`` results used last are kept. ``what`` says what is kept and by what key.
+
+    >>> class Table: pass
+    >>> squares, table = Cache[Table, int]("squares, by table and number", 2), Table()
+    >>> [squares.get(table, number, lambda: made) for number, made in ((3, 9), (4, 16), (3, 0), (5, 25))]
+    [9, 16, 9, 25]
+    >>> len(squares), squares.get(table, 4, lambda: 0)
+    (2, 0)
+    >>> del table
+    >>> len(squares)
+    0
+    """
+
+    def __init__(self, what: str, size: int) -> None:
+        self.what, self.size = what, size
+        self._made: WeakKeyDictionary[Owner, OrderedDict[Hashable, Made]] = WeakKeyDictionary()
+        _CACHES[what] = self
+
+    def get(self, owner: Owner, key: Hashable, make: Callable[[], Made]) -> Made:
+        """Return what an owner has under a key, or else what ``make`` returns, which is kept then."""
+        kept = self._made.get(owner)
+        if kept is None:
+            kept = self._made[owner] = OrderedDict()
+        if key in kept:
+            kept.move_to_end(key)
+            return kept[key]
+        made = kept[key] = make()
+        if len(kept) > self.size:
+            kept.popitem(last=False)
+        return made
+
+    def __len__(self) -> int:
+        return sum(map(len, self._made.values()))
+
+
+class _Arguments:
+    """How many results :func:`cached` keeps of a function."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count()
+
+
+def cached(what: str, size: int) -> Callable[[Callable[Given, Made]], Callable[Given, Made]]:
+    """Keep the ``size`` results of a function used last, by the value of its arguments, in compiled code."""
+
+    def decorate(function: Callable[Given, Made]) -> Callable[Given, Made]:
+        wrapped = lru_cache(size)(function)
+        _CACHES[what] = _Arguments(lambda: wrapped.cache_info().currsize)
+        return cast(Callable[Given, Made], wrapped)
+
+    return decorate
+
+
+_CACHES: dict[str, Sized] = {}
+
+
+def kept() -> dict[str, int]:
+    """Return how many results each cache keeps now, by what they are."""
+    return {what: len(cache) for what, cache in _CACHES.items()}

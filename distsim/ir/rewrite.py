@@ -1,0 +1,119 @@
+"""rewrite: a Function copied op by op. A transform says what becomes of an op, not how to walk.
+
+The *environment* says what stands for a value in the copy; a value that it does not have stands for itself,
+so that what does not change is shared with the original.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import is_
+
+from distsim.errors import DistsimError, TypeRuleError
+from distsim.ir.function import Function, Op
+from distsim.ir.registry import output_types
+from distsim.ir.type import Type
+from distsim.ir.value import Attributes, Value
+
+Environment = dict[Value, Value]
+"""A value of the original -> what stands for it in the copy."""
+
+Change = Callable[[Op, Environment], Iterable[Op]]
+"""The ops in the place of one; those whose results are others than its own enter them in the environment."""
+
+
+def rewrite(function: Function, change: Change, inputs: Sequence[Value] | None = None) -> Function:
+    """Return ``function`` on these ``inputs`` (its own, unless given), each op replaced by what it becomes.
+
+    It is ``function`` itself if nothing changes. Types are not checked again: ops that are not of
+    ``function`` must have the types of their operators, as :func:`retype_op` derives them.
+
+    >>> from distsim.ir import Float, FunctionMaker, Tensor
+    >>> maker = FunctionMaker("f")
+    >>> x = maker.add_input_value("x", Tensor(Float(), (2,)))
+    >>> y = maker.add_op("Relu", inputs=[x], output_names=["y"])
+    >>> rewrite(maker.finalize(), lambda op, env: [copy_op(op, env), copy_op(op, env)]).ops
+    (y = Relu(x), y = Relu(x))
+    """
+    given = function.inputs if inputs is None else tuple(inputs)
+    env = {old: new for old, new in zip(function.inputs, given, strict=True) if old is not new}
+    ops = tuple([made for op in function.ops for made in change(op, env)])
+    outputs = substitute(function.outputs, env)
+    unchanged = given == function.inputs and outputs == function.outputs  # values are equal when identical
+    if unchanged and len(ops) == len(function.ops) and all(map(is_, ops, function.ops)):
+        return function
+    return replace(function, inputs=given, ops=ops, outputs=outputs)
+
+
+def substitute(values: Iterable[Value], env: Mapping[Value, Value]) -> tuple[Value, ...]:
+    """Return what stands for each of the values."""
+    return tuple([env.get(value, value) for value in values])
+
+
+def rewire_op(op: Op, env: Mapping[Value, Value]) -> Op:
+    """Return the op that reads what stands for its inputs, and makes the same outputs."""
+    inputs = substitute(op.inputs, env)
+    return op if inputs == op.inputs else replace(op, inputs=inputs)
+
+
+def copy_op(op: Op, env: Environment, name: str | None = None, names: Sequence[str] | None = None) -> Op:
+    """Return the op that reads what stands for its inputs and makes values of its own, entered in ``env``.
+
+    ``name`` is the copy's, ``names`` those of its outputs, both by default as the op has them.
+    """
+    outputs = tuple(
+        [
+            Value(value.name if names is None else names[place], value.type, value.role)
+            for place, value in enumerate(op.outputs)
+        ]
+    )
+    copy = replace(
+        op, inputs=substitute(op.inputs, env), outputs=outputs, name=op.name if name is None else name
+    )
+    env.update(zip(op.outputs, outputs, strict=True))
+    return copy
+
+
+def copy_function(function: Function) -> Function:
+    """Return the function with values of its own; its callees are shared."""
+    inputs = [replace(value) for value in function.inputs]
+    return rewrite(function, lambda op, env: (copy_op(op, env),), inputs)
+
+
+def retype_op(
+    op: Op,
+    env: Environment,
+    where: str,
+    attributes: Attributes | None = None,
+    subfunctions: tuple[Function, ...] | None = None,
+) -> Op:
+    """Return the op that reads what stands for its inputs, with outputs of the types that then follow.
+
+    Outputs whose type stays are the same values; the others are entered in ``env``. Raises the error of the
+    operator's type rule, naming the function (``where``), the op and its inputs.
+    """
+    inputs = substitute(op.inputs, env)
+    attributes = op.attributes if attributes is None else attributes
+    callees = op.subfunctions if subfunctions is None else subfunctions
+    types = tuple([value.type for value in inputs])
+    try:
+        made = output_types(op.op_type, attributes, types, callees, op.version)
+    except DistsimError as error:
+        arguments = ", ".join(map(repr, inputs))
+        names = ", ".join(value.name for value in op.outputs)
+        raise type(error)(
+            f"{where}: {names} = {op.op_type}({arguments}) does not fit its new input types: {error}"
+        ) from error
+    if len(made) != len(op.outputs):
+        raise TypeRuleError(
+            f"{where}: {op!r} has {len(op.outputs)} outputs, but makes {len(made)} of its new inputs"
+        )
+    outputs = tuple([retype(value, type_) for value, type_ in zip(op.outputs, made, strict=True)])
+    env.update((old, new) for old, new in zip(op.outputs, outputs, strict=True) if old is not new)
+    return replace(op, inputs=inputs, outputs=outputs, attributes=attributes, subfunctions=callees)
+
+
+def retype(value: Value, type_: Type) -> Value:
+    """Return the value with this type, itself if it has it."""
+    return value if value.type is type_ or value.type == type_ else replace(value, type=type_)
