@@ -80,7 +80,6 @@ OWN_CACHES = {  # modules that keep what they made in some way of their own
     "distsim.schedule.greedy.controllable_memory",
     "distsim.schedule.greedy.zero_bubble",
     "distsim.schedule.greedy.zero_bubble_v",
-    "distsim.schedule.issue_order",
     "distsim.schedule.v_shaped",
     "distsim.schedule.warm_up",
     "distsim.simulate.explain.walk",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from weakref import WeakKeyDictionary, proxy
+from weakref import proxy
 
 import numpy as np
 import numpy.typing as npt
 
+from distsim.cache import Cache
 from distsim.ir import Value
 from distsim.program.block import Block
 from distsim.program.overlap_pairs import interleave, interleaved_names
@@ -33,15 +35,12 @@ Placement = tuple[tuple[int, ...], int]
 
 def table_of(parts: Parts, schedule: Schedule) -> Table:
     """Return the table of the parts of a program in the order of a schedule, kept with both."""
-    known = _TABLES.setdefault(parts, {})
     placement = (schedule.rank_of, schedule.copies)
-    binder = known.get(placement)
-    if binder is None:
-        binder = known[placement] = Binder(parts, *placement)
-    return binder.table(schedule)
+    return _BINDERS.get(parts, placement, lambda: Binder(parts, *placement)).table(schedule)
 
 
-_TABLES: WeakKeyDictionary[Parts, dict[Placement, Binder]] = WeakKeyDictionary()
+MOST_TABLES = 64
+"""Of the parts of a program in one placement: those in the schedules used last."""
 
 
 class Binder:
@@ -60,7 +59,7 @@ class Binder:
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
         self.readers = self._readers()
         self._sends: dict[BoundBlock, tuple[tuple[BoundBlock, int], ...]] = {}
-        self._tables: WeakKeyDictionary[Schedule, Table] = WeakKeyDictionary()
+        self._tables: OrderedDict[Schedule, Table] = OrderedDict()
         self._tails: dict[int, Tail] = {}
 
     def _readers(self) -> dict[Value, tuple[int, ...]]:
@@ -168,6 +167,10 @@ class Binder:
         found = self._tables.get(schedule)
         if found is None:
             found = self._tables[schedule] = self._table(issue_order(schedule))
+            if len(self._tables) > MOST_TABLES:
+                self._tables.popitem(last=False)
+        else:
+            self._tables.move_to_end(schedule)
         return found
 
     def _table(self, order: IssueOrder) -> Table:
@@ -250,3 +253,6 @@ class Binder:
 def _second(key: Key) -> Key:
     """Return a key of a row's second microbatch instead of its first."""
     return key._replace(which=SECOND) if key.which == FIRST else key
+
+
+_BINDERS = Cache[Parts, Binder]("blocks of a program's parts, by the rank of each stage", 8)

@@ -84,7 +84,7 @@ class Table:
     repeats: Ints
     advance: Ints
     tail: int
-    latest: Mapping[Value, int]
+    latest: Mapping[tuple[Value, int], int]
     outputs: tuple[Key, ...]
 
     @property
@@ -121,7 +121,13 @@ class Table:
         """
         if key.which == ONCE:
             return -1
-        return self.latest[key.value] if key.which == LATEST else second if key.which == SECOND else first
+        return (
+            self.latest[key.value, key.rank]
+            if key.which == LATEST
+            else second
+            if key.which == SECOND
+            else first
+        )
 
     def name(self, block: BoundBlock, first: int, second: int) -> str:
         """Return the name of a call, such as ``F3@1``, ``(F3@2;B4@1)`` or ``U@1``."""

@@ -40,6 +40,7 @@ class Tail:
         self.rows: list[tuple[BoundBlock, int, int]] = []
         self.outputs: list[Key] = []
         self.present: dict[tuple[Value, int], int] = {}  # where values are, and of which microbatch
+        self.copy_of: dict[tuple[Value, int], int] = {}
         self.totals: dict[tuple[Value, int], Value] = {}  # of the sums of all copies of the model
         self._note_present()
         if binder.copies > 1:
@@ -50,22 +51,25 @@ class Tail:
         for output in self.parts.outputs:
             self.outputs += [self._fetch(output.key, stage, 0) for stage in output.copies]
         read = [key for block, _, _ in self.rows for key in block.reads]
-        self._latest = dict.fromkeys([key.value for key in (*read, *self.outputs) if key.which == LATEST])
+        self._latest = dict.fromkeys([key for key in (*read, *self.outputs) if key.which == LATEST])
 
-    def latest(self, order: IssueOrder) -> dict[Value, int]:
-        """Return which microbatch each value is of that is read LATEST: the last that its maker ran."""
-        schedule, found = order.schedule, dict[Value, int]()
-        before = schedule.num_microbatches * (self.binder.copies - 1)
+    def latest(self, order: IssueOrder) -> dict[tuple[Value, int], int]:
+        """Return which microbatch each key is of that is read LATEST: the last that its maker ran.
+
+        Of the copies of the model, the one that has it on this rank: the first, if several have.
+        """
+        schedule, found = order.schedule, dict[tuple[Value, int], int]()
         for key in self._latest:
-            maker = self.binder.makers[key]
+            maker, copy = self.binder.makers[key.value], self.copy_of[key.value, key.rank]
+            before = schedule.num_microbatches * copy
             if maker.phase is None:
-                found[key] = before + schedule.num_microbatches - 1
+                found[key.value, key.rank] = before + schedule.num_microbatches - 1
                 continue
-            ends = order.latest[maker.stage + self.binder.chain * (self.binder.copies - 1)]
+            ends = order.latest[maker.stage + self.binder.chain * copy]
             side = 0 if maker.phase is Kind.FORWARD else 1
-            if side and ends[1] != ends[2] and key in self.parts.halves[maker.stage][0].outputs:
+            if side and ends[1] != ends[2] and key.value in self.parts.halves[maker.stage][0].outputs:
                 side = 2
-            found[key] = before + int(ends[side])
+            found[key.value, key.rank] = before + int(ends[side])
         return found
 
     def _note_present(self) -> None:
@@ -78,7 +82,9 @@ class Tail:
         for key, once, stages in held:
             for copy in range(binder.copies):
                 for stage in stages:
-                    self.present[key, self._rank(stage, copy)] = ONCE if once else LATEST
+                    place = (key, self._rank(stage, copy))
+                    self.present[place] = ONCE if once else LATEST
+                    self.copy_of.setdefault(place, copy)
 
     def _rank(self, stage: int, copy: int) -> int:
         return self.binder.rank_of[stage + copy * self.binder.chain]
@@ -89,6 +95,7 @@ class Tail:
         if (key, rank) not in self.present:
             source = self._rank(self.binder.makers[key].stage, copy)
             which = self.present[key, rank] = self.present[key, source]
+            self.copy_of[key, rank] = self.copy_of.get((key, source), copy)
             value = self.totals.get((key, source), key)
             self.rows.append((self.binder.transfer(value, source, rank, which), -1, 1))
             if value is not key:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -57,14 +56,11 @@ class IssueOrder:
         return np.where(self.code < 0, -1, self.code % (4 * max(self.schedule.num_stages, 1)))
 
 
-_ORDERS: WeakKeyDictionary[Schedule, IssueOrder] = WeakKeyDictionary()
-
-
 def issue_order(schedule: Schedule) -> IssueOrder:
     """Return the order of a schedule, kept with it; raises what :meth:`Schedule.merged` raises."""
-    found = _ORDERS.get(schedule)
+    found = schedule.__dict__.get("issue_order")  # as a cached property: each refers to the other
     if found is None:
-        found = _ORDERS[schedule] = _folded(schedule)
+        found = schedule.__dict__["issue_order"] = _folded(schedule)
     return found
 
 

@@ -164,8 +164,8 @@ def _products(table: Table, wiring: Wiring) -> Products:
     for side in sides:
         batched = wiring.registers + side.number * count
         base = np.where(side.which == ONCE, side.number, batched)
-        for place, value in side.latest:
-            base[place] += table.latest[value]
+        for place, key in side.latest:
+            base[place] += table.latest[key]
         bases.append(base)
     whiches = [np.where(side.which == LATEST, ONCE, side.which) for side in sides]
     start, matrix, (ins, outs) = wiring.ins.start, wiring.matrix, bases

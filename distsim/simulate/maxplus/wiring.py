@@ -57,13 +57,13 @@ class Cells(NamedTuple):
     """Cells that products read, or write, one product after the other from ``start`` on.
 
     ``number`` counts registers where ``which`` is ONCE, else values of which there is one a microbatch.
-    ``latest`` are the (place, value) of those that are LATEST.
+    ``latest`` are the (place, (value, rank)) of those that are LATEST.
     """
 
     start: Ints
     number: Ints
     which: Ints
-    latest: tuple[tuple[int, Value], ...]
+    latest: tuple[tuple[int, tuple[Value, int]], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,14 +350,14 @@ class Wirer:
         """Return the cells of one side of all products: streams, then keys."""
         numbers: list[int] = []
         which: list[int] = []
-        latest: list[tuple[int, Value]] = []
+        latest: list[tuple[int, tuple[Value, int]]] = []
         for streams, places, keys in sides:
             numbers += streams
             which += [ONCE] * len(streams)
             for place, rank_class in places:
                 key = keys[place]
                 if key.which == LATEST:
-                    latest.append((len(numbers), key.value))
+                    latest.append((len(numbers), (key.value, key.rank)))
                 numbers.append(self._cell(key, rank_class))
                 which.append(key.which)
         start = np.cumsum([0, *[len(streams) + len(places) for streams, places, _ in sides]])

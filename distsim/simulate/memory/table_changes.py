@@ -152,7 +152,11 @@ class _Assembly:
         rank, table = self.known.ranks[number], self.table
         sampled = sampling(table.order, rank.stages, table.latest.values(), plain)
         labels: list[int] = sampled.labels.tolist()
-        latest = [(rank.slots[v], labels[m]) for v, m in table.latest.items() if v in rank.slots]
+        latest = [
+            (rank.slots[value], labels[m])
+            for (value, place), m in table.latest.items()
+            if place == number and value in rank.slots
+        ]
         copies: list[int] = (sampled.sample // max(table.order.schedule.num_microbatches, 1)).tolist()
         ordinary: list[bool] = sampled.ordinary.tolist()
         sample = Sample(sampled.cells, tuple(ordinary), tuple(copies), tuple(latest), plain)
