@@ -38,11 +38,14 @@ class BlockLinks:
     def __init__(self, blocks: Sequence[BoundBlock], num_ranks: int) -> None:
         self.blocks, self.num_ranks = tuple(blocks), num_ranks
         self.number = {block: n for n, block in enumerate(self.blocks)}
-        made: dict[Address, dict[int, int]] = {}
+        made: dict[Address, dict[tuple[int, int], int]] = {}  # a pair may make it for both microbatches
         for n, block in enumerate(self.blocks):
             for place, key in enumerate(block.makes):
-                made.setdefault(address(key), {})[n] = place
-        results = {at: (tuple(places), tuple(places.items())) for at, places in made.items()}
+                made.setdefault(address(key), {})[n, key.which] = place
+        results = {
+            at: (tuple([n for n, _ in own]), tuple([(n, place) for (n, _), place in own.items()]))
+            for at, own in made.items()
+        }
         nobody: tuple[tuple[int, ...], tuple[Result, ...]] = ((), ())
         found = [[results.get(address(key), nobody) for key in block.reads] for block in self.blocks]
         self.makers = [[makers for makers, _ in own] for own in found]

@@ -190,11 +190,11 @@ class Wirer:
         """Let a block that runs after several makers of what it reads read what the last of them made."""
         own = list(zip(self.flow.blocks[reader].reads, self.makers[reader], strict=True))
         late = [key.which in (ONCE, LATEST) and each == makers for key, each in own]
-        self.makers[reader] = [(last,) if after else each for after, (_, each) in zip(late, own, strict=True)]
         self.sources[reader] = [
             tuple([result for result in each if result[0] == last]) if after else each
             for after, each in zip(late, self.sources[reader], strict=True)
         ]
+        self.makers[reader] = [tuple([maker for maker, _ in each]) for each in self.sources[reader]]
 
     def _uncovered(self, number: int) -> list[Place]:
         """Return the (input, rank class) for which a block waits on streams that may all be free before."""
