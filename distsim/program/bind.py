@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.cache import Cache
+from distsim.errors import ScheduleError
 from distsim.ir import Value
 from distsim.program.block import Block
 from distsim.program.overlap_pairs import interleave, interleaved_names
@@ -115,6 +116,12 @@ class Binder:
         """Return the block of two calls that overlap."""
         found = self.pairs.get((one, two))
         if found is None:
+            sums = {key for key in one.makes if key.which == ONCE} & {*two.makes}
+            if sums:
+                raise ScheduleError(
+                    f"{one.kind} and {two.kind} of stage {one.stages[0]} are to run together, and both add to "
+                    f"{next(iter(sums)).value.name!r}; list them one after the other"
+                )
             found = self.pairs[one, two] = BoundBlock(
                 one.kind + two.kind,
                 one.rank,
