@@ -144,7 +144,12 @@ def parse_schedule(text: object) -> tuple[str, float]:
     """
     name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name not in SCHEDULES:
-        raise PlanError(f"schedule={_short(text)} is unknown; choose one of {', '.join(SCHEDULES)}")
+        choices = [known for known, generator in SCHEDULES.items() if generator.flush]
+        raise PlanError(f"schedule={_short(text)} is unknown; choose one of {', '.join(choices)}")
+    if not SCHEDULES[name].flush:
+        raise PlanError(
+            f"schedule={name} has no flush, and steps without one are not simulated yet; use 1f1b"
+        )
     if not colon:
         return name, 1.0
     if "memory_limit" not in SCHEDULES[name].options:

@@ -134,7 +134,7 @@ def test_the_weight_gradients_of_a_linear_stack_are_in_w(kind, stages):
     """Each weight's is one product of W; I has the others, those of inputs, where somebody waits."""
     cut = cut_stages(shard(differentiate(linear_stack(kind)), logical_mesh(DEVICE, 1, 1), 2), stages, COSTS)
     one, found = flops(cut.stages[0][0].function, products=True) * stages / 4, 0
-    for (_, backward, _), (first, second) in zip(cut.stages, cut.halves, strict=True):
+    for (_, backward, _), (first, second) in zip(cut.stages, cut.parts.halves, strict=True):
         weights = len(backward.accumulated)
         whole = flops(backward.function, products=True)
         waits = len(backward.outputs) > weights
@@ -162,8 +162,8 @@ def test_the_products_of_transformer_layers_are_where_the_papers_put_them():
 def test_stages_that_do_the_same_share_their_halves():
     joint = differentiate(small_gpt(layers=12), SGD())
     cut = cut_stages(shard(joint, logical_mesh(DEVICE, 1, 1), 2), 6, COSTS)
-    halves = cut.halves
-    assert halves is cut.halves
+    halves = cut.parts.halves
+    assert halves is cut.parts.halves
     same = [i for i, (_, block, _) in enumerate(cut.stages) if block.function is cut.stages[2][1].function]
     assert len(same) > 1
     for first, second in [halves[i] for i in same]:

@@ -130,7 +130,7 @@ def test_a_cut_is_into_the_stages_of_all_chunks():
 
 
 def test_several_stages_a_rank_take_a_schedule_that_runs_them():
-    assert program("pp=2,chunks=2,schedule=interleaved,microbatches=2").schedule.chunks == 2
+    assert program("pp=2,chunks=2,schedule=interleaved").schedule.chunks == 2
     with pytest.raises(PlanError, match="schedule=1f1b runs 1 stage a rank, not chunks=2; use chunks=1"):
         program("pp=2,chunks=2")
 

@@ -119,8 +119,8 @@ class Binder:
             sums = {key for key in one.makes if key.which == ONCE} & {*two.makes}
             if sums:
                 raise ScheduleError(
-                    f"{one.kind} and {two.kind} of stage {one.stages[0]} are to run together, and both add to "
-                    f"{next(iter(sums)).value.name!r}; list them one after the other"
+                    f"{one.kind} and {two.kind} of stage {one.stages[0]} are to run together, and both "
+                    f"add to {next(iter(sums)).value.name!r}; list them one after the other"
                 )
             found = self.pairs[one, two] = BoundBlock(
                 one.kind + two.kind,

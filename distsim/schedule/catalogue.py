@@ -36,7 +36,7 @@ class Generator:
     ``make(num_ranks, num_microbatches, chunks)`` returns it, or raises :class:`ScheduleError`, and takes by
     keyword what ``options`` names. ``chunks`` is the number of stages a rank that it takes, None: any.
     ``placement``: stage s on rank s modulo p (loop), down the ranks and up again (V), or two copies of the
-    model in opposite directions.
+    model in opposite directions. Without ``flush`` the next step follows on versions of the weights.
     """
 
     make: Callable[..., Schedule]
@@ -45,6 +45,7 @@ class Generator:
     description: str
     source: str
     options: tuple[str, ...] = ()
+    flush: bool = True
 
     @property
     def stages_a_rank(self) -> int | None:
@@ -102,10 +103,20 @@ SCHEDULES: Mapping[str, Generator] = MappingProxyType(
             dualpipe, 2, "two copies", "forward and backward of two copies overlap", "DeepSeek-AI 2024"
         ),
         "pipedream": Generator(
-            pipedream, 1, "loop", "1F1B without a flush, weights stashed", "Narayanan et al. 2019"
+            pipedream,
+            1,
+            "loop",
+            "1F1B without a flush, weights stashed",
+            "Narayanan et al. 2019",
+            flush=False,
         ),
         "pipedream_2bw": Generator(
-            pipedream_2bw, 1, "loop", "1F1B without a flush, two versions of weights", "Narayanan et al. 2021"
+            pipedream_2bw,
+            1,
+            "loop",
+            "1F1B without a flush, two versions of weights",
+            "Narayanan et al. 2021",
+            flush=False,
         ),
     }
 )

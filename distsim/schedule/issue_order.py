@@ -32,7 +32,7 @@ class IssueOrder:
 
     >>> from distsim.schedule import one_f_one_b
     >>> issue_order(one_f_one_b(2, 1000)).repeats.tolist()
-    [1, 1, 997, 1]
+    [1, 1, 996, 1, 1]
     """
 
     schedule: Schedule
