@@ -85,7 +85,6 @@ OWN_CACHES = {  # modules that keep what they made in some way of their own
     "distsim.simulate.explain.walk",
     "distsim.simulate.maxplus.engine",
     "distsim.simulate.memory.plan",
-    "distsim.simulate.memory.sampling",
     "distsim.simulate.memory.table_changes",
     "distsim.simulate.memory.walk",
     "distsim.simulate.tasks.program_ranks",

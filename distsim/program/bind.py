@@ -59,6 +59,7 @@ class Binder:
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
         self.readers = self._readers()
+        self.joins = any(output.microbatched for output in parts.outputs)
         self._sends: dict[BoundBlock, tuple[tuple[BoundBlock, int], ...]] = {}
         self._tables: OrderedDict[Schedule, Table] = OrderedDict()
         self._tails: dict[int, Tail] = {}
@@ -249,8 +250,7 @@ class Binder:
     def _tail(self, schedule: Schedule) -> Tail:
         """Return what follows the last action; how many microbatches matters only where they are joined."""
         count = schedule.num_microbatches
-        joins = any(output.microbatched for output in self.parts.outputs)
-        key = count if joins else min(count * self.copies, 2)
+        key = count if self.joins else min(count * self.copies, 2)
         found = self._tails.get(key)
         if found is None:
             found = self._tails[key] = Tail(self, count)

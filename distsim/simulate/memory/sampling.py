@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from distsim.cache import Cache
 from distsim.schedule import IssueOrder
 from distsim.simulate.memory.excerpt import SUMMED_BY, Cells
 from distsim.simulate.memory.kernel import Bools, Ints
@@ -28,8 +28,11 @@ class Sampling:
     cells: Cells
 
 
+_SAMPLINGS = Cache[IssueOrder, Sampling]("samples of a rank, by its stages and special microbatches", 512)
+
+
 def sampling(order: IssueOrder, stages: Sequence[int], latest: Iterable[int], plain: bool) -> Sampling:
-    """Return the sampling of the rank that holds these stages.
+    """Return the sampling of the rank that holds these stages, kept with the order.
 
     A microbatch is unlike all others if it is the first or the last of a call: the first makes sums, after
     the last nothing adds to them; so are those in ``latest`` and the very last. If not ``plain``, so is the
@@ -39,6 +42,12 @@ def sampling(order: IssueOrder, stages: Sequence[int], latest: Iterable[int], pl
     A plain sample runs one microbatch after the other if that is the order of each call, so that schedules
     have the same samples.
     """
+    special = frozenset(latest)
+    key = (tuple(stages), special, plain)
+    return _SAMPLINGS.get(order, key, lambda: _sampling(order, stages, special, plain))
+
+
+def _sampling(order: IssueOrder, stages: Sequence[int], latest: Iterable[int], plain: bool) -> Sampling:
     calls = _calls(order)
     families = [4 * stage + kind for stage in stages for kind in range(4) if calls.run[4 * stage + kind]]
     places = {4 * stage + kind: 4 * i + kind for i, stage in enumerate(stages) for kind in range(4)}
@@ -101,14 +110,11 @@ class _Calls:
     ends: Ints
 
 
-_CALLS: WeakKeyDictionary[IssueOrder, _Calls] = WeakKeyDictionary()
+_CALLS = Cache[IssueOrder, _Calls]("places of actions, by order", 1)
 
 
 def _calls(order: IssueOrder) -> _Calls:
-    known = _CALLS.get(order)
-    if known is None:
-        known = _CALLS[order] = _find_calls(order)
-    return known
+    return _CALLS.get(order, None, lambda: _find_calls(order))
 
 
 def _find_calls(order: IssueOrder) -> _Calls:
