@@ -8,6 +8,7 @@ import sys
 import threading
 from types import FrameType
 
+from distsim.compile import when_compiling
 from distsim.streams import close_output, complain, open_missing
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -51,6 +52,7 @@ def main() -> int:
                 signal.signal(number, stop)
         from distsim.cli import main as command  # in here, as importing it takes a while
 
+        when_compiling(lambda: complain("compiling the engine, once per installation (some ten seconds)"))
         status = command()
     except BaseException:
         if not stop.number:

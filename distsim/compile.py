@@ -35,6 +35,7 @@ class Compiled(Generic[P, R]):
     def dispatcher(self) -> Any:
         """Numba's own object for the function."""
         numba: Any = import_module("numba")
+        _tell_of_compiling()
         stamp = self._stamp()
         if stamp:
             # Numba looks at the file of the function only: by its name, the cache sees the others change.
@@ -63,6 +64,37 @@ class Compiled(Generic[P, R]):
         files = [path for path in map(Path, names) if path.is_file()]
         content = b"".join([path.read_bytes() for path in files])
         return hashlib.sha256(content).hexdigest()[:12] if files else ""
+
+
+_TOLD: list[Callable[[], None]] = []
+"""What to call once, when something is compiled."""
+
+
+def when_compiling(tell: Callable[[], None]) -> None:
+    """Have ``tell`` called when a function is compiled for the first time from now on, not if none is.
+
+    What is compiled is kept on disk, so that happens once per installation.
+    """
+    _TOLD[:] = [tell]
+
+
+def _tell_of_compiling() -> None:
+    """Listen to Numba, whose events say when it compiles and does not find the machine code."""
+    if not _TOLD:
+        return
+    event: Any = import_module("numba.core.event")
+    tell = _TOLD.pop()
+
+    class Listener(event.Listener):
+        def on_start(self, event: Any) -> None:
+            while tells:
+                tells.pop()()
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    tells = [tell]
+    event.register("numba:compile", Listener())
 
 
 def compiled(function: Callable[P, R]) -> Compiled[P, R]:

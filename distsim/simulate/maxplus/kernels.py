@@ -70,7 +70,8 @@ def summarize(
     width = clocks.shape[1]
     row = np.empty(width)
     for task in range(len(durations)):
-        row[:] = -math.inf
+        for j in range(width):
+            row[j] = -math.inf
         for k in range(dep_start[task], dep_start[task + 1]):
             source = deps[k]
             if source >= 0:

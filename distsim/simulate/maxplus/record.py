@@ -38,7 +38,7 @@ def record_rows(rows: Any, products: Any, widest: int, record: Any) -> None:
     c, e = 0, 0
     for r in range(len(rows.repeats)):
         for k in range(rows.repeats[r]):
-            shift[:2] = k * rows.advance[r]
+            shift[0] = shift[1] = k * rows.advance[r]
             for n in range(rows.start[r], rows.start[r + 1]):
                 for p in range(products.first[rows.block[n]], products.first[rows.block[n] + 1]):
                     entry = products.in_start[p]

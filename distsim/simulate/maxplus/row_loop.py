@@ -271,7 +271,7 @@ def find_reach(rows: Any, products: Any, count: int, cells: int, most: int, lag:
     ``count`` are the microbatches, ``most`` the longest lag with which repetitions are jumped over.
     """
     found = 0
-    written = np.full(cells, -1, np.int64)  # the round whose first repetition writes a cell
+    written = np.zeros(cells, np.int64) - 1  # the round whose first repetition writes a cell
     for r in range(len(rows.repeats)):
         lag[r] = 0
         step = rows.advance[r]

@@ -69,7 +69,7 @@ def run_once(levels: Levels, steps: Steps, amounts: Amounts, begin: int, end: in
 def compose(initial: Ints, steps: Steps, amounts: Amounts) -> Levels:
     """Return what is in use after all steps, from ``initial`` [ranks, columns] on, and at the peaks."""
     ranks, columns = initial.shape
-    all_steps = Levels(initial.copy(), initial.copy(), np.full((ranks, 2), -1, np.int64))
+    all_steps = Levels(initial.copy(), initial.copy(), np.zeros((ranks, 2), np.int64) - 1)
     level, peak, when = all_steps.level, all_steps.peak, all_steps.when
     before = initial.copy()
     first = Levels(level, initial.copy(), when.copy())
@@ -78,8 +78,9 @@ def compose(initial: Ints, steps: Steps, amounts: Amounts) -> Levels:
         if later == 0:
             run_once(all_steps, steps, amounts, begin, end)
             continue
-        before[:] = level
-        first.peak[:] = level
+        for s in range(ranks):  # an assignment to a slice takes seconds to compile, for its error message
+            for c in range(columns):
+                before[s, c] = first.peak[s, c] = level[s, c]
         run_once(first, steps, amounts, begin, end)
         for s in range(ranks):
             grown = level[s, 0] - before[s, 0]
