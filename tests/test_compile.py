@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from distsim.compile import compiled
+from distsim.compile import compiled, when_compiling
 
 
 class Pair(NamedTuple):
@@ -102,3 +102,12 @@ def test_an_error_other_than_of_the_cache_is_raised(monkeypatch):
     monkeypatch.setattr(numba, "njit", broken)
     with pytest.raises(RuntimeError, match="out of luck"):
         compiled(lambda x: x)(1)
+
+
+def test_what_compiles_says_so_once():
+    told = []
+    when_compiling(lambda: told.append("compiling"))
+    for number in range(3):
+        made = compiled(lambda n: n + number)  # noqa: B023: another function each time
+        made.dispatcher(1)
+    assert told == ["compiling"]
