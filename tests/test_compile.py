@@ -108,6 +108,6 @@ def test_what_compiles_says_so_once():
     told = []
     when_compiling(lambda: told.append("compiling"))
     for number in range(3):
-        made = compiled(lambda n: n + number)  # noqa: B023: another function each time
+        made = compiled(lambda n, number=number: n + number)
         made.dispatcher(1)
     assert told == ["compiling"]
