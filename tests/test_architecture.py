@@ -130,6 +130,7 @@ PUBLIC_NAMES = {
         "gpipe",
         "one_f_one_b",
         "read_csv",
+        "register_schedule",
         "schedule",
         "write_csv",
     ],

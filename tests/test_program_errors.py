@@ -143,6 +143,10 @@ REFUSED = {
         lambda: on_meshes(1, 0),
         r"stage 0 runs on .*gpu:1\].* give it the slice pp=0 of the program's mesh, .*gpu:0\]",
     ),
+    "a block on another mesh than the pattern": (
+        lambda: replace(two_stages(), pattern=logical_mesh(Device(0, "gpu"), 2, 1), shared_parts=None),
+        r"is on Mesh\(dp=1, tp=1\).*; blocks lie on the program's pattern, Mesh\(dp=2, tp=1\)",
+    ),
     "a mesh of more stages": (
         lambda: replace(two_stages(), mesh=mesh_of(pp=3)),
         r"1f1b is for 2 ranks, the mesh has pp=3",

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from schedule_replay import peaks, replay
 
 from distsim.errors import ScheduleError
-from distsim.schedule import SCHEDULES, Schedule, read_csv, schedule, write_csv
+from distsim.plan import Plan
+from distsim.schedule import (
+    SCHEDULES,
+    Generator,
+    Schedule,
+    gpipe,
+    read_csv,
+    register_schedule,
+    schedule,
+    write_csv,
+)
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data" / "schedules"
@@ -234,3 +244,12 @@ def test_large_schedules_are_made_and_checked():
     for name in ("1f1b", "interleaved", "zb_v", "dualpipe"):
         made: Schedule = schedule(name, 32, 256)
         made.check()
+
+
+def test_a_schedule_of_ones_own_is_known_by_name():
+    two_more = Generator(lambda p, m, chunks: gpipe(p, m), 1, "loop", "GPipe by another name", "this test")
+    assert register_schedule("own", two_more) is register_schedule("own", two_more) is SCHEDULES["own"]
+    assert schedule("own", 2, 3) == gpipe(2, 3) and Plan(schedule="own").schedule == "own"
+    for name, words in (("1f1b", "there is a schedule '1f1b' already"), ("a b", "use lower-case letters")):
+        with pytest.raises(ScheduleError, match=words):
+            register_schedule(name, two_more)

@@ -56,6 +56,7 @@ class Binder:
         self.chain = len(parts.blocks)
         self.makers = parts.makers()
         self.calls: dict[tuple[int, int], BoundBlock | None] = {}
+        self.keys: dict[tuple[int, Kind], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
         self.readers = self._readers()
@@ -103,15 +104,18 @@ class Binder:
 
     def _call(self, part: Block, stage: int, kind: Kind, place: int) -> BoundBlock:
         rank = self.rank_of[stage]
-        adds = part.accumulated if place & LATER and part.accumulating is not None else ()
-        sums = set(part.accumulated)
-        reads = [Key(v, rank, ONCE if self.once(v) else FIRST) for v in part.inputs]
-        reads += [Key(v, rank, ONCE) for v in adds]
-        makes = [Key(v, rank, ONCE if v in sums else FIRST) for v in part.outputs]
+        found = self.keys.get((stage, kind))
+        if found is None:  # calls in other places have the same keys
+            sums = set(part.accumulated)
+            reads = tuple([Key(v, rank, ONCE if self.once(v) else FIRST) for v in part.inputs])
+            makes = tuple([Key(v, rank, ONCE if v in sums else FIRST) for v in part.outputs])
+            found = self.keys[stage, kind] = reads, makes
+        reads, makes = found
         function, names = part.function, part.names
-        if adds and part.accumulating is not None:
+        if part.accumulated and place & LATER and part.accumulating is not None:
+            reads = (*reads, *[Key(v, rank, ONCE) for v in part.accumulated])
             function, names = part.accumulating, part.accumulating_names
-        return BoundBlock(kind.value, rank, tuple(reads), tuple(makes), function, names, (stage,))
+        return BoundBlock(kind.value, rank, reads, makes, function, names, (stage,))
 
     def pair(self, one: BoundBlock, two: BoundBlock) -> BoundBlock:
         """Return the block of two calls that overlap."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from distsim.errors import IRError, ScheduleError
-from distsim.ir import Function, Mesh, Value
+from distsim.ir import Function, Mesh, Tensor, Value, callees
 from distsim.program.bind import table_of
 from distsim.program.links import Maker
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
@@ -64,11 +64,20 @@ class Program:
             )
         self.schedule.check()
         self._verify_ranks()
+        if self.shared_parts is not self.parts:
+            self._verify_pattern()
         object.__setattr__(self, "shared_parts", self.parts)
 
     def table(self) -> Table:
         """Return the table of calls: what the step is, row by row."""
         return table_of(self.parts, self.schedule)
+
+    def axis_size(self, axis: str) -> int:
+        """Return how many ranks an axis has: dp, tp or pp.
+
+        Types of blocks do not tell: they lie on ``pattern``, on which two replicas stand for any number.
+        """
+        return self.mesh.axis_size(axis)
 
     def makers(self) -> dict[Value, Maker]:
         """Return who makes each key."""
@@ -98,6 +107,20 @@ class Program:
                 f"{self.name}: stage {index} runs on {stage.mesh}; the schedule {schedule.name} has it on "
                 f"rank {rank}: give it the slice pp={rank} of the program's mesh, {slices[rank]}"
             )
+
+    def _verify_pattern(self) -> None:
+        """Check that what the blocks have is on the pattern: what is elsewhere nobody would run or hold."""
+        blocks = [b for f, b, updates in self.parts.blocks for b in (f, b, *[own for _, own in updates])]
+        functions = [f for block in blocks for f in (block.function, block.accumulating) if f is not None]
+        for function in dict.fromkeys([each for f in functions for each in (f, *callees(f))]):
+            values = [*function.inputs, *[value for op in function.ops for value in op.outputs]]
+            for value in values:
+                device = value.type.device if isinstance(value.type, Tensor) else None
+                if device is not None and device != self.pattern:
+                    raise IRError(
+                        f"{self.name}: {value.name!r} of {function.name} is on {device}; blocks lie on the "
+                        f"program's pattern, {self.pattern}"
+                    )
 
     def to_function(self, steady: bool = False) -> Function:
         """Return the whole step as one flat Function of Calls, Sends and collectives, written out when read.

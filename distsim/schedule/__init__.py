@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which each rank runs its actions (kind, stage, microbatch)."""
 
 from distsim.schedule.action import Action, Cell, Kind
-from distsim.schedule.catalogue import SCHEDULES, Generator, schedule
+from distsim.schedule.catalogue import SCHEDULES, Generator, register_schedule, schedule
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
 from distsim.schedule.refusals import WEIGHTS
 from distsim.schedule.table import Schedule
@@ -23,6 +23,7 @@ __all__ = [
     "issue_order",
     "one_f_one_b",
     "read_csv",
+    "register_schedule",
     "schedule",
     "write_csv",
 ]

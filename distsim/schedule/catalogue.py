@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -53,74 +54,87 @@ class Generator:
         return 1 if self.placement == "two copies" else self.chunks
 
 
-SCHEDULES: Mapping[str, Generator] = MappingProxyType(
-    {
-        "1f1b": Generator(one_f_one_b, 1, "loop", "one forward, one backward", "Narayanan et al. 2021"),
-        "gpipe": Generator(gpipe, 1, "loop", "all forwards, then all backwards", "Huang et al. 2019"),
-        "interleaved": Generator(
-            interleaved, None, "loop", "1F1B over several stages a rank, Megatron's", "Narayanan et al. 2021"
-        ),
-        "interleaved_torch": Generator(
-            interleaved_torch,
-            None,
-            "loop",
-            "1F1B over several stages a rank, torch's",
-            "torch, Interleaved1F1B",
-        ),
-        "looped_bfs": Generator(
-            looped_bfs, None, "loop", "all microbatches on a stage, then on the next", "Lamy-Poirier 2022"
-        ),
-        "zb_h1": Generator(zb_h1, 1, "loop", "1F1B with W late, in 1F1B's memory", "Qi et al. 2023"),
-        "zb_h2": Generator(zb_h2, 1, "loop", "W late, no bubble, twice 1F1B's memory", "Qi et al. 2023"),
-        "zb_auto": Generator(
-            zb_auto, 1, "loop", "searched for given times and memory", "Qi et al. 2023; sail-sg", _SEARCH
-        ),
-        "interleaved_zb": Generator(
-            interleaved_zb, None, "loop", "interleaved, with W late", "torch, InterleavedZeroBubble"
-        ),
-        "zb_v": Generator(
-            zb_v, 2, "V", "no bubble, 1F1B's memory, two stages a rank", "Qi et al. 2023; torch"
-        ),
-        "zb_v_greedy": Generator(
-            zb_v_greedy,
-            2,
-            "V",
-            "ZB-V searched for given times and memory",
-            "Qi et al. 2023; sail-sg",
-            _SEARCH,
-        ),
-        "v_half": Generator(
-            v_half, 2, "V", "half of 1F1B's memory, half of its bubble", "Qi et al. 2024; sail-sg"
-        ),
-        "v_min": Generator(v_min, 2, "V", "a third of 1F1B's memory", "Qi et al. 2024; sail-sg"),
-        "1f1b_v": Generator(
-            one_f_one_b_v, 2, "V", "two thirds of 1F1B's memory, whole backwards", "Qi et al. 2024; sail-sg"
-        ),
-        "dualpipe_v": Generator(
-            dualpipe_v, 2, "V", "forward and backward overlap, two stages a rank", "DeepSeek-AI; torch"
-        ),
-        "dualpipe": Generator(
-            dualpipe, 2, "two copies", "forward and backward of two copies overlap", "DeepSeek-AI 2024"
-        ),
-        "pipedream": Generator(
-            pipedream,
-            1,
-            "loop",
-            "1F1B without a flush, weights stashed",
-            "Narayanan et al. 2019",
-            flush=False,
-        ),
-        "pipedream_2bw": Generator(
-            pipedream_2bw,
-            1,
-            "loop",
-            "1F1B without a flush, two versions of weights",
-            "Narayanan et al. 2021",
-            flush=False,
-        ),
-    }
-)
-"""Schedules by the name that a plan uses."""
+_SCHEDULES: dict[str, Generator] = {
+    "1f1b": Generator(one_f_one_b, 1, "loop", "one forward, one backward", "Narayanan et al. 2021"),
+    "gpipe": Generator(gpipe, 1, "loop", "all forwards, then all backwards", "Huang et al. 2019"),
+    "interleaved": Generator(
+        interleaved, None, "loop", "1F1B over several stages a rank, Megatron's", "Narayanan et al. 2021"
+    ),
+    "interleaved_torch": Generator(
+        interleaved_torch,
+        None,
+        "loop",
+        "1F1B over several stages a rank, torch's",
+        "torch, Interleaved1F1B",
+    ),
+    "looped_bfs": Generator(
+        looped_bfs, None, "loop", "all microbatches on a stage, then on the next", "Lamy-Poirier 2022"
+    ),
+    "zb_h1": Generator(zb_h1, 1, "loop", "1F1B with W late, in 1F1B's memory", "Qi et al. 2023"),
+    "zb_h2": Generator(zb_h2, 1, "loop", "W late, no bubble, twice 1F1B's memory", "Qi et al. 2023"),
+    "zb_auto": Generator(
+        zb_auto, 1, "loop", "searched for given times and memory", "Qi et al. 2023; sail-sg", _SEARCH
+    ),
+    "interleaved_zb": Generator(
+        interleaved_zb, None, "loop", "interleaved, with W late", "torch, InterleavedZeroBubble"
+    ),
+    "zb_v": Generator(zb_v, 2, "V", "no bubble, 1F1B's memory, two stages a rank", "Qi et al. 2023; torch"),
+    "zb_v_greedy": Generator(
+        zb_v_greedy,
+        2,
+        "V",
+        "ZB-V searched for given times and memory",
+        "Qi et al. 2023; sail-sg",
+        _SEARCH,
+    ),
+    "v_half": Generator(
+        v_half, 2, "V", "half of 1F1B's memory, half of its bubble", "Qi et al. 2024; sail-sg"
+    ),
+    "v_min": Generator(v_min, 2, "V", "a third of 1F1B's memory", "Qi et al. 2024; sail-sg"),
+    "1f1b_v": Generator(
+        one_f_one_b_v, 2, "V", "two thirds of 1F1B's memory, whole backwards", "Qi et al. 2024; sail-sg"
+    ),
+    "dualpipe_v": Generator(
+        dualpipe_v, 2, "V", "forward and backward overlap, two stages a rank", "DeepSeek-AI; torch"
+    ),
+    "dualpipe": Generator(
+        dualpipe, 2, "two copies", "forward and backward of two copies overlap", "DeepSeek-AI 2024"
+    ),
+    "pipedream": Generator(
+        pipedream,
+        1,
+        "loop",
+        "1F1B without a flush, weights stashed",
+        "Narayanan et al. 2019",
+        flush=False,
+    ),
+    "pipedream_2bw": Generator(
+        pipedream_2bw,
+        1,
+        "loop",
+        "1F1B without a flush, two versions of weights",
+        "Narayanan et al. 2021",
+        flush=False,
+    ),
+}
+
+SCHEDULES: Mapping[str, Generator] = MappingProxyType(_SCHEDULES)
+"""Schedules by the name that a plan uses; :func:`register_schedule` adds one."""
+
+
+def register_schedule(name: str, generator: Generator) -> Generator:
+    """Have plans, :func:`schedule` and ``distsim schedule`` know a schedule by a name.
+
+    The generator keeps what it made, if that is to be fast (:func:`distsim.cache.cached`).
+
+    Raises:
+        ScheduleError: another schedule has the name, or it is not of lower-case letters, digits and ``_``.
+    """
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_]*", name):
+        raise ScheduleError(f"schedule name {name!r}: use lower-case letters, digits and _")
+    if _SCHEDULES.setdefault(name, generator) is not generator:
+        raise ScheduleError(f"there is a schedule {name!r} already; give it another name")
+    return generator
 
 
 def schedule(

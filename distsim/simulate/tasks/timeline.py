@@ -85,7 +85,10 @@ class Timeline(Protocol):
 
     @property
     def op_counts(self) -> Sequence[tuple[Op, int, int]]:
-        """(op, rank class, times): every op that is run, and how often on each class."""
+        """(op, rank class, times): every op that is run, and how often on each class.
+
+        An op that several classes run together, as a Send does on both its ends, is listed on each.
+        """
         ...
 
     def __len__(self) -> int:
