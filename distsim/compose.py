@@ -94,6 +94,12 @@ def build_program(
             f"the schedule is for {schedule.num_ranks} ranks and {count} microbatches, "
             f"plan {plan} has pp={plan.pp} and microbatches={plan.microbatches}; make them agree"
         )
+    sizes = parse_stages(plan.stages)
+    if sizes and len(sizes) != schedule.chain:
+        raise PlanError(
+            f"stages={plan.stages} has {len(sizes)} numbers, the schedule {schedule.name} {schedule.chain} "
+            "stages; give one number for each"
+        )
     cut = _cut(function, mesh, plan, cost_model, schedule)
     if plan.remat == "none":
         return cut.program(mesh, schedule)
@@ -107,9 +113,7 @@ def _schedule(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel)
     if not known.options:
         chunks = plan.chunks if known.stages_a_rank == known.chunks else None
         return schedule_named(name, plan.pp, plan.microbatches, chunks)
-    order = schedule_named(
-        "interleaved" if plan.chunks > 1 else "1f1b", plan.pp, plan.microbatches, plan.chunks
-    )
+    order = schedule_named("1f1b_v" if known.placement == "V" else "1f1b", plan.pp, plan.microbatches)
     even = replace(plan, schedule=order.name, stages="even" if plan.stages == "auto" else plan.stages)
     cut = _cut(function, mesh, even, cost_model, order)
     return searched_schedule(name, memory, cut, mesh, order, cost_model)

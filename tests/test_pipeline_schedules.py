@@ -5,8 +5,10 @@ from functools import cache
 import pytest
 from training_models import assert_same_step, mesh_of, random_inputs, small_gpt, small_mlp, tied
 
-from distsim.compose import build_program
-from distsim.executor import SequentialExecutor
+from distsim.compose import build_program, parallelize
+from distsim.errors import PlanError, ScheduleError
+from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.hardware import load_cluster
 from distsim.plan import Plan
 from distsim.schedule import SCHEDULES, schedule
 from distsim.transforms import SGD, Adam, differentiate
@@ -72,3 +74,43 @@ def test_any_number_of_stages_a_rank(name, chunks):
 )
 def test_with_recomputation_divided_parameters_and_tensor_parallelism(name, layout):
     check("tied" if layout.get("remat") != "matmuls" else "gpt", order_of(name, 2, 4), **layout)
+
+
+def test_what_a_chunk_reduces_does_not_wait_for_the_chunks_before():
+    """Backward of the last chunk ends first: its all-reduces run while the others still compute."""
+    topology = load_cluster("dgx-a100")
+    joint = differentiate(small_mlp(layers=16, width=512, batch=64), SGD())
+    plan = Plan(dp=4, pp=2, microbatches=4, schedule="looped_bfs", chunks=2)
+    simulation = Simulator(CostModel(topology)).simulate(parallelize(joint, plan, topology))
+    ends = dict.fromkeys(("B0@0", "B0@2", "U@0", "U@2"), 0.0)
+    starts = dict.fromkeys(ends, float("inf"))
+    for span in simulation.spans():
+        path = span.path.split("/")[0]
+        if path in ends and (path[0] == "B" or span.op.op_type == "MPIAllreduce"):
+            ends[path], starts[path] = max(ends[path], span.end), min(starts[path], span.start)
+    assert starts["U@2"] <= ends["B0@2"] <= starts["B0@0"] < starts["U@0"]
+
+
+def test_stages_are_as_many_as_a_table_has():
+    order = schedule("interleaved", 2, 2, 2)
+    plan = Plan(pp=2, microbatches=2, stages="8-8")
+    with pytest.raises(PlanError, match="stages=8-8 has 2 numbers, the schedule interleaved 4 stages"):
+        build_program(known("mlp")[0], mesh_of(1, 1, 2), plan, None, order)
+
+
+@pytest.mark.parametrize(
+    ("name", "m"), [("interleaved_torch", 5), ("interleaved_zb", 5), ("zb_auto", 3), ("v_min", 3)]
+)
+def test_any_step_is_explained(name, m):
+    topology = load_cluster("dgx-a100")
+    chunks = SCHEDULES[name].stages_a_rank or 2
+    plan = Plan(pp=3, microbatches=m, schedule=name, chunks=chunks)
+    joint = differentiate(small_mlp(layers=16, batch=30), SGD())
+    simulation = Simulator(CostModel(topology)).simulate(parallelize(joint, plan, topology))
+    assert "critical path" in str(simulation.explain())
+
+
+def test_a_searched_schedule_holds_an_activation_at_least():
+    topology = load_cluster("dgx-a100")
+    with pytest.raises(ScheduleError, match=r"schedule=zb_auto:0.1: .*; give at least 0.5"):
+        parallelize(known("mlp")[0], Plan(pp=2, microbatches=4, schedule="zb_auto:0.1"), topology)

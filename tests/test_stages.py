@@ -229,6 +229,8 @@ def test_default_split_refuses_what_torchtitan_refuses(arguments, message):
         ),
         (lambda: auto_split([LAYER] * 3, 2, 4, schedule("1f1b", 3, 4)), r"does not fit stages=2"),
         (lambda: auto_split([LAYER] * 3, 2, 4, effort=0), r"effort=0"),
+        (lambda: auto_split([LAYER] * 8, 4, 8, "zb_v"), r"does not fit stages=4, microbatches=8"),
+        (lambda: split_time([LAYER] * 2, (1, 1), 4, "pipedream"), r"has no flush"),
         (lambda: auto_split([LAYER] * 3, 2, 4, memory=[1.0]), r"memory of 1 ranks is given for 2"),
         (lambda: auto_split([LAYER] * 3, 2, 4, memory=-1.0), r"memory of rank 0 is -1.0 bytes"),
         (lambda: split_time([LAYER] * 3, (3, 0), 4), r"3 blocks into sizes \(3, 0\), which sum to 3"),

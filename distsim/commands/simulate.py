@@ -98,8 +98,8 @@ def run(options: argparse.Namespace) -> int:
         given = getattr(options, name)
         if given is not None and given is not False:  # 0 is given too
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
-    plan = Plan.parse("dp=1" if options.plan is None else options.plan)
     order = _table(options)
+    plan = _plan(options, order)
     topology = load_cluster(options.cluster)
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
@@ -111,7 +111,8 @@ def run(options: argparse.Namespace) -> int:
         )
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     notes = _idle_devices(options, plan, topology, _samples(function))
-    return _tell(options, progress, (str(plan), function), cost_model, simulation, notes=notes)
+    way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
+    return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
 
 
 def _tell(
@@ -137,6 +138,14 @@ def _tell(
     for note in (*notes, *simulation.notes, *last):
         say(f"note: {note}")
     return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
+
+
+def _plan(options: argparse.Namespace, order: Schedule | None) -> Plan:
+    """Return the plan; a table says how many stages a rank has."""
+    text = "dp=1" if options.plan is None else options.plan
+    if order is not None and order.chain > order.num_ranks and "chunks=" not in text:
+        text += f",schedule=interleaved,chunks={order.chain // order.num_ranks}"
+    return Plan.parse(text)
 
 
 def _table(options: argparse.Namespace) -> Schedule | None:

@@ -106,11 +106,24 @@ class Tail:
         blocks = self.parts.blocks
         rounds = sorted({number for _, _, updates in blocks for number, _ in updates})
         for number in rounds:
-            for place in range(len(blocks) * self.binder.copies):
-                copy, stage = divmod(place, len(blocks))
+            for copy, stage in self._in_order():
                 for own, block in blocks[stage][2]:
                     if own == number and block.outputs:
                         self._update(block, stage, copy)
+
+    def _in_order(self) -> list[tuple[int, int]]:
+        """Return every (copy, stage) in the order in which they are updated: as they end on their rank.
+
+        Of the stages of a rank the backward pass of the last one ends first, and what is reduced over ranks
+        is issued in order: the first stage must not keep the others waiting.
+        """
+        chain = self.binder.chain
+        places = [divmod(place, chain) for place in range(chain * self.binder.copies)]
+        on_rank: dict[int, list[int]] = {}
+        for copy, stage in places:
+            on_rank.setdefault(self._rank(stage, copy), []).append(stage)
+        later = [sum([other > stage for other in on_rank[self._rank(stage, copy)]]) for copy, stage in places]
+        return [place for _, place in sorted(zip(later, places, strict=True))]
 
     def _update(self, block: Block, stage: int, copy: int) -> None:
         rank = self._rank(stage, copy)

@@ -19,6 +19,8 @@ from distsim.schedule.table import Schedule
 MAX_BYTES = 2**24
 """The largest table that is read."""
 
+MAX_WORK = 2**28
+"""The most cells times ranks: in each step every rank is looked at, which takes a second for so many."""
 MAX_CELLS = 2**20
 """The most cells that a table may have, empty ones among them."""
 
@@ -139,6 +141,10 @@ def _ranks(text: str, name: str) -> list[list[Cell]]:
     """Return the cells of each line that are not empty, each action once and each stage on one line."""
     lines = text.rstrip("\r\n").split("\n")
     cells = sum(line.count(",") + 1 for line in lines)
+    if cells * len(lines) > MAX_WORK:
+        raise ScheduleError(
+            f"{name}: {cells} cells of {len(lines)} ranks take too long to order; give a table of fewer"
+        )
     if cells > MAX_CELLS:
         raise ScheduleError(f"{name}: {cells} cells, over {MAX_CELLS}; give a table of fewer microbatches")
     ranks: list[list[Cell]] = []

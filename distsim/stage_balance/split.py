@@ -176,10 +176,13 @@ class StageProblem:
         return Split(sizes, float(time), float(bound), self.memory(sizes), tried + more)
 
     def _least_work(self) -> float:
-        """Return seconds that no split is faster than: the work of all stages, shared evenly by the ranks."""
-        whole = self.tables.stages[0, self.blocks]
-        often = self.microbatches * self.schedule.copies
-        return float(often * (whole["forward"] + whole["backward"])) / self.schedule.num_ranks
+        """Return seconds that no split is faster than: the work of all stages, shared evenly by the ranks, or
+        that of the heaviest block on its one."""
+        stages, count = self.tables.stages, self.blocks
+        work = stages["forward"] + stages["backward"]
+        heaviest = max([float(work[block, block + 1]) for block in range(count)])
+        even = float(work[0, count]) * self.schedule.copies / self.schedule.num_ranks
+        return self.microbatches * max(even, heaviest)
 
     def _nothing_fits(self) -> PartitionError:
         rank_of, limits = self.schedule.rank_of[: self.stages], self.limits or ()

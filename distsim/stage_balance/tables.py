@@ -71,10 +71,13 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
             raise PartitionError(f"schedule={named!r} is unknown; choose one of {', '.join(SCHEDULES)}")
         for name, number in (("stages", stages), ("microbatches", microbatches)):
             check_count(name, number)
-        return schedule(named, stages, microbatches)
+        named = schedule(named, stages, microbatches)
+    if named.weights != "flush":
+        raise PartitionError(f"{named!r} has no flush; steps without one are not simulated")
     if (named.chain, named.num_microbatches * named.copies) != (stages, microbatches):
         raise PartitionError(
-            f"{named!r} does not fit stages={stages}, microbatches={microbatches}; make them agree"
+            f"{named!r} does not fit stages={stages}, microbatches={microbatches}; make them agree, with a "
+            "Schedule for one of several stages a rank"
         )
     return named
 

@@ -99,9 +99,9 @@ def _twice(given: Schedule) -> Schedule | None:
     sizes = (given.num_ranks, given.num_microbatches, given.chunks)
     if given.name not in SCHEDULES:
         return None
+    ranks, count, chunks = sizes
     try:
         same = schedule(given.name, *sizes)
-    except ScheduleError:  # made by hand, under a name that does not take these sizes
+        return schedule(given.name, ranks, 2 * count, chunks) if same == given else None
+    except ScheduleError:  # made by hand, under a name that takes neither these sizes nor twice as many
         return None
-    ranks, count, chunks = sizes
-    return schedule(given.name, ranks, 2 * count, chunks) if same == given else None

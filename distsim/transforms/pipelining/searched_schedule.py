@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distsim.cost.cost_model import CostModel
+from distsim.errors import ScheduleError
 from distsim.ir import Mesh
 from distsim.schedule import Schedule, schedule
 from distsim.stage_balance.pricing import action_costs
@@ -19,13 +20,19 @@ def searched_schedule(
     microbatches, in which the stages are looked at. Raises :class:`ScheduleError` for a memory that is too
     small.
     """
+    limit = memory * order.num_ranks * order.chunks
+    if limit < 1:
+        raise ScheduleError(
+            f"schedule={name}:{memory:g}: a rank holds at least one activation of one of its stages; give at "
+            f"least {1 / (order.num_ranks * order.chunks):.3g}"
+        )
     costs = action_costs(cut.program(mesh, order), cost_model)
     return schedule(
         name,
         order.num_ranks,
         order.num_microbatches,
         order.chunks,
-        memory_limit=memory * order.num_ranks * order.chunks,
+        memory_limit=limit,
         seconds=costs.seconds.tolist(),
         send=costs.send,
         weight_share=costs.pending.tolist(),
