@@ -38,10 +38,10 @@ class Plan:
 
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
     data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`, for one that is
-    searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`); `stages`
-    one of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each pipeline rank. A plan
-    is verified when made, and its text, in which the last four stand only when they are not the default,
-    parses back to it.
+    searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`);
+    `stages` one of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each
+    pipeline rank. A plan is verified when made, and its text, in which the last four stand only when they
+    are not the default, parses back to it.
 
     Raises:
         PlanError: a count is not an integer in 1..MAX_DEGREE, a name is unknown, or `stages` are not as many
