@@ -9,7 +9,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from distsim.cost.cost_model import CostModel, DeviceCosts, cost_model_of
-from distsim.errors import PlanError
+from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
 from distsim.ir.inline import inline
@@ -116,7 +116,10 @@ def _schedule(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel)
     order = schedule_named("1f1b_v" if known.placement == "V" else "1f1b", plan.pp, plan.microbatches)
     even = replace(plan, schedule=order.name, stages="even" if plan.stages == "auto" else plan.stages)
     cut = _cut(function, mesh, even, cost_model, order)
-    return searched_schedule(name, memory, cut, mesh, order, cost_model)
+    try:
+        return searched_schedule(name, memory, cut, mesh, order, cost_model)
+    except ScheduleError as error:
+        raise PlanError(str(error)) from None
 
 
 def _saving_all(

@@ -145,7 +145,8 @@ def parse_schedule(text: object) -> tuple[str, float]:
     name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name not in SCHEDULES:
         choices = [known for known, generator in SCHEDULES.items() if generator.flush]
-        raise PlanError(f"schedule={_short(text)} is unknown; choose one of {', '.join(choices)}")
+        few = f"choose one of {', '.join(choices[:4])} ... (distsim schedule --help)"
+        raise PlanError(f"schedule={_short(text)} is unknown; {few}")
     if not SCHEDULES[name].flush:
         raise PlanError(
             f"schedule={name} has no flush, and steps without one are not simulated yet; use 1f1b"

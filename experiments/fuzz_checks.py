@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from distsim.compose import parallelize
-from distsim.errors import DistsimError, PlanError, ScheduleError
+from distsim.errors import DistsimError, PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.hardware import load_cluster
 from distsim.ir import Function, Topology
@@ -68,7 +68,7 @@ def check_gradients(function: Function, seed: int) -> Verdict:
     inputs = random_inputs(function, seed)
     try:
         joint = differentiate(function, SGD(lr=1.0))
-    except (PlanError, ScheduleError) as error:
+    except PlanError as error:
         return refused(error)
     compute = SequentialExecutor().compute
     made = dict(
@@ -160,7 +160,7 @@ def check_plan(function: Function, plan: Plan, seed: int) -> Verdict:
         if not all(np.isfinite(array).all() for array in expected):
             return Verdict("refused", "the function is not finite there")
         program = parallelize(joint, plan, cluster()[0])
-    except (PlanError, ScheduleError) as error:
+    except PlanError as error:
         return refused(error)
     try:
         assert_same_step(joint, program, inputs, expected)
