@@ -104,10 +104,12 @@ def test_an_error_other_than_of_the_cache_is_raised(monkeypatch):
         compiled(lambda x: x)(1)
 
 
-def test_what_compiles_says_so_once():
+def test_what_compiles_says_so_once(tmp_path, monkeypatch):
     told = []
     when_compiling(lambda: told.append("compiling"))
+    monkeypatch.syspath_prepend(tmp_path)  # a new place each time: nothing is cached there
     for number in range(3):
-        made = compiled(lambda n, number=number: n + number)
-        made.dispatcher(1)
+        source = f"from distsim.compile import compiled\n\n@compiled\ndef add(n):\n    return n + {number}\n"
+        (tmp_path / f"adds_{number}.py").write_text(source)
+        assert importlib.import_module(f"adds_{number}").add(1) == 1 + number
     assert told == ["compiling"]
