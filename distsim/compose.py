@@ -87,7 +87,10 @@ def build_program(
             raise PlanError("stages=auto simulates splits; give build_program a cost_model")
         cost_model = CostModel(Topology())
     if schedule is None:
-        schedule = _schedule(function, mesh, plan, cost_model)
+        try:
+            schedule = _schedule(function, mesh, plan, cost_model)
+        except ScheduleError as error:
+            raise PlanError(str(error)) from None
     count = schedule.num_microbatches * schedule.copies
     if (schedule.num_ranks, count) != (plan.pp, plan.microbatches):
         raise PlanError(
@@ -116,10 +119,7 @@ def _schedule(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel)
     order = schedule_named("1f1b_v" if known.placement == "V" else "1f1b", plan.pp, plan.microbatches)
     even = replace(plan, schedule=order.name, stages="even" if plan.stages == "auto" else plan.stages)
     cut = _cut(function, mesh, even, cost_model, order)
-    try:
-        return searched_schedule(name, memory, cut, mesh, order, cost_model)
-    except ScheduleError as error:
-        raise PlanError(str(error)) from None
+    return searched_schedule(name, memory, cut, mesh, order, cost_model)
 
 
 def _saving_all(
