@@ -28,7 +28,18 @@ ASSIGNMENTS = ("node_to_partition_mapping", "assignment", "node_to_partition")
 EMBEDDING = re.compile(r"embed|(^|[._])emb(?![a-z])", re.IGNORECASE)
 
 
-def problem_of(case: Case, per_reader: bool = False) -> Problem:
+class CountedByReader(Problem):
+    """A problem in which what comes into a part counts once for each op that reads it.
+
+    So torch.fx's partitioner counts: more than a part holds, and only good for reproducing its figures.
+    """
+
+    def times(self, readers: int) -> int:
+        """How often a part counts an item of another one that so many of its ops read."""
+        return readers
+
+
+def problem_of(case: Case, kind: type[Problem] = Problem) -> Problem:
     """Return the case's graph; a module is an embedding if its ``embedding`` key or its target says so."""
     number: dict[str, int] = {}
     items: list[Item] = []
@@ -45,7 +56,7 @@ def problem_of(case: Case, per_reader: bool = False) -> Problem:
         embedding = bool(node.get("embedding", named))
         number[node["name"]] = len(items)
         items.append(Item(node["name"], inputs if is_op else (), *sizes, *latency, is_op, embedding))
-    return Problem(tuple(items), tuple(outputs), per_reader=per_reader)
+    return kind(tuple(items), tuple(outputs))
 
 
 def devices_of(case: Case) -> list[PartitionDevice]:

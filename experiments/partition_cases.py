@@ -14,10 +14,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from fx_cases import MODES, Case, outcome, problem_of, recorded_latency, run
+from fx_cases import MODES, Case, CountedByReader, outcome, problem_of, recorded_latency, run
 from fx_judge import crash, defects, differences, error_kind, explained, removal
 
-from distsim.device_placement import Partition
+from distsim.device_placement import Partition, Problem
 from distsim.errors import PartitionError
 
 COUNTS = (
@@ -62,7 +62,7 @@ def judge(case: Case) -> str:
     if (why := crash(case)) is not None:
         return f"defect of the original: {why}; ours is {text}"
     reasons = defects(case)
-    replay = attempt(case, per_reader=True)
+    replay = attempt(case, CountedByReader)
     if not compare(case, replay) and explained(case):
         reasons.insert(0, f"{COUNTS} ({found[0]})")
     elif MODES[case["mode"]] == "kernighan_lin" and not reasons and isinstance(ours, Partition):
@@ -73,9 +73,9 @@ def judge(case: Case) -> str:
     return f"difference: {'; '.join(found)}"
 
 
-def attempt(case: Case, per_reader: bool = False) -> Partition | PartitionError:
+def attempt(case: Case, kind: type[Problem] = Problem) -> Partition | PartitionError:
     """Return the partition that distsim makes, or the error that it raises."""
-    problem = problem_of(case, per_reader)
+    problem = problem_of(case, kind)
     try:
         return run(case, problem)
     except PartitionError as error:

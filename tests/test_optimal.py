@@ -10,12 +10,10 @@ from partition_problems import random_problem as mixed_problem
 
 from distsim.device_placement import Item, Problem, partition
 from distsim.device_placement.optimal import compile_search, optimal_partition, search
-from distsim.device_placement.optimal.anneal import anneal
-from distsim.device_placement.optimal.clock import Clock
+from distsim.device_placement.optimal.heuristics import anneal
 from distsim.device_placement.optimal.jobs import make_jobs
-from distsim.device_placement.optimal.replay import order_by_time, replay
-from distsim.device_placement.optimal.states import no_limit
-from distsim.device_placement.optimal.timetable import timetable
+from distsim.device_placement.optimal.states import Clock, no_limit
+from distsim.device_placement.optimal.timetable import order_by_time, replay, timetable
 from distsim.errors import (
     NoDevicesError,
     NoMappingError,

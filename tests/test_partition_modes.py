@@ -13,8 +13,7 @@ from partition_problems import broken_rules, outside, random_devices, random_pro
 
 from distsim import errors
 from distsim.device_placement import Item, PartitionDevice, Problem, partition
-from distsim.device_placement.modes.regions import join_regions
-from distsim.device_placement.modes.sparse_nn import regions_of
+from distsim.device_placement.modes.sparse_nn import join_regions, regions_of
 from distsim.device_placement.pieces import levels_of, parents_of, piece_of
 
 ROOT = Path(__file__).parents[1]

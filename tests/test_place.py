@@ -7,8 +7,13 @@ from distsim.cli import main
 from distsim.device_placement import Item, PartitionDevice, Problem, make_partition, partition, problem_of
 from distsim.device_placement.optimal import optimal_partition
 from distsim.device_placement.optimal.timetable import timetable
-from distsim.device_placement.partitioned import HOST_MODES, partition_model
-from distsim.device_placement.place import partition_devices, place, transfer_seconds
+from distsim.device_placement.partitioned import (
+    HOST_MODES,
+    partition_devices,
+    partition_model,
+    place,
+    transfer_seconds,
+)
 from distsim.errors import PartitionError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.ir import Float, FunctionMaker, Role, Tensor, Topology

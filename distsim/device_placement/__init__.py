@@ -1,11 +1,17 @@
 """Which op goes where: parts of a function on devices with memory."""
 
-from distsim.device_placement.dag import DagNode
-from distsim.device_placement.edit import add_op, move_op, remove_op
 from distsim.device_placement.optimal import OptimalPartition, Timetable, optimal_partition, timetable
+from distsim.device_placement.partitioned import Placed, partition_devices, place, transfer_seconds
 from distsim.device_placement.partitioner import MODES, partition
-from distsim.device_placement.parts import Part, Partition, make_partition
-from distsim.device_placement.place import Placed, partition_devices, place, transfer_seconds
+from distsim.device_placement.parts import (
+    DagNode,
+    Part,
+    Partition,
+    add_op,
+    make_partition,
+    move_op,
+    remove_op,
+)
 from distsim.device_placement.problem import Item, PartitionDevice, Problem, problem_of
 
 __all__ = [

@@ -1,25 +1,177 @@
-"""A model partitioned over the devices of a topology: inference of one batch, as accelerator hosts run it."""
+"""A partition on the devices of a topology: the function that the simulator runs, and what people read."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from distsim.cost import CostModel
-from distsim.cost.cost_model import cost_model_of
+from distsim.cost.cost_model import cost_model_of, runs_kernel
 from distsim.device_placement.optimal import OptimalPartition, optimal_partition
+from distsim.device_placement.optimal.timetable import Timetable, timetable
 from distsim.device_placement.partitioner import MODES, partition
 from distsim.device_placement.parts import Partition
-from distsim.device_placement.place import Placed, partition_devices, place, transfer_seconds
 from distsim.device_placement.problem import PartitionDevice, Problem, problem_of
 from distsim.errors import PartitionError
-from distsim.ir import Function, Topology
+from distsim.interpret import infer_types
+from distsim.ir import Attributes, Device, Function, FunctionMaker, Op, Tensor, Topology, Value
 from distsim.ir.inline import flatten
+from distsim.ir.type import as_tensor
+from distsim.ops import Signature
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import seconds_text, table
 from distsim.simulate.quantities import bytes_label
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """``function`` with every op on its device; input k is input ``sources[k]`` of the original.
+
+    An input that several devices read is one input of each: it is there from the start, as parameters are.
+    """
+
+    function: Function
+    sources: tuple[int, ...]
+
+    def arguments(self, given: Sequence[Any]) -> list[Any]:
+        """Return the arguments of the function from those of the original."""
+        return [given[source] for source in self.sources]
+
+
+def partition_devices(topology: Topology) -> tuple[PartitionDevice, ...]:
+    """Return the devices of a topology for a partition; one without a limit has ``sys.maxsize`` bytes."""
+    return tuple(
+        PartitionDevice(str(device), int(min(device.memory, sys.maxsize)), device.id)
+        for device in topology.devices
+    )
+
+
+def transfer_seconds(problem: Problem, cost_model: CostModel) -> tuple[float, ...]:
+    """Return what sending each item's outputs takes from the first device to the last, by the cost model.
+
+    That is the time between any two where all are alike. Of one device: 0.
+    """
+    devices = cost_model.topology.devices
+    if problem.function is None or len(devices) < 2:
+        return (0.0,) * len(problem.items)
+    made = dict(zip(problem.ops, problem.function.ops, strict=True))
+    return tuple(
+        sum(_seconds(value, devices[0], devices[-1], cost_model) for value in made[number].outputs)
+        if number in made
+        else 0.0
+        for number in range(len(problem.items))
+    )
+
+
+def _seconds(value: Value, source: Device, target: Device, cost_model: CostModel) -> float:
+    sent = as_tensor(value.type, value.name).on(source)
+    signature = Signature("Send", Attributes({"to": target}), (sent,), (sent.on(target),))
+    return cost_model.communication_seconds(signature, (source, target))
+
+
+def place(
+    partition: Partition, devices: Sequence[Device], transfers: Sequence[float] | None = None
+) -> Placed:
+    """Return the partition's function on ``devices``, the first for its first device and so on.
+
+    Each part runs on the first of its devices (replicas do the same elsewhere, for other data). What another
+    device reads is sent there once, as soon as it is made; sends between two devices that would overlap (by
+    the rate of the partition, or ``transfers`` per item) go on *channels* of their own, so that none waits
+    for another. The simulated time of an :class:`OptimalPartition` is then its makespan, if devices and links
+    are what its problem says, and at most that where an op has several outputs or is a Call, whose results
+    may leave before it ends. Raises :class:`PartitionError` for a partition without function, or for too few
+    devices.
+    """
+    function = partition.problem.function
+    if function is None:
+        raise PartitionError(
+            "the problem was not made from a function (problem_of), so nothing can be placed"
+        )
+    if len(devices) < len(partition.devices):
+        raise PartitionError(f"the partition is on {len(partition.devices)} devices, {len(devices)} given")
+    known = transfers is not None or partition.transfer_rate > 0
+    times = timetable(partition, transfers if known else [0.0] * len(partition.problem.items))
+    return _Placer(partition, function, devices, times).run()
+
+
+class _Placer:
+    """Builds a placed function."""
+
+    def __init__(
+        self, partition: Partition, function: Function, devices: Sequence[Device], times: Timetable
+    ) -> None:
+        self.partition, self.function, self.times = partition, function, times
+        on = dict(zip(partition.devices, devices, strict=False))
+        numbers = partition.problem.ops
+        self.device = {
+            op: on[partition.parts[partition.part_of[number]].devices[0]]
+            for number, op in zip(numbers, function.ops, strict=True)
+        }
+        self.end = {op: times.ends[number] for number, op in zip(numbers, function.ops, strict=True)}
+        self.travel = {op: times.transfers[number] for number, op in zip(numbers, function.ops, strict=True)}
+        self.readers: dict[Value, dict[Device, None]] = {}
+        for op in function.ops:
+            for value in op.inputs:
+                self.readers.setdefault(value, {})[self.device[op]] = None
+        self.maker = FunctionMaker(function.name, function.notes)
+        self.copies: dict[tuple[Value, Device | None], Value] = {}
+        self.channels: dict[tuple[Device, Device], list[float]] = {}
+        self.callees: dict[tuple[object, ...], Function] = {}
+
+    def run(self) -> Placed:
+        sources: list[int] = []
+        first = next(iter(self.device.values()))
+        for number, value in enumerate(self.function.inputs):
+            for place, device in enumerate(self.readers.get(value, {first: None})):
+                name = value.name if place == 0 else f"{value.name}_{device.id}"
+                type_ = as_tensor(value.type, value.name).on(device)
+                self.copies[value, device] = self.maker.add_input_value(name, type_, value.role)
+                if place == 0:
+                    self.copies[value, None] = self.copies[value, device]
+                sources.append(number)
+        ops = dict(zip(self.partition.problem.ops, self.function.ops, strict=True))
+        for number in self.times.sequence:
+            self._add(ops[number])
+        self.maker.set_outputs([self.copies[value, None] for value in self.function.outputs])
+        return Placed(self.maker.finalize(), tuple(sources))
+
+    def _add(self, op: Op) -> None:
+        device = self.device[op]
+        read = {value: self.copies[value, device] for value in op.inputs}
+        subfunctions = [self._callee(op, read)] if op.is_call else None
+        attributes = op.attributes
+        if not op.inputs and runs_kernel(op.op_type):  # no input says where it runs
+            attributes = Attributes({**attributes, "device": device})
+        made = self.maker.copy(op, read, attributes, subfunctions)
+        for value, copy in zip(op.outputs, made, strict=True):
+            self.copies[value, device] = self.copies[value, None] = copy
+            for target in self.readers.get(value, {}):
+                if target != device:
+                    self.copies[value, target] = self._send(op, copy, device, target)
+
+    def _callee(self, op: Op, read: dict[Value, Value]) -> Function:
+        types = tuple(read[value].type for value in op.inputs)
+        key = (op.callee, *types)
+        found = self.callees.get(key)
+        if found is None:
+            found = self.callees[key] = infer_types(op.callee, types)
+        return found
+
+    def _send(self, op: Op, value: Value, source: Device, target: Device) -> Value:
+        """Send on the first channel that is free when the op ends; a constant on no device is everywhere."""
+        if isinstance(value.type, Tensor) and value.type.device is None:
+            return value
+        busy = self.channels.setdefault((source, target), [])
+        begin = self.end[op]
+        channel = next((k for k, until in enumerate(busy) if until <= begin), len(busy))
+        busy[channel : channel + 1] = [begin + self.travel[op]]
+        attributes = {"to": target} | ({"channel": channel} if channel else {})
+        return self.maker.add("Send", [value], attributes, (), [value.name])[0]
+
 
 HOST_MODES = tuple(mode for mode in MODES if mode != "ahead_of_time")
 """The modes that need nothing but a model and devices."""

@@ -8,15 +8,17 @@ from typing import TypedDict, Unpack
 
 from distsim.cost.cost_model import CostModel
 from distsim.device_placement.modes.coarsen import COARSE, coarse_cost_aware, coarse_kernighan_lin
-from distsim.device_placement.modes.given import given_parts
-from distsim.device_placement.modes.replicate import saturate
-from distsim.device_placement.modes.size_based import size_based
+from distsim.device_placement.modes.size_based import size_based, unplaced
 from distsim.device_placement.modes.sparse_nn import sparse_nn
 from distsim.device_placement.optimal import OptimalPartition, optimal_partition
 from distsim.device_placement.parts import Partition, make_partition
-from distsim.device_placement.pieces import DraftPart, Placement, piece_of
-from distsim.device_placement.problem import PartitionDevice, Problem, check_devices, problem_of
-from distsim.errors import NoDevicesError, NoOpsError, NotEnoughMemoryError, PartitionError
+from distsim.device_placement.pieces import DraftPart, Placement, best_fit, order_of, parents_of, piece_of
+from distsim.device_placement.problem import PartitionDevice, Problem, check_problem, problem_of
+from distsim.errors import (
+    CyclicPartitionError,
+    NotEnoughMemoryError,
+    PartitionError,
+)
 from distsim.ir import Function
 
 MODES = ("single", "size_based", "sparse_nn", "cost_aware", "kernighan_lin", "ahead_of_time", "optimal")
@@ -74,7 +76,7 @@ def partition(
         if cost_model is None:
             raise PartitionError(f"{problem.name} is a Function: give a cost_model for its latencies")
         problem = problem_of(problem, cost_model)
-    _check(problem, devices)
+    check_problem(problem, devices)
     largest = max(range(len(devices)), key=lambda number: devices[number].memory)
     if mode == "optimal":
         return _optimal(problem, devices, transfer_rate, time_limit, saturate_host)
@@ -132,18 +134,6 @@ def _check_options(
         raise PartitionError("assigned_devices says where the parts of an assignment are; give one")
 
 
-def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
-    if not devices:
-        raise NoDevicesError(
-            f"no devices are given for {len(problem.ops)} ops of {problem.total_bytes} bytes"
-        )
-    check_devices(devices)
-    if not problem.ops:
-        raise NoOpsError(
-            f"there are 0 ops among {len(problem.items)} items, so there is nothing to partition"
-        )
-
-
 def _split(
     problem: Problem, devices: Sequence[PartitionDevice], mode: str, transfer_rate: float, coarse: int
 ) -> tuple[list[DraftPart], Placement]:
@@ -154,3 +144,89 @@ def _split(
     if mode == "kernighan_lin":
         return coarse_kernighan_lin(problem, devices, transfer_rate, coarse)
     return size_based(problem, devices)
+
+
+def given_parts(
+    problem: Problem,
+    devices: Sequence[PartitionDevice],
+    assignment: Mapping[str, int] | Sequence[int],
+    assigned_devices: Mapping[int, Sequence[int]] | None,
+) -> tuple[list[DraftPart], Placement]:
+    """Return the pieces in the order of their part numbers, and where they are.
+
+    ``assignment`` is the part of each op, by name or in order; ``assigned_devices`` the ids of the devices
+    of each part. Raises :class:`PartitionError` for an op without a part and for a part on unknown
+    devices, and :class:`CyclicPartitionError` for parts that wait for each other.
+    """
+    parts = _parts(problem, assignment)
+    groups: dict[int, list[int]] = {part: [] for part in sorted(set(parts.values()))}
+    for op in problem.ops:
+        groups[parts[op]].append(op)
+    pieces = [piece_of(problem, problem.close(ops)) for ops in groups.values()]
+    parents = parents_of(problem, pieces)
+    if len(done := order_of(parents)) < len(pieces):
+        numbers = list(groups)
+        circle = [numbers[k] for k in range(len(pieces)) if k not in done]
+        raise CyclicPartitionError(
+            f"the given parts {circle} wait for each other in a circle; put ops that depend on each other "
+            "both ways into one part"
+        )
+    if assigned_devices is None:
+        places, found = best_fit(problem, pieces, devices)
+        if not found:
+            raise unplaced(problem, pieces, places, devices)
+        return pieces, places
+    known: dict[int, int] = {device.id: number for number, device in enumerate(devices)}
+    places: Placement = []
+    for part in groups:
+        ids = assigned_devices.get(part, ())
+        if not ids or any(i not in known for i in ids):
+            raise PartitionError(
+                f"part {part} is given the devices {list(ids)}; give it some of the ids {sorted(known)}"
+            )
+        places.append([known[i] for i in ids])
+    return pieces, places
+
+
+def _parts(problem: Problem, assignment: Mapping[str, int] | Sequence[int]) -> dict[int, int]:
+    if isinstance(assignment, Mapping):
+        missing = [problem.items[op].name for op in problem.ops if problem.items[op].name not in assignment]
+        if missing:
+            raise PartitionError(f"{len(missing)} ops have no part in the assignment: {missing[:5]}")
+        return {op: assignment[problem.items[op].name] for op in problem.ops}
+    if len(assignment) != len(problem.ops):
+        raise PartitionError(
+            f"{len(assignment)} parts are given for {len(problem.ops)} ops; give one for each"
+        )
+    return dict(zip(problem.ops, assignment, strict=True))
+
+
+def saturate(pieces: Sequence[DraftPart], devices: Sequence[PartitionDevice], places: Placement) -> Placement:
+    """Return where the pieces and their replicas are.
+
+    In a round, every device in use gets a replica on the smallest idle device that holds what it holds;
+    rounds go on while each device in use finds one. A round in which one does not leaves nothing behind.
+    """
+    need = [0] * len(devices)
+    for piece, where in zip(pieces, places, strict=True):
+        for number in where:
+            need[number] += piece.bytes
+    used = [number for number in range(len(devices)) if any(number in where for where in places)]
+    idle = [number for number in range(len(devices)) if number not in used]
+    replicas: list[tuple[int, int]] = []
+    while len(idle) >= len(used):
+        left, found = list(idle), list[tuple[int, int]]()
+        for number in used:
+            able = [d for d in left if devices[d].memory >= need[number]]
+            if not able:
+                return _with(places, replicas)
+            new = min(able, key=lambda d: devices[d].memory)
+            left.remove(new)
+            found.append((new, number))
+        idle = left
+        replicas += found
+    return _with(places, replicas)
+
+
+def _with(places: Placement, replicas: Sequence[tuple[int, int]]) -> Placement:
+    return [[*where, *[new for new, old in replicas if old in where]] for where in places]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from distsim.device_placement.cut import cut
-from distsim.device_placement.dag import DagNode, dag_of
+from distsim.device_placement.pieces import piece_of
 from distsim.device_placement.problem import PartitionDevice, Problem
 from distsim.device_placement.quotient import PartLatency, Quotient
 from distsim.errors import CyclicPartitionError, NotEnoughMemoryError, PartitionError
-from distsim.ir import Function
+from distsim.ir import Function, FunctionMaker, Op, Value, copy_function
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +173,14 @@ def make_partition(
     >>> [part.bytes for part in make_partition(problem, devices, [[1], [2]], [[0], [1]]).parts]
     [8, 8]
     """
-    items = [tuple(sorted(set(problem.close(ops_of(problem, group))).union(group))) for group in groups]
+    items = [tuple(sorted(set(problem.close(problem.ops_in(group))).union(group))) for group in groups]
     quotient = Quotient(problem, items)
     parts = tuple(
         Part(
             index,
-            tuple(ops_of(problem, held)),
+            tuple(problem.ops_in(held)),
             held,
-            problem.bytes_of(held, problem.per_reader),
+            piece_of(problem, held).bytes,
             tuple(devices[number] for number in where),
             quotient.parents[index],
             quotient.children[index],
@@ -192,6 +191,130 @@ def make_partition(
     return Partition(problem, tuple(devices), parts, transfer_rate, mode).verify()
 
 
-def ops_of(problem: Problem, items: Collection[int]) -> list[int]:
-    """Return the ops among items, in order."""
-    return sorted([number for number in items if problem.items[number].is_op])
+def add_op(problem: Problem, part: Part, op: int) -> Part:
+    """Return the part with one more op and the outside inputs that it reads; its bytes follow.
+
+    Its parents, children and level are those of the partition that it was in.
+
+    >>> from distsim.device_placement.problem import Item, PartitionDevice
+    >>> problem = Problem((Item("x", (), 4, 4, is_op=False), Item("a", (0,), 4, 4), Item("b", (1,), 4, 4)))
+    >>> part = make_partition(problem, [PartitionDevice("d", 16, 0)], [[1, 2]], [[0]]).parts[0]
+    >>> smaller = remove_op(problem, part, 2)
+    >>> part.bytes, smaller.bytes, add_op(problem, smaller, 2) == part
+    (12, 8, True)
+    """
+    if not problem.items[op].is_op or op in part.ops:
+        raise PartitionError(
+            f"{problem.items[op].name} cannot be added to part {part.index}: no op, or there"
+        )
+    items = tuple(sorted({*part.items, *problem.close([op])}))
+    return replace(
+        part,
+        ops=tuple(sorted((*part.ops, op))),
+        items=items,
+        bytes=piece_of(problem, items).bytes,
+    )
+
+
+def remove_op(problem: Problem, part: Part, op: int) -> Part:
+    """Return the part without an op and without the outside inputs that only it reads there."""
+    if op not in part.ops:
+        raise PartitionError(f"{problem.items[op].name} is not in part {part.index}, so it cannot be removed")
+    rest = tuple(other for other in part.ops if other != op)
+    needed = set(problem.close(rest))
+    gone = {i for i in problem.close([op]) if i not in needed}
+    items = tuple(item for item in part.items if item not in gone)
+    return replace(part, ops=rest, items=items, bytes=piece_of(problem, items).bytes)
+
+
+def move_op(partition: Partition, op: int, to: int) -> Partition:
+    """Return the verified partition in which an op is in part ``to``; a part that it leaves empty is gone.
+
+    The parts stay on their devices. Raises :class:`PartitionError` when the result breaks a rule.
+    """
+    home = partition.part_of[op]
+    if home < 0 or not 0 <= to < len(partition.parts) or home == to:
+        name = partition.problem.items[op].name
+        raise PartitionError(
+            f"{name} is in part {home} and cannot move to part {to} of {len(partition.parts)}"
+        )
+    groups = {part.index: list(part.ops) for part in partition.parts}
+    groups[home].remove(op)
+    groups[to].append(op)
+    kept = [part for part in partition.parts if groups[part.index]]
+    number = {device: k for k, device in enumerate(partition.devices)}
+    return make_partition(
+        partition.problem,
+        partition.devices,
+        [groups[part.index] for part in kept],
+        [[number[device] for device in part.devices] for part in kept],
+        partition.transfer_rate,
+        partition.mode,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DagNode:
+    """A part as one step, by numbers of items.
+
+    ``inputs`` are the items of other parts and from outside that it reads, in the order in which it does;
+    ``outputs`` those of its ops that others read, in the order in which they first do, then what the whole
+    returns besides.
+    """
+
+    part: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+def dag_of(problem: Problem, part_of: Sequence[int], order: Sequence[int]) -> tuple[DagNode, ...]:
+    """Return a node for every part, in the order given; ``part_of`` is -1 for outside inputs."""
+    inputs: dict[int, dict[int, None]] = {part: {} for part in order}
+    outputs: dict[int, dict[int, None]] = {part: {} for part in order}
+    for op in problem.ops:
+        for read in problem.items[op].inputs:
+            if part_of[read] != part_of[op]:
+                inputs[part_of[op]][read] = None
+                if part_of[read] >= 0:
+                    outputs[part_of[read]][read] = None
+    for item in problem.outputs:
+        if part_of[item] >= 0:
+            outputs[part_of[item]][item] = None
+    return tuple(DagNode(part, tuple(inputs[part]), tuple(outputs[part])) for part in order)
+
+
+def cut(function: Function, groups: Sequence[Sequence[int]], order: Sequence[int]) -> Function:
+    """Return ``function`` as Calls of ``part_k`` with the ops number ``groups[k]``, called in ``order``.
+
+    A callee takes what its ops read from outside, in the order in which they read it, and returns what
+    other parts read or the function returns (of a part of which nothing is read, all that it makes last).
+    It computes what ``function`` computes. Raises ``IRError`` when a part reads one that comes later.
+    """
+    users: dict[Value, list[int]] = {}
+    part_of = {number: index for index, group in enumerate(groups) for number in group}
+    for number, op in enumerate(function.ops):
+        for value in op.inputs:
+            users.setdefault(value, []).append(part_of[number])
+    returned = set(function.outputs)
+    maker = FunctionMaker(function.name)
+    maker.adopt_inputs(function.inputs)
+    copies: dict[Value, Value] = {value: value for value in function.inputs}
+    for index in order:
+        ops = [function.ops[number] for number in sorted(groups[index])]
+        made = [value for op in ops for value in op.outputs]
+        wanted = [v for v in made if v in returned or any(part != index for part in users.get(v, ()))]
+        wanted = wanted or [value for value in made if value not in users]
+        callee, reads = _callee(f"part_{index}", ops, wanted)
+        inputs = [copies[value] for value in reads]
+        names = [value.name for value in wanted]
+        outputs = maker.add("Call", inputs, None, (callee,), names, None, callee.name)
+        copies.update(zip(wanted, outputs, strict=True))
+    maker.set_outputs([copies[value] for value in function.outputs])
+    return maker.finalize()
+
+
+def _callee(name: str, ops: Sequence[Op], wanted: Sequence[Value]) -> tuple[Function, list[Value]]:
+    """Return a function of these ops, and the values of the caller that it takes."""
+    made = {value for op in ops for value in op.outputs}
+    reads = list(dict.fromkeys(value for op in ops for value in op.inputs if value not in made))
+    return copy_function(Function(name, tuple(reads), tuple(ops), tuple(wanted))), reads

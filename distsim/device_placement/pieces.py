@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from distsim.device_placement.problem import PartitionDevice, Problem
@@ -31,7 +32,7 @@ def piece_of(problem: Problem, items: Collection[int]) -> DraftPart:
     held, ordered = frozenset(items), sorted(items)
     ends: dict[int, float] = {}
     longest, own = 0.0, 0
-    outside: list[int] = []
+    readers: dict[int, int] = {}
     for number in ordered:
         item = problem.items[number]
         own += item.total_bytes
@@ -41,11 +42,11 @@ def piece_of(problem: Problem, items: Collection[int]) -> DraftPart:
                 if read in ends:
                     begin = max(begin, ends[read])
                 elif read not in held:
-                    outside.append(read)
+                    readers[read] = readers.get(read, 0) + 1
             ends[number] = begin + item.latency
             longest = max(longest, ends[number])
-    counted = tuple(outside if problem.per_reader else dict.fromkeys(outside))
-    return DraftPart(held, own, counted, own + sum([problem.items[i].output_bytes for i in counted]), longest)
+    outside = tuple([read for read, count in readers.items() for _ in range(problem.times(count))])
+    return DraftPart(held, own, outside, own + sum([problem.items[i].output_bytes for i in outside]), longest)
 
 
 class Growing:
@@ -54,15 +55,19 @@ class Growing:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self.items: dict[int, None] = {}
-        self._outside: dict[int, None] = {}
+        self._readers: dict[int, int] = {}  # of each item of others, the ops of the piece
         self.bytes = 0
 
     def extra(self, op: int) -> int:
         """Bytes by which the piece grows with this op."""
         item, items = self._problem.items[op], self._problem.items
-        known = {} if self._problem.per_reader else self._outside
-        new = [i for i in item.inputs if i not in self.items and i not in known]
-        return item.total_bytes + sum([items[i].output_bytes for i in new])
+        grown = item.total_bytes
+        for read in item.inputs:
+            if read not in self.items:
+                count = self._readers.get(read, 0)
+                times = self._problem.times(count + 1) - self._problem.times(count)
+                grown += items[read].output_bytes * times
+        return grown
 
     def add(self, op: int) -> None:
         """Add an op that comes after those in the piece."""
@@ -71,7 +76,7 @@ class Growing:
             if not self._problem.items[read].is_op:
                 self.items[read] = None
             elif read not in self.items:
-                self._outside[read] = None
+                self._readers[read] = self._readers.get(read, 0) + 1
         self.items[op] = None
 
     def piece(self) -> DraftPart:
@@ -108,6 +113,25 @@ def levels_of(parents: Sequence[Collection[int]]) -> list[int]:
         for parent in parents[k]:
             found[k] = max(found[k], found[parent] + 1)
     return found
+
+
+def longest_way(
+    parents: Sequence[Collection[int]], latencies: Sequence[float], delay: Callable[[int, int], float]
+) -> float:
+    """Return the longest way over the pieces, infinite when some wait in a circle.
+
+    A piece takes its latency, and what it makes is at a child ``delay(piece, child)`` later.
+    """
+    order = order_of(parents)
+    if len(order) < len(parents):
+        return math.inf
+    ends = [0.0] * len(parents)
+    for k in order:
+        begin = 0.0
+        for parent in parents[k]:
+            begin = max(begin, ends[parent] + delay(parent, k))
+        ends[k] = begin + latencies[k]
+    return max(ends, default=0.0)
 
 
 def best_fit(

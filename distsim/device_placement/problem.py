@@ -7,12 +7,12 @@ Function with :func:`problem_of`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from distsim.cost.cost_model import CostModel
-from distsim.errors import PartitionError
+from distsim.errors import NoDevicesError, NoOpsError, PartitionError
 from distsim.ir import Device, Function, Op, Role, Value
 from distsim.ops import Signature, signature_of
 
@@ -56,9 +56,6 @@ class Problem:
     """Items in topological order, and which of them the whole returns.
 
     ``function``, when the problem was made from one: its ops are the problem's ops, in order.
-    ``per_reader`` counts what comes into a part once for each op that reads it, as torch.fx's partitioner
-    does; that is more than the part holds and only good for reproducing its figures. What a device holds
-    is checked by the true count.
 
     >>> x = Item("x", (), 16, 16, is_op=False)
     >>> problem = Problem((x, Item("a", (0,), 16, 96), Item("b", (1,), 16, 16), Item("c", (1, 2), 16, 16)))
@@ -71,7 +68,6 @@ class Problem:
     items: tuple[Item, ...]
     outputs: tuple[int, ...] = ()
     function: Function | None = None
-    per_reader: bool = False
 
     def __post_init__(self) -> None:
         for number, item in enumerate(self.items):
@@ -107,16 +103,20 @@ class Problem:
         """Bytes of all items, read or not, on one device."""
         return sum(item.total_bytes for item in self.items)
 
-    def bytes_of(self, items: Collection[int], per_reader: bool = False) -> int:
-        """Bytes that a device needs to hold these items and what they read of others.
-
-        An input that comes from another item counts once however many read it, or once ``per_reader``.
-        """
+    def bytes_of(self, items: Collection[int]) -> int:
+        """Bytes that a device needs to hold these items and what they read of others, each once."""
         held = set(items)
-        outside = [i for number in held for i in self.items[number].inputs if i not in held]
-        counted = outside if per_reader else set(outside)
+        outside = {i for number in held for i in self.items[number].inputs if i not in held}
         own = sum([self.items[number].total_bytes for number in held])
-        return own + sum([self.items[number].output_bytes for number in counted])
+        return own + sum([self.items[number].output_bytes for number in outside])
+
+    def times(self, readers: int) -> int:
+        """How often a part counts an item of another one that so many of its ops read: once."""
+        return min(readers, 1)
+
+    def ops_in(self, items: Iterable[int]) -> list[int]:
+        """Return the ops among items, in order."""
+        return sorted([number for number in items if self.items[number].is_op])
 
     def close(self, ops: Collection[int]) -> tuple[int, ...]:
         """Return these ops and the outside inputs that they read, in order."""
@@ -196,8 +196,16 @@ def _is_embedding(op: Op, parameters: Collection[Value]) -> bool:
     return bool(held) and any(_is_embedding(part, held) for part in op.callee.ops)
 
 
-def check_devices(devices: Sequence[PartitionDevice]) -> None:
-    """Raise :class:`PartitionError` for a device given twice, or whose memory is no number of bytes."""
+def check_problem(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
+    """Raise :class:`PartitionError` for no ops, no devices, one given twice, or without a number of bytes."""
+    if not devices:
+        raise NoDevicesError(
+            f"no devices are given for {len(problem.ops)} ops of {problem.total_bytes} bytes"
+        )
+    if not problem.ops:
+        raise NoOpsError(
+            f"there are 0 ops among {len(problem.items)} items, so there is nothing to partition"
+        )
     for number, device in enumerate(devices):
         if device in devices[:number]:
             raise PartitionError(f"{device} is given twice; each device needs a name or an id of its own")

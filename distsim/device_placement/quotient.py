@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from distsim.device_placement.pieces import levels_of, order_of
+from distsim.device_placement.pieces import levels_of, longest_way, order_of
 from distsim.device_placement.problem import Problem
 from distsim.errors import PartitionError
 
@@ -100,16 +100,14 @@ class Quotient:
 
     def latency(self, places: Sequence[Hashable], transfer_rate: float) -> float:
         """Return the longest way over the parts: latencies, and bytes / rate where places differ."""
-        begin, longest = [0.0] * len(self.items), 0.0
-        for index in self.order:
-            end = begin[index] + self.latencies[index].overall
-            longest = max(longest, end)
-            for child in self.children[index]:
-                moved = 0 if places[index] == places[child] else self.moved[index, child]
-                if moved and not transfer_rate > 0:
-                    raise PartitionError(
-                        f"{moved} bytes go from part {index} to part {child} at a transfer rate of "
-                        f"{transfer_rate}; give one above 0 bytes per second"
-                    )
-                begin[child] = max(begin[child], end + (moved / transfer_rate if moved else 0.0))
-        return longest
+
+        def delay(parent: int, child: int) -> float:
+            moved = 0 if places[parent] == places[child] else self.moved[parent, child]
+            if moved and not transfer_rate > 0:
+                raise PartitionError(
+                    f"{moved} bytes go from part {parent} to part {child} at a transfer rate of "
+                    f"{transfer_rate}; give one above 0 bytes per second"
+                )
+            return moved / transfer_rate if moved else 0.0
+
+        return longest_way(self.parents, [latency.overall for latency in self.latencies], delay)

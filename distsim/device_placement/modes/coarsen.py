@@ -13,11 +13,10 @@ what fits as groups fits as ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from distsim.device_placement.modes.cost_aware import cost_aware
-from distsim.device_placement.modes.evaluate import Evaluator
-from distsim.device_placement.modes.kernighan_lin import kernighan_lin
+from distsim.device_placement.modes.least_latency import Evaluator, cost_aware, kernighan_lin
 from distsim.device_placement.modes.size_based import size_based
 from distsim.device_placement.pieces import DraftPart, Placement, parents_of, piece_of
 from distsim.device_placement.problem import Item, PartitionDevice, Problem
@@ -59,7 +58,7 @@ def coarse_kernighan_lin(
     pieces, which are never in one group, each takes long.
     """
     pieces, places = size_based(problem, devices)
-    parts = [ops_in(problem, piece.items) for piece in pieces]
+    parts = [problem.ops_in(piece.items) for piece in pieces]
     grouped = _Grouped(problem, parts, coarse, transfer_rate)
     start = [piece_of(grouped.problem, grouped.problem.close(ops)) for ops in grouped.parts]
     trials = math.inf if grouped.problem is problem else 32 * coarse**2 / len(pieces)
@@ -75,11 +74,6 @@ def _shorter(evaluator: Evaluator, first: Placed, second: Placed) -> Placed:
         return evaluator.latency(placed[0], parents_of(evaluator.problem, placed[0]), placed[1])
 
     return first if latency(first) <= latency(second) else second
-
-
-def ops_in(problem: Problem, items: Collection[int]) -> list[int]:
-    """Return the ops among items, in order."""
-    return [number for number in sorted(items) if problem.items[number].is_op]
 
 
 class _Grouped:
@@ -123,7 +117,7 @@ class _Grouped:
             total = sum(problem.items[op].total_bytes for op in group)
             name = problem.items[group[-1]].name
             items.append(Item(name, tuple(inputs), sum(handed), total, path.memory, path.overall))
-        self.problem = Problem(tuple(items), per_reader=problem.per_reader)
+        self.problem = replace(problem, items=tuple(items), outputs=(), function=None)
         self._groups = dict(enumerate(groups, len(outside)))
 
     def back(self, pieces: Sequence[DraftPart]) -> list[DraftPart]:

@@ -18,19 +18,8 @@ from typing import Any
 import numpy as np
 
 from distsim.compile import compiled
-from distsim.device_placement.optimal.estimate import estimate
-
-
-@compiled
-def _start(state: int, job: int, machine: int, states: Any, jobs: Any) -> float:
-    start = max(states.free[state, machine], 0.0)
-    for k in range(jobs.before_start[job], jobs.before_start[job + 1]):
-        source = jobs.before[k]
-        arrival = states.end[state, source]
-        if states.where[state, source] != machine:
-            arrival += jobs.delay_in[k]
-        start = max(start, arrival)
-    return start
+from distsim.device_placement.optimal.bounds import estimate
+from distsim.device_placement.optimal.jobs import earliest_start
 
 
 @compiled
@@ -89,7 +78,8 @@ def expand(
             for machine in range(machines):
                 if _same_as_before(state, machine, states, memory):
                     continue
-                start = _start(state, job, machine, states, jobs)
+                free = max(states.free[state, machine], 0.0)
+                start = earliest_start(job, machine, free, end, where, jobs)
                 done = start + jobs.seconds[job]
                 if start < last or done + jobs.tail[job] >= limit:
                     continue

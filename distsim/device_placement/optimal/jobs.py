@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from distsim.compile import inner
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -80,6 +82,22 @@ def make_jobs(
         np.zeros(count),
         np.zeros(count),
     )
+
+
+@inner
+def earliest_start(job: int, machine: int, free: float, end: Any, where: Any, jobs: Any) -> float:
+    """Return when a job can start on a machine that is free from ``free`` on: once what it reads is there.
+
+    ``end`` and ``where`` say when the jobs before it end, and on which machine.
+    """
+    start = free
+    for k in range(jobs.before_start[job], jobs.before_start[job + 1]):
+        source = jobs.before[k]
+        arrival = end[source]
+        if where[source] != machine:
+            arrival += jobs.delay_in[k]
+        start = max(start, arrival)
+    return start
 
 
 def edges_of(jobs: Jobs) -> list[tuple[int, int, float]]:

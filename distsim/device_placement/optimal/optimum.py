@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 from distsim.device_placement.modes.coarsen import coarse_cost_aware
 from distsim.device_placement.modes.size_based import size_based
-from distsim.device_placement.optimal.clock import Clock
 from distsim.device_placement.optimal.jobs import Jobs, make_jobs
-from distsim.device_placement.optimal.replay import order_by_time, replay
 from distsim.device_placement.optimal.search import Search
-from distsim.device_placement.optimal.states import Memory, no_limit
-from distsim.device_placement.parts import Partition, make_partition
+from distsim.device_placement.optimal.states import Clock, Memory, no_limit
+from distsim.device_placement.optimal.timetable import OptimalPartition, order_by_time, replay, transfer_times
+from distsim.device_placement.parts import make_partition
 from distsim.device_placement.pieces import DraftPart, Placement
-from distsim.device_placement.problem import PartitionDevice, Problem, check_devices
+from distsim.device_placement.problem import PartitionDevice, Problem, check_problem
 from distsim.errors import (
-    NoDevicesError,
     NoMappingError,
-    NoOpsError,
     NotEnoughMemoryError,
     OpTooLargeError,
     PartitionError,
@@ -30,28 +26,6 @@ from distsim.errors import (
 
 MOST_OPS = 2000
 """Ops of a problem that is searched; the search keeps which op descends from which."""
-
-
-@dataclass(frozen=True)
-class OptimalPartition(Partition):
-    """A partition with its schedule. Times in the unit of the latencies (seconds, for a Function).
-
-    ``sequence`` is the order in which ops are issued, a device runs its own in it; ``makespan`` is when the
-    last op ends, ``ends`` when each item does (outside inputs: 0). No schedule on
-    these devices takes less than ``lower_bound``; ``proven``: to the tolerance that was asked for, this one
-    takes no more.
-    """
-
-    makespan: float = 0.0
-    lower_bound: float = 0.0
-    proven: bool = False
-    sequence: tuple[int, ...] = ()
-    ends: tuple[float, ...] = ()
-
-    @property
-    def gap(self) -> float:
-        """By which share of the makespan a schedule may still be shorter."""
-        return 1.0 - self.lower_bound / self.makespan if self.makespan > 0 else 0.0
 
 
 def optimal_partition(
@@ -126,13 +100,7 @@ def optimal_partition(
 
 
 def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
-    if not devices:
-        raise NoDevicesError(f"no devices are given for {len(problem.ops)} ops")
-    if not problem.ops:
-        raise NoOpsError(
-            f"there are 0 ops among {len(problem.items)} items, so there is nothing to partition"
-        )
-    check_devices(devices)
+    check_problem(problem, devices)
     whole = sum(device.memory for device in devices)
     if problem.total_bytes > whole:
         raise NotEnoughMemoryError(
@@ -185,22 +153,6 @@ def _offer(
         ends = replay(problem, where, problem.ops, delays)
         ops = list(problem.ops)
         search.offer(np.array(ends)[ops], np.array(where)[ops])
-
-
-def transfer_times(problem: Problem, rate: float) -> list[float]:
-    """Return the time that each item takes to another device: its bytes over the rate."""
-    if rate > 0:
-        return [item.output_bytes / rate for item in problem.items]
-    moving = [
-        number for number in problem.ops if problem.readers[number] and problem.items[number].output_bytes
-    ]
-    if moving:
-        item = problem.items[moving[0]]
-        raise PartitionError(
-            f"transfer_rate={rate}: {item.name} hands on {item.output_bytes} bytes; give a rate above 0 "
-            "bytes per second"
-        )
-    return [0.0] * len(problem.items)
 
 
 def _jobs(problem: Problem, delays: Sequence[float]) -> Jobs:

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distsim.device_placement.optimal.anneal import anneal
 from distsim.device_placement.optimal.beam import expand, select
 from distsim.device_placement.optimal.bounds import add_tail, root_bound
-from distsim.device_placement.optimal.clock import Clock
-from distsim.device_placement.optimal.greedy import greedy
+from distsim.device_placement.optimal.heuristics import anneal, greedy
 from distsim.device_placement.optimal.jobs import Floats, Ints, Jobs, make_jobs, restrict, reverse
 from distsim.device_placement.optimal.states import (
+    Clock,
     Limits,
     Memory,
     make_children,

@@ -1,14 +1,93 @@
-"""When the ops of any partition run: a device does one at a time, in a given order."""
+"""When the ops of a partition run: a device does one at a time, in a given order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
-from distsim.device_placement.optimal.optimum import OptimalPartition, transfer_times
-from distsim.device_placement.optimal.replay import replay
 from distsim.device_placement.parts import Partition
+from distsim.device_placement.problem import Problem
 from distsim.errors import PartitionError
+
+
+def transfer_times(problem: Problem, rate: float) -> list[float]:
+    """Return the time that each item takes to another device: its bytes over the rate."""
+    if rate > 0:
+        return [item.output_bytes / rate for item in problem.items]
+    moving = [
+        number for number in problem.ops if problem.readers[number] and problem.items[number].output_bytes
+    ]
+    if moving:
+        item = problem.items[moving[0]]
+        raise PartitionError(
+            f"transfer_rate={rate}: {item.name} hands on {item.output_bytes} bytes; give a rate above 0 "
+            "bytes per second"
+        )
+    return [0.0] * len(problem.items)
+
+
+def order_by_time(problem: Problem, ends: Sequence[float]) -> tuple[int, ...]:
+    """Return the ops in an order in which they can be issued so that they end at these times.
+
+    It is that of the middles of their runs: rounding, which may let two runs on a device overlap, does not
+    change it, and one that takes no time stays before what the device goes on with.
+    """
+    items = problem.items
+    middle = [end - item.latency / 2 for item, end in zip(items, ends, strict=True)]
+    missing = [sum(items[read].is_op for read in item.inputs) for item in items]
+    ready = [(middle[op], op) for op in problem.ops if not missing[op]]
+    heapify(ready)
+    found: list[int] = []
+    while ready:
+        op = heappop(ready)[1]
+        found.append(op)
+        for reader in problem.readers[op]:
+            missing[reader] -= 1
+            if not missing[reader]:
+                heappush(ready, (middle[reader], reader))
+    return tuple(found)
+
+
+def replay(
+    problem: Problem, where: Sequence[int], sequence: Sequence[int], transfers: Sequence[float]
+) -> tuple[float, ...]:
+    """Return when each item ends (outside inputs: 0) if the ops are issued in ``sequence``.
+
+    ``where`` is the device of each item that is an op. An op starts when its device has done the one before
+    and what it reads is there: ``transfers[i]`` after the end of item i if that is on another device.
+    """
+    free = [0.0] * (max((where[op] for op in problem.ops), default=0) + 1)
+    ends = [0.0] * len(problem.items)
+    for op in sequence:
+        begin = free[where[op]]
+        for read in problem.items[op].inputs:
+            if problem.items[read].is_op:
+                begin = max(begin, ends[read] + (transfers[read] if where[read] != where[op] else 0.0))
+        ends[op] = free[where[op]] = begin + problem.items[op].latency
+    return tuple(ends)
+
+
+@dataclass(frozen=True)
+class OptimalPartition(Partition):
+    """A partition with its schedule. Times in the unit of the latencies (seconds, for a Function).
+
+    ``sequence`` is the order in which ops are issued, a device runs its own in it; ``makespan`` is when the
+    last op ends, ``ends`` when each item does (outside inputs: 0). No schedule on
+    these devices takes less than ``lower_bound``; ``proven``: to the tolerance that was asked for, this one
+    takes no more.
+    """
+
+    makespan: float = 0.0
+    lower_bound: float = 0.0
+    proven: bool = False
+    sequence: tuple[int, ...] = ()
+    ends: tuple[float, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """By which share of the makespan a schedule may still be shorter."""
+        return 1.0 - self.lower_bound / self.makespan if self.makespan > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
-"""Shorter schedules by simulated annealing: moves of a job to another machine or another place in the order.
+"""Schedules that prove nothing: one to begin with, and shorter ones by moves.
 
-After S. Kirkpatrick, C. D. Gelatt and M. P. Vecchi, "Optimization by simulated annealing" (Science, 1983). It
-finds what the search cuts off where machines have little idle time, and proves nothing.
+The first is a list schedule: jobs by their tails, each where it ends first (HEFT; Topcuoglu et al., 2002).
+Moves of a job to another machine or another place in the order are annealed, after S. Kirkpatrick,
+C. D. Gelatt and M. P. Vecchi, "Optimization by simulated annealing" (Science, 1983): that finds what the
+search cuts off where machines have little idle time.
 """
 
 from __future__ import annotations
@@ -12,8 +14,52 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distsim.compile import compiled
-from distsim.device_placement.optimal.clock import Clock
-from distsim.device_placement.optimal.jobs import Floats, Ints, Jobs
+from distsim.device_placement.optimal.jobs import Floats, Ints, Jobs, earliest_start
+from distsim.device_placement.optimal.states import Clock, Memory
+
+
+def greedy(jobs: Jobs, machines: int, memory: Memory) -> tuple[Floats | None, Ints | None]:
+    """Return when each job ends and on which machine, None when it ends where no memory is left.
+
+    Also tried, and taken if it is shorter: everything on the machine with the most memory.
+    """
+    # A job's tail and its own time are more than a successor's, so this order is a topological one.
+    order = np.argsort(-(jobs.seconds + jobs.tail), kind="stable")
+    end, where = np.zeros(len(jobs.seconds)), np.zeros(len(jobs.seconds), np.int64)
+    done = place(order, jobs, machines, memory, end, where)
+    alone = int(np.argmax(memory.capacity))
+    total = memory.own.sum() + memory.outside
+    if total <= memory.capacity[alone] and not (done and end.max() <= jobs.seconds.sum()):
+        return np.cumsum(jobs.seconds), np.full(len(where), alone)
+    return (end, where) if done else (None, None)
+
+
+@compiled
+def place(order: Any, jobs: Any, machines: int, memory: Any, end: Any, where: Any) -> bool:
+    """Put each job, in order, where it ends first and fits; return whether all found a place."""
+    free, used = np.zeros(machines), np.zeros(machines)
+    held = np.zeros((memory.things, machines), np.bool_)
+    for job in order:
+        best, chosen, need_there = math.inf, -1, 0.0
+        for machine in range(machines):
+            begin = earliest_start(job, machine, free[machine], end, where, jobs)
+            need = memory.own[job]
+            for k in range(memory.read_start[job], memory.read_start[job + 1]):
+                if not held[memory.reads[k], machine]:
+                    need += memory.brought[k]
+            fits = not memory.limited or used[machine] + need <= memory.capacity[machine]
+            if fits and begin + jobs.seconds[job] < best:
+                best, chosen, need_there = begin + jobs.seconds[job], machine, need
+        if chosen < 0:
+            return False
+        end[job], where[job], free[chosen] = best, chosen, best
+        if memory.limited:
+            used[chosen] += need_there
+            held[job, chosen] = True
+            for k in range(memory.read_start[job], memory.read_start[job + 1]):
+                held[memory.reads[k], chosen] = True
+    return True
+
 
 _STEPS = 2_000_000
 """Jobs that are looked at between two looks at the clock."""
@@ -26,13 +72,7 @@ def _run(order: Any, where: Any, jobs: Any, free: Any, end: Any, limit: float) -
     last = 0.0
     for job in order:
         machine = where[job]
-        begin = free[machine]
-        for k in range(jobs.before_start[job], jobs.before_start[job + 1]):
-            source = jobs.before[k]
-            arrival = end[source]
-            if where[source] != machine:
-                arrival += jobs.delay_in[k]
-            begin = max(begin, arrival)
+        begin = earliest_start(job, machine, free[machine], end, where, jobs)
         end[job] = free[machine] = begin + jobs.seconds[job]
         if end[job] + jobs.tail[job] > limit:
             return math.inf
