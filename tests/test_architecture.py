@@ -62,8 +62,7 @@ LAYERS = {  # (module, what it imports) against the order of the folders of thei
     ("distsim.transforms.data_parallel.fsdp", "distsim.transforms.pipelining.op_graph"),
     ("distsim.transforms.data_parallel.prefetch", "distsim.transforms.pipelining.op_graph"),
     ("distsim.transforms.data_parallel.prefetch", "distsim.transforms.pipelining.stages"),
-    ("distsim.transforms.recompute.pairs", "distsim.transforms.pipelining.op_graph"),
-    ("distsim.transforms.recompute.phases", "distsim.transforms.pipelining.op_graph"),
+    ("distsim.transforms.recompute.joint", "distsim.transforms.pipelining.op_graph"),
 }
 MANY_PARAMETERS = {
     "distsim.simulate.explain.path_kernel.walk_back",

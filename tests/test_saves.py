@@ -28,11 +28,9 @@ from distsim.transforms.recompute.saves import (
     save_within_budget,
     split,
 )
-from distsim.transforms.recompute.saves.bans import Bans
-from distsim.transforms.recompute.saves.budget import Budget
+from distsim.transforms.recompute.saves.budget import Budget, exact_knapsack, rounded_knapsack
 from distsim.transforms.recompute.saves.flow import minimum_cut
-from distsim.transforms.recompute.saves.knapsack import exact_knapsack, rounded_knapsack
-from distsim.transforms.recompute.saves.mincut import cut_network, cut_values, prepared, value_cost
+from distsim.transforms.recompute.saves.mincut import Bans, cut_network, cut_values, prepared, value_cost
 
 PARTITIONERS = {
     "default": save_for_backward,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from distsim.cost.cost_model import CostModel
 from distsim.errors import PartitionError
-from distsim.ir import Device, Function, Op, Role, Value
+from distsim.ir import Device, Function, Op, Role, Value, needed_ops
 from distsim.ir.device import devices_of
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
@@ -58,7 +58,7 @@ class _CallPricer:
     def __init__(self, function: Function, cost_model: CostModel, owners: dict[Op, str]) -> None:
         self.cost_model, self.simulator = cost_model, Simulator(cost_model)
         self.where = _where(function, cost_model)
-        self.ahead = _ancestors(function)
+        self.ahead = set(needed_ops(function.ops, function.outputs[:1]))  # of the loss
         variable = _variable(function)
         self.constants = [op for op in function.ops if op not in variable]
         self.blocks = {name: _Block([], []) for name in ("embedding", *owners.values(), "head")}
@@ -120,17 +120,6 @@ def _where(function: Function, cost_model: CostModel) -> tuple[Device, ...]:
         if device is not None:
             return tuple(devices_of(device))
     return (cost_model.topology.devices[0],)
-
-
-def _ancestors(function: Function) -> dict[Op, None]:
-    """Return the ops that the loss, the first output, depends on: forward."""
-    found: dict[Op, None] = {}
-    wanted = {function.outputs[0]}
-    for op in reversed(function.ops):
-        if any(value in wanted for value in op.outputs):
-            found[op] = None
-            wanted.update(op.inputs)
-    return found
 
 
 def _variable(function: Function) -> dict[Op, None]:

@@ -1,6 +1,6 @@
 """Saved and recomputed values: a joint function, and a policy of what it keeps."""
 
-from distsim.transforms.recompute.phases import Joint, Passes, split_joint
+from distsim.transforms.recompute.joint import Joint, Passes, split_joint
 from distsim.transforms.recompute.policies import REPLAY, Policy, policy_named
 from distsim.transforms.recompute.recompute import recompute
 from distsim.transforms.recompute.record import recorded

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distsim.cost.cost_model import DeviceCosts
 from distsim.ir import Op, Value, all_ops
 from distsim.ops import operator, signature_of, work
-from distsim.transforms.recompute.phases import Joint
+from distsim.transforms.recompute.joint import Joint
 from distsim.transforms.recompute.saves import (
     EVERY_OUTPUT,
     JointGraph,

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from distsim.ir import Op, Value
-from distsim.transforms.recompute.phases import Joint
+from distsim.transforms.recompute.joint import Joint
 
 
 def recompute(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 
 from distsim.ir import Function, Value
-from distsim.transforms.recompute.phases import split_joint
+from distsim.transforms.recompute.joint import split_joint
 
 TRANSPARENT = ("Identity", "OptimizationBarrier")
 """Operators whose result is their first operand."""

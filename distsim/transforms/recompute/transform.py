@@ -12,8 +12,7 @@ from distsim.ir import Device, Function, Op, Topology, Value
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.transforms.recompute.graph import Marks, graph_of
-from distsim.transforms.recompute.pairs import Rewritten, find_pairs, joint_of, rewritten
-from distsim.transforms.recompute.phases import Joint
+from distsim.transforms.recompute.joint import Joint, Rewritten, find_pairs, joint_of, rewritten
 from distsim.transforms.recompute.policies import Policy, Rule, Run, as_read, by_region, policy_named
 from distsim.transforms.recompute.recompute import recompute
 from distsim.transforms.recompute.saves import Tag

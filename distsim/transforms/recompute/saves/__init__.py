@@ -1,9 +1,7 @@
 """Save or recompute: which values of the forward pass the backward pass keeps."""
 
-from distsim.transforms.recompute.saves.bans import MinCutOptions
 from distsim.transforms.recompute.saves.budget import save_within_budget
-from distsim.transforms.recompute.saves.default import save_for_backward
-from distsim.transforms.recompute.saves.gathers import GatherChain, gather_chains, with_gathers
+from distsim.transforms.recompute.saves.default import save_by_region, save_for_backward
 from distsim.transforms.recompute.saves.graph import (
     EVERY_OUTPUT,
     JointGraph,
@@ -16,11 +14,15 @@ from distsim.transforms.recompute.saves.graph import (
     Trait,
 )
 from distsim.transforms.recompute.saves.merge import Merged, merge_equal
-from distsim.transforms.recompute.saves.mincut import save_min_cut
-from distsim.transforms.recompute.saves.needs import Needs, needs
-from distsim.transforms.recompute.saves.regions import checkpointed, save_by_region
+from distsim.transforms.recompute.saves.mincut import MinCutOptions, save_min_cut
 from distsim.transforms.recompute.saves.replay import record, recorded, save_replayed
-from distsim.transforms.recompute.saves.split import split
+from distsim.transforms.recompute.saves.split import Needs, needs, split
+from distsim.transforms.recompute.saves.tags import (
+    GatherChain,
+    checkpointed,
+    gather_chains,
+    with_gathers,
+)
 
 __all__ = [
     "EVERY_OUTPUT",

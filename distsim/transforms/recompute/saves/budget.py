@@ -6,15 +6,17 @@ import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from distsim.errors import RematerializationError
-from distsim.transforms.recompute.saves.bans import MinCutOptions
 from distsim.transforms.recompute.saves.default import save_for_backward
 from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, NodeKind, Saves, Tag, Trait
-from distsim.transforms.recompute.saves.knapsack import exact_knapsack, rounded_knapsack
-from distsim.transforms.recompute.saves.mincut import cut_values, prepared
-from distsim.transforms.recompute.saves.needs import FAR, needs
-from distsim.transforms.recompute.saves.split import split
+from distsim.transforms.recompute.saves.mincut import MinCutOptions, cut_values, prepared
+from distsim.transforms.recompute.saves.split import FAR, needs, split
 from distsim.transforms.recompute.saves.tags import save_collectives
 
 
@@ -140,3 +142,68 @@ class Budget:
 def _fixed(node: JointNode) -> bool:
     """Tell whether the value is never recomputed."""
     return not node.wants_recompute and (node.tag is Tag.MUST_SAVE or node.has(Trait.RANDOM))
+
+
+STEPS = 10_000
+"""Sizes are rounded to this share of the budget's range."""
+
+
+def rounded_knapsack(sizes: Sequence[float], seconds: Sequence[float], room: float) -> tuple[int, ...]:
+    """Return the items to keep, most seconds within ``room``, with sizes rounded to 1/10,000.
+
+    The dynamic program over rounded sizes that PyTorch runs, in its single precision and with its choice
+    among equals. What rounds to nothing is free, so many small items may exceed the room together: check.
+
+    >>> rounded_knapsack([0.5, 0.4, 0.3], [2.0, 3.0, 2.0], 0.7)
+    (1, 2)
+    """
+    sizes_in_steps = [round(size * STEPS) for size in sizes]
+    capacity = round(room * STEPS)
+    best: npt.NDArray[np.float32] = np.zeros(capacity + 1, dtype=np.float32)
+    taken: npt.NDArray[np.bool_] = np.zeros((len(sizes), capacity + 1), dtype=np.bool_)
+    for i, (size, gain) in enumerate(zip(sizes_in_steps, np.array(seconds, dtype=np.float32), strict=True)):
+        with_item = best.copy()
+        if size == 0:
+            with_item += gain
+        elif size <= capacity:
+            np.maximum(best[size:], best[:-size] + gain, out=with_item[size:])
+        taken[i] = with_item != best
+        best = with_item
+    kept: list[int] = []
+    for i in reversed(range(len(sizes))):
+        if taken[i, capacity]:
+            kept.append(i)
+            capacity -= sizes_in_steps[i]
+    return tuple(reversed(kept))
+
+
+def exact_knapsack(sizes: Sequence[int], seconds: Sequence[float], room: int) -> tuple[int, ...]:
+    """Return the items to keep: never more than ``room`` bytes, most seconds (HiGHS, gap 0).
+
+    >>> exact_knapsack([5, 4, 3], [2.0, 3.0, 2.0], 7)
+    (1, 2)
+    """
+    optimize: Any = import_module("scipy.optimize")  # slow to import, and without type hints
+    fits = [i for i, size in enumerate(sizes) if size <= room]
+    free = [i for i in fits if sizes[i] == 0]
+    fits = [i for i in fits if sizes[i] > 0]
+    if not fits or room < 0:
+        return tuple(free)
+    unit = math.gcd(*(sizes[i] for i in fits))
+    weights = np.array([sizes[i] // unit for i in fits], dtype=np.float64)
+    gains = np.array([seconds[i] for i in fits], dtype=np.float64)
+    limit = room // unit
+    while True:
+        # Whole numbers come back as nearly whole ones: the exact sum decides.
+        result: Any = optimize.milp(
+            c=-gains / max(gains.max(), 1e-300),
+            constraints=optimize.LinearConstraint(weights[None, :], ub=limit),
+            integrality=np.ones(len(fits)),
+            bounds=optimize.Bounds(0, 1),
+            options={"mip_rel_gap": 0.0},
+        )
+        kept = [i for i, value in zip(fits, result.x, strict=True) if value > 0.5]
+        excess = sum(sizes[i] for i in kept) - room
+        if excess <= 0:
+            return tuple(sorted(free + kept))
+        limit -= max(1, excess // unit)

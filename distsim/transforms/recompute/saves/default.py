@@ -1,11 +1,19 @@
-"""The default partitioner: forward runs as written, backward gets every value that it reads."""
+"""The default partitioner: forward runs as written, backward gets every value that it reads.
+
+Of a checkpointed region it keeps only what crosses the boundary.
+"""
 
 from __future__ import annotations
 
 from distsim.errors import RematerializationError
 from distsim.transforms.recompute.saves.graph import JointGraph, NodeKind, NodeRole, Phase, Saves, Tag, Trait
 from distsim.transforms.recompute.saves.split import split
-from distsim.transforms.recompute.saves.tags import save_collectives, save_region_boundaries, wants_recompute
+from distsim.transforms.recompute.saves.tags import (
+    checkpointed,
+    save_collectives,
+    save_region_boundaries,
+    wants_recompute,
+)
 
 
 def save_for_backward(graph: JointGraph) -> Saves:
@@ -46,3 +54,27 @@ def save_for_backward(graph: JointGraph) -> Saves:
         elif not node.wants_recompute:
             saved.append(position)
     return split(graph, saved, lazily=again)
+
+
+def save_by_region(graph: JointGraph) -> Saves:
+    """Save what crosses a region's boundary, and outside of regions what backward reads; recompute the rest.
+
+    A value crosses when an op of another region, or of none, reads it in the forward pass. Tags go before
+    regions. Inside a region collectives and random values are saved too, unless tagged otherwise.
+
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+
+    >>> from distsim.transforms.recompute.saves import JointNode, Phase
+    >>> forward = Phase.FORWARD
+    >>> nodes = (
+    ...     JointNode("x", role=NodeRole.PRIMAL, nbytes=4), JointNode("dy", role=NodeRole.TANGENT, nbytes=4),
+    ...     JointNode("a", (0,), 4, phase=forward, region=0),
+    ...     JointNode("b", (2,), 4, phase=forward, region=0),
+    ...     JointNode("y", (3,), 4, phase=forward, region=1),
+    ...     JointNode("db", (1, 3), 4), JointNode("dx", (5, 2), 4),
+    ... )
+    >>> saves = save_by_region(JointGraph(nodes, outputs=(4, 6), num_forward_outputs=1))
+    >>> saves.names, saves.recomputed
+    (('x', 'b'), (2,))
+    """
+    return save_for_backward(checkpointed(graph))

@@ -15,8 +15,7 @@ from distsim.transforms.recompute.saves.graph import (
     Saves,
     Tag,
 )
-from distsim.transforms.recompute.saves.needs import needs
-from distsim.transforms.recompute.saves.split import split
+from distsim.transforms.recompute.saves.split import needs, split
 from distsim.transforms.recompute.saves.tags import save_collectives, with_nodes
 
 
