@@ -19,8 +19,7 @@ from distsim.schedule import Action, Kind, Schedule
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.tasks.block_matrix import BlockTasks, StageRanks, block_tasks
 from distsim.simulate.tasks.templates import Floats
-from distsim.stage_balance.cost import BlockCost
-from distsim.stage_balance.links import mesh_communication
+from distsim.stage_balance.cost import BlockCost, mesh_communication
 
 
 def program_costs(
