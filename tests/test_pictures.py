@@ -10,8 +10,7 @@ from training_models import laid_out, mesh_of, small_mlp, topology_of
 
 from distsim.cost import CostModel
 from distsim.report import describe_schedule
-from distsim.report.action_boxes import COLOURS, KIND_NAMES, Mark, chunk_of, colour_of
-from distsim.report.schedule_picture import schedule_figure
+from distsim.report.schedule_picture import COLOURS, KIND_NAMES, Mark, chunk_of, colour_of, schedule_figure
 from distsim.report.timeline import timeline_figure
 from distsim.schedule import Kind, one_f_one_b, schedule
 from distsim.simulate import Simulator

@@ -8,11 +8,11 @@ from typing import TypedDict, Unpack
 
 from distsim.cost.cost_model import CostModel
 from distsim.device_placement.modes.coarsen import COARSE, coarse_cost_aware, coarse_kernighan_lin
-from distsim.device_placement.modes.size_based import size_based, unplaced
+from distsim.device_placement.modes.size_based import fitted, size_based
 from distsim.device_placement.modes.sparse_nn import sparse_nn
 from distsim.device_placement.optimal import OptimalPartition, optimal_partition
 from distsim.device_placement.parts import Partition, make_partition
-from distsim.device_placement.pieces import DraftPart, Placement, best_fit, order_of, parents_of, piece_of
+from distsim.device_placement.pieces import DraftPart, Placement, order_of, parents_of, piece_of
 from distsim.device_placement.problem import PartitionDevice, Problem, check_problem, problem_of
 from distsim.errors import (
     CyclicPartitionError,
@@ -172,10 +172,7 @@ def given_parts(
             "both ways into one part"
         )
     if assigned_devices is None:
-        places, found = best_fit(problem, pieces, devices)
-        if not found:
-            raise unplaced(problem, pieces, places, devices)
-        return pieces, places
+        return pieces, fitted(problem, pieces, devices)
     known: dict[int, int] = {device.id: number for number, device in enumerate(devices)}
     places: Placement = []
     for part in groups:

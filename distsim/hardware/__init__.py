@@ -1,9 +1,14 @@
 """Device and cluster presets, and what collectives cost on a topology."""
 
-from distsim.hardware.collectives import COLLECTIVES, collective_algorithms, collective_time
+from distsim.hardware.collectives import (
+    COLLECTIVES,
+    FluidCollective,
+    collective_algorithms,
+    collective_time,
+    collective_transfer,
+)
 from distsim.hardware.presets import describe, figures, load_cluster, presets
 from distsim.hardware.routes import Channel, channels, port
-from distsim.hardware.transfers import FluidCollective, collective_transfer
 
 __all__ = [
     "COLLECTIVES",

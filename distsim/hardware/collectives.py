@@ -29,6 +29,21 @@ algorithms are open, and the cheapest is taken:
   inside; likewise for the others, and recursively for more levels.
 - ``tree``, for an all-reduce between nodes: 2 S/B + 2 ceil(log2 m) a.
 
+:func:`collective_transfer` says what a collective puts on the channels that it passes. Its time is a latency,
+in which nothing is moved, and a transfer. The bytes on each hop follow from the algorithm:
+
+- ``ring``: S (n-1)/n on each hop around the ring, twice for an all-reduce; S on all hops but the last for
+  a broadcast;
+- ``rails``: in each of m parts, k rings with 1/k of the bytes each leave by k ranks, so that a hop across
+  carries 1/k of a ring's bytes, and a hop inside (k-1)/k (k rings, k-1 hops each, over k ranks);
+- ``hierarchical``: those of its steps;
+- ``tree``: 2 S leave and reach each rank (two trees with half of the bytes, inner node in one and leaf in
+  the other), put on the hops of the ring;
+- ``pairwise``, ``direct``: S/n from each rank, or the first only, to each peer; S for a send.
+
+No channel is asked for more than its capacity during the transfer: the same figures set its time. (One
+exception: ``rails`` between uneven parts, whose time does not look at links that were set for pairs.)
+
 Sources: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
 (2005); Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009);
 Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009);
@@ -38,15 +53,25 @@ NVIDIA's nccl-tests, PERFORMANCE.md, for what the sizes mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise, permutations
 from operator import itemgetter
 
 from distsim.errors import CostError
-from distsim.hardware.routes import PeerCosts, Route, find_exchange, find_route
-from distsim.ir.device import Device
+from distsim.hardware.routes import (
+    Channel,
+    Group,
+    Hop,
+    PeerCosts,
+    Route,
+    channels,
+    find_exchange,
+    find_route,
+    rails_of,
+    ring_hops,
+)
 from distsim.ir.topology import Topology
-
-Group = tuple[Device, ...]
 
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 PAIRWISE = ("all_to_all", "scatter", "gather")
@@ -116,8 +141,12 @@ def ring_algorithms(kind: str, nbytes: float, route: Route) -> dict[str, float]:
 
 def _passes(kind: str, nbytes: float, size: int, bandwidth: float, hops: float) -> float:
     """One pass around a ring (two for an all-reduce), with the latency of a pass given."""
-    moved = nbytes if kind == "broadcast" else nbytes * (size - 1) / size
-    return (2 if kind == "all_reduce" else 1) * (moved / bandwidth + hops)
+    return (2 if kind == "all_reduce" else 1) * (_pass_bytes(kind, nbytes, size) / bandwidth + hops)
+
+
+def _pass_bytes(kind: str, nbytes: float, size: int) -> float:
+    """Bytes that go over each hop of a ring in one pass around it."""
+    return nbytes if kind == "broadcast" else nbytes * (size - 1) / size
 
 
 def _hierarchical(kind: str, nbytes: float, inner: Route, outer: Route) -> float:
@@ -147,3 +176,108 @@ def pairwise_algorithms(kind: str, nbytes: float, route: Route, exchange: PeerCo
             for part in (route.inner, route.outer)
         )
     return times
+
+
+Load = tuple[tuple[Hop, ...], float]
+"""Hops, and the bytes on each of them."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FluidCollective:
+    """A collective as one fluid process: ``seconds`` by ``algorithm``, of which ``latency`` move nothing.
+
+    ``hops`` are the bytes that go from one rank to another in the rest of the time.
+    """
+
+    algorithm: str
+    seconds: float
+    latency: float
+    hops: tuple[tuple[Hop, float], ...]
+
+    def loads(self, topology: Topology) -> dict[Channel, float]:
+        """Return the bytes that pass each channel."""
+        found: dict[Channel, float] = {}
+        for (a, b), size in self.hops:
+            for channel in channels(a, b, topology):
+                found[channel] = found.get(channel, 0.0) + size
+        return found
+
+
+def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topology) -> FluidCollective:
+    """Return how a collective goes over a topology; arguments and errors as in ``collective_time``.
+
+    >>> topology = Topology()
+    >>> gpus = tuple(topology.add_device("gpu") for _ in range(2))
+    >>> topology.set_bandwidth(*gpus, gbps=8)
+    >>> collective_transfer("all_reduce", 1e9, gpus, topology).hops
+    (((gpu:0, gpu:1), 1000000000.0), ((gpu:1, gpu:0), 1000000000.0))
+    """
+    algorithm, seconds = fastest(collective_algorithms(kind, nbytes, group, topology))
+    if len(group) == 1:
+        return FluidCollective(algorithm, 0.0, 0.0, ())
+    route = find_route(group, topology)
+    if kind == "send":
+        latency = route.latency
+        loads: list[Load] = [(((group[0], group[1]),), nbytes)]
+    elif kind in PAIRWISE:
+        exchange = find_exchange(group, topology)
+        latency = pairwise_algorithms(kind, 0.0, route, exchange)[algorithm]
+        loads = _pairwise_loads(kind, nbytes, route, algorithm)
+    else:
+        latency, loads = _ring_loads(kind, nbytes, route, algorithm)
+    on_hops: dict[Hop, float] = {}
+    for hops, size in loads:
+        for hop in hops if size > 0 else ():
+            on_hops[hop] = on_hops.get(hop, 0.0) + size
+    return FluidCollective(algorithm, seconds, min(latency, seconds), tuple(on_hops.items()))
+
+
+def _pairwise_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]:
+    group = route.family[0]
+    if algorithm == "pairwise":
+        return [(tuple(permutations(group, 2)), nbytes / route.size)]
+    if kind == "scatter":
+        return [(tuple([(group[0], b) for b in group[1:]]), nbytes / route.size)]
+    if kind == "gather":
+        return [(tuple([(b, group[0]) for b in group[1:]]), nbytes / route.size)]
+    steps = [part for part in (route.inner, route.outer) if part is not None]
+    return [(ring_hops(part.family), nbytes * (part.size - 1) / part.size) for part in steps]
+
+
+def _ring_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> tuple[float, list[Load]]:
+    """Return the latency and the loads of an algorithm."""
+    inner, outer = route.inner, route.outer
+    if algorithm == "hierarchical" and inner is not None and outer is not None:
+        return _hierarchical_loads(kind, nbytes, inner, outer)
+    latency = ring_algorithms(kind, 0.0, route)[algorithm]  # sizes enter in proportion
+    if algorithm == "tree":
+        return latency, [(ring_hops(route.family), 2 * nbytes)]
+    moved = _pass_bytes(kind, nbytes, route.size) * (2 if kind == "all_reduce" else 1)
+    if algorithm == "ring":
+        return latency, [(_chain(route.family) if kind == "broadcast" else ring_hops(route.family), moved)]
+    if inner is not None and outer is not None:
+        inside = [(ring_hops(inner.family), moved * (inner.size - 1) / inner.size)]
+        return latency, [*inside, (ring_hops(outer.family), moved / inner.size)]
+    count = min(len(part) for cut in route.parts for part in cut)
+    parts = [part for cut in route.parts for part in cut]
+    inside = [(ring_hops((part,)), moved * (len(part) - 1) / len(part)) for part in parts]
+    return latency, [*inside, (ring_hops(rails_of(route.parts, count)), moved / count)]
+
+
+def _hierarchical_loads(kind: str, nbytes: float, inner: Route, outer: Route) -> tuple[float, list[Load]]:
+    def best(part: str, size: float, route: Route) -> tuple[float, list[Load]]:
+        return _ring_loads(part, size, route, fastest(ring_algorithms(part, size, route))[0])
+
+    if kind == "broadcast":
+        inside, across = best(kind, nbytes, inner), best(kind, nbytes, outer)
+        first = {part[0] for part in inner.family}  # one rank of each part takes it from outside
+        leading = [(tuple([hop for hop in hops if hop[0] in first]), size) for hops, size in across[1]]
+        return inside[0] + across[0], [*leading, *inside[1]]
+    steps = [best(kind, nbytes / inner.size, outer)]
+    for part in ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,):
+        steps.append(best(part, nbytes, inner))
+    return sum(latency for latency, _ in steps), [load for _, loads in steps for load in loads]
+
+
+def _chain(family: Iterable[Group]) -> tuple[Hop, ...]:
+    return tuple([hop for group in family for hop in pairwise(group)])

@@ -23,10 +23,12 @@ from distsim.importer.folding import (
     without_repeats,
 )
 from distsim.importer.limits import FOLD_ELEMENTS, MAX_NAMES
-from distsim.importer.meaning import check_indices, check_legacy, check_size
 from distsim.importer.nodes import (
     FunctionKey,
+    check_indices,
+    check_legacy,
     check_node,
+    check_size,
     describe,
     key_of,
     main_domain,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from distsim.report.action_boxes import chunk_of
+from distsim.report.schedule_picture import chunk_of
 from distsim.schedule import Cell, Schedule
 from distsim.simulate.explain.text import count, table
 from distsim.simulate.schedule_times import ScheduleTimes

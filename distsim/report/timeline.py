@@ -10,9 +10,9 @@ from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.program.program import Program
-from distsim.report.action_boxes import COLOURS, Box, Mark, chunk_of, draw_boxes, legend
 from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
+from distsim.report.schedule_picture import COLOURS, Box, Mark, chunk_of, draw_boxes, legend
 from distsim.simulate import Simulation
 from distsim.simulate.calls import CallTime, call_times, communication_times
 from distsim.simulate.quantities import time_scale

@@ -40,10 +40,7 @@ def size_based(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[li
             current.add(op)
     if not rest:
         pieces.append(current.piece())
-    places, found = best_fit(problem, pieces, devices, placed)
-    if not found:
-        raise unplaced(problem, pieces, places, devices)
-    return pieces, places
+    return pieces, fitted(problem, pieces, devices, placed)
 
 
 def _free_device(problem: Problem, op: int, devices: Sequence[PartitionDevice], placed: Placement) -> int:
@@ -60,10 +57,19 @@ def _free_device(problem: Problem, op: int, devices: Sequence[PartitionDevice], 
     )
 
 
-def unplaced(
-    problem: Problem, pieces: Sequence[DraftPart], places: Placement, devices: Sequence[PartitionDevice]
-) -> NoMappingError:
-    """Return the error that says which piece has no device and how much is free on each."""
+def fitted(
+    problem: Problem,
+    pieces: Sequence[DraftPart],
+    devices: Sequence[PartitionDevice],
+    placed: Placement | None = None,
+) -> Placement:
+    """Return where :func:`best_fit` puts the pieces; raise :class:`NoMappingError` when one has no place.
+
+    The error says which piece has no device and how much is free on each.
+    """
+    places, found = best_fit(problem, pieces, devices, placed)
+    if found:
+        return places
     free = {device.name: device.memory for device in devices}
     for piece, where in zip(pieces, places, strict=True):
         for number in where:
@@ -71,7 +77,7 @@ def unplaced(
     missing = [piece for piece, where in zip(pieces, places, strict=True) if not where]
     first = missing[0]
     name = problem.items[max(first.items)].name
-    return NoMappingError(
+    raise NoMappingError(
         f"{len(missing)} of {len(pieces)} parts have no device: that of {name} needs {first.bytes} bytes, "
         f"and the others leave {free}; give more memory, or another mode"
     )

@@ -7,12 +7,11 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from operator import attrgetter
 
-from distsim.device_placement.modes.size_based import unplaced
+from distsim.device_placement.modes.size_based import fitted
 from distsim.device_placement.pieces import (
     DraftPart,
     Growing,
     Placement,
-    best_fit,
     levels_of,
     parents_of,
     piece_of,
@@ -59,10 +58,7 @@ def sparse_nn(problem: Problem, devices: Sequence[PartitionDevice]) -> tuple[lis
         room = memory - dense
     pieces = [piece_of(problem, region.items) for region in regions]
     if not sparse:
-        places, found = best_fit(problem, pieces, devices)
-        if not found:
-            raise unplaced(problem, pieces, places, devices)
-        return pieces, places
+        return pieces, fitted(problem, pieces, devices)
     rank = {region: number for number, region in enumerate(sparse)}
     return pieces, [[rank[each]] if each.embedding else list(range(len(sparse))) for each in regions]
 

@@ -12,8 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from distsim.compile import compiled
+from distsim.compile import compiled, inner
 from distsim.device_placement.optimal.jobs import Jobs
+
+
+@inner
+def _insert(time: float, job: int, count: int, remote: Any, order: Any) -> None:
+    """Put a time and its job among the first ``count``, which are in descending order of time."""
+    place = count
+    while place > 0 and remote[place - 1] < time:
+        remote[place], order[place] = remote[place - 1], order[place - 1]
+        place -= 1
+    remote[place], order[place] = time, job
 
 
 @compiled
@@ -24,11 +34,7 @@ def _fork(job: int, jobs: Any, remote: Any, order: Any) -> float:
     for i in range(count):
         reader = jobs.after[first + i]
         cost = jobs.delay_out[first + i] + jobs.seconds[reader] + jobs.tail[reader]
-        j = i
-        while j > 0 and remote[j - 1] < cost:
-            remote[j], order[j] = remote[j - 1], order[j - 1]
-            j -= 1
-        remote[j], order[j] = cost, reader
+        _insert(cost, reader, i, remote, order)
     best = math.inf
     for here in range(count + 1):
         # The first `here` run on this machine, the longest tail first (which is best for one machine).
@@ -84,21 +90,25 @@ def root_bound(jobs: Jobs, machines: int) -> float:
     return best
 
 
+@inner
+def _level(work: float, ascending: Any) -> float:
+    """Return when machines that are free at these times, ascending, have at the earliest done some work."""
+    total, level = work, math.inf
+    for k in range(len(ascending)):
+        total += ascending[k]
+        level = min(level, total / (k + 1))
+    return level
+
+
 @compiled
-def _load(
-    end: Any, seconds: Any, tail: Any, by_tail: Any, ascending: Any, machines: int, limit: float
-) -> float:
+def _load(end: Any, seconds: Any, tail: Any, by_tail: Any, ascending: Any, limit: float) -> float:
     """Return the bound from the work that is left, for each tail: what ends at least that early."""
     work, found = 0.0, 0.0
     for place in range(len(by_tail)):
         job = by_tail[place]
         if end[job] < 0.0:
             work += seconds[job]
-            total, level = work, math.inf
-            for k in range(machines):
-                total += ascending[k]
-                level = min(level, total / (k + 1))
-            found = max(found, level + tail[job])
+            found = max(found, _level(work, ascending) + tail[job])
             if found >= limit:
                 break
     return found
@@ -154,12 +164,7 @@ def _begin(job: int, floor: float, end: Any, where: Any, jobs: Any, scratch: Any
             else:
                 other = first[source] if at[source] != machine else second[source]
                 arrival = other + seconds[source] + delay[k]
-                place = count
-                while place > 0 and remote[place - 1] < arrival:
-                    remote[place] = remote[place - 1]
-                    order[place] = order[place - 1]
-                    place -= 1
-                remote[place], order[place] = arrival, source
+                _insert(arrival, source, count, remote, order)
                 count += 1
         if count == 1:
             source = order[0]
@@ -200,7 +205,7 @@ def estimate(
             ascending[place] = ascending[place - 1]
             place -= 1
         ascending[place] = base[i]
-    found = _load(end, seconds, tail, scratch.by_tail, ascending, machines, limit)
+    found = _load(end, seconds, tail, scratch.by_tail, ascending, limit)
     if found >= limit:
         return found
     looked = 0
@@ -213,11 +218,7 @@ def estimate(
         work = above[job] - (seconds[added] if descends[added, job] else 0.0)
         floor = head[job]
         if work > 1e-9 * limit:  # rounding leaves something of a sum whose terms were all taken away
-            total, level = work, math.inf
-            for k in range(machines):
-                total += ascending[k]
-                level = min(level, total / (k + 1))
-            floor = max(floor, level)
+            floor = max(floor, _level(work, ascending))
         least = _begin(job, floor, end, where, jobs, scratch)
         found = max(found, least + seconds[job] + tail[job])
         if found >= limit:
