@@ -139,7 +139,7 @@ def traits(target: str) -> Trait:
     if target.startswith("_c10d_functional."):
         if packet(target) == "wait_tensor":
             return Trait.COLLECTIVE | Trait.WAIT | Trait.KEPT
-        return Trait.COLLECTIVE | (Trait.GATHER if "all_gather" in target else Trait.NONE)
+        return Trait.COLLECTIVE
     if is_item(target) or is_size(target):
         return Trait.FUSIBLE | Trait.ALLOWED
     if not target.startswith(("aten.", "prims.")):
@@ -158,8 +158,6 @@ def traits(target: str) -> Trait:
         found |= Trait.RANDOM | Trait.KEPT | (Trait.FUSIBLE if name in FUSIBLE_RANDOM else Trait.NONE)
     if name in SEEDED:
         found |= Trait.KEPT
-    if name in ("_to_copy", "convert_element_type"):
-        found |= Trait.CAST
     if name == "cat":
         found |= Trait.CONCATENATION
     if name in ("lift_fresh", "lift_fresh_copy"):

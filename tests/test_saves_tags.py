@@ -1,4 +1,4 @@
-"""Replay, its precedence, and the chains that gather sharded parameters."""
+"""Replay, its precedence, and gathered parameters."""
 
 from __future__ import annotations
 
@@ -18,16 +18,10 @@ from distsim.transforms.recompute.saves import (
     Phase,
     Tag,
     Trait,
-    gather_chains,
     merge_equal,
-    record,
-    recorded,
-    save_by_region,
-    save_for_backward,
     save_min_cut,
     save_replayed,
     save_within_budget,
-    with_gathers,
 )
 
 COLLECTIVE, HEAVY = Trait.COLLECTIVE, Trait.COMPUTE_INTENSIVE
@@ -108,8 +102,8 @@ def test_a_recorded_partition_is_replayed_on_a_graph_captured_otherwise(seed):
         first = save_min_cut(graph)
     except RematerializationError:
         return
-    second, origins = captured_again(first.graph)
-    again = save_replayed(recorded(second, record(first), origins))
+    second, origins = captured_again(first)
+    again = save_replayed(second)
     assert computed_apart(again) == computed(second)
     wanted = {name for name in first.names if graph.nodes[graph.positions[name]].role is NodeRole.OP}
     tagged = {origins.get(name, name) for name in again.names}
@@ -117,7 +111,16 @@ def test_a_recorded_partition_is_replayed_on_a_graph_captured_otherwise(seed):
     assert tagged - inputs == wanted
 
 
-def captured_again(graph):
+def captured_again(saves):
+    """The graph captured anew, with the replay tags of what was saved, and the names of its nodes before."""
+    graph = saves.graph
+    marks: dict[int, tuple[int, ...]] = {}
+    for position in saves.saved:
+        node = graph.nodes[position]
+        if node.item is not None:  # items of a graph captured anew carry no tags of their own
+            marks[node.inputs[0]] = (*marks.get(node.inputs[0], ()), node.item)
+        elif node.role is NodeRole.OP:
+            marks[position] = EVERY_OUTPUT
     nodes: list[JointNode] = []
     place: dict[int, int] = {}
     origins: dict[str, str] = {}
@@ -125,7 +128,7 @@ def captured_again(graph):
         inputs = tuple(place[each] for each in node.inputs)
         name = node.name if node.role is not NodeRole.OP else f"second_{node.name}"
         origins[name] = node.name
-        nodes.append(replace(node, name=name, inputs=inputs, tag=None, replay=None))
+        nodes.append(replace(node, name=name, inputs=inputs, tag=None, replay=marks.get(position)))
         place[position] = len(nodes) - 1
         if node.role is NodeRole.OP and node.kind is NodeKind.TENSOR and node.phase is Phase.FORWARD:
             nodes.append(JointNode(f"{name}.alias", (len(nodes) - 1,), node.nbytes, phase=node.phase))
@@ -155,87 +158,6 @@ def test_a_later_duplicate_keeps_its_replay_tag():
 
 
 # Gathered parameters.
-
-
-def sharded_layers(count, ranks=4, nbytes=1024):
-    """Layers y = x @ w whose parameter is cast, gathered, waited for and transposed; backward reads w too."""
-    nodes = [primal("x", 64), tangent("dy", 64)]
-    forward, backward = Phase.FORWARD, Phase.BACKWARD
-    value, weights = 0, []
-
-    def add(name, inputs, size, traits, phase=forward):
-        nodes.append(JointNode(name, tuple(inputs), size, phase=phase, traits=traits))
-        return len(nodes) - 1
-
-    for i in range(count):
-        nodes.append(primal(f"shard{i}", 2 * nbytes // ranks, Trait.FREE))
-        cast = add(f"cast{i}", [len(nodes) - 1], nbytes // ranks, CHEAP | Trait.CAST)
-        gather = add(f"gather{i}", [cast], nbytes, COLLECTIVE | Trait.GATHER)
-        wait = add(f"wait{i}", [gather], nbytes, COLLECTIVE | Trait.WAIT)
-        view = add(f"view{i}", [wait], nbytes, CHEAP | Trait.VIEW)
-        value = add(f"mm{i}", [value, view], 64, HEAVY)
-        weights.append(view)
-    gradient = 1
-    for i in reversed(range(count)):
-        gradient = add(f"dmm{i}", [gradient, weights[i]], 64, HEAVY, backward)
-    return JointGraph(tuple(nodes), (value, gradient), 1)
-
-
-def test_a_gather_chain_runs_from_the_parameter_to_its_views():
-    graph = sharded_layers(2)
-    chains = gather_chains(graph)
-    name = [node.name for node in graph.nodes]
-    assert [[name[i] for i in chain.nodes] for chain in chains] == [
-        [f"cast{i}", f"gather{i}", f"wait{i}", f"view{i}"] for i in range(2)
-    ]
-    assert [[name[i] for i in chain.last] for chain in chains] == [["wait0"], ["wait1"]]
-    assert gather_chains(graph, parameters=()) == ()
-
-
-@pytest.mark.parametrize("partitioner", [save_for_backward, save_min_cut, save_replayed, save_by_region])
-def test_resharded_parameters_are_not_held(partitioner):
-    layers, nbytes = 3, 1024
-    graph = sharded_layers(layers, nbytes=nbytes)
-    resharded = partitioner(with_gathers(graph, reshard=True))
-    assert all(name.startswith(("x", "shard", "mm")) for name in resharded.names)
-    again = {resharded.graph.nodes[each].name for each in resharded.recomputed}
-    assert {f"gather{i}" for i in range(layers)} <= again
-    held = partitioner(with_gathers(graph, reshard=False))
-    assert {name for name in held.names if not name.startswith(("x", "mm"))} == {"wait0", "wait1", "wait2"}
-    assert not any(held.graph.nodes[each].has(COLLECTIVE) for each in held.recomputed)
-    gathered = sum(held.graph.sizes[i] for i in held.saved if held.graph.nodes[i].name.startswith("wait"))
-    assert gathered == layers * nbytes
-
-
-def test_items_and_concatenations_of_a_gathered_parameter_belong_to_the_chain():
-    """A gather along another dimension than the first: the pieces are split and concatenated."""
-    nodes = [
-        primal("shard", 4, Trait.FREE),
-        tangent("dy"),
-        JointNode("gather", (0,), 8, traits=COLLECTIVE | Trait.GATHER),
-        JointNode("wait", (2,), 8, traits=COLLECTIVE | Trait.WAIT),
-        JointNode("split", (3,), kind=NodeKind.TUPLE, traits=CHEAP | Trait.VIEW),
-        JointNode("left", (4,), 4, item=0, traits=CHEAP),
-        JointNode("right", (4,), 4, item=1, traits=CHEAP),
-        JointNode("cat", (5, 6), 8, traits=Trait.CONCATENATION),
-        JointNode("y", (7,), 8, traits=HEAVY),
-        JointNode("dx", (1, 7), 8),
-    ]
-    nodes[2:9] = [replace(node, phase=Phase.FORWARD) for node in nodes[2:9]]
-    graph = JointGraph(tuple(nodes), (8, 9), 1)
-    (chain,) = gather_chains(graph)
-    assert (chain.nodes, chain.last) == ((2, 3, 4, 5, 6, 7), (7,))
-    for partitioner in (save_for_backward, save_min_cut, save_replayed):
-        assert partitioner(with_gathers(graph, reshard=False)).names == ("cat",)
-        assert partitioner(with_gathers(graph, reshard=True)).names == ("shard",)
-
-
-def test_an_order_of_the_user_goes_before_resharding():
-    graph = sharded_layers(1)
-    wait = graph.positions["wait0"]
-    nodes = [replace(node, tag=Tag.MUST_SAVE) if i == wait else node for i, node in enumerate(graph.nodes)]
-    tagged = with_gathers(replace(graph, nodes=tuple(nodes)), reshard=True)
-    assert "wait0" in save_for_backward(tagged).names
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.1, 0.5])

@@ -180,12 +180,11 @@ def traits_of(op: Op) -> Trait:
         return found
     meaning = operator(op.op_type)
     if meaning.communication is not None:
-        kinds = {"local": Trait.ALLOWED, "all_gather": Trait.COLLECTIVE | Trait.GATHER}
-        return kinds.get(meaning.communication.kind, Trait.COLLECTIVE)
+        return Trait.ALLOWED if meaning.communication.kind == "local" else Trait.COLLECTIVE
     if meaning.view:
         return Trait.VIEW | Trait.ALLOWED | Trait.FUSIBLE
     demand = work(signature_of(op))
     if demand is not None and demand.matrix:
         return Trait.COMPUTE_INTENSIVE
-    extra = {"Cast": Trait.CAST, "Concat": Trait.CONCATENATION}.get(op.op_type, Trait.NONE)
+    extra = Trait.CONCATENATION if op.op_type == "Concat" else Trait.NONE
     return Trait.ALLOWED | Trait.FUSIBLE | extra

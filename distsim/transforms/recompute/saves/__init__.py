@@ -15,18 +15,14 @@ from distsim.transforms.recompute.saves.graph import (
 )
 from distsim.transforms.recompute.saves.merge import Merged, merge_equal
 from distsim.transforms.recompute.saves.mincut import MinCutOptions, save_min_cut
-from distsim.transforms.recompute.saves.replay import record, recorded, save_replayed
+from distsim.transforms.recompute.saves.replay import save_replayed
 from distsim.transforms.recompute.saves.split import Needs, needs, split
 from distsim.transforms.recompute.saves.tags import (
-    GatherChain,
     checkpointed,
-    gather_chains,
-    with_gathers,
 )
 
 __all__ = [
     "EVERY_OUTPUT",
-    "GatherChain",
     "JointGraph",
     "JointNode",
     "Merged",
@@ -39,16 +35,12 @@ __all__ = [
     "Tag",
     "Trait",
     "checkpointed",
-    "gather_chains",
     "merge_equal",
     "needs",
-    "record",
-    "recorded",
     "save_by_region",
     "save_for_backward",
     "save_min_cut",
     "save_replayed",
     "save_within_budget",
     "split",
-    "with_gathers",
 ]

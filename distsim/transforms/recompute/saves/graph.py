@@ -62,11 +62,8 @@ class Trait(Flag):
     COMPUTE_INTENSIVE = auto()
     RANDOM = auto()
     COLLECTIVE = auto()
-    GATHER = auto()
-    """An all-gather; a collective, too."""
     WAIT = auto()
     """The wait for a collective; a collective, too."""
-    CAST = auto()
     CONCATENATION = auto()
     """Any producer is written straight into the result."""
     FREE = auto()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 from distsim.transforms.recompute.saves.default import save_for_backward
 from distsim.transforms.recompute.saves.graph import (
     EVERY_OUTPUT,
@@ -16,7 +13,7 @@ from distsim.transforms.recompute.saves.graph import (
     Tag,
 )
 from distsim.transforms.recompute.saves.split import needs, split
-from distsim.transforms.recompute.saves.tags import save_collectives, with_nodes
+from distsim.transforms.recompute.saves.tags import save_collectives
 
 
 def save_replayed(graph: JointGraph) -> Saves:
@@ -75,42 +72,3 @@ def _items(graph: JointGraph, position: int) -> list[int]:
         and graph.nodes[user].tag is not Tag.MUST_RECOMPUTE
         and graph.nodes[user].kind is not NodeKind.TUPLE
     ]
-
-
-def record(saves: Saves) -> dict[str, tuple[int, ...]]:
-    """Return the replay tags of a partition by the names of the nodes, to be put on another graph.
-
-    A saved value gives its own tag; an item of a tuple gives its tuple the indices of the items saved, for
-    items of a graph captured anew carry no tags of their own. Inputs need none: they are always saved.
-
-    >>> x = JointNode("x", role=NodeRole.PRIMAL, nbytes=8)
-    >>> graph = JointGraph((x, JointNode("y", (0,), 8)), outputs=(1,), num_forward_outputs=1)
-    >>> record(Saves(graph, (0, 1), (), (1,), ()))
-    {'y': (-1,)}
-    """
-    marks: dict[str, tuple[int, ...]] = {}
-    for position in saves.saved:
-        node = saves.graph.nodes[position]
-        if node.role is NodeRole.OP and node.item is None:
-            marks[node.name] = EVERY_OUTPUT
-        elif node.item is not None:
-            parent = saves.graph.nodes[node.inputs[0]].name
-            marks[parent] = tuple(sorted({*marks.get(parent, ()), node.item}))
-    return marks
-
-
-def recorded(
-    graph: JointGraph, marks: Mapping[str, tuple[int, ...]], origins: Mapping[str, str] | None = None
-) -> JointGraph:
-    """Return the graph with the replay tags of another one's nodes.
-
-    ``origins`` gives the recorded name of a node where it is another: an op of the first graph may have
-    become several, all of which get its tag. Nodes of the backward pass get none.
-    """
-    origins, tangents = origins or {}, needs(graph).tangents
-    changes: dict[int, JointNode] = {}
-    for position, node in enumerate(graph.nodes):
-        mark = marks.get(origins.get(node.name, node.name))
-        if mark is not None and position not in tangents:
-            changes[position] = replace(node, replay=mark)
-    return with_nodes(graph, changes)
