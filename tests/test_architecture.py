@@ -66,7 +66,6 @@ LAYERS = {  # (module, what it imports) against the order of the folders of thei
     ("distsim.transforms.recompute.phases", "distsim.transforms.pipelining.op_graph"),
 }
 MANY_PARAMETERS = {
-    "distsim.simulate.explain.path_kernel.walk_back",
     "distsim.simulate.maxplus.kernels.evaluate",
     "distsim.stage_balance.search.choices",
 }
@@ -77,12 +76,10 @@ OWN_CACHES = {  # modules that keep what they made in some way of their own
     "distsim.program.backward_halves",
     "distsim.program.bind",
     "distsim.program.overlap_pairs",
-    "distsim.simulate.explain.walk",
     "distsim.simulate.maxplus.engine",
     "distsim.simulate.memory.plan",
     "distsim.simulate.memory.table_changes",
     "distsim.simulate.memory.walk",
-    "distsim.simulate.tasks.program_ranks",
 }
 SHARED_NAMES: set[str] = set()
 

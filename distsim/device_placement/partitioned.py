@@ -16,9 +16,9 @@ from distsim.device_placement.place import Placed, partition_devices, place, tra
 from distsim.device_placement.problem import PartitionDevice, Problem, problem_of
 from distsim.errors import PartitionError
 from distsim.ir import Function, Topology
-from distsim.ir.inline import flatten
+from distsim.ir.rewrite import flatten
 from distsim.simulate import Simulation
-from distsim.simulate.explain.text import seconds_text, table
+from distsim.simulate.explain.explanation import seconds_text, table
 from distsim.simulate.quantities import bytes_label
 
 HOST_MODES = tuple(mode for mode in MODES if mode != "ahead_of_time")

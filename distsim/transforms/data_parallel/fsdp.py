@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from distsim.errors import PlanError
 from distsim.interpret import infer_types
 from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value, all_ops
-from distsim.ir.inline import inline
+from distsim.ir.rewrite import inline
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.communication import flat_part

@@ -23,7 +23,7 @@ from distsim.ir import (
     rewrite,
     substitute,
 )
-from distsim.ir.inline import inline
+from distsim.ir.rewrite import inline
 from distsim.ops import operator
 from distsim.program.block import StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Role, Value, rewire_op, rewrite, substitute
-from distsim.ir.inline import flatten
+from distsim.ir.rewrite import flatten
 from distsim.transforms.pipelining.op_graph import is_sum
 from distsim.transforms.recompute.phases import Joint, split_joint
 
