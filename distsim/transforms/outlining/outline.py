@@ -13,8 +13,7 @@ import numpy as np
 from distsim.errors import PlanError
 from distsim.ir import NO_ATTRIBUTES, Function, FunctionMaker, Op, Role, Value, callees
 from distsim.transforms.outlining.blocks import find_blocks
-from distsim.transforms.outlining.repeats import Integers
-from distsim.transforms.outlining.wiring import CallWiring
+from distsim.transforms.outlining.wiring import CallWiring, Integers
 
 Block = tuple[int, list[int]]
 """Number of ops, and where the repetitions start, ascending."""
