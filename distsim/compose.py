@@ -20,8 +20,8 @@ from distsim.schedule import schedule as schedule_named
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
+from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.outline import outline
-from distsim.transforms.pipelining.op_graph import Numbered, is_sum
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
 from distsim.transforms.pipelining.searched_schedule import searched_schedule
 from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut

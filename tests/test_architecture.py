@@ -59,11 +59,6 @@ LAYERS = {  # (module, what it imports) against the order of the folders of thei
     ("distsim.simulate.memory.timeline", "distsim.simulate.simulation"),
     ("distsim.simulate.tasks.block_matrix", "distsim.simulate.maxplus.kernels"),
     ("distsim.simulate.tasks.recurrence", "distsim.simulate.maxplus.kernels"),
-    ("distsim.transforms.data_parallel.fsdp", "distsim.transforms.pipelining.op_graph"),
-    ("distsim.transforms.data_parallel.prefetch", "distsim.transforms.pipelining.op_graph"),
-    ("distsim.transforms.data_parallel.prefetch", "distsim.transforms.pipelining.stages"),
-    ("distsim.transforms.recompute.pairs", "distsim.transforms.pipelining.op_graph"),
-    ("distsim.transforms.recompute.phases", "distsim.transforms.pipelining.op_graph"),
 }
 MANY_PARAMETERS = {
     "distsim.simulate.maxplus.kernels.evaluate",

@@ -19,7 +19,7 @@ from distsim.ir.rewrite import inline
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.communication import flat_part
-from distsim.transforms.pipelining.op_graph import Numbered, is_sum
+from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.recompute.saves import Tag
 from distsim.transforms.sharding.layout import Placement
 from distsim.transforms.sharding.problem_graph import written

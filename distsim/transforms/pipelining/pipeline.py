@@ -30,10 +30,10 @@ from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
-from distsim.transforms.pipelining.op_graph import Numbered, early_sums
+from distsim.transforms.op_graph import Numbered, StageMap, early_sums
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
-from distsim.transforms.pipelining.stages import StageMap, assign_stages
+from distsim.transforms.pipelining.stages import assign_stages
 from distsim.transforms.sharding.shard import Sharded
 
 Starts = tuple[int, ...]

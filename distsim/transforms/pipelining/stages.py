@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -21,18 +20,7 @@ import numpy.typing as npt
 from distsim.cost.cost_model import DeviceCosts
 from distsim.errors import PlanError
 from distsim.ops import operator
-from distsim.transforms.pipelining.op_graph import Numbered
-
-
-@dataclass(frozen=True)
-class StageMap:
-    """The stage of every per-microbatch op (-1 for the others), by number of the op.
-
-    ``homes`` are the stages that read a parameter or constant in forward (the first one updates it).
-    """
-
-    stage: Sequence[int]
-    homes: Mapping[int, tuple[int, ...]]
+from distsim.transforms.op_graph import Numbered, StageMap
 
 
 def assign_stages(

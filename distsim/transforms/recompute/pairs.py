@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Role, Value, rewire_op, rewrite, substitute
 from distsim.ir.rewrite import flatten
-from distsim.transforms.pipelining.op_graph import is_sum
+from distsim.transforms.op_graph import is_sum
 from distsim.transforms.recompute.phases import Joint, split_joint
 
 

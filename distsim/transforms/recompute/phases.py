@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from distsim.ir import Function, Op, Value, needed_ops
-from distsim.transforms.pipelining.op_graph import Numbered
+from distsim.transforms.op_graph import Numbered
 
 
 @dataclass(frozen=True, eq=False)
