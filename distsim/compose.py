@@ -23,8 +23,7 @@ from distsim.transforms.data_parallel.fsdp import gathered
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
-from distsim.transforms.pipelining.searched_schedule import searched_schedule
-from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut
+from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut, searched_schedule
 from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import rematerialize
 from distsim.transforms.sharding.shard import Sharded, shard

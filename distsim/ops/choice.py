@@ -25,7 +25,6 @@ from distsim.ops.operator import (
     Signature,
     Work,
     arity,
-    bytes_of,
     common_device,
     letters,
     memory_bound,
@@ -197,14 +196,6 @@ def _extremum_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[
     return [(share * hit).astype(dy.dtype, copy=False) for hit in hits]
 
 
-def _extremum_grad_work(signature: Signature) -> Work:
-    return Work(
-        3.0 * bytes_of(signature.outputs) / max(1, signature.outputs[0].dtype.itemsize),
-        bytes_of(signature.inputs),
-        bytes_of(signature.outputs),
-    )
-
-
 def _extremum_grad_sharding(signature: Signature) -> ShardingRule:
     rule = broadcast_rule(signature)
     return ShardingRule(rule.inputs, rule.outputs, ((len(signature.inputs) - 1,),))
@@ -250,7 +241,7 @@ register(
         "ExtremumGrad",
         types=_extremum_grad_types,
         compute=_extremum_grad,
-        work=_extremum_grad_work,
+        work=lambda s: memory_bound(s, 3.0),
         sharding=_extremum_grad_sharding,
     )
 )

@@ -16,7 +16,7 @@ from distsim.ir.value import Attributes, Value
 from distsim.ops.batch_norm import channel_vectors
 from distsim.ops.broadcast import sum_to
 from distsim.ops.elementwise import grad_types as two_alike
-from distsim.ops.normalization import epsilon_of, norm_work, normalized, normalized_grad, widened
+from distsim.ops.normalization import epsilon_of, normalized, normalized_grad, widened
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -26,6 +26,7 @@ from distsim.ops.operator import (
     Signature,
     common_device,
     letters,
+    reading_bound,
     register,
 )
 from distsim.ops.places import operands, picked
@@ -131,7 +132,7 @@ def _register(kind: _GroupNormKind) -> None:
             kind.name,
             types=kind.types,
             compute=kind.compute,
-            work=lambda s: norm_work(s, _FLOPS),
+            work=lambda s: reading_bound(s, _FLOPS),
             gradient=kind.gradient,
             sharding=kind.sharding,
             formals=kind.formals,
@@ -142,7 +143,7 @@ def _register(kind: _GroupNormKind) -> None:
             kind.grad_name,
             types=kind.grad_types,
             compute=kind.compute_grad,
-            work=lambda s: norm_work(s, _GRAD_FLOPS),
+            work=lambda s: reading_bound(s, _GRAD_FLOPS),
             sharding=kind.sharding,
         )
     )
@@ -202,7 +203,7 @@ register(
         "LRN",
         compute=_lrn,
         # A square, a running sum of two operations, scale and offset, a power, a division.
-        work=lambda s: norm_work(s, 7.0),
+        work=lambda s: reading_bound(s, 7.0),
         gradient=lambda ctx: [ctx.maker.add("LRNGrad", (ctx.inputs[0], ctx.grad), ctx.attributes)[0]],
         sharding=_lrn_sharding,
     )
@@ -212,7 +213,7 @@ register(
         "LRNGrad",
         types=two_alike("LRNGrad"),
         compute=_lrn_grad,
-        work=lambda s: norm_work(s, 14.0),
+        work=lambda s: reading_bound(s, 14.0),
         sharding=_lrn_sharding,
     )
 )

@@ -34,6 +34,7 @@ from distsim.ops.places import (
     picked,
     places,
     resizing,
+    select,
     shape_of,
     wanted,
 )
@@ -44,14 +45,6 @@ _GRAD = ("indices", "dy")
 
 def _static_rank(attributes: Attributes, name: str) -> int:
     return static_array(attributes[name], None).ndim
-
-
-def select(
-    names: tuple[str, ...], signature: Signature, **dims: tuple[Dim, ...]
-) -> tuple[tuple[Dim, ...], ...]:
-    """Return the labels of those operands that are values, in order."""
-    index = places(names, signature.attributes, len(signature.inputs))
-    return tuple(dims[name] for name in index)
 
 
 def linear_in(names: tuple[str, ...], signature: Signature, *members: str) -> tuple[tuple[int, ...], ...]:

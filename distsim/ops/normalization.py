@@ -25,10 +25,9 @@ from distsim.ops.operator import (
     Operator,
     ShardingRule,
     Signature,
-    Work,
-    bytes_of,
     common_device,
     letters,
+    reading_bound,
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
@@ -56,12 +55,6 @@ def normalized_grad(g: Array, xhat: Array, rate: Array, axes: Axes, center: bool
     if center:
         made = made - g.mean(axis=axes, keepdims=True)
     return made * rate
-
-
-def norm_work(signature: Signature, flops: float) -> Work:
-    """Return the work of an op that reads everything once and does ``flops`` per element of input 0."""
-    total = flops * signature.inputs[0].size
-    return Work(total, bytes_of(signature.inputs), bytes_of(signature.outputs))
 
 
 def _axis(attributes: Mapping[str, Any], rank: int) -> int:
@@ -177,7 +170,7 @@ def _register(kind: _LayerNormKind) -> None:
             # ONNX has RMSNormalization since operator set 23, above the house version.
             types=kind.own_types if not kind.center else None,
             compute=kind.compute,
-            work=lambda s: norm_work(s, kind.flops),
+            work=lambda s: reading_bound(s, kind.flops),
             gradient=kind.gradient,
             sharding=kind.sharding,
             formals=kind.formals,
@@ -188,7 +181,7 @@ def _register(kind: _LayerNormKind) -> None:
             kind.grad_name,
             types=kind.grad_types,
             compute=kind.grad_compute,
-            work=lambda s: norm_work(s, kind.grad_flops),
+            work=lambda s: reading_bound(s, kind.grad_flops),
             sharding=kind.grad_sharding,
         )
     )

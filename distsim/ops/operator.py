@@ -325,8 +325,16 @@ def bytes_of(tensors: Sequence[Tensor]) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
+def work_of(signature: Signature, flops: float, matrix: bool = False) -> Work:
+    """Return the work of an op of so many flops that reads its inputs once and writes its outputs once."""
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix)
+
+
 def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:
-    """Return the work of an op that reads its inputs once and writes its outputs once."""
-    elements = sum(tensor.size for tensor in signature.outputs)
-    flops = flops_per_element * elements
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs))
+    """Return the work of an op that does ``flops_per_element`` for each element of its outputs."""
+    return work_of(signature, flops_per_element * sum(tensor.size for tensor in signature.outputs))
+
+
+def reading_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:
+    """Return the same of an op whose flops are for each element of its first input."""
+    return work_of(signature, flops_per_element * signature.inputs[0].size)

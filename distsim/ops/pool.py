@@ -25,11 +25,12 @@ from distsim.ops.operator import (
     TypesRule,
     Work,
     arity,
-    bytes_of,
     common_device,
     letters,
     memory_bound,
+    reading_bound,
     register,
+    work_of,
 )
 from distsim.ops.places import ints, like_shape, picked, resizing, shape_of
 from distsim.ops.windows import Windows, windows
@@ -68,7 +69,7 @@ def _window_grad_work(signature: Signature) -> Work:
 
 def _per_window(signature: Signature, pooled: Tensor) -> Work:
     flops = float(pooled.size * math.prod(ints(signature.attributes["kernel_shape"])))
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs))
+    return work_of(signature, flops)
 
 
 # MaxPool. Ties go to the first position, as in onnx.reference and in PyTorch.
@@ -246,16 +247,11 @@ def _global_max_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [ctx.add("MaxPoolGrad", ctx.inputs[0], ctx.grad, kernel_shape=kernel)]
 
 
-def _reduce_work(signature: Signature) -> Work:
-    elements = float(signature.inputs[0].size)
-    return Work(elements, bytes_of(signature.inputs), bytes_of(signature.outputs))
-
-
 register(
     Operator(
         "GlobalAveragePool",
         compute=_global_average,
-        work=_reduce_work,
+        work=reading_bound,
         gradient=_global_average_gradient,
         sharding=_global_average_rule,
     )
@@ -269,4 +265,4 @@ register(
         sharding=_global_average_grad_rule,
     )
 )
-register(Operator("GlobalMaxPool", work=_reduce_work, gradient=_global_max_gradient, sharding=_plane_rule))
+register(Operator("GlobalMaxPool", work=reading_bound, gradient=_global_max_gradient, sharding=_plane_rule))

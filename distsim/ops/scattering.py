@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from distsim.errors import UnknownOperatorError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.indexing import elements_labels, linear_in, nd_positions, positions, select
+from distsim.ops.indexing import elements_labels, linear_in, nd_positions, positions
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
@@ -23,7 +23,7 @@ from distsim.ops.operator import (
     letters,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, wanted
+from distsim.ops.places import by_place, operands, picked, places, select, wanted
 
 _SCATTER = ("data", "indices", "updates")
 _GRAD = ("indices", "dy")

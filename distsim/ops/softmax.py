@@ -16,7 +16,6 @@ from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.elementwise import grad_types
-from distsim.ops.normalization import norm_work
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
@@ -28,6 +27,7 @@ from distsim.ops.operator import (
     common_device,
     letters,
     memory_bound,
+    reading_bound,
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, refuse, shape_of
@@ -230,7 +230,7 @@ def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) 
         Operator(
             name,
             compute=compute,
-            work=lambda s: norm_work(s, flops),
+            work=lambda s: reading_bound(s, flops),
             gradient=gradient,
             sharding=lambda s: _loss_sharding(s, False, formals),
             buffers=buffers,
