@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.broadcast import (
     all_operands,
+    both_operands,
     broadcast_rule,
     operand,
     sum_for,
@@ -196,11 +198,6 @@ def _extremum_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[
     return [(share * hit).astype(dy.dtype, copy=False) for hit in hits]
 
 
-def _extremum_grad_sharding(signature: Signature) -> ShardingRule:
-    rule = broadcast_rule(signature)
-    return ShardingRule(rule.inputs, rule.outputs, ((len(signature.inputs) - 1,),))
-
-
 def _sum_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     grad = ctx.grad
     if ctx.op.op_type == "Mean":
@@ -209,11 +206,6 @@ def _sum_gradient(ctx: GradientContext) -> Sequence[Value | None]:
         summed(ctx, grad, shape_of(value)) if needed else None
         for value, needed in zip(ctx.inputs, ctx.wanted, strict=True)
     ]
-
-
-def _sum_sharding(signature: Signature) -> ShardingRule:
-    rule = broadcast_rule(signature)
-    return ShardingRule(rule.inputs, rule.outputs, (tuple(range(len(signature.inputs))),))
 
 
 for _name, _function in (("Max", np.maximum), ("Min", np.minimum)):
@@ -233,7 +225,7 @@ for _name in ("Sum", "Mean"):
             compute=_fold(np.add, mean=_name == "Mean"),
             work=_variadic_work,
             gradient=_sum_gradient,
-            sharding=_sum_sharding,
+            sharding=lambda s: replace(broadcast_rule(s), linear=(tuple(range(len(s.inputs))),)),
         )
     )
 register(
@@ -242,7 +234,7 @@ register(
         types=_extremum_grad_types,
         compute=_extremum_grad,
         work=lambda s: memory_bound(s, 3.0),
-        sharding=_extremum_grad_sharding,
+        sharding=lambda s: replace(broadcast_rule(s), linear=((len(s.inputs) - 1,),)),
     )
 )
 
@@ -251,15 +243,8 @@ register(
 _PRELU = ("X", "slope")
 
 
-def _prelu_operands(attributes: Attributes, arrays: Sequence[Array]) -> tuple[Array, Array]:
-    x, slope = all_operands(_PRELU, attributes, arrays)
-    if x is None or slope is None:
-        raise TypeRuleError("PRelu takes X and slope")
-    return x, slope
-
-
 def _prelu(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    x, slope = _prelu_operands(attributes, arrays)
+    x, slope = both_operands(_PRELU, attributes, arrays)
     return [np.where(x < 0, slope * x, x).astype(x.dtype, copy=False)]
 
 
@@ -284,7 +269,7 @@ def _prelu_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tup
 
 def _prelu_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     dy = arrays[-1]
-    x, slope = _prelu_operands(attributes, arrays[:-1])
+    x, slope = both_operands(_PRELU, attributes, arrays[:-1])
     made = [np.where(x < 0, slope * dy, dy), np.where(x < 0, x * dy, 0)]
     return [grad.astype(dy.dtype, copy=False) for grad in made[: 1 if "slope" in attributes else 2]]
 

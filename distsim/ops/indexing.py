@@ -37,6 +37,7 @@ from distsim.ops.places import (
     select,
     shape_of,
     wanted,
+    whole_rule,
 )
 
 _DATA = ("data", "indices")
@@ -209,8 +210,7 @@ def _gather_nd_rule(signature: Signature) -> ShardingRule:
     if len(signature.inputs) == 2:
         data, indices, output = _nd_rule(signature)
         return ShardingRule((data, indices), (output,), ((0,),))
-    whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
-    return ShardingRule(whole, ((None,) * signature.outputs[0].rank,))
+    return whole_rule(signature)
 
 
 def nd_positions(indices: Array, batch: int) -> tuple[Array, ...]:

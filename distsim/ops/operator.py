@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,6 +116,11 @@ class ShardingRule:
 def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:
     """Return ``rank`` distinct factor names."""
     return tuple(f"{prefix}{i}" for i in range(rank))
+
+
+def letters_but(rank: int, axes: Container[int]) -> tuple[Dim, ...]:
+    """Return ``rank`` distinct factor names, None for the dimensions that are whole."""
+    return tuple(None if i in axes else name for i, name in enumerate(letters(rank)))
 
 
 @dataclass(frozen=True, slots=True)

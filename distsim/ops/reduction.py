@@ -25,7 +25,7 @@ from distsim.ops.operator import (
     Signature,
     arity,
     common_device,
-    letters,
+    letters_but,
     memory_bound,
     reading_bound,
     register,
@@ -160,9 +160,7 @@ def _register(entry: Reduction) -> None:
     def sharding(signature: Signature) -> ShardingRule:
         rank = signature.inputs[0].rank
         axes = reduced_axes(signature.attributes, rank)
-        dims: tuple[Dim, ...] = letters(rank)
-        if not (entry.additive or entry.mean):
-            dims = tuple(None if i in axes else dim for i, dim in enumerate(dims))
+        dims = letters_but(rank, () if entry.additive or entry.mean else axes)
         averaged = tuple(name for i, name in enumerate(dims) if i in axes and isinstance(name, str))
         out = kept_labels(dims, axes, signature.attributes)
         linear = ((0,),) if entry.slope is None else ()
@@ -199,9 +197,7 @@ def _register_grad(entry: Reduction, op_type: str, slope: Callable[[Any, Any, Ax
     def sharding(signature: Signature) -> ShardingRule:
         rank = signature.inputs[0].rank
         axes = reduced_axes(signature.attributes, rank)
-        dims: tuple[Dim, ...] = letters(rank)
-        if not entry.pointwise:
-            dims = tuple(None if i in axes else dim for i, dim in enumerate(dims))
+        dims = letters_but(rank, () if entry.pointwise else axes)
         kept = kept_labels(dims, axes, signature.attributes)
         return ShardingRule((dims, kept, kept), (dims,), ((2,),))
 
@@ -223,7 +219,7 @@ for _entry in REDUCTIONS:
 
 def _whole_axis(attributes: Mapping[str, Any], rank: int, default: int) -> tuple[int, tuple[Dim, ...]]:
     axis = ints(attributes.get("axis", default))[0] % max(rank, 1)
-    return axis, tuple(None if i == axis else dim for i, dim in enumerate(letters(rank)))
+    return axis, letters_but(rank, (axis,))
 
 
 def _arg(function: Any) -> Any:

@@ -26,11 +26,12 @@ from distsim.ops.operator import (
     Signature,
     common_device,
     letters,
+    letters_but,
     memory_bound,
     reading_bound,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, refuse, shape_of
+from distsim.ops.places import by_place, operands, picked, places, refuse, shape_of, whole_rule
 
 Axes = tuple[int, ...]
 
@@ -67,18 +68,14 @@ def _log_softmax_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequen
     return [dy - np.exp(y) * dy.sum(axis=attributes["axes"], keepdims=True)]
 
 
-def _whole(rank: int, axes: Axes) -> tuple[Dim, ...]:
-    return tuple(None if i in axes else dim for i, dim in enumerate(letters(rank)))
-
-
 def _softmax_sharding(signature: Signature) -> ShardingRule:
     rank = signature.inputs[0].rank
-    dims = _whole(rank, softmax_axes(signature.attributes, signature.version, rank))
+    dims = letters_but(rank, softmax_axes(signature.attributes, signature.version, rank))
     return ShardingRule((dims,), (dims,))
 
 
 def _softmax_grad_sharding(signature: Signature) -> ShardingRule:
-    dims = _whole(signature.inputs[0].rank, signature.attributes["axes"])
+    dims = letters_but(signature.inputs[0].rank, signature.attributes["axes"])
     return ShardingRule((dims, dims), (dims,), ((1,),))
 
 
@@ -159,8 +156,7 @@ def _loss_sharding(signature: Signature, grad: bool, formals: tuple[str, str, st
     mean, over them."""
     scores = signature.inputs[0]
     if formals[1] in signature.attributes:
-        whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
-        return ShardingRule(whole, tuple((None,) * tensor.rank for tensor in signature.outputs))
+        return whole_rule(signature)
     values = signature.inputs[:-1] if grad else signature.inputs
     rows: tuple[Dim, ...] = letters(scores.rank - 1)
     if _uneven(signature.attributes, len(values) > 2 or formals[2] in signature.attributes):
