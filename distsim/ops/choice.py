@@ -11,6 +11,7 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
+from distsim.ops.bounds import broadcast_bounds, single_bounds
 from distsim.ops.broadcast import (
     all_operands,
     both_operands,
@@ -21,6 +22,7 @@ from distsim.ops.broadcast import (
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
+    Bounds,
     GradientContext,
     Operator,
     ShardingRule,
@@ -147,6 +149,7 @@ register(
         work=lambda s: memory_bound(s, 2.0),
         gradient=_clip_gradient,
         sharding=_clip_sharding,
+        bounds=Bounds(_CLIP, single_bounds("Clip", "min", "max")),
     )
 )
 register(
@@ -282,6 +285,7 @@ register(
         gradient=_prelu_gradient,
         sharding=lambda s: broadcast_rule(s, _PRELU),
         formals=_PRELU,
+        bounds=Bounds(_PRELU, broadcast_bounds("PRelu", "slope")),
     )
 )
 register(

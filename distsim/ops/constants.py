@@ -11,6 +11,7 @@ from distsim.ir.type import Tensor, from_numpy
 from distsim.ir.value import Attributes, Literal
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     Operator,
     ShardingRule,
@@ -121,7 +122,11 @@ def _one_hot_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, ((*dims[:axis], None, *dims[axis:]),), linear)
 
 
-register(Operator("OneHot", work=memory_bound, sharding=_one_hot_rule, formals=_ONE_HOT))
+register(
+    Operator(
+        "OneHot", work=memory_bound, sharding=_one_hot_rule, formals=_ONE_HOT, bounds=Bounds(axes=(1, 1))
+    )
+)
 
 
 # EyeLike reads the shape of its input only.

@@ -15,13 +15,17 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.bounds import at_least, fits_to, require
 from distsim.ops.matmul import signature_shapes
 from distsim.ops.operator import (
     Array,
+    Bounds,
+    BoundsRule,
     Dim,
     GradientContext,
     Operator,
     OutputPart,
+    Shapes,
     ShardingRule,
     Signature,
     Work,
@@ -222,6 +226,35 @@ def _grad_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, tuple(labels[name] for name in names), ((2,),), localize=localize)
 
 
+def _conv_bounds(op_type: str) -> BoundsRule:
+    transposed = op_type == "ConvTranspose"
+
+    def check(attributes: Attributes, shapes: Shapes) -> None:
+        x, w = shapes["X"], shapes.get("W", ())
+        group = attributes.get("group", 1)
+        at_least(op_type, "group", group, 1)
+        if not w:  # a static weight is one number
+            return
+        require(len(w) == len(x) >= 2, f"{op_type}: the weight {list(w)} does not fit {list(x)}")
+        channels, made = (w[0], w[1] * group) if transposed else (w[1] * group, w[0])
+        require(
+            x[1] == channels and channels % group == made % group == 0,
+            f"{op_type}: {x[1]} channels do not fit the weight {list(w)} in {group} groups",
+        )
+        kernel = attributes.get("kernel_shape", w[2:])
+        require(tuple(kernel) == w[2:], f"{op_type}: kernel_shape={list(kernel)}, the weight is {list(w)}")
+        if "B" in shapes:
+            fits_to(op_type, "B", shapes["B"], (made,))
+        limits = {"output_shape": (1, 2**31), "strides": (1, 2**16), "dilations": (1, 2**16)}
+        for name, (least, most) in {**limits, "output_padding": (0, 2**16)}.items():
+            sizes = attributes.get(name, (1,) * len(kernel))
+            fits = len(sizes) == len(kernel) and all(least <= n <= most for n in sizes)
+            text = f"{op_type}: {name}={list(sizes)} must be {len(kernel)} numbers from {least} to {most}"
+            require(fits, text)
+
+    return check
+
+
 register(
     Operator(
         "Conv",
@@ -230,6 +263,7 @@ register(
         gradient=_conv_gradient,
         sharding=_conv_rule,
         formals=_CONV,
+        bounds=Bounds(_CONV, _conv_bounds("Conv")),
     )
 )
 
@@ -361,5 +395,6 @@ register(
         gradient=_transpose_gradient,
         sharding=_transpose_rule,
         formals=_CONV,
+        bounds=Bounds(_CONV, _conv_bounds("ConvTranspose")),
     )
 )

@@ -8,12 +8,15 @@ from typing import Any
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.bounds import fits_to, require
 from distsim.ops.matmul import Dims, Shape, signature_shapes, unlabel
 from distsim.ops.operator import (
     Array,
+    Bounds,
     GradientContext,
     Operator,
     OutputPart,
+    Shapes,
     ShardingRule,
     Signature,
     Work,
@@ -172,6 +175,14 @@ def _gemm_grad_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((a, b, ("m", "n")), (a, b), ((2,),))
 
 
+def _gemm_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    a, b = shapes["A"], shapes.get("B", ())
+    require(len(a) == len(b) == 2, f"Gemm multiplies matrices, not {list(a)} by {list(b)}")
+    made = (a[1 if attributes.get("transA", 0) else 0], b[0 if attributes.get("transB", 0) else 1])
+    if "C" in shapes:
+        fits_to("Gemm", "C", shapes["C"], made)
+
+
 register(
     Operator(
         "Gemm",
@@ -180,6 +191,7 @@ register(
         gradient=_gemm_gradient,
         sharding=_gemm_sharding,
         formals=_ABC,
+        bounds=Bounds(_ABC, _gemm_bounds),
     )
 )
 register(

@@ -14,14 +14,17 @@ from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.batch_norm import channel_vectors
+from distsim.ops.bounds import at_least, require
 from distsim.ops.broadcast import sum_to
 from distsim.ops.elementwise import grad_types as two_alike
 from distsim.ops.normalization import epsilon_of, normalized, normalized_grad, widened
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
+    Shapes,
     ShardingRule,
     Signature,
     common_device,
@@ -126,6 +129,25 @@ class _GroupNormKind:
         return ShardingRule(inputs, outputs, linear, localize=localize)
 
 
+def _group_bounds(op_type: str, names: tuple[str, str, str]) -> Bounds:
+    """A vector with a number for each channel, or, before operator set 21, each group."""
+
+    def check(attributes: Attributes, shapes: Shapes) -> None:
+        groups = attributes.get("num_groups", 1)
+        at_least(op_type, "num_groups", groups, 1)
+        shape = shapes[names[0]]
+        require(len(shape) > 1, f"{op_type} takes [N, C, ...], not {list(shape)}")
+        sizes = {shape[1], groups} if op_type == "GroupNormalization" else {shape[1]}
+        for name in names[1:]:
+            given = shapes.get(name, shape[1:2])
+            require(
+                len(given) == 1 and given[0] in sizes,
+                f"{op_type}: {name} {list(given)} must be a vector for the channels of {list(shape)}",
+            )
+
+    return Bounds(names, check)
+
+
 def _register(kind: _GroupNormKind) -> None:
     register(
         Operator(
@@ -136,6 +158,7 @@ def _register(kind: _GroupNormKind) -> None:
             gradient=kind.gradient,
             sharding=kind.sharding,
             formals=kind.formals,
+            bounds=_group_bounds(kind.name, kind.formals),
         )
     )
     register(
@@ -198,6 +221,10 @@ def _lrn_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((dims,) * len(signature.inputs), (dims,), linear)
 
 
+def _lrn_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    at_least("LRN", "size", attributes.get("size", 0), 1)
+
+
 register(
     Operator(
         "LRN",
@@ -206,6 +233,7 @@ register(
         work=lambda s: reading_bound(s, 7.0),
         gradient=lambda ctx: [ctx.maker.add("LRNGrad", (ctx.inputs[0], ctx.grad), ctx.attributes)[0]],
         sharding=_lrn_sharding,
+        bounds=Bounds(("X",), _lrn_bounds),
     )
 )
 register(

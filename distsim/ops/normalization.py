@@ -17,9 +17,11 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.bounds import broadcast_bounds
 from distsim.ops.broadcast import aligned, sum_to, whole_where_static
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
@@ -155,12 +157,7 @@ class _LayerNormKind:
     def own_types(self, attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if len(inputs) + (self.scale_name in attributes) != 2:
             raise TypeRuleError(f"{self.name} takes X and {self.scale_name}, {len(inputs)} values given")
-        x = inputs[0]
-        for scale in inputs[1:]:
-            pairs = zip(reversed(scale.shape), reversed(x.shape), strict=False)
-            if scale.rank > x.rank or any(size not in (1, whole) for size, whole in pairs):
-                raise TypeRuleError(f"{self.name}: {self.scale_name} {scale} does not broadcast to {x}")
-        return (x.on(common_device(self.name, inputs)),)
+        return (inputs[0].on(common_device(self.name, inputs)),)
 
 
 def _register(kind: _LayerNormKind) -> None:
@@ -174,6 +171,7 @@ def _register(kind: _LayerNormKind) -> None:
             gradient=kind.gradient,
             sharding=kind.sharding,
             formals=kind.formals,
+            bounds=Bounds(kind.formals, broadcast_bounds(kind.name, *kind.formals[1:]), axes=(0, 0)),
         )
     )
     register(

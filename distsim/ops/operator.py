@@ -208,6 +208,27 @@ class Communication:
     transfers: bool = False
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shapes of operands, static or not, by formal name."""
+BoundsRule = Callable[[Attributes, Shapes], None]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What ONNX's type rules take on trust, checked before anything is sized by it: counts, axes, shapes.
+
+    ``onnx.shape_inference`` cuts an axis to 32 bits, divides by a count of 0, and does not look at operands
+    that its result does not depend on (the C of a Gemm, the scale of a normalization). ``check(attributes,
+    shapes)`` raises :class:`distsim.errors.BoundsError` with the numbers; what ONNX checks itself is not
+    repeated. It is asked if the shape of the first of ``formals``, the names of the operands, is known.
+    """
+
+    formals: tuple[str, ...] = ()
+    check: BoundsRule | None = None
+    axes: tuple[int, int] | None = None
+    """How many axes the attribute ``axis`` may count before, and beyond, those of the first operand."""
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator. Rules that are None are unknown: asking for them is an error that says so."""
@@ -233,6 +254,8 @@ class Operator:
     taken."""
     waits: bool = False
     """A view that is there only once all inputs are."""
+    bounds: Bounds | None = None
+    """What is checked before its types are asked for."""
 
     @property
     def moves(self) -> bool:
@@ -260,6 +283,7 @@ def register(operator: Operator) -> Operator:
             "waits",
             "part",
             "buffers",
+            "bounds",
         )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
         twice = [name for name in given if getattr(known, name)]

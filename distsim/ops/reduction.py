@@ -18,6 +18,7 @@ from distsim.ir.value import Attributes, Value
 from distsim.ops.elementwise import no_gradient
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
@@ -248,6 +249,7 @@ for _name, _function in (("ArgMax", np.argmax), ("ArgMin", np.argmin)):
             work=reading_bound,
             gradient=no_gradient,
             sharding=_arg_sharding,
+            bounds=Bounds(axes=(0, 0)),
         )
     )
 
@@ -290,6 +292,7 @@ register(
         work=reading_bound,
         gradient=_top_k_gradient,
         sharding=_top_k_sharding,
+        bounds=Bounds(axes=(0, 0)),
     )
 )
 
@@ -330,5 +333,6 @@ register(
         work=memory_bound,
         gradient=_cum_sum_gradient,
         sharding=_cum_sum_sharding,
+        bounds=Bounds(axes=(0, 0)),
     )
 )

@@ -8,13 +8,16 @@ from typing import Any
 from distsim.errors import UnknownOperatorError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.indexing import elements_labels, linear_in, nd_positions, positions
+from distsim.ops.bounds import require
+from distsim.ops.indexing import elements_bounds, elements_labels, linear_in, nd_positions, positions
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
+    Shapes,
     ShardingRule,
     Signature,
     Work,
@@ -101,6 +104,14 @@ def _nd_labels(signature: Signature, names: tuple[str, ...]) -> dict[str, tuple[
     return made
 
 
+def _nd_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    data, indices, updates = shapes["data"], shapes.get("indices", ()), shapes.get("updates", ())
+    depth = indices[-1] if indices else 0
+    require(1 <= depth <= len(data), f"ScatterND: indices {list(indices)} do not fit {list(data)}")
+    wanted = (*indices[:-1], *data[depth:])
+    require(updates == wanted, f"ScatterND: updates {list(updates)} must be {list(wanted)}")
+
+
 # ScatterElements: every dimension may be divided but the axis.
 
 
@@ -117,7 +128,13 @@ def _elements(signature: Signature, names: tuple[str, ...]) -> dict[str, tuple[D
     return {"data": source, "dy": source, "indices": small, "updates": small}
 
 
-def _register(name: str, gather: str, labels: Labels, where: Callable[[Array, Attributes, int], Any]) -> None:
+def _register(
+    name: str,
+    gather: str,
+    labels: Labels,
+    where: Callable[[Array, Attributes, int], Any],
+    bounds: Bounds,
+) -> None:
     """Register a scatter and the gradient of its data, given the labels of operands and where it writes."""
 
     def sharding(signature: Signature) -> ShardingRule:
@@ -142,6 +159,7 @@ def _register(name: str, gather: str, labels: Labels, where: Callable[[Array, At
             gradient=lambda ctx: _gradient(ctx, gather),
             sharding=sharding,
             formals=_SCATTER,
+            bounds=bounds,
         )
     )
     register(
@@ -156,10 +174,18 @@ def _register(name: str, gather: str, labels: Labels, where: Callable[[Array, At
     )
 
 
-_register("ScatterND", "GatherND", _nd_labels, lambda indices, attributes, rank: nd_positions(indices, 0))
+_register(
+    "ScatterND",
+    "GatherND",
+    _nd_labels,
+    lambda indices, attributes, rank: nd_positions(indices, 0),
+    Bounds(_SCATTER, _nd_bounds),
+)
 _register(
     "ScatterElements",
     "GatherElements",
     _elements,
     lambda indices, attributes, rank: positions(indices, attributes.get("axis", 0) % rank),
+    elements_bounds("ScatterElements", _SCATTER),
 )
+register(Operator("Scatter", bounds=elements_bounds("Scatter", _SCATTER)))

@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from distsim.errors import TypeRuleError
+from distsim.errors import BoundsError, TypeRuleError
 from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
+from distsim.ops.bounds import require
 from distsim.ops.elementwise import grad_types
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
+    Shapes,
     ShardingRule,
     Signature,
     common_device,
@@ -100,6 +103,7 @@ def _register(name: str, function: Any, grad: Any) -> None:
             work=lambda s: memory_bound(s, 5.0),
             gradient=gradient,
             sharding=_softmax_sharding,
+            bounds=Bounds(axes=(0, 0)),
         )
     )
     register(
@@ -171,6 +175,38 @@ def _loss_sharding(signature: Signature, grad: bool, formals: tuple[str, str, st
     return ShardingRule((full, rows, *others), (loss, full)[: len(signature.outputs)], (), mean)
 
 
+def _loss_bounds(op_type: str, names: tuple[str, str, str]) -> Bounds:
+    def check(attributes: Attributes, shapes: Shapes) -> None:
+        scores, labels, weights = (shapes.get(name) for name in names)
+        if scores is None or len(scores) < 2:
+            raise BoundsError(f"{op_type} takes [N, C, ...], not {list(scores or ())}")
+        for name, given, wanted in (
+            (names[1], labels, (scores[0], *scores[2:])),
+            (names[2], weights, scores[1:2]),
+        ):
+            fits = given is None or given == wanted
+            require(fits, f"{op_type}: {name} {list(given or ())} must be {list(wanted)}")
+        modes = ("none", "mean", "sum")
+        mode = attributes.get("reduction", "mean")
+        require(mode in modes, f"{op_type}: reduction {mode!r} is not one of {', '.join(modes)}")
+
+    return Bounds(names, check)
+
+
+def _as_values(ctx: GradientContext, formals: tuple[str, str, str]) -> list[Value]:
+    """Return the operands that are given, static ones as values, too: the gradient op takes no others."""
+    index = places(formals, ctx.attributes, len(ctx.inputs))
+    device = as_tensor(ctx.inputs[0].type, ctx.inputs[0].name).device
+    values: list[Value] = []
+    for formal in formals:
+        if formal in index:
+            values.append(ctx.inputs[index[formal]])
+        elif formal in ctx.attributes:
+            known = static_array(ctx.attributes[formal], None)
+            values.append(ctx.maker.add("Constant", (), {"value": Literal(known), "device": device})[0])
+    return values
+
+
 def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) -> None:
     grad_name = f"{name}Grad"
 
@@ -186,15 +222,7 @@ def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) 
             raise TypeRuleError(f"{name}: only the loss, not the log-probabilities, may influence the loss")
         refuse(name, formals, ctx, formals[2])
         options = picked(ctx.attributes, "reduction", "ignore_index")
-        index = places(formals, ctx.attributes, len(ctx.inputs))
-        values: list[Value] = []  # the gradient op takes them all as values
-        for formal in formals:
-            if formal in index:
-                values.append(ctx.inputs[index[formal]])
-            elif formal in ctx.attributes:
-                known = static_array(ctx.attributes[formal], None)
-                device = as_tensor(ctx.inputs[0].type, ctx.inputs[0].name).device
-                values.append(ctx.maker.add("Constant", (), {"value": Literal(known), "device": device})[0])
+        values = _as_values(ctx, formals)
         count = math.prod(shape_of(values[1]))
         made = ctx.add(grad_name, *values, ctx.grad, count=count, **options)
         return by_place(formals, ctx, {formals[0]: made})
@@ -230,6 +258,7 @@ def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) 
             gradient=gradient,
             sharding=lambda s: _loss_sharding(s, False, formals),
             buffers=buffers,
+            bounds=_loss_bounds(name, formals),
         )
     )
     register(
