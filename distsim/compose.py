@@ -12,7 +12,7 @@ from distsim.cost.cost_model import CostModel, DeviceCosts, cost_model_of
 from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
-from distsim.ir.inline import inline
+from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, Schedule
@@ -20,12 +20,11 @@ from distsim.schedule import schedule as schedule_named
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
+from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.outline import outline
-from distsim.transforms.pipelining.balance import coarse
-from distsim.transforms.pipelining.op_graph import Numbered, is_sum
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
-from distsim.transforms.pipelining.searched_schedule import searched_schedule
-from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut
+from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut, searched_schedule
+from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import rematerialize
 from distsim.transforms.sharding.shard import Sharded, shard
 

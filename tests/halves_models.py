@@ -12,7 +12,7 @@ from topology_models import invent_topology
 from distsim.cost.cost_model import runs_kernel
 from distsim.executor import SequentialExecutor
 from distsim.ir import Function, FunctionMaker, Mesh, Value, all_ops, needed_ops, verify
-from distsim.ir.inline import flatten
+from distsim.ir.rewrite import flatten
 from distsim.ops import signature_of, work
 from distsim.program.block import Block
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from training_models import F64, Maker
 
 from distsim.ir import Function, FunctionMaker, Role, Tensor, Value, callees
-from distsim.ir.inline import flatten
+from distsim.ir.rewrite import flatten
 from distsim.models import mlp
 
 SHAPE = (2, 4)

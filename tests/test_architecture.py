@@ -59,13 +59,8 @@ LAYERS = {  # (module, what it imports) against the order of the folders of thei
     ("distsim.simulate.memory.timeline", "distsim.simulate.simulation"),
     ("distsim.simulate.tasks.block_matrix", "distsim.simulate.maxplus.kernels"),
     ("distsim.simulate.tasks.recurrence", "distsim.simulate.maxplus.kernels"),
-    ("distsim.transforms.data_parallel.fsdp", "distsim.transforms.pipelining.op_graph"),
-    ("distsim.transforms.data_parallel.prefetch", "distsim.transforms.pipelining.op_graph"),
-    ("distsim.transforms.data_parallel.prefetch", "distsim.transforms.pipelining.stages"),
-    ("distsim.transforms.recompute.joint", "distsim.transforms.pipelining.op_graph"),
 }
 MANY_PARAMETERS = {
-    "distsim.simulate.explain.path_kernel.walk_back",
     "distsim.simulate.maxplus.kernels.evaluate",
     "distsim.stage_balance.search.choices",
 }
@@ -76,17 +71,10 @@ OWN_CACHES = {  # modules that keep what they made in some way of their own
     "distsim.program.backward_halves",
     "distsim.program.bind",
     "distsim.program.overlap_pairs",
-    "distsim.schedule.greedy.controllable_memory",
-    "distsim.schedule.greedy.zero_bubble",
-    "distsim.schedule.greedy.zero_bubble_v",
-    "distsim.schedule.v_shaped",
-    "distsim.schedule.warm_up",
-    "distsim.simulate.explain.walk",
     "distsim.simulate.maxplus.engine",
     "distsim.simulate.memory.plan",
     "distsim.simulate.memory.table_changes",
     "distsim.simulate.memory.walk",
-    "distsim.simulate.tasks.program_ranks",
 }
 SHARED_NAMES: set[str] = set()
 

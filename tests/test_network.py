@@ -20,8 +20,7 @@ from distsim.hardware import (
 )
 from distsim.ir import Device, Topology
 from distsim.ir.topology import Level, Link
-from distsim.simulate.events.flows import Flow, Traffic
-from distsim.simulate.events.max_min_fair import fair_rates
+from distsim.simulate.events.flows import Flow, Traffic, fair_rates
 
 # --- channels ----------------------------------------------------------------------------------------
 

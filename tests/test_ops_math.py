@@ -40,7 +40,6 @@ from distsim.ops import (
     operator,
     reduction,
     registered,
-    selection,
     sharding_rule,
     softmax,
     work,
@@ -95,7 +94,7 @@ def _narrowed(of: Sample, dtype: DType) -> Sample | None:
 
 MODULES = (
     *(batch_norm, broadcast, choice, conversion, elementwise, gemm, group_norm, grouped, matmul),
-    *(normalization, reduction, selection, softmax),
+    *(normalization, reduction, softmax),
 )
 
 

@@ -37,7 +37,7 @@ from distsim.transforms import (
     inline,
     outline,
 )
-from distsim.transforms.outlining.repeats import Repeat, tandem_repeats
+from distsim.transforms.outlining.blocks import Repeat, tandem_repeats
 from distsim.transforms.sharding.roles import roles
 
 

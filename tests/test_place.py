@@ -17,7 +17,7 @@ from distsim.device_placement.partitioned import (
 from distsim.errors import PartitionError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.ir import Float, FunctionMaker, Role, Tensor, Topology
-from distsim.ir.inline import flatten
+from distsim.ir.rewrite import flatten
 from distsim.models import gpt, mlp
 
 RATE = 25e9

@@ -18,8 +18,7 @@ from distsim.schedule.greedy.controllable_memory import (
     v_min,
     v_min_block,
 )
-from distsim.schedule.greedy.zero_bubble import zb_auto
-from distsim.schedule.greedy.zero_bubble_v import zb_v_greedy
+from distsim.schedule.greedy.zero_bubble import zb_auto, zb_v_greedy
 
 DATA = Path(__file__).parent / "data" / "schedules"
 

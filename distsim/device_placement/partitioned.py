@@ -19,7 +19,7 @@ from distsim.device_placement.problem import PartitionDevice, Problem, problem_o
 from distsim.errors import PartitionError
 from distsim.interpret import infer_types
 from distsim.ir import Attributes, Device, Function, FunctionMaker, Op, Tensor, Topology, Value
-from distsim.ir.inline import flatten
+from distsim.ir.rewrite import flatten
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
 from distsim.simulate import Simulation

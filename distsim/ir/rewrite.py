@@ -6,7 +6,7 @@ so that what does not change is shared with the original.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 
@@ -117,3 +117,30 @@ def retype_op(
 def retype(value: Value, type_: Type) -> Value:
     """Return the value with this type, itself if it has it."""
     return value if value.type is type_ or value.type == type_ else replace(value, type=type_)
+
+
+def inline(function: Function, calls: Collection[Op] | None = None) -> Function:
+    """Return ``function`` with its Calls, or those given, replaced by the ops of the callee (one level).
+
+    What a Call returns keeps the names that the Call gives it.
+    """
+
+    def change(op: Op, env: Environment) -> Iterator[Op]:
+        if not op.is_call or (calls is not None and op not in calls):
+            yield rewire_op(op, env)
+            return
+        inner = dict(zip(op.callee.inputs, substitute(op.inputs, env), strict=True))
+        named = {v: outer.name for v, outer in zip(op.callee.outputs, op.outputs, strict=True)}
+        for part in op.callee.ops:
+            name = f"{op.name}.{part.name}" if op.name and part.name else op.name or part.name
+            yield copy_op(part, inner, name, [named.get(value, value.name) for value in part.outputs])
+        env.update(zip(op.outputs, substitute(op.callee.outputs, inner), strict=True))
+
+    return rewrite(function, change)
+
+
+def flatten(function: Function) -> Function:
+    """Return ``function`` with every Call written out, those in callees too."""
+    while any(op.is_call for op in function.ops):
+        function = inline(function)
+    return function

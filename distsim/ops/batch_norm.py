@@ -15,7 +15,7 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.normalization import epsilon_of, norm_work, normalized, normalized_grad, widened
+from distsim.ops.normalization import epsilon_of, normalized, normalized_grad, widened
 from distsim.ops.operator import (
     Array,
     Dim,
@@ -25,6 +25,7 @@ from distsim.ops.operator import (
     Signature,
     common_device,
     letters,
+    reading_bound,
     register,
 )
 from distsim.ops.places import operands, picked, places
@@ -193,7 +194,7 @@ register(
         types=_batch_types,
         compute=_batch,
         # Inference is one multiplication and one addition; training as in LayerNormalization.
-        work=lambda s: norm_work(s, 7.0 if _in_training(s.attributes) else 2.0),
+        work=lambda s: reading_bound(s, 7.0 if _in_training(s.attributes) else 2.0),
         gradient=_batch_gradient,
         sharding=_batch_sharding,
         buffers=_running,
@@ -205,7 +206,7 @@ register(
         "BatchNormalizationGrad",
         types=_batch_grad_types,
         compute=_batch_grad,
-        work=lambda s: norm_work(s, 13.0 if s.attributes["training_mode"] else 5.0),
+        work=lambda s: reading_bound(s, 13.0 if s.attributes["training_mode"] else 5.0),
         sharding=_batch_grad_sharding,
         formals=_batch_grad_formals,
     )

@@ -111,7 +111,10 @@ def all_operands(
     return given
 
 
-def _both(formals: tuple[str, str], attributes: Attributes, arrays: Sequence[Array]) -> tuple[Array, Array]:
+def both_operands(
+    formals: tuple[str, str], attributes: Attributes, arrays: Sequence[Array]
+) -> tuple[Array, Array]:
+    """Return the two operands of an op, static or not."""
     left, right = all_operands(formals, attributes, arrays)
     if left is None or right is None:
         raise TypeRuleError(f"operands {formals} must both be given")
@@ -196,7 +199,7 @@ def _mod_gradient(ctx: GradientContext) -> Sequence[Value | None]:
 
 def _binary(function: Binary, boolean: bool = False) -> ComputeRule:
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-        left, right = _both(AB, attributes, arrays)
+        left, right = both_operands(AB, attributes, arrays)
         made = np.asarray(function(left, right, attributes))
         return [made if boolean else made.astype(arrays[0].dtype, copy=False)]
 
@@ -248,7 +251,7 @@ for _name, _function in (
 
 
 def _shift(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    left, right = _both(_XY, attributes, arrays)
+    left, right = both_operands(_XY, attributes, arrays)
     shift: Any = np.left_shift if attributes["direction"] == "LEFT" else np.right_shift
     return [np.asarray(shift(left, right)).astype(arrays[0].dtype, copy=False)]
 
@@ -271,7 +274,7 @@ _POW_GRAD = ("X", "Y", "dy")
 
 
 def _pow(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    base, exponent = _both(_XY, attributes, arrays)
+    base, exponent = both_operands(_XY, attributes, arrays)
     return [np.asarray(np.power(base, exponent)).astype(base.dtype, copy=False)]
 
 
@@ -290,7 +293,7 @@ def _pow_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple
 
 
 def _pow_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    base, exponent, dy = *_both(_XY, attributes, arrays[:-1]), arrays[-1]
+    base, exponent, dy = *both_operands(_XY, attributes, arrays[:-1]), arrays[-1]
     if attributes.get("of") == "Y":  # x^y log x; where x is 0 all of its powers are, but those below zero
         some = np.where((base == 0) & (exponent >= 0), np.ones_like(base), base)
         return [np.asarray(dy * np.power(some, exponent) * np.log(some)).astype(dy.dtype, copy=False)]

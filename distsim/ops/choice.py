@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
+from distsim.ops.bounds import broadcast_bounds, single_bounds
 from distsim.ops.broadcast import (
     all_operands,
+    both_operands,
     broadcast_rule,
     operand,
     sum_for,
@@ -19,13 +22,13 @@ from distsim.ops.broadcast import (
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
+    Bounds,
     GradientContext,
     Operator,
     ShardingRule,
     Signature,
     Work,
     arity,
-    bytes_of,
     common_device,
     letters,
     memory_bound,
@@ -146,6 +149,7 @@ register(
         work=lambda s: memory_bound(s, 2.0),
         gradient=_clip_gradient,
         sharding=_clip_sharding,
+        bounds=Bounds(_CLIP, single_bounds("Clip", "min", "max")),
     )
 )
 register(
@@ -197,19 +201,6 @@ def _extremum_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[
     return [(share * hit).astype(dy.dtype, copy=False) for hit in hits]
 
 
-def _extremum_grad_work(signature: Signature) -> Work:
-    return Work(
-        3.0 * bytes_of(signature.outputs) / max(1, signature.outputs[0].dtype.itemsize),
-        bytes_of(signature.inputs),
-        bytes_of(signature.outputs),
-    )
-
-
-def _extremum_grad_sharding(signature: Signature) -> ShardingRule:
-    rule = broadcast_rule(signature)
-    return ShardingRule(rule.inputs, rule.outputs, ((len(signature.inputs) - 1,),))
-
-
 def _sum_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     grad = ctx.grad
     if ctx.op.op_type == "Mean":
@@ -218,11 +209,6 @@ def _sum_gradient(ctx: GradientContext) -> Sequence[Value | None]:
         summed(ctx, grad, shape_of(value)) if needed else None
         for value, needed in zip(ctx.inputs, ctx.wanted, strict=True)
     ]
-
-
-def _sum_sharding(signature: Signature) -> ShardingRule:
-    rule = broadcast_rule(signature)
-    return ShardingRule(rule.inputs, rule.outputs, (tuple(range(len(signature.inputs))),))
 
 
 for _name, _function in (("Max", np.maximum), ("Min", np.minimum)):
@@ -242,7 +228,7 @@ for _name in ("Sum", "Mean"):
             compute=_fold(np.add, mean=_name == "Mean"),
             work=_variadic_work,
             gradient=_sum_gradient,
-            sharding=_sum_sharding,
+            sharding=lambda s: replace(broadcast_rule(s), linear=(tuple(range(len(s.inputs))),)),
         )
     )
 register(
@@ -250,8 +236,8 @@ register(
         "ExtremumGrad",
         types=_extremum_grad_types,
         compute=_extremum_grad,
-        work=_extremum_grad_work,
-        sharding=_extremum_grad_sharding,
+        work=lambda s: memory_bound(s, 3.0),
+        sharding=lambda s: replace(broadcast_rule(s), linear=((len(s.inputs) - 1,),)),
     )
 )
 
@@ -260,15 +246,8 @@ register(
 _PRELU = ("X", "slope")
 
 
-def _prelu_operands(attributes: Attributes, arrays: Sequence[Array]) -> tuple[Array, Array]:
-    x, slope = all_operands(_PRELU, attributes, arrays)
-    if x is None or slope is None:
-        raise TypeRuleError("PRelu takes X and slope")
-    return x, slope
-
-
 def _prelu(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    x, slope = _prelu_operands(attributes, arrays)
+    x, slope = both_operands(_PRELU, attributes, arrays)
     return [np.where(x < 0, slope * x, x).astype(x.dtype, copy=False)]
 
 
@@ -293,7 +272,7 @@ def _prelu_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tup
 
 def _prelu_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     dy = arrays[-1]
-    x, slope = _prelu_operands(attributes, arrays[:-1])
+    x, slope = both_operands(_PRELU, attributes, arrays[:-1])
     made = [np.where(x < 0, slope * dy, dy), np.where(x < 0, x * dy, 0)]
     return [grad.astype(dy.dtype, copy=False) for grad in made[: 1 if "slope" in attributes else 2]]
 
@@ -306,6 +285,7 @@ register(
         gradient=_prelu_gradient,
         sharding=lambda s: broadcast_rule(s, _PRELU),
         formals=_PRELU,
+        bounds=Bounds(_PRELU, broadcast_bounds("PRelu", "slope")),
     )
 )
 register(

@@ -11,17 +11,17 @@ from distsim.ir.type import Tensor, from_numpy
 from distsim.ir.value import Attributes, Literal
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     Operator,
     ShardingRule,
     Signature,
-    Work,
     arity,
-    bytes_of,
     letters,
+    memory_bound,
     register,
 )
-from distsim.ops.places import fill_work, ints, places, resizing, view_work, whole_rule
+from distsim.ops.places import fill_work, ints, move_work, places, resizing, view_work, whole_rule
 
 # Constant: a tensor that lies in memory from the start; making it takes no time.
 
@@ -122,11 +122,11 @@ def _one_hot_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, ((*dims[:axis], None, *dims[axis:]),), linear)
 
 
-def _one_hot_work(signature: Signature) -> Work:
-    return Work(signature.outputs[0].size, bytes_of(signature.inputs), bytes_of(signature.outputs))
-
-
-register(Operator("OneHot", work=_one_hot_work, sharding=_one_hot_rule, formals=_ONE_HOT))
+register(
+    Operator(
+        "OneHot", work=memory_bound, sharding=_one_hot_rule, formals=_ONE_HOT, bounds=Bounds(axes=(1, 1))
+    )
+)
 
 
 # EyeLike reads the shape of its input only.
@@ -144,14 +144,10 @@ def _trilu_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, (dims,), ((index["input"],),))
 
 
-def _trilu_work(signature: Signature) -> Work:
-    return Work(0.0, bytes_of(signature.inputs), bytes_of(signature.outputs))
-
-
 register(
     Operator(
         "Trilu",
-        work=_trilu_work,
+        work=move_work,
         gradient=lambda ctx: [
             ctx.maker.add("Trilu", (ctx.grad, *ctx.inputs[1:]), ctx.attributes)[0],
             *(None for _ in ctx.inputs[1:]),

@@ -1,4 +1,4 @@
-"""Convolutions: ``Conv`` and ``ConvGrad``.
+"""Convolutions: ``Conv``, ``ConvGrad`` and ``ConvTranspose``.
 
 Factors: the batch ``n``; output channels ``co`` (rows of the weight, the bias); input channels ``ci``,
 over which the output is a sum. With groups, the groups ``g`` are divided, where each rank then has
@@ -15,19 +15,24 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.bounds import at_least, fits_to, require
+from distsim.ops.matmul import signature_shapes
 from distsim.ops.operator import (
     Array,
+    Bounds,
+    BoundsRule,
     Dim,
     GradientContext,
     Operator,
     OutputPart,
+    Shapes,
     ShardingRule,
     Signature,
     Work,
     arity,
-    bytes_of,
     common_device,
     register,
+    work_of,
 )
 from distsim.ops.places import Localize, by_place, operands, picked, places, shape_of, wanted
 from distsim.ops.windows import Windows, windows
@@ -111,7 +116,7 @@ def _conv_work(signature: Signature) -> Work:
     elements = signature.outputs[0].size
     flops = 2.0 * elements * math.prod(_weight_shape(signature)[1:])
     bias = elements if "B" in places(_CONV, signature.attributes, len(signature.inputs)) else 0
-    return Work(flops + bias, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+    return work_of(signature, flops + bias, matrix=True)
 
 
 def groups_divide(group: int, weight: tuple[int, ...]) -> bool:
@@ -204,7 +209,7 @@ def _grad_work(signature: Signature) -> Work:
     """Each of dx and dw takes as many multiply-adds as the convolution."""
     _, w, dy = signature.inputs
     flops = 2.0 * dy.size * math.prod(w.shape[1:]) * len(signature.outputs)
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+    return work_of(signature, flops, matrix=True)
 
 
 def _grad_rule(signature: Signature) -> ShardingRule:
@@ -221,6 +226,35 @@ def _grad_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, tuple(labels[name] for name in names), ((2,),), localize=localize)
 
 
+def _conv_bounds(op_type: str) -> BoundsRule:
+    transposed = op_type == "ConvTranspose"
+
+    def check(attributes: Attributes, shapes: Shapes) -> None:
+        x, w = shapes["X"], shapes.get("W", ())
+        group = attributes.get("group", 1)
+        at_least(op_type, "group", group, 1)
+        if not w:  # a static weight is one number
+            return
+        require(len(w) == len(x) >= 2, f"{op_type}: the weight {list(w)} does not fit {list(x)}")
+        channels, made = (w[0], w[1] * group) if transposed else (w[1] * group, w[0])
+        require(
+            x[1] == channels and channels % group == made % group == 0,
+            f"{op_type}: {x[1]} channels do not fit the weight {list(w)} in {group} groups",
+        )
+        kernel = attributes.get("kernel_shape", w[2:])
+        require(tuple(kernel) == w[2:], f"{op_type}: kernel_shape={list(kernel)}, the weight is {list(w)}")
+        if "B" in shapes:
+            fits_to(op_type, "B", shapes["B"], (made,))
+        limits = {"output_shape": (1, 2**31), "strides": (1, 2**16), "dilations": (1, 2**16)}
+        for name, (least, most) in {**limits, "output_padding": (0, 2**16)}.items():
+            sizes = attributes.get(name, (1,) * len(kernel))
+            fits = len(sizes) == len(kernel) and all(least <= n <= most for n in sizes)
+            text = f"{op_type}: {name}={list(sizes)} must be {len(kernel)} numbers from {least} to {most}"
+            require(fits, text)
+
+    return check
+
+
 register(
     Operator(
         "Conv",
@@ -229,6 +263,7 @@ register(
         gradient=_conv_gradient,
         sharding=_conv_rule,
         formals=_CONV,
+        bounds=Bounds(_CONV, _conv_bounds("Conv")),
     )
 )
 
@@ -246,5 +281,120 @@ register(
         work=_grad_work,
         sharding=_grad_rule,
         part=_grad_part,
+    )
+)
+
+
+# --- ConvTranspose: the dx of a convolution whose x is its output ---------------------------------------
+# Its weight is [ci, co / group, *kernel]. The gradients are a Conv of dy, and the dw of a ConvGrad in which
+# dy and x have changed places.
+
+_STEPS = ("dilations", "strides")
+
+
+def _transpose_sizes(attributes: Attributes, x: tuple[int, ...], w: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the spatial sizes of the output, by the equations in ONNX's ConvTranspose."""
+    rank = len(x) - 2
+    if "output_shape" in attributes:
+        return tuple(attributes["output_shape"])
+    strides, dilations = attributes.get("strides", (1,) * rank), attributes.get("dilations", (1,) * rank)
+    auto = attributes.get("auto_pad", "NOTSET")
+    if auto in ("SAME_UPPER", "SAME_LOWER"):
+        return tuple(n * s for n, s in zip(x[2:], strides, strict=True))
+    pads = attributes.get("pads", (0,) * (2 * rank)) if auto == "NOTSET" else (0,) * (2 * rank)
+    extra = attributes.get("output_padding", (0,) * rank)
+    return tuple(
+        s * (n - 1) + e + (k - 1) * d + 1 - pads[i] - pads[rank + i]
+        for i, (s, n, e, k, d) in enumerate(zip(strides, x[2:], extra, w[2:], dilations, strict=True))
+    )
+
+
+def _transpose_windows(
+    attributes: Attributes, x: tuple[int, ...], w: tuple[int, ...], sizes: tuple[int, ...]
+) -> Windows:
+    """Return the windows of the convolution over the output's ``sizes`` that gives x its sizes."""
+    rank = len(sizes)
+    plain = windows(Attributes(picked(attributes, *_STEPS, "pads")), sizes, w[2:])
+    before, after = plain.before, plain.after
+    auto = attributes.get("auto_pad", "NOTSET")
+    if auto == "VALID":
+        before = after = (0,) * rank
+    if "output_shape" in attributes or auto in ("SAME_UPPER", "SAME_LOWER"):
+        extra = attributes.get("output_padding", (0,) * rank)
+        total = [
+            max(0, s * (n - 1) + e + (k - 1) * d + 1 - size)
+            for s, n, e, k, d, size in zip(
+                plain.strides, x[2:], extra, w[2:], plain.dilations, sizes, strict=True
+            )
+        ]
+        small, large = tuple(t // 2 for t in total), tuple(t - t // 2 for t in total)
+        # ONNX gives the odd element to the end for SAME_UPPER and to the beginning otherwise.
+        before, after = (small, large) if auto == "SAME_UPPER" else (large, small)
+    return Windows(sizes, w[2:], plain.strides, plain.dilations, before, after, x[2:])
+
+
+def _transpose(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_CONV, attributes, arrays)
+    x, w = given["X"], given["W"]
+    where = _transpose_windows(attributes, x.shape, w.shape, _transpose_sizes(attributes, x.shape, w.shape))
+    return [biased(conv_dx(w, x, where, attributes.get("group", 1)), given.get("B"))]
+
+
+def _transpose_work(signature: Signature) -> Work:
+    """2 n ci in co/group kernel: one multiply-add per input element and weight of its channel."""
+    shapes = signature_shapes(_CONV, signature)
+    index = places(_CONV, signature.attributes, len(signature.inputs))
+    bias = signature.outputs[0].size if "B" in index else 0
+    flops = 2.0 * math.prod(shapes["X"]) * math.prod(shapes["W"][1:]) + bias
+    return work_of(signature, flops, matrix=True)
+
+
+def _transpose_rule(signature: Signature) -> ShardingRule:
+    attributes = signature.attributes
+    index = places(_CONV, attributes, len(signature.inputs))
+    group = attributes.get("group", 1)
+    # Rows and columns of the weight are exchanged against those of Conv.
+    target, weight, source = channel_labels(group, signature_shapes(_CONV, signature)["W"])
+    has_bias = "B" in index or "B" in attributes
+    if group == 1 and has_bias:  # the bias is added once, so the sum over ci cannot be left open
+        source, weight = None, (None, weight[1])
+    if len(index) < 2 + has_bias:  # one is static, hence whole
+        source = target = None
+        weight = (None, None)
+    samples: Dim = "n" if "X" in index else None
+    rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
+    labels = {"X": (samples, source, *rest), "W": (*weight, *rest), "B": (target,)}
+    localize = fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
+    inputs = tuple(labels[name] for name in index)
+    linear = () if has_bias else tuple((place,) for place in range(len(inputs)))
+    return ShardingRule(inputs, ((samples, target, *rest),), linear, localize=localize)
+
+
+def _transpose_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    index = places(_CONV, ctx.attributes, len(ctx.inputs))
+    if not index.keys() >= {"X", "W"}:
+        raise TypeRuleError(f"{ctx.op!r}: the gradient needs X and W as values, not as attributes")
+    x, w = ctx.inputs[index["X"]], ctx.inputs[index["W"]]
+    where = _transpose_windows(ctx.attributes, shape_of(x), shape_of(w), shape_of(ctx.grad)[2:])
+    kept = picked(ctx.attributes, *_STEPS, "group") | {"pads": where.before + where.after}
+    grads: dict[str, Value | None] = {}
+    if wanted(_CONV, ctx, "X"):
+        grads["X"] = ctx.add("Conv", ctx.grad, w, **kept)
+    if wanted(_CONV, ctx, "W"):
+        grads["W"] = ctx.add("ConvGrad", ctx.grad, w, x, wanted=("dw",), **kept)
+    if wanted(_CONV, ctx, "B"):
+        grads["B"] = bias_gradient(ctx)
+    return by_place(_CONV, ctx, grads)
+
+
+register(
+    Operator(
+        "ConvTranspose",
+        compute=_transpose,
+        work=_transpose_work,
+        gradient=_transpose_gradient,
+        sharding=_transpose_rule,
+        formals=_CONV,
+        bounds=Bounds(_CONV, _conv_bounds("ConvTranspose")),
     )
 )

@@ -24,7 +24,17 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, refuse, same_shape_rule, view_work, wanted
+from distsim.ops.places import (
+    by_place,
+    operands,
+    picked,
+    places,
+    refuse,
+    same_shape_rule,
+    view_work,
+    wanted,
+    whole_rule,
+)
 
 register(
     Operator(
@@ -68,8 +78,7 @@ def _cast_work(signature: Signature) -> Work:
 def _cast_sharding(signature: Signature) -> ShardingRule:
     given, dims = _given(signature), letters(signature.outputs[0].rank)
     if given is None:  # what is cast is whole on every rank
-        inputs = tuple((None,) * tensor.rank for tensor in signature.inputs)
-        return ShardingRule(inputs, ((None,) * len(dims),))
+        return whole_rule(signature)
     real = all(t.dtype.is_floating for t in (given, signature.outputs[0]))
     others = tuple((None,) * tensor.rank for tensor in signature.inputs[1:])
     return ShardingRule((dims, *others), (dims,), ((0,),) if real else ())

@@ -20,8 +20,8 @@ from distsim.ops.operator import (
     ShardingRule,
     Signature,
     Work,
-    bytes_of,
     register,
+    work_of,
 )
 from distsim.ops.places import shape_of
 
@@ -123,7 +123,7 @@ def _work(signature: Signature) -> Work:
         held &= later
     summed = set("".join(equation.terms)) - set(equation.output)
     matrix = len(shapes) > 1 and bool(summed)
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix)
+    return work_of(signature, flops, matrix=matrix)
 
 
 def _rule(signature: Signature) -> ShardingRule:

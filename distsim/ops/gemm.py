@@ -8,12 +8,15 @@ from typing import Any
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.bounds import fits_to, require
 from distsim.ops.matmul import Dims, Shape, signature_shapes, unlabel
 from distsim.ops.operator import (
     Array,
+    Bounds,
     GradientContext,
     Operator,
     OutputPart,
+    Shapes,
     ShardingRule,
     Signature,
     Work,
@@ -21,8 +24,9 @@ from distsim.ops.operator import (
     bytes_of,
     common_device,
     register,
+    work_of,
 )
-from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
+from distsim.ops.places import by_place, operands, picked, places, select, shape_of, wanted
 from distsim.ops.shape import summed
 
 _ABC = ("A", "B", "C")
@@ -54,7 +58,7 @@ def _gemm_work(signature: Signature) -> Work:
     inner = _gemm_inner(signature.attributes, shapes["A"])
     size = signature.outputs[0].size
     flops = 2.0 * size * inner + (size if "C" in shapes else 0)
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+    return work_of(signature, flops, matrix=True)
 
 
 def _gemm_labels(attributes: Mapping[str, Any]) -> tuple[Dims, Dims]:
@@ -68,18 +72,14 @@ def _gemm_sharding(signature: Signature) -> ShardingRule:
     out: Dims = ("m", "n")
     bias: Dims = ()
     if "C" in shapes:
-        if "C" in signature.attributes:  # ranks that divide k would each add the whole bias
-            a, b = unlabel(a, ("k",)), unlabel(b, ("k",))
         lead = 2 - len(shapes["C"])
         whole = signature.outputs[0].shape
         bias = tuple(out[lead + i] if n == whole[lead + i] else None for i, n in enumerate(shapes["C"]))
-    labels = {"A": a, "B": b, "C": bias, "Y": out}
-    for name in _ABC:
-        if name in signature.attributes:
-            static = labels[name]
-            labels = {key: unlabel(dims, static) for key, dims in labels.items()}
+    if "C" in signature.attributes:  # ranks that divide k would each add the whole bias
+        bias = (*bias, "k")
+    labels = unlabel({"A": a, "B": b, "C": bias, "Y": out}, signature.attributes)
     index = places(_ABC, signature.attributes, len(signature.inputs))
-    inputs = tuple(labels[name] for name in index)
+    inputs = select(_ABC, signature, **labels)
     added = (index["C"],) if "C" in index else ()
     linear = (
         () if "C" in signature.attributes else tuple((index[n], *added) for n in ("A", "B") if n in index)
@@ -175,6 +175,14 @@ def _gemm_grad_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((a, b, ("m", "n")), (a, b), ((2,),))
 
 
+def _gemm_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    a, b = shapes["A"], shapes.get("B", ())
+    require(len(a) == len(b) == 2, f"Gemm multiplies matrices, not {list(a)} by {list(b)}")
+    made = (a[1 if attributes.get("transA", 0) else 0], b[0 if attributes.get("transB", 0) else 1])
+    if "C" in shapes:
+        fits_to("Gemm", "C", shapes["C"], made)
+
+
 register(
     Operator(
         "Gemm",
@@ -183,6 +191,7 @@ register(
         gradient=_gemm_gradient,
         sharding=_gemm_sharding,
         formals=_ABC,
+        bounds=Bounds(_ABC, _gemm_bounds),
     )
 )
 register(

@@ -14,18 +14,22 @@ from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.batch_norm import channel_vectors
+from distsim.ops.bounds import at_least, require
 from distsim.ops.broadcast import sum_to
 from distsim.ops.elementwise import grad_types as two_alike
-from distsim.ops.normalization import epsilon_of, norm_work, normalized, normalized_grad, widened
+from distsim.ops.normalization import epsilon_of, normalized, normalized_grad, widened
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
+    Shapes,
     ShardingRule,
     Signature,
     common_device,
     letters,
+    reading_bound,
     register,
 )
 from distsim.ops.places import operands, picked
@@ -125,16 +129,36 @@ class _GroupNormKind:
         return ShardingRule(inputs, outputs, linear, localize=localize)
 
 
+def _group_bounds(op_type: str, names: tuple[str, str, str]) -> Bounds:
+    """A vector with a number for each channel, or, before operator set 21, each group."""
+
+    def check(attributes: Attributes, shapes: Shapes) -> None:
+        groups = attributes.get("num_groups", 1)
+        at_least(op_type, "num_groups", groups, 1)
+        shape = shapes[names[0]]
+        require(len(shape) > 1, f"{op_type} takes [N, C, ...], not {list(shape)}")
+        sizes = {shape[1], groups} if op_type == "GroupNormalization" else {shape[1]}
+        for name in names[1:]:
+            given = shapes.get(name, shape[1:2])
+            require(
+                len(given) == 1 and given[0] in sizes,
+                f"{op_type}: {name} {list(given)} must be a vector for the channels of {list(shape)}",
+            )
+
+    return Bounds(names, check)
+
+
 def _register(kind: _GroupNormKind) -> None:
     register(
         Operator(
             kind.name,
             types=kind.types,
             compute=kind.compute,
-            work=lambda s: norm_work(s, _FLOPS),
+            work=lambda s: reading_bound(s, _FLOPS),
             gradient=kind.gradient,
             sharding=kind.sharding,
             formals=kind.formals,
+            bounds=_group_bounds(kind.name, kind.formals),
         )
     )
     register(
@@ -142,7 +166,7 @@ def _register(kind: _GroupNormKind) -> None:
             kind.grad_name,
             types=kind.grad_types,
             compute=kind.compute_grad,
-            work=lambda s: norm_work(s, _GRAD_FLOPS),
+            work=lambda s: reading_bound(s, _GRAD_FLOPS),
             sharding=kind.sharding,
         )
     )
@@ -197,14 +221,19 @@ def _lrn_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((dims,) * len(signature.inputs), (dims,), linear)
 
 
+def _lrn_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    at_least("LRN", "size", attributes.get("size", 0), 1)
+
+
 register(
     Operator(
         "LRN",
         compute=_lrn,
         # A square, a running sum of two operations, scale and offset, a power, a division.
-        work=lambda s: norm_work(s, 7.0),
+        work=lambda s: reading_bound(s, 7.0),
         gradient=lambda ctx: [ctx.maker.add("LRNGrad", (ctx.inputs[0], ctx.grad), ctx.attributes)[0]],
         sharding=_lrn_sharding,
+        bounds=Bounds(("X",), _lrn_bounds),
     )
 )
 register(
@@ -212,7 +241,7 @@ register(
         "LRNGrad",
         types=two_alike("LRNGrad"),
         compute=_lrn_grad,
-        work=lambda s: norm_work(s, 14.0),
+        work=lambda s: reading_bound(s, 14.0),
         sharding=_lrn_sharding,
     )
 )

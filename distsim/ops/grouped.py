@@ -24,10 +24,10 @@ from distsim.ops.operator import (
     Signature,
     Work,
     arity,
-    bytes_of,
     common_device,
     letters,
     register,
+    work_of,
 )
 
 
@@ -97,7 +97,7 @@ def _types_b(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor
 def _matrix_work(signature: Signature, narrow: Tensor, wide: Tensor) -> Work:
     """Each of the n rows is multiplied once: [n, k] beside [n, m] is 2 n k m flops, whatever is sought."""
     flops = 2.0 * narrow.size * wide.shape[-1]
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+    return work_of(signature, flops, matrix=True)
 
 
 def _gradient(ctx: GradientContext) -> Sequence[Value | None]:

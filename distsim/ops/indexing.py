@@ -12,13 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from distsim.ir.value import Attributes, Value
+from distsim.ops.bounds import require
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
+    Bounds,
     ComputeRule,
     Dim,
     GradientContext,
     Operator,
+    Shapes,
     ShardingRule,
     ShardRule,
     Signature,
@@ -34,8 +37,10 @@ from distsim.ops.places import (
     picked,
     places,
     resizing,
+    select,
     shape_of,
     wanted,
+    whole_rule,
 )
 
 _DATA = ("data", "indices")
@@ -44,14 +49,6 @@ _GRAD = ("indices", "dy")
 
 def _static_rank(attributes: Attributes, name: str) -> int:
     return static_array(attributes[name], None).ndim
-
-
-def select(
-    names: tuple[str, ...], signature: Signature, **dims: tuple[Dim, ...]
-) -> tuple[tuple[Dim, ...], ...]:
-    """Return the labels of those operands that are values, in order."""
-    index = places(names, signature.attributes, len(signature.inputs))
-    return tuple(dims[name] for name in index)
 
 
 def linear_in(names: tuple[str, ...], signature: Signature, *members: str) -> tuple[tuple[int, ...], ...]:
@@ -195,6 +192,22 @@ def _gather_elements_grad_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, (data,), linear_in(_GRAD, signature, "dy"), localize=resizing("shape"))
 
 
+def elements_bounds(op_type: str, formals: tuple[str, ...]) -> Bounds:
+    """Indices have the rank of the data; where the axis is not they may be shorter, not longer."""
+
+    def check(attributes: Attributes, shapes: Shapes) -> None:
+        data, indices = shapes["data"], shapes.get("indices", ())
+        axis = attributes.get("axis", 0) % max(len(data), 1)
+        fits = len(data) == len(indices) and all(
+            i == axis or a <= b for i, (a, b) in enumerate(zip(indices, data, strict=True))
+        )
+        require(fits, f"{op_type}: indices {list(indices)} do not fit {list(data)}, axis {axis}")
+        updates = shapes.get("updates", indices)
+        require(updates == indices, f"{op_type}: updates {list(updates)} must be as indices {list(indices)}")
+
+    return Bounds(formals, check, axes=(0, 0))
+
+
 # GatherND: out[b, i, j, k] = data[b, indices[b, i, j], k], the last dimension of the indices being a tuple.
 
 
@@ -216,8 +229,7 @@ def _gather_nd_rule(signature: Signature) -> ShardingRule:
     if len(signature.inputs) == 2:
         data, indices, output = _nd_rule(signature)
         return ShardingRule((data, indices), (output,), ((0,),))
-    whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
-    return ShardingRule(whole, ((None,) * signature.outputs[0].rank,))
+    return whole_rule(signature)
 
 
 def nd_positions(indices: Array, batch: int) -> tuple[Array, ...]:
@@ -248,8 +260,23 @@ def _gather_nd_grad_rule(signature: Signature) -> ShardingRule:
     return ShardingRule((where, output), (data,), ((1,),), localize=resizing("shape"))
 
 
+def _gather_nd_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    data, indices, batch = shapes["data"], shapes.get("indices", ()), attributes.get("batch_dims", 0)
+    ranks = min(len(data), len(indices))
+    require(0 <= batch < max(ranks, 1), f"GatherND: batch_dims={batch} must be from 0 to {ranks - 1}")
+    depth = indices[-1] if indices else 0
+    require(
+        1 <= depth <= len(data) - batch and data[:batch] == indices[:batch],
+        f"GatherND: indices {list(indices)} do not fit {list(data)} with batch_dims={batch}",
+    )
+
+
 def _register_gather(
-    name: str, option: str, meanings: tuple[ComputeRule, ComputeRule], rules: tuple[ShardRule, ShardRule]
+    name: str,
+    option: str,
+    meanings: tuple[ComputeRule, ComputeRule],
+    rules: tuple[ShardRule, ShardRule],
+    bounds: Bounds,
 ) -> None:
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:
         return by_place(_DATA, ctx, {"data": _scattered(ctx, f"{name}Grad", option)})
@@ -269,6 +296,7 @@ def _register_gather(
             gradient=gradient,
             sharding=rules[0],
             formals=_DATA,
+            bounds=bounds,
         )
     )
     register(
@@ -284,13 +312,20 @@ def _register_gather(
     )
 
 
-_register_gather("Gather", "axis", (_gather, _gather_grad), (_gather_rule, _gather_grad_rule))
+_register_gather(
+    "Gather", "axis", (_gather, _gather_grad), (_gather_rule, _gather_grad_rule), Bounds(axes=(0, 0))
+)
 _register_gather(
     "GatherElements",
     "axis",
     (_gather_elements, _gather_elements_grad),
     (_gather_elements_rule, _gather_elements_grad_rule),
+    elements_bounds("GatherElements", _DATA),
 )
 _register_gather(
-    "GatherND", "batch_dims", (_gather_nd, _gather_nd_grad), (_gather_nd_rule, _gather_nd_grad_rule)
+    "GatherND",
+    "batch_dims",
+    (_gather_nd, _gather_nd_grad),
+    (_gather_nd_rule, _gather_nd_grad_rule),
+    Bounds(_DATA, _gather_nd_bounds),
 )

@@ -1,37 +1,47 @@
-"""Marks: identities of no cost that say of a value what nothing else in a function does.
+"""Ops that compute nothing: marks, a barrier, and a delay in the place of a computation.
 
-``Accumulate`` is the place where a sum over microbatches is taken. Sharding the batch over time leaves values
-that are a sum over microbatches not yet taken; ``shard`` marks where the sum is needed and the pipeline turns
-the mark into additions. On one microbatch, hence for NumPy on the whole batch, it is the identity.
+Marks are identities of no cost that say of a value what nothing else in a function does. ``Accumulate`` is
+the place where a sum over microbatches is taken. Sharding the batch over time leaves values that are a sum
+over microbatches not yet taken; ``shard`` marks where the sum is needed and the pipeline turns the mark into
+additions. On one microbatch, hence for NumPy on the whole batch, it is the identity.
 
 ``ForwardOutput`` is the place where a result of the forward pass is returned that the loss does not need. In
 a joint function the ops that the loss depends on are the forward pass. What is returned besides, a pooled
 vector or a cache of keys and values, follows from forward values just as the first gradients do, so that
 nothing in it tells that it is no part of the backward pass: the mark does.
+
+``OptimizationBarrier`` is the identity on its first operand, which waits for all of them. It is what XLA's
+and JAX's operator of this name is for in rematerialisation: what reads the barrier is another computation
+than what reads the value itself, hence is not merged with it, and does not start before what the barrier
+waits for, the gradient with which the backward pass of a block begins (Chen et al. 2016; ``jax.checkpoint``,
+prevent_cse).
+
+``Delay`` takes a given time and makes a value of a given size. It stands for whatever a stage does with a
+microbatch where only its time is known: in programs of a schedule alone
+(:mod:`distsim.simulate.action_times`). ``seconds`` is read by cost rules that know the op; by others it
+costs nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes
 from distsim.ops.operator import (
+    Array,
     GradientRule,
     Operator,
-    ShardingRule,
-    Signature,
     arity,
-    letters,
     register,
 )
-from distsim.ops.places import view_work
+from distsim.ops.places import same_shape_rule, view_work
 
 
-def _sharding(signature: Signature) -> ShardingRule:
-    dims = letters(signature.inputs[0].rank)
-    return ShardingRule((dims,), (dims,), ((0,),))
-
-
-def _register(name: str, gradient: GradientRule | None) -> None:
+def _register_mark(name: str, gradient: GradientRule | None) -> None:
     def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         arity(name, inputs, 1)
         return inputs
@@ -43,11 +53,41 @@ def _register(name: str, gradient: GradientRule | None) -> None:
             compute=lambda attributes, arrays: [arrays[0]],
             work=view_work,
             gradient=gradient,
-            sharding=_sharding,
+            sharding=lambda s: same_shape_rule(s, ((0,),)),
             view=True,
         )
     )
 
 
-_register("Accumulate", gradient=None)
-_register("ForwardOutput", gradient=lambda ctx: [ctx.grad])
+_register_mark("Accumulate", gradient=None)
+_register_mark("ForwardOutput", gradient=lambda ctx: [ctx.grad])
+
+
+def _barrier_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if not inputs:
+        raise TypeRuleError("OptimizationBarrier takes a value, and values to wait for; none given")
+    return inputs[:1]
+
+
+register(
+    Operator(
+        "OptimizationBarrier",
+        types=_barrier_types,
+        compute=lambda attributes, arrays: [arrays[0]],
+        work=view_work,
+        gradient=lambda ctx: [ctx.grad, *[None] * (len(ctx.inputs) - 1)],
+        view=True,
+        waits=True,
+    )
+)
+
+
+def _delay_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (inputs[0].with_shape((attributes["size"],)),)
+
+
+def _delay(attributes: Attributes, arrays: Sequence[Array]) -> list[Array]:
+    return [np.zeros(attributes["size"], arrays[0].dtype)]
+
+
+register(Operator("Delay", types=_delay_types, compute=_delay, work=view_work))

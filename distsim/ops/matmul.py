@@ -7,7 +7,7 @@ A product of [m, k] and [k, n] takes 2 m k n flops. The gradients are two such p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ from distsim.ops.operator import (
     common_device,
     letters,
     register,
+    work_of,
 )
-from distsim.ops.places import by_place, operands, picked, places, resizing, shape_of, wanted
+from distsim.ops.places import by_place, operands, picked, places, resizing, select, shape_of, wanted
 
 Shape = tuple[int, ...]
 Dims = tuple[Dim, ...]
@@ -92,14 +93,10 @@ def signature_shapes(names: Sequence[str], signature: Signature) -> dict[str, Sh
     return operand_shapes(names, signature.attributes, [tensor.shape for tensor in signature.inputs])
 
 
-def _values(names: Sequence[str], signature: Signature, **dims: Dims) -> tuple[Dims, ...]:
-    """Return the labels of the operands that are values, in order. Static operands stay whole."""
-    return tuple(dims[name] for name in places(names, signature.attributes, len(signature.inputs)))
-
-
-def unlabel(dims: Dims, static: Dims) -> Dims:
-    """Take away the factors of a static operand, which every rank has whole."""
-    return tuple(None if dim in static else dim for dim in dims)
+def unlabel(labels: Mapping[str, Dims], static: Container[str]) -> dict[str, Dims]:
+    """Take away the factors of static operands, which every rank has whole."""
+    whole = {dim for name, dims in labels.items() if name in static for dim in dims}
+    return {name: tuple(None if dim in whole else dim for dim in dims) for name, dims in labels.items()}
 
 
 def _to_matrices(a: Array, b: Array, dy: Array) -> tuple[Array, Array, Array]:
@@ -134,17 +131,14 @@ def _matmul(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
 def _matmul_work(signature: Signature) -> Work:
     inner = signature_shapes(_AB, signature)["A"][-1]
     flops = 2.0 * signature.outputs[0].size * inner
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+    return work_of(signature, flops, matrix=True)
 
 
 def _matmul_sharding(signature: Signature) -> ShardingRule:
     shapes = signature_shapes(_AB, signature)
-    labels = dict(zip((*_AB, "Y"), matmul_labels(shapes["A"], shapes["B"]), strict=True))
-    for name in _AB:
-        if name in signature.attributes:
-            static = labels[name]
-            labels = {key: unlabel(dims, static) for key, dims in labels.items()}
-    inputs = _values(_AB, signature, A=labels["A"], B=labels["B"])
+    dims: dict[str, Dims] = dict(zip((*_AB, "Y"), matmul_labels(shapes["A"], shapes["B"]), strict=True))
+    labels = unlabel(dims, signature.attributes)
+    inputs = select(_AB, signature, **labels)
     return ShardingRule(inputs, (labels["Y"],), tuple((i,) for i in range(len(inputs))))
 
 
@@ -242,15 +236,13 @@ def _register_half(name: str, other: str) -> None:
     def work(signature: Signature) -> Work:
         inner = shapes(signature.attributes, signature.inputs)["A"][-1]
         flops = 2.0 * signature.inputs[-1].size * inner
-        return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+        return work_of(signature, flops, matrix=True)
 
     def sharding(signature: Signature) -> ShardingRule:
         found = shapes(signature.attributes, signature.inputs)
-        labels: dict[str, Dims] = dict(zip((*_AB, "dy"), matmul_labels(found["A"], found["B"]), strict=True))
-        if other in signature.attributes:
-            static = labels[other]
-            labels = {key: unlabel(dims, static) for key, dims in labels.items()}
-        inputs = _values(formals, signature, **{key: labels[key] for key in formals})
+        dims: dict[str, Dims] = dict(zip((*_AB, "dy"), matmul_labels(found["A"], found["B"]), strict=True))
+        labels = unlabel(dims, signature.attributes)
+        inputs = select(formals, signature, **labels)
         linear = tuple((i,) for i in range(len(inputs)))
         return ShardingRule(inputs, (labels[name],), linear, localize=resizing("shape"))
 

@@ -10,11 +10,14 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.bounds import at_least, require, single_bounds
 from distsim.ops.operator import (
     Array,
+    Bounds,
     GradientContext,
     Operator,
     Pieces,
+    Shapes,
     ShardingRule,
     Signature,
     letters,
@@ -108,8 +111,30 @@ def _split_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [sums]
 
 
-register(Operator("Concat", work=move_work, gradient=_concat_gradient, sharding=_concat_rule))
-register(Operator("Split", work=move_work, gradient=_split_gradient, sharding=_split_rule))
+def _split_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    if "num_outputs" not in attributes:
+        return
+    count, shape, axis = int(attributes["num_outputs"]), shapes["input"], int(attributes.get("axis", 0))
+    size = shape[axis] if shape else 0
+    require(
+        1 <= count <= max(size, 1), f"Split: num_outputs={count} of axis {axis}, which has {size} elements"
+    )
+
+
+register(
+    Operator(
+        "Concat", work=move_work, gradient=_concat_gradient, sharding=_concat_rule, bounds=Bounds(axes=(0, 0))
+    )
+)
+register(
+    Operator(
+        "Split",
+        work=move_work,
+        gradient=_split_gradient,
+        sharding=_split_rule,
+        bounds=Bounds(("input", "split"), _split_bounds, axes=(0, 0)),
+    )
+)
 
 
 # Slice: a dimension of which it takes the whole may be divided; begins and ends clamp to the local size.
@@ -260,7 +285,31 @@ def _pad_grad_rule(signature: Signature) -> ShardingRule:
     return ShardingRule((dims,), (dims,), ((0,),), localize=resizing("shape"))
 
 
-register(Operator("Pad", compute=_pad, work=move_work, gradient=_pad_gradient, sharding=_pad_rule))
+def _pad_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    rank, mode = len(shapes["data"]), attributes.get("mode", "constant")
+    modes = ("constant", "reflect", "edge", "wrap")
+    require(mode in modes, f"Pad: mode {mode!r} is not one of {', '.join(modes)}")
+    pads = ints(attributes.get("pads", attributes.get("paddings", (0,) * 2 * rank)))
+    axes = ints(attributes["axes"]) if "axes" in attributes else tuple(range(rank))
+    inside = all(-rank <= axis < rank for axis in axes) and len({axis % rank for axis in axes}) == len(axes)
+    require(inside, f"Pad: axes {list(axes)} must be different ones of {list(shapes['data'])}")
+    require(len(pads) == 2 * len(axes), f"Pad: {len(pads)} pads for {len(axes)} axes; it takes two for each")
+    single_bounds("Pad", "constant_value")(attributes, shapes)
+    if mode != "constant":
+        sizes = [(shapes["data"][axis], max(pads[i], pads[i + len(axes)])) for i, axis in enumerate(axes)]
+        require(all(size or pad <= 0 for size, pad in sizes), f"Pad: mode {mode} of an empty dimension")
+
+
+register(
+    Operator(
+        "Pad",
+        compute=_pad,
+        work=move_work,
+        gradient=_pad_gradient,
+        sharding=_pad_rule,
+        bounds=Bounds(_PAD, _pad_bounds),
+    )
+)
 register(
     Operator(
         "PadGrad",
@@ -306,9 +355,36 @@ def _space_to_depth_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [ctx.add("DepthToSpace", ctx.grad, blocksize=ctx.attributes["blocksize"])]
 
 
+def _block_bounds(op_type: str) -> Bounds:
+    def check(attributes: Attributes, shapes: Shapes) -> None:
+        shape, block = shapes["input"], attributes.get("blocksize", 0)
+        at_least(op_type, "blocksize", block, 1)
+        require(len(shape) == 4, f"{op_type} takes [N, C, H, W], not {list(shape)}")
+        sizes = shape[1:2] if op_type == "DepthToSpace" else shape[2:]
+        unit = block**2 if op_type == "DepthToSpace" else block
+        require(
+            all(size % unit == 0 for size in sizes),
+            f"{op_type}: blocksize={block} does not divide {list(shape)}",
+        )
+
+    return Bounds(("input",), check)
+
+
 register(
-    Operator("DepthToSpace", work=move_work, gradient=_depth_to_space_gradient, sharding=_depth_to_space_rule)
+    Operator(
+        "DepthToSpace",
+        work=move_work,
+        gradient=_depth_to_space_gradient,
+        sharding=_depth_to_space_rule,
+        bounds=_block_bounds("DepthToSpace"),
+    )
 )
 register(
-    Operator("SpaceToDepth", work=move_work, gradient=_space_to_depth_gradient, sharding=_space_to_depth_rule)
+    Operator(
+        "SpaceToDepth",
+        work=move_work,
+        gradient=_space_to_depth_gradient,
+        sharding=_space_to_depth_rule,
+        bounds=_block_bounds("SpaceToDepth"),
+    )
 )

@@ -17,18 +17,19 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.bounds import broadcast_bounds
 from distsim.ops.broadcast import aligned, sum_to, whole_where_static
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
     ShardingRule,
     Signature,
-    Work,
-    bytes_of,
     common_device,
     letters,
+    reading_bound,
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
@@ -56,12 +57,6 @@ def normalized_grad(g: Array, xhat: Array, rate: Array, axes: Axes, center: bool
     if center:
         made = made - g.mean(axis=axes, keepdims=True)
     return made * rate
-
-
-def norm_work(signature: Signature, flops: float) -> Work:
-    """Return the work of an op that reads everything once and does ``flops`` per element of input 0."""
-    total = flops * signature.inputs[0].size
-    return Work(total, bytes_of(signature.inputs), bytes_of(signature.outputs))
 
 
 def _axis(attributes: Mapping[str, Any], rank: int) -> int:
@@ -162,12 +157,7 @@ class _LayerNormKind:
     def own_types(self, attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if len(inputs) + (self.scale_name in attributes) != 2:
             raise TypeRuleError(f"{self.name} takes X and {self.scale_name}, {len(inputs)} values given")
-        x = inputs[0]
-        for scale in inputs[1:]:
-            pairs = zip(reversed(scale.shape), reversed(x.shape), strict=False)
-            if scale.rank > x.rank or any(size not in (1, whole) for size, whole in pairs):
-                raise TypeRuleError(f"{self.name}: {self.scale_name} {scale} does not broadcast to {x}")
-        return (x.on(common_device(self.name, inputs)),)
+        return (inputs[0].on(common_device(self.name, inputs)),)
 
 
 def _register(kind: _LayerNormKind) -> None:
@@ -177,10 +167,11 @@ def _register(kind: _LayerNormKind) -> None:
             # ONNX has RMSNormalization since operator set 23, above the house version.
             types=kind.own_types if not kind.center else None,
             compute=kind.compute,
-            work=lambda s: norm_work(s, kind.flops),
+            work=lambda s: reading_bound(s, kind.flops),
             gradient=kind.gradient,
             sharding=kind.sharding,
             formals=kind.formals,
+            bounds=Bounds(kind.formals, broadcast_bounds(kind.name, *kind.formals[1:]), axes=(0, 0)),
         )
     )
     register(
@@ -188,7 +179,7 @@ def _register(kind: _LayerNormKind) -> None:
             kind.grad_name,
             types=kind.grad_types,
             compute=kind.grad_compute,
-            work=lambda s: norm_work(s, kind.grad_flops),
+            work=lambda s: reading_bound(s, kind.grad_flops),
             sharding=kind.grad_sharding,
         )
     )

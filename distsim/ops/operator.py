@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -118,6 +118,11 @@ def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:
     return tuple(f"{prefix}{i}" for i in range(rank))
 
 
+def letters_but(rank: int, axes: Container[int]) -> tuple[Dim, ...]:
+    """Return ``rank`` distinct factor names, None for the dimensions that are whole."""
+    return tuple(None if i in axes else name for i, name in enumerate(letters(rank)))
+
+
 @dataclass(frozen=True, slots=True)
 class OutputPart:
     """The op that makes one output of another op by itself: it reads those of its inputs at these places."""
@@ -203,6 +208,27 @@ class Communication:
     transfers: bool = False
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shapes of operands, static or not, by formal name."""
+BoundsRule = Callable[[Attributes, Shapes], None]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What ONNX's type rules take on trust, checked before anything is sized by it: counts, axes, shapes.
+
+    ``onnx.shape_inference`` cuts an axis to 32 bits, divides by a count of 0, and does not look at operands
+    that its result does not depend on (the C of a Gemm, the scale of a normalization). ``check(attributes,
+    shapes)`` raises :class:`distsim.errors.BoundsError` with the numbers; what ONNX checks itself is not
+    repeated. It is asked if the shape of the first of ``formals``, the names of the operands, is known.
+    """
+
+    formals: tuple[str, ...] = ()
+    check: BoundsRule | None = None
+    axes: tuple[int, int] | None = None
+    """How many axes the attribute ``axis`` may count before, and beyond, those of the first operand."""
+
+
 @dataclass(frozen=True)
 class Operator:
     """One operator. Rules that are None are unknown: asking for them is an error that says so."""
@@ -228,6 +254,8 @@ class Operator:
     taken."""
     waits: bool = False
     """A view that is there only once all inputs are."""
+    bounds: Bounds | None = None
+    """What is checked before its types are asked for."""
 
     @property
     def moves(self) -> bool:
@@ -255,6 +283,7 @@ def register(operator: Operator) -> Operator:
             "waits",
             "part",
             "buffers",
+            "bounds",
         )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
         twice = [name for name in given if getattr(known, name)]
@@ -325,8 +354,16 @@ def bytes_of(tensors: Sequence[Tensor]) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
+def work_of(signature: Signature, flops: float, matrix: bool = False) -> Work:
+    """Return the work of an op of so many flops that reads its inputs once and writes its outputs once."""
+    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix)
+
+
 def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:
-    """Return the work of an op that reads its inputs once and writes its outputs once."""
-    elements = sum(tensor.size for tensor in signature.outputs)
-    flops = flops_per_element * elements
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs))
+    """Return the work of an op that does ``flops_per_element`` for each element of its outputs."""
+    return work_of(signature, flops_per_element * sum(tensor.size for tensor in signature.outputs))
+
+
+def reading_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:
+    """Return the same of an op whose flops are for each element of its first input."""
+    return work_of(signature, flops_per_element * signature.inputs[0].size)

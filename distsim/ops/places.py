@@ -17,6 +17,7 @@ from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
+    Dim,
     GradientContext,
     ShardingRule,
     Signature,
@@ -25,6 +26,7 @@ from distsim.ops.operator import (
     bytes_of,
     common_device,
     letters,
+    work_of,
 )
 
 Localize = Callable[[Attributes, tuple[tuple[int, ...], ...]], Attributes]
@@ -39,6 +41,14 @@ def places(formals: Sequence[str], attributes: Mapping[str, Any], count: int) ->
     absent: tuple[str, ...] = attributes.get("absent", ())
     names = [name for name in formals if name not in attributes and name not in absent]
     return dict(zip(names[:count], range(count), strict=True))
+
+
+def select(
+    formals: Sequence[str], signature: Signature, **dims: tuple[Dim, ...]
+) -> tuple[tuple[Dim, ...], ...]:
+    """Return the labels of those operands that are values, in order; static ones stay whole."""
+    index = places(formals, signature.attributes, len(signature.inputs))
+    return tuple(dims[name] for name in index)
 
 
 def operands(
@@ -133,7 +143,7 @@ def fill_work(signature: Signature) -> Work:
 
 def move_work(signature: Signature) -> Work:
     """Return the work of an op that reads its operands and writes its results, and computes nothing."""
-    return Work(0.0, bytes_of(signature.inputs), bytes_of(signature.outputs))
+    return work_of(signature, 0.0)
 
 
 def whole_rule(signature: Signature) -> ShardingRule:

@@ -25,13 +25,14 @@ from distsim.ops.operator import (
     TypesRule,
     Work,
     arity,
-    bytes_of,
     common_device,
     letters,
     memory_bound,
+    reading_bound,
     register,
+    work_of,
 )
-from distsim.ops.places import ints, like_shape, picked, resizing, shape_of
+from distsim.ops.places import Localize, ints, like_shape, picked, resizing, shape_of, whole_rule
 from distsim.ops.windows import Windows, windows
 
 _OPTIONS = ("auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides")
@@ -49,11 +50,14 @@ def _types(op_type: str) -> TypesRule:
     return lambda attributes, inputs: onnx_types(op_type, attributes, inputs, 22)
 
 
-def _plane_rule(signature: Signature, linear: tuple[tuple[int, ...], ...] = ()) -> ShardingRule:
+def _plane_rule(
+    signature: Signature, linear: tuple[tuple[int, ...], ...] = (), localize: Localize | None = None
+) -> ShardingRule:
     """Batch and channels are divided; the plane is whole."""
     rest: tuple[Dim, ...] = (None,) * (signature.inputs[0].rank - 2)
     dims: tuple[Dim, ...] = ("n", "c", *rest)
-    return ShardingRule((dims,) * len(signature.inputs), (dims,) * len(signature.outputs), linear)
+    inputs, outputs = (dims,) * len(signature.inputs), (dims,) * len(signature.outputs)
+    return ShardingRule(inputs, outputs, linear, localize=localize)
 
 
 def _window_work(signature: Signature) -> Work:
@@ -68,7 +72,7 @@ def _window_grad_work(signature: Signature) -> Work:
 
 def _per_window(signature: Signature, pooled: Tensor) -> Work:
     flops = float(pooled.size * math.prod(ints(signature.attributes["kernel_shape"])))
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs))
+    return work_of(signature, flops)
 
 
 # MaxPool. Ties go to the first position, as in onnx.reference and in PyTorch.
@@ -90,9 +94,7 @@ def _max_pool(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array
 def _max_pool_rule(signature: Signature) -> ShardingRule:
     if len(signature.outputs) == 1:
         return _plane_rule(signature)
-    # The second output counts positions in the whole tensor.
-    whole = (None,) * signature.inputs[0].rank
-    return ShardingRule((whole,), (whole, whole))
+    return whole_rule(signature)  # the second output counts positions in the whole tensor
 
 
 def _max_pool_gradient(ctx: GradientContext) -> Sequence[Value | None]:
@@ -174,16 +176,6 @@ def _average_pool_grad(attributes: Attributes, arrays: Sequence[Array]) -> Seque
     return [where.unstack(spread)]
 
 
-def _linear_plane_rule(signature: Signature) -> ShardingRule:
-    return _plane_rule(signature, ((0,),))
-
-
-def _average_pool_grad_rule(signature: Signature) -> ShardingRule:
-    rest: tuple[Dim, ...] = (None,) * (signature.inputs[0].rank - 2)
-    dims: tuple[Dim, ...] = ("n", "c", *rest)
-    return ShardingRule((dims,), (dims,), ((0,),), localize=resizing("shape"))
-
-
 register(
     Operator(
         "AveragePool",
@@ -191,7 +183,7 @@ register(
         compute=_average_pool,
         work=_window_work,
         gradient=_average_pool_gradient,
-        sharding=_linear_plane_rule,
+        sharding=lambda s: _plane_rule(s, ((0,),)),
     )
 )
 register(
@@ -200,7 +192,7 @@ register(
         types=like_shape("AveragePoolGrad", 1),
         compute=_average_pool_grad,
         work=_window_grad_work,
-        sharding=_average_pool_grad_rule,
+        sharding=lambda s: _plane_rule(s, ((0,),), resizing("shape")),
     )
 )
 
@@ -219,8 +211,10 @@ def _sum_dtype(x: Array) -> np.dtype[np.generic]:
 
 def _global_average_rule(signature: Signature) -> ShardingRule:
     plane = letters(signature.inputs[0].rank - 2, "s")
-    whole: tuple[Dim, ...] = (None,) * len(plane)
-    return ShardingRule((("n", "c", *plane),), (("n", "c", *whole),), ((0,),), mean=plane)
+    full, mean = ("n", "c", *plane), ("n", "c", *(None,) * len(plane))
+    if signature.op_type == "GlobalAveragePool":
+        return ShardingRule((full,), (mean,), ((0,),), mean=plane)
+    return ShardingRule((mean,), (full,), ((0,),), localize=resizing("shape"))
 
 
 def _global_average_gradient(ctx: GradientContext) -> Sequence[Value | None]:
@@ -234,28 +228,16 @@ def _global_average_grad(attributes: Attributes, arrays: Sequence[Array]) -> Seq
     return [np.broadcast_to(share, attributes["shape"]).copy()]
 
 
-def _global_average_grad_rule(signature: Signature) -> ShardingRule:
-    plane = letters(signature.inputs[0].rank - 2, "s")
-    whole: tuple[Dim, ...] = (None,) * len(plane)
-    made: tuple[Dim, ...] = ("n", "c", *plane)
-    return ShardingRule((("n", "c", *whole),), (made,), ((0,),), localize=resizing("shape"))
-
-
 def _global_max_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     kernel = shape_of(ctx.inputs[0])[2:]
     return [ctx.add("MaxPoolGrad", ctx.inputs[0], ctx.grad, kernel_shape=kernel)]
-
-
-def _reduce_work(signature: Signature) -> Work:
-    elements = float(signature.inputs[0].size)
-    return Work(elements, bytes_of(signature.inputs), bytes_of(signature.outputs))
 
 
 register(
     Operator(
         "GlobalAveragePool",
         compute=_global_average,
-        work=_reduce_work,
+        work=reading_bound,
         gradient=_global_average_gradient,
         sharding=_global_average_rule,
     )
@@ -266,7 +248,7 @@ register(
         types=like_shape("GlobalAveragePoolGrad", 1),
         compute=_global_average_grad,
         work=memory_bound,
-        sharding=_global_average_grad_rule,
+        sharding=_global_average_rule,
     )
 )
-register(Operator("GlobalMaxPool", work=_reduce_work, gradient=_global_max_gradient, sharding=_plane_rule))
+register(Operator("GlobalMaxPool", work=reading_bound, gradient=_global_max_gradient, sharding=_plane_rule))

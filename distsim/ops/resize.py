@@ -8,7 +8,16 @@ from __future__ import annotations
 import math
 
 from distsim.ir.value import Attributes
-from distsim.ops.operator import Dim, Operator, ShardingRule, Signature, Work, bytes_of, letters, register
+from distsim.ops.operator import (
+    Dim,
+    Operator,
+    ShardingRule,
+    Signature,
+    Work,
+    letters,
+    register,
+    work_of,
+)
 from distsim.ops.places import ints, places
 
 _TAPS = {"nearest": 1, "linear": 2, "cubic": 4}
@@ -26,7 +35,7 @@ def _work(signature: Signature) -> Work:
     changed = sum(a != b for a, b in zip(source, target, strict=True))
     taps = _TAPS.get(signature.attributes.get("mode", "nearest"), 2) ** changed
     flops = 0.0 if taps == 1 else 2.0 * taps * math.prod(target)
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs))
+    return work_of(signature, flops)
 
 
 def _copied(signature: Signature) -> tuple[Dim, ...]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from distsim.errors import UnknownOperatorError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.indexing import elements_labels, linear_in, nd_positions, positions, select
+from distsim.ops.bounds import require
+from distsim.ops.indexing import elements_bounds, elements_labels, linear_in, nd_positions, positions
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
+    Shapes,
     ShardingRule,
     Signature,
     Work,
@@ -23,10 +27,13 @@ from distsim.ops.operator import (
     letters,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, wanted
+from distsim.ops.places import by_place, operands, picked, places, select, wanted
 
 _SCATTER = ("data", "indices", "updates")
 _GRAD = ("indices", "dy")
+
+Labels = Callable[[Signature, tuple[str, ...]], dict[str, tuple[Dim, ...]]]
+"""(signature, formal names) -> the labels of operands by name; those of ``data`` are the output's."""
 
 
 def _work(signature: Signature) -> Work:
@@ -80,45 +87,29 @@ def _linear(signature: Signature) -> tuple[tuple[int, ...], ...]:
 # ScatterND: the dimensions of the data that an index tuple does not reach may be divided.
 
 
-def _nd_depth(signature: Signature, names: tuple[str, ...]) -> int:
-    index = places(names, signature.attributes, len(signature.inputs))
-    if "indices" in index:
-        return signature.inputs[index["indices"]].shape[-1]
-    return static_array(signature.attributes["indices"], None).shape[-1]
-
-
 def _nd_labels(signature: Signature, names: tuple[str, ...]) -> dict[str, tuple[Dim, ...]]:
-    rank, depth = signature.outputs[0].rank, _nd_depth(signature, names)
-    rest = letters(rank - depth)
     index = places(names, signature.attributes, len(signature.inputs))
-    made: dict[str, tuple[Dim, ...]] = dict.fromkeys(("data", "dy"), (*((None,) * depth), *rest))
+    ranks = {name: signature.inputs[i].rank for name, i in index.items()}
+    if "updates" in signature.attributes:  # one number has one shape: nothing can be divided
+        return {name: (None,) * rank for name, rank in ({"data": signature.outputs[0].rank} | ranks).items()}
     if "indices" in index:
-        made["indices"] = (None,) * signature.inputs[index["indices"]].rank
-    if "updates" in index:
-        lead = signature.inputs[index["updates"]].rank - len(rest)
-        made["updates"] = (*(None,) * lead, *rest)
+        depth = signature.inputs[index["indices"]].shape[-1]
+    else:
+        depth = static_array(signature.attributes["indices"], None).shape[-1]
+    rest = letters(signature.outputs[0].rank - depth)
+    whole: tuple[Dim, ...] = (*((None,) * depth), *rest)
+    made: dict[str, tuple[Dim, ...]] = dict.fromkeys(("data", "dy"), whole)
+    made["indices"] = (None,) * ranks.get("indices", 0)
+    made["updates"] = (*(None,) * (ranks.get("updates", len(rest)) - len(rest)), *rest)
     return made
 
 
-def _nd_rule(signature: Signature) -> ShardingRule:
-    labels = _nd_labels(signature, _SCATTER)
-    if "updates" in signature.attributes:  # one number has one shape: nothing can be divided
-        labels = {name: (None,) * len(dims) for name, dims in labels.items()}
-    return ShardingRule(select(_SCATTER, signature, **labels), (labels["data"],), _linear(signature))
-
-
-def _nd_grad_rule(signature: Signature) -> ShardingRule:
-    labels = _nd_labels(signature, _GRAD)
-    return ShardingRule(
-        select(_GRAD, signature, **labels), (labels["dy"],), linear_in(_GRAD, signature, "dy")
-    )
-
-
-def _nd_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    given = operands(_GRAD, attributes, arrays)
-    made = given["dy"].copy()
-    made[nd_positions(given["indices"], 0)] = 0
-    return [made]
+def _nd_bounds(attributes: Attributes, shapes: Shapes) -> None:
+    data, indices, updates = shapes["data"], shapes.get("indices", ()), shapes.get("updates", ())
+    depth = indices[-1] if indices else 0
+    require(1 <= depth <= len(data), f"ScatterND: indices {list(indices)} do not fit {list(data)}")
+    wanted = (*indices[:-1], *data[depth:])
+    require(updates == wanted, f"ScatterND: updates {list(updates)} must be {list(wanted)}")
 
 
 # ScatterElements: every dimension may be divided but the axis.
@@ -137,60 +128,64 @@ def _elements(signature: Signature, names: tuple[str, ...]) -> dict[str, tuple[D
     return {"data": source, "dy": source, "indices": small, "updates": small}
 
 
-def _elements_rule(signature: Signature) -> ShardingRule:
-    labels = _elements(signature, _SCATTER)
-    return ShardingRule(select(_SCATTER, signature, **labels), (labels["data"],), _linear(signature))
+def _register(
+    name: str,
+    gather: str,
+    labels: Labels,
+    where: Callable[[Array, Attributes, int], Any],
+    bounds: Bounds,
+) -> None:
+    """Register a scatter and the gradient of its data, given the labels of operands and where it writes."""
 
+    def sharding(signature: Signature) -> ShardingRule:
+        found = labels(signature, _SCATTER)
+        return ShardingRule(select(_SCATTER, signature, **found), (found["data"],), _linear(signature))
 
-def _elements_grad_rule(signature: Signature) -> ShardingRule:
-    labels = _elements(signature, _GRAD)
-    return ShardingRule(
-        select(_GRAD, signature, **labels), (labels["dy"],), linear_in(_GRAD, signature, "dy")
+    def grad_sharding(signature: Signature) -> ShardingRule:
+        found = labels(signature, _GRAD)
+        linear = linear_in(_GRAD, signature, "dy")
+        return ShardingRule(select(_GRAD, signature, **found), (found["dy"],), linear)
+
+    def compute_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        given = operands(_GRAD, attributes, arrays)
+        made = given["dy"].copy()
+        made[where(given["indices"], attributes, made.ndim)] = 0
+        return [made]
+
+    register(
+        Operator(
+            name,
+            work=_work,
+            gradient=lambda ctx: _gradient(ctx, gather),
+            sharding=sharding,
+            formals=_SCATTER,
+            bounds=bounds,
+        )
+    )
+    register(
+        Operator(
+            f"{name}Grad",
+            types=_grad_types,
+            compute=compute_grad,
+            work=_grad_work,
+            sharding=grad_sharding,
+            formals=_GRAD,
+        )
     )
 
 
-def _elements_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    given = operands(_GRAD, attributes, arrays)
-    made = given["dy"].copy()
-    made[positions(given["indices"], attributes.get("axis", 0) % made.ndim)] = 0
-    return [made]
-
-
-register(
-    Operator(
-        "ScatterND",
-        work=_work,
-        gradient=lambda ctx: _gradient(ctx, "GatherND"),
-        sharding=_nd_rule,
-        formals=_SCATTER,
-    )
+_register(
+    "ScatterND",
+    "GatherND",
+    _nd_labels,
+    lambda indices, attributes, rank: nd_positions(indices, 0),
+    Bounds(_SCATTER, _nd_bounds),
 )
-register(
-    Operator(
-        "ScatterNDGrad",
-        types=_grad_types,
-        compute=_nd_grad,
-        work=_grad_work,
-        sharding=_nd_grad_rule,
-        formals=_GRAD,
-    )
+_register(
+    "ScatterElements",
+    "GatherElements",
+    _elements,
+    lambda indices, attributes, rank: positions(indices, attributes.get("axis", 0) % rank),
+    elements_bounds("ScatterElements", _SCATTER),
 )
-register(
-    Operator(
-        "ScatterElements",
-        work=_work,
-        gradient=lambda ctx: _gradient(ctx, "GatherElements"),
-        sharding=_elements_rule,
-        formals=_SCATTER,
-    )
-)
-register(
-    Operator(
-        "ScatterElementsGrad",
-        types=_grad_types,
-        compute=_elements_grad,
-        work=_grad_work,
-        sharding=_elements_grad_rule,
-        formals=_GRAD,
-    )
-)
+register(Operator("Scatter", bounds=elements_bounds("Scatter", _SCATTER)))

@@ -16,6 +16,7 @@ from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import onnx_types
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Label,
@@ -249,7 +250,16 @@ register(
         view=True,
     )
 )
-register(Operator("Flatten", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
+register(
+    Operator(
+        "Flatten",
+        work=view_work,
+        gradient=_reshape_gradient,
+        sharding=_view_rule,
+        view=True,
+        bounds=Bounds(axes=(0, 1)),
+    )
+)
 register(Operator("Squeeze", work=view_work, gradient=_reshape_gradient, sharding=_squeeze_rule, view=True))
 register(Operator("Unsqueeze", work=view_work, gradient=_reshape_gradient, sharding=_view_rule, view=True))
 register(

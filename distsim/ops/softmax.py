@@ -12,25 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from distsim.errors import TypeRuleError
+from distsim.errors import BoundsError, TypeRuleError
 from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
+from distsim.ops.bounds import require
 from distsim.ops.elementwise import grad_types
-from distsim.ops.normalization import norm_work
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
+    Bounds,
     Dim,
     GradientContext,
     Operator,
+    Shapes,
     ShardingRule,
     Signature,
     common_device,
     letters,
+    letters_but,
     memory_bound,
+    reading_bound,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, refuse, shape_of
+from distsim.ops.places import by_place, operands, picked, places, refuse, shape_of, whole_rule
 
 Axes = tuple[int, ...]
 
@@ -67,18 +71,14 @@ def _log_softmax_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequen
     return [dy - np.exp(y) * dy.sum(axis=attributes["axes"], keepdims=True)]
 
 
-def _whole(rank: int, axes: Axes) -> tuple[Dim, ...]:
-    return tuple(None if i in axes else dim for i, dim in enumerate(letters(rank)))
-
-
 def _softmax_sharding(signature: Signature) -> ShardingRule:
     rank = signature.inputs[0].rank
-    dims = _whole(rank, softmax_axes(signature.attributes, signature.version, rank))
+    dims = letters_but(rank, softmax_axes(signature.attributes, signature.version, rank))
     return ShardingRule((dims,), (dims,))
 
 
 def _softmax_grad_sharding(signature: Signature) -> ShardingRule:
-    dims = _whole(signature.inputs[0].rank, signature.attributes["axes"])
+    dims = letters_but(signature.inputs[0].rank, signature.attributes["axes"])
     return ShardingRule((dims, dims), (dims,), ((1,),))
 
 
@@ -103,6 +103,7 @@ def _register(name: str, function: Any, grad: Any) -> None:
             work=lambda s: memory_bound(s, 5.0),
             gradient=gradient,
             sharding=_softmax_sharding,
+            bounds=Bounds(axes=(0, 0)),
         )
     )
     register(
@@ -159,8 +160,7 @@ def _loss_sharding(signature: Signature, grad: bool, formals: tuple[str, str, st
     mean, over them."""
     scores = signature.inputs[0]
     if formals[1] in signature.attributes:
-        whole = tuple((None,) * tensor.rank for tensor in signature.inputs)
-        return ShardingRule(whole, tuple((None,) * tensor.rank for tensor in signature.outputs))
+        return whole_rule(signature)
     values = signature.inputs[:-1] if grad else signature.inputs
     rows: tuple[Dim, ...] = letters(scores.rank - 1)
     if _uneven(signature.attributes, len(values) > 2 or formals[2] in signature.attributes):
@@ -173,6 +173,38 @@ def _loss_sharding(signature: Signature, grad: bool, formals: tuple[str, str, st
     averaged = tuple(row for row in rows if isinstance(row, str))
     mean = averaged if _reduction(signature.attributes) == "mean" else ()
     return ShardingRule((full, rows, *others), (loss, full)[: len(signature.outputs)], (), mean)
+
+
+def _loss_bounds(op_type: str, names: tuple[str, str, str]) -> Bounds:
+    def check(attributes: Attributes, shapes: Shapes) -> None:
+        scores, labels, weights = (shapes.get(name) for name in names)
+        if scores is None or len(scores) < 2:
+            raise BoundsError(f"{op_type} takes [N, C, ...], not {list(scores or ())}")
+        for name, given, wanted in (
+            (names[1], labels, (scores[0], *scores[2:])),
+            (names[2], weights, scores[1:2]),
+        ):
+            fits = given is None or given == wanted
+            require(fits, f"{op_type}: {name} {list(given or ())} must be {list(wanted)}")
+        modes = ("none", "mean", "sum")
+        mode = attributes.get("reduction", "mean")
+        require(mode in modes, f"{op_type}: reduction {mode!r} is not one of {', '.join(modes)}")
+
+    return Bounds(names, check)
+
+
+def _as_values(ctx: GradientContext, formals: tuple[str, str, str]) -> list[Value]:
+    """Return the operands that are given, static ones as values, too: the gradient op takes no others."""
+    index = places(formals, ctx.attributes, len(ctx.inputs))
+    device = as_tensor(ctx.inputs[0].type, ctx.inputs[0].name).device
+    values: list[Value] = []
+    for formal in formals:
+        if formal in index:
+            values.append(ctx.inputs[index[formal]])
+        elif formal in ctx.attributes:
+            known = static_array(ctx.attributes[formal], None)
+            values.append(ctx.maker.add("Constant", (), {"value": Literal(known), "device": device})[0])
+    return values
 
 
 def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) -> None:
@@ -190,15 +222,7 @@ def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) 
             raise TypeRuleError(f"{name}: only the loss, not the log-probabilities, may influence the loss")
         refuse(name, formals, ctx, formals[2])
         options = picked(ctx.attributes, "reduction", "ignore_index")
-        index = places(formals, ctx.attributes, len(ctx.inputs))
-        values: list[Value] = []  # the gradient op takes them all as values
-        for formal in formals:
-            if formal in index:
-                values.append(ctx.inputs[index[formal]])
-            elif formal in ctx.attributes:
-                known = static_array(ctx.attributes[formal], None)
-                device = as_tensor(ctx.inputs[0].type, ctx.inputs[0].name).device
-                values.append(ctx.maker.add("Constant", (), {"value": Literal(known), "device": device})[0])
+        values = _as_values(ctx, formals)
         count = math.prod(shape_of(values[1]))
         made = ctx.add(grad_name, *values, ctx.grad, count=count, **options)
         return by_place(formals, ctx, {formals[0]: made})
@@ -230,10 +254,11 @@ def _register_loss(name: str, from_scores: bool, formals: tuple[str, str, str]) 
         Operator(
             name,
             compute=compute,
-            work=lambda s: norm_work(s, flops),
+            work=lambda s: reading_bound(s, flops),
             gradient=gradient,
             sharding=lambda s: _loss_sharding(s, False, formals),
             buffers=buffers,
+            bounds=_loss_bounds(name, formals),
         )
     )
     register(

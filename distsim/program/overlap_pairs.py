@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from distsim.cost.cost_model import runs_kernel
 from distsim.ir import Function, Op, Value, all_ops
-from distsim.ir.inline import inline
+from distsim.ir.rewrite import inline
 from distsim.ops import operator, signature_of, work
 from distsim.ops.operator import memory_bound
 

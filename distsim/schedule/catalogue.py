@@ -10,8 +10,7 @@ from typing import Literal
 
 from distsim.errors import ScheduleError
 from distsim.schedule.greedy.controllable_memory import one_f_one_b_v, v_half, v_min
-from distsim.schedule.greedy.zero_bubble import zb_auto
-from distsim.schedule.greedy.zero_bubble_v import zb_v_greedy
+from distsim.schedule.greedy.zero_bubble import zb_auto, zb_v_greedy
 from distsim.schedule.table import Schedule
 from distsim.schedule.v_shaped import dualpipe, dualpipe_v, zb_v
 from distsim.schedule.warm_up import (

@@ -1,4 +1,4 @@
-"""The compiled loops over a schedule: its ranks run step by step, and its steps compared."""
+"""The compiled loop over a schedule: its ranks run step by step."""
 
 from __future__ import annotations
 

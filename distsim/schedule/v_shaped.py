@@ -6,15 +6,14 @@ the W of the oldest I that has none; what stands in brackets overlaps. Microbatc
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from distsim.cache import cached
 from distsim.errors import ScheduleError
-from distsim.schedule.refusals import count
-from distsim.schedule.sizes import check_microbatches, check_sizes
+from distsim.schedule.refusals import check_microbatches, check_sizes, count
 from distsim.schedule.table import Ints, Schedule
 
 _Part = tuple[str, int]
@@ -42,7 +41,7 @@ def zb_v(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
     return _zb_v(num_ranks, num_microbatches)
 
 
-@functools.lru_cache(1024)
+@cached("orders of zb_v, by ranks and microbatches", 1024)
 def _zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     stages, run = 2 * num_ranks, max(2 * num_ranks - 1, num_microbatches)
     codes: list[Ints] = []
@@ -84,7 +83,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedu
     return _dualpipe_v(num_ranks, num_microbatches)
 
 
-@functools.lru_cache(1024)
+@cached("orders of dualpipe_v, by ranks and microbatches", 1024)
 def _dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     stages = 2 * num_ranks
     codes = [
@@ -122,7 +121,7 @@ def dualpipe(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule
     return _dualpipe(num_ranks, num_microbatches)
 
 
-@functools.lru_cache(1024)
+@cached("orders of dualpipe, by ranks and microbatches", 1024)
 def _dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     stages, half, each = 2 * num_ranks, num_ranks // 2, num_microbatches // 2
     rank_of = (*range(num_ranks), *reversed(range(num_ranks)))
@@ -185,7 +184,7 @@ def _row(parts: Sequence[_Part], stages: tuple[int, int], num_stages: int) -> In
     return codes
 
 
-@functools.cache
+@cached("rows of schedules in letters, by letters", 1024)
 def _cells(letters: str) -> Ints:
     """Return the places of letters in ``_LETTERS``, [cells, 2], -1 beside what stands alone."""
     cells = re.findall(r"\((.)(.)\)|(.)", letters)

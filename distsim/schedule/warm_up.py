@@ -7,13 +7,13 @@ follows some number of I behind. Which orders, how many forwards ahead and how f
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from distsim.schedule.sizes import check_microbatches, check_sizes
+from distsim.cache import cached
+from distsim.schedule.refusals import check_microbatches, check_sizes
 from distsim.schedule.table import Ints, Schedule
 
 
@@ -255,7 +255,7 @@ def _torch_group(name: str, num_ranks: int, num_microbatches: int) -> int:
     return num_microbatches // max(1, num_microbatches // num_ranks)
 
 
-@functools.lru_cache(1024)
+@cached("orders of schedules that warm up, by name, sizes and shape", 1024)
 def _make(name: str, num_ranks: int, num_microbatches: int, chunks: int, shape: _Shape) -> Schedule:
     """Write the rows down, each action at the place that the numbers before it give."""
     count, kinds = num_microbatches * chunks, 2 if shape.behind is None else 3

@@ -3,7 +3,7 @@
 This is where notebooks import from; the library imports the modules.
 """
 
-from distsim.ir.inline import inline
+from distsim.ir.rewrite import inline
 from distsim.parallel_3d import (
     PipeDreamScheduler,
     parallel_transform_3d,

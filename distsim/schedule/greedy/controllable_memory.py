@@ -11,10 +11,9 @@ ticks of equal length: they do not depend on times.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
+from distsim.cache import cached
 from distsim.schedule.greedy.squeeze import (
     UNLIMITED,
     WEIGHTS,
@@ -26,7 +25,7 @@ from distsim.schedule.greedy.squeeze import (
     run_eagerly,
     squeeze,
 )
-from distsim.schedule.sizes import check_sizes
+from distsim.schedule.refusals import check_sizes
 from distsim.schedule.table import Schedule
 
 PERIOD = 6
@@ -118,7 +117,7 @@ def _block(steps: Ints) -> Ints:
     return ticks.T
 
 
-@functools.lru_cache(256)
+@cached("orders of v_half and v_min, by name and sizes", 256)
 def _split_backward(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     block = {"v_half": v_half_block, "v_min": v_min_block}[name](num_ranks)
     m = num_microbatches
@@ -136,7 +135,7 @@ def _split_backward(name: str, num_ranks: int, num_microbatches: int) -> Schedul
     return _schedule(name, board, num_ranks, m, 6)
 
 
-@functools.lru_cache(256)
+@cached("orders of 1f1b_v, by sizes", 256)
 def _whole_backward(num_ranks: int, num_microbatches: int) -> Schedule:
     block = one_f_one_b_v_block(num_ranks)
     board = make_board(block[:, :, None] + PERIOD * np.arange(num_microbatches))

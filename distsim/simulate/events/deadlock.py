@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from distsim.errors import SimulationError
-from distsim.simulate.events.waits import waits
-from distsim.simulate.tasks.task_table import Tasks
+from distsim.simulate.tasks.task_table import Ints, Tasks
+
+
+def waits(tasks: Tasks) -> tuple[Ints, Ints]:
+    """Return (task, source), one entry per wait: what a task needs, and the task before on each stream."""
+    numbers = np.arange(len(tasks))
+    dependent = np.repeat(numbers, np.diff(tasks.dep_start))
+    on_stream = np.repeat(numbers, np.diff(tasks.stream_start))
+    order = np.argsort(tasks.streams, kind="stable")
+    ordered, streams = on_stream[order], tasks.streams[order]
+    same = streams[1:] == streams[:-1]
+    task = np.concatenate([dependent, ordered[1:][same]])
+    return task, np.concatenate([tasks.deps, ordered[:-1][same]])
+
 
 _NAMED = 8
 """A longer cycle is shortened in the middle."""

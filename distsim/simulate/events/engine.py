@@ -14,11 +14,10 @@ from simpy import Environment
 from simpy.events import Timeout
 
 from distsim.errors import SimulationError
-from distsim.simulate.events.deadlock import deadlock_error
+from distsim.simulate.events.deadlock import deadlock_error, waits
 from distsim.simulate.events.disturbances import Disturbances, disturbed_durations
 from distsim.simulate.events.flows import Traffic
 from distsim.simulate.events.network import Network, find_flows
-from distsim.simulate.events.waits import waits
 from distsim.simulate.tasks.task_table import Floats, Tasks
 
 

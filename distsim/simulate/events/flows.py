@@ -7,14 +7,13 @@ or ended, no others; their rates are computed anew, once for all that happens at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from simpy import Environment
 from simpy.events import Timeout
-
-from distsim.simulate.events.max_min_fair import fair_rates
 
 _FULL = 1 + 1e-9
 """Demands that pass a capacity by rounding fit."""
@@ -137,3 +136,56 @@ class Traffic:
         active.version += 1
         wait = active.left / speed
         Timeout(self._environment, wait, (active, active.version)).callbacks.append(self._leave)  # pyright: ignore
+
+
+# --- max-min fair rates ------------------------------------------------------------------------------
+
+Key = TypeVar("Key")
+
+_SAME = 1 + 1e-12
+"""Levels that differ by rounding are one: all that binds there binds at once."""
+
+
+def fair_rates(
+    flows: Sequence[tuple[float, Mapping[Key, float]]], capacity: Mapping[Key, float]
+) -> list[float]:
+    """Return the max-min fair rate of each flow: none can gain but at the cost of one that has no more.
+
+    A flow is ``(limit, weights)``: its rate is at most ``limit``, and a rate of r takes ``weights[c] * r``
+    of the capacity of each channel c that it names. All rates grow together from zero; a flow stops when
+    it is at its limit or a channel that it passes is full (progressive filling: Bertsekas and Gallager,
+    "Data Networks", 1992, 6.5.2).
+
+    >>> fair_rates([(10, {"a": 1}), (10, {"a": 1, "b": 1}), (10, {"b": 1})], {"a": 10, "b": 4})
+    [8.0, 2.0, 2.0]
+    """
+    rates = [0.0] * len(flows)
+    left: dict[Key, float] = {}
+    users: dict[Key, dict[int, float]] = {}
+    for number, (_, weights) in enumerate(flows):
+        for channel, weight in weights.items():
+            left.setdefault(channel, float(capacity[channel]))
+            users.setdefault(channel, {})[number] = weight
+    waiting = sorted(range(len(flows)), key=lambda number: -flows[number][0])  # least limit last
+    growing = dict.fromkeys(range(len(flows)))
+    level = 0.0
+    while growing:
+        full_at = {channel: left[channel] / math.fsum(on.values()) for channel, on in users.items()}
+        while waiting[-1] not in growing:
+            waiting.pop()
+        # What is left is a difference: rounding must not lower the level.
+        level = max(level, min(flows[waiting[-1]][0], min(full_at.values(), default=math.inf)))
+        stopped = {
+            number for channel, at in full_at.items() if at <= level * _SAME for number in users[channel]
+        }
+        stopped.update(number for number in growing if flows[number][0] <= level)
+        for number in sorted(stopped):
+            limit, weights = flows[number]
+            rates[number] = min(level, float(limit))
+            del growing[number]
+            for channel, weight in weights.items():
+                left[channel] = max(left[channel] - weight * rates[number], 0.0)
+                del users[channel][number]
+                if not users[channel]:
+                    del users[channel]
+    return rates

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from distsim.compile import compiled
 from distsim.ir import Function
 from distsim.program.program import Program
 from distsim.simulate.details import ProgramTimeline, expand
 from distsim.simulate.explain.critical_path import CriticalPath, PathBuilder, Segment, kind_of, stages_of
-from distsim.simulate.explain.path_kernel import NOTHING, walk_back
 from distsim.simulate.tasks.block_matrix import BlockTasks
-from distsim.simulate.tasks.task_table import Tasks
+from distsim.simulate.tasks.task_table import Tasks, TaskTable
 from distsim.simulate.tasks.templates import Floats, Ints
 from distsim.simulate.tasks.timeline import FlatTimeline, Timeline
 
@@ -37,7 +37,7 @@ class WalkedCalls(Protocol):
         """Return which task ended last: of several, the first."""
         ...
 
-    def tasks(self, call: int) -> Tasks | BlockTasks:
+    def tasks(self, call: int) -> TaskTable:
         """Return the tasks of a call."""
         ...
 
@@ -70,28 +70,17 @@ def critical_path(timeline: Timeline, simulated: Function | Program) -> Critical
             f"{type(timeline).__name__} has no critical path; it is neither flat nor of a program"
         )
     builder, until = PathBuilder(timeline.step_time), timeline.step_time
-    kinds: WeakKeyDictionary[Tasks | BlockTasks, _Static] = WeakKeyDictionary()
+    known: dict[TaskTable, _Static] = {}
     link = calls.last()
     while link is not None:
         call, task = link
         tasks = calls.tasks(call)
-        static = kinds.get(tasks)
+        static = known.get(tasks)
         if static is None:
-            static = kinds[tasks] = _Static(tasks)
+            static = known[tasks] = _Static(tasks)
         ports, clocks, end = calls.times(call)
         found = np.empty(len(tasks), np.int64)
-        count, entry = walk_back(
-            task,
-            end,
-            tasks.dep_start,
-            tasks.deps,
-            tasks.stream_start,
-            tasks.streams,
-            static.before,
-            ports,
-            clocks,
-            found,
-        )
+        count, entry = walk_back(task, end, static.waits, ports, clocks, found)
         link, start = (None, 0.0) if entry == NOTHING else calls.source(call, entry)
         chain = Chain(call, found[:count], end)
         builder.segments += calls.segments(chain, start, until)
@@ -101,20 +90,21 @@ def critical_path(timeline: Timeline, simulated: Function | Program) -> Critical
 
 
 class _Static:
-    """What all calls of the same tasks share: their kinds, and the task before on the stream of each use."""
+    """What all calls of the same tasks share: their kinds, and what each waits for."""
 
-    def __init__(self, tasks: Tasks | BlockTasks) -> None:
+    def __init__(self, tasks: TaskTable) -> None:
         own = [kind_of(op) for op in tasks.op_table]
         self.kinds = tuple(dict.fromkeys(own))
         self.number = np.array([self.kinds.index(kind) for kind in own], np.int64)[tasks.op]
         task = np.repeat(np.arange(len(tasks)), np.diff(tasks.stream_start))
         order = np.argsort(tasks.streams, kind="stable")
         same = tasks.streams[order[1:]] == tasks.streams[order[:-1]]
-        self.before = np.full(len(tasks.streams), -1, np.int64)
-        self.before[order[1:][same]] = task[order[:-1][same]]
+        before = np.full(len(tasks.streams), -1, np.int64)
+        before[order[1:][same]] = task[order[:-1][same]]
+        self.waits = Waits(tasks.dep_start, tasks.deps, tasks.stream_start, tasks.streams, before)
 
 
-def last_on_streams(tasks: Tasks | BlockTasks) -> Ints:
+def last_on_streams(tasks: TaskTable) -> Ints:
     """Return the last task on each stream, -1 where there is none."""
     last = np.full(len(tasks.stream_table), -1, np.int64)
     task = np.repeat(np.arange(len(tasks)), np.diff(tasks.stream_start))
@@ -188,7 +178,7 @@ class _ProgramCalls:
 
     def __init__(self, timeline: ProgramTimeline) -> None:
         self.timeline, self.record = timeline, timeline.record
-        self._last: WeakKeyDictionary[BlockTasks, Ints] = WeakKeyDictionary()
+        self._last: dict[BlockTasks, Ints] = {}
 
     def last(self) -> Link | None:
         record, run = self.record, self.timeline.run
@@ -257,3 +247,57 @@ class _ProgramCalls:
         product = self.timeline.product_of(chain.call)
         name = self.timeline.path_of(chain.call) or product.tasks.op_table[0].op_type
         yield Segment(name, self.timeline.block_of(product).rank, start, until)
+
+
+NOTHING = -1
+"""What a task starts after that waits for nothing."""
+
+
+class Waits(NamedTuple):
+    """What tasks wait for, as :class:`TaskTable` has it; a dependency d < 0 is port -2 - d."""
+
+    dep_start: Ints
+    deps: Ints
+    stream_start: Ints
+    streams: Ints
+    before: Ints
+    """[uses]: the task before on the stream of each use, -1 for none."""
+
+
+@compiled
+def walk_back(task: int, end: Any, waits: Any, ports: Any, clocks: Any, found: Any) -> tuple[int, int]:
+    """Fill in the tasks from ``task`` back, each after the one that it started after.
+
+    Of those that ended last it is the one before on the first stream, else the first dependency. A stream on
+    which none is before is free from ``clocks`` on; what comes in at a port is there from ``ports`` on.
+    Return the number of tasks and what the last of them started after: a stream s, a port p as -2 - p, or
+    ``NOTHING``.
+    """
+    dep_start, deps, stream_start = waits.dep_start, waits.deps, waits.stream_start
+    streams, before = waits.streams, waits.before
+    count = 0
+    while True:
+        found[count] = task
+        count += 1
+        latest = -math.inf
+        for k in range(stream_start[task], stream_start[task + 1]):
+            latest = max(latest, end[before[k]] if before[k] >= 0 else clocks[streams[k]])
+        for k in range(dep_start[task], dep_start[task + 1]):
+            latest = max(latest, end[deps[k]] if deps[k] >= 0 else ports[-2 - deps[k]])
+        if latest == -math.inf:
+            return count, NOTHING
+        following = -1
+        for k in range(stream_start[task], stream_start[task + 1]):
+            if (end[before[k]] if before[k] >= 0 else clocks[streams[k]]) >= latest:
+                if before[k] < 0:
+                    return count, streams[k]
+                following = before[k]
+                break
+        if following < 0:
+            for k in range(dep_start[task], dep_start[task + 1]):
+                if (end[deps[k]] if deps[k] >= 0 else ports[-2 - deps[k]]) >= latest:
+                    if deps[k] < 0:
+                        return count, deps[k]
+                    following = deps[k]
+                    break
+        task = following

@@ -15,6 +15,7 @@ from distsim.ir import Function, Mesh, Op
 from distsim.simulate.maxplus.kernels import precede, summarize
 from distsim.simulate.tasks.lower import Lowering, Stream
 from distsim.simulate.tasks.rank_classes import Classes, ClassExchange, Group, Placement
+from distsim.simulate.tasks.task_table import TaskTable
 from distsim.simulate.tasks.templates import Floats, Ints, Where, starts
 
 Bools = npt.NDArray[np.bool_]
@@ -122,31 +123,17 @@ class TaskOrder:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockTasks:
-    """The tasks of one block on the rank classes of its rank, as arrays; see :class:`Template`.
+class BlockTasks(TaskTable):
+    """The tasks of one block on the rank classes of its rank.
 
     A dependency d < 0 is port -2 - d, which is (input of the function, rank class) ``ports[-2 - d]``.
     ``makers`` [outputs, classes] tells which task makes each output, or :data:`START`, or ``-2 - input``.
     """
 
-    durations: Floats
-    dep_start: Ints
-    deps: Ints
-    stream_start: Ints
-    streams: Ints
-    stream_table: tuple[Stream, ...]
-    op: Ints
-    op_table: tuple[Op, ...]
-    call: Ints
-    call_parent: Ints
-    call_op: tuple[Op | None, ...]
     ports: Ints
     makers: Ints
     _summaries: dict[tuple[int, ...], Summary] = field(default_factory=dict[tuple[int, ...], Summary])
     _products: dict[object, Floats] = field(default_factory=dict[object, Floats])
-
-    def __len__(self) -> int:
-        return len(self.durations)
 
     @cached_property
     def port_of(self) -> Mapping[Place, int]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, proxy
+from weakref import proxy
 
 import numpy as np
 
+from distsim.cache import Cache
 from distsim.cost.cost_model import CostModel, Group
 from distsim.ir import Function, Mesh, callees
 from distsim.program.table import BoundBlock
@@ -16,17 +17,17 @@ from distsim.simulate.tasks.block_matrix import StageRanks
 from distsim.simulate.tasks.color_refinement import Relation, refine
 from distsim.simulate.tasks.rank_classes import communicates
 
-_axes: WeakKeyDictionary[Function, tuple[str, ...]] = WeakKeyDictionary()
+_AXES = Cache[Function, tuple[str, ...]]("mesh axes that are communicated over, by function", 1)
 
 
 def used_axes(function: Function) -> tuple[str, ...]:
     """Return the mesh axes over which a function and its callees communicate, in order of appearance."""
-    found = _axes.get(function)
-    if found is None:
+
+    def find() -> tuple[str, ...]:
         ops = (op for f in (*callees(function), function) for op in f.ops)
-        found = tuple(dict.fromkeys(op.attributes["axis"] for op in ops if communicates(op)))
-        _axes[function] = found
-    return found
+        return tuple(dict.fromkeys(op.attributes["axis"] for op in ops if communicates(op)))
+
+    return _AXES.get(function, (), find)
 
 
 class CommunicationPattern(NamedTuple):
@@ -152,14 +153,12 @@ class MeshAnalysis:
         return [np.unique(part, return_inverse=True)[1] for part in np.split(refined, ends)]
 
 
-_analyses: WeakKeyDictionary[CostModel, dict[Mesh, tuple[int, MeshAnalysis]]] = WeakKeyDictionary()
+_ANALYSES = Cache[CostModel, MeshAnalysis](
+    "how ranks lie on the topology, by cost model, mesh and version of the topology", 1024
+)
 
 
 def program_ranks(mesh: Mesh, moved: CommunicationPattern, cost_model: CostModel) -> ProgramRanks:
     """Return the rank classes of every rank of a mesh (axes pp, dp, tp) on which blocks move something."""
-    known = _analyses.setdefault(cost_model, {})
-    version = cost_model.topology.version
-    found = known.get(mesh)
-    if found is None or found[0] != version:
-        found = known[mesh] = (version, MeshAnalysis(mesh, cost_model))
-    return found[1].ranks(moved)
+    key = (mesh, cost_model.topology.version)
+    return _ANALYSES.get(cost_model, key, lambda: MeshAnalysis(mesh, cost_model)).ranks(moved)

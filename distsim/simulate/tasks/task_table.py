@@ -16,8 +16,8 @@ from distsim.simulate.tasks.templates import Floats, Ints, starts
 
 
 @dataclass(frozen=True, eq=False)
-class Tasks:
-    """Tasks in the order of the function, as plain arrays.
+class TaskTable:
+    """Tasks in the order of a function, as plain arrays.
 
     Task ``i`` takes ``durations[i]`` seconds, occupies the streams
     ``streams[stream_start[i]:stream_start[i + 1]]`` (indices into ``stream_table``) and needs the
@@ -26,8 +26,6 @@ class Tasks:
     Call ``c`` is the op ``call_op[c]``, made in the call ``call_parent[c]``.
     """
 
-    function: Function
-    classes: RankClasses
     durations: Floats
     dep_start: Ints
     deps: Ints
@@ -42,6 +40,14 @@ class Tasks:
 
     def __len__(self) -> int:
         return len(self.durations)
+
+
+@dataclass(frozen=True, eq=False)
+class Tasks(TaskTable):
+    """The tasks of a whole function, on its rank classes."""
+
+    function: Function
+    classes: RankClasses
 
     def op_of(self, task: int) -> Op:
         """Return the op that a task runs."""

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from distsim.errors import PlanError
 from distsim.interpret import infer_types
 from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value, all_ops
-from distsim.ir.inline import inline
+from distsim.ir.rewrite import inline
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.communication import flat_part
-from distsim.transforms.pipelining.op_graph import Numbered, is_sum
+from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.recompute.saves import Tag
 from distsim.transforms.sharding.layout import Placement
 from distsim.transforms.sharding.problem_graph import written

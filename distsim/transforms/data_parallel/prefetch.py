@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Value
 from distsim.transforms.data_parallel.fsdp import chains, gathers
-from distsim.transforms.pipelining.op_graph import Numbered
-from distsim.transforms.pipelining.stages import StageMap
+from distsim.transforms.op_graph import Numbered, StageMap
 
 
 def prefetch(function: Numbered, assigned: StageMap) -> tuple[Numbered, StageMap]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from distsim.ir import Attributes, Function, Op, Role, Tensor, Type, Value
 from distsim.ops import signature_of, work
-from distsim.transforms.outlining.repeats import Integers
 
 _Key = tuple[object, ...]
 
+
+Integers = npt.NDArray[Any]
 
 WEIGHTS = (Role.PARAMETER, Role.STATE)
 

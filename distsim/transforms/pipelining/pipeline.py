@@ -23,17 +23,17 @@ from distsim.ir import (
     rewrite,
     substitute,
 )
-from distsim.ir.inline import inline
+from distsim.ir.rewrite import inline
 from distsim.ops import operator
 from distsim.program.block import StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
-from distsim.transforms.pipelining.op_graph import Numbered, early_sums
+from distsim.transforms.op_graph import Numbered, StageMap, early_sums
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
-from distsim.transforms.pipelining.stages import StageMap, assign_stages
+from distsim.transforms.pipelining.stages import assign_stages
 from distsim.transforms.sharding.shard import Sharded
 
 Starts = tuple[int, ...]

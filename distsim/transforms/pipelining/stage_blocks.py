@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from distsim.ir import Function, Op, Value
 from distsim.program.block import Block
-from distsim.transforms.pipelining.op_graph import Numbered, is_sum
+from distsim.transforms.op_graph import Numbered, is_sum
 
 Group = tuple[Sequence[int], tuple[int, ...]]
 """Numbers of ops, in order, and of the values that they read and do not make."""

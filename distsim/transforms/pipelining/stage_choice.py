@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline begin when they are not of even work: by counting, or by searching."""
+"""What a plan leaves to be found: where stages of uneven work begin, and a schedule that is searched."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.cost.cost_model import CostModel, DeviceCosts
-from distsim.errors import PartitionError, PlanError
+from distsim.errors import PartitionError, PlanError, ScheduleError
 from distsim.ir import Mesh
 from distsim.plan import parse_stages
-from distsim.schedule import Schedule
+from distsim.schedule import Schedule, schedule
 from distsim.simulate.maxplus.engine import run_program
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.stage_balance import Split, StageProblem, mesh_communication
+from distsim.stage_balance.pricing import action_costs
 from distsim.transforms.pipelining.model_blocks import ModelBlocks, costs_of, model_blocks
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
 from distsim.transforms.sharding.shard import Sharded
@@ -157,3 +158,32 @@ def _sizes(firsts: Sequence[int], count: int) -> str:
 
 def _noted(cut: Cut, note: str) -> Cut:
     return replace(cut, notes=(*cut.notes, note))
+
+
+def searched_schedule(
+    name: str, memory: float, cut: Cut, mesh: Mesh, order: Schedule, cost_model: CostModel
+) -> Schedule:
+    """Return the schedule called ``name`` for the stages of a cut, by what their actions take.
+
+    ``memory`` is what a rank may use for activations, as a share of what 1F1B needs: those of as many
+    microbatches as there are ranks, of all its stages. ``order`` is any schedule of as many stages, ranks and
+    microbatches, in which the stages are looked at. Raises :class:`ScheduleError` for a memory that is too
+    small.
+    """
+    limit = memory * order.num_ranks * order.chunks
+    if limit < 1:
+        raise ScheduleError(
+            f"schedule={name}:{memory:g}: a rank holds at least one activation of one of its stages; give at "
+            f"least {1 / (order.num_ranks * order.chunks):.3g}"
+        )
+    costs = action_costs(cut.program(mesh, order), cost_model)
+    return schedule(
+        name,
+        order.num_ranks,
+        order.num_microbatches,
+        order.chunks,
+        memory_limit=limit,
+        seconds=costs.seconds.tolist(),
+        send=costs.send,
+        weight_share=costs.pending.tolist(),
+    )

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from distsim.ir import Function, Op
 from distsim.ops import operator
-from distsim.transforms.pipelining.op_graph import Numbered
-from distsim.transforms.pipelining.stages import StageMap
+from distsim.transforms.op_graph import Numbered, StageMap
 from distsim.transforms.recompute.joint import Joint
 from distsim.transforms.recompute.recompute import recompute
 

@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from distsim.ir import Function, Op, Role, Value, needed_ops, rewire_op, rewrite, substitute
-from distsim.ir.inline import flatten
-from distsim.transforms.pipelining.op_graph import Numbered, is_sum
+from distsim.ir.rewrite import flatten
+from distsim.transforms.op_graph import Numbered, is_sum
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,9 @@ from distsim.ir import Device, Function, Role, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
 from distsim.transforms.sharding.layout import REPLICATED, State, sharded
-from distsim.transforms.sharding.options import Options, pieces_of
 from distsim.transforms.sharding.problem_graph import Node, Structure
 from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
-from distsim.transforms.sharding.strategies import Allowed
+from distsim.transforms.sharding.strategies import Allowed, Options, pieces_of
 
 
 def batch_options(

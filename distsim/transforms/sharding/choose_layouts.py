@@ -16,11 +16,19 @@ import numpy as np
 from distsim.cost.cost_model import element_type
 from distsim.errors import PlanError
 from distsim.ir import Device, Op, Value
-from distsim.transforms.sharding.layout import FORBIDDEN, PARTIAL, REPLICATED, State, divisible, moved_bytes
-from distsim.transforms.sharding.options import Ids, Option, Options
+from distsim.transforms.sharding.layout import (
+    FORBIDDEN,
+    PARTIAL,
+    REPLICATED,
+    TOUCH_WEIGHT,
+    Ids,
+    Moves,
+    State,
+    divisible,
+    moved_bytes,
+)
 from distsim.transforms.sharding.problem_graph import Node, Structure, overwritten
-from distsim.transforms.sharding.resharding import TOUCH_WEIGHT, Moves
-from distsim.transforms.sharding.strategies import Strategy
+from distsim.transforms.sharding.strategies import Option, Options, Strategy
 from distsim.transforms.sharding.variable_elimination import EliminationProblem, Table, solve
 
 LINK_SHARE = 1 / 7

@@ -81,14 +81,14 @@ def propagate(function: Function, seeds: Marks) -> Marks:
     A dimension of an output is marked when a factor of it labels a marked dimension of an input.
     """
     marks = dict(seeds)
-    _forward(function, marks, _mark_outputs)
+    _walk(function, marks, forward=True)
     return marks
 
 
 def propagate_back(function: Function, seeds: Marks) -> Marks:
     """Return the marks that follow from ``seeds`` against the direction of the ops, and in callees."""
     marks = dict(seeds)
-    _back(function, marks, _mark_inputs)
+    _walk(function, marks, forward=False)
     return marks
 
 
@@ -102,43 +102,47 @@ def propagate_both(function: Function, seeds: Marks) -> Marks:
     before: Marks = {}
     while marks != before:
         before = dict(marks)
-        _forward(function, marks, _mark_all)
-        _back(function, marks, _mark_all)
+        _walk(function, marks, forward=True, both=True)
+        _walk(function, marks, forward=False, both=True)
     return marks
 
 
-def _forward(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
+def _walk(function: Function, marks: Marks, forward: bool, both: bool = False) -> None:
+    """Mark what follows op by op, in their order or against it; ``both``: from either side of an op."""
     visited: set[Function] = set()
 
     def visit(current: Function) -> None:
-        for op in current.ops:
-            if op.is_call:
-                if _pass_down(op, marks) or op.callee not in visited:
-                    visited.add(op.callee)
-                    visit(op.callee)
-                for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
-                    _mark(marks, outer, marks.get(inner, frozenset()))
-            else:
-                mark(op, marks)
+        for op in current.ops if forward else reversed(current.ops):
+            if not op.is_call:
+                _mark_op(op, marks, forward, both)
+                continue
+            callee = op.callee
+            given = zip(op.inputs, callee.inputs, strict=True)
+            made = zip(op.outputs, callee.outputs, strict=True)
+            into, out = (given, made) if forward else (made, given)
+            changed = [_mark(marks, inner, marks.get(outer, frozenset())) for outer, inner in into]
+            if any(changed) or callee not in visited:
+                visited.add(callee)
+                visit(callee)
+            for outer, inner in out:
+                _mark(marks, outer, marks.get(inner, frozenset()))
 
     visit(function)
 
 
-def _back(function: Function, marks: Marks, mark: Callable[[Op, Marks], None]) -> None:
-    visited: set[Function] = set()
-
-    def visit(current: Function) -> None:
-        for op in reversed(current.ops):
-            if op.is_call:
-                if _pass_up(op, marks) or op.callee not in visited:
-                    visited.add(op.callee)
-                    visit(op.callee)
-                for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
-                    _mark(marks, outer, marks.get(inner, frozenset()))
-            else:
-                mark(op, marks)
-
-    visit(function)
+def _mark_op(op: Op, marks: Marks, forward: bool, both: bool) -> None:
+    """Mark the dimensions on one side of an op that have a factor marked on the other, or on ``both``."""
+    rule = rule_of(signature_of(op))
+    if rule is None:
+        return
+    source, target = (op.inputs, rule.inputs), (op.outputs, rule.outputs)
+    if both:
+        source = target = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
+    elif not forward:
+        source, target = target, source
+    found = _factors(*source, marks)
+    for value, dims in zip(*target, strict=True):
+        _mark(marks, value, _labelled(dims, found))
 
 
 def marked(op: Op, marks: Marks) -> Callable[[str, Parts], bool]:
@@ -176,52 +180,13 @@ def _labelled(dims: tuple[Dim, ...], found: frozenset[tuple[str, Parts]]) -> fro
     return frozenset(marks)
 
 
-def _pass_down(op: Op, marks: Marks) -> bool:
-    changed = False
-    for outer, inner in zip(op.inputs, op.callee.inputs, strict=True):
-        before = marks.get(inner, frozenset())
-        _mark(marks, inner, marks.get(outer, frozenset()))
-        changed |= before != marks.get(inner, frozenset())
-    return changed
-
-
-def _pass_up(op: Op, marks: Marks) -> bool:
-    changed = False
-    for outer, inner in zip(op.outputs, op.callee.outputs, strict=True):
-        before = marks.get(inner, frozenset())
-        _mark(marks, inner, marks.get(outer, frozenset()))
-        changed |= before != marks.get(inner, frozenset())
-    return changed
-
-
-def _mark_inputs(op: Op, marks: Marks) -> None:
-    rule = rule_of(signature_of(op))
-    if rule is not None:
-        found = _factors(op.outputs, rule.outputs, marks)
-        for value, dims in zip(op.inputs, rule.inputs, strict=True):
-            _mark(marks, value, _labelled(dims, found))
-
-
-def _mark_outputs(op: Op, marks: Marks) -> None:
-    rule = rule_of(signature_of(op))
-    if rule is not None:
-        found = _factors(op.inputs, rule.inputs, marks)
-        for value, dims in zip(op.outputs, rule.outputs, strict=True):
-            _mark(marks, value, _labelled(dims, found))
-
-
-def _mark_all(op: Op, marks: Marks) -> None:
-    rule = rule_of(signature_of(op))
-    if rule is not None:
-        values, dims = (*op.inputs, *op.outputs), (*rule.inputs, *rule.outputs)
-        found = _factors(values, dims, marks)
-        for value, labels in zip(values, dims, strict=True):
-            _mark(marks, value, _labelled(labels, found))
-
-
-def _mark(marks: Marks, value: Value, dims: frozenset[Mark]) -> None:
-    if dims:
-        marks[value] = marks.get(value, frozenset()) | dims
+def _mark(marks: Marks, value: Value, dims: frozenset[Mark]) -> bool:
+    """Mark dimensions of a value; return whether one of them was not marked before."""
+    before = marks.get(value, frozenset())
+    if dims <= before:
+        return False
+    marks[value] = before | dims
+    return True
 
 
 def _tensor(value: Value) -> Tensor:

@@ -5,7 +5,8 @@ All that does not depend on where the function is cut, found once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from distsim.cost.cost_model import DeviceCosts
@@ -163,6 +164,17 @@ class Numbered:
                     found[index] = known[kind]
             self._seconds[costs.key] = found
         return found
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """The stage of every per-microbatch op (-1 for the others), by number of the op.
+
+    ``homes`` are the stages that read a parameter or constant in forward (the first one updates it).
+    """
+
+    stage: Sequence[int]
+    homes: Mapping[int, tuple[int, ...]]
 
 
 def is_sum(op: Op) -> bool:
