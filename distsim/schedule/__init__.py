@@ -3,22 +3,23 @@
 from distsim.schedule.action import Action, Cell, Kind
 from distsim.schedule.catalogue import SCHEDULES, Generator, register_schedule, schedule
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
-from distsim.schedule.refusals import WEIGHTS
 from distsim.schedule.table import Schedule
 from distsim.schedule.torch_csv import read_csv, write_csv
 from distsim.schedule.warm_up import gpipe, one_f_one_b
+from distsim.schedule.weights import FLUSH, Weights
 
 __all__ = [
+    "FLUSH",
     "LAST",
     "LATER",
     "SCHEDULES",
-    "WEIGHTS",
     "Action",
     "Cell",
     "Generator",
     "IssueOrder",
     "Kind",
     "Schedule",
+    "Weights",
     "gpipe",
     "issue_order",
     "one_f_one_b",

@@ -28,6 +28,7 @@ from distsim.schedule.warm_up import (
 )
 
 _SEARCH = ("memory_limit", "seconds", "send", "weight_share")
+_UPDATES = ("update_every",)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Generator:
     ``make(num_ranks, num_microbatches, chunks)`` returns it, or raises :class:`ScheduleError`, and takes by
     keyword what ``options`` names. ``chunks`` is the number of stages a rank that it takes, None: any.
     ``placement``: stage s on rank s modulo p (loop), down the ranks and up again (V), or two copies of the
-    model in opposite directions. Without ``flush`` the next step follows on versions of the weights.
+    model in opposite directions. Without ``flush`` weights are updated while the pipeline runs on.
     """
 
     make: Callable[..., Schedule]
@@ -47,6 +48,16 @@ class Generator:
     source: str
     options: tuple[str, ...] = ()
     flush: bool = True
+
+    @property
+    def searched(self) -> bool:
+        """Whether it is searched for, from times and a limit of memory."""
+        return "memory_limit" in self.options
+
+    @property
+    def takes_updates(self) -> bool:
+        """Whether it takes how many microbatches there are to an update."""
+        return "update_every" in self.options
 
     @property
     def stages_a_rank(self) -> int | None:
@@ -114,6 +125,7 @@ _SCHEDULES: dict[str, Generator] = {
         "loop",
         "1F1B without a flush, two versions of weights",
         "Narayanan et al. 2021",
+        _UPDATES,
         flush=False,
     ),
 }

@@ -2,7 +2,8 @@
 
 Parameters, state and constants among the inputs are there all the time, but for one of which an op makes a
 new value in other memory; that one and any other input is there from the start, and every result from its op,
-until after its last use; outputs of the function stay. What a callee returns stays until it has returned. Views and in-place results take no memory of their own, but an in-place result
+until after its last use; outputs of the function stay. What a callee returns stays until it has returned.
+Views and in-place results take no memory of their own, but an in-place result
 does, from its op on, when what it would overwrite is read again later or is an output: of the function
 itself or of one that calls it. What is on no device takes none. The order is that of the function, in which
 an allocator sees the ops issued, not that of simulated time: how far ops overlap does not change the peak.
