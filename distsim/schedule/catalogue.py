@@ -172,3 +172,25 @@ def schedule(
     if chunks is None:
         chunks = known.chunks or 1
     return known.make(num_ranks, num_microbatches, chunks, **options)
+
+
+def longer(order: Schedule, num_microbatches: int) -> Schedule:
+    """Return the schedule that runs on over so many microbatches as one of the catalogue does over its own.
+
+    Raises:
+        ScheduleError: it is no schedule of one copy of the model that the catalogue makes from sizes alone,
+            such as a table of one's own, or the sizes do not fit it.
+
+    >>> longer(schedule("pipedream", 4, 8), 1000)
+    Schedule(pipedream: 4 stages, 1000 microbatches)
+    """
+    known = _SCHEDULES.get(order.name)
+    if known is not None and not known.searched and order.copies == 1:
+        options = {"update_every": order.weights.update_every} if known.takes_updates else {}
+        sizes = order.num_ranks, order.num_microbatches, order.num_stages // order.num_ranks
+        if schedule(order.name, *sizes, **options) == order:
+            return schedule(order.name, sizes[0], num_microbatches, sizes[2], **options)
+    raise ScheduleError(
+        f"{order.name}: how it runs on over {num_microbatches} microbatches is not known of a table; use a "
+        "schedule by its name"
+    )

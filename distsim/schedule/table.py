@@ -13,7 +13,7 @@ from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind, cell_text
 from distsim.schedule.refusals import Ranks, check_cell, check_complete, check_placement, count, deadlock
 from distsim.schedule.steps import run_steps
-from distsim.schedule.weights import FLUSH, Weights, check_weights
+from distsim.schedule.weights import FLUSH, Weights, check_weights, versions_held
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -144,6 +144,13 @@ class Schedule:
             row.setflags(write=False)
         return tuple(rows)
 
+    def with_weights(self, weights: Weights) -> Schedule:
+        """Return the same order with weights that are updated so."""
+        if weights == self.weights:
+            return self
+        sizes = self.name, self.num_stages, self.num_microbatches
+        return Schedule.from_codes(*sizes, self.codes, self.rank_of, self.copies, weights)
+
     @property
     def chunks(self) -> int:
         """The most stages that a rank holds."""
@@ -243,12 +250,30 @@ class Schedule:
         Raises:
             ScheduleError: there is no such stage.
         """
+        return int(_IN_FLIGHT[self._codes_of(stage) % 4].cumsum().max(initial=0))
+
+    def _codes_of(self, stage: int) -> Ints:
+        """Return the codes of the actions of a stage in its order."""
         if not 0 <= stage < self.num_stages:
             raise ScheduleError(f"{self.name}: no stage {stage}; choose one of 0..{self.num_stages - 1}")
         codes = self.codes[self.rank_of[stage]].ravel()
         codes = codes[codes >= 0]
-        own = codes[codes // 4 % self.num_stages == stage]
-        return int(_IN_FLIGHT[own % 4].cumsum().max(initial=0))
+        return codes[codes // 4 % self.num_stages == stage]
+
+    def versions_of(self, stage: int) -> int:
+        """Most versions of its weights that a `stage` holds at once: 1 with a flush, else what is stashed.
+
+        In steps of enough microbatches, PipeDream holds `p - stage` (Narayanan et al. 2019, section 3.3),
+        PipeDream-2BW two.
+
+        Raises:
+            ScheduleError: there is no such stage, or as :meth:`order`.
+        """
+        own = self._codes_of(stage)
+        if self.weights == FLUSH:
+            return 1
+        self.check()
+        return versions_held(self.name, self.weights, own, self.num_stages)
 
     def until_i(self, rank: int) -> int:
         """Most pairs of a stage and a microbatch past F and not past B or I: as :meth:`in_flight`."""

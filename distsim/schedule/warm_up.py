@@ -81,7 +81,7 @@ def pipedream(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedul
     """PipeDream (Narayanan et al. 2019): the order of 1F1B without a flush, weights stashed.
 
     Rank `r` updates its weights after each backward, and a microbatch's backward reads the version that its
-    forward read: `min(m, p - r)` versions (section 3.3).
+    forward read: `p - r` versions (section 3.3), of `2 (p - r - 1)` microbatches or more.
 
     Raises:
         ScheduleError: as :func:`one_f_one_b`.

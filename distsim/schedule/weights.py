@@ -97,6 +97,21 @@ def versions_read(name: str, weights: Weights, code: Ints, num_stages: int) -> V
     return found
 
 
+def versions_held(name: str, weights: Weights, code: Ints, num_stages: int) -> int:
+    """Return the most versions of its weights that a stage holds at once, of its codes [cells] in order.
+
+    A version is there from the update that makes it until its last reader has run and the next update has
+    begun: what nobody reads any longer is overwritten by that.
+    """
+    found = versions_read(name, weights, code, num_stages)
+    place = np.arange(len(code))
+    made = np.append(-1, np.flatnonzero(found.update >= 0))
+    ends = np.append(made[1:], len(code) - 1)
+    np.maximum.at(ends, (found.read + 1) // weights.update_every, place)
+    change = np.bincount(made + 1, minlength=len(code) + 2) - np.bincount(ends + 1, minlength=len(code) + 2)
+    return int(change.cumsum().max())
+
+
 def _of_stage(name: str, weights: Weights, code: Ints, stage: int, num_stages: int) -> VersionsRead:
     """Return what the cells of one stage read, in its order."""
     every = weights.update_every
