@@ -15,7 +15,7 @@ from distsim.ir.device import logical_mesh
 from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, Schedule
+from distsim.schedule import FLUSH, SCHEDULES, Schedule
 from distsim.schedule import schedule as schedule_named
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
@@ -87,7 +87,8 @@ def build_program(
         cost_model = CostModel(Topology())
     if schedule is None:
         try:
-            schedule = _schedule(function, mesh, plan, cost_model)
+            named = _schedule(function, mesh, plan, cost_model)
+            return build_program(function, mesh, plan, cost_model, named)
         except ScheduleError as error:
             raise PlanError(str(error)) from None
     count = schedule.num_microbatches * schedule.copies
@@ -102,6 +103,11 @@ def build_program(
             f"stages={plan.stages} has {len(sizes)} numbers, the schedule {schedule.name} {schedule.chain} "
             "stages; give one number for each"
         )
+    if plan.stages == "auto" and schedule.weights != FLUSH:
+        raise PlanError(
+            f"stages=auto compares steps up to their flush, and {schedule.name} has none; give stages as "
+            "counts, as in 3-4-4-3, or by another name"
+        )
     cut = _cut(function, mesh, plan, cost_model, schedule)
     if plan.remat == "none":
         return cut.program(mesh, schedule)
@@ -110,15 +116,16 @@ def build_program(
 
 def _schedule(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel) -> Schedule:
     """Return the schedule that a plan names; one that is searched for is by the times of the even stages."""
-    name, memory = parse_schedule(plan.schedule)
+    name, number = parse_schedule(plan.schedule)
     known = SCHEDULES[name]
-    if not known.options:
+    if not known.searched:
         chunks = plan.chunks if known.stages_a_rank == known.chunks else None
-        return schedule_named(name, plan.pp, plan.microbatches, chunks)
+        options = {} if number is None else {"update_every": int(number)}
+        return schedule_named(name, plan.pp, plan.microbatches, chunks, **options)
     order = schedule_named("1f1b_v" if known.placement == "V" else "1f1b", plan.pp, plan.microbatches)
     even = replace(plan, schedule=order.name, stages="even" if plan.stages == "auto" else plan.stages)
     cut = _cut(function, mesh, even, cost_model, order)
-    return searched_schedule(name, memory, cut, mesh, order, cost_model)
+    return searched_schedule(name, number or 1.0, cut, mesh, order, cost_model)
 
 
 def _saving_all(

@@ -38,7 +38,8 @@ class Plan:
 
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
     data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`, for one that is
-    searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`);
+    searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`), for
+    `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`);
     `stages` one of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each
     pipeline rank. A plan is verified when made, and its text, in which the last four stand only when they
     are not the default, parses back to it.
@@ -133,33 +134,33 @@ def _differs(plan: Plan, field: Field[Any]) -> bool:
     return getattr(plan, field.name) != field.default
 
 
-def parse_schedule(text: object) -> tuple[str, float]:
-    """Return the name of a schedule, and the memory that one may use which is searched for; else 1.
+def parse_schedule(text: object) -> tuple[str, float | None]:
+    """Return the name of a schedule, and the number that it takes, if one is given; else None.
 
-    1 is as much as 1F1B needs. Raises :class:`PlanError` for an unknown name, and for a number that is out of
-    range or of a schedule that takes none.
+    That is, of a schedule that is searched for, the memory that it may use, 1 being as much as 1F1B needs,
+    and of one that updates weights every so many microbatches, how many. Raises :class:`PlanError` for an
+    unknown name, and for a number that is out of range or of a schedule that takes none.
 
-    >>> parse_schedule("zb_auto:1.5"), parse_schedule("1f1b")
-    (('zb_auto', 1.5), ('1f1b', 1.0))
+    >>> parse_schedule("zb_auto:1.5"), parse_schedule("pipedream_2bw:8"), parse_schedule("1f1b")
+    (('zb_auto', 1.5), ('pipedream_2bw', 8.0), ('1f1b', None))
     """
     name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
     if name not in SCHEDULES:
-        choices = [known for known, generator in SCHEDULES.items() if generator.flush]
-        few = f"choose one of {', '.join(choices[:4])} ... (distsim schedule --help)"
+        few = f"choose one of {', '.join([*SCHEDULES][:4])} ... (distsim schedule --help)"
         raise PlanError(f"schedule={_short(text)} is unknown; {few}")
-    if not SCHEDULES[name].flush:
-        raise PlanError(
-            f"schedule={name} has no flush, and steps without one are not simulated yet; use 1f1b"
-        )
     if not colon:
-        return name, 1.0
-    if "memory_limit" not in SCHEDULES[name].options:
-        raise PlanError(f"schedule={_short(text)}: {name} takes no memory; use schedule={name}")
-    pattern = r"[0-9]{1,7}(\.[0-9]{1,12})?"
+        return name, None
+    known = SCHEDULES[name]
+    if not (known.searched or known.takes_updates):
+        raise PlanError(f"schedule={_short(text)}: {name} takes no number; use schedule={name}")
+    pattern = r"[0-9]{1,7}(\.[0-9]{1,12})?" if known.searched else r"[0-9]{1,7}"
     if not re.fullmatch(pattern, number, re.ASCII) or not 0 < float(number) <= MAX_DEGREE:
-        raise PlanError(
-            f"schedule={_short(text)}: {name} takes a share of the memory of 1F1B over 0, as in {name}:2"
+        what = (
+            f"a share of the memory of 1F1B over 0, as in {name}:2"
+            if known.searched
+            else f"the microbatches of an update, as in {name}:8"
         )
+        raise PlanError(f"schedule={_short(text)}: {name} takes {what}")
     return name, float(number)
 
 

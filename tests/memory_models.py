@@ -28,6 +28,7 @@ from distsim.ir import (
 )
 from distsim.ir.device import devices_of
 from distsim.ops import operator
+from distsim.ops.replaced import replaced_inputs
 from distsim.program.block import Block
 from distsim.program.parts import Parts, ProgramOutput
 from distsim.program.program import Program
@@ -45,12 +46,23 @@ class Buffer:
 
 
 class Machine:
-    """Runs a function: ``peak`` are the most bytes that were in use on each device."""
+    """Runs a function: ``peak`` are the most bytes that were in use on each device.
+
+    It runs twice: the first run finds the inputs of which there are new values elsewhere, which do not stay.
+    """
 
     def __init__(self, function: Function) -> None:
-        self.in_use: dict[Device, int] = {}
-        self.peak: dict[Device, int] = {}
-        self.run(function, [self.take(self.allocate(value)) for value in function.inputs])
+        self.function = function
+        self.replaced: set[Value] = set()
+        for _ in range(2):
+            self.in_use: dict[Device, int] = {}
+            self.peak: dict[Device, int] = {}
+            given = [self.take(self.allocate(value)) for value in function.inputs]
+            for value, buffer in zip(function.inputs, given, strict=True):
+                buffer.stays &= value not in self.replaced
+            self.given = dict(zip(given, function.inputs, strict=True))
+            self.versions = {value for value in function.inputs if value.role is not Role.INPUT}
+            self.run(function, given)
 
     def allocate(self, value: Value) -> Buffer:
         buffer = Buffer(value)
@@ -77,6 +89,7 @@ class Machine:
             if value not in last and value not in function.outputs:
                 self.drop(held.pop(value))
         for number, op in enumerate(function.ops):
+            before = dict(held)
             ending = [v for v in dict.fromkeys(op.inputs) if last[v] == number and v not in function.outputs]
             if op.is_call:
                 given = [self.take(held[value]) for value in op.inputs]
@@ -89,6 +102,8 @@ class Machine:
                     held[value] = self.take(shared or self.allocate(value))
                 for value in ending:
                     self.drop(held.pop(value))
+            if function is self.function:
+                self.note_replaced(op, held, before)
             for value in op.outputs:
                 if value not in last and value not in function.outputs:
                     self.drop(held.pop(value))
@@ -96,6 +111,16 @@ class Machine:
         for buffer in held.values():
             self.drop(buffer)
         return returned
+
+    def note_replaced(self, op: Op, held: dict[Value, Buffer], before: dict[Value, Buffer]) -> None:
+        """Note the inputs of a function in whose memory the new value is not."""
+        places = replaced_inputs(op.callee) if op.is_call else operator(op.op_type).in_place
+        for output, taken in places.items():
+            value, old = op.outputs[output], op.inputs[taken]
+            if old in self.versions:
+                self.versions.add(value)
+                if held[value] is not before[old] and before[old] in self.given:
+                    self.replaced.add(self.given[before[old]])
 
     def shared(
         self, op: Op, place: int, held: dict[Value, Buffer], ending: Sequence[Buffer]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 from weakref import proxy
 
 import numpy as np
-import numpy.typing as npt
 
 from distsim.cache import Cache
 from distsim.errors import ScheduleError
@@ -20,24 +20,43 @@ from distsim.program.table import (
     ONCE,
     SECOND,
     SEND,
+    UPDATE,
     BoundBlock,
     Key,
     Table,
 )
 from distsim.program.tail import Tail
-from distsim.schedule import LATER, IssueOrder, Kind, Schedule, issue_order
+from distsim.schedule import FLUSH, LATER, IssueOrder, Kind, Schedule, issue_order
 from distsim.schedule.table import Ints
 
 _KINDS = tuple(Kind)
 
-Placement = tuple[tuple[int, ...], int]
-"""The rank of each stage, and how many copies of the model the stages are."""
+Placement = tuple[tuple[int, ...], int, bool]
+"""The rank of each stage, how many copies of the model the stages are, and whether steps end with a flush."""
 
 
 def table_of(parts: Parts, schedule: Schedule) -> Table:
     """Return the table of the parts of a program in the order of a schedule, kept with both."""
-    placement = (schedule.rank_of, schedule.copies)
+    placement = (schedule.rank_of, schedule.copies, schedule.weights == FLUSH)
     return _BINDERS.get(parts, placement, lambda: Binder(parts, *placement)).table(schedule)
+
+
+_Follower = tuple[BoundBlock, int, int]
+"""What follows a call, and which of the call's columns of microbatches its own two are."""
+
+
+class _CellCalls(NamedTuple):
+    """What the cells of an order call: cell ``n`` runs ``blocks[number[n]]``, None if nobody reads what it
+    makes, then what ``followed[number[n]]`` says.
+
+    ``microbatch`` [cells, columns]: the first two are those of the call, the last is -1 throughout. Without a
+    flush they are the microbatch, its version, what the update after it makes, and the version before that.
+    """
+
+    blocks: list[BoundBlock | None]
+    number: Ints
+    followed: Sequence[Sequence[_Follower]]
+    microbatch: Ints
 
 
 MOST_TABLES = 64
@@ -50,18 +69,20 @@ class Binder:
     Stage ``s`` of copy ``c`` of the model is number ``c * len(parts.blocks) + s``, as in the schedule.
     """
 
-    def __init__(self, parts: Parts, rank_of: tuple[int, ...], copies: int) -> None:
+    def __init__(self, parts: Parts, rank_of: tuple[int, ...], copies: int, flush: bool) -> None:
         self.parts: Parts = proxy(parts)  # which are kept by programs, and keep this
         self.rank_of, self.copies = rank_of, copies
         self.chain = len(parts.blocks)
         self.makers = parts.makers()
-        self.calls: dict[tuple[int, int], BoundBlock | None] = {}
-        self.keys: dict[tuple[int, Kind], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
+        self.versions = None if flush else parts.versions
+        self.calls: dict[tuple[int, int, bool], BoundBlock | None] = {}
+        self.keys: dict[tuple[int, Kind, bool], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
         self.readers = self._readers()
         self.joins = any(output.microbatched for output in parts.outputs)
-        self._sends: dict[BoundBlock, tuple[tuple[BoundBlock, int], ...]] = {}
+        self._updates: dict[tuple[int, bool], tuple[BoundBlock, ...]] = {}
+        self._sends: dict[BoundBlock, tuple[_Follower, ...]] = {}
         self._tables: OrderedDict[Schedule, Table] = OrderedDict()
         self._tails: dict[int, Tail] = {}
 
@@ -89,33 +110,78 @@ class Binder:
             return backward
         return self.parts.halves[stage % self.chain][kind is Kind.BACKWARD_WEIGHT]
 
-    def call(self, family: int, place: int) -> BoundBlock | None:
+    def call(self, family: int, place: int, start: bool = True) -> BoundBlock | None:
         """Return the block of an action (4 * stage + kind) in its place; None if nobody reads what it makes.
 
-        The place matters where sums are made: the first call makes them, each later one adds to them.
+        The place matters where sums are made: the first call makes them, each later one adds to them. It
+        reads the weights of the ``start``, or a version that an update made.
         """
         stage, kind = family // 4, _KINDS[family % 4]
         part = self.part(stage, kind)
-        place = place if part.accumulated else 0
-        if (family, place) not in self.calls:
-            made = self._call(part, stage, kind, place) if part.outputs else None
-            self.calls[family, place] = made
-        return self.calls[family, place]
+        key = family, place if part.accumulated else 0, start
+        if key not in self.calls:
+            self.calls[key] = self._call(part, stage, kind, key[1], start) if part.outputs else None
+        return self.calls[key]
 
-    def _call(self, part: Block, stage: int, kind: Kind, place: int) -> BoundBlock:
+    def _call(self, part: Block, stage: int, kind: Kind, place: int, start: bool) -> BoundBlock:
         rank = self.rank_of[stage]
-        found = self.keys.get((stage, kind))
+        found = self.keys.get((stage, kind, start))
         if found is None:  # calls in other places have the same keys
             sums = set(part.accumulated)
-            reads = tuple([Key(v, rank, ONCE if self.once(v) else FIRST) for v in part.inputs])
+            reads = tuple([self._read(v, rank, start) for v in part.inputs])
             makes = tuple([Key(v, rank, ONCE if v in sums else FIRST) for v in part.outputs])
-            found = self.keys[stage, kind] = reads, makes
+            found = self.keys[stage, kind, start] = reads, makes
         reads, makes = found
         function, names = part.function, part.names
         if part.accumulated and place & LATER and part.accumulating is not None:
             reads = (*reads, *[Key(v, rank, ONCE) for v in part.accumulated])
             function, names = part.accumulating, part.accumulating_names
         return BoundBlock(kind.value, rank, reads, makes, function, names, (stage,))
+
+    def _read(self, value: Value, rank: int, start: bool) -> Key:
+        """Return the key that is read of a value: of weights those of the start, or the row's version."""
+        if self.versions and not start and value in self.versions.successor:
+            return Key(self.versions.successor[value], rank, SECOND)
+        return Key(value, rank, ONCE if self.once(value) else FIRST)
+
+    def updates(self, stage: int, start: bool) -> Sequence[BoundBlock]:
+        """Return what a stage runs after a batch: of the version before, or the start, it makes the next.
+
+        What it made that stages before it update by is sent to them.
+        """
+        found = self._updates.get((stage, start))
+        if found is None and self.versions:
+            sums = [each for each in self.versions.sent[stage] if self.makers[each[0]].phase]
+            rest = [each for each in self.versions.sent[stage] if each not in sums]
+            made = [self._sent_back(*each, stage) for each in sums]
+            made += [self._update(block, stage, start) for block in self.versions.each[stage]]
+            made += [self._sent_back(*each, stage) for each in rest]
+            found = self._updates[stage, start] = tuple(made)
+        return found or ()
+
+    def _update(self, block: Block, stage: int, start: bool) -> BoundBlock:
+        rank = self.rank_of[stage]
+        new = {*self.versions.successor.values()} if self.versions else set[Value]()
+        sent = {key for key in block.inputs if self._made_elsewhere(key, stage)}
+        reads = [Key(v, rank, FIRST) if v in sent else self._read(v, rank, start) for v in block.inputs]
+        makes = [Key(v, rank, FIRST if v in new else ONCE) for v in block.outputs]
+        return BoundBlock(UPDATE, rank, tuple(reads), tuple(makes), block.function, block.names, (stage,))
+
+    def _made_elsewhere(self, key: Value, stage: int) -> bool:
+        maker = self.makers[key]
+        return maker.place >= 0 and maker.stage != stage
+
+    def _sent_back(self, key: Value, to: int, stage: int) -> BoundBlock:
+        """Return the transfer of what is made of a batch: it has arrived before the next one is made."""
+        source, target = self.rank_of[stage], self.rank_of[to]
+        if source == target:
+            raise ScheduleError(
+                f"{self.parts.name}: {key.name!r} is made on stage {stage} for an update of stage {to}, both "
+                f"on rank {source}, where without a flush the next one would be in its place: use 1f1b, or "
+                "cut stages between layers"
+            )
+        keys = (Key(key, source, ONCE),), (Key(key, target, FIRST),)
+        return BoundBlock(SEND, source, *keys, target=target)
 
     def pair(self, one: BoundBlock, two: BoundBlock) -> BoundBlock:
         """Return the block of two calls that overlap."""
@@ -144,14 +210,14 @@ class Binder:
             return ()
         return interleaved_names(one.callee, two.callee, one.names, two.names)
 
-    def sends(self, block: BoundBlock) -> Sequence[tuple[BoundBlock, int]]:
-        """Return the transfers that follow a call, and which of its microbatches each is of."""
+    def sends(self, block: BoundBlock) -> Sequence[_Follower]:
+        """Return the transfers that follow a call."""
         found = self._sends.get(block)
         if found is None:
             found = self._sends[block] = tuple(self._sent(block))
         return found
 
-    def _sent(self, block: BoundBlock) -> Iterator[tuple[BoundBlock, int]]:
+    def _sent(self, block: BoundBlock) -> Iterator[_Follower]:
         for key in block.makes:
             if key.which == ONCE:
                 continue
@@ -160,7 +226,7 @@ class Binder:
             targets = [self.rank_of[first + reader] for reader in self.readers.get(key.value, ())]
             for target in dict.fromkeys(targets):
                 if target != block.rank:
-                    yield self.transfer(key.value, block.rank, target, FIRST), key.which
+                    yield self.transfer(key.value, block.rank, target, FIRST), key.which, -1
 
     def transfer(self, value: Value, source: int, target: int, which: int) -> BoundBlock:
         """Return what brings a value from one rank to another."""
@@ -186,26 +252,27 @@ class Binder:
         return found
 
     def _table(self, order: IssueOrder) -> Table:
-        blocks, number, swapped = self._cells(order)
-        sends = [() if b is None else self.sends(b) for b in blocks]
+        cell_calls = self._calls_of(order)
         numbers: dict[BoundBlock, int] = {}
 
         def of(block: BoundBlock) -> int:
             return numbers.setdefault(block, len(numbers))
 
-        own = np.array([-1 if b is None else of(b) for b in blocks], np.int64)
+        number = cell_calls.number
+        own = np.array([-1 if b is None else of(b) for b in cell_calls.blocks], np.int64)
         cells = np.flatnonzero(own[number] >= 0)
-        batches = self._microbatches(order, swapped[number])
-        counts = np.array([len(each) for each in sends], np.int64)
-        sent_start = np.concatenate([[0], counts.cumsum()]).astype(np.int64)
-        sent_block = np.array([of(b) for each in sends for b, _ in each], np.int64)
-        sent_which = np.array([which for each in sends for _, which in each], np.int64)
+        counts = np.array([len(each) for each in cell_calls.followed], np.int64)
+        after_start = np.concatenate([[0], counts.cumsum()]).astype(np.int64)
+        after_block = np.array([of(b) for each in cell_calls.followed for b, _, _ in each], np.int64)
+        which = np.array([(i, j) for each in cell_calls.followed for _, i, j in each], np.int64).reshape(
+            -1, 2
+        )
         often = counts[number[cells]]
         cell = np.repeat(cells, often)
-        place = np.arange(len(cell)) - np.repeat(often.cumsum() - often, often) + sent_start[number[cell]]
-        sent = np.stack([batches[cell, sent_which[place]], np.full(len(cell), -1)], axis=1)
-        block = np.concatenate([own[number[cells]], sent_block[place]])
-        batch = np.concatenate([batches[cells], sent]) if len(block) else np.zeros((0, 2), np.int64)
+        place = np.arange(len(cell)) - np.repeat(often.cumsum() - often, often) + after_start[number[cell]]
+        after = cell_calls.microbatch[cell[:, None], which[place]]
+        block = np.concatenate([own[number[cells]], after_block[place]])
+        batch = np.concatenate([cell_calls.microbatch[cells, :2], after])
         rounds = np.repeat(np.arange(len(order.repeats)), np.diff(order.start))
         both = np.concatenate([cells, cell])
         last = np.concatenate([np.zeros(len(cells), np.int64), np.ones(len(cell), np.int64)])
@@ -228,28 +295,52 @@ class Binder:
             order, tuple(numbers), *columns, len(order.repeats), tail.latest(order), tuple(tail.outputs)
         )
 
-    def _cells(self, order: IssueOrder) -> tuple[list[BoundBlock | None], Ints, npt.NDArray[np.bool_]]:
-        """Return the distinct blocks of the cells, which of them each cell calls, and of each block
-        whether it is of the second action only."""
+    def _calls_of(self, order: IssueOrder) -> _CellCalls:
+        """Return what the cells of an order call."""
         several = 4 * order.schedule.num_stages * 4
         action = np.where(order.family < 0, several, order.family * 4 + order.place)
-        pairs, number = np.unique(action[:, 0] * (several + 1) + action[:, 1], return_inverse=True)
+        if self.versions is None:
+            pairs, number = np.unique(action[:, 0] * (several + 1) + action[:, 1], return_inverse=True)
+            batches = self._microbatches(order)
+            blocks, swapped = self._pairs(pairs.tolist(), several)
+            swaps = np.array(swapped, np.bool_)[number.reshape(-1)]
+            batches[swaps, :2] = batches[swaps, 1::-1]
+            sends = [() if b is None else self.sends(b) for b in blocks]
+            return _CellCalls(blocks, number.reshape(-1), sends, batches)
+        every = order.schedule.weights.update_every
+        before = np.where(order.update < every, -1, order.update - every)
+        # Of each call: does it read a version that an update made, is an update after it, of such a version?
+        how = 4 * (order.version >= 0) + 2 * (order.update >= 0) + (before >= 0)
+        calls, number = np.unique(action[:, 0] * 8 + how, return_inverse=True)
+        blocks: list[BoundBlock | None] = []
+        followed: list[Sequence[_Follower]] = []
+        for call in calls.tolist():
+            family, place = divmod(call // 8, 4)
+            block = self.call(family, place, start=not call & 4)
+            blocks.append(block)
+            updates = self.updates(family // 4, start=not call & 1) if call & 2 else ()
+            followed.append((*(self.sends(block) if block else ()), *[_after_batch(b) for b in updates]))
+        columns = (order.microbatch[:, 0], order.version, order.update, before, np.full(len(before), -1))
+        return _CellCalls(blocks, number.reshape(-1), followed, np.stack(columns, axis=1))
+
+    def _pairs(self, pairs: Sequence[int], several: int) -> tuple[list[BoundBlock | None], list[bool]]:
+        """Return the blocks of cells, and of each whether it is of the second action only."""
         blocks: list[BoundBlock | None] = []
         swapped: list[bool] = []
-        for pair in pairs.tolist():
+        for pair in pairs:
             codes = [code for code in divmod(pair, several + 1) if code < several]
             each = [self.call(*divmod(code, 4)) for code in codes]
             made = [block for block in each if block is not None]
             blocks.append(self.pair(*made) if len(made) == 2 else made[0] if made else None)
             swapped.append(len(each) == 2 and each[0] is None)
-        return blocks, number.reshape(-1), np.array(swapped, np.bool_)
+        return blocks, swapped
 
-    def _microbatches(self, order: IssueOrder, swapped: npt.NDArray[np.bool_]) -> Ints:
-        """Return [cells, 2]: the microbatches of the actions of each cell, numbered over all copies."""
+    def _microbatches(self, order: IssueOrder) -> Ints:
+        """Return [cells, 3]: the microbatches of the actions of each cell, numbered over all copies; -1."""
         copy = order.family // (4 * self.chain)
         found = order.microbatch + copy * order.schedule.num_microbatches
-        found = np.where(order.family < 0, -1, found)
-        return np.where(swapped[:, None], found[:, ::-1], found)
+        none = np.full((len(found), 1), -1, np.int64)
+        return np.concatenate([np.where(order.family < 0, -1, found), none], axis=1)
 
     def _tail(self, schedule: Schedule) -> Tail:
         """Return what follows the last action; how many microbatches matters only where they are joined."""
@@ -259,6 +350,11 @@ class Binder:
         if found is None:
             found = self._tails[key] = Tail(self, count)
         return found
+
+
+def _after_batch(block: BoundBlock) -> _Follower:
+    """Return what follows a batch: a transfer, or an update, which reads the version before."""
+    return (block, 2, -1) if block.kind == SEND else (block, 2, 3)
 
 
 def _second(key: Key) -> Key:

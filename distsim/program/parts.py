@@ -13,6 +13,7 @@ from distsim.program.backward_halves import stage_halves
 from distsim.program.block import Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
 from distsim.program.overlap_pairs import interleave
+from distsim.program.weight_versions import WeightVersions, weight_versions
 from distsim.schedule import Kind
 
 Shards = tuple[Shard, ...]
@@ -87,6 +88,12 @@ class Parts:
     def halves(self) -> tuple[tuple[Block, Block], ...]:
         """The backward pass of each stage in two: what the stages before wait for, and the rest."""
         return stage_halves(self.blocks) if self.given_halves is None else self.given_halves
+
+    @cached_property
+    def versions(self) -> WeightVersions:
+        """What stages do that update their weights without a flush; raises what that function raises."""
+        keys = {given.key for given in self.inputs}
+        return weight_versions(self.name, self.blocks, self.makers(), keys)
 
     def __post_init__(self) -> None:
         rows, makers = self._rows(), self.makers()

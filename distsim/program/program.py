@@ -18,7 +18,7 @@ from distsim.program.links import Maker
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.table import Table
 from distsim.program.written import WrittenOut
-from distsim.schedule import Schedule
+from distsim.schedule import FLUSH, Schedule
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Program:
     nothing itself.
 
     Verified when made, so that whatever reads a program finds one that can run: raises
-    :class:`ScheduleError` for a schedule of another number of stages, or whose ranks wait for each other, and
+    :class:`ScheduleError` for a schedule of another number of stages, whose ranks wait for each other, or
+    without a flush where stages cannot update their weights alone (:func:`weight_versions`), and
     :class:`IRError` for stages on other ranks than their own and for blocks that do not fit together
     (:class:`Parts`, which programs of the same blocks share).
     """
@@ -57,15 +58,12 @@ class Program:
                 f"{self.name}: the schedule {self.schedule.name} is for {self.schedule.chain} stages, "
                 f"the program has {len(self.stages)}; make them agree"
             )
-        if self.schedule.weights != "flush":
-            raise ScheduleError(
-                f"{self.name}: {self.schedule.name} updates weights without a flush, which a program does "
-                "not do yet; use 1f1b, whose order it has"
-            )
         self.schedule.check()
         self._verify_ranks()
         if self.shared_parts is not self.parts:
             self._verify_pattern()
+        if self.schedule.weights != FLUSH:
+            _ = self.parts.versions
         object.__setattr__(self, "shared_parts", self.parts)
 
     def table(self) -> Table:

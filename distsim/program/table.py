@@ -13,10 +13,12 @@ from distsim.schedule.table import Ints
 
 FIRST, SECOND, ONCE, LATEST, EVERY = range(5)
 """Of which microbatch a key is: the row's first or second one; of none, there is one value a step; of that
-which its maker ran last; of every one (read only)."""
+which its maker ran last; of every one (read only). A version of the weights is of the microbatch after which
+it was made."""
 
 SEND, CONCAT, UPDATE = "Send", "Concat", "U"
-"""Kinds of blocks besides actions: a transfer, the microbatches of an output put together, what runs once."""
+"""Kinds of blocks besides actions: a transfer, the microbatches of an output put together, an update of
+weights or what else runs once."""
 
 
 class Key(NamedTuple):
@@ -33,11 +35,11 @@ class BoundBlock:
 
     ``reads`` are the keys of the inputs of ``function``, ``makes`` those of its outputs, none of which it
     reads, but that a sum over microbatches is read as far as it came. ``kind`` says what it is for: the kinds
-    of its actions (F, B, I, W; FB for a pair), ``U`` for what runs once a step; or, without a function,
-    ``Send``, which brings its key from ``rank`` to ``target``, and ``Concat``, which puts the microbatches of
-    its key together along dimension ``dim``. ``stages`` are those of its actions, ``pair`` the blocks of the
-    two that overlap. Stages that do the same share their functions, in which ops have no names: ``names``
-    are those of its ops here.
+    of its actions (F, B, I, W; FB for a pair), ``U`` for an update and what runs once a step; or, without a
+    function, ``Send``, which brings its key from ``rank`` to ``target``, and ``Concat``, which puts the
+    microbatches of its key together along dimension ``dim``. ``stages`` are those of its actions, ``pair``
+    the blocks of the two that overlap. Stages that do the same share their functions, in which ops have no
+    names: ``names`` are those of its ops here.
     """
 
     kind: str
@@ -69,9 +71,10 @@ class Table:
     """Rows in an order that agrees with every rank's own, with what repeats written once.
 
     Row ``n`` calls ``blocks[block[n]]`` for the microbatches ``microbatch[n]`` (-1: none; of all copies of
-    the model). Round ``r`` are the rows ``start[r]:start[r + 1]``, as they are in its first repetition; in
-    repetition ``k`` of ``repeats[r]`` every microbatch is ``k * advance[r]`` higher. ``order`` is the order
-    of the schedule that was followed, ``tail`` the first round of what follows the last action. ``latest``
+    the model); where weights are updated without a flush, the second is of the version that is read. Round
+    ``r`` are the rows ``start[r]:start[r + 1]``, as they are in its first repetition; in repetition ``k`` of
+    ``repeats[r]`` every microbatch is ``k * advance[r]`` higher. ``order`` is the order of the schedule that
+    was followed, ``tail`` the first round of what follows the last action. ``latest``
     tells of a value that is read :data:`LATEST` which microbatch that is. ``outputs`` are the keys of the
     program's outputs, then of the copies of shared parameters.
     """
@@ -130,11 +133,11 @@ class Table:
         )
 
     def name(self, block: BoundBlock, first: int, second: int) -> str:
-        """Return the name of a call, such as ``F3@1``, ``(F3@2;B4@1)`` or ``U@1``."""
+        """Return the name of a call: ``F3@1``, ``(F3@2;B4@1)``, ``U@1``, or ``U3@1`` after microbatch 3."""
         if not block.kind or block.kind in (SEND, CONCAT):
             return ""
         if block.kind == UPDATE:
-            return f"{UPDATE}@{block.stages[0]}"
+            return f"{UPDATE}{first if first >= 0 else ''}@{block.stages[0]}"
         each = self.order.schedule.num_microbatches
         pairs = zip(block.kind, block.stages, (first, second), strict=False)
         names = [str(Action(Kind(kind), stage, own % each)) for kind, stage, own in pairs]

@@ -1,4 +1,7 @@
-"""What a step does after its last action: sums of copies, updates by round, outputs, shared parameters."""
+"""What a step does after its last action: sums of copies, updates by round, outputs, shared parameters.
+
+Of updates, what does not run after each batch of microbatches already.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from distsim.program.block import Block
 from distsim.program.links import Maker
 from distsim.program.parts import Parts, ProgramOutput
 from distsim.program.table import CONCAT, EVERY, FIRST, LATEST, ONCE, SEND, UPDATE, BoundBlock, Key
+from distsim.program.weight_versions import WeightVersions
 from distsim.schedule import IssueOrder, Kind
 
 
@@ -22,6 +26,7 @@ class Bound(Protocol):
     chain: int
     makers: dict[Value, Maker]
     readers: dict[Value, tuple[int, ...]]
+    versions: WeightVersions | None
 
     def transfer(self, value: Value, source: int, target: int, which: int) -> BoundBlock:
         """Return what brings a value from one rank to another."""
@@ -73,12 +78,15 @@ class Tail:
         return found
 
     def _note_present(self) -> None:
-        binder = self.binder
+        binder, versions = self.binder, self.binder.versions
         held = [(item.key, not item.microbatched, item.stages) for item in self.parts.inputs]
         for key, maker in binder.makers.items():
             if maker.phase is not None:
                 stages = () if maker.once else binder.readers.get(key, ())
                 held.append((key, maker.once, (maker.stage, *stages)))
+        for stage, blocks in enumerate(versions.each if versions else ()):
+            versioned = {*versions.successor.values()} if versions else set[Value]()
+            held += [(key, key not in versioned, (stage,)) for block in blocks for key in block.outputs]
         for key, once, stages in held:
             for copy in range(binder.copies):
                 for stage in stages:
@@ -103,11 +111,12 @@ class Tail:
         return Key(self.totals.get((key, rank), key), rank, self.present[key, rank])
 
     def _updates(self) -> None:
-        blocks = self.parts.blocks
-        rounds = sorted({number for _, _, updates in blocks for number, _ in updates})
+        versions = self.binder.versions
+        blocks = versions.last if versions else [updates for _, _, updates in self.parts.blocks]
+        rounds = sorted({number for updates in blocks for number, _ in updates})
         for number in rounds:
             for copy, stage in self._in_order():
-                for own, block in blocks[stage][2]:
+                for own, block in blocks[stage]:
                     if own == number and block.outputs:
                         self._update(block, stage, copy)
 

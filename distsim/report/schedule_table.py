@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from distsim.report.schedule_picture import chunk_of
-from distsim.schedule import Cell, Schedule
+from distsim.schedule import FLUSH, Cell, Schedule
 from distsim.simulate.explain.text import count, table
 from distsim.simulate.schedule_times import ScheduleTimes
 
@@ -48,15 +48,24 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
     halved = any(schedule.pending_w(rank) for rank in range(schedule.num_ranks))
     header = ["rank", "stages", "busy", "in flight"]
     header += ["until I", "pending W"] if halved else []
+    versions = schedule.weights != FLUSH
+    header += ["versions"] if versions else []
     rows: list[list[str]] = []
     for rank, busy in enumerate(found.busy):
         stages = [str(stage) for stage, own in enumerate(schedule.rank_of) if own == rank]
         row = [str(rank), " ".join(stages), f"{busy / found.makespan:.1%}", str(schedule.in_flight(rank))]
         if halved:
             row += [str(schedule.until_i(rank)), str(schedule.pending_w(rank))]
+        if versions:
+            row.append(str(max(schedule.versions_of(int(stage)) for stage in stages)))
         rows.append(row)
     notes = ["in flight: the most pairs of a stage and a microbatch past F and not past B or W"]
     notes += ["until I: past F and not past B or I; pending W: past I and not past W"] if halved else []
+    if versions:
+        every = count(schedule.weights.update_every, "microbatch")
+        notes.append(
+            f"versions: of the weights, held at once; updated after every {every}, which takes no time"
+        )
     return [*table(header, rows), *notes]
 
 

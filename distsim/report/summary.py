@@ -22,12 +22,22 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
 
     ``samples`` is what one step processes; ``model_flops`` the FLOPs that the model itself needs for
     them, for the model utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B). Both may be left
-    out, and so are then the lines that need them.
+    out, and so are then the lines that need them. Of a step without a flush, throughput and utilisation are
+    those of the steady state (:attr:`Simulation.step_period`); all else, as the shares of the devices, is of
+    a single step, in which the pipeline fills and drains.
     """
     lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}"]
-    lines.append(f"step time     {seconds_text(simulation.step_time)}")
-    if samples is not None and simulation.step_time > 0:
-        lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s")
+    each = simulation.microbatch_time
+    run = "" if each is None else " from an empty pipeline to an empty one"
+    lines.append(f"step time     {seconds_text(simulation.step_time)}{run}")
+    if each is not None:
+        period = seconds_text(simulation.step_period)
+        lines.append(
+            f"steady        {seconds_text(each)} a microbatch, {period} a step: no flush between steps"
+        )
+    if samples is not None and simulation.step_period > 0:
+        steady = "" if each is None else " in the steady state"
+        lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s{steady}")
     lines += _utilisation(simulation, model_flops)
     lines += [_memory_line(simulation), "", *_device_table(simulation), "", *_operator_table(simulation)]
     return "\n".join(lines) + "\n"
@@ -35,13 +45,13 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:
     dtype = _matrix_type(simulation)
-    if dtype is None or not simulation.step_time > 0:
+    if dtype is None or not simulation.step_period > 0:
         return []
     peak = sum(device.peak(dtype) for device in simulation.timestamps)
     shares = {"MFU": model_flops, "HFU": simulation.flops}
     what = f"{peak / 1e12:.4g} TFLOP/s ({dtype}, {len(simulation.timestamps)} devices)"
     return [
-        f"{name}           {flops / (simulation.step_time * peak):.1%} of {what}"
+        f"{name}           {flops / (simulation.step_period * peak):.1%} of {what}"
         for name, flops in shares.items()
         if flops is not None
     ]

@@ -1,26 +1,28 @@
 """Pipeline schedules: the order in which each rank runs its actions (kind, stage, microbatch)."""
 
 from distsim.schedule.action import Action, Cell, Kind
-from distsim.schedule.catalogue import SCHEDULES, Generator, register_schedule, schedule
+from distsim.schedule.catalogue import SCHEDULES, Generator, longer, register_schedule, schedule
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
-from distsim.schedule.refusals import WEIGHTS
 from distsim.schedule.table import Schedule
 from distsim.schedule.torch_csv import read_csv, write_csv
 from distsim.schedule.warm_up import gpipe, one_f_one_b
+from distsim.schedule.weights import FLUSH, Weights
 
 __all__ = [
+    "FLUSH",
     "LAST",
     "LATER",
     "SCHEDULES",
-    "WEIGHTS",
     "Action",
     "Cell",
     "Generator",
     "IssueOrder",
     "Kind",
     "Schedule",
+    "Weights",
     "gpipe",
     "issue_order",
+    "longer",
     "one_f_one_b",
     "read_csv",
     "register_schedule",

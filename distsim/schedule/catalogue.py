@@ -27,6 +27,7 @@ from distsim.schedule.warm_up import (
 )
 
 _SEARCH = ("memory_limit", "seconds", "send", "weight_share")
+_UPDATES = ("update_every",)
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Generator:
     ``make(num_ranks, num_microbatches, chunks)`` returns it, or raises :class:`ScheduleError`, and takes by
     keyword what ``options`` names. ``chunks`` is the number of stages a rank that it takes, None: any.
     ``placement``: stage s on rank s modulo p (loop), down the ranks and up again (V), or two copies of the
-    model in opposite directions. Without ``flush`` the next step follows on versions of the weights.
+    model in opposite directions. Without ``flush`` weights are updated while the pipeline runs on.
     """
 
     make: Callable[..., Schedule]
@@ -46,6 +47,16 @@ class Generator:
     source: str
     options: tuple[str, ...] = ()
     flush: bool = True
+
+    @property
+    def searched(self) -> bool:
+        """Whether it is searched for, from times and a limit of memory."""
+        return "memory_limit" in self.options
+
+    @property
+    def takes_updates(self) -> bool:
+        """Whether it takes how many microbatches there are to an update."""
+        return "update_every" in self.options
 
     @property
     def stages_a_rank(self) -> int | None:
@@ -113,6 +124,7 @@ _SCHEDULES: dict[str, Generator] = {
         "loop",
         "1F1B without a flush, two versions of weights",
         "Narayanan et al. 2021",
+        _UPDATES,
         flush=False,
     ),
 }
@@ -159,3 +171,25 @@ def schedule(
     if chunks is None:
         chunks = known.chunks or 1
     return known.make(num_ranks, num_microbatches, chunks, **options)
+
+
+def longer(order: Schedule, num_microbatches: int) -> Schedule:
+    """Return the schedule that runs on over so many microbatches as one of the catalogue does over its own.
+
+    Raises:
+        ScheduleError: it is no schedule of one copy of the model that the catalogue makes from sizes alone,
+            such as a table of one's own, or the sizes do not fit it.
+
+    >>> longer(schedule("pipedream", 4, 8), 1000)
+    Schedule(pipedream: 4 stages, 1000 microbatches)
+    """
+    known = _SCHEDULES.get(order.name)
+    if known is not None and not known.searched and order.copies == 1:
+        options = {"update_every": order.weights.update_every} if known.takes_updates else {}
+        sizes = order.num_ranks, order.num_microbatches, order.num_stages // order.num_ranks
+        if schedule(order.name, *sizes, **options) == order:
+            return schedule(order.name, sizes[0], num_microbatches, sizes[2], **options)
+    raise ScheduleError(
+        f"{order.name}: how it runs on over {num_microbatches} microbatches is not known of a table; use a "
+        "schedule by its name"
+    )

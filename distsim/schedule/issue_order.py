@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 
 from distsim.compile import compiled, inner
+from distsim.schedule.action import Kind
 from distsim.schedule.table import Ints, Schedule
+from distsim.schedule.weights import FLUSH, VersionsRead, versions_read
 
 LATER, LAST = 1, 2
-"""What a call of a stage's forward, or backward, is in the order of its rank: not its first, its last."""
+"""What a call of a stage's forward, or backward, is in the order of its rank: not its first, its last; where
+weights are updated without a flush, the first and last backward of each update."""
 MOST_CANDIDATES = 64
 """How many ways to repeat are tried at a step: an interleaved schedule repeats every p microbatches."""
 
@@ -28,6 +31,10 @@ class IssueOrder:
     :meth:`Schedule.from_codes`, ``step`` [cells] the step of a cell in its round. ``place`` [cells, 2] tells
     of each action whether its stage has run one of its kind before (:data:`LATER`) and whether it runs none
     after it (:data:`LAST`), with B and W as one kind: all repetitions of a round agree in that.
+
+    ``version`` [cells] is the version of the weights that a cell reads, by the microbatch whose update made
+    it, as of :class:`VersionsRead`, and ``update`` [cells] that which the update after the cell makes: -1 for
+    the weights at the start, and for no update. Those that are not -1 advance as microbatches do.
 
     1F1B warms up, repeats one forward and one backward on every rank, and drains:
 
@@ -45,6 +52,8 @@ class IssueOrder:
     repeats: Ints
     advance: Ints
     latest: Ints
+    version: Ints
+    update: Ints
 
     @cached_property
     def microbatch(self) -> Ints:
@@ -71,7 +80,12 @@ def _folded(schedule: Schedule) -> IssueOrder:
     period = 4 * max(stages, 1)
     steps = np.concatenate([[0], np.flatnonzero(ends_step) + 1]).astype(np.int64)
     parts = np.zeros((2 * len(steps) + 1, 4), np.int64)
-    count = find_repeats(rank, code, steps, period, MOST_CANDIDATES, parts)
+    versions = None
+    compared = code
+    if schedule.weights != FLUSH:
+        versions = versions_read(schedule.name, schedule.weights, code[:, 0], stages)
+        compared = _with_versions(code[:, 0], schedule, versions)
+    count = find_repeats(rank, compared, steps, period, MOST_CANDIDATES, parts)
     first, last = np.full(3 * stages, -1, np.int64), np.full(3 * stages, -1, np.int64)
     latest = np.full((stages, 3), -1, np.int64)
     note_ends(code, max(stages, 1), first, last, latest)
@@ -87,24 +101,51 @@ def _folded(schedule: Schedule) -> IssueOrder:
     start = np.concatenate([[0], size.cumsum()]).astype(np.int64)
     within = np.repeat(np.arange(len(size)), size)
     cells = np.arange(len(within)) - start[within] + begin[within]
-    own, ends = code[cells], ends_step[cells]
-    step = ends.cumsum() - ends
+    own, ends_own = code[cells], ends_step[cells]
+    step = ends_own.cumsum() - ends_own
     which, place = _kind_of(own, stages), 2 * cells[:, None] + np.arange(2)
     there = own >= 0
-    later = np.where(there & (first[which] != place), LATER, 0)
+    later, ends = there & (first[which] != place), there & (last[which] == place)
+    version = update = np.full(len(cells), -1, np.int64)
+    if versions is not None:
+        version, update = versions.read[cells], versions.update[cells]
+        adds = np.isin(own[:, 0] % 4, (Kind.BACKWARD.code, Kind.BACKWARD_WEIGHT.code))
+        later[:, 0] = np.where(adds, ~versions.first[cells], later[:, 0])
+        ends[:, 0] = np.where(adds, versions.last[cells], ends[:, 0])
     columns = (
         rank[cells],
         own,
         step - step[start[:-1]][within] if len(cells) else cells,
-        later + np.where(there & (last[which] == place), LAST, 0),
+        np.where(later, LATER, 0) + np.where(ends, LAST, 0),
         start,
         repeats.copy(),
         shift // period,
         latest,
+        version,
+        update,
     )
     for column in columns:
         column.setflags(write=False)
     return IssueOrder(schedule, *columns)
+
+
+def _with_versions(code: Ints, schedule: Schedule, versions: VersionsRead) -> Ints:
+    """Return codes [cells, 2] that repeat where actions do, and the versions they read and make with them.
+
+    The weights at the start are the same for all: a cell that reads them is unlike one that reads a version.
+    """
+    stages, every = max(schedule.num_stages, 1), schedule.weights.update_every
+    behind = code // (4 * stages) - versions.read
+    how = np.stack(
+        [
+            np.where(versions.read < 0, -1, behind),
+            versions.first,
+            versions.last,
+            (versions.update >= 0) & (versions.update < every),
+        ]
+    )
+    number: Ints = np.unique(how, axis=1, return_inverse=True)[1].reshape(-1)
+    return np.stack([code, code + number * 4 * stages * (schedule.num_microbatches + 1)], axis=1)
 
 
 def _among(places: Ints, begin: int, size: int) -> bool:

@@ -10,14 +10,8 @@ from distsim.schedule.action import Action, Cell, Kind, cell_text
 
 Ranks = tuple[tuple[Cell, ...], ...]
 
-WEIGHTS = ("flush", "stashed", "double")
-"""Which weights a step reads: one version, updated when all is done; a version per microbatch in flight
-(PipeDream); two versions (PipeDream-2BW)."""
 
-
-def check_placement(
-    name: str, num_stages: int, num_ranks: int, rank_of: Sequence[int], copies: int, weights: str
-) -> None:
+def check_placement(name: str, num_stages: int, num_ranks: int, rank_of: Sequence[int], copies: int) -> None:
     """Verify that every stage is on a rank and every rank holds one; raise :class:`ScheduleError`."""
     if len(rank_of) != num_stages:
         stages = count(num_stages, "stage")
@@ -35,8 +29,6 @@ def check_placement(
         raise ScheduleError(
             f"{name}: copies={copies} does not divide {count(num_stages, 'stage')}; copies are equally long"
         )
-    if weights not in WEIGHTS:
-        raise ScheduleError(f"{name}: weights={weights!r} is unknown; choose one of {', '.join(WEIGHTS)}")
 
 
 def check_complete(

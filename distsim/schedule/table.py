@@ -13,6 +13,7 @@ from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind, cell_text
 from distsim.schedule.refusals import Ranks, check_cell, check_complete, check_placement, count, deadlock
 from distsim.schedule.steps import run_steps
+from distsim.schedule.weights import FLUSH, Weights, check_weights, versions_held
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -32,7 +33,7 @@ class Schedule:
     ``rank_of[s]`` is the rank of stage ``s``, by default ``s`` modulo the number of ranks. ``copies`` are
     how many copies of the model the stages are (DualPipe: 2): each is a chain of ``num_stages // copies``
     stages that runs ``num_microbatches`` microbatches of its own, and its first stage waits for nobody.
-    ``weights`` is one of ``WEIGHTS``.
+    ``weights`` say when they are updated, and which of their versions a microbatch reads.
 
     A cell is an action, or a pair of two that overlap: they start when both can and end together. Where
     ranks are given, a cell of one action may be given as the action. Making a Schedule verifies nothing,
@@ -51,7 +52,7 @@ class Schedule:
     num_microbatches: int
     rank_of: tuple[int, ...]
     copies: int
-    weights: str
+    weights: Weights
     num_ranks: int
     _codes: tuple[Ints, ...] | None = field(repr=False)
 
@@ -63,7 +64,7 @@ class Schedule:
         ranks: Sequence[Sequence[Action | Cell]],
         rank_of: Sequence[int] | None = None,
         copies: int = 1,
-        weights: str = "flush",
+        weights: Weights = FLUSH,
     ) -> None:
         cells = tuple(tuple([(c,) if isinstance(c, Action) else tuple(c) for c in row]) for row in ranks)
         self._set(name, num_stages, num_microbatches, len(cells), rank_of, copies, weights)
@@ -79,7 +80,7 @@ class Schedule:
         codes: Sequence[Ints],
         rank_of: Sequence[int] | None = None,
         copies: int = 1,
-        weights: str = "flush",
+        weights: Weights = FLUSH,
     ) -> Schedule:
         """Make a schedule of integers, [cells, 2] per rank: a cell's first action and its second, or -1.
 
@@ -105,7 +106,7 @@ class Schedule:
         num_ranks: int,
         rank_of: Sequence[int] | None,
         copies: int,
-        weights: str,
+        weights: Weights,
     ) -> None:
         if rank_of is None:
             rank_of = [stage % num_ranks for stage in range(num_stages)] if num_ranks else []
@@ -142,6 +143,13 @@ class Schedule:
                     codes[place] = 4 * number + action.kind.code
             row.setflags(write=False)
         return tuple(rows)
+
+    def with_weights(self, weights: Weights) -> Schedule:
+        """Return the same order with weights that are updated so."""
+        if weights == self.weights:
+            return self
+        sizes = self.name, self.num_stages, self.num_microbatches
+        return Schedule.from_codes(*sizes, self.codes, self.rank_of, self.copies, weights)
 
     @property
     def chunks(self) -> int:
@@ -191,7 +199,7 @@ class Schedule:
         return Schedule.from_codes, (name, stages, microbatches, self._codes, *rest)
 
     @property
-    def _key(self) -> tuple[str, int, int, tuple[int, ...], int, str]:
+    def _key(self) -> tuple[str, int, int, tuple[int, ...], int, Weights]:
         return self.name, self.num_stages, self.num_microbatches, self.rank_of, self.copies, self.weights
 
     def _same_order(self, other: Schedule) -> bool:
@@ -242,12 +250,30 @@ class Schedule:
         Raises:
             ScheduleError: there is no such stage.
         """
+        return int(_IN_FLIGHT[self._codes_of(stage) % 4].cumsum().max(initial=0))
+
+    def _codes_of(self, stage: int) -> Ints:
+        """Return the codes of the actions of a stage in its order."""
         if not 0 <= stage < self.num_stages:
             raise ScheduleError(f"{self.name}: no stage {stage}; choose one of 0..{self.num_stages - 1}")
         codes = self.codes[self.rank_of[stage]].ravel()
         codes = codes[codes >= 0]
-        own = codes[codes // 4 % self.num_stages == stage]
-        return int(_IN_FLIGHT[own % 4].cumsum().max(initial=0))
+        return codes[codes // 4 % self.num_stages == stage]
+
+    def versions_of(self, stage: int) -> int:
+        """Most versions of its weights that a `stage` holds at once: 1 with a flush, else what is stashed.
+
+        In steps of enough microbatches, PipeDream holds `p - stage` (Narayanan et al. 2019, section 3.3),
+        PipeDream-2BW two.
+
+        Raises:
+            ScheduleError: there is no such stage, or as :meth:`order`.
+        """
+        own = self._codes_of(stage)
+        if self.weights == FLUSH:
+            return 1
+        self.check()
+        return versions_held(self.name, self.weights, own, self.num_stages)
 
     def until_i(self, rank: int) -> int:
         """Most pairs of a stage and a microbatch past F and not past B or I: as :meth:`in_flight`."""
@@ -320,7 +346,7 @@ class Schedule:
     def _merged(self) -> tuple[Ints, Bools]:
         """The numbers of the cells, counted through all ranks, in the order of the steps; :meth:`merged`."""
         sizes = self.name, self.num_stages
-        check_placement(*sizes, self.num_ranks, self.rank_of, self.copies, self.weights)
+        check_placement(*sizes, self.num_ranks, self.rank_of, self.copies)
         listed = sum(len(row) for row in (self.ranks if self._codes is None else self._codes))
         # Counted first: what the sizes ask for may be more than memory holds, and what is listed is not.
         if self._codes is None or self.num_stages * self.num_microbatches > listed:
@@ -335,6 +361,8 @@ class Schedule:
             check_complete(*sizes, self.num_microbatches, self.rank_of, self.ranks)
         if ran < listed:
             raise deadlock(self.name, self.ranks, self.rank_of, position.tolist(), self.inputs)
+        pairs = bool((cells[:, 1] >= 0).any())
+        check_weights(self.name, self.weights, self.num_microbatches, self.copies, pairs)
         for column in (order, ends_step):
             column.setflags(write=False)
         return order, ends_step

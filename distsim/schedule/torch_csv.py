@@ -15,6 +15,7 @@ from pathlib import Path
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind, cell_text
 from distsim.schedule.table import Schedule
+from distsim.schedule.weights import FLUSH, Weights
 
 MAX_BYTES = 2**24
 """The largest table that is read."""
@@ -48,7 +49,7 @@ class _Place:
 
 
 def read_csv(
-    source: str | Path, name: str | None = None, copies: int = 1, weights: str = "flush"
+    source: str | Path, name: str | None = None, copies: int = 1, weights: Weights = FLUSH
 ) -> Schedule:
     """Read a table, of the file if ``source`` is a Path, and verify it.
 

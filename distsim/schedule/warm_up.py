@@ -8,13 +8,14 @@ follows some number of I behind. Which orders, how many forwards ahead and how f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from distsim.cache import cached
+from distsim.errors import ScheduleError
 from distsim.schedule.refusals import check_microbatches, check_sizes
 from distsim.schedule.table import Ints, Schedule
+from distsim.schedule.weights import FLUSH, Weights
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class _Shape:
     ahead: tuple[int, ...]
     behind: tuple[int, ...] | None = None
     mirrored: bool = False
-    weights: Literal["flush", "stashed", "double"] = "flush"
+    weights: Weights = FLUSH
 
 
 def gpipe(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
@@ -80,8 +81,7 @@ def pipedream(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedul
     """PipeDream (Narayanan et al. 2019): the order of 1F1B without a flush, weights stashed.
 
     Rank `r` updates its weights after each backward, and a microbatch's backward reads the version that its
-    forward read: `min(m, p - r)` versions (section 3.3). What is listed is one step of m microbatches; that
-    the next step's follow without a flush, and the versions, is what ``weights="stashed"`` says to readers.
+    forward read: `p - r` versions (section 3.3), of `2 (p - r - 1)` microbatches or more.
 
     Raises:
         ScheduleError: as :func:`one_f_one_b`.
@@ -90,28 +90,42 @@ def pipedream(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedul
     True
     """
     check_sizes("pipedream", num_ranks, num_microbatches, chunks, only=1)
-    shape = _Shape(num_microbatches, _ahead(num_ranks, 1), weights="stashed")
+    shape = _Shape(num_microbatches, _ahead(num_ranks, 1), weights=Weights(1))
     return _make("pipedream", num_ranks, num_microbatches, 1, shape)
 
 
-def pipedream_2bw(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
+def pipedream_2bw(
+    num_ranks: int, num_microbatches: int, chunks: int = 1, update_every: int | None = None
+) -> Schedule:
     """PipeDream-2BW (Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training").
 
-    The order of 1F1B without a flush between steps, gradients summed over the m microbatches of a step and
-    two versions of the weights, ``weights="double"``: gradients are of weights one update old. A version
-    lasts for m >= p microbatches (section 3.1), so that no third is needed.
+    The order of 1F1B without a flush, one update every `update_every` microbatches, over which gradients are
+    summed, and two versions of the weights: gradients are of weights one update old. With at least p
+    microbatches an update no third version is needed (section 3.1); by default the fewest of those that
+    divide the m microbatches.
 
     Raises:
-        ScheduleError: as :func:`one_f_one_b`, or there are fewer microbatches than ranks.
+        ScheduleError: as :func:`one_f_one_b`, there are fewer microbatches, or fewer an update, than ranks,
+            or updates do not divide the microbatches.
 
-    >>> pipedream_2bw(3, 4).actions == one_f_one_b(3, 4).actions
+    >>> pipedream_2bw(3, 8).actions == one_f_one_b(3, 8).actions
     True
+    >>> pipedream_2bw(3, 8).weights
+    Weights(update_every=4, delayed=True)
     """
     name = "pipedream_2bw"
     check_sizes(name, num_ranks, num_microbatches, chunks, only=1)
     rule = "with two versions, microbatches are at least as many as ranks"
     check_microbatches(name, num_ranks, num_microbatches, rule, lambda m: m >= num_ranks)
-    shape = _Shape(num_microbatches, _ahead(num_ranks, 1), weights="double")
+    fits = [n for n in range(num_ranks, num_microbatches + 1) if num_microbatches % n == 0]
+    if update_every is None:
+        update_every = fits[0]
+    elif update_every not in fits:
+        raise ScheduleError(
+            f"{name}: update_every={update_every!r} must divide {num_microbatches} microbatches and be at "
+            f"least the {num_ranks} ranks; choose one of {', '.join(map(str, fits[:8]))}"
+        )
+    shape = _Shape(num_microbatches, _ahead(num_ranks, 1), weights=Weights(update_every, delayed=True))
     return _make(name, num_ranks, num_microbatches, 1, shape)
 
 

@@ -16,7 +16,7 @@ from distsim.program.block import Block, StageBlocks
 from distsim.program.overlap_pairs import interleave
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
-from distsim.schedule import Schedule
+from distsim.schedule import FLUSH, Schedule
 
 _SHORTEST, _LONGEST = 1e-9, 1e9
 """Seconds that an action may take."""
@@ -72,6 +72,7 @@ def timed_program(
     number of (stage, microbatch) pairs in flight. A message to the stage before waits for the whole of B. A
     pair of actions takes as long as both: one after the other, each message sent when its action ends, or
     ``together``: started when both can be, its messages sent at the end (as DeepSeek's figures draw it).
+    There are no weights, hence no updates of them: of a schedule without a flush it is the order that counts.
 
     >>> from distsim.schedule import one_f_one_b
     >>> from distsim.simulate import Simulator
@@ -80,6 +81,7 @@ def timed_program(
     33.0
     """
     times = times or ActionTimes()
+    schedule = schedule.with_weights(FLUSH)
     chain, rank_of = schedule.chain, schedule.rank_of
     topology = Topology.hierarchical(
         Device(0, "rank"), 4 * schedule.num_ranks, [Level("any", Link(1.0, 0.0))]

@@ -14,6 +14,7 @@ from distsim.errors import PartitionError, SimulationError
 from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work
 from distsim.program.program import Program
+from distsim.schedule import FLUSH
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.explain import explain
 from distsim.simulate.explain.explanation import Explanation
@@ -25,6 +26,8 @@ from distsim.simulate.tasks.rank_classes import RankClasses, communicates
 from distsim.simulate.tasks.templates import Floats, Ints
 from distsim.simulate.tasks.timeline import FlatTimeline, Piece, Timeline
 
+_FULL = 8
+"""Microbatches a stage after which a pipeline is full."""
 _MOST_TASKS = 4096
 """Tasks of a piece whose spans are made at a time."""
 
@@ -73,6 +76,7 @@ class Simulation:
         cost_model: CostModel,
         again: Callable[[CostModel], Simulation],
         flat: Callable[[], FlatTimeline],
+        longer: Callable[[int], Simulation] | None = None,
     ) -> None:
         self.timeline = timeline
         self.simulated = simulated
@@ -81,6 +85,8 @@ class Simulation:
         """Simulate the same with other costs: for what-ifs."""
         self.flat = flat
         """Return the timeline of the tasks one by one; a program is written out for it."""
+        self.longer = longer
+        """Simulate a program over another number of microbatches; None for a function."""
 
     @property
     def name(self) -> str:
@@ -104,6 +110,30 @@ class Simulation:
         return self.timeline.step_time
 
     @cached_property
+    def microbatch_time(self) -> float | None:
+        """Seconds of each further microbatch once the pipeline is full; None for a step that ends in a flush.
+
+        Without a flush the next step follows at once, and filling and draining the pipeline is not a part of
+        it. So the program is run over n microbatches and over 2 n, n being eight a rank or more, and this is
+        what the other n take, an n-th of it; exact where durations are fixed. Raises :class:`ScheduleError`
+        for a table that is not of the catalogue.
+        """
+        program = self.simulated
+        if not isinstance(program, Program) or self.longer is None or program.schedule.weights == FLUSH:
+            return None
+        every = program.schedule.weights.update_every
+        count = -(-_FULL * program.schedule.num_stages // every) * every
+        return (self.longer(2 * count).step_time - self.longer(count).step_time) / count
+
+    @cached_property
+    def step_period(self) -> float:
+        """Seconds from a step to the next: the step time, or without a flush that of all its microbatches."""
+        each = self.microbatch_time
+        if each is None or not isinstance(self.simulated, Program):
+            return self.step_time
+        return each * self.simulated.schedule.num_microbatches
+
+    @cached_property
     def timestamps(self) -> Mapping[Device, float]:
         """When each device ends its last task; 0.0 if it has none."""
         ends: list[float] = self.timeline.ends.tolist()
@@ -111,12 +141,12 @@ class Simulation:
         return {device: ends[of[device]] for device in sorted(of, key=lambda d: d.id)}
 
     def throughput(self, samples: float) -> float:
-        """Samples per second, for a step over this many samples."""
+        """Samples per second, for a step over this many samples, by :attr:`step_period`."""
         if not samples > 0:
             raise SimulationError(f"samples={samples}: a step processes at least one")
-        if not self.step_time > 0:
-            raise SimulationError(f"{self.name} takes {self.step_time} s; it has no throughput")
-        return samples / self.step_time
+        if not self.step_period > 0:
+            raise SimulationError(f"{self.name} takes {self.step_period} s; it has no throughput")
+        return samples / self.step_period
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans of every rank class in the order of issue; a Send is one on each end."""

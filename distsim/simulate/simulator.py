@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from distsim.cost.cost_model import CostModel
 from distsim.errors import SimulationError
@@ -10,6 +11,7 @@ from distsim.interpret.infer import infer_types
 from distsim.ir import Function, Type, Value
 from distsim.program.program import Program
 from distsim.program.written import WrittenOut
+from distsim.schedule import longer
 from distsim.simulate.details import ProgramTimeline
 from distsim.simulate.events.disturbances import Disturbances
 from distsim.simulate.events.engine import run as run_events
@@ -101,6 +103,7 @@ class Simulator:
             self.cost_model,
             lambda costs: self._with(costs).simulate(program),
             lambda: self._flat(program.to_function(steady=True)),
+            lambda count: self.simulate(replace(program, schedule=longer(program.schedule, count))),
         )
 
     def _with(self, cost_model: CostModel) -> Simulator:

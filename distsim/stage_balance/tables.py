@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import PartitionError
-from distsim.schedule import SCHEDULES, Schedule, schedule
+from distsim.schedule import FLUSH, SCHEDULES, Schedule, schedule
 from distsim.schedule.table import Ints
 from distsim.stage_balance.cost import BlockCost, Communication, check_count
 
@@ -71,8 +71,11 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
         for name, number in (("stages", stages), ("microbatches", microbatches)):
             check_count(name, number)
         named = schedule(named, stages, microbatches)
-    if named.weights != "flush":
-        raise PartitionError(f"{named!r} has no flush; steps without one are not simulated")
+    if named.weights != FLUSH:
+        raise PartitionError(
+            f"{named!r} has no flush, and splits are compared by the step up to a flush; search with 1f1b, "
+            "whose order it has"
+        )
     if (named.chain, named.num_microbatches * named.copies) != (stages, microbatches):
         raise PartitionError(
             f"{named!r} does not fit stages={stages}, microbatches={microbatches}; make them agree, with a "

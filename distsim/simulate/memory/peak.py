@@ -1,8 +1,9 @@
 """Peak memory: what is alive when, in the order of the function.
 
-Parameters, state and constants among the inputs are there all the time; any other input from the start,
-and every result from its op, until after its last use; outputs of the function stay. What a callee returns
-stays until it has returned. Views and in-place results take no memory of their own, but an in-place result
+Parameters, state and constants among the inputs are there all the time, but for one of which an op makes a
+new value in other memory; that one and any other input is there from the start, and every result from its op,
+until after its last use; outputs of the function stay. What a callee returns stays until it has returned.
+Views and in-place results take no memory of their own, but an in-place result
 does, from its op on, when what it would overwrite is read again later or is an output: of the function
 itself or of one that calls it. What is on no device takes none. The order is that of the function, in which
 an allocator sees the ops issued, not that of simulated time: how far ops overlap does not change the peak.
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distsim.ir import Device, Function, Op
+from distsim.ops.replaced import replacements
 from distsim.simulate.memory.plan import gradient_values
 from distsim.simulate.memory.walk import (
     ACTIVATIONS,
@@ -84,7 +86,14 @@ def whole(function: Function) -> Frame:
     ]
     frame = Frame(function, arguments, {}, ACTIVATIONS)
     home = frame.plan.home
-    frame.known = {home[value]: GRADIENTS for value in gradient_values(function)}
+    known = {home[value]: GRADIENTS for value in gradient_values(function)}
+    kinds = {value: KIND_OF_ROLE[value.role] for value in function.inputs if value.role in RESIDENT}
+    for value, old in replacements(function).items():  # in the order in which they are made
+        if old in kinds:
+            kinds[value] = known[home[value]] = kinds[old]
+            if home[value] is not home[old]:
+                frame.kept.discard(home[old])
+    frame.known = known
     return frame
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from distsim.ir import Function, Role, Tensor, Type, Value
 from distsim.program.parts import ProgramInput
 from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table
-from distsim.schedule import Kind, Schedule
+from distsim.schedule import FLUSH, Kind, Schedule
 from distsim.simulate.memory.plan import gradient_inputs
 
 Slots = tuple[int, ...]
@@ -100,8 +100,13 @@ def size_of(type_: Type) -> int:
 
 
 def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
-    """Return what each rank does; raise :class:`Irregular` where sums do not belong to one stage."""
+    """Return what each rank does; raise :class:`Irregular` where sums do not belong to one stage.
+
+    So it does where weights are updated between the actions: versions of them come and go.
+    """
     schedule = table.order.schedule
+    if schedule.weights != FLUSH:
+        raise Irregular
     roles = _roles(schedule, inputs)
     ends = int(table.start[table.tail])
     numbers: list[int] = np.unique(table.block[:ends]).tolist()

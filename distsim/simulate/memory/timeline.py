@@ -12,7 +12,7 @@ from distsim.cost.cost_model import takes_turn
 from distsim.ir import Device, Function, Op, Value
 from distsim.simulate.memory.peak import whole
 from distsim.simulate.memory.plan import first_places
-from distsim.simulate.memory.walk import KIND_OF_ROLE, KINDS, RESIDENT, WORKSPACE, Argument, Frame, plan_for
+from distsim.simulate.memory.walk import KIND_OF_ROLE, KINDS, WORKSPACE, Argument, Frame, plan_for
 from distsim.simulate.simulation import Simulation
 from distsim.simulate.tasks.rank_classes import place_of
 from distsim.simulate.tasks.templates import Floats, Ints
@@ -91,10 +91,10 @@ class _Teller:
     def tell(self, function: Function) -> None:
         """Note what is held when, from the first op to the last."""
         held: dict[Value, _Held] = {}
-        for value in function.inputs:
-            forever = np.inf if value.role in RESIDENT else 0.0
-            held[value] = self._hold(value, KIND_OF_ROLE[value.role], 0.0, forever)
         frame = whole(function)
+        for value in function.inputs:
+            forever = np.inf if value in frame.kept else 0.0
+            held[value] = self._hold(value, KIND_OF_ROLE[value.role], 0.0, forever)
         self._visit(function, frame, held)
         for value in function.outputs:
             piece = held[frame.plan.home[value]]

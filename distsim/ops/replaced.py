@@ -1,0 +1,40 @@
+"""Which values are new values of others: what an optimizer makes of a parameter and of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from distsim.ir import Function, Value
+from distsim.ops.operator import operator
+
+_KNOWN: WeakKeyDictionary[Function, Mapping[int, int]] = WeakKeyDictionary()
+
+
+def replacements(function: Function) -> dict[Value, Value]:
+    """Return of what each value of a function is the new value: of what in-place ops, and Calls, overwrite.
+
+    An op need not overwrite it: of a parameter that is read again later both values are there.
+    """
+    found: dict[Value, Value] = {}
+    for op in function.ops:
+        places = replaced_inputs(op.callee) if op.is_call else operator(op.op_type).in_place
+        for output, taken in places.items():
+            found[op.outputs[output]] = op.inputs[taken]
+    return found
+
+
+def replaced_inputs(function: Function) -> Mapping[int, int]:
+    """Return for each output that is a new value of an input the place of that input."""
+    found = _KNOWN.get(function)
+    if found is None:
+        before = replacements(function)
+        number = {value: place for place, value in enumerate(function.inputs)}
+        places: dict[int, int] = {}
+        for output, value in enumerate(function.outputs):
+            while value in before:
+                value = before[value]
+                if value in number:
+                    places[output] = number[value]
+        found = _KNOWN[function] = places
+    return found
