@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from weakref import proxy
 
 import numpy as np
-import numpy.typing as npt
 
 from distsim.cache import Cache
 from distsim.errors import ScheduleError
@@ -24,6 +23,7 @@ from distsim.program.table import (
     Key,
     Table,
 )
+from distsim.program.table_columns import CallPattern, columns_of
 from distsim.program.tail import Tail
 from distsim.schedule import LATER, IssueOrder, Kind, Schedule, issue_order
 from distsim.schedule.table import Ints
@@ -186,70 +186,42 @@ class Binder:
         return found
 
     def _table(self, order: IssueOrder) -> Table:
-        blocks, number, swapped = self._cells(order)
+        tail, calls = self._tail(order.schedule), order.calls[0]
+        blocks, pattern = _NUMBERED.get(
+            self, (tail.each, calls.tobytes()), lambda: self._numbered(calls, tail)
+        )
+        columns = columns_of(order, pattern)
+        return Table(order, blocks, columns, tail.latest(order), tuple(tail.outputs))
+
+    def _numbered(self, calls: Ints, tail: Tail) -> tuple[tuple[BoundBlock, ...], CallPattern]:
+        """Return the blocks of calls, as of :attr:`IssueOrder.calls`, and of what follows them, by number."""
+        blocks, swapped = self._blocks(calls)
         sends = [() if b is None else self.sends(b) for b in blocks]
         numbers: dict[BoundBlock, int] = {}
 
         def of(block: BoundBlock) -> int:
             return numbers.setdefault(block, len(numbers))
 
-        own = np.array([-1 if b is None else of(b) for b in blocks], np.int64)
-        cells = np.flatnonzero(own[number] >= 0)
-        batches = self._microbatches(order, swapped[number])
-        counts = np.array([len(each) for each in sends], np.int64)
-        sent_start = np.concatenate([[0], counts.cumsum()]).astype(np.int64)
-        sent_block = np.array([of(b) for each in sends for b, _ in each], np.int64)
-        sent_which = np.array([which for each in sends for _, which in each], np.int64)
-        often = counts[number[cells]]
-        cell = np.repeat(cells, often)
-        place = np.arange(len(cell)) - np.repeat(often.cumsum() - often, often) + sent_start[number[cell]]
-        sent = np.stack([batches[cell, sent_which[place]], np.full(len(cell), -1)], axis=1)
-        block = np.concatenate([own[number[cells]], sent_block[place]])
-        batch = np.concatenate([batches[cells], sent]) if len(block) else np.zeros((0, 2), np.int64)
-        rounds = np.repeat(np.arange(len(order.repeats)), np.diff(order.start))
-        both = np.concatenate([cells, cell])
-        last = np.concatenate([np.zeros(len(cells), np.int64), np.ones(len(cell), np.int64)])
-        issued = np.lexsort((last, order.step[both], rounds[both]))
-        sizes = np.bincount(rounds[both], minlength=len(order.repeats))
-        tail = self._tail(order.schedule)
-        block = np.concatenate([block[issued], [of(b) for b, _, _ in tail.rows]]).astype(np.int64)
-        ending = np.array([[microbatch, -1] for _, microbatch, _ in tail.rows], np.int64).reshape(-1, 2)
-        starts = [0, *sizes.cumsum().tolist()]
-        columns = (
-            block,
-            np.concatenate([batch[issued], ending]),
-            np.array([*starts, *range(starts[-1] + 1, starts[-1] + 1 + len(tail.rows))], np.int64),
-            np.concatenate([order.repeats, [often for _, _, often in tail.rows]]).astype(np.int64),
-            np.concatenate([order.advance, [1] * len(tail.rows)]).astype(np.int64),
+        pattern = CallPattern(
+            self.chain,
+            np.array([-1 if b is None else of(b) for b in blocks], np.int64),
+            np.array(swapped, np.bool_),
+            np.array([len(each) for each in sends], np.int64),
+            np.array([(of(b), which, 2) for each in sends for b, which in each], np.int64).reshape(-1, 3),
+            np.array([(of(b), first, often) for b, first, often in tail.rows], np.int64).reshape(-1, 3),
         )
-        for column in columns:
-            column.setflags(write=False)
-        return Table(
-            order, tuple(numbers), *columns, len(order.repeats), tail.latest(order), tuple(tail.outputs)
-        )
+        return tuple(numbers), pattern
 
-    def _cells(self, order: IssueOrder) -> tuple[list[BoundBlock | None], Ints, npt.NDArray[np.bool_]]:
-        """Return the distinct blocks of the cells, which of them each cell calls, and of each block
-        whether it is of the second action only."""
-        several = 4 * order.schedule.num_stages * 4
-        action = np.where(order.family < 0, several, order.family * 4 + order.place)
-        pairs, number = np.unique(action[:, 0] * (several + 1) + action[:, 1], return_inverse=True)
+    def _blocks(self, calls: Ints) -> tuple[list[BoundBlock | None], list[bool]]:
+        """Return the blocks of calls, and of each whether it is of the second action only."""
         blocks: list[BoundBlock | None] = []
         swapped: list[bool] = []
-        for pair in pairs.tolist():
-            codes = [code for code in divmod(pair, several + 1) if code < several]
-            each = [self.call(*divmod(code, 4)) for code in codes]
+        for pair in calls.tolist():
+            each = [self.call(*divmod(code, 4)) for code in pair if code >= 0]
             made = [block for block in each if block is not None]
             blocks.append(self.pair(*made) if len(made) == 2 else made[0] if made else None)
             swapped.append(len(each) == 2 and each[0] is None)
-        return blocks, number.reshape(-1), np.array(swapped, np.bool_)
-
-    def _microbatches(self, order: IssueOrder, swapped: npt.NDArray[np.bool_]) -> Ints:
-        """Return [cells, 2]: the microbatches of the actions of each cell, numbered over all copies."""
-        copy = order.family // (4 * self.chain)
-        found = order.microbatch + copy * order.schedule.num_microbatches
-        found = np.where(order.family < 0, -1, found)
-        return np.where(swapped[:, None], found[:, ::-1], found)
+        return blocks, swapped
 
     def _tail(self, schedule: Schedule) -> Tail:
         """Return what follows the last action; how many microbatches matters only where they are joined."""
@@ -267,3 +239,6 @@ def _second(key: Key) -> Key:
 
 
 _BINDERS = Cache[Parts, Binder]("blocks of a program's parts, by the rank of each stage", 8)
+_NUMBERED = Cache[Binder, tuple[tuple[BoundBlock, ...], CallPattern]](
+    "blocks of a table by number, by the calls of its order and what follows them", 16
+)

@@ -55,6 +55,16 @@ class IssueOrder:
         """[cells, 2]: 4 * stage + kind of each action; -1 for no action."""
         return np.where(self.code < 0, -1, self.code % (4 * max(self.schedule.num_stages, 1)))
 
+    @cached_property
+    def calls(self) -> tuple[Ints, Ints]:
+        """The distinct cells, [calls, 2], by 4 * family + place of their actions (-1: none), and of each
+        cell which it is."""
+        none = 16 * self.schedule.num_stages
+        actions = np.where(self.family < 0, none, self.family * 4 + self.place)
+        pairs, number = np.unique(actions[:, 0] * (none + 1) + actions[:, 1], return_inverse=True)
+        calls = np.stack(np.divmod(pairs, none + 1), axis=1)
+        return np.where(calls == none, -1, calls), number.reshape(-1)
+
 
 def issue_order(schedule: Schedule) -> IssueOrder:
     """Return the order of a schedule, kept with it; raises what :meth:`Schedule.merged` raises."""
