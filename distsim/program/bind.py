@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 from weakref import proxy
 
 import numpy as np
@@ -25,8 +24,10 @@ from distsim.program.table import (
     Key,
     Table,
 )
+from distsim.program.table_columns import CallPattern, columns_of
 from distsim.program.tail import Tail
 from distsim.schedule import FLUSH, LATER, IssueOrder, Kind, Schedule, issue_order
+from distsim.schedule.issue_order import READS_VERSION, UPDATES_AFTER, UPDATES_VERSION
 from distsim.schedule.table import Ints
 
 _KINDS = tuple(Kind)
@@ -42,21 +43,7 @@ def table_of(parts: Parts, schedule: Schedule) -> Table:
 
 
 _Follower = tuple[BoundBlock, int, int]
-"""What follows a call, and which of the call's columns of microbatches its own two are."""
-
-
-class _CellCalls(NamedTuple):
-    """What the cells of an order call: cell ``n`` runs ``blocks[number[n]]``, None if nobody reads what it
-    makes, then what ``followed[number[n]]`` says.
-
-    ``microbatch`` [cells, columns]: the first two are those of the call, the last is -1 throughout. Without a
-    flush they are the microbatch, its version, what the update after it makes, and the version before that.
-    """
-
-    blocks: list[BoundBlock | None]
-    number: Ints
-    followed: Sequence[Sequence[_Follower]]
-    microbatch: Ints
+"""What follows a call, and which of the columns of its cell (:class:`CallPattern`) its own two are."""
 
 
 MOST_TABLES = 64
@@ -252,95 +239,52 @@ class Binder:
         return found
 
     def _table(self, order: IssueOrder) -> Table:
-        cell_calls = self._calls_of(order)
+        tail, calls = self._tail(order.schedule), order.calls[0]
+        blocks, pattern = _NUMBERED.get(
+            self, (tail.each, calls.tobytes()), lambda: self._numbered(calls, tail)
+        )
+        columns = columns_of(order, pattern)
+        return Table(order, blocks, columns, tail.latest(order), tuple(tail.outputs))
+
+    def _numbered(self, calls: Ints, tail: Tail) -> tuple[tuple[BoundBlock, ...], CallPattern]:
+        """Return the blocks of calls, as of :attr:`IssueOrder.calls`, and of what follows them, by number."""
+        blocks, swapped = self._blocks(calls)
+        followed = [self._followed(*each) for each in zip(calls.tolist(), blocks, strict=True)]
         numbers: dict[BoundBlock, int] = {}
 
         def of(block: BoundBlock) -> int:
             return numbers.setdefault(block, len(numbers))
 
-        number = cell_calls.number
-        own = np.array([-1 if b is None else of(b) for b in cell_calls.blocks], np.int64)
-        cells = np.flatnonzero(own[number] >= 0)
-        counts = np.array([len(each) for each in cell_calls.followed], np.int64)
-        after_start = np.concatenate([[0], counts.cumsum()]).astype(np.int64)
-        after_block = np.array([of(b) for each in cell_calls.followed for b, _, _ in each], np.int64)
-        which = np.array([(i, j) for each in cell_calls.followed for _, i, j in each], np.int64).reshape(
-            -1, 2
+        pattern = CallPattern(
+            self.chain,
+            np.array([-1 if b is None else of(b) for b in blocks], np.int64),
+            np.array(swapped, np.bool_),
+            np.array([len(each) for each in followed], np.int64),
+            np.array([(of(b), i, j) for each in followed for b, i, j in each], np.int64).reshape(-1, 3),
+            np.array([(of(b), first, often) for b, first, often in tail.rows], np.int64).reshape(-1, 3),
         )
-        often = counts[number[cells]]
-        cell = np.repeat(cells, often)
-        place = np.arange(len(cell)) - np.repeat(often.cumsum() - often, often) + after_start[number[cell]]
-        after = cell_calls.microbatch[cell[:, None], which[place]]
-        block = np.concatenate([own[number[cells]], after_block[place]])
-        batch = np.concatenate([cell_calls.microbatch[cells, :2], after])
-        rounds = np.repeat(np.arange(len(order.repeats)), np.diff(order.start))
-        both = np.concatenate([cells, cell])
-        last = np.concatenate([np.zeros(len(cells), np.int64), np.ones(len(cell), np.int64)])
-        issued = np.lexsort((last, order.step[both], rounds[both]))
-        sizes = np.bincount(rounds[both], minlength=len(order.repeats))
-        tail = self._tail(order.schedule)
-        block = np.concatenate([block[issued], [of(b) for b, _, _ in tail.rows]]).astype(np.int64)
-        ending = np.array([[microbatch, -1] for _, microbatch, _ in tail.rows], np.int64).reshape(-1, 2)
-        starts = [0, *sizes.cumsum().tolist()]
-        columns = (
-            block,
-            np.concatenate([batch[issued], ending]),
-            np.array([*starts, *range(starts[-1] + 1, starts[-1] + 1 + len(tail.rows))], np.int64),
-            np.concatenate([order.repeats, [often for _, _, often in tail.rows]]).astype(np.int64),
-            np.concatenate([order.advance, [1] * len(tail.rows)]).astype(np.int64),
-        )
-        for column in columns:
-            column.setflags(write=False)
-        return Table(
-            order, tuple(numbers), *columns, len(order.repeats), tail.latest(order), tuple(tail.outputs)
-        )
+        return tuple(numbers), pattern
 
-    def _calls_of(self, order: IssueOrder) -> _CellCalls:
-        """Return what the cells of an order call."""
-        several = 4 * order.schedule.num_stages * 4
-        action = np.where(order.family < 0, several, order.family * 4 + order.place)
-        if self.versions is None:
-            pairs, number = np.unique(action[:, 0] * (several + 1) + action[:, 1], return_inverse=True)
-            batches = self._microbatches(order)
-            blocks, swapped = self._pairs(pairs.tolist(), several)
-            swaps = np.array(swapped, np.bool_)[number.reshape(-1)]
-            batches[swaps, :2] = batches[swaps, 1::-1]
-            sends = [() if b is None else self.sends(b) for b in blocks]
-            return _CellCalls(blocks, number.reshape(-1), sends, batches)
-        every = order.schedule.weights.update_every
-        before = np.where(order.update < every, -1, order.update - every)
-        # Of each call: does it read a version that an update made, is an update after it, of such a version?
-        how = 4 * (order.version >= 0) + 2 * (order.update >= 0) + (before >= 0)
-        calls, number = np.unique(action[:, 0] * 8 + how, return_inverse=True)
-        blocks: list[BoundBlock | None] = []
-        followed: list[Sequence[_Follower]] = []
-        for call in calls.tolist():
-            family, place = divmod(call // 8, 4)
-            block = self.call(family, place, start=not call & 4)
-            blocks.append(block)
-            updates = self.updates(family // 4, start=not call & 1) if call & 2 else ()
-            followed.append((*(self.sends(block) if block else ()), *[_after_batch(b) for b in updates]))
-        columns = (order.microbatch[:, 0], order.version, order.update, before, np.full(len(before), -1))
-        return _CellCalls(blocks, number.reshape(-1), followed, np.stack(columns, axis=1))
-
-    def _pairs(self, pairs: Sequence[int], several: int) -> tuple[list[BoundBlock | None], list[bool]]:
-        """Return the blocks of cells, and of each whether it is of the second action only."""
+    def _blocks(self, calls: Ints) -> tuple[list[BoundBlock | None], list[bool]]:
+        """Return the blocks of calls, and of each whether it is of the second action only."""
         blocks: list[BoundBlock | None] = []
         swapped: list[bool] = []
-        for pair in pairs:
-            codes = [code for code in divmod(pair, several + 1) if code < several]
-            each = [self.call(*divmod(code, 4)) for code in codes]
+        for one, two, how in calls.tolist():
+            start = not how & READS_VERSION
+            each = [self.call(code // 4, code % 4, start) for code in (one, two) if code >= 0]
             made = [block for block in each if block is not None]
             blocks.append(self.pair(*made) if len(made) == 2 else made[0] if made else None)
             swapped.append(len(each) == 2 and each[0] is None)
         return blocks, swapped
 
-    def _microbatches(self, order: IssueOrder) -> Ints:
-        """Return [cells, 3]: the microbatches of the actions of each cell, numbered over all copies; -1."""
-        copy = order.family // (4 * self.chain)
-        found = order.microbatch + copy * order.schedule.num_microbatches
-        none = np.full((len(found), 1), -1, np.int64)
-        return np.concatenate([np.where(order.family < 0, -1, found), none], axis=1)
+    def _followed(self, call: Sequence[int], block: BoundBlock | None) -> Sequence[_Follower]:
+        """Return what follows a call: its transfers and, without a flush, the updates after a batch."""
+        code, _, how = call
+        sends = () if block is None else self.sends(block)
+        if not how & UPDATES_AFTER:
+            return sends
+        updates = self.updates(code // 16, start=not how & UPDATES_VERSION)
+        return (*sends, *[_after_batch(each) for each in updates])
 
     def _tail(self, schedule: Schedule) -> Tail:
         """Return what follows the last action; how many microbatches matters only where they are joined."""
@@ -363,3 +307,6 @@ def _second(key: Key) -> Key:
 
 
 _BINDERS = Cache[Parts, Binder]("blocks of a program's parts, by the rank of each stage", 8)
+_NUMBERED = Cache[Binder, tuple[tuple[BoundBlock, ...], CallPattern]](
+    "blocks of a table by number, by the calls of its order and what follows them", 16
+)

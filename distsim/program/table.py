@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from distsim.errors import IRError
 from distsim.ir import Function, Value
+from distsim.program.table_columns import TableColumns
 from distsim.schedule import Action, IssueOrder, Kind
 from distsim.schedule.table import Ints
 
@@ -81,14 +82,39 @@ class Table:
 
     order: IssueOrder
     blocks: tuple[BoundBlock, ...]
-    block: Ints
-    microbatch: Ints
-    start: Ints
-    repeats: Ints
-    advance: Ints
-    tail: int
+    columns: TableColumns
     latest: Mapping[tuple[Value, int], int]
     outputs: tuple[Key, ...]
+
+    @property
+    def block(self) -> Ints:
+        """[rows]."""
+        return self.columns.block
+
+    @property
+    def microbatch(self) -> Ints:
+        """[rows, 2]."""
+        return self.columns.microbatch
+
+    @property
+    def start(self) -> Ints:
+        """[rounds + 1]."""
+        return self.columns.start
+
+    @property
+    def repeats(self) -> Ints:
+        """[rounds]."""
+        return self.columns.repeats
+
+    @property
+    def advance(self) -> Ints:
+        """[rounds]."""
+        return self.columns.advance
+
+    @property
+    def tail(self) -> int:
+        """The first round of what follows the last action."""
+        return self.columns.tail
 
     @property
     def microbatches(self) -> int:

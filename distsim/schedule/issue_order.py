@@ -17,6 +17,9 @@ from distsim.schedule.weights import FLUSH, VersionsRead, versions_read
 LATER, LAST = 1, 2
 """What a call of a stage's forward, or backward, is in the order of its rank: not its first, its last; where
 weights are updated without a flush, the first and last backward of each update."""
+READS_VERSION, UPDATES_AFTER, UPDATES_VERSION = 4, 2, 1
+"""What a cell is to the weights without a flush: it reads a version that an update made, an update follows
+it, and that changes a version that an update made."""
 MOST_CANDIDATES = 64
 """How many ways to repeat are tried at a step: an interleaved schedule repeats every p microbatches."""
 
@@ -64,6 +67,31 @@ class IssueOrder:
     def family(self) -> Ints:
         """[cells, 2]: 4 * stage + kind of each action; -1 for no action."""
         return np.where(self.code < 0, -1, self.code % (4 * max(self.schedule.num_stages, 1)))
+
+    @cached_property
+    def before(self) -> Ints:
+        """[cells]: the version that the update after a cell changes; -1 for the weights at the start."""
+        every = self.schedule.weights.update_every
+        return np.where(self.update < every, -1, self.update - every)
+
+    @cached_property
+    def calls(self) -> tuple[Ints, Ints]:
+        """The distinct cells, [calls, 3], and of each cell which it is.
+
+        Of each: 4 * family + place of its actions (-1: none), and a sum of :data:`READS_VERSION`,
+        :data:`UPDATES_AFTER` and :data:`UPDATES_VERSION`, 0 for all where a step ends with a flush.
+        """
+        none = 16 * self.schedule.num_stages
+        actions = np.where(self.family < 0, none, self.family * 4 + self.place)
+        pairs = actions[:, 0] * (none + 1) + actions[:, 1]
+        if self.schedule.weights != FLUSH:
+            how = READS_VERSION * (self.version >= 0) + UPDATES_AFTER * (self.update >= 0)
+            pairs = pairs + (how + UPDATES_VERSION * (self.before >= 0)) * (none + 1) ** 2
+        found, number = np.unique(pairs, return_inverse=True)
+        how, found = np.divmod(found, (none + 1) ** 2)
+        calls = np.stack([*np.divmod(found, none + 1), how], axis=1)
+        calls[:, :2][calls[:, :2] == none] = -1
+        return calls, number.reshape(-1)
 
 
 def issue_order(schedule: Schedule) -> IssueOrder:

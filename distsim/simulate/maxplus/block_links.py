@@ -66,27 +66,39 @@ class BlockLinks:
         """Return, of each of ``contested``, which maker runs last if all run before the reader, else -1."""
         if not self.contested:
             return ()
-        rows = np.array([self.number[block] for block in table.blocks], np.int64)[table.block]
+        rows = self.numbers(table)
         place = np.arange(len(rows))
         # A block that is repeated runs until the end of its round.
         ends = np.repeat(np.where(table.repeats > 1, table.start[1:] - 1, 0), np.diff(table.start))
-        until = np.maximum(place, ends)
-        first, last = np.full(len(self.blocks), len(rows)), np.full(len(self.blocks), -1)
-        np.minimum.at(first, rows, place)
-        np.maximum.at(last, rows, until)
-        return tuple([_last(makers, first[reader], last) for reader, makers in self.contested])
+        first, last = np.full(len(self.blocks), len(rows)), np.full(len(self.blocks) + 1, -1)
+        first[rows[::-1]] = place[::-1]  # of what is written to one place, the last stays
+        last[rows] = np.maximum(place, ends)
+        reader, makers = self._contested
+        until = last[makers]
+        latest, one = until.argmax(axis=1), np.arange(len(until))
+        end = until[one, latest]
+        until[one, latest] = -1
+        decided = (end < first[reader]) & (end != until.max(axis=1))
+        found: list[int] = np.where(decided, makers[one, latest], -1).tolist()
+        return tuple(found)
+
+    @cached_property
+    def _contested(self) -> tuple[Ints, Ints]:
+        """:attr:`contested` as arrays, [contested] and [contested, makers]; for none the block after all."""
+        most = max([len(makers) for _, makers in self.contested])
+        none = len(self.blocks)
+        padded = [(*makers, *[none] * (most - len(makers))) for _, makers in self.contested]
+        return np.array([reader for reader, _ in self.contested]), np.array(padded)
+
+    def numbers(self, table: Table) -> Ints:
+        """Return [rows]: the numbers of the blocks that the rows of a table call."""
+        if table.blocks == self.blocks:
+            return table.block
+        return np.array([self.number[block] for block in table.blocks], np.int64)[table.block]
 
     def key_of(self, block: int, place: int) -> Key:
         """Return the key of an input of a block."""
         return self.blocks[block].reads[place]
-
-
-def _last(makers: Sequence[int], reader: int, last: Ints) -> int:
-    ends = last[list(makers)]
-    order = np.argsort(ends)
-    if ends[order[-1]] >= reader or ends[order[-1]] == ends[order[-2]]:
-        return -1
-    return makers[int(order[-1])]
 
 
 _FLOWS: WeakValueDictionary[frozenset[BoundBlock], BlockLinks] = WeakValueDictionary()

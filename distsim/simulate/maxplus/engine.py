@@ -140,10 +140,9 @@ def _wiring(
 
 
 def _model(table: Table, wiring: Wiring) -> ProgramModel:
-    number = np.array([wiring.flow.number[block] for block in table.blocks], np.int64)
     microbatch = np.zeros((len(table.block), 3), np.int64)
     microbatch[:, :2] = table.microbatch
-    rows = Rows(number[table.block], microbatch, table.start, table.repeats, table.advance)
+    rows = Rows(wiring.flow.numbers(table), microbatch, table.start, table.repeats, table.advance)
     products = _products(table, wiring)
     cells = wiring.registers + wiring.batched * table.microbatches
     return ProgramModel(

@@ -1,4 +1,8 @@
-"""What the rows of a table do to the memory of the ranks, as arrays, kept with the table."""
+"""What the rows of a table do to the memory of the ranks, as arrays, kept with the table.
+
+What rows do depends on the blocks and on the samples of the ranks; which rows do the same, on neither: of
+that an outline is kept with the rows, for all tables that have them (:class:`_Outline`).
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,18 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from distsim.cache import Cache
 from distsim.program.parts import Parts
-from distsim.program.table import SEND, Table
+from distsim.program.table import SEND, BoundBlock, Table
+from distsim.program.table_columns import TableColumns
 from distsim.schedule import Kind
 from distsim.simulate.memory.excerpt import Sample
 from distsim.simulate.memory.kernel import Amounts, Ints, Levels, Steps, compose
 from distsim.simulate.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of
 from distsim.simulate.memory.row_changes import NOTHING, Change, RankUse
-from distsim.simulate.memory.sampling import Sampling, sampling
+from distsim.simulate.memory.sampling import Sampling, samplings
+
+_CODES = {kind.value: kind.code for kind in Kind}
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,61 +70,181 @@ def changes_of(parts: Parts, table: Table) -> TableChanges | None:
     if table not in _CHANGES:
         changes = None
         with suppress(Irregular):
-            changes = _Assembly(_ranks_of(parts, table), table).changes()
+            changes = _table_changes(_ranks_of(parts, table), table)
         _CHANGES[table] = changes
     return _CHANGES[table]
+
+
+def _table_changes(known: _Ranks, table: Table) -> TableChanges:
+    sampled, uses = known.told(table)
+    key = (known.sides, sampled)
+    outline = _OUTLINES.get(table.columns, key, lambda: _Outline(known, sampled, table))
+    changes = known.changes(outline, uses)
+    rank, number = changes.rank, changes.number
+    steps, row, shift, number_of = outline.steps(rank, number)
+    each, amounts = changes.each, changes.amounts
+    if any(change.each for change in each):
+        ranks: list[int] = rank[rank >= 0].tolist()
+        each = [_every(change, sampled[own].counts) for change, own in zip(each, ranks, strict=True)]
+        amounts = {}
+    return TableChanges(uses.initial(sampled), steps, each, row, shift, number_of, amounts)
+
+
+def _every(change: Change, counts: Ints) -> Change:
+    """Return a change with what it does for each of the microbatches of the labels."""
+    net = change.net
+    for label, amounts in change.each:
+        count = int(counts[label])
+        net = tuple([a + count * b for a, b in zip(net, amounts, strict=True)])
+    return change._replace(net=net, each=())
 
 
 # --- kept with the parts ------------------------------------------------------------------------------
 
 
-class _Ranks:
-    """The ranks of some blocks: ``uses`` are, by what a rank does, those of the samples asked for."""
+class _Uses:
+    """What the rows of samples do on each rank."""
 
-    def __init__(self, ranks: tuple[Rank, ...]) -> None:
-        number: dict[RankCalls, int] = {}
+    def __init__(self, ranks: Sequence[RankUse]) -> None:
         self.ranks = ranks
+        each = [list(use.start_each.values()) for use in ranks]
+        self._end = np.array([0, *map(len, each)], np.int64).cumsum()
+        self._start = np.array([use.start for use in ranks], np.int64).reshape(-1, len(NOTHING))
+        rows = [amounts for own in each for amounts in own]
+        self._each = np.array(rows, np.int64).reshape(-1, len(NOTHING))
+
+    def initial(self, sampled: Sequence[Sampling]) -> Ints:
+        """Return [ranks, 1 + kinds]: what is there before the first row."""
+        counts = np.concatenate([np.zeros(0, np.int64), *[own.counts for own in sampled]])
+        until = np.zeros((len(counts) + 1, len(NOTHING)), np.int64)
+        np.cumsum(counts[:, None] * self._each, axis=0, out=until[1:])
+        return self._start + until[self._end[1:]] - until[self._end[:-1]]
+
+
+class _RowChanges(NamedTuple):
+    """What distinct rows do: [rows, 2], on which rank and which of the changes, -1 for nothing.
+
+    ``each`` are the changes, ``amounts`` as of :class:`TableChanges`.
+    """
+
+    rank: Ints
+    number: Ints
+    each: Sequence[Change]
+    amounts: dict[int, Amounts]
+
+
+class _Ranks:
+    """The ranks of some blocks; what they do in samples is kept by what a rank does, and the sample.
+
+    ``sides`` are the ranks of the blocks and the targets, as bytes, ``tail`` the blocks of the rows after the
+    last action.
+    """
+
+    def __init__(self, ranks: tuple[Rank, ...], table: Table) -> None:
+        number: dict[RankCalls, int] = {}
+        self.ranks, self.blocks = ranks, table.blocks
         self.alike = [number.setdefault(rank.calls, len(number)) for rank in ranks]
-        self.uses: list[dict[Sample, RankUse | None]] = [{} for _ in number]
+        self.side = np.array([(block.rank, block.target) for block in table.blocks], np.int64).reshape(-1, 2)
+        self.sides = self.side.tobytes()
+        self.tail: list[int] = table.block[table.start[table.tail] :].tolist()
+        self._samples: dict[tuple[int, Sample], RankUse | None] = {}
+        self._uses: dict[tuple[RankUse, ...], _Uses] = {}
 
-    def use(self, rank: int, sample: Sample) -> RankUse:
-        """Return what the rows of a sample do on a rank."""
-        known = self.uses[self.alike[rank]]
-        if sample not in known:
-            known[sample] = None
+    def told(self, table: Table) -> tuple[tuple[Sampling, ...], _Uses]:
+        """Return the sampling of each rank, plain where that says enough, and what its rows do."""
+        latest = tuple(table.latest.values())
+        return _TOLD.get(self, (table.order, latest), lambda: self._told(table))
+
+    def _told(self, table: Table) -> tuple[tuple[Sampling, ...], _Uses]:
+        found: list[Sampling] = []
+        uses: list[RankUse] = []
+        latest: list[list[tuple[int, int]]] = [[] for _ in self.ranks]
+        for (value, place), microbatch in table.latest.items():
+            if value in self.ranks[place].slots:
+                latest[place].append((self.ranks[place].slots[value], microbatch))
+        seen: dict[tuple[object, ...], RankUse | None] = {}
+        for rank, read in enumerate(latest):
+            for plain in (True, False):
+                sampled = samplings(table.order, table.latest.values(), plain)[rank]
+                labels = tuple([(slot, int(sampled.labels[m])) for slot, m in read])
+                key = self.alike[rank], sampled, labels
+                if key not in seen:
+                    sample = Sample(sampled.cells, sampled.ordinary, sampled.copies, labels, plain)
+                    seen[key] = self._use(rank, sample)
+                use = seen[key]
+                if use is not None:
+                    found.append(sampled)
+                    uses.append(use)
+                    break
+            else:
+                raise Irregular
+        own = tuple(uses)
+        return tuple(found), self._uses.setdefault(own, _Uses(own))
+
+    def _use(self, rank: int, sample: Sample) -> RankUse | None:
+        """Return what the rows of a sample do on a rank, None if it does not speak for the others."""
+        key = self.alike[rank], sample
+        if key not in self._samples:
+            self._samples[key] = None
             with suppress(Irregular):
-                known[sample] = RankUse(self.ranks[rank].calls, sample)
-        use = known[sample]
-        if use is None:
-            raise Irregular
-        return use
+                self._samples[key] = RankUse(self.ranks[rank].calls, sample)
+        return self._samples[key]
+
+    def changes(self, outline: _Outline, uses: _Uses) -> _RowChanges:
+        """Return what the distinct rows of an outline do."""
+        key = uses, outline.distinct.tobytes()
+        return _ROW_CHANGES.get(self, key, lambda: self._changes(outline.distinct, uses.ranks))
+
+    def _changes(self, distinct: Ints, uses: Sequence[RankUse]) -> _RowChanges:
+        rank, number = np.full((2, len(distinct), 2), -1, np.int64)
+        changes: list[Change] = []
+        rows: list[list[int]] = distinct.tolist()
+        for i, row in enumerate(rows):
+            for side, (own, each) in enumerate(self._row(row, uses)):
+                if each.net != NOTHING or each.peak != NOTHING or each.each:
+                    rank[i, side], number[i, side] = own, len(changes)
+                    changes.append(each)
+        return _RowChanges(rank, number, changes, {})
+
+    def _row(self, row: Sequence[int], uses: Sequence[RankUse]) -> list[tuple[int, Change]]:
+        """Return what a row does, by rank."""
+        what, one, two, same = row
+        ranks, place = self.ranks, what - len(self.blocks)
+        block = self.blocks[what if place < 0 else self.tail[place]]
+        if place >= 0:
+            labels = dict(zip(block.ranks, (one, two), strict=False))
+            return [(rank, uses[rank].tail(ranks[rank].tail[place], own)) for rank, own in labels.items()]
+        if block.kind == SEND:
+            source, target = block.ranks
+            return [
+                (source, uses[source].sent(ranks[source].sent[what], one)),
+                (target, uses[target].brought(ranks[target].brought[what], two)),
+            ]
+        use, families = uses[block.rank], self._families(block)
+        if not block.pair:
+            return [(block.rank, use.call(families[0], one))]
+        return [(block.rank, use.pair((families[0], one), (families[1], two), block.callee, bool(same)))]
+
+    def _families(self, block: BoundBlock) -> list[int]:
+        stages = self.ranks[block.rank].stages
+        pairs = zip(block.stages, block.kind, strict=True)
+        return [4 * stages.index(stage) + _CODES[kind] for stage, kind in pairs]
 
 
-_RANKS: WeakKeyDictionary[Parts, dict[tuple[object, ...], _Ranks]] = WeakKeyDictionary()
+_TOLD = Cache[_Ranks, tuple[tuple[Sampling, ...], _Uses]]("samples and their use, by order and latest", 64)
+_ROW_CHANGES = Cache[_Ranks, _RowChanges]("what distinct rows do, by the use of ranks and the rows", 64)
+_RANKS = Cache[Parts, _Ranks]("what ranks do in memory, by blocks and what follows the last action", 16)
 
 
 def _ranks_of(parts: Parts, table: Table) -> _Ranks:
     """Return the ranks of a table, kept with the parts for all tables of the same blocks."""
-    known = _RANKS.setdefault(parts, {})
     schedule = table.order.schedule
     tail = table.block[table.start[table.tail] :].tobytes()
     key = (schedule.rank_of, schedule.copies, table.blocks, tail, table.outputs)
-    if key not in known:
-        known[key] = _Ranks(ranks_of(table, parts.inputs))
-    return known[key]
+    return _RANKS.get(parts, key, lambda: _Ranks(ranks_of(table, parts.inputs), table))
 
 
-# --- a table ------------------------------------------------------------------------------------------
-
-
-class _Sides(NamedTuple):
-    """[rows, 2]: the ranks on which a row does something, and of which microbatch there; -1 for none.
-
-    The two sides of a transfer are its two ranks, those of a pair its two microbatches.
-    """
-
-    rank: Ints
-    microbatch: Ints
+# --- kept with the rows -------------------------------------------------------------------------------
 
 
 class _Cut(NamedTuple):
@@ -133,145 +261,76 @@ class _Cut(NamedTuple):
     repeats: Ints
 
 
-class _Assembly:
-    """Puts together what the rows of one table do."""
+class _Outline:
+    """Which rows do the same: rows of one block and of the same labels; those after the last action differ.
 
-    def __init__(self, known: _Ranks, table: Table) -> None:
-        self.known, self.table = known, table
-        self.samplings: list[Sampling] = []
-        self.uses: list[RankUse] = []
-        for number in range(len(known.ranks)):
-            try:
-                self._sample(number, plain=True)
-            except Irregular:
-                self._sample(number, plain=False)
-        self.labels = np.array([sample.labels for sample in self.samplings], np.int64)
-        self.end = int(table.start[table.tail])
+    ``distinct`` [.., 4]: the block, or how many blocks there are + the place after the last action; the label
+    of each side, -1 for none; whether they are of the same microbatch. The two sides of a transfer are its
+    two ranks, those of a pair its two microbatches.
+    """
 
-    def _sample(self, number: int, plain: bool) -> None:
-        rank, table = self.known.ranks[number], self.table
-        sampled = sampling(table.order, rank.stages, table.latest.values(), plain)
-        labels: list[int] = sampled.labels.tolist()
-        latest = [
-            (rank.slots[value], labels[m])
-            for (value, place), m in table.latest.items()
-            if place == number and value in rank.slots
-        ]
-        copies: list[int] = (sampled.sample // max(table.order.schedule.num_microbatches, 1)).tolist()
-        ordinary: list[bool] = sampled.ordinary.tolist()
-        sample = Sample(sampled.cells, tuple(ordinary), tuple(copies), tuple(latest), plain)
-        self.uses.append(self.known.use(number, sample))
-        self.samplings.append(sampled)
-
-    def changes(self) -> TableChanges:
-        """Return the changes of the table."""
-        table = self.table
-        sides = self._sides()
-        cut = self._cut(sides)
-        labels = self._labels(sides, cut)
-        same = sides.microbatch[cut.row, 0] == sides.microbatch[cut.row, 1]
-        # Rows of one block and of the same labels do the same; those after the last action occur once.
-        what = np.where(cut.row < self.end, table.block[cut.row], len(table.blocks) + cut.row - self.end)
-        base = 2 + int(self.labels.max(initial=0))
+    def __init__(self, known: _Ranks, sampled: Sequence[Sampling], table: Table) -> None:
+        columns = table.columns
+        first, second = columns.microbatch[:, 0], columns.microbatch[:, 1]
+        side = known.side[columns.block]
+        sent = side[:, 1] >= 0
+        rank = np.stack([side[:, 0], np.where(sent, side[:, 1], side[:, 0])], axis=1)
+        microbatch = np.stack([first, np.where(sent, first, second)], axis=1)
+        all_labels = np.array([own.labels for own in sampled], np.int64)
+        cut = self.cut = _cut(columns, rank, microbatch, all_labels)
+        own, end = microbatch[cut.row], int(columns.start[columns.tail])
+        labels = np.full(own.shape, -1, np.int64)
+        if all_labels.size:
+            moved = np.where(own < 0, 0, own + (cut.shift * columns.advance[cut.round])[:, None])
+            labels = np.where(own < 0, -1, all_labels[rank[cut.row], moved])
+        what = np.where(cut.row < end, columns.block[cut.row], len(table.blocks) + cut.row - end)
+        same = own[:, 0] == own[:, 1]
+        base = 2 + int(all_labels.max(initial=0))
         code = ((what * base + labels[:, 0] + 1) * base + labels[:, 1] + 1) * 2 + same
-        _, first, number = np.unique(code, return_index=True, return_inverse=True)
-        changes: list[Change] = []
-        rank = np.full((len(first), 2), -1, np.int64)
-        change = np.full((len(first), 2), -1, np.int64)
-        distinct = zip(cut.row[first].tolist(), labels[first].tolist(), same[first].tolist(), strict=True)
-        for i, (row, (one, two), alike) in enumerate(distinct):
-            for side, (number_of, each) in enumerate(self._row(row, one, two, alike)):
-                if each.net != NOTHING or each.peak != NOTHING:
-                    rank[i, side], change[i, side] = number_of, len(changes)
-                    changes.append(each)
-        ranks, numbers = rank[number.reshape(-1)], change[number.reshape(-1)]
-        step = np.nonzero(ranks >= 0)[0]
-        ends = np.concatenate([[0], (ranks >= 0).sum(axis=1).cumsum()]).astype(np.int64)
-        start = ends[np.concatenate([[0], cut.size.cumsum()])]
-        steps = Steps(ranks[ranks >= 0], numbers[ranks >= 0], start, cut.repeats)
-        return TableChanges(
-            self._initial(), steps, changes, cut.row[step], cut.shift[step], cut.round[step], {}
-        )
+        _, some, number = np.unique(code, return_index=True, return_inverse=True)
+        self.distinct = np.stack([what[some], *labels[some].T, same[some]], axis=1)
+        self._number = number.reshape(-1)
+        self._steps: dict[bytes, tuple[Steps, Ints, Ints, Ints]] = {}
 
-    def _sides(self) -> _Sides:
-        table = self.table
-        rank = np.array([block.rank for block in table.blocks], np.int64)[table.block]
-        target = np.array([block.target for block in table.blocks], np.int64)[table.block]
-        first, second = table.microbatch[:, 0], table.microbatch[:, 1]
-        other = np.where(target >= 0, first, second)
-        return _Sides(
-            np.stack([rank, np.where(target >= 0, target, rank)], axis=1), np.stack([first, other], axis=1)
-        )
+    def steps(self, rank: Ints, number: Ints) -> tuple[Steps, Ints, Ints, Ints]:
+        """Return the steps, with their rows, shifts and rounds, if distinct rows do this."""
+        key = rank.tobytes() + number.tobytes()
+        found = self._steps.get(key)
+        if found is None:
+            cut, ranks, numbers = self.cut, rank[self._number], number[self._number]
+            there = ranks >= 0
+            step = np.nonzero(there)[0]
+            ends = np.concatenate([[0], there.sum(axis=1).cumsum()])
+            start = ends[np.concatenate([[0], cut.size.cumsum()])]
+            steps = Steps(ranks[there], numbers[there], start, cut.repeats)
+            found = self._steps[key] = steps, cut.row[step], cut.shift[step], cut.round[step]
+        return found
 
-    def _labels(self, sides: _Sides, cut: _Cut) -> Ints:
-        """Return [rows, 2]: the label of each side; -1 for none."""
-        microbatch = sides.microbatch[cut.row]
-        moved = microbatch + (cut.shift * self.table.advance[cut.round])[:, None]
-        if not self.labels.size:
-            return np.full(moved.shape, -1, np.int64)
-        return np.where(
-            microbatch < 0, -1, self.labels[sides.rank[cut.row], np.where(microbatch < 0, 0, moved)]
-        )
 
-    def _cut(self, sides: _Sides) -> _Cut:
-        """Return the rows of the rounds, cut where a repetition does something else than the one before."""
-        table = self.table
-        rounds: list[tuple[int, int, int, int, int]] = []
-        count = table.microbatches
-        starts: list[int] = table.start.tolist()
-        pairs = zip(starts, starts[1:], table.repeats.tolist(), table.advance.tolist(), strict=False)
-        for number, (begin, end, times, advance) in enumerate(pairs):
-            cuts = [0]
-            if times > 1:
-                code = sides.rank[begin:end] * count + sides.microbatch[begin:end]
-                rank, microbatch = np.divmod(np.unique(code[sides.microbatch[begin:end] >= 0]), count)
-                steps: Ints = np.arange(times, dtype=np.int64) * int(advance)
-                labels = self.labels[rank[:, None], microbatch[:, None] + steps]
-                changed = (labels[:, 1:] != labels[:, :-1]).any(axis=0)
-                cuts += (np.flatnonzero(changed) + 1).tolist()
-            for shift, after in zip(cuts, [*cuts[1:], times], strict=True):
-                rounds.append((begin, end - begin, shift, number, after - shift))
-        begins, size, shift, number, repeats = np.array(rounds, np.int64).reshape(-1, 5).T
-        row = np.arange(int(size.sum())) + np.repeat(begins - size.cumsum() + size, size)
-        return _Cut(row, np.repeat(shift, size), np.repeat(number, size), size, repeats.copy())
+_OUTLINES = Cache[TableColumns, _Outline]("which rows do the same, by rows, sides and samples", 8)
 
-    def _row(self, row: int, one: int, two: int, same: bool) -> list[tuple[int, Change]]:
-        """Return what a row does, by rank; ``one`` and ``two`` are its labels."""
-        number = int(self.table.block[row])
-        block = self.table.blocks[number]
-        uses, ranks = self.uses, self.known.ranks
-        labels = dict(zip(block.ranks, (one, two), strict=False))
-        if row >= self.end:
-            place = row - self.end
-            return [
-                (rank, self._every(rank, uses[rank].tail(ranks[rank].tail[place], label)))
-                for rank, label in labels.items()
-            ]
-        if block.kind == SEND:
-            source, target = block.ranks
-            return [
-                (source, uses[source].sent(ranks[source].sent[number], one)),
-                (target, uses[target].brought(ranks[target].brought[number], two)),
-            ]
-        stages, use = ranks[block.rank].stages, uses[block.rank]
-        pairs = zip(block.stages, block.kind, strict=True)
-        families = [4 * stages.index(stage) + Kind(kind).code for stage, kind in pairs]
-        if not block.pair:
-            return [(block.rank, use.call(families[0], one))]
-        return [(block.rank, use.pair((families[0], one), (families[1], two), block.callee, same))]
 
-    def _every(self, rank: int, change: Change) -> Change:
-        """Return a change with what it does for each of the microbatches of the labels."""
-        net = change.net
-        for label, amounts in change.each:
-            count = int(self.samplings[rank].counts[label])
-            net = tuple([a + count * b for a, b in zip(net, amounts, strict=True)])
-        return change._replace(net=net, each=())
+def _cut(columns: TableColumns, sides: Ints, microbatches: Ints, labels: Ints) -> _Cut:
+    """Return the rows of the rounds, cut where a repetition does something else than the one before.
 
-    def _initial(self) -> Ints:
-        """Return [ranks, 1 + kinds]: what is there before the first row."""
-        rows: list[Ints] = []
-        for use, sampled in zip(self.uses, self.samplings, strict=True):
-            each = np.array(list(use.start_each.values()), np.int64).reshape(-1, len(NOTHING))
-            rows.append(np.array(use.start, np.int64) + sampled.counts @ each)
-        return np.array(rows, np.int64).reshape(-1, len(NOTHING))
+    ``sides`` and ``microbatches`` [rows, 2] are those of rows, ``labels`` [ranks, microbatches].
+    """
+    rounds: list[tuple[int, int, int, int, int]] = []
+    starts: list[int] = columns.start.tolist()
+    repeats: list[int] = columns.repeats.tolist()
+    pairs = zip(starts, starts[1:], repeats, columns.advance.tolist(), strict=False)
+    for number, (begin, end, times, advance) in enumerate(pairs):
+        cuts = [0]
+        if times > 1:
+            count = labels.shape[1]
+            own = microbatches[begin:end]
+            rank, microbatch = np.divmod(np.unique((sides[begin:end] * count + own)[own >= 0]), count)
+            steps: Ints = np.arange(times, dtype=np.int64) * int(advance)
+            each = labels[rank[:, None], microbatch[:, None] + steps]
+            changed = (each[:, 1:] != each[:, :-1]).any(axis=0)
+            cuts += (np.flatnonzero(changed) + 1).tolist()
+        for shift, after in zip(cuts, [*cuts[1:], times], strict=True):
+            rounds.append((begin, end - begin, shift, number, after - shift))
+    begins, size, shift, number, repeats_of = np.array(rounds, np.int64).reshape(-1, 5).T
+    row = np.arange(int(size.sum())) + np.repeat(begins - size.cumsum() + size, size)
+    return _Cut(row, np.repeat(shift, size), np.repeat(number, size), size, repeats_of.copy())
