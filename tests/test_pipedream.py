@@ -355,20 +355,6 @@ def test_plans_that_do_not_fit(text, named):
         parallelize(joint_of("mlp", SGD(0.5)), Plan.parse(text), costs.topology, costs)
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("schedule=pipedream,chunks=2", "runs 1 stage a rank"),
-        ("schedule=pipedream:2", "takes no number"),
-        ("schedule=pipedream_2bw:1.5", "takes the microbatches of an update, as in pipedream_2bw:8"),
-        ("schedule=pipedream_2bw:0", "takes the microbatches of an update"),
-    ],
-)
-def test_texts_of_plans(text, named):
-    with pytest.raises(PlanError, match=named):
-        Plan.parse(text)
-
-
 def test_weights_that_stages_share_need_a_flush():
     joint = differentiate(tied(layers=4, batch=16), SGD())
     with pytest.raises(ScheduleError, match=r"passes between stages .* share .* use 1f1b, or untie them"):
