@@ -4,6 +4,7 @@ The reference is one device that keeps every version: microbatch m computes its 
 the version that the papers say, and the stage's newest weights take the step.
 """
 
+import re
 from functools import cache
 
 import numpy as np
@@ -391,3 +392,24 @@ def test_a_table_is_not_known_to_run_on():
     assert longer(order, 9) == schedule("pipedream", 2, 9)
     with pytest.raises(ScheduleError, match="how it runs on over 9 microbatches"):
         longer(replace_name(order, "mine"), 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("pp=2,microbatches=4,schedule=pipedream", ""),
+        (
+            "pp=4,microbatches=2,schedule=pipedream",
+            "2 microbatches show .* stage 0 holds 2, and 4 once",
+        ),
+        (
+            "pp=2,microbatches=4,schedule=pipedream_2bw:4",
+            "stage 0 holds 1, and 2 once",
+        ),
+    ],
+)
+def test_a_step_that_is_too_short_for_its_versions_says_so(text, note):
+    costs = CostModel(load_cluster("dgx-a100"))
+    program = parallelize(joint_of("mlp", SGD(0.5)), Plan.parse(text), costs.topology, costs)
+    notes = "; ".join(Simulator(costs).simulate(program).notes)
+    assert re.search(note, notes) if note else "fewer versions" not in notes
