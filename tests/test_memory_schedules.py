@@ -21,7 +21,7 @@ from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.memory.table_changes import changes_of
 from distsim.transforms import SGD, Adam, differentiate
 
-FLUSHED = [name for name in SCHEDULES if not name.startswith("pipedream")]
+FLUSHED = [name for name in SCHEDULES if not name.startswith("pipedream")]  # see test_pipedream.py
 MODELS = {
     "mlp": lambda: differentiate(small_mlp(layers=16, batch=16), Adam()),
     "gpt": lambda: differentiate(small_gpt(layers=3, batch=16), SGD()),

@@ -4,6 +4,7 @@ The reference is one device that keeps every version: microbatch m computes its 
 the version that the papers say, and the stage's newest weights take the step.
 """
 
+import re
 from functools import cache
 
 import numpy as np
@@ -355,20 +356,6 @@ def test_plans_that_do_not_fit(text, named):
         parallelize(joint_of("mlp", SGD(0.5)), Plan.parse(text), costs.topology, costs)
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("schedule=pipedream,chunks=2", "runs 1 stage a rank"),
-        ("schedule=pipedream:2", "takes no number"),
-        ("schedule=pipedream_2bw:1.5", "takes the microbatches of an update, as in pipedream_2bw:8"),
-        ("schedule=pipedream_2bw:0", "takes the microbatches of an update"),
-    ],
-)
-def test_texts_of_plans(text, named):
-    with pytest.raises(PlanError, match=named):
-        Plan.parse(text)
-
-
 def test_weights_that_stages_share_need_a_flush():
     joint = differentiate(tied(layers=4, batch=16), SGD())
     with pytest.raises(ScheduleError, match=r"passes between stages .* share .* use 1f1b, or untie them"):
@@ -405,3 +392,24 @@ def test_a_table_is_not_known_to_run_on():
     assert longer(order, 9) == schedule("pipedream", 2, 9)
     with pytest.raises(ScheduleError, match="how it runs on over 9 microbatches"):
         longer(replace_name(order, "mine"), 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("pp=2,microbatches=4,schedule=pipedream", ""),
+        (
+            "pp=4,microbatches=2,schedule=pipedream",
+            "2 microbatches show .* stage 0 holds 2, and 4 once",
+        ),
+        (
+            "pp=2,microbatches=4,schedule=pipedream_2bw:4",
+            "stage 0 holds 1, and 2 once",
+        ),
+    ],
+)
+def test_a_step_that_is_too_short_for_its_versions_says_so(text, note):
+    costs = CostModel(load_cluster("dgx-a100"))
+    program = parallelize(joint_of("mlp", SGD(0.5)), Plan.parse(text), costs.topology, costs)
+    notes = "; ".join(Simulator(costs).simulate(program).notes)
+    assert re.search(note, notes) if note else "fewer versions" not in notes

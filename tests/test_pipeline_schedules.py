@@ -13,7 +13,7 @@ from distsim.plan import Plan
 from distsim.schedule import SCHEDULES, schedule
 from distsim.transforms import SGD, Adam, differentiate
 
-FLUSHED = [name for name, known in SCHEDULES.items() if known.flush]
+FLUSHED = [name for name in SCHEDULES if not name.startswith("pipedream")]  # see test_pipedream.py
 MODELS = {
     "mlp": lambda: differentiate(small_mlp(layers=16, batch=16), Adam()),
     "gpt": lambda: differentiate(small_gpt(layers=3, batch=16), SGD()),

@@ -16,7 +16,7 @@ remats = st.sampled_from([r for r in REMAT if ":" not in r]) | counts.map("every
 @st.composite
 def named(draw):
     """Plans whose stages have a name, of a schedule that runs so many a rank."""
-    schedule = draw(st.sampled_from([name for name, known in SCHEDULES.items() if known.flush]))
+    schedule = draw(st.sampled_from([*SCHEDULES]))
     return Plan(
         *[draw(counts) for _ in range(4)],
         schedule,
@@ -102,9 +102,11 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
         ("pp=1" + "0" * 6000, ["pp='1000", "is out of range"]),
         ("dp=2,tp=1,dp=4", ["dp is given twice", "2 and '4'"]),
         ("schedule=2f2b", ["schedule='2f2b' is unknown", "choose one of 1f1b, gpipe"]),
-        ("schedule=pipedream", ["schedule=pipedream has no flush", "use 1f1b"]),
+        ("schedule=pipedream:2", ["pipedream takes no number; use schedule=pipedream"]),
+        ("schedule=pipedream_2bw:1.5", ["takes the microbatches of an update, as in pipedream_2bw:8"]),
+        ("schedule=pipedream_2bw:0", ["takes the microbatches of an update, as in pipedream_2bw:8"]),
         ("schedule=zb_auto:0", ["takes a share of the memory of 1F1B over 0", "zb_auto:2"]),
-        ("schedule=1f1b:2", ["1f1b takes no memory; use schedule=1f1b"]),
+        ("schedule=1f1b:2", ["1f1b takes no number; use schedule=1f1b"]),
         ("pp=2,chunks=2", ["runs 1 stage a rank, not chunks=2"]),
         ("pp=2,schedule=zb_v", ["schedule=zb_v runs 2 stages a rank, not chunks=1"]),
         ("stages=best", ["stages='best' is unknown", "choose one of even, default, layers, auto, N-N-"]),

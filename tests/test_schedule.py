@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, ScheduleError
-from distsim.schedule import Action, IssueOrder, Kind, Schedule, gpipe, issue_order, one_f_one_b, schedule
+from distsim.schedule import (
+    Action,
+    IssueOrder,
+    Kind,
+    Schedule,
+    Weights,
+    gpipe,
+    issue_order,
+    one_f_one_b,
+    schedule,
+)
 
 SCHEDULES = ("1f1b", "gpipe")
 SIZES = list(itertools.product(range(1, 9), range(1, 17)))
@@ -214,7 +224,7 @@ def test_a_schedule_of_integers_equals_the_one_of_tasks(made):
     back = [row[::-1] for row in codes]
     assert Schedule.from_codes("other", *counts, codes) != other
     assert Schedule.from_codes("hand-made", *counts, back) != other
-    assert Schedule.from_codes("hand-made", *counts, codes, weights="stashed") != other
+    assert Schedule.from_codes("hand-made", *counts, codes, weights=Weights(1)) != other
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -16,9 +16,11 @@ from schedule_replay import peaks, replay
 from distsim.errors import ScheduleError
 from distsim.plan import Plan
 from distsim.schedule import (
+    FLUSH,
     SCHEDULES,
     Generator,
     Schedule,
+    Weights,
     gpipe,
     read_csv,
     register_schedule,
@@ -197,7 +199,7 @@ def test_what_torch_runs_where_megatron_refuses_is_a_schedule_of_its_own():
 
 def test_weights_and_copies_are_told_apart():
     orders = [schedule(name, 3, 6) for name in ("1f1b", "pipedream", "pipedream_2bw")]
-    assert [made.weights for made in orders] == ["flush", "stashed", "double"]
+    assert [made.weights for made in orders] == [FLUSH, Weights(1), Weights(3, delayed=True)]
     assert len({made.actions for made in orders}) == 1 and len(set(orders)) == 3
     made = schedule("dualpipe", 4, 8)
     assert (made.copies, made.chain, made.rank_of) == (2, 4, (0, 1, 2, 3, 3, 2, 1, 0))

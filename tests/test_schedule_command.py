@@ -59,6 +59,16 @@ def test_a_schedule_is_searched_for_the_times_that_are_given(capsys, tmp_path):
     assert read_csv(table, "zb_auto") == made
 
 
+def test_versions_of_the_weights_are_told(capsys):
+    out, _ = run(capsys, "schedule", "pipedream", "--stages", 3, "--microbatches", 6)
+    rows = [line.split() for line in out.splitlines() if line[:1].isdigit()]
+    assert [(row[0], row[-1]) for row in rows] == [("0", "3"), ("1", "2"), ("2", "1")]
+    assert "versions: of the weights, the most; microbatches an update: 1, in no time here" in out
+    sizes = ("--stages", 2, "--microbatches", 8, "--update-every", 4)
+    out, _ = run(capsys, "schedule", "pipedream_2bw", *sizes)
+    assert "microbatches an update: 4" in out
+
+
 def test_pairs_of_copies_run_in_turn_or_together(capsys):
     table = DATA / "DualPipe-p4-v2-m8.csv"
     in_turn, _ = run(capsys, "schedule", "--schedule-csv", table, "--copies", 2)

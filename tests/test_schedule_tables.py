@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schedule_replay import peaks, replay
 
 from distsim.errors import ScheduleError
-from distsim.schedule import Action, Cell, Kind, Schedule
+from distsim.schedule import Action, Cell, Kind, Schedule, Weights
 
 F, B, I, W = Kind  # noqa: E741
 
@@ -161,7 +161,7 @@ def test_one_rank_may_hold_several_stages():
         ({"rank_of": (0, -1)}, "stage 1 is on rank -1"),
         ({"copies": 3}, "copies=3 does not divide 2 stages"),
         ({"copies": 0}, "copies=0 does not divide"),
-        ({"weights": "old"}, "weights='old' is unknown; choose one of flush, stashed, double"),
+        ({"weights": Weights(2)}, "update_every=2 does not divide 1 microbatch;"),
     ],
 )
 def test_placements_that_make_no_sense_are_refused(changes, message):

@@ -21,8 +21,8 @@ MOST_PAIRS = 200_000
 """Pairs of a stage and a microbatch in a schedule: more take over half a minute."""
 
 _SIZES = ("stages", "chunks", "microbatches")
-_SEARCHED = ("memory_limit", "weight_share")
-"""Options of the schedules that are searched for given times."""
+_OPTIONS = ("memory_limit", "weight_share", "update_every")
+"""Options of some schedules only: of those that are searched for given times, and of weights' updates."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +56,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weight-share", type=float, metavar="SHARE", help="of a searched schedule: what W frees of one"
+    )
+    parser.add_argument(
+        "--update-every",
+        type=int,
+        metavar="MICROBATCHES",
+        help="of pipedream_2bw: so many are an update (default: the fewest from --stages that divide all)",
     )
     parser.add_argument(
         "--together",
@@ -98,7 +104,7 @@ def _chosen(options: argparse.Namespace, times: ActionTimes) -> Schedule:
     """Return the schedule that is named, searched for the times if it is, or that is in the table."""
     if options.schedule_csv is None:
         return _named(options, times)
-    given = [name for name in ("name", *_SIZES, *_SEARCHED) if getattr(options, name) is not None]
+    given = [name for name in ("name", *_SIZES, *_OPTIONS) if getattr(options, name) is not None]
     if given:
         name = f"the name {options.name}" if given[0] == "name" else f"--{given[0].replace('_', '-')}"
         raise ScheduleError(f"--schedule-csv says what the schedule is: leave out {name}")
@@ -118,7 +124,7 @@ def _named(options: argparse.Namespace, times: ActionTimes) -> Schedule:
         raise ScheduleError(f"{options.name}: --copies goes with --schedule-csv, of which no table says it")
     sizes = (options.stages, options.chunks or 1, options.microbatches)
     _check_size(math.prod([max(size, 0) for size in sizes]))
-    asked = {name: getattr(options, name) for name in _SEARCHED if getattr(options, name) is not None}
+    asked = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
     if options.name in SCHEDULES and "seconds" in SCHEDULES[options.name].options:
         asked["seconds"] = (times.forward, times.backward_input, times.backward_weight)
         asked["send"] = times.send

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from weakref import WeakKeyDictionary
 
+from distsim.cache import Cache
 from distsim.ir import Function, Value
 from distsim.ops.operator import operator
-
-_KNOWN: WeakKeyDictionary[Function, Mapping[int, int]] = WeakKeyDictionary()
 
 
 def replacements(function: Function) -> dict[Value, Value]:
@@ -26,15 +24,19 @@ def replacements(function: Function) -> dict[Value, Value]:
 
 def replaced_inputs(function: Function) -> Mapping[int, int]:
     """Return for each output that is a new value of an input the place of that input."""
-    found = _KNOWN.get(function)
-    if found is None:
-        before = replacements(function)
-        number = {value: place for place, value in enumerate(function.inputs)}
-        places: dict[int, int] = {}
-        for output, value in enumerate(function.outputs):
-            while value in before:
-                value = before[value]
-                if value in number:
-                    places[output] = number[value]
-        found = _KNOWN[function] = places
-    return found
+    return _PLACES.get(function, None, lambda: _replaced_inputs(function))
+
+
+def _replaced_inputs(function: Function) -> dict[int, int]:
+    before = replacements(function)
+    number = {value: place for place, value in enumerate(function.inputs)}
+    places: dict[int, int] = {}
+    for output, value in enumerate(function.outputs):
+        while value in before:
+            value = before[value]
+            if value in number:
+                places[output] = number[value]
+    return places
+
+
+_PLACES = Cache[Function, Mapping[int, int]]("what outputs of a callee are new values of", 1)

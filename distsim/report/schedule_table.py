@@ -62,10 +62,8 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
     notes = ["in flight: the most pairs of a stage and a microbatch past F and not past B or W"]
     notes += ["until I: past F and not past B or I; pending W: past I and not past W"] if halved else []
     if versions:
-        every = count(schedule.weights.update_every, "microbatch")
-        notes.append(
-            f"versions: of the weights, held at once; updated after every {every}, which takes no time"
-        )
+        every = schedule.weights.update_every
+        notes.append(f"versions: of the weights, the most; microbatches an update: {every}, in no time here")
     return [*table(header, rows), *notes]
 
 

@@ -37,7 +37,7 @@ class Generator:
     ``make(num_ranks, num_microbatches, chunks)`` returns it, or raises :class:`ScheduleError`, and takes by
     keyword what ``options`` names. ``chunks`` is the number of stages a rank that it takes, None: any.
     ``placement``: stage s on rank s modulo p (loop), down the ranks and up again (V), or two copies of the
-    model in opposite directions. Without ``flush`` weights are updated while the pipeline runs on.
+    model in opposite directions.
     """
 
     make: Callable[..., Schedule]
@@ -46,7 +46,6 @@ class Generator:
     description: str
     source: str
     options: tuple[str, ...] = ()
-    flush: bool = True
 
     @property
     def searched(self) -> bool:
@@ -116,7 +115,6 @@ _SCHEDULES: dict[str, Generator] = {
         "loop",
         "1F1B without a flush, weights stashed",
         "Narayanan et al. 2019",
-        flush=False,
     ),
     "pipedream_2bw": Generator(
         pipedream_2bw,
@@ -125,7 +123,6 @@ _SCHEDULES: dict[str, Generator] = {
         "1F1B without a flush, two versions of weights",
         "Narayanan et al. 2021",
         _UPDATES,
-        flush=False,
     ),
 }
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Kind
+from distsim.schedule.refusals import count
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -58,8 +59,8 @@ def check_weights(name: str, weights: Weights, num_microbatches: int, copies: in
         return
     if every < 1 or num_microbatches % every:
         raise ScheduleError(
-            f"{name}: update_every={every} does not divide {num_microbatches} microbatches; what remained "
-            "would never be updated: choose a divisor"
+            f"{name}: update_every={every} does not divide {count(num_microbatches, 'microbatch')}; what "
+            "remained would never be updated: choose a divisor"
         )
     if copies > 1:
         raise ScheduleError(

@@ -14,7 +14,8 @@ from distsim.errors import PartitionError, SimulationError
 from distsim.ir import Device, Function, Op
 from distsim.ops import signature_of, work
 from distsim.program.program import Program
-from distsim.schedule import FLUSH
+from distsim.schedule import FLUSH, SCHEDULES, Schedule, longer
+from distsim.schedule.refusals import count
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.explain import explain
 from distsim.simulate.explain.explanation import Explanation
@@ -222,9 +223,11 @@ class Simulation:
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the program, and of recomputation that saves no memory."""
+        """What a user should know of the program, and of its memory."""
         simulated = self.simulated
-        return (*simulated.notes, *_dearer(simulated)) if isinstance(simulated, Program) else ()
+        if not isinstance(simulated, Program):
+            return ()
+        return (*simulated.notes, *_dearer(simulated), *_fewer_versions(simulated.schedule))
 
     @cached_property
     def flops(self) -> float:
@@ -257,6 +260,23 @@ def _dearer(program: Program) -> list[str]:
     return [
         f"recomputation saves no memory here: the fullest device has {own:,} bytes in use, with remat=none "
         f"{other:,}"
+    ]
+
+
+def _fewer_versions(order: Schedule) -> list[str]:
+    """Say so if a step is too short for all the versions of the weights of a pipeline that runs on."""
+    every = order.weights.update_every
+    if order.weights == FLUSH or order.name not in SCHEDULES:
+        return []
+    on = longer(order, -(-4 * order.num_stages // every) * every + 2 * every)
+    pairs = [(order.versions_of(stage), on.versions_of(stage)) for stage in range(order.num_stages)]
+    short = [stage for stage, (own, other) in enumerate(pairs) if own < other]
+    if not short:
+        return []
+    own, other = pairs[short[0]]
+    return [
+        f"{count(order.num_microbatches, 'microbatch')} show fewer versions of the weights than there are: "
+        f"stage {short[0]} holds {own}, and {other} once the pipeline has run on; memory is that of the step"
     ]
 
 
