@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from joint_cases import Case, Expected, read_case
+from merge_equal import merge_equal
 
 from distsim.errors import DistsimError
 from distsim.transforms.recompute.saves import (
@@ -26,7 +27,6 @@ from distsim.transforms.recompute.saves import (
     Saves,
     Tag,
     Trait,
-    merge_equal,
     save_for_backward,
     save_replayed,
     save_within_budget,

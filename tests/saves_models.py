@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import replace
+from pathlib import Path
+
+import pytest
 
 from distsim.transforms.recompute.saves import (
     JointGraph,
@@ -15,6 +19,11 @@ from distsim.transforms.recompute.saves import (
     Tag,
     Trait,
 )
+
+with pytest.MonkeyPatch.context() as patch:
+    # The experiments are scripts: each finds the others next to itself.
+    patch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
+    merge_equal = importlib.import_module("merge_equal").merge_equal
 
 CHEAP = Trait.ALLOWED | Trait.FUSIBLE
 TRAITS = [CHEAP, CHEAP, Trait.COMPUTE_INTENSIVE, CHEAP | Trait.VIEW, Trait.NONE, Trait.COLLECTIVE]

@@ -40,16 +40,7 @@ from distsim.simulate.memory.timeline import memory_timeline
 from distsim.simulate.memory.walk import KINDS
 from distsim.simulate.tasks import recurrence
 from distsim.simulate.tasks.task_table import lower
-from distsim.transforms import (
-    SGD,
-    Adam,
-    differentiate,
-    fsdp,
-    gathered,
-    pipeline,
-    rematerialize,
-    shard,
-)
+from distsim.transforms import SGD, Adam, differentiate, fsdp, gathered, pipeline, rematerialize, shard
 from distsim.transforms.data_parallel.fsdp import chains
 from distsim.transforms.recompute.saves import Tag
 
@@ -134,11 +125,8 @@ def test_every_rank_computes_the_same_step(name: str, plan: Plan, remat: str, we
     flat = program.to_function(steady=True)
     peaks = peak_memory(flat)
     for device, use in program_memory(program).devices.items():
-        assert (use.peak, use.end, use.by_kind) == (
-            peaks[device].peak,
-            peaks[device].end,
-            peaks[device].by_kind,
-        )
+        peak = peaks[device]
+        assert (use.peak, use.end, use.by_kind) == (peak.peak, peak.end, peak.by_kind)
     model = CostModel(topology_of(len(program.mesh)))
     found = Simulator(model).simulate(program).step_time
     tasks = lower(flat, model)

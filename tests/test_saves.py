@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saves_models import CHEAP, chain, computed, computed_apart, joint_graph, primal, tangent
+from saves_models import CHEAP, chain, computed, computed_apart, joint_graph, merge_equal, primal, tangent
 
 from distsim.errors import RematerializationError
 from distsim.transforms.recompute.saves import (
@@ -19,7 +19,6 @@ from distsim.transforms.recompute.saves import (
     Phase,
     Tag,
     Trait,
-    merge_equal,
     needs,
     save_by_region,
     save_for_backward,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from saves_models import CHEAP, computed, computed_apart, joint_graph, primal, tangent
+from saves_models import CHEAP, computed, computed_apart, joint_graph, merge_equal, primal, tangent
 
 from distsim.errors import RematerializationError
 from distsim.transforms.recompute.saves import (
@@ -18,7 +18,6 @@ from distsim.transforms.recompute.saves import (
     Phase,
     Tag,
     Trait,
-    merge_equal,
     save_min_cut,
     save_replayed,
     save_within_budget,

@@ -11,9 +11,9 @@ from typing import Any
 
 from distsim.cost import CostModel
 from distsim.cost.cost_model import cost_model_of, runs_kernel
-from distsim.device_placement.optimal import OptimalPartition, optimal_partition
+from distsim.device_placement.optimal import OptimalPartition
 from distsim.device_placement.optimal.timetable import Timetable, timetable
-from distsim.device_placement.partitioner import MODES, partition
+from distsim.device_placement.partitioner import MODES, ModeOptions, partition
 from distsim.device_placement.parts import Partition
 from distsim.device_placement.problem import PartitionDevice, Problem, problem_of
 from distsim.errors import PartitionError
@@ -245,21 +245,6 @@ def partition_model(
     transfers = transfer_seconds(problem, cost_model)
     first, last = topology.devices[0], topology.devices[-1]
     rate = topology.link(first, last).achieved if len(topology.devices) > 1 else 0.0
-    found = _partition(problem, devices, mode, rate, transfers, saturate_host, time_limit)
+    options: ModeOptions = {"time_limit": time_limit, "transfers": transfers} if mode == "optimal" else {}
+    found = partition(problem, devices, mode, rate, saturate_host, **options)
     return Partitioned(found, place(found, topology.devices, transfers))
-
-
-def _partition(
-    problem: Problem,
-    devices: Sequence[PartitionDevice],
-    mode: str,
-    rate: float,
-    transfers: Sequence[float],
-    saturate_host: bool,
-    time_limit: float,
-) -> Partition:
-    if mode != "optimal":
-        return partition(problem, devices, mode, rate, saturate_host)
-    if saturate_host:
-        return partition(problem, devices, mode, rate, saturate_host, time_limit=time_limit)
-    return optimal_partition(problem, devices, rate, time_limit, transfers=transfers)

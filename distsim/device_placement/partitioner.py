@@ -30,6 +30,7 @@ class ModeOptions(TypedDict, total=False):
     assigned_devices: Mapping[int, Sequence[int]] | None
     coarse: int
     time_limit: float
+    transfers: Sequence[float] | None
 
 
 def partition(
@@ -56,7 +57,8 @@ def partition(
     ``cost_aware``            join pieces while that shortens the graph latency
     ``kernighan_lin``         size_based, then swap ops between parts while that shortens the graph latency
     ``ahead_of_time``         as given
-    ``optimal``               :func:`optimal_partition`: the shortest run found in ``time_limit`` seconds (10)
+    ``optimal``               :func:`optimal_partition`: the shortest run found in ``time_limit`` seconds
+                              (10); sending an item takes what ``transfers`` say, if given
     ========================  ===========================================================================
 
     ``transfer_rate`` in bytes per second is needed by cost_aware and kernighan_lin, which look at all pairs
@@ -71,7 +73,6 @@ def partition(
     [((0, 1), 20, 'd0'), ((2,), 14, 'd1')]
     """
     _check_options(mode, assignment, options)
-    assigned_devices, time_limit = options.get("assigned_devices"), options.get("time_limit", 10.0)
     if isinstance(problem, Function):
         if cost_model is None:
             raise PartitionError(f"{problem.name} is a Function: give a cost_model for its latencies")
@@ -79,9 +80,9 @@ def partition(
     check_problem(problem, devices)
     largest = max(range(len(devices)), key=lambda number: devices[number].memory)
     if mode == "optimal":
-        return _optimal(problem, devices, transfer_rate, time_limit, saturate_host)
+        return _optimal(problem, devices, transfer_rate, saturate_host, options)
     if assignment is not None:
-        pieces, places = given_parts(problem, devices, assignment, assigned_devices)
+        pieces, places = given_parts(problem, devices, assignment, options.get("assigned_devices"))
     elif problem.total_bytes <= devices[largest].memory:
         pieces, places = [piece_of(problem, range(len(problem.items)))], [[largest]]
     else:
@@ -103,11 +104,12 @@ def _optimal(
     problem: Problem,
     devices: Sequence[PartitionDevice],
     transfer_rate: float,
-    time_limit: float,
     saturate_host: bool,
+    options: ModeOptions,
 ) -> OptimalPartition:
     """Return the optimal partition, with replicas on idle devices if they are wanted."""
-    found = optimal_partition(problem, devices, transfer_rate, time_limit)
+    time_limit, transfers = options.get("time_limit", 10.0), options.get("transfers")
+    found = optimal_partition(problem, devices, transfer_rate, time_limit, transfers=transfers)
     if not saturate_host:
         return found
     number = {device: place for place, device in enumerate(found.devices)}

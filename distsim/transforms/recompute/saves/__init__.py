@@ -13,7 +13,6 @@ from distsim.transforms.recompute.saves.graph import (
     Tag,
     Trait,
 )
-from distsim.transforms.recompute.saves.merge import Merged, merge_equal
 from distsim.transforms.recompute.saves.mincut import MinCutOptions, save_min_cut
 from distsim.transforms.recompute.saves.replay import save_replayed
 from distsim.transforms.recompute.saves.split import Needs, needs, split
@@ -25,7 +24,6 @@ __all__ = [
     "EVERY_OUTPUT",
     "JointGraph",
     "JointNode",
-    "Merged",
     "MinCutOptions",
     "Needs",
     "NodeKind",
@@ -35,7 +33,6 @@ __all__ = [
     "Tag",
     "Trait",
     "checkpointed",
-    "merge_equal",
     "needs",
     "save_by_region",
     "save_for_backward",

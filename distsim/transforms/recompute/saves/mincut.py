@@ -20,8 +20,8 @@ def save_min_cut(graph: JointGraph, options: MinCutOptions | None = None) -> Sav
     """Save the values of a minimum cut between what cannot be recomputed and what backward computes.
 
     The cost of a value is its bytes, times 1.1 per op to the backward pass, twice that if saving is all
-    that writes it to memory. Equal subexpressions are to be merged before (:func:`merge_equal`). Without a
-    backward pass the default partitioner answers.
+    that writes it to memory. Equal subexpressions are to be merged before. Without a backward pass
+    the default partitioner answers.
 
     Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016) for recomputation; the cut and its
     rules are those of PyTorch's ``min_cut_rematerialization_partition``. Raises

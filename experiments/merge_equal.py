@@ -1,11 +1,14 @@
-"""Equal subexpressions become one; what was asked of any of them is asked of that one."""
+"""Equal subexpressions of a joint graph become one, as PyTorch merges them before it partitions.
+
+What was asked of any of them is asked of that one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from distsim.transforms.recompute.saves.graph import EVERY_OUTPUT, JointGraph, JointNode, NodeRole, Trait
+from distsim.transforms.recompute.saves import EVERY_OUTPUT, JointGraph, JointNode, NodeRole, Trait
 
 
 @dataclass(frozen=True)
