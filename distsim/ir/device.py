@@ -127,10 +127,6 @@ class Mesh:
         """Names and sizes of the axes, slowest first."""
         return self._axes
 
-    def has_axis(self, name: str) -> bool:
-        """Whether the mesh has an axis of this name."""
-        return name in self._strides
-
     def axis_size(self, name: str) -> int:
         """The size of an axis; :class:`TopologyError` if the mesh has none of this name."""
         for axis, size in self._axes:

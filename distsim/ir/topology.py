@@ -256,11 +256,6 @@ class Topology:
             pairs = [(a, b) for a, b in self._links if a in place and b in place]
         return tuple(sorted([(place[a], place[b], self._links[a, b]) for a, b in pairs], key=lambda p: p[:2]))
 
-    def link_name(self, a: Device, b: Device) -> str:
-        """The name of the level that joins two devices, or ``"link"`` for a pair that was set."""
-        level = self.level(a, b)
-        return "link" if level is None else level.name
-
     def level(self, a: Device, b: Device) -> Level | None:
         """The level that joins two devices, ``None`` for a pair that was set; raises as :meth:`link`."""
         self.link(a, b)

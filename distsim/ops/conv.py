@@ -94,10 +94,10 @@ def _conv(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     x, w = given["X"], given["W"]
     where = windows(attributes, x.shape[2:], w.shape[2:])
     made = conv(x, w, where, attributes.get("group", 1))
-    return [biased(made, given.get("B"))]
+    return [_biased(made, given.get("B"))]
 
 
-def biased(made: Array, bias: Array | None) -> Array:
+def _biased(made: Array, bias: Array | None) -> Array:
     """Return [n, co, *counts] with the bias [co], if any, added."""
     if bias is None:
         return made
@@ -119,22 +119,16 @@ def _conv_work(signature: Signature) -> Work:
     return work_of(signature, flops + bias, matrix=True)
 
 
-def groups_divide(group: int, weight: tuple[int, ...]) -> bool:
-    """Return whether every number of ranks that divides both channel counts divides the groups."""
-    rows, columns = weight[0], weight[1] * group
-    return group > 1 and math.gcd(rows, columns) == group
-
-
-def channel_labels(group: int, weight: tuple[int, ...]) -> tuple[Dim, tuple[Dim, Dim], Dim]:
+def _channel_labels(group: int, weight: tuple[int, ...]) -> tuple[Dim, tuple[Dim, Dim], Dim]:
     """Return the labels of the input's channels, the weight's first two dimensions, the output's channels."""
     if group == 1:
         return "ci", ("co", "ci"), "co"
-    if groups_divide(group, weight):
+    if math.gcd(weight[0], weight[1] * group) == group:  # what divides both channel counts divides the groups
         return "g", ("g", None), "g"
     return None, (None, None), None
 
 
-def fewer_groups(whole: int, output: int, dim: int) -> Localize:
+def _fewer_groups(whole: int, output: int, dim: int) -> Localize:
     """Return the ``localize`` that keeps as many groups as the rank has of the ``whole`` channels."""
 
     def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
@@ -146,13 +140,13 @@ def fewer_groups(whole: int, output: int, dim: int) -> Localize:
 def _conv_rule(signature: Signature) -> ShardingRule:
     index = places(_CONV, signature.attributes, len(signature.inputs))
     group = signature.attributes.get("group", 1)
-    source, weight, target = channel_labels(group, _weight_shape(signature))
+    source, weight, target = _channel_labels(group, _weight_shape(signature))
     if "W" not in index or ("B" not in index and "B" in signature.attributes):
         source = target = None
         weight = (None, None)
     rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
     labels = {"X": ("n", source, *rest), "W": (*weight, *rest), "B": (target,)}
-    localize = fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
+    localize = _fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
     added = (index["B"],) if "B" in index else ()
     fixed = "B" in signature.attributes
     linear = () if fixed else tuple((index[name], *added) for name in ("X", "W") if name in index)
@@ -160,23 +154,27 @@ def _conv_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, (("n", target, *rest),), linear, addends=added, localize=localize)
 
 
-def _conv_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+def _data_and_weight(ctx: GradientContext) -> tuple[Value, Value]:
     index = places(_CONV, ctx.attributes, len(ctx.inputs))
-    kept = picked(ctx.attributes, *OPTIONS)
-    grads: dict[str, Value | None] = {}
     if not index.keys() >= {"X", "W"}:
         raise TypeRuleError(f"{ctx.op!r}: the gradient needs X and W as values, not as attributes")
+    return ctx.inputs[index["X"]], ctx.inputs[index["W"]]
+
+
+def _conv_gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    x, w = _data_and_weight(ctx)
+    kept = picked(ctx.attributes, *OPTIONS)
+    grads: dict[str, Value | None] = {}
     names = tuple(gradient for name, gradient in (("X", "dx"), ("W", "dw")) if wanted(_CONV, ctx, name))
     if names:
-        inputs = (ctx.inputs[index["X"]], ctx.inputs[index["W"]], ctx.grad)
-        made = ctx.add_many("ConvGrad", *inputs, wanted=names, **kept)
+        made = ctx.add_many("ConvGrad", x, w, ctx.grad, wanted=names, **kept)
         grads = {name[1].upper(): grad for name, grad in zip(names, made, strict=True)}
     if wanted(_CONV, ctx, "B"):
-        grads["B"] = bias_gradient(ctx)
+        grads["B"] = _bias_gradient(ctx)
     return by_place(_CONV, ctx, grads)
 
 
-def bias_gradient(ctx: GradientContext) -> Value:
+def _bias_gradient(ctx: GradientContext) -> Value:
     """Return the gradient of the bias: the output's, summed over all but the channels."""
     axes = (0, *range(2, len(shape_of(ctx.grad))))
     return ctx.add("ReduceSum", ctx.grad, axes=axes, keepdims=0)
@@ -214,14 +212,14 @@ def _grad_work(signature: Signature) -> Work:
 
 def _grad_rule(signature: Signature) -> ShardingRule:
     x, w, _ = signature.inputs
-    source, weight, target = channel_labels(signature.attributes.get("group", 1), w.shape)
+    source, weight, target = _channel_labels(signature.attributes.get("group", 1), w.shape)
     rest: tuple[Dim, ...] = (None,) * (x.rank - 2)
     labels = {"dx": ("n", source, *rest), "dw": (*weight, *rest)}
     names = signature.attributes.get("wanted", ("dx", "dw"))
     localize = None
     if target == "g":
         dim = 1 if names[0] == "dx" else 0
-        localize = fewer_groups(signature.outputs[0].shape[dim], 0, dim)
+        localize = _fewer_groups(signature.outputs[0].shape[dim], 0, dim)
     inputs = (labels["dx"], labels["dw"], ("n", target, *rest))
     return ShardingRule(inputs, tuple(labels[name] for name in names), ((2,),), localize=localize)
 
@@ -245,12 +243,14 @@ def _conv_bounds(op_type: str) -> BoundsRule:
         require(tuple(kernel) == w[2:], f"{op_type}: kernel_shape={list(kernel)}, the weight is {list(w)}")
         if "B" in shapes:
             fits_to(op_type, "B", shapes["B"], (made,))
-        limits = {"output_shape": (1, 2**31), "strides": (1, 2**16), "dilations": (1, 2**16)}
-        for name, (least, most) in {**limits, "output_padding": (0, 2**16)}.items():
+        least = dict.fromkeys(("output_shape", "strides", "dilations"), 1) | {"output_padding": 0}
+        for name, low in least.items():
+            high = 2**31 if name == "output_shape" else 2**16
             sizes = attributes.get(name, (1,) * len(kernel))
-            fits = len(sizes) == len(kernel) and all(least <= n <= most for n in sizes)
-            text = f"{op_type}: {name}={list(sizes)} must be {len(kernel)} numbers from {least} to {most}"
-            require(fits, text)
+            require(
+                len(sizes) == len(kernel) and all(low <= n <= high for n in sizes),
+                f"{op_type}: {name}={list(sizes)} must be {len(kernel)} numbers from {low} to {high}",
+            )
 
     return check
 
@@ -337,7 +337,7 @@ def _transpose(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Arra
     given = operands(_CONV, attributes, arrays)
     x, w = given["X"], given["W"]
     where = _transpose_windows(attributes, x.shape, w.shape, _transpose_sizes(attributes, x.shape, w.shape))
-    return [biased(conv_dx(w, x, where, attributes.get("group", 1)), given.get("B"))]
+    return [_biased(conv_dx(w, x, where, attributes.get("group", 1)), given.get("B"))]
 
 
 def _transpose_work(signature: Signature) -> Work:
@@ -354,7 +354,7 @@ def _transpose_rule(signature: Signature) -> ShardingRule:
     index = places(_CONV, attributes, len(signature.inputs))
     group = attributes.get("group", 1)
     # Rows and columns of the weight are exchanged against those of Conv.
-    target, weight, source = channel_labels(group, signature_shapes(_CONV, signature)["W"])
+    target, weight, source = _channel_labels(group, signature_shapes(_CONV, signature)["W"])
     has_bias = "B" in index or "B" in attributes
     if group == 1 and has_bias:  # the bias is added once, so the sum over ci cannot be left open
         source, weight = None, (None, weight[1])
@@ -364,17 +364,14 @@ def _transpose_rule(signature: Signature) -> ShardingRule:
     samples: Dim = "n" if "X" in index else None
     rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
     labels = {"X": (samples, source, *rest), "W": (*weight, *rest), "B": (target,)}
-    localize = fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
+    localize = _fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
     inputs = tuple(labels[name] for name in index)
     linear = () if has_bias else tuple((place,) for place in range(len(inputs)))
     return ShardingRule(inputs, ((samples, target, *rest),), linear, localize=localize)
 
 
 def _transpose_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    index = places(_CONV, ctx.attributes, len(ctx.inputs))
-    if not index.keys() >= {"X", "W"}:
-        raise TypeRuleError(f"{ctx.op!r}: the gradient needs X and W as values, not as attributes")
-    x, w = ctx.inputs[index["X"]], ctx.inputs[index["W"]]
+    x, w = _data_and_weight(ctx)
     where = _transpose_windows(ctx.attributes, shape_of(x), shape_of(w), shape_of(ctx.grad)[2:])
     kept = picked(ctx.attributes, *_STEPS, "group") | {"pads": where.before + where.after}
     grads: dict[str, Value | None] = {}
@@ -383,7 +380,7 @@ def _transpose_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     if wanted(_CONV, ctx, "W"):
         grads["W"] = ctx.add("ConvGrad", ctx.grad, w, x, wanted=("dw",), **kept)
     if wanted(_CONV, ctx, "B"):
-        grads["B"] = bias_gradient(ctx)
+        grads["B"] = _bias_gradient(ctx)
     return by_place(_CONV, ctx, grads)
 
 
