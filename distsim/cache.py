@@ -13,6 +13,9 @@ Made = TypeVar("Made")
 Given = ParamSpec("Given")
 
 
+_NOTHING = object()
+
+
 class Cache(Generic[Owner, Made]):
     """Results that belong to an object, their owner, and are forgotten with it; by value of a key within it.
 
@@ -40,9 +43,10 @@ class Cache(Generic[Owner, Made]):
         kept = self._made.get(owner)
         if kept is None:
             kept = self._made[owner] = OrderedDict()
-        if key in kept:
+        found = kept.get(key, _NOTHING)
+        if found is not _NOTHING:
             kept.move_to_end(key)
-            return kept[key]
+            return cast(Made, found)
         made = kept[key] = make()
         if len(kept) > self.size:
             kept.popitem(last=False)

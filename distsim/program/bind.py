@@ -23,6 +23,7 @@ from distsim.program.table import (
     BoundBlock,
     Key,
     Table,
+    TableCalls,
 )
 from distsim.program.table_columns import CallPattern, columns_of
 from distsim.program.tail import Tail
@@ -240,13 +241,11 @@ class Binder:
 
     def _table(self, order: IssueOrder) -> Table:
         tail, calls = self._tail(order.schedule), order.calls[0]
-        blocks, pattern = _NUMBERED.get(
-            self, (tail.each, calls.tobytes()), lambda: self._numbered(calls, tail)
-        )
-        columns = columns_of(order, pattern)
-        return Table(order, blocks, columns, tail.latest(order), tuple(tail.outputs))
+        key = tail.each, calls.tobytes()
+        bound = _CALLS.get(self, key, lambda: self._bind(calls, tail))
+        return Table(order, bound, columns_of(order, bound.pattern), tail.latest(order))
 
-    def _numbered(self, calls: Ints, tail: Tail) -> tuple[tuple[BoundBlock, ...], CallPattern]:
+    def _bind(self, calls: Ints, tail: Tail) -> TableCalls:
         """Return the blocks of calls, as of :attr:`IssueOrder.calls`, and of what follows them, by number."""
         blocks, swapped = self._blocks(calls)
         followed = [self._followed(*each) for each in zip(calls.tolist(), blocks, strict=True)]
@@ -263,7 +262,7 @@ class Binder:
             np.array([(of(b), i, j) for each in followed for b, i, j in each], np.int64).reshape(-1, 3),
             np.array([(of(b), first, often) for b, first, often in tail.rows], np.int64).reshape(-1, 3),
         )
-        return tuple(numbers), pattern
+        return TableCalls(tuple(numbers), pattern, tuple(tail.outputs))
 
     def _blocks(self, calls: Ints) -> tuple[list[BoundBlock | None], list[bool]]:
         """Return the blocks of calls, and of each whether it is of the second action only."""
@@ -307,6 +306,4 @@ def _second(key: Key) -> Key:
 
 
 _BINDERS = Cache[Parts, Binder]("blocks of a program's parts, by the rank of each stage", 8)
-_NUMBERED = Cache[Binder, tuple[tuple[BoundBlock, ...], CallPattern]](
-    "blocks of a table by number, by the calls of its order and what follows them", 16
-)
+_CALLS = Cache[Binder, TableCalls]("blocks of a table, by the calls of its order and the end of a step", 64)

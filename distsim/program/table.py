@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from distsim.errors import IRError
 from distsim.ir import Function, Value
-from distsim.program.table_columns import TableColumns
+from distsim.program.table_columns import CallPattern, TableColumns
 from distsim.schedule import Action, IssueOrder, Kind
 from distsim.schedule.table import Ints
 
@@ -68,6 +68,15 @@ class BoundBlock:
 
 
 @dataclass(frozen=True, eq=False)
+class TableCalls:
+    """The blocks of a table by number, their pattern and the outputs: tables of many orders share them."""
+
+    blocks: tuple[BoundBlock, ...]
+    pattern: CallPattern
+    outputs: tuple[Key, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Table:
     """Rows in an order that agrees with every rank's own, with what repeats written once.
 
@@ -81,10 +90,19 @@ class Table:
     """
 
     order: IssueOrder
-    blocks: tuple[BoundBlock, ...]
+    calls: TableCalls
     columns: TableColumns
     latest: Mapping[tuple[Value, int], int]
-    outputs: tuple[Key, ...]
+
+    @property
+    def blocks(self) -> tuple[BoundBlock, ...]:
+        """What rows call."""
+        return self.calls.blocks
+
+    @property
+    def outputs(self) -> tuple[Key, ...]:
+        """The keys of the outputs and of the copies of shared parameters."""
+        return self.calls.outputs
 
     @property
     def block(self) -> Ints:

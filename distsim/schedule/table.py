@@ -318,8 +318,14 @@ class Schedule:
     @property
     def codes_in_order(self) -> Ints:
         """The codes of the cells, [cells, 2], in the order of :meth:`merged`; raises what that raises."""
-        cells, _ = self._merged
-        return np.concatenate([_NO_CELLS, *self.codes])[cells]
+        return self.listed[0][self._merged[0]]
+
+    @cached_property
+    def listed(self) -> tuple[Ints, Ints]:
+        """The codes of the cells of all ranks, [cells, 2], rank by rank, and where those of each start."""
+        cells = np.concatenate([_NO_CELLS, *self.codes])
+        cells.setflags(write=False)
+        return cells, np.array([0, *map(len, self.codes)], np.int64).cumsum()
 
     def check(self) -> None:
         """Verify that every action is there once, on its rank, and that the ranks never wait in a circle.
@@ -351,8 +357,7 @@ class Schedule:
         # Counted first: what the sizes ask for may be more than memory holds, and what is listed is not.
         if self._codes is None or self.num_stages * self.num_microbatches > listed:
             check_complete(*sizes, self.num_microbatches, self.rank_of, self.ranks)
-        cells = np.concatenate([_NO_CELLS, *self.codes])
-        start = np.array([0, *map(len, self.codes)], np.int64).cumsum()
+        cells, start = self.listed
         order, ends_step = np.zeros(listed, np.int64), np.zeros(listed, np.bool_)
         position, rank_of = np.zeros(self.num_ranks, np.int64), np.array(self.rank_of, np.int64)
         finished = np.zeros(4 * self.num_stages * self.num_microbatches + 4, np.int32)

@@ -8,8 +8,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from distsim.cache import Cache
 from distsim.ir import Value
-from distsim.program.table import LATEST, ONCE, BoundBlock, Key, Table
+from distsim.program.table import LATEST, ONCE, BoundBlock, Key, Table, TableCalls
 from distsim.simulate.tasks.program_ranks import CommunicationPattern, communication
 from distsim.simulate.tasks.templates import Ints
 
@@ -84,7 +85,7 @@ class BlockLinks:
 
     @cached_property
     def _contested(self) -> tuple[Ints, Ints]:
-        """:attr:`contested` as arrays, [contested] and [contested, makers]; for none the block after all."""
+        """:attr:`contested` as arrays: [contested], [contested, makers], the number of blocks for none."""
         most = max([len(makers) for _, makers in self.contested])
         none = len(self.blocks)
         padded = [(*makers, *[none] * (most - len(makers))) for _, makers in self.contested]
@@ -92,7 +93,7 @@ class BlockLinks:
 
     def numbers(self, table: Table) -> Ints:
         """Return [rows]: the numbers of the blocks that the rows of a table call."""
-        if table.blocks == self.blocks:
+        if table.blocks is self.blocks:
             return table.block
         return np.array([self.number[block] for block in table.blocks], np.int64)[table.block]
 
@@ -102,10 +103,15 @@ class BlockLinks:
 
 
 _FLOWS: WeakValueDictionary[frozenset[BoundBlock], BlockLinks] = WeakValueDictionary()
+_LINKS = Cache[TableCalls, BlockLinks]("who makes what blocks read, by the blocks of tables", 1)
 
 
 def block_links(table: Table) -> BlockLinks:
     """Return the flow of the blocks of a table; tables of the same blocks share it while one is in use."""
+    return _LINKS.get(table.calls, None, lambda: _links(table))
+
+
+def _links(table: Table) -> BlockLinks:
     key = frozenset(table.blocks)
     found = _FLOWS.get(key)
     if found is None:

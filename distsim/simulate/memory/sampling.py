@@ -53,14 +53,13 @@ def _samplings(order: IssueOrder, special: Iterable[int], plain: bool) -> tuple[
     ranks, each = schedule.num_ranks, schedule.num_microbatches
     count = each * schedule.copies
     on_rank = [0] * ranks
-    index = np.zeros(schedule.num_stages, np.int64)
+    places: list[tuple[int, int]] = []
     for stage, rank in enumerate(schedule.rank_of):
-        index[stage] = on_rank[rank]
+        places.append((4 * on_rank[rank], stage // max(schedule.chain, 1) * each))
         on_rank[rank] += 1
     unlike = np.zeros(count, np.bool_)
     unlike[[*special, *([count - 1] if count else [])]] = True
-    codes = np.concatenate([np.zeros((0, 2), np.int64), *schedule.codes])
-    start = np.array([0, *map(len, schedule.codes)], np.int64).cumsum()
+    codes, start = schedule.listed
     told = Actions(
         labels=np.zeros((ranks, count), np.int64),
         sample=np.zeros((ranks, count), np.int64),
@@ -69,10 +68,12 @@ def _samplings(order: IssueOrder, special: Iterable[int], plain: bool) -> tuple[
         rows=np.empty((codes.size, 4), np.int64),
     )
     families = 4 * max([1, *on_rank])
-    stages = Stages(index, max(schedule.chain, 1), each, families, np.array(SUMMED_BY, np.int64))
+    placed = np.array(places, np.int64).reshape(-1, 2)
+    stages = Stages(placed, families, np.array(SUMMED_BY, np.int64))
     sample_ranks(codes, start, stages, unlike, plain, told)
     known: dict[bytes, Sampling] = {}
-    return tuple([_sampling(told, rank, int(2 * start[rank]), each, plain, known) for rank in range(ranks)])
+    firsts: list[int] = (told.sizes[:, 1].cumsum() - told.sizes[:, 1]).tolist()
+    return tuple([_sampling(told, rank, first, each, plain, known) for rank, first in enumerate(firsts)])
 
 
 def _sampling(
@@ -102,23 +103,21 @@ def _sampling(
 
 
 class Stages(NamedTuple):
-    """How codes of a schedule are numbers on a rank: a stage is the ``index[stage]``-th of its rank.
+    """What codes of a schedule are on a rank: families are 4 * i + kind for its i-th stage.
 
-    ``chain`` are the stages of a copy of the model, ``each`` its microbatches, ``families`` 4 for each stage
-    of the rank that has most; ``summed_by`` as :data:`SUMMED_BY`.
+    ``places`` [stages, 2]: 4 * i, and how many microbatches the copies of the model before the stage's have.
+    There are at most ``families`` on a rank; ``summed_by`` as :data:`SUMMED_BY`.
     """
 
-    index: Any
-    chain: int
-    each: int
+    places: Any
     families: int
     summed_by: Any
 
 
 class Actions(NamedTuple):
     """What is found: ``labels`` [ranks, microbatches], and per rank the microbatch and what is special of
-    each label. ``sizes`` [ranks, 2]: labels, actions of the sample. ``rows`` [.., 4] are those, of each rank
-    from twice its first cell on: whether a cell begins, family, label, partner as of :data:`Cells`.
+    each label. ``sizes`` [ranks, 2]: labels, actions of the sample. ``rows`` [.., 4] are those, rank by rank:
+    whether a cell begins, family, label, partner as of :data:`Cells`.
     """
 
     labels: Any
@@ -134,33 +133,34 @@ def _note_places(
 ) -> int:
     """Note where each family of a rank runs each microbatch, with which partner; mark the special ones.
 
-    ``found`` [families, microbatches, 2] is filled with 2 * cell, + 1 for the second of a pair, and the
+    ``found`` [microbatches, families, 2] is filled with 2 * cell, + 1 for the second of a pair, and the
     partner, or -1; ``ran`` [.., 2] with the family and microbatch of each action in turn. Returns how many.
     """
-    for family in range(len(found)):
-        for microbatch in range(len(marks)):
-            found[family, microbatch, 0] = found[family, microbatch, 1] = -1
-    seen, last = np.zeros(len(found), np.int64), np.zeros(len(found), np.int64)
+    for microbatch in range(len(marks)):
+        for family in range(stages.families):
+            found[microbatch, family, 0] = found[microbatch, family, 1] = -1
+    seen, last = np.zeros(stages.families, np.int64), np.zeros(stages.families, np.int64)
     actions = 0
     for cell in range(start[rank], start[rank + 1]):
         for k in range(2):
             code, other = codes[cell, k], codes[cell, 1 - k]
             if code < 0:
                 continue
-            stage, number = (code >> 2) % len(stages.index), (code >> 2) // len(stages.index)
-            family = 4 * stages.index[stage] + (code & 3)
-            microbatch = number + stage // stages.chain * stages.each
-            found[family, microbatch, 0] = 2 * cell + k
+            number = (code >> 2) // len(stages.places)  # a division takes as long as all else here
+            stage = (code >> 2) - number * len(stages.places)
+            family = stages.places[stage, 0] + (code & 3)
+            microbatch = number + stages.places[stage, 1]
+            found[microbatch, family, 0] = 2 * cell + k
             if other >= 0:
-                beside = 4 * stages.index[(other >> 2) % len(stages.index)] + (other & 3)
-                found[family, microbatch, 1] = 2 * beside + k
+                beside = stages.places[(other >> 2) % len(stages.places), 0] + (other & 3)
+                found[microbatch, family, 1] = 2 * beside + k
             if seen[family] == 0 or (seen[family] == 1 and not plain):
                 marks[microbatch] = True
             seen[family] += 1
             last[family] = microbatch
             ran[actions, 0], ran[actions, 1] = family, microbatch
             actions += 1
-    for family in range(len(found)):
+    for family in range(stages.families):
         if seen[family]:
             marks[last[family]] = True
     return actions
@@ -170,12 +170,12 @@ def _note_places(
 def _sort_families(found: Any, microbatch: int, order: Any) -> int:
     """Put the families that run a microbatch into ``order``, as they run; return how many there are."""
     count = 0
-    for family in range(len(found)):
-        place = found[family, microbatch, 0]
+    for family in range(len(order)):
+        place = found[microbatch, family, 0]
         if place < 0:
             continue
         at = count
-        while at and found[order[at - 1], microbatch, 0] > place:
+        while at and found[microbatch, order[at - 1], 0] > place:
             order[at] = order[at - 1]
             at -= 1
         order[at] = family
@@ -187,14 +187,14 @@ def _sort_families(found: Any, microbatch: int, order: Any) -> int:
 def _alike(found: Any, one: int, other: int, order: Any, count: int) -> bool:
     """Whether a microbatch runs the families of ``order``, those of another one, so, with its partners."""
     running = 0
-    for family in range(len(found)):
-        running += found[family, one, 0] >= 0
+    for family in range(len(order)):
+        running += found[one, family, 0] >= 0
     if running != count:
         return False
     before = -1
     for i in range(count):
-        place = found[order[i], one, 0]
-        if place <= before or found[order[i], one, 1] != found[order[i], other, 1]:
+        place = found[one, order[i], 0]
+        if place <= before or found[one, order[i], 1] != found[other, order[i], 1]:
             return False
         before = place
     return True
@@ -205,7 +205,7 @@ def _label(found: Any, marks: Any, rank: int, told: Any) -> int:
     """Label the microbatches of a rank; return how many labels there are."""
     count = len(marks)
     sort, newest = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    orders, sizes = np.zeros((count, len(found)), np.int64), np.zeros(count, np.int64)
+    orders, sizes = np.zeros((count, found.shape[1]), np.int64), np.zeros(count, np.int64)
     sorts = 0
     for microbatch in range(count):
         if marks[microbatch]:
@@ -256,19 +256,23 @@ def sample_ranks(codes: Any, start: Any, stages: Any, unlike: Any, plain: bool, 
     ``codes[start[r]:start[r + 1]]`` are the cells of rank r, as of :meth:`Schedule.from_codes`.
     """
     count = len(unlike)
-    found = np.zeros((stages.families, count, 2), np.int64)
-    order, ran = np.zeros(stages.families, np.int64), np.zeros((2 * len(codes), 2), np.int64)
+    found = np.zeros((count, stages.families, 2), np.int64)
+    order, longest = np.zeros(stages.families, np.int64), 0
+    for rank in range(len(start) - 1):
+        longest = max(longest, start[rank + 1] - start[rank])
+    ran = np.zeros((2 * longest, 2), np.int64)
+    row: Any = np.int64(0)
     for rank in range(len(start) - 1):
         marks = unlike.copy()
         actions = _note_places(codes, start, rank, stages, plain, marks, found, ran)
         size = _label(found, marks, rank, told)
         labels, sample = told.labels[rank], told.sample[rank]
-        row = first = 2 * start[rank]
+        first = row
         if plain and not _reversed(ran[:actions], labels, sample, stages):
             for label in range(size):
                 cell = np.int64(-1)
                 for i in range(_sort_families(found, sample[label], order)):
-                    place, partner = found[order[i], sample[label], 0], found[order[i], sample[label], 1]
+                    place, partner = found[sample[label], order[i], 0], found[sample[label], order[i], 1]
                     _write(row, place // 2 != cell, label, order[i], partner, told.rows)
                     cell = place // 2
                     row += 1
@@ -278,7 +282,7 @@ def sample_ranks(codes: Any, start: Any, stages: Any, unlike: Any, plain: bool, 
                 family, microbatch = ran[i, 0], ran[i, 1]
                 label = labels[microbatch]
                 if sample[label] == microbatch:
-                    place, partner = found[family, microbatch, 0], found[family, microbatch, 1]
+                    place, partner = found[microbatch, family, 0], found[microbatch, family, 1]
                     _write(row, place // 2 != cell, label, family, partner, told.rows)
                     cell = place // 2
                     row += 1

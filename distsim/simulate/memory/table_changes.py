@@ -238,10 +238,7 @@ _RANKS = Cache[Parts, _Ranks]("what ranks do in memory, by blocks and what follo
 
 def _ranks_of(parts: Parts, table: Table) -> _Ranks:
     """Return the ranks of a table, kept with the parts for all tables of the same blocks."""
-    schedule = table.order.schedule
-    tail = table.block[table.start[table.tail] :].tobytes()
-    key = (schedule.rank_of, schedule.copies, table.blocks, tail, table.outputs)
-    return _RANKS.get(parts, key, lambda: _Ranks(ranks_of(table, parts.inputs), table))
+    return _RANKS.get(parts, table.calls, lambda: _Ranks(ranks_of(table, parts.inputs), table))
 
 
 # --- kept with the rows -------------------------------------------------------------------------------
