@@ -42,7 +42,7 @@ class ProgramModel:
     wiring: Wiring
     order: CallOrder
     calls: CallArrays
-    reach: Reach
+    reach: Reach | None
     registers: int
     cells: int
 
@@ -54,11 +54,15 @@ class ProgramModel:
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
         """The most ins of a call, and of the rounds that may be jumped over repetitions and outs."""
-        calls, periods = self.calls, self.reach.periods
-        kept = 2 * periods + np.maximum(periods, self.reach.lag) + 1
+        calls, reach = self.calls, self.reach
+        widest = int(np.diff(calls.in_start).max(initial=1))
+        if reach is None:
+            return widest, 1, 0
+        periods = reach.periods
+        kept = 2 * periods + np.maximum(periods, reach.lag) + 1
         logged = np.diff(calls.out_start[calls.start])[periods > 0]
         return (
-            int(np.diff(calls.in_start).max(initial=1)),
+            widest,
             int(kept[periods > 0].max(initial=1)),
             int(logged.max(initial=0)),
         )
@@ -173,14 +177,14 @@ def _model(table: Table, wiring: Wiring) -> ProgramModel:
     )
 
 
-def _reach(calls: CallArrays, table: Table, registers: int, cells: int) -> Reach:
+def _reach(calls: CallArrays, table: Table, registers: int, cells: int) -> Reach | None:
     rounds = len(table.repeats)
     periods = np.minimum(table.order.schedule.num_stages + 1, table.repeats // 4)
     periods[table.repeats < FEWEST_REPETITIONS] = 0
     none = np.zeros(0, np.int64)
     reach = Reach(np.zeros(rounds, np.int64), periods, table.advance, np.zeros(rounds + 1, np.int64), none)
     if not periods.any():
-        return reach
+        return None
     before = np.zeros((len(calls.in_cell), 2), np.int64)
     written = np.full(cells, -1, np.int64)
     before = before[: find_reach(calls, reach, registers, table.microbatches, written, before)]

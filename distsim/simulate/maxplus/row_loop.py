@@ -208,17 +208,17 @@ def jump(r: int, k: int, q: int, calls: CallArrays, reach: Reach, state: LoopSta
 
 
 @compiled
-def run_in_full(first: int, end: int, calls: CallArrays, state: LoopState) -> int:
-    """Run the rounds from ``first`` to ``end``; return how many repetitions these are."""
+def run_in_full(calls: CallArrays, state: LoopState) -> int:
+    """Run all rounds, every repetition; return how many repetitions these are."""
     computed = 0
-    for r in range(first, end):
+    for r in range(len(calls.repeats)):
         for k in range(calls.repeats[r]):
             run_calls(calls.start[r], calls.start[r + 1], k, calls, state, -1)
         computed += calls.repeats[r]
     return computed
 
 
-@compiled
+@inner
 def run_repeating(r: int, calls: CallArrays, reach: Reach, state: LoopState) -> int:
     """Run a round; return how many of its repetitions were computed, the others followed from them."""
     logs, latest = state.logs, state.latest
@@ -248,16 +248,26 @@ def run_repeating(r: int, calls: CallArrays, reach: Reach, state: LoopState) -> 
     return computed
 
 
-def run_rounds(calls: CallArrays, reach: Reach, state: LoopState) -> int:
-    """Run all rounds; return how many repetitions were computed, the others followed from them.
+@compiled
+def run_and_jump(calls: CallArrays, reach: Reach, state: LoopState) -> int:
+    """Run all rounds; return how many repetitions were computed, the others followed from them."""
+    computed = 0
+    for r in range(len(calls.repeats)):
+        if reach.periods[r]:
+            computed += run_repeating(r, calls, reach, state)
+            continue
+        for k in range(calls.repeats[r]):
+            run_calls(calls.start[r], calls.start[r + 1], k, calls, state, -1)
+        computed += calls.repeats[r]
+    return computed
+
+
+def run_rounds(calls: CallArrays, reach: Reach | None, state: LoopState) -> int:
+    """Run all rounds; return how many repetitions were computed. Without a reach that is every one.
 
     The times of all cells start with 0. What jumps is compiled for the first step that may be jumped in.
     """
-    computed = first = 0
-    for r in np.flatnonzero(reach.periods[: len(calls.repeats)]).tolist():
-        computed += run_in_full(first, r, calls, state) + run_repeating(r, calls, reach, state)
-        first = r + 1
-    return computed + run_in_full(first, len(calls.repeats), calls, state)
+    return run_in_full(calls, state) if reach is None else run_and_jump(calls, reach, state)
 
 
 @compiled
