@@ -20,7 +20,7 @@ from distsim.schedule import Kind
 from distsim.schedule import schedule as named_schedule
 from distsim.simulate.events import engine as events
 from distsim.simulate.maxplus.engine import run_program
-from distsim.simulate.maxplus.row_loop import Reach, run_rounds
+from distsim.simulate.maxplus.row_loop import run_rounds
 from distsim.simulate.memory.peak import peak_memory
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.tasks import recurrence
@@ -144,9 +144,8 @@ def test_any_stages_a_rank_halves_pairs_and_copies(seeds):
 
 def computed_in_full(model):
     """The times of a simulated table of which every repetition is computed, and how many there are."""
-    never = Reach(np.full(len(model.rows.repeats), -1), model.reach.before_start, model.reach.before)
-    times = np.zeros(model.cells)
-    return times, run_rounds(model.rows, model.products, never, model.longest, model.widest, times)
+    state = model.state()
+    return state.times, run_rounds(model.calls, None, state)
 
 
 def assert_skipped_exactly(case):

@@ -327,7 +327,7 @@ def test_sends_make_one_f_one_b_repeat_every_p_microbatches(stages, send):
     """The circuit down the pipeline and back is p microbatches and 2 (p - 1) sends long."""
     program, model = pipeline(one_f_one_b(stages, 2000), [1.0] * stages, [2.0] * stages, send)
     run = run_program(program, model)
-    ends = run.times[run.model.wiring.registers :].reshape(-1, 2000)  # of what is sent, per microbatch
+    ends = run.times[run.model.registers :].reshape(-1, 2000)  # of what is sent, per microbatch
     inner = ends[:, 1000 : 1000 + 2 * stages]
     period = stages * 3.0 + 2 * (stages - 1) * on_grid(send)
     np.testing.assert_array_equal(inner[:, stages:] - inner[:, :stages], period)

@@ -59,10 +59,9 @@ class ProgramTimeline:
     @property
     def last_microbatch_end(self) -> float:
         """When the last microbatch has run on every rank: before updates. Seconds."""
-        model, times = self.model, np.zeros(self.model.cells)
-        rows = model.rows._replace(repeats=model.rows.repeats[: self.table.tail])
-        run_rounds(rows, model.products, model.reach, model.longest, model.widest, times)
-        return float(times[: self.wiring.registers].max(initial=0.0))
+        calls, state = self.model.calls, self.model.state()
+        run_rounds(calls._replace(repeats=calls.repeats[: self.table.tail]), self.model.reach, state)
+        return float(state.times[: self.wiring.matrices.clocks].max(initial=0.0))
 
     @cached_property
     def stream_table(self) -> Sequence[Stream]:
@@ -86,15 +85,14 @@ class ProgramTimeline:
     @cached_property
     def _calls(self) -> list[int]:
         """How often each product is called."""
-        rows = self.model.rows
-        often = np.repeat(rows.repeats, np.diff(rows.start))
-        counts = np.bincount(rows.block, often, len(self.wiring.flow.blocks)).astype(np.int64)
-        return np.repeat(counts, np.diff(self.wiring.first)).tolist()
+        order = self.model.order
+        often = np.repeat(self.table.repeats, np.diff(order.start))
+        return np.bincount(order.product, often, len(self.products)).astype(np.int64).tolist()
 
     @cached_property
     def record(self) -> Record:
         """Every call, in the order of issue."""
-        return record_of(self.model)
+        return record_of(self.model, self.table)
 
     def pieces(self, rank_class: int | None = None) -> Iterator[Piece]:
         """Yield every call, expanded when it is its turn."""

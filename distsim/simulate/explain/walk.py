@@ -13,7 +13,7 @@ from distsim.ir import Function
 from distsim.program.program import Program
 from distsim.simulate.details import ProgramTimeline, expand
 from distsim.simulate.explain.critical_path import CriticalPath, PathBuilder, Segment, kind_of, stages_of
-from distsim.simulate.tasks.block_matrix import BlockTasks
+from distsim.simulate.tasks.block_matrix import BlockTasks, neighbours
 from distsim.simulate.tasks.task_table import Tasks, TaskTable
 from distsim.simulate.tasks.templates import Floats, Ints
 from distsim.simulate.tasks.timeline import FlatTimeline, Timeline
@@ -96,20 +96,8 @@ class _Static:
         own = [kind_of(op) for op in tasks.op_table]
         self.kinds = tuple(dict.fromkeys(own))
         self.number = np.array([self.kinds.index(kind) for kind in own], np.int64)[tasks.op]
-        task = np.repeat(np.arange(len(tasks)), np.diff(tasks.stream_start))
-        order = np.argsort(tasks.streams, kind="stable")
-        same = tasks.streams[order[1:]] == tasks.streams[order[:-1]]
-        before = np.full(len(tasks.streams), -1, np.int64)
-        before[order[1:][same]] = task[order[:-1][same]]
+        before = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))[0]
         self.waits = Waits(tasks.dep_start, tasks.deps, tasks.stream_start, tasks.streams, before)
-
-
-def last_on_streams(tasks: TaskTable) -> Ints:
-    """Return the last task on each stream, -1 where there is none."""
-    last = np.full(len(tasks.stream_table), -1, np.int64)
-    task = np.repeat(np.arange(len(tasks)), np.diff(tasks.stream_start))
-    np.maximum.at(last, tasks.streams, task)
-    return last
 
 
 def _seconds(chain: Chain, start: float, until: float) -> Floats:
@@ -135,7 +123,7 @@ class _OneCall:
         self.stage_of_stream = stages_of(simulated, timeline.classes)[streams] if len(streams) else streams
 
     def last(self) -> Link | None:
-        last = last_on_streams(self.flat)
+        last = neighbours(self.flat.stream_start, self.flat.streams, len(self.flat.stream_table))[1]
         last = last[last >= 0]
         return (0, int(last[self.end[last] == self.step_time].min())) if len(last) else None
 
@@ -182,7 +170,7 @@ class _ProgramCalls:
 
     def last(self) -> Link | None:
         record, run = self.record, self.timeline.run
-        registers = np.arange(run.model.wiring.registers)
+        registers = np.arange(run.model.wiring.matrices.registers)
         registers = registers[(record.last_call[registers] >= 0) & (record.times[registers] == run.step_time)]
         pairs = zip(record.last_call[registers].tolist(), record.last_result[registers].tolist(), strict=True)
         links = [self._link(call, result) for call, result in pairs]
@@ -236,7 +224,8 @@ class _ProgramCalls:
     def _last_of(self, tasks: BlockTasks) -> Ints:
         found = self._last.get(tasks)
         if found is None:
-            found = self._last[tasks] = last_on_streams(tasks)
+            last = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))[1]
+            found = self._last[tasks] = last
         return found
 
     def places(self, chain: Chain) -> Ints:

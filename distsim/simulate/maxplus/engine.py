@@ -16,13 +16,17 @@ import numpy as np
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh
 from distsim.program.program import Program
-from distsim.program.table import EVERY, LATEST, ONCE, Table
+from distsim.program.table import Table
 from distsim.simulate.maxplus.block_links import BlockLinks, block_links
-from distsim.simulate.maxplus.row_loop import Products, Reach, Rows, find_reach, run_rounds
+from distsim.simulate.maxplus.call_arrays import CallOrder, call_arrays, call_order
+from distsim.simulate.maxplus.row_loop import CallArrays, LoopState, Reach, find_reach, run_rounds
 from distsim.simulate.maxplus.wiring import Class, Wirer, Wiring
 from distsim.simulate.tasks.block_matrix import BlockTasks, block_tasks
 from distsim.simulate.tasks.program_ranks import ProgramRanks, program_ranks, used_axes
-from distsim.simulate.tasks.templates import Floats, Ints
+from distsim.simulate.tasks.templates import Floats
+
+FEWEST_REPETITIONS = 16
+"""A round of fewer is computed in full: it takes no longer than to prove that it need not be."""
 
 LONGEST_LAG = 256
 """A round that reads what it wrote more repetitions ago is computed in full."""
@@ -32,16 +36,36 @@ LONGEST_LAG = 256
 class ProgramModel:
     """A table on the rank classes of a mesh, as arrays: what the compiled loop runs.
 
-    There are ``cells`` times: the registers of the wiring, then one per microbatch of what it keeps for each.
+    There are ``cells`` times: ``registers``, then one per microbatch of what the wiring keeps for each.
     """
 
     wiring: Wiring
-    rows: Rows
-    products: Products
-    reach: Reach
+    order: CallOrder
+    calls: CallArrays
+    reach: Reach | None
+    registers: int
     cells: int
-    longest: int
-    widest: int
+
+    def state(self) -> LoopState:
+        """Return the working memory of a run."""
+        ins, kept, logged = self.sizes
+        return LoopState(np.zeros(self.cells), np.empty(ins), np.empty((kept + 1, logged)), np.empty(kept))
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """The most ins of a call, and of the rounds that may be jumped over repetitions and outs."""
+        calls, reach = self.calls, self.reach
+        widest = int(np.diff(calls.in_start).max(initial=1))
+        if reach is None:
+            return widest, 1, 0
+        periods = reach.periods
+        kept = 2 * periods + np.maximum(periods, reach.lag) + 1
+        logged = np.diff(calls.out_start[calls.start])[periods > 0]
+        return (
+            widest,
+            int(kept[periods > 0].max(initial=1)),
+            int(logged.max(initial=0)),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,15 +91,15 @@ class ProgramRun:
     @property
     def step_time(self) -> float:
         """Seconds from the first start to the last end."""
-        return float(self.times[: self.model.wiring.registers].max(initial=0.0))
+        return float(self.times[: self.model.wiring.matrices.clocks].max(initial=0.0))
 
 
 def run_program(program: Program, cost_model: CostModel, overlap: bool = True) -> ProgramRun:
     """Simulate a program; raise what :func:`block_tasks` raises."""
     model = program_model(program.table(), program.mesh, cost_model, overlap)
-    times = np.zeros(model.cells)
-    computed = run_rounds(model.rows, model.products, model.reach, model.longest, model.widest, times)
-    return ProgramRun(program, model, times, computed)
+    state = model.state()
+    computed = run_rounds(model.calls, model.reach, state)
+    return ProgramRun(program, model, state.times, computed)
 
 
 # --- models, kept for the next plan ------------------------------------------------------------------
@@ -140,65 +164,30 @@ def _wiring(
 
 
 def _model(table: Table, wiring: Wiring) -> ProgramModel:
-    microbatch = np.zeros((len(table.block), 3), np.int64)
-    microbatch[:, :2] = table.microbatch
-    rows = Rows(wiring.flow.numbers(table), microbatch, table.start, table.repeats, table.advance)
-    products = _products(table, wiring)
-    cells = wiring.registers + wiring.batched * table.microbatches
+    matrices, order = wiring.condensed, call_order(table, wiring)
+    calls = call_arrays(table, order, matrices)
+    cells = matrices.registers + wiring.batched * table.microbatches
     return ProgramModel(
         wiring=wiring,
-        rows=rows,
-        products=products,
-        reach=_reach(rows, products, table.microbatches, cells),
+        order=order,
+        calls=calls,
+        reach=_reach(calls, table, matrices.registers, cells),
+        registers=matrices.registers,
         cells=cells,
-        longest=table.order.schedule.num_stages + 1,
-        widest=int(np.diff(products.in_start).max(initial=1)),
     )
 
 
-def _products(table: Table, wiring: Wiring) -> Products:
-    """Return the products with their cells at their places for these microbatches."""
-    count, sides = table.microbatches, (wiring.ins, wiring.outs)
-    bases: list[Ints] = []
-    for side in sides:
-        batched = wiring.registers + side.number * count
-        base = np.where(side.which == ONCE, side.number, batched)
-        for place, key in side.latest:
-            base[place] += table.latest[key]
-        bases.append(base)
-    whiches = [np.where(side.which == LATEST, ONCE, side.which) for side in sides]
-    start, matrix, (ins, outs) = wiring.ins.start, wiring.matrix, bases
-    every = whiches[0] == EVERY
-    heights = np.diff(wiring.outs.start)
-    if every.any():  # what is read of every microbatch is that many entries
-        often = np.where(every, count, 1)
-        widths = np.diff(start)
-        sizes = widths * heights
-        product = np.repeat(np.arange(len(sizes)), sizes)
-        element = np.arange(len(product)) - (np.cumsum(sizes) - sizes)[product]
-        matrix = np.repeat(matrix, often[start[product] + element % widths[product]])
-        first = np.repeat(np.cumsum(often) - often, often)
-        ins = np.repeat(ins, often) + np.where(np.repeat(every, often), np.arange(len(first)) - first, 0)
-        whiches[0] = np.repeat(np.where(every, ONCE, whiches[0]), often)
-        start = np.concatenate([[0], np.cumsum(often)])[start].astype(np.int64)
-    return Products(
-        first=wiring.first,
-        in_start=start,
-        in_base=ins,
-        in_which=whiches[0],
-        out_start=wiring.outs.start,
-        out_base=outs,
-        out_which=whiches[1],
-        matrix_start=np.concatenate([[0], np.cumsum(np.diff(start) * heights)]).astype(np.int64),
-        matrix=matrix,
-    )
-
-
-def _reach(rows: Rows, products: Products, count: int, cells: int) -> Reach:
-    rounds = len(rows.repeats)
-    most = int(np.diff(products.in_start[products.first])[rows.block].sum())
-    lag, before = np.zeros(rounds, np.int64), np.zeros((most, 2), np.int64)
-    found = find_reach(rows, products, count, cells, LONGEST_LAG, lag, before)
-    before = before[:found]
+def _reach(calls: CallArrays, table: Table, registers: int, cells: int) -> Reach | None:
+    rounds = len(table.repeats)
+    periods = np.minimum(table.order.schedule.num_stages + 1, table.repeats // 4)
+    periods[table.repeats < FEWEST_REPETITIONS] = 0
+    none = np.zeros(0, np.int64)
+    reach = Reach(np.zeros(rounds, np.int64), periods, table.advance, np.zeros(rounds + 1, np.int64), none)
+    if not periods.any():
+        return None
+    before = np.zeros((len(calls.in_cell), 2), np.int64)
+    written = np.full(cells, -1, np.int64)
+    before = before[: find_reach(calls, reach, registers, table.microbatches, written, before)]
+    periods[reach.lag > LONGEST_LAG] = 0
     start = np.searchsorted(before[:, 0], np.arange(rounds + 1)).astype(np.int64)
-    return Reach(lag, start, np.ascontiguousarray(before[:, 1]))
+    return reach._replace(before_start=start, before=np.ascontiguousarray(before[:, 1]))

@@ -9,10 +9,7 @@ linear in the algebra of max and + (Baccelli, Cohen, Olsder and Quadrat, "Synchr
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import numpy as np
 
 from distsim.compile import compiled, inner
 
@@ -65,26 +62,25 @@ def summarize(
     """Fill in the matrix of a block: row ``end[i]`` tells by how much task i ends after each entry.
 
     ``columns[p]`` is the entry of port p, -1 for a port that never decides. ``clocks`` [streams, entries]
-    holds the rows of the streams, at first each its own entry; entries beyond the streams are ports.
+    holds the rows of the streams, at first each its own entry; entries beyond the streams are ports. ``end``
+    is given as -inf.
     """
     width = clocks.shape[1]
-    row = np.empty(width)
     for task in range(len(durations)):
-        for j in range(width):
-            row[j] = -math.inf
         for k in range(dep_start[task], dep_start[task + 1]):
             source = deps[k]
             if source >= 0:
                 for j in range(width):
-                    row[j] = max(row[j], end[source, j])
-            elif columns[-2 - source] >= 0:
-                j = columns[-2 - source]
-                row[j] = max(row[j], 0.0)
+                    if end[source, j] > end[task, j]:
+                        end[task, j] = end[source, j]
+            elif columns[-2 - source] >= 0 and end[task, columns[-2 - source]] < 0.0:
+                end[task, columns[-2 - source]] = 0.0
         for k in range(stream_start[task], stream_start[task + 1]):
             for j in range(width):
-                row[j] = max(row[j], clocks[streams[k], j])
+                if clocks[streams[k], j] > end[task, j]:
+                    end[task, j] = clocks[streams[k], j]
         for j in range(width):
-            end[task, j] = row[j] + durations[task]
+            end[task, j] += durations[task]
         for k in range(stream_start[task], stream_start[task + 1]):
             for j in range(width):
                 clocks[streams[k], j] = end[task, j]
@@ -92,50 +88,30 @@ def summarize(
 
 @compiled
 def precede(
-    dep_start: Any,
-    deps: Any,
-    stream_start: Any,
-    streams: Any,
-    after: Any,
-    entered: Any,
-    port_after: Any,
-    port_entered: Any,
+    dep_start: Any, deps: Any, stream_start: Any, streams: Any, before: Any, after: Any, entered: Any
 ) -> None:
     """Fill in what follows from the order of a block's tasks alone, whatever they take.
 
-    ``after`` [tasks, streams]: a stream is never free, after the block, before a task has ended, and
-    ``entered`` [tasks, streams]: a task starts only when the stream was free, when the block was entered.
-    ``port_after`` [ports, streams]: a stream is never free before what comes in at a port is there, and
-    ``port_entered``: every task that waits for a port has entered the stream. All are given as False.
+    ``before`` has the task before on the stream of each use, -1 for none. ``after`` [tasks + ports, streams]:
+    a stream is never free, after the block, before a task has ended, or what comes in at a port is there; it
+    is given as True for the last task of each stream, else False. ``entered`` [tasks + ports, streams]: a
+    task, or every one that waits for a port, starts only when the stream was free, when the block was
+    entered; it is given as False for tasks, True for ports.
     """
     count, width = len(dep_start) - 1, after.shape[1]
-    before = np.empty(len(streams), np.int64)
-    last = np.full(width, -1, np.int64)
-    for port in range(len(port_entered)):
-        for s in range(width):
-            port_entered[port, s] = True
     for task in range(count):
         for k in range(stream_start[task], stream_start[task + 1]):
             entered[task, streams[k]] = True
-            before[k] = last[streams[k]]
             join(entered, task, before[k])
-            last[streams[k]] = task
         for k in range(dep_start[task], dep_start[task + 1]):
             join(entered, task, deps[k])
         for k in range(dep_start[task], dep_start[task + 1]):
             if deps[k] < 0:
                 for s in range(width):
-                    port_entered[-2 - deps[k], s] &= entered[task, s]
-    for s in range(width):
-        if last[s] >= 0:
-            after[last[s], s] = True
+                    entered[count - 2 - deps[k], s] &= entered[task, s]
     for task in range(count - 1, -1, -1):
         for k in range(dep_start[task], dep_start[task + 1]):
-            if deps[k] >= 0:
-                join(after, deps[k], task)
-            else:
-                for s in range(width):
-                    port_after[-2 - deps[k], s] |= after[task, s]
+            join(after, deps[k] if deps[k] >= 0 else count - 2 - deps[k], task)
         for k in range(stream_start[task], stream_start[task + 1]):
             if before[k] >= 0:
                 join(after, before[k], task)

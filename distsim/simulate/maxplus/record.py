@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distsim.compile import compiled
+from distsim.program.table import Table
+from distsim.simulate.maxplus.call_arrays import call_arrays
 from distsim.simulate.maxplus.engine import ProgramModel
+from distsim.simulate.maxplus.matrices import starts
+from distsim.simulate.maxplus.row_loop import CallArrays
+from distsim.simulate.tasks.templates import Ints
 
 
 class Record(NamedTuple):
@@ -31,61 +36,62 @@ class Record(NamedTuple):
 
 
 @compiled
-def record_rows(rows: Any, products: Any, widest: int, record: Any) -> None:
-    """Run all rows, every repetition, and fill in the record."""
-    x = np.empty(widest)
-    shift = np.zeros(3, np.int64)
-    c, e = 0, 0
-    for r in range(len(rows.repeats)):
-        for k in range(rows.repeats[r]):
-            shift[0] = shift[1] = k * rows.advance[r]
-            for n in range(rows.start[r], rows.start[r + 1]):
-                for p in range(products.first[rows.block[n]], products.first[rows.block[n] + 1]):
-                    entry = products.in_start[p]
-                    width = products.in_start[p + 1] - entry
+def record_calls(calls: CallArrays, x: Any, record: Record) -> None:
+    """Run all calls, every repetition, and fill in what they read and who wrote it."""
+    times, last_call, last_result = record.times, record.last_call, record.last_result
+    matrix, ran, e = calls.matrix, 0, 0
+    for r in range(len(calls.repeats)):
+        for k in range(calls.repeats[r]):
+            for c in range(calls.start[r], calls.start[r + 1]):
+                width = 0
+                for j in range(calls.in_start[c], calls.in_start[c + 1]):
+                    cell = calls.in_cell[j] + k * calls.in_step[j]
+                    x[width] = times[cell]
+                    record.entries[e] = x[width]
+                    record.call[e] = last_call[cell]
+                    record.result[e] = last_result[cell]
+                    width += 1
+                    e += 1
+                at = calls.matrix_start[c]
+                first = calls.out_start[c]
+                for i in range(first, calls.out_start[c + 1]):
+                    value = 0.0
                     for j in range(width):
-                        which = products.in_which[entry + j]
-                        cell = products.in_base[entry + j] + rows.microbatch[n, which] + shift[which]
-                        x[j] = record.times[cell]
-                        record.entries[e] = x[j]
-                        record.call[e] = record.last_call[cell]
-                        record.result[e] = record.last_result[cell]
-                        e += 1
-                    at = products.matrix_start[p]
-                    for i in range(products.out_start[p], products.out_start[p + 1]):
-                        value = 0.0
-                        for j in range(width):
-                            value = max(value, products.matrix[at + j] + x[j])
-                        at += width
-                        which = products.out_which[i]
-                        cell = products.out_base[i] + rows.microbatch[n, which] + shift[which]
-                        record.times[cell] = value
-                        record.last_call[cell] = c
-                        record.last_result[cell] = i - products.out_start[p]
-                    record.product[c] = p
-                    for i in range(2):
-                        one = rows.microbatch[n, i]
-                        record.microbatch[c, i] = one + shift[i] if one >= 0 else -1
-                    c += 1
-                    record.start[c] = e
+                        other = matrix[at + j] + x[j]
+                        if other > value:
+                            value = other
+                    at += width
+                    cell = calls.out_cell[i] + k * calls.out_step[i]
+                    times[cell] = value
+                    last_call[cell] = ran
+                    last_result[cell] = i - first
+                ran += 1
 
 
-def record_of(model: ProgramModel) -> Record:
+def record_of(model: ProgramModel, table: Table) -> Record:
     """Return the record of a simulated table."""
-    rows, products = model.rows, model.products
-    often = np.repeat(rows.repeats, np.diff(rows.start))
-    calls = int((np.diff(products.first)[rows.block] * often).sum())
-    entries = int((np.diff(products.in_start[products.first])[rows.block] * often).sum())
+    wiring, order = model.wiring, model.order
+    calls = call_arrays(table, order, wiring.matrices)
+    sizes = np.diff(order.start)
+    ran = starts(sizes * table.repeats)
+    rounds = np.repeat(np.arange(len(sizes)), np.diff(ran))
+    nth: Ints = np.arange(int(ran[-1])) - ran[rounds]
+    repetition, place = np.divmod(nth, sizes[rounds])
+    number = order.start[rounds] + place  # of the call in the first repetition
+    microbatch = table.microbatch[order.row[number]]
+    moved = (repetition * table.advance[rounds])[:, None]
+    start = starts(np.diff(calls.in_start)[number])
+    cells = wiring.matrices.registers + wiring.batched * table.microbatches
     record = Record(
-        product=np.zeros(calls, np.int64),
-        microbatch=np.zeros((calls, 2), np.int64),
-        start=np.zeros(calls + 1, np.int64),
-        entries=np.zeros(entries),
-        call=np.zeros(entries, np.int64),
-        result=np.zeros(entries, np.int64),
-        times=np.zeros(model.cells),
-        last_call=np.full(model.cells, -1, np.int64),
-        last_result=np.zeros(model.cells, np.int64),
+        product=order.product[number],
+        microbatch=np.where(microbatch >= 0, microbatch + moved, -1),
+        start=start,
+        entries=np.zeros(start[-1]),
+        call=np.zeros(start[-1], np.int64),
+        result=np.zeros(start[-1], np.int64),
+        times=np.zeros(cells),
+        last_call=np.full(cells, -1, np.int64),
+        last_result=np.zeros(cells, np.int64),
     )
-    record_rows(rows, products, model.widest, record)
+    record_calls(calls, np.empty(np.diff(calls.in_start).max(initial=1)), record)
     return record

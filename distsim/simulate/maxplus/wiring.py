@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from distsim.ir.type import as_tensor
 from distsim.ops import Signature
 from distsim.program.table import LATEST, ONCE, BoundBlock, Key
 from distsim.simulate.maxplus.block_links import Address, BlockLinks, address
+from distsim.simulate.maxplus.matrices import Cells, Matrices, condensed, starts
 from distsim.simulate.tasks.block_matrix import (
     START,
     BlockTasks,
@@ -30,7 +31,7 @@ from distsim.simulate.tasks.block_matrix import (
 from distsim.simulate.tasks.lower import Stream, task_seconds
 from distsim.simulate.tasks.program_ranks import ProgramRanks
 from distsim.simulate.tasks.rank_classes import ClassExchange
-from distsim.simulate.tasks.templates import Floats, Ints
+from distsim.simulate.tasks.templates import Ints
 
 Class = tuple[int, int]
 """(pipeline rank, rank class)."""
@@ -53,26 +54,13 @@ class Product:
     results: tuple[Place, ...]
 
 
-class Cells(NamedTuple):
-    """Cells that products read, or write, one product after the other from ``start`` on.
-
-    ``number`` counts registers where ``which`` is ONCE, else values of which there is one a microbatch.
-    ``latest`` are the (place, (value, rank)) of those that are LATEST.
-    """
-
-    start: Ints
-    number: Ints
-    which: Ints
-    latest: tuple[tuple[int, tuple[Value, int]], ...]
-
-
 @dataclass(frozen=True, eq=False)
 class Wiring:
     """The products of the blocks of a flow, in order, on the rank classes of a mesh.
 
-    Block b has the products ``first[b]:first[b + 1]``. There are ``registers`` single times, and ``batched``
-    values of which there is a time per microbatch. ``clocks`` are the registers that tell when a rank class
-    is done.
+    Block b has the products ``first[b]:first[b + 1]``. ``matrices`` have the cells of each in the order of
+    its streams, entries and results. There are ``batched`` values of which there is a time per microbatch.
+    ``clocks`` are the registers that tell when a rank class is done.
     """
 
     flow: BlockLinks
@@ -80,12 +68,14 @@ class Wiring:
     overlap: bool
     products: tuple[Product, ...]
     first: Ints
-    ins: Cells
-    outs: Cells
-    matrix: Floats
-    registers: int
+    matrices: Matrices
     batched: int
     clocks: Mapping[Class, Ints]
+
+    @cached_property
+    def condensed(self) -> Matrices:
+        """The matrices with no more cells than when the streams are free depends on."""
+        return condensed(self.matrices)
 
 
 class Wirer:
@@ -125,19 +115,18 @@ class Wirer:
             products += self._products(number, block)
             first.append(len(products))
         made = tuple(products)
+        clocks = len(self.registers)  # those of streams: values come after
         ins = self._cells([(p.streams, p.entries, self.flow.blocks[p.block].reads) for p in made])
         outs = self._cells([(p.streams, p.results, self.flow.blocks[p.block].makes) for p in made])
-        matrices = [p.tasks.product(p.entries, p.results).reshape(-1) for p in made]
+        parts = [p.tasks.product(p.entries, p.results).reshape(-1) for p in made]
+        matrix = np.concatenate([np.zeros(0), *parts])
         return Wiring(
             flow=self.flow,
             ranks=self.ranks,
             overlap=self.overlap,
             products=made,
             first=np.array(first, np.int64),
-            ins=ins,
-            outs=outs,
-            matrix=np.concatenate([np.zeros(0), *matrices]),
-            registers=len(self.registers),
+            matrices=Matrices(ins, outs, matrix, len(self.registers), clocks),
             batched=len(self.batched),
             clocks=self._clocks(),
         )
@@ -350,20 +339,19 @@ class Wirer:
         """Return the cells of one side of all products: streams, then keys."""
         numbers: list[int] = []
         which: list[int] = []
-        latest: list[tuple[int, tuple[Value, int]]] = []
+        latest: dict[int, tuple[Value, int]] = {}
         for streams, places, keys in sides:
             numbers += streams
             which += [ONCE] * len(streams)
             for place, rank_class in places:
                 key = keys[place]
+                number = self._cell(key, rank_class)
                 if key.which == LATEST:
-                    latest.append((len(numbers), (key.value, key.rank)))
-                numbers.append(self._cell(key, rank_class))
+                    latest[number] = (key.value, key.rank)
+                numbers.append(number)
                 which.append(key.which)
-        start = np.cumsum([0, *[len(streams) + len(places) for streams, places, _ in sides]])
-        return Cells(
-            start.astype(np.int64), np.array(numbers, np.int64), np.array(which, np.int64), tuple(latest)
-        )
+        sizes = np.array([len(streams) + len(places) for streams, places, _ in sides], np.int64)
+        return Cells(starts(sizes), np.array(numbers, np.int64), np.array(which, np.int64), latest)
 
     def _cell(self, key: Key, rank_class: int) -> int:
         if key.which == ONCE:

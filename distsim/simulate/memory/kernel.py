@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distsim.compile import compiled
+from distsim.compile import compiled, inner
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -48,7 +48,7 @@ class Levels(NamedTuple):
     when: Ints
 
 
-@compiled
+@inner
 def run_once(levels: Levels, steps: Steps, amounts: Amounts, begin: int, end: int) -> None:
     """Run steps begin..end once."""
     level, peak, when = levels.level, levels.peak, levels.when
@@ -66,17 +66,14 @@ def run_once(levels: Levels, steps: Steps, amounts: Amounts, begin: int, end: in
 
 
 @compiled
-def compose(initial: Ints, steps: Steps, amounts: Amounts) -> Levels:
-    """Return what is in use after all steps, from ``initial`` [ranks, columns] on, and at the peaks."""
-    ranks, columns = initial.shape
-    all_steps = Levels(initial.copy(), initial.copy(), np.zeros((ranks, 2), np.int64) - 1)
-    level, peak, when = all_steps.level, all_steps.peak, all_steps.when
-    before = initial.copy()
-    first = Levels(level, initial.copy(), when.copy())
+def run_repeated(levels: Levels, first: Levels, before: Ints, steps: Steps, amounts: Amounts) -> None:
+    """Run all steps; ``before`` [ranks, columns], and ``first`` but for its level, are working memory."""
+    level, peak, when = levels.level, levels.peak, levels.when
+    ranks, columns = before.shape
     for r in range(len(steps.repeats)):
         begin, end, later = steps.start[r], steps.start[r + 1], steps.repeats[r] - 1
         if later == 0:
-            run_once(all_steps, steps, amounts, begin, end)
+            run_once(levels, steps, amounts, begin, end)
             continue
         for s in range(ranks):  # an assignment to a slice takes seconds to compile, for its error message
             for c in range(columns):
@@ -92,4 +89,12 @@ def compose(initial: Ints, steps: Steps, amounts: Amounts) -> Levels:
                 when[s, 1] = times
             for c in range(columns):
                 level[s, c] += later * (level[s, c] - before[s, c])
-    return all_steps
+
+
+def compose(initial: Ints, steps: Steps, amounts: Amounts) -> Levels:
+    """Return what is in use after all steps, from ``initial`` [ranks, columns] on, and at the peaks."""
+    when = np.full((len(initial), 2), -1, np.int64)
+    levels = Levels(initial.copy(), initial.copy(), when)
+    first = Levels(levels.level, np.empty_like(initial), when.copy())
+    run_repeated(levels, first, np.empty_like(initial), steps, amounts)
+    return levels

@@ -143,10 +143,14 @@ class BlockTasks(TaskTable):
     @cached_property
     def order(self) -> TaskOrder:
         """What follows from the order of the tasks."""
-        count, ports, width = len(self), len(self.ports), len(self.stream_table)
-        after, entered = np.zeros((count, width), np.bool_), np.zeros((count, width), np.bool_)
-        waits, enters = np.zeros((ports, width), np.bool_), np.zeros((ports, width), np.bool_)
-        precede(self.dep_start, self.deps, self.stream_start, self.streams, after, entered, waits, enters)
+        count, width = len(self), len(self.stream_table)
+        before, last = neighbours(self.stream_start, self.streams, width)
+        after = np.zeros((count + len(self.ports), width), np.bool_)
+        after[last[last >= 0], np.flatnonzero(last >= 0)] = True
+        entered = np.zeros_like(after)
+        entered[count:] = True
+        precede(self.dep_start, self.deps, self.stream_start, self.streams, before, after, entered)
+        waits, enters = after[count:], entered[count:]
         hides = np.zeros((*self.makers.shape, width), np.bool_)
         made = self.makers >= 0
         hides[made] = after[self.makers[made]]
@@ -168,7 +172,7 @@ class BlockTasks(TaskTable):
             columns[list(key)] = np.arange(count, width)
             clocks = np.full((count, width), -np.inf)
             np.fill_diagonal(clocks, 0.0)
-            ends = np.empty((len(self), width))
+            ends = np.full((len(self), width), -np.inf)
             summarize(
                 self.durations,
                 self.dep_start,
@@ -210,6 +214,18 @@ class BlockTasks(TaskTable):
             elif made < START and (-2 - made, rank_class) in entries:
                 matrix[row, count + entries.index((-2 - made, rank_class))] = 0.0
         return matrix
+
+
+def neighbours(stream_start: Ints, streams: Ints, count: int) -> tuple[Ints, Ints]:
+    """Return the task before on the stream of each use, and the last task on each stream; -1 for none."""
+    task = np.repeat(np.arange(len(stream_start) - 1), np.diff(stream_start))
+    order = np.argsort(streams, kind="stable")
+    same = streams[order[1:]] == streams[order[:-1]]
+    before = np.full(len(streams), -1, np.int64)
+    before[order[1:][same]] = task[order[:-1][same]]
+    last = np.full(count, -1, np.int64)
+    last[streams] = task
+    return before, last
 
 
 def block_tasks(function: Function, ranks: StageRanks, cost_model: CostModel, overlap: bool) -> BlockTasks:
