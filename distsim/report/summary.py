@@ -6,7 +6,7 @@ import math
 
 from distsim.cost.cost_model import element_type
 from distsim.ir import Device
-from distsim.ops import signature_of, work
+from distsim.ops import op_label, signature_of, work
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import count, seconds_text, table
@@ -104,11 +104,11 @@ def _operator_table(simulation: Simulation) -> list[str]:
     counts: dict[str, int] = {}
     members = simulation.classes.members
     for span in simulation.spans():
-        name = span.op.op_type
+        name = op_label(span.op)
         devices = len(members[span.stream.rank_class])
         seconds[name] = seconds.get(name, 0.0) + (span.end - span.start) * devices
         counts[name] = counts.get(name, 0) + devices
-    moving = {op.op_type for op, _, _ in simulation.timeline.op_counts if communicates(op)}
+    moving = {op_label(op) for op, _, _ in simulation.timeline.op_counts if communicates(op)}
     total = sum(seconds.values()) or 1.0
     names = sorted(seconds, key=lambda name: -seconds[name])
     rows = [

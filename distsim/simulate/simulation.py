@@ -12,7 +12,7 @@ import numpy as np
 from distsim.cost.cost_model import CostModel
 from distsim.errors import PartitionError, SimulationError
 from distsim.ir import Device, Function, Op
-from distsim.ops import signature_of, work
+from distsim.ops import op_label, signature_of, work
 from distsim.program.program import Program
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.explain import explain
@@ -129,12 +129,13 @@ class Simulation:
     def trace(self) -> list[dict[str, Any]]:
         """One event per op and device, a Send one on each end.
 
-        Each has the keys name (of the operator), ts and dur (seconds), device, stream, path and op.
+        Each has the keys name (of the operator, or of those that a kernel runs), ts and dur (seconds),
+        device, stream, path and op.
         """
         members = self.classes.members
         return [
             {
-                "name": span.op.op_type,
+                "name": op_label(span.op),
                 "ts": span.start,
                 "dur": span.end - span.start,
                 "device": device,
