@@ -188,7 +188,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether no device needs more memory than it has."""
+        """Whether no device needs more memory than is usable of it (:attr:`Device.usable`)."""
         return all(use.fits(device) for device, use in self.memory.items())
 
     @cached_property
