@@ -20,6 +20,7 @@ from distsim.schedule import schedule as schedule_named
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
+from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
@@ -35,18 +36,19 @@ def parallelize(
     topology: Topology,
     cost_model: CostModel | None = None,
     schedule: Schedule | None = None,
+    kernels: Kernels = KERNELS["ops"],
 ) -> Program:
     """Return the scheduled training step of a joint function under ``plan``.
 
     The first ``plan.devices`` devices of ``topology`` are used: tensor-parallel ranks next to each
     other, where links are fastest, then data-parallel ones, then pipeline stages. Where stages begin and
     what is computed again depends on ``cost_model``, by default ``CostModel(topology)``. ``schedule``, such
-    as a table of one's own, runs in place of the one that the plan names. Raises
-    :class:`PlanError` when the plan does not fit the topology, the batch or the function, and
-    :class:`CostError` for a cost model of another topology.
+    as a table of one's own, runs in place of the one that the plan names. ``kernels`` says which ops one
+    kernel runs (:mod:`distsim.transforms.kernels`). Raises :class:`PlanError` when the plan does not fit the
+    topology, the batch or the function, and :class:`CostError` for a cost model of another topology.
     """
     costs = cost_model_of(topology, cost_model)
-    return build_program(function, _mesh(plan, topology), plan, costs, schedule)
+    return build_program(function, _mesh(plan, topology), plan, costs, schedule, kernels)
 
 
 def build_program(
@@ -55,6 +57,7 @@ def build_program(
     plan: Plan,
     cost_model: CostModel | None = None,
     schedule: Schedule | None = None,
+    kernels: Kernels = KERNELS["ops"],
 ) -> Program:
     """Shard a joint function over ``mesh`` (axes pp, dp, tp) and cut it into stages, as ``plan`` says.
 
@@ -73,7 +76,8 @@ def build_program(
 
     ``cost_model`` is the one cost model of the run: work, what a recomputation costs and simulated steps are
     by it. By default ops cost what they do on the devices of the mesh (:class:`CostModel`), which knows no
-    links, as ``auto`` has to. ``schedule`` runs in place of the one that the plan names.
+    links, as ``auto`` has to. ``schedule`` runs in place of the one that the plan names. ``kernels`` says
+    which ops of what the stages run one kernel runs; what backward reads of a kernel's inside it still makes.
 
     Raises :class:`PlanError` for a plan of other degrees than mesh or schedule, one that does not fit the
     function or the batch, and for ``auto`` without a cost model.
@@ -87,8 +91,8 @@ def build_program(
         cost_model = CostModel(Topology())
     if schedule is None:
         try:
-            named = _schedule(function, mesh, plan, cost_model)
-            return build_program(function, mesh, plan, cost_model, named)
+            named = _schedule(function, mesh, plan, kernels, cost_model)
+            return build_program(function, mesh, plan, cost_model, named, kernels)
         except ScheduleError as error:
             raise PlanError(str(error)) from None
     count = schedule.num_microbatches * schedule.copies
@@ -108,13 +112,17 @@ def build_program(
             f"stages=auto compares steps up to their flush, and {schedule.name} has none; give stages as "
             "counts, as in 3-4-4-3, or by another name"
         )
-    cut = _cut(function, mesh, plan, cost_model, schedule)
+    cut = _cut(function, mesh, plan, kernels, cost_model, schedule)
     if plan.remat == "none":
         return cut.program(mesh, schedule)
-    return cut.program(mesh, schedule, partial(_saving_all, function, mesh, plan, cost_model, schedule))
+    plain = replace(plan, remat="none")
+    saving_all = partial(build_program, function, mesh, plain, cost_model, schedule, kernels)
+    return cut.program(mesh, schedule, saving_all)
 
 
-def _schedule(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel) -> Schedule:
+def _schedule(
+    function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, cost_model: CostModel
+) -> Schedule:
     """Return the schedule that a plan names; one that is searched for is by the times of the even stages."""
     name, number = parse_schedule(plan.schedule)
     known = SCHEDULES[name]
@@ -124,23 +132,19 @@ def _schedule(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel)
         return schedule_named(name, plan.pp, plan.microbatches, chunks, **options)
     order = schedule_named("1f1b_v" if known.placement == "V" else "1f1b", plan.pp, plan.microbatches)
     even = replace(plan, schedule=order.name, stages="even" if plan.stages == "auto" else plan.stages)
-    cut = _cut(function, mesh, even, cost_model, order)
+    cut = _cut(function, mesh, even, kernels, cost_model, order)
     return searched_schedule(name, number or 1.0, cut, mesh, order, cost_model)
 
 
-def _saving_all(
-    function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel, schedule: Schedule
-) -> Program:
-    return build_program(function, mesh, replace(plan, remat="none"), cost_model, schedule)
-
-
-def _cut(function: Function, mesh: Mesh, plan: Plan, cost_model: CostModel, schedule: Schedule) -> Cut:
+def _cut(
+    function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, cost_model: CostModel, schedule: Schedule
+) -> Cut:
     """Return the cut function, as :func:`build_program` says."""
     memory = _MEMORIES.get(function)
     if memory is None:
         memory = _MEMORIES[function] = _Memory(function)
     costs = cost_model.on(mesh.devices[0])
-    key = Division.of(plan, schedule.chain, costs)
+    key = Division.of(plan, schedule.chain, costs, kernels)
     if plan.stages == "auto":
         return memory.fastest(function, key, mesh, schedule, cost_model)
     return memory.cuts.get(key) or memory.cut(function, key, costs)
@@ -163,18 +167,19 @@ class Division(NamedTuple):
     remat: str
     fsdp: str
     stages: str
+    kernels: Kernels
     basis: Hashable
     figures: Device
 
     @staticmethod
-    def of(plan: Plan, count: int, costs: DeviceCosts) -> Division:
+    def of(plan: Plan, count: int, costs: DeviceCosts, kernels: Kernels) -> Division:
         """Return the division of a plan into so many stages, on devices that cost so."""
         fsdp = "none" if plan.dp == 1 else plan.fsdp
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         degrees = count, plan.dp, plan.tp, plan.microbatches
-        return Division(*degrees, plan.remat, fsdp, stages, *costs.key)
+        return Division(*degrees, plan.remat, fsdp, stages, kernels, *costs.key)
 
 
 class _Memory:
@@ -225,6 +230,7 @@ class _Memory:
         written = self.written[level - 1] if level and plain else outlined
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
         local = shard(written, logical_mesh(key.figures, shown, key.tp), key.microbatches, key.dp)
+        local = replace(local, kernels=key.kernels)
         return local if plain else _rematerialized(local, key.remat, key.fsdp, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:
@@ -276,7 +282,7 @@ def _rematerialized(local: Sharded, remat: str, fsdp: str, costs: DeviceCosts, l
             made = inline(made)
         made = sums_at_once(made) if levels else made
         found = known[key] = replace(divided, function=made)
-    return replace(found, microbatches=local.microbatches, dp=local.dp)
+    return replace(found, microbatches=local.microbatches, dp=local.dp, kernels=local.kernels)
 
 
 def updates_last(function: Function) -> Function:

@@ -154,7 +154,7 @@ class Pipeline:
         """Return the split of least step time; what is recomputed follows from it, so search on."""
         tried: dict[Sizes, float] = {}
         sizes = self.default
-        memory = self.topology.devices[0].memory
+        memory = self.topology.devices[0].usable
         while sizes not in tried:
             tried[sizes] = self.simulate(sizes).step_time
             local = self.own_local(sizes)

@@ -76,7 +76,7 @@ def evaluate(
             "step_time_s": simulation.step_time,
             "throughput": simulation.throughput(batch),
             "peak_memory_bytes": int(peak),
-            "fits": peak <= topology.devices[0].memory,
+            "fits": peak <= topology.devices[0].usable,
             "communication_share": common.communication_share(simulation),
         }
 
@@ -97,7 +97,7 @@ def draw(rows: list[dict[str, Any]]) -> Any:
         label = f"{count} microbatch{'es' if count > 1 else ''}"
         left.scatter([row["throughput"] for row in own], places, color=colors, label=label, **style)
         right.scatter([row["peak_memory_bytes"] / 2**30 for row in own], places, color=colors, **style)
-    capacity = load_cluster(CLUSTER).devices[0].memory / 2**30
+    capacity = load_cluster(CLUSTER).devices[0].usable / 2**30
     right.axvline(capacity, color="0.4", linestyle="--", label=f"{capacity:.0f} GiB of one GPU")
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()

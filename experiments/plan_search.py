@@ -99,7 +99,7 @@ def main() -> None:
     topology = load_cluster(task.cluster)
     common.warm_up(topology)
     found, rates = search(task, topology)
-    memory = min(device.memory for device in topology.devices)
+    memory = min(device.usable for device in topology.devices)
     rows = [row(task, plan, outcome, memory) for plan, outcome in found.items()]
     common.write_csv(given.out / "plan_search.csv", rows)
     common.write_csv(given.out / "plan_search_rates.csv", rates)

@@ -38,6 +38,7 @@ FLOORS = {
     "compose": 6,
     "parallel_3d": 6,
     "report": 7,
+    "search": 8,
     "executor": 9,  # hands names on to the DistIR notebooks; nothing in the library imports it
     "cli": 9,
     "commands": 9,

@@ -23,7 +23,10 @@ from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
 from distsim.schedule import Schedule, read_csv
+from distsim.search import remedies
 from distsim.simulate import Disturbances, Simulation, Simulator
+from distsim.simulate.explain.text import seconds_text
+from distsim.simulate.quantities import bytes_label
 from distsim.streams import say
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
@@ -111,8 +114,34 @@ def run(options: argparse.Namespace) -> int:
         )
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     notes = _idle_devices(options, plan, topology, _samples(function))
+    if order is None and not simulation.fits:
+        notes += _advice(plan, function, topology, simulator, progress)
     way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
     return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
+
+
+def _advice(
+    plan: Plan, function: Function, topology: Topology, simulator: Simulator, progress: Progress
+) -> list[str]:
+    """Say what would make a plan fit."""
+    count = len(topology.devices)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncostedOperatorWarning)
+        found = progress.run(
+            "looking for plans that fit",
+            lambda: remedies(
+                plan,
+                count,
+                lambda other: parallelize(function, other, topology, simulator.cost_model),
+                lambda program: simulator.simulate(program).step_time,
+            ),
+        )
+    if not found:
+        return ["no plan with one or two changes fits"]
+    return [
+        f"it would fit with {remedy}: {seconds_text(remedy.step_time)}, at most {bytes_label(remedy.peak)}"
+        for remedy in found
+    ]
 
 
 def _tell(

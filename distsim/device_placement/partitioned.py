@@ -45,7 +45,7 @@ class Placed:
 def partition_devices(topology: Topology) -> tuple[PartitionDevice, ...]:
     """Return the devices of a topology for a partition; one without a limit has ``sys.maxsize`` bytes."""
     return tuple(
-        PartitionDevice(str(device), int(min(device.memory, sys.maxsize)), device.id)
+        PartitionDevice(str(device), int(min(device.usable, sys.maxsize)), device.id)
         for device in topology.devices
     )
 

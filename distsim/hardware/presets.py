@@ -56,6 +56,8 @@ class _DeviceTable(_Strict, frozen=True):
     kernel_launch_overhead: _Figure
     flops_efficiency: _Figure
     bytes_efficiency: _Figure
+    context: _Figure | None = None
+    fragmentation: _Figure | None = None
     peaks: dict[str, _Figure] = {}
     kind: _Text = "gpu"
 
@@ -131,6 +133,8 @@ def load_cluster(name: str) -> Topology:
             tuple((dtype, si[f"device.peaks.{dtype}"]) for dtype in cluster.device.peaks),
             si["device.flops_efficiency"],
             si["device.bytes_efficiency"],
+            si.get("device.context", 0.0),
+            si.get("device.fragmentation", 0.0),
         )
         levels = tuple(
             Level(
@@ -229,6 +233,8 @@ def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
         *((f"device.peaks.{dtype}", peak, _FLOPS) for dtype, peak in device.peaks.items()),
         ("device.flops_efficiency", device.flops_efficiency, _SHARE),
         ("device.memory", device.memory, _BYTES),
+        *([("device.context", device.context, _BYTES)] if device.context else []),
+        *([("device.fragmentation", device.fragmentation, _SHARE)] if device.fragmentation else []),
         ("device.dram_bandwidth", device.dram_bandwidth, _RATE),
         ("device.bytes_efficiency", device.bytes_efficiency, _SHARE),
         ("device.kernel_launch_overhead", device.kernel_launch_overhead, _SECONDS),

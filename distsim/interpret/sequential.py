@@ -76,7 +76,7 @@ def _run(function: Function, arguments: list[Ranks], memo: dict[Function, _Last]
         env.pop(value, None)
     for op, dying in zip(function.ops, last.after, strict=True):
         operands = [env[value] for value in op.inputs]
-        if op.is_call:
+        if op.subfunctions:
             for value in dying:
                 env.pop(value, None)
             results = _run(op.callee, operands, memo)

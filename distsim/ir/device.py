@@ -20,8 +20,10 @@ class Device:
 
     ``throughput`` is in FLOP/s and holds for every dtype that ``peaks`` does not name; ``peaks`` gives the
     FLOP/s of matrix operations by dtype name. ``dram_bandwidth`` is in bytes/s, ``kernel_launch_overhead``
-    in seconds, ``memory`` in bytes (infinite: never full). The efficiencies, in (0, 1], are the achieved
-    share of the peak FLOP/s and of the DRAM bandwidth. The defaults are those of the DistIR notebooks.
+    in seconds, ``memory`` in bytes (infinite: never full), of which ``context`` is what the driver and the
+    communication library take, and ``fragmentation`` the share of the bytes in use that the allocator of a
+    framework takes on top. The efficiencies, in (0, 1], are the achieved share of the peak FLOP/s and of
+    the DRAM bandwidth. The defaults are those of the DistIR notebooks.
 
     Raises :class:`TopologyError` for a figure that is not positive and finite.
 
@@ -39,6 +41,8 @@ class Device:
     peaks: tuple[tuple[str, float], ...] = ()
     flops_efficiency: float = 1.0
     bytes_efficiency: float = 1.0
+    context: float = 0.0
+    fragmentation: float = 0.0
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +59,14 @@ class Device:
             self._check("kernel_launch_overhead", self.kernel_launch_overhead)
         if self.memory != math.inf:
             self._check("memory", self.memory)
+        if not 0 <= self.context < self.memory:
+            raise TopologyError(
+                f"device {self}: context={self.context} must be at least 0 and less than memory"
+            )
+        if not 0 <= self.fragmentation < math.inf:
+            raise TopologyError(
+                f"device {self}: fragmentation={self.fragmentation} must be at least 0 and finite"
+            )
         # Numbers only: the hash of a string differs between processes, and a pickled device keeps this one.
         object.__setattr__(self, "_hash", hash((self.id, self.throughput, self.dram_bandwidth, self.memory)))
 
@@ -69,6 +81,11 @@ class Device:
             if name == dtype_name:
                 return flops
         return self.throughput
+
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors can take: the memory without the context, and with room for fragmentation."""
+        return (self.memory - self.context) / (1.0 + self.fragmentation)
 
     def __hash__(self) -> int:
         return self._hash

@@ -37,7 +37,7 @@ def output_types(
     Raises :class:`TypeRuleError` when the inputs do not fit and :class:`distsim.errors.UnknownOperatorError`
     when there is no such operator.
     """
-    if op_type == "Call":
+    if op_type == "Call" or subfunctions:
         return _call_types(inputs, subfunctions)
     if not _rule:
         import_module("distsim.ops")

@@ -14,6 +14,7 @@ from distsim.ops import (
     group_norm,
     grouped,
     indexing,
+    kernel,
     marks,
     matmul,
     movement,
@@ -26,6 +27,7 @@ from distsim.ops import (
     softmax,
     training,
 )
+from distsim.ops.kernel import op_label
 from distsim.ops.onnx_bridge import OPSET
 from distsim.ops.operator import (
     Communication,
@@ -68,10 +70,12 @@ __all__ = [
     "group_norm",
     "grouped",
     "indexing",
+    "kernel",
     "marks",
     "matmul",
     "movement",
     "normalization",
+    "op_label",
     "operator",
     "pool",
     "reduction",

@@ -59,7 +59,7 @@ def _draw(axes: Any, timeline: MemoryTimeline, end: float, scale: float, size: f
     times = np.append(timeline.times[shown] / scale, end)
     amounts = np.vstack([timeline.by_kind[shown], timeline.by_kind[-1:]]) / size
     axes.stackplot(times, amounts.T, colors=_COLOURS, step="post", linewidth=0)
-    capacity = min(device.memory for device in timeline.devices)
+    capacity = min(device.usable for device in timeline.devices)
     if timeline.peak > capacity / 2:
         axes.axhline(capacity / size, color="black", linewidth=0.8, linestyle="--")
     over = timeline.peak > capacity

@@ -6,7 +6,7 @@ import math
 
 from distsim.cost.cost_model import element_type
 from distsim.ir import Device
-from distsim.ops import signature_of, work
+from distsim.ops import op_label, signature_of, work
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import count, seconds_text, table
@@ -79,9 +79,24 @@ def _memory_line(simulation: Simulation) -> str:
     if over:
         return (
             f"memory        OUT OF MEMORY on {count(len(over), 'device')}: {worst} needs "
-            f"{bytes_label(use.peak)}, {bytes_label(over[worst])} more than it has ({parts})"
+            f"{bytes_label(use.peak)}, {bytes_label(over[worst])} more than {_usable(worst)} ({parts})"
         )
-    return f"memory        fits; the most is {bytes_label(use.peak)} on {worst} ({parts})"
+    return (
+        f"memory        fits; the most is {bytes_label(use.peak)} on {worst}, of {_usable(worst)} ({parts})"
+    )
+
+
+def _usable(device: Device) -> str:
+    """Say what tensors can take of a device, and why it is less than there is."""
+    if device.memory == math.inf:
+        return "unlimited"
+    usable = f"{bytes_label(device.usable)} usable"
+    if device.usable == device.memory:
+        return usable
+    taken = f"{bytes_label(device.context)} for driver and libraries"
+    return (
+        f"{usable} ({bytes_label(device.memory)} less {taken}, {device.fragmentation:.0%} for fragmentation)"
+    )
 
 
 def _device_table(simulation: Simulation) -> list[str]:
@@ -92,7 +107,7 @@ def _device_table(simulation: Simulation) -> list[str]:
             groups[-1][0].extend(members)  # each device on its own: neighbours that do the same share a row
         else:
             groups.append((list(members), row))
-    header = ("devices", "busy", "exposed", "bubble", "peak memory", "of")
+    header = ("devices", "busy", "exposed", "bubble", "peak memory", "usable")
     rows = [(ranks_label(devices), *row) for devices, row in groups]
     lines = table(header, rows[:_MOST_ROWS])
     return [*lines, f"... and {len(rows) - _MOST_ROWS} more rows"] if len(rows) > _MOST_ROWS else lines
@@ -102,7 +117,7 @@ def _device_row(simulation: Simulation, device: Device) -> tuple[str, ...]:
     shares = simulation.shares(device)
     total = simulation.step_time or 1.0
     use = simulation.memory.get(device)
-    capacity = "unlimited" if device.memory == math.inf else bytes_label(device.memory)
+    capacity = "unlimited" if device.memory == math.inf else bytes_label(device.usable)
     if use is not None and not use.fits(device):
         capacity += " OUT OF MEMORY"
     parts = (shares.busy, shares.exposed_communication, shares.bubble)
@@ -114,11 +129,11 @@ def _operator_table(simulation: Simulation) -> list[str]:
     counts: dict[str, int] = {}
     members = simulation.classes.members
     for span in simulation.spans():
-        name = span.op.op_type
+        name = op_label(span.op)
         devices = len(members[span.stream.rank_class])
         seconds[name] = seconds.get(name, 0.0) + (span.end - span.start) * devices
         counts[name] = counts.get(name, 0) + devices
-    moving = {op.op_type for op, _, _ in simulation.timeline.op_counts if communicates(op)}
+    moving = {op_label(op) for op, _, _ in simulation.timeline.op_counts if communicates(op)}
     total = sum(seconds.values()) or 1.0
     names = sorted(seconds, key=lambda name: -seconds[name])
     rows = [

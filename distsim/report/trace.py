@@ -19,7 +19,7 @@ import numpy as np
 from distsim.errors import SimulationError
 from distsim.ir import Device, Mesh, Op, Tensor, place_of
 from distsim.ir.device import devices_of
-from distsim.ops import operator
+from distsim.ops import op_label, operator
 from distsim.report.labels import stream_label
 from distsim.report.output import packed, replacing
 from distsim.simulate import Simulation
@@ -125,10 +125,10 @@ def _metadata(name: str, pid: int, tid: int | None, value: str | int) -> dict[st
 def _describe(op: Op) -> tuple[str, dict[str, Any]]:
     """Return the name of an op's slices, and the arguments that say what it works on."""
     outputs = ", ".join([f"{value.name}: {value.type}" for value in op.outputs])
-    about: dict[str, Any] = {"op": op.op_type, "outputs": outputs}
+    about: dict[str, Any] = {"op": op_label(op), "outputs": outputs}
     meaning = operator(op.op_type).communication
     if meaning is None or not communicates(op):
-        return op.op_type, about
+        return op_label(op), about
     kernel, name = _KERNELS.get(meaning.kind, (meaning.kind, meaning.kind))
     about["Collective name"] = name
     given, made = op.inputs[0].type, op.outputs[0].type

@@ -12,7 +12,7 @@ import numpy as np
 from distsim.cost.cost_model import CostModel
 from distsim.errors import PartitionError, SimulationError
 from distsim.ir import Device, Function, Op
-from distsim.ops import signature_of, work
+from distsim.ops import op_label, signature_of, work
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, SCHEDULES, Schedule, longer
 from distsim.schedule.refusals import count
@@ -160,12 +160,13 @@ class Simulation:
     def trace(self) -> list[dict[str, Any]]:
         """One event per op and device, a Send one on each end.
 
-        Each has the keys name (of the operator), ts and dur (seconds), device, stream, path and op.
+        Each has the keys name (of the operator, or of those that a kernel runs), ts and dur (seconds),
+        device, stream, path and op.
         """
         members = self.classes.members
         return [
             {
-                "name": span.op.op_type,
+                "name": op_label(span.op),
                 "ts": span.start,
                 "dur": span.end - span.start,
                 "device": device,
@@ -218,7 +219,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether no device needs more memory than it has."""
+        """Whether no device needs more memory than is usable of it (:attr:`Device.usable`)."""
         return all(use.fits(device) for device, use in self.memory.items())
 
     @cached_property

@@ -11,7 +11,7 @@ import numpy as np
 
 from distsim.ir import Function, Op, callees
 from distsim.ir.device import devices_of
-from distsim.ops import operator
+from distsim.ops import op_label, operator
 from distsim.program.program import Program
 from distsim.simulate.tasks.rank_classes import RankClasses, placements
 from distsim.simulate.tasks.templates import Floats, Ints
@@ -84,7 +84,7 @@ def kind_of(op: Op) -> str:
     """Return the kind of an op, as in :class:`PathPart`."""
     meaning = operator(op.op_type).communication
     if meaning is None or meaning.kind == "local":
-        return op.op_type
+        return op_label(op)
     if meaning.kind == "send":
         return "send"
     return f"collective {op.attributes['axis']}" if "axis" in op.attributes else "transfer"

@@ -10,6 +10,7 @@ import numpy as np
 
 from distsim.compile import compiled
 from distsim.ir import Function
+from distsim.ops import op_label
 from distsim.program.program import Program
 from distsim.simulate.details import ProgramTimeline, expand
 from distsim.simulate.explain.critical_path import CriticalPath, PathBuilder, Segment, kind_of, stages_of
@@ -155,7 +156,7 @@ class _OneCall:
         ends[0] = until
         for place, end, begin in zip(first.tolist(), ends, (*ends[1:], start), strict=True):
             call = tasks.call_op[int(outermost[place])]
-            name = tasks.op_of(int(chain.tasks[place])).op_type
+            name = op_label(tasks.op_of(int(chain.tasks[place])))
             if call is not None:
                 name = call.name or call.callee.name
             yield Segment(name, int(stage[place]), begin, end)
@@ -234,7 +235,7 @@ class _ProgramCalls:
 
     def segments(self, chain: Chain, start: float, until: float) -> Iterator[Segment]:
         product = self.timeline.product_of(chain.call)
-        name = self.timeline.path_of(chain.call) or product.tasks.op_table[0].op_type
+        name = self.timeline.path_of(chain.call) or op_label(product.tasks.op_table[0])
         yield Segment(name, self.timeline.block_of(product).rank, start, until)
 
 

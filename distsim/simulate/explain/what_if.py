@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from distsim.cost.cost_model import CostModel, Group
 from distsim.ir import Device
-from distsim.ops import Signature, operator
+from distsim.ops import Signature, op_label, operator
 
 Frees = Callable[[Signature], bool]
 """Whether an op is free."""
@@ -71,4 +71,4 @@ def collectives(axis: str) -> Frees:
 
 def operators(name: str) -> Frees:
     """An operator is free."""
-    return lambda signature: signature.op_type == name
+    return lambda signature: op_label(signature) == name

@@ -47,12 +47,12 @@ class MemoryUse:
     end: int
 
     def fits(self, device: Device) -> bool:
-        """Whether the peak is within the memory of a device."""
-        return self.peak <= device.memory
+        """Whether the peak is within what is usable of a device."""
+        return self.peak <= device.usable
 
     def missing(self, device: Device) -> float:
-        """Bytes by which the peak exceeds the memory of a device; 0 if it fits."""
-        return max(self.peak - device.memory, 0)
+        """Bytes by which the peak exceeds what is usable of a device; 0 if it fits."""
+        return max(self.peak - device.usable, 0)
 
 
 def peak_memory(function: Function) -> dict[Device, MemoryUse]:

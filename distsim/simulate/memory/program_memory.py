@@ -68,9 +68,9 @@ class ProgramMemory:
 
     @cached_property
     def missing(self) -> float:
-        """The most bytes by which a rank's peak exceeds a device of its; 0 if the program fits."""
+        """The most bytes by which a rank's peak exceeds what is usable of a device of its; 0 if all fit."""
         pairs = zip(self.program.mesh.slices("pp"), self.peaks, strict=True)
-        return max([0, *(peak - device.memory for mesh, peak in pairs for device in mesh.devices)])
+        return max([0, *(peak - device.usable for mesh, peak in pairs for device in mesh.devices)])
 
 
 def _in_use(table: Table, changes: TableChanges) -> tuple[MemoryUse, ...]:

@@ -30,6 +30,7 @@ from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
+from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
@@ -109,7 +110,7 @@ def cut_stages(local: Sharded, num_stages: int, costs: DeviceCosts, starts: Star
     divide the batch into as many parts, share it.
     """
     source = _Source.of(local)
-    key = num_stages, costs.key, starts
+    key = num_stages, costs.key, starts, local.kernels.name
     found = source.cuts.get(key)
     if found is None:
         function, assigned = source.function, assign_stages(source.function, num_stages, costs, starts)
@@ -291,7 +292,8 @@ class _Cutter:
             stages.append((forward, backward, tuple(updates)))
         name, local = self.function.name, self.local
         inputs = self._inputs(groups)
-        return Cut(name, local.mesh, tuple(stages), inputs, self._outputs(inputs), local.notes)
+        fused = fuse_stages(stages, local.kernels)
+        return Cut(name, local.mesh, fused, inputs, self._outputs(inputs), local.notes)
 
     def _groups(self) -> dict[tuple[int, str, int], Group]:
         groups: dict[tuple[int, str, int], list[int]] = {}

@@ -101,7 +101,7 @@ def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostMo
     if len(blocks) < stages:
         return []
     costs = costs_of(local, blocks, mesh.at(pp=0), cost_model, schedule.splits_backward)
-    limits = [min(d.memory for d in own.devices) for own in mesh.slices("pp")]
+    limits = [min(d.usable for d in own.devices) for own in mesh.slices("pp")]
     problem = StageProblem(costs, schedule, mesh_communication(mesh, cost_model), limits)
     found: list[_Candidate] = []
     room = [ROOM * limit for limit in limits]

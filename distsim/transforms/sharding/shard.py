@@ -18,6 +18,7 @@ from distsim.ir.device import logical_mesh
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.autodiff.outputs import only_needed
+from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.sharding.axes import batch_options, decide_batch, decide_tensor, tensor_options
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.constants import as_inputs, as_values
@@ -38,7 +39,7 @@ class Sharded:
     last of them may be constants that differ along the batch, each made by one of the functions ``made``.
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
     not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are the
-    notes of the function that was sharded.
+    notes of the function that was sharded. ``kernels``: which of its ops one kernel runs, once it is cut.
     """
 
     function: Function
@@ -53,6 +54,7 @@ class Sharded:
     needs_dp: bool
     remarks: tuple[str, ...] = ()
     made: tuple[Function, ...] = ()
+    kernels: Kernels = KERNELS["ops"]
 
     @property
     def notes(self) -> tuple[str, ...]:

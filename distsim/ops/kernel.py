@@ -1,0 +1,52 @@
+"""Kernel: several ops that one launch runs. It carries them in a function of its own, as a Call does.
+
+What one kernel does inside stays in registers: it reads what comes in and writes what goes out, once each.
+Its work is found when it is made (:func:`kernel_attributes`), since a work rule sees no callee. Kernels are
+made of finished functions (:mod:`distsim.transforms.kernels`): they have no gradient and are not divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distsim.ir.function import Op
+from distsim.ir.value import Attributes
+from distsim.ops.operator import Operator, Signature, Work, bytes_of, operator, register, signature_of
+from distsim.ops.rules import work
+
+KERNEL = "Kernel"
+
+
+def kernel_attributes(ops: Sequence[Op]) -> Attributes:
+    """Return the attributes of the kernel that runs ``ops``: ``ops`` (their types, joined by ``+``),
+    ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units.
+
+    Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
+    """
+    flops, matrix, names = 0.0, False, list[str]()
+    for op in ops:
+        if operator(op.op_type).view:
+            continue
+        demand = work(signature_of(op))
+        if demand is None:
+            raise ValueError(f"{op!r} has no work rule; it cannot be a part of a kernel")
+        flops, matrix = flops + demand.flops, matrix or demand.matrix
+        names.append(op.op_type)
+    return Attributes({"ops": "+".join(names), "flops": flops, "matrix": matrix})
+
+
+def _work(signature: Signature) -> Work:
+    return Work(
+        signature.attributes["flops"],
+        bytes_of(signature.inputs),
+        bytes_of(signature.outputs),
+        signature.attributes["matrix"],
+    )
+
+
+def op_label(op: Op | Signature) -> str:
+    """Return what an op is called in results: its type; of a kernel, the types of the ops that it runs."""
+    return str(op.attributes["ops"]) if op.op_type == KERNEL else op.op_type
+
+
+register(Operator(KERNEL, work=_work))

@@ -1,0 +1,6 @@
+"""What one kernel runs: ops that a framework launches together."""
+
+from distsim.transforms.kernels.fusion import Fused, fuse, fuse_stages
+from distsim.transforms.kernels.policies import KERNELS, Kernels, kernels_named
+
+__all__ = ["KERNELS", "Fused", "Kernels", "fuse", "fuse_stages", "kernels_named"]

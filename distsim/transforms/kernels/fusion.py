@@ -1,0 +1,185 @@
+"""Fusion: a function in which kernels run several ops.
+
+A policy says of an op and one that reads its result whether one kernel may run both. Groups follow from
+data flow: the *level* of an op is the most times that a path to it passes from one kernel to another, and
+ops of a level that such pairs connect are one kernel. A path that left a kernel and came back would pass a
+pair that is not of one kernel, hence end on a higher level: kernels never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import is_
+
+from distsim.cache import Cache
+from distsim.ir.function import Function, Op
+from distsim.ir.rewrite import copy_function
+from distsim.ir.value import Value
+from distsim.ops.kernel import KERNEL, kernel_attributes
+from distsim.program.block import Block, StageBlocks
+from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A function in which kernels run several ops: ``parts`` are, per op of it, the places of those ops."""
+
+    function: Function
+    parts: tuple[tuple[int, ...], ...]
+
+
+_FUSED = Cache[Function, Fused | None](
+    "functions whose ops were joined into kernels, by function and policy", 4
+)
+
+
+def fuse(function: Function, kernels: Kernels) -> Fused:
+    """Return ``function`` with the ops that one kernel runs as one op, ``Kernel``; callees likewise.
+
+    It is the function itself where nothing is joined. Other ops keep their order as far as kernels, which
+    run when the last of their inputs is there, allow it. Made once per function and policy.
+    """
+    found = _FUSED.get(function, kernels.name, lambda: _fused(function, kernels))
+    return (
+        Fused(function, tuple([(place,) for place in range(len(function.ops))])) if found is None else found
+    )
+
+
+def _fused(function: Function, kernels: Kernels) -> Fused | None:
+    """Return the function in which something is joined, or None."""
+    if kernels.joins is None:
+        return None
+    ops = [_with_fused_callee(op, kernels) for op in function.ops]
+    groups = _groups(ops, kernels.joins, kernels.epilogues)
+    if len(groups) == len(ops) and all(map(is_, ops, function.ops)):
+        return None
+    of = {place: number for number, group in enumerate(groups) for place in group}
+    readers: dict[Value, set[int]] = {value: {-1} for value in function.outputs}
+    for place, op in enumerate(ops):
+        for value in op.inputs:
+            readers.setdefault(value, set()).add(of[place])
+    made: list[Op] = []
+    order = _in_order(ops, groups, of)
+    for number in order:
+        group = [ops[place] for place in groups[number]]
+        outside = [v for op in group for v in op.outputs if not readers.get(v, set()) <= {number}]
+        made.append(group[0] if len(group) == 1 else _kernel(group, outside))
+    return Fused(replace(function, ops=tuple(made)), tuple([tuple(groups[number]) for number in order]))
+
+
+def _with_fused_callee(op: Op, kernels: Kernels) -> Op:
+    callee = fuse(op.callee, kernels).function if op.is_call else None
+    return op if callee is None or callee is op.callee else replace(op, subfunctions=(callee,))
+
+
+def _kernel(ops: Sequence[Op], outputs: Sequence[Value]) -> Op:
+    """Return the op that runs ``ops`` and makes ``outputs``."""
+    made = {value for op in ops for value in op.outputs}
+    inputs = tuple(dict.fromkeys([v for op in ops for v in op.inputs if v not in made]))
+    attributes = kernel_attributes(ops)
+    # The callee has values of its own: those of a function occur in one place.
+    body = copy_function(Function(attributes["ops"], inputs, tuple(ops), tuple(outputs)))
+    name = next((op.name for op in ops if op.name), "")
+    return Op(KERNEL, inputs, tuple(outputs), attributes, (body,), name=name)
+
+
+def _groups(ops: Sequence[Op], joins: Joins, epilogues: bool) -> list[list[int]]:
+    """Return the places of the ops of each kernel, in order."""
+    maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
+    can = [fusible(op) for op in ops]
+    before = [sorted({maker[value] for value in op.inputs if value in maker}) for op in ops]
+    pairs = {
+        (first, place)
+        for place, op in enumerate(ops)
+        if can[place]
+        for first in before[place]
+        if can[first] and joins(ops[first], op)
+    }
+    if epilogues:
+        taken = {first for first, _ in pairs}
+        for place, op in enumerate(ops):
+            if (
+                place not in taken
+                and can[place]
+                and not any((first, place) in pairs for first in before[place])
+            ):
+                pairs.update([(f, place) for f in before[place] if can[f] and is_epilogue(ops[f], op)])
+    level: list[int] = []
+    group = list(range(len(ops)))
+
+    def find(place: int) -> int:
+        while group[place] != place:
+            place = group[place]
+        return place
+
+    for place in range(len(ops)):
+        level.append(
+            max([level[first] + ((first, place) not in pairs) for first in before[place]], default=0)
+        )
+        for first in before[place]:
+            if (first, place) in pairs and level[first] == level[place]:
+                group[find(place)] = find(first)
+    found: dict[int, list[int]] = {}
+    for place in range(len(ops)):
+        found.setdefault(find(place), []).append(place)
+    return list(found.values())
+
+
+def _in_order(ops: Sequence[Op], groups: Sequence[Sequence[int]], of: Mapping[int, int]) -> list[int]:
+    """Return the groups in an order in which each comes after what it reads; otherwise by their last op."""
+    maker = {value: of[place] for place, op in enumerate(ops) for value in op.outputs}
+    needs = [
+        {maker[value] for place in group for value in ops[place].inputs if value in maker} - {number}
+        for number, group in enumerate(groups)
+    ]
+    waiting = [len(each) for each in needs]
+    after: list[list[int]] = [[] for _ in groups]
+    for number, each in enumerate(needs):
+        for first in each:
+            after[first].append(number)
+    ready = [(groups[number][-1], number) for number, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        order.append(number)
+        for other in after[number]:
+            waiting[other] -= 1
+            if not waiting[other]:
+                heapq.heappush(ready, (groups[other][-1], other))
+    return order
+
+
+def fuse_block(block: Block, kernels: Kernels) -> Block:
+    """Return the block of a stage, run by kernels."""
+    plain, names = _fused_part(block.function, block.names, kernels)
+    more, more_names = None, block.accumulating_names
+    if block.accumulating is not None:
+        more, more_names = _fused_part(block.accumulating, more_names, kernels)
+    return replace(block, function=plain, accumulating=more, names=names, accumulating_names=more_names)
+
+
+def _fused_part(
+    function: Function, names: tuple[str, ...], kernels: Kernels
+) -> tuple[Function, tuple[str, ...]]:
+    """Return a function of a block, run by kernels, and the names of its ops: a kernel's first one."""
+    found = fuse(function, kernels)
+    if names:
+        names = tuple([next(filter(None, [names[i] for i in part]), "") for part in found.parts])
+    return found.function, names
+
+
+def fuse_stages(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
+    """Return the blocks of all stages, run by kernels; those that share Functions share them still."""
+    return tuple(
+        [
+            (
+                fuse_block(forward, kernels),
+                fuse_block(backward, kernels),
+                tuple([(number, fuse_block(block, kernels)) for number, block in updates]),
+            )
+            for forward, backward, updates in stages
+        ]
+    )

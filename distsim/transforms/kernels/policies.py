@@ -1,0 +1,188 @@
+"""Which ops one kernel runs, as policies with a name each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from distsim.cache import cached
+from distsim.errors import PlanError
+from distsim.ir.function import Op
+from distsim.ir.type import Tensor
+from distsim.ir.value import Value
+from distsim.ops import Signature, operator, sharding_rule, signature_of, work
+
+Joins = Callable[[Op, Op], bool]
+"""(op, one that reads its result) -> whether one kernel may run both."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A policy under a name: which ops one kernel runs.
+
+    ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
+    that no such kernel adds is added by the kernel of its product.
+    """
+
+    name: str
+    joins: Joins | None = None
+    epilogues: bool = False
+
+
+@cached("whether an op is element by element, by signature", 65536)
+def _pointwise(signature: Signature) -> bool:
+    """Whether each element of the results needs only the elements in the same place of the operands."""
+    rule = sharding_rule(signature)
+    if rule is None or not rule.outputs:
+        return False
+    whole = rule.outputs[0]
+    if not whole or any(not isinstance(dim, str) for dim in whole):
+        return False
+    names = [dim for dim in whole if isinstance(dim, str)]
+    for dims in (*rule.inputs, *rule.outputs[1:]):
+        own = [dim for dim in dims if dim is not None]
+        if any(dim not in names for dim in own):
+            return False
+        places = [names.index(dim) for dim in own if isinstance(dim, str)]
+        if places != sorted(places) or len(places) != len(own):
+            return False
+    return True
+
+
+_ALONG_ROWS = frozenset(
+    (
+        *("Softmax", "LogSoftmax", "SoftmaxGrad", "LogSoftmaxGrad"),
+        *("LayerNormalization", "LayerNormalizationGrad", "RMSNormalization", "RMSNormalizationGrad"),
+    )
+)
+"""What reduces along the last dimension, whose rows one thread block holds."""
+
+_REARRANGE = frozenset(("Split", "Concat", "Slice"))
+"""What a kernel that writes elements one by one does by reading or writing elsewhere."""
+
+
+def fusible(op: Op) -> bool:
+    """Whether an op is a kernel that can be a part of another."""
+    meaning = operator(op.op_type)
+    if op.subfunctions or not op.inputs or meaning.communication is not None or meaning.in_place:
+        return False
+    if not all(isinstance(value.type, Tensor) for value in (*op.inputs, *op.outputs)):
+        return False
+    return not meaning.view and work(signature_of(op)) is not None
+
+
+def _shape(value: Value) -> tuple[int, ...]:
+    return value.type.shape if isinstance(value.type, Tensor) else ()
+
+
+def _adds_bias(op: Op) -> bool:
+    """Whether an op adds a vector to the rows of a tensor."""
+    if op.op_type != "Add" or len(op.inputs) != 2:
+        return False
+    wide, narrow = sorted(map(_shape, op.inputs), key=len, reverse=True)
+    return len(wide) > len(narrow) == 1 and narrow == wide[-1:]
+
+
+def _scales(op: Op) -> bool:
+    """Whether an op multiplies or divides by one number."""
+    return (
+        op.op_type in ("Mul", "Div")
+        and all(len(_shape(value)) == 0 or _shape(value) == _shape(op.outputs[0]) for value in op.inputs)
+        and sum(len(_shape(value)) > 0 for value in op.inputs) == 1
+    )
+
+
+def is_epilogue(first: Op, second: Op) -> bool:
+    """Whether an op adds the bias of a product (cuBLAS's epilogue, which ``torch.addmm`` uses)."""
+    return first.op_type in ("MatMul", "Gemm") and _adds_bias(second) and second.inputs[0] is first.outputs[0]
+
+
+_MEGATRON = {
+    # bias_gelu, bias_swiglu: megatron/core/fusions/fused_bias_gelu.py, fused_bias_swiglu.py
+    "Gelu": ("bias",),
+    "Swish": ("bias",),
+    "SwishGrad": ("Mul",),
+    # bias + dropout + residual: fused_bias_dropout.py
+    "Dropout": ("bias",),
+    # scale + mask + softmax: fused_softmax.py
+    "Softmax": ("scale", "Add", "Where", "Cast"),
+    # cross entropy with its logits in float32: fused_cross_entropy.py
+    "CrossEntropyLoss": ("Cast",),
+}
+"""What a kernel of Megatron-LM (core 0.12) runs before an op: an op type, an added bias, a scaling."""
+
+
+def _megatron(first: Op, second: Op) -> bool:
+    """Whether a kernel of Megatron-LM runs both."""
+    before = _MEGATRON.get(second.op_type, ())
+    if "bias" in before and _adds_bias(first):
+        return True
+    if "scale" in before and _scales(first):
+        return True
+    if first.op_type in before:
+        return True
+    if second.op_type in ("Add", "Where"):
+        residual = _shape(second.outputs[0]) == _shape(second.inputs[0]) == _shape(second.inputs[-1])
+        if _scales(first) and not residual:
+            return True  # towards the mask of a softmax
+        if residual and (first.op_type == "Dropout" or _adds_bias(first)):
+            return True
+    if first.op_type == "Swish" and second.op_type == "Mul":
+        return True
+    if first.op_type == "Softmax" and second.op_type == "Cast":
+        return True
+    return _rotates(first, second)
+
+
+def _rotates(first: Op, second: Op) -> bool:
+    """Rotary embedding, as fused_rope runs it: halves are swapped, one negated, both scaled and added."""
+    return (first.op_type, second.op_type) in (
+        ("Split", "Neg"),
+        ("Neg", "Concat"),
+        ("Split", "Concat"),
+        ("Concat", "Mul"),
+        ("Mul", "Add"),
+        ("Mul", "Split"),  # and backward
+        ("Concat", "Add"),
+    )
+
+
+def _compiled(first: Op, second: Op) -> bool:
+    """Chains of element by element ops and reductions along rows, over equally many elements.
+
+    As torch's inductor joins them (torch/_inductor/scheduler.py: ``can_fuse``).
+    """
+    for op in (first, second):
+        if not (op.op_type in _ALONG_ROWS or op.op_type in _REARRANGE or _pointwise(signature_of(op))):
+            return False
+    if first.op_type in _REARRANGE or second.op_type in _REARRANGE:
+        return True
+    return _elements(first) == _elements(second)
+
+
+def _elements(op: Op) -> int:
+    values = (*op.inputs, *op.outputs)
+    return max([value.type.size for value in values if isinstance(value.type, Tensor)], default=0)
+
+
+KERNELS = {
+    each.name: each
+    for each in (
+        Kernels("ops"),
+        Kernels("eager", lambda first, second: False, epilogues=True),
+        Kernels("fused", _megatron, epilogues=True),
+        Kernels("compiled", _compiled, epilogues=True),
+    )
+}
+"""The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
+by op; ``fused``: with the fusions of Megatron-LM; ``compiled``: as a compiler joins them."""
+
+
+def kernels_named(name: str) -> Kernels:
+    """Return the policy of a name.
+
+    Raises :class:`PlanError` for another name.
+    """
+    if name not in KERNELS:
+        raise PlanError(f"kernels={name!r} is unknown; choose one of {', '.join(KERNELS)}")
+    return KERNELS[name]

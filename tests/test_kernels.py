@@ -1,0 +1,153 @@
+"""Kernels: which ops one launch runs; fused, a step computes, costs and holds what it should."""
+
+from functools import cache
+from random import Random
+
+import pytest
+from training_models import assert_same_step, mesh_of, random_inputs, small_gpt, small_llama, tied
+
+from distsim.compose import build_program, parallelize
+from distsim.cost import CostModel
+from distsim.errors import PlanError
+from distsim.hardware import load_cluster
+from distsim.interpret import SequentialExecutor, count_flops
+from distsim.ir import Float, FunctionMaker, Tensor, callees, verify
+from distsim.ops import op_label, signature_of, work
+from distsim.plan import Plan
+from distsim.simulate import Simulator
+from distsim.simulate.memory.peak import peak_memory
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms.kernels import KERNELS, Kernels, fuse, kernels_named
+
+MODELS = {"gpt": small_gpt, "llama": small_llama, "tied": tied}
+
+
+@cache
+def known(model):
+    joint = differentiate(MODELS[model](), Adam() if model == "gpt" else SGD())
+    inputs = random_inputs(joint)
+    return joint, inputs, SequentialExecutor().compute(joint, inputs)
+
+
+def kernels_of(model, name, layer):
+    function = fuse(known(model)[0], KERNELS[name]).function
+    return [
+        label
+        for callee in callees(function)
+        if callee.name == layer
+        for op in callee.ops
+        if "+" in (label := op_label(op))
+    ]
+
+
+def test_eager_mode_adds_a_bias_in_the_kernel_of_its_product():
+    assert kernels_of("gpt", "eager", "layer") == ["MatMul+Add"] * 6
+    assert kernels_of("gpt", "eager", "layer_backward") == []
+
+
+def test_megatrons_fusions():
+    """bias + GELU, bias + residual, scale + mask + softmax; a bias that none takes is the product's."""
+    found = kernels_of("gpt", "fused", "layer")
+    assert found == ["MatMul+Add"] * 3 + ["Mul+Add+Softmax", "Add+Add", "Add+Gelu", "Add+Add"]
+    rotary = "Split+Neg+Concat"
+    llama = kernels_of("llama", "fused", "layer")
+    assert [label for label in llama if rotary not in label] == ["Mul+Add+Softmax", "Swish+Mul"]
+    assert len(llama) == 4  # of query and of key
+
+
+def test_a_compiler_joins_chains_with_reductions_along_rows():
+    assert kernels_of("gpt", "compiled", "layer") == [
+        *["MatMul+Add"] * 3,
+        *("Mul+Add+Softmax", "Add+Add+LayerNormalization", "Add+Gelu", "Add+Add"),
+    ]
+    assert "SoftmaxGrad+Mul" in kernels_of("gpt", "compiled", "layer_backward")
+
+
+def test_a_kernel_reads_and_writes_what_crosses_it_and_does_all_the_flops():
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (64, 32)))
+    w = maker.add_input_value("w", Tensor(Float(), (32, 16)))
+    b = maker.add_input_value("b", Tensor(Float(), (16,)))
+    product = maker.add_op("MatMul", inputs=[x, w])
+    biased = maker.add_op("Add", inputs=[product, b])
+    maker.add_op("Gelu", inputs=[biased])
+    function = maker.finalize()
+    alone = sum(work(signature_of(op)).flops for op in function.ops)
+    fused = fuse(function, KERNELS["fused"]).function
+    assert [op_label(op) for op in fused.ops] == ["MatMul", "Add+Gelu"]
+    verify(fused)
+    found = [work(signature_of(op)) for op in fused.ops]
+    assert sum(each.flops for each in found) == alone
+    # What the GELU alone reads is not written.
+    assert (found[1].bytes_read, found[1].bytes_written) == (4 * (64 * 16 + 16), 4 * 64 * 16)
+    assert found[0].matrix and not found[1].matrix
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_kernels_never_wait_for_each_other(seed):
+    """Whatever pairs a policy joins, in whatever graph: verified, and the same numbers."""
+    rng = Random(seed)
+    maker = FunctionMaker("random")
+    values = [maker.add_input_value(f"x{i}", Tensor(Float(), (3, 4))) for i in range(2)]
+    for _ in range(25):
+        pair = [rng.choice(values[-6:]) for _ in range(2)]
+        kind = rng.choice(("Add", "Mul", "Tanh", "Neg", "Softmax"))
+        values.append(maker.add_op(kind, inputs=pair[: 2 if kind in ("Add", "Mul") else 1]))
+    maker.set_outputs(rng.sample(values[2:], 3) + values[-1:])
+    function = maker.finalize()
+    chosen: dict[tuple[object, object], bool] = {}
+
+    def joins(first, second):
+        return chosen.setdefault((first, second), rng.random() < 0.6)
+
+    fused = fuse(function, Kernels(f"random {seed}", joins)).function
+    verify(fused)
+    assert len(fused.ops) < len(function.ops)
+    inputs = random_inputs(function, seed)
+    expected = SequentialExecutor().compute(function, inputs)
+    for one, other in zip(SequentialExecutor().compute(fused, inputs), expected, strict=True):
+        assert (one == other).all()
+
+
+LAYOUTS = (
+    *("dp=2,tp=2,pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zb_h1", "tp=2,remat=full"),
+    *("dp=2,fsdp=reshard,remat=matmuls", "pp=2,chunks=2,microbatches=2,schedule=interleaved,stages=even"),
+)
+
+
+@pytest.mark.parametrize("name", ["eager", "fused", "compiled"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_fused_step_computes_the_step(model, name):
+    joint, inputs, expected = known(model)
+    for text in LAYOUTS:
+        plan = Plan.parse(text)
+        if plan.chunks > 1 and model != "gpt":
+            continue
+        mesh = mesh_of(plan.dp, plan.tp, plan.pp)
+        program = build_program(joint, mesh, plan, kernels=kernels_named(name))
+        assert_same_step(joint, program, inputs, expected)
+
+
+def test_engines_and_memory_agree_and_fewer_kernels_take_less():
+    joint = known("gpt")[0]
+    topology = load_cluster("dgx-a100")
+    plan = Plan.parse("dp=2,pp=2,microbatches=2")
+    times, flops, peaks = {}, {}, {}
+    for name, kernels in KERNELS.items():
+        program = parallelize(joint, plan, topology, kernels=kernels)
+        cost = CostModel(topology)
+        simulation = Simulator(cost).simulate(program)
+        assert Simulator(cost, engine="events").simulate(program).step_time == simulation.step_time
+        written = peak_memory(program.to_function(steady=True))
+        assert program_memory(program).peak_of_devices() == {d: use.peak for d, use in written.items()}
+        times[name], flops[name] = simulation.step_time, simulation.flops
+        peaks[name] = max(use.peak for use in written.values())
+    assert times["ops"] > times["eager"] > times["fused"] > times["compiled"]
+    assert len(set(flops.values())) == 1 and flops["ops"] >= count_flops(joint)
+    assert peaks["fused"] <= peaks["ops"]
+
+
+def test_unknown_kernels_are_refused():
+    with pytest.raises(PlanError, match="kernels='inductor' is unknown; choose one of ops, eager, fused"):
+        kernels_named("inductor")

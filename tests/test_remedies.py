@@ -1,0 +1,57 @@
+"""What would make a plan fit: every remedy is a plan that fits, simulated, near the one that does not."""
+
+from training_models import small_gpt, topology_of
+
+from distsim.compose import parallelize
+from distsim.cost import CostModel
+from distsim.plan import Plan
+from distsim.search import remedies
+from distsim.simulate import Simulator
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import Adam, differentiate
+
+
+def advised(plan, memory, count=4, **options):
+    topology = topology_of(count, memory=memory)
+    joint = differentiate(small_gpt(layers=4, batch=16), Adam())
+    simulator = Simulator(CostModel(topology))
+    found = remedies(
+        plan,
+        count,
+        lambda other: parallelize(joint, other, topology),
+        lambda program: simulator.simulate(program).step_time,
+        **options,
+    )
+    for remedy in found:
+        program = parallelize(joint, remedy.plan, topology)
+        assert program_memory(program).missing == 0
+        assert simulator.simulate(program).step_time == remedy.step_time
+        assert remedy.plan.devices <= count and str(remedy) == remedy.change
+    assert [each.step_time for each in found] == sorted(each.step_time for each in found)
+    return [each.change for each in found], found
+
+
+def peak_of(plan, count=4):
+    joint = differentiate(small_gpt(layers=4, batch=16), Adam())
+    return max(program_memory(parallelize(joint, plan, topology_of(count))).peaks)
+
+
+def test_one_change_is_enough_where_little_is_missing():
+    plan = Plan(dp=4)
+    changes, _ = advised(plan, peak_of(plan) - 1, most=10)
+    assert {"remat=full", "fsdp=reshard", "microbatches=2", "tp=2, dp=2"} <= set(changes)
+    assert len(advised(plan, peak_of(plan) - 1)[0]) == 3
+
+
+def test_two_changes_where_one_is_not():
+    plan = Plan()
+    alone = min(peak_of(Plan(tp=2), 2), peak_of(Plan(pp=2), 2), peak_of(Plan(remat="full"), 1))
+    together = peak_of(Plan(tp=2, remat="full", microbatches=1), 2)
+    assert together < alone
+    changes, found = advised(plan, together, count=2)
+    assert changes and all("," in change for change in changes)
+    assert all(each.peak <= together for each in found)
+
+
+def test_nothing_fits_where_the_states_do_not():
+    assert advised(Plan(), 1000, count=1)[0] == []
