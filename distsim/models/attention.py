@@ -1,0 +1,206 @@
+"""The attention of a layer: grouped heads and multi-head latent attention, down to one core.
+
+The core is what frameworks have one kernel for: softmax(query key' scale) value under a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distsim.errors import PlanError
+from distsim.ir import Value
+from distsim.ir.type import as_tensor
+from distsim.models.layer_maker import RMS, LayerMaker, Norm
+from distsim.models.sizes import check_caps, check_counts, check_sizes
+
+
+@dataclass(frozen=True)
+class GroupedHeads:
+    """``heads`` query heads in ``kv_heads`` groups that share a key and a value head (Ainslie et al. 2023).
+
+    ``kv_heads`` None: as many as heads; ``head_dim`` None: hidden / heads. ``bias``: of queries, keys and
+    values, ``out_bias``: of the output. ``norm``: RMSNorm of each query and key head. ``scale`` None: 1 /
+    sqrt(head_dim). ``softcap`` c: scores are c tanh(scores / c), 0 being none. ``window``: how many tokens a
+    query sees to its left, itself included, 0 being all, in the layers where ``windowed``, repeated over the
+    layers, says so.
+    """
+
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    bias: bool = False
+    out_bias: bool = False
+    norm: bool = False
+    scale: float | None = None
+    softcap: float = 0.0
+    window: int = 0
+    windowed: tuple[bool, ...] = (True,)
+
+    def __post_init__(self) -> None:
+        check_sizes(heads=self.heads, kv_heads=self.groups, head_dim=self.head_dim or 1)
+        check_counts(window=self.window)
+        check_caps(softcap=self.softcap, scale=self.scale or 0.0)
+        if self.heads % self.groups:
+            raise PlanError(f"kv_heads={self.groups} does not divide heads={self.heads}")
+        if not self.windowed:
+            raise PlanError("windowed=() says of no layer whether it has a window; leave it as (True,)")
+
+    @property
+    def groups(self) -> int:
+        """How many heads keys and values have."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    def size(self, hidden: int) -> int:
+        """The width of a head of a decoder of width ``hidden``."""
+        return self.head_dim or hidden // self.heads
+
+    def turned(self, hidden: int) -> int:
+        """How many dimensions of a head carry rotary positions."""
+        return self.size(hidden)
+
+    def window_of(self, layer: int) -> int:
+        """The window of a layer, 0 being none."""
+        return self.window if self.windowed[layer % len(self.windowed)] else 0
+
+    def check(self, hidden: int) -> None:
+        """Raise :class:`PlanError` when the heads do not divide what they should."""
+        if self.head_dim is None and hidden % self.heads:
+            raise PlanError(f"heads={self.heads} does not divide hidden={hidden}")
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024): heads, ranks of compressions, parts of a head.
+
+    ``q_lora`` 0: queries are not compressed. A head's query and key are ``nope`` dimensions without and
+    ``rope`` with a position, its value ``value`` dimensions. ``bias``: of the compressions and the output.
+    """
+
+    heads: int
+    q_lora: int
+    kv_lora: int
+    nope: int
+    rope: int
+    value: int
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(heads=self.heads, kv_lora=self.kv_lora, nope=self.nope, rope=self.rope, value=self.value)
+        check_counts(q_lora=self.q_lora)
+        if self.rope % 2:
+            raise PlanError(f"rope={self.rope} must be even: positions turn pairs")
+
+    def turned(self, hidden: int) -> int:
+        """How many dimensions of a head carry rotary positions."""
+        return self.rope
+
+    def window_of(self, layer: int) -> int:
+        """No layer has a window."""
+        return 0
+
+    def check(self, hidden: int) -> None:
+        """Nothing has to divide ``hidden``."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores become weights: times ``scale``, capped, causal in a ``window``, with dropout at a rate."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    dropout: float = 0.0
+
+
+def grouped_attention(
+    layer: LayerMaker,
+    source: Value,
+    sizes: GroupedHeads,
+    scores: Scores,
+    norm: Norm = RMS,
+    out: str = "o",
+) -> Value:
+    """Add the projections of ``source``, attention of grouped heads, and the output projection ``out``.
+
+    Written out, groups are a dimension: queries are [batch, kv_heads, group, seq, size], keys and values
+    [batch, kv_heads, 1, seq, size], so that nothing is repeated in memory and what divides the dimension
+    kv_heads divides queries, keys and values alike. Without groups they are [batch, heads, seq, size].
+    """
+    hidden, size, heads, groups = layer.hidden, sizes.size(layer.hidden), sizes.heads, sizes.groups
+    widths = {"q": heads * size, "k": groups * size, "v": groups * size}
+    query, key, value = (layer.linear(source, n, hidden, w, sizes.bias) for n, w in widths.items())
+    shared = None if sizes.kv_heads is None else (groups, 1)
+    query = _by_head(layer, query, (heads,) if shared is None else (groups, heads // groups), size)
+    key, value = (_by_head(layer, each, shared or (heads,), size) for each in (key, value))
+    if sizes.norm:
+        per_head = Norm(epsilon=norm.epsilon, offset=norm.offset)
+        query = layer.norm(query, "q_norm", size, per_head)
+        key = layer.norm(key, "k_norm", size, per_head)
+    if layer.turns:
+        query, key = layer.rotated(query), layer.rotated(key)
+    joined = _joined(layer, core(layer, query, key, value, scores), heads * size)
+    return layer.linear(joined, out, heads * size, hidden, sizes.out_bias)
+
+
+def latent_attention(
+    layer: LayerMaker, source: Value, sizes: Latent, scores: Scores, norm: Norm = RMS, out: str = "o"
+) -> Value:
+    """Add the projections of ``source``, multi-head latent attention, and the output projection ``out``.
+
+    Pairs (i, i + rope/2) turn, where the published code turns neighbours: the same up to an order of the
+    weights' columns. The frequencies are not stretched for longer contexts (YaRN).
+    """
+    batch, seq, hidden, heads = layer.batch, layer.seq, layer.hidden, sizes.heads
+    width, both = sizes.nope + sizes.rope, sizes.nope + sizes.value
+    inner = Norm(epsilon=norm.epsilon)
+
+    def split(source: Value, *sizes_of: int) -> tuple[Value, ...]:
+        return layer.maker.add("Split", [source], {"split": sizes_of, "axis": -1})
+
+    query = source
+    if sizes.q_lora:
+        narrow = layer.linear(source, "q_a", hidden, sizes.q_lora, sizes.bias)
+        query = layer.norm(narrow, "q_norm", sizes.q_lora, inner)
+    query = layer.linear(query, "q", sizes.q_lora or hidden, heads * width)
+    plain, turned = split(_by_head(layer, query, (heads,), width), sizes.nope, sizes.rope)
+    query = layer("Concat", plain, layer.rotated(turned), name="query", axis=-1)
+
+    compressed = layer.linear(source, "kv_a", hidden, sizes.kv_lora + sizes.rope, sizes.bias)
+    latent, shared = split(compressed, sizes.kv_lora, sizes.rope)
+    latent = layer.norm(latent, "kv_norm", sizes.kv_lora, inner)
+    pairs = layer.linear(latent, "kv_b", sizes.kv_lora, heads * both)
+    plain, value = split(_by_head(layer, pairs, (heads,), both), sizes.nope, sizes.value)
+    position = layer.rotated(layer("Unsqueeze", shared, axes=(1,)))
+    position = layer("Expand", position, shape=(batch, heads, seq, sizes.rope))
+    key = layer("Concat", plain, position, name="key", axis=-1)
+
+    joined = _joined(layer, core(layer, query, key, value, scores), heads * sizes.value)
+    return layer.linear(joined, out, heads * sizes.value, hidden, sizes.bias)
+
+
+def core(layer: LayerMaker, query: Value, key: Value, value: Value, scores: Scores) -> Value:
+    """Causal attention of [..., seq, size] heads: softmax of the scaled, capped products, times values."""
+    rank = as_tensor(key.type, key.name).rank
+    swapped = layer("Transpose", key, perm=(*range(rank - 2), rank - 1, rank - 2))
+    products = layer("MatMul", query, swapped, name="scores")
+    scaled = layer("Mul", products, name="scaled", B=scores.scale)
+    masked = layer(
+        "Add", layer.capped(scaled, scores.softcap, "capped"), layer.tables["causal"], name="masked"
+    )
+    weights = layer("Softmax", masked, name="probabilities", axis=-1)
+    weights = layer.dropped(weights, scores.dropout, "kept_probabilities")
+    return layer("MatMul", weights, value, name="mixed")
+
+
+def _by_head(layer: LayerMaker, source: Value, heads: tuple[int, ...], size: int) -> Value:
+    """Return [batch, *heads, seq, size] of a projection [batch, seq, heads x size]."""
+    parts = layer("Reshape", source, shape=(layer.batch, layer.seq, *heads, size))
+    last = len(heads) + 2
+    return layer("Transpose", parts, perm=(0, *range(2, last), 1, last))
+
+
+def _joined(layer: LayerMaker, mixed: Value, width: int) -> Value:
+    """Return [batch, seq, width] of [batch, *heads, seq, size]."""
+    last = as_tensor(mixed.type, mixed.name).rank - 1
+    joined = layer("Transpose", mixed, perm=(0, last - 1, *range(1, last - 1), last))
+    return layer("Reshape", joined, name="attention", shape=(layer.batch, layer.seq, width))
