@@ -27,9 +27,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model it is."""
     parser.add_argument(
         "model",
-        help="an .onnx file, gpt2, or a builder with options: mlp:layers=16,width=8192, gpt:..., llama:...",
+        help="a name (see `distsim models`) or a Hugging Face config.json, with options (llama3-8b:layers=4), "
+        "an .onnx file, or a builder with options: mlp:layers=16,width=8192, gpt:..., llama:...",
     )
     parser.add_argument("--batch", type=int, help="global batch: samples per step")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence, as --bind seq=TOKENS")
     parser.add_argument(
         "--bind",
         action="append",
@@ -63,7 +65,8 @@ def _forward(options: argparse.Namespace) -> Function:
     dtype = dtype_named(options.dtype)
     if not dtype.is_floating:
         raise PlanError(f"--dtype {options.dtype}: float32 tensors can become a floating-point type only")
-    bindings = ",".join(filter(None, options.bind))
+    seq = [] if options.seq is None else [f"seq={options.seq}"]
+    bindings = ",".join(filter(None, [*options.bind, *seq]))
     function = load_model(options.model, options.batch, bindings, patterns)
     return set_precision(function, dtype)
 

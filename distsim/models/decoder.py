@@ -10,11 +10,11 @@ import onnx
 
 from distsim.ir import DType, Float32, Function, Int64, Literal, Mesh, Tensor, Value
 from distsim.ir.type import as_tensor
-from distsim.models.attention import GroupedHeads, Scores, grouped_attention, latent_attention
 from distsim.models.decoder_sizes import DecoderSizes
-from distsim.models.feed_forward import feed_forward
-from distsim.models.layer_maker import LayerMaker, PartMaker
 from distsim.models.mixture import mixture
+from distsim.models.parts.attention import GroupedHeads, Scores, grouped_attention, latent_attention
+from distsim.models.parts.feed_forward import feed_forward
+from distsim.models.parts.layer_maker import LayerMaker, PartMaker
 from distsim.models.routing import Loads, Routing
 
 THETA = 500_000.0

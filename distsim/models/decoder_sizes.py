@@ -10,10 +10,10 @@ import math
 from dataclasses import asdict, dataclass
 
 from distsim.errors import PlanError
-from distsim.models.attention import GroupedHeads, Latent
-from distsim.models.feed_forward import SWIGLU, FeedForward
-from distsim.models.layer_maker import RMS, Norm
 from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import GroupedHeads, Latent
+from distsim.models.parts.feed_forward import SWIGLU, FeedForward
+from distsim.models.parts.layer_maker import RMS, Norm
 from distsim.models.sizes import check_caps, check_counts, check_rates, check_sizes
 
 MAX_LAYERS = 10_000
@@ -128,13 +128,7 @@ class DecoderSizes:
         check_caps(softcap=self.softcap, embedding_scale=self.embedding_scale or 0.0)
         if self.layers > MAX_LAYERS:
             raise PlanError(f"layers={self.layers} is more than {MAX_LAYERS}, the most that are built")
-        self.attention.check(self.hidden)
-        turned = self.attention.turned(self.hidden)
-        if not self.positions.learned and turned % 2:
-            raise PlanError(
-                f"head_dim={turned} must be even, as rotary positions turn pairs: choose heads that divide "
-                f"hidden={self.hidden} into heads of an even width"
-            )
+        self.attention.check(self.hidden, not self.positions.learned)
         for name, elements in self._largest():
             if elements > MAX_ELEMENTS:
                 raise PlanError(f"{name} would have {elements} elements, more than 2^46; make it smaller")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from distsim.ir import DType, Float32, Function
-from distsim.models.attention import GroupedHeads
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, Positions
-from distsim.models.feed_forward import FeedForward
-from distsim.models.layer_maker import Norm
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
+from distsim.models.parts.layer_maker import Norm
+from distsim.models.sizes import check_sizes
 
 
 def gpt(
@@ -26,6 +27,7 @@ def gpt(
     GELU feed-forward of width ``ffn`` (4 x hidden), ``seq`` learned positions. The output head has its own
     weight, and attention is written out.
     """
+    check_sizes(seq=seq, batch=batch)
     sizes = DecoderSizes(
         layers,
         hidden,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from distsim.ir import DType, Float32, Function
-from distsim.models.attention import GroupedHeads
 from distsim.models.decoder import THETA, decoder
 from distsim.models.decoder_sizes import DecoderSizes, Positions
-from distsim.models.feed_forward import FeedForward
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.sizes import builder, check_sizes
 
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from distsim.errors import PlanError
 from distsim.ir import Literal, Mesh, Value
-from distsim.models.feed_forward import FeedForward, feed_forward
-from distsim.models.layer_maker import ACTIVATIONS, LayerMaker, check_activation
+from distsim.models.parts.feed_forward import FeedForward, feed_forward
+from distsim.models.parts.layer_maker import ACTIVATIONS, LayerMaker, check_activation
 from distsim.models.routing import Routing
 from distsim.models.sizes import check_caps, check_counts, check_sizes
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distsim.ir import DType, Float32, Function, Mesh
-from distsim.models.attention import GroupedHeads
 from distsim.models.decoder import THETA, decoder
 from distsim.models.decoder_sizes import DecoderSizes, Positions
-from distsim.models.feed_forward import FeedForward
 from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.routing import Loads, Routing
 from distsim.models.sizes import builder, check_sizes
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from distsim.errors import PlanError
 from distsim.ir import Value
 from distsim.ir.type import as_tensor
-from distsim.models.layer_maker import RMS, LayerMaker, Norm
+from distsim.models.parts.layer_maker import RMS, LayerMaker, Norm
 from distsim.models.sizes import check_caps, check_counts, check_sizes
 
 
@@ -62,10 +62,14 @@ class GroupedHeads:
         """The window of a layer, 0 being none."""
         return self.window if self.windowed[layer % len(self.windowed)] else 0
 
-    def check(self, hidden: int) -> None:
+    def check(self, hidden: int, rotary: bool) -> None:
         """Raise :class:`PlanError` when the heads do not divide what they should."""
-        if self.head_dim is None and hidden % self.heads:
-            raise PlanError(f"heads={self.heads} does not divide hidden={hidden}")
+        pair = 2 if rotary else 1
+        if self.head_dim is None and hidden % (self.heads * pair):
+            width = " into heads of an even width" if rotary else ""
+            raise PlanError(f"heads={self.heads} does not divide hidden={hidden}{width}")
+        if self.size(hidden) % pair:
+            raise PlanError(f"head_dim={self.head_dim} must be even: positions turn pairs")
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,10 @@ class Latent:
         """No layer has a window."""
         return 0
 
-    def check(self, hidden: int) -> None:
-        """Nothing has to divide ``hidden``."""
+    def check(self, hidden: int, rotary: bool) -> None:
+        """Raise :class:`PlanError` without rotary positions: nothing else has to fit."""
+        if not rotary:
+            raise PlanError("latent attention has rotary positions: leave out learned ones")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distsim.ir import Value
-from distsim.models.layer_maker import ACTIVATIONS, LayerMaker, check_activation
+from distsim.models.parts.layer_maker import ACTIVATIONS, LayerMaker, check_activation
 from distsim.models.sizes import check_sizes
 
 
