@@ -27,6 +27,7 @@ from distsim.ir import Attributes, Device, Float32, Float64, FunctionMaker, Mesh
 from distsim.ir.type import BFloat16, DType, Float16
 from distsim.ops import (
     GradientContext,
+    attention,
     batch_norm,
     broadcast,
     choice,
@@ -94,7 +95,7 @@ def _narrowed(of: Sample, dtype: DType) -> Sample | None:
 # --- coverage ----------------------------------------------------------------------------------------
 
 MODULES = (
-    *(batch_norm, broadcast, choice, conversion, elementwise, gemm, group_norm, grouped, matmul),
+    *(attention, batch_norm, broadcast, choice, conversion, elementwise, gemm, group_norm, grouped, matmul),
     *(normalization, reduction, selection, softmax),
 )
 

@@ -1,6 +1,7 @@
 """The operators, one definition each; importing this installs their type rule in the IR."""
 
 from distsim.ops import (
+    attention,
     barrier,
     batch_norm,
     broadcast,
@@ -58,6 +59,7 @@ __all__ = [
     "ShardingRule",
     "Signature",
     "Work",
+    "attention",
     "barrier",
     "batch_norm",
     "broadcast",
