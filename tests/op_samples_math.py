@@ -275,6 +275,15 @@ ATTENTION: tuple[Sample, ...] = (
     sample("Attention", *_QKV, unused=(1,), attn_mask=np.array(0.5)),
     sample("Attention", *_QKV, np.zeros((6, 6), bool), unused=(1,)),  # nothing is seen
 )
+_TURNS = normal(2, 6, 2, seed=1)
+ROTARY: tuple[Sample, ...] = (
+    sample("RotaryEmbedding", (2, 4, 6, 4), _TURNS, _TURNS + 1, refused=(1, 2)),
+    sample("RotaryEmbedding", (2, 4, 6, 4), _TURNS[:1], _TURNS[:1] + 1, refused=(1, 2), interleaved=1),
+    sample(
+        "RotaryEmbedding", (2, 6, 4, 6), _TURNS, _TURNS, refused=(1, 2), rotary_embedding_dim=4, seq_axis=1
+    ),
+    sample("RotaryEmbedding", (2, 4, 6, 4), (8, 2), (8, 2), integers(2, 6, high=8), refused=(1, 2)),
+)
 
 _LOGITS = normal(2, 4, 6)
 LOSS: tuple[Sample, ...] = (
@@ -298,6 +307,7 @@ SAMPLES: tuple[Sample, ...] = (
     *SOFTMAX,
     *NORMALIZATION,
     *ATTENTION,
+    *ROTARY,
     *CHANNEL_NORMS,
     *LOSS,
 )

@@ -41,6 +41,7 @@ from distsim.ops import (
     operator,
     reduction,
     registered,
+    rotary,
     selection,
     sharding_rule,
     softmax,
@@ -96,7 +97,7 @@ def _narrowed(of: Sample, dtype: DType) -> Sample | None:
 
 MODULES = (
     *(attention, batch_norm, broadcast, choice, conversion, elementwise, gemm, group_norm, grouped, matmul),
-    *(normalization, reduction, selection, softmax),
+    *(normalization, reduction, rotary, selection, softmax),
 )
 
 
