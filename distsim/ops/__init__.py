@@ -1,6 +1,7 @@
 """The operators, one definition each; importing this installs their type rule in the IR."""
 
 from distsim.ops import (
+    attention,
     barrier,
     batch_norm,
     broadcast,
@@ -24,6 +25,7 @@ from distsim.ops import (
     pool,
     reduction,
     resize,
+    rotary,
     scattering,
     selection,
     shape,
@@ -58,6 +60,7 @@ __all__ = [
     "ShardingRule",
     "Signature",
     "Work",
+    "attention",
     "barrier",
     "batch_norm",
     "broadcast",
@@ -85,6 +88,7 @@ __all__ = [
     "register",
     "registered",
     "resize",
+    "rotary",
     "scattering",
     "selection",
     "shape",

@@ -169,18 +169,6 @@ def _recurrent(op_type: str, gates: int) -> Check:
     return check
 
 
-def _attention(attributes: Attributes, shapes: Shapes) -> None:
-    for name, owners in (("q_num_heads", ("Q",)), ("kv_num_heads", ("K", "V"))):
-        heads = attributes.get(name)
-        for owner in owners:
-            shape = shapes.get(owner, ())
-            if heads is not None and len(shape) == 3:
-                _at_least("Attention", name, heads, 1)
-                _require(
-                    shape[-1] % heads == 0, f"Attention: {name}={heads} does not divide {owner} {list(shape)}"
-                )
-
-
 # Normalizations, quantization
 
 
@@ -367,7 +355,6 @@ def _near(attributes: Attributes, shapes: Shapes) -> None:
 
 _CHECKS: Mapping[str, tuple[tuple[str, ...], Check]] = {
     "AffineGrid": (("theta", "size"), _grid),
-    "Attention": (("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"), _attention),
     "CenterCropPad": (("input_data", "shape"), _crop),
     "Clip": (("input", "min", "max"), _single("Clip", "min", "max")),
     "Col2Im": (("input", "image_shape", "block_shape"), _col2im),
