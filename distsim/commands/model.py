@@ -27,8 +27,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model it is."""
     parser.add_argument(
         "model",
-        help="a name (see `distsim models`) or a Hugging Face config.json, with options (llama3-8b:layers=4), "
-        "an .onnx file, or a builder with options: mlp:layers=16,width=8192, gpt:..., llama:...",
+        help="a name (see `distsim models`) or a Hugging Face config.json, maybe with options as in "
+        "llama3-8b:layers=4, an .onnx file, or a builder: mlp:layers=16,width=8192, gpt:..., llama:...",
     )
     parser.add_argument("--batch", type=int, help="global batch: samples per step")
     parser.add_argument("--seq", type=int, help="tokens of a sequence, as --bind seq=TOKENS")

@@ -40,9 +40,7 @@ def load_model(
     sizes = _pairs(bindings, "the sizes to bind")
     name, _, options = source.partition(":")
     if name in BUILDERS:
-        if parameters or any(
-            key != "seq" or key not in inspect.signature(BUILDERS[name]).parameters for key in sizes
-        ):
+        if parameters or sizes.keys() - ({"seq"} & inspect.signature(BUILDERS[name]).parameters.keys()):
             raise ImportModelError(
                 f"{source}: a builder takes its sizes as options, {name}:option=number,..."
             )

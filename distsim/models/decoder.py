@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 import onnx
 
+from distsim.errors import PlanError
 from distsim.ir import DType, Float32, Function, Int64, Literal, Mesh, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.models.mixture import mixture
-from distsim.models.parts.attention import GroupedHeads, Scores, grouped_attention, latent_attention
+from distsim.models.parts.attention import GroupedHeads, grouped_attention, latent_attention
 from distsim.models.parts.feed_forward import feed_forward
 from distsim.models.parts.layer_maker import LayerMaker, PartMaker
 from distsim.models.routing import Loads, Routing
+from distsim.ops.attention_options import AttentionOptions
 
 THETA = 500_000.0
 """The base of the rotary frequencies of Llama 3 (Grattafiori et al. 2024, table 3)."""
+
+ATTENTION = ("flash", "math")
 
 MASKED = -1e4
 """What is added to the scores of tokens that are not seen: small enough in float16 too."""
@@ -40,6 +44,7 @@ def decoder(
     loads: Loads = Loads(),  # noqa: B008
     mesh: Mesh | None = None,
     name: str = "decoder",
+    attention: str = "flash",
 ) -> Function:
     """Return a decoder with a cross-entropy loss.
 
@@ -47,9 +52,12 @@ def decoder(
     positions. Layers that are alike are Calls of one callee; layers of experts are alike where their
     ``loads`` are. On a ``mesh`` with an axis ``ep`` the function is that of its ranks: ``batch`` is local,
     each rank has its part of the experts, and gradients of what all ranks have are those of the rank's own
-    sequences. Raises :class:`PlanError` for sequences or loads that the sizes do not allow.
+    sequences. ``attention``: ``flash``, one op, or ``math``, written out with a mask that all layers share.
+    Raises :class:`PlanError` for sequences or loads that the sizes do not allow.
     """
     sizes.check_input(batch, seq)
+    if attention not in ATTENTION:
+        raise PlanError(f"attention={attention!r} is not one of {', '.join(ATTENTION)}")
     top = PartMaker(name, Tensor(dtype, (batch, seq, sizes.hidden), mesh))
     tokens, labels = (
         top.maker.add_input_value(data, Tensor(Int64(), (batch, seq), mesh)) for data in ("tokens", "labels")
@@ -57,12 +65,13 @@ def decoder(
     table = top.parameter(sizes.names.embed, sizes.vocab, sizes.hidden)
     x = _embedded(top, sizes, table, tokens)
     kinds = _kinds(sizes, seq, loads)
-    made = {kind: _layer(sizes, top.like, kind) for kind in dict.fromkeys(kinds)}
+    made = {kind: _layer(sizes, top.like, kind, attention == "math") for kind in dict.fromkeys(kinds)}
     rotations = _rotations(top, sizes.rotary, sizes.positions.theta) if sizes.rotary else {}
-    masks = {window: _mask(top, window) for window in dict.fromkeys(kind.window for kind in kinds)}
+    windows = dict.fromkeys(kind.window for kind in kinds) if attention == "math" else ()
+    masks = {window: {"causal": _mask(top, window)} for window in windows}
     for index, kind in enumerate(kinds):
         layer = made[kind]
-        tables = {**rotations, "causal": masks[kind.window]}
+        tables = rotations | masks.get(kind.window, {})
         own = [top.parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
         inputs = [x, *tables.values(), *own]
         x = top.maker.add("Call", inputs, None, (layer,), [f"x{index}"], None, f"h{index}")[0]
@@ -103,10 +112,11 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_Kind]:
     return [_Kind(w if w < seq else 0, found.get(index)) for index, w in enumerate(windows)]
 
 
-def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _Kind) -> Function:
+def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _Kind, masked: bool) -> Function:
     """Return a layer: two branches, each of a norm and attention or feed-forward, added to what came in."""
     names = sizes.names
-    layer = LayerMaker(names.dense_layer if kind.load is None else names.expert_layer, x_type, sizes.rotary)
+    name = names.dense_layer if kind.load is None else names.expert_layer
+    layer = LayerMaker(name, x_type, sizes.rotary, masked)
     normed = layer.norm(layer.x, names.norm1, sizes.hidden, sizes.norm)
     x = _added(layer, sizes, layer.x, _attention(layer, sizes, normed, kind.window), 1)
     normed = layer.norm(x, names.norm2, sizes.hidden, sizes.norm)
@@ -121,10 +131,11 @@ def _attention(layer: LayerMaker, sizes: DecoderSizes, source: Value, window: in
     heads, out = sizes.attention, sizes.names.out
     if isinstance(heads, GroupedHeads):
         scale = 1.0 / float(np.sqrt(heads.size(sizes.hidden))) if heads.scale is None else heads.scale
-        scores = Scores(scale, heads.softcap, window, sizes.dropout.attention)
-        return grouped_attention(layer, source, heads, scores, sizes.norm, out)
-    scores = Scores(1.0 / float(np.sqrt(heads.nope + heads.rope)), dropout=sizes.dropout.attention)
-    return latent_attention(layer, source, heads, scores, sizes.norm, out)
+        options = AttentionOptions(True, scale, heads.softcap, window or None, sizes.dropout.attention)
+        return grouped_attention(layer, source, heads, options, sizes.norm, out)
+    scale = 1.0 / float(np.sqrt(heads.nope + heads.rope))
+    options = AttentionOptions(True, scale, dropout=sizes.dropout.attention)
+    return latent_attention(layer, source, heads, options, sizes.norm, out)
 
 
 def _added(layer: LayerMaker, sizes: DecoderSizes, x: Value, branch: Value, index: int) -> Value:

@@ -91,4 +91,4 @@ def deepseek(
     2840
     """
     loads = Loads(concentration, capacity, seed, routings)
-    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, mesh, "deepseek")
+    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, mesh, "deepseek", "math")

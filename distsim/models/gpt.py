@@ -38,4 +38,4 @@ def gpt(
         positions=Positions(seq, learned=True),
         names=GPT_NAMES,
     )
-    return decoder(sizes, batch, seq, dtype, name="gpt")
+    return decoder(sizes, batch, seq, dtype, name="gpt", attention="math")

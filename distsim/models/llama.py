@@ -60,4 +60,4 @@ def llama(sizes: LlamaSizes, dtype: DType = Float32()) -> Function:  # noqa: B00
     >>> sum(value.type.size for value in function.parameters)
     4944
     """
-    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, name="llama")
+    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, name="llama", attention="math")

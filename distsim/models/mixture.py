@@ -26,6 +26,9 @@ from distsim.models.sizes import check_caps, check_counts, check_sizes
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 AXIS = "ep"
+MAX_EXPERTS = 2**16
+"""Of a layer: 32 times those of Switch-C (Fedus et al. 2022)."""
+
 MAX_ROWS = 2**24
 """Of all experts for a sequence: each is a number in the function."""
 
@@ -50,6 +53,8 @@ class Mixture:
 
     def __post_init__(self) -> None:
         check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn)
+        if self.experts > MAX_EXPERTS:
+            raise PlanError(f"experts={self.experts} of a layer are more than {MAX_EXPERTS}; use fewer")
         if self.top_k > self.experts:
             raise PlanError(f"top_k={self.top_k} of only {self.experts} experts")
         check_counts(shared=self.shared)

@@ -74,4 +74,4 @@ def moe(
     5840
     """
     loads = Loads(concentration, capacity, seed, routings)
-    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, mesh, "moe")
+    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, mesh, "moe", "math")

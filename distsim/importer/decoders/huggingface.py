@@ -28,7 +28,7 @@ from distsim.models.decoder_sizes import (
     ExpertLayers,
     Positions,
 )
-from distsim.models.mixture import Mixture
+from distsim.models.mixture import MAX_EXPERTS, Mixture
 from distsim.models.parts.attention import GroupedHeads, Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
@@ -54,12 +54,14 @@ def import_from_hf(
     batch: int = DEFAULT_BATCH,
     seq: int | None = None,
     dtype: DType = Float32(),  # noqa: B008
+    attention: str = "flash",
 ) -> Function:
     """Return the forward function, with a loss, of a ``config.json`` or of the table that it holds.
 
-    ``seq``: by default the longest sequence that the model was made for, at most 8,192 tokens. The families
-    are those of :data:`FAMILIES`. Raises :class:`ImportModelError` naming the field, its value and what is
-    usable where a field is missing or makes no sense; :class:`PlanError` for a sequence that is too long.
+    ``seq``: by default the longest sequence that the model was made for, at most 8,192 tokens;
+    ``attention``: ``flash`` or ``math``. The families are those of :data:`FAMILIES`. Raises
+    :class:`ImportModelError` naming the field, its value and what is usable where a field is missing or makes
+    no sense; :class:`PlanError` for a sequence that is too long.
 
     >>> config = dict(model_type="llama", hidden_size=16, intermediate_size=24, num_hidden_layers=2,
     ...               num_attention_heads=4, num_key_value_heads=2, vocab_size=32)
@@ -68,7 +70,9 @@ def import_from_hf(
     4944
     """
     sizes = sizes_from_hf(config)
-    return decoder(sizes, batch, default_seq(sizes) if seq is None else seq, dtype, name="model")
+    return decoder(
+        sizes, batch, default_seq(sizes) if seq is None else seq, dtype, name="model", attention=attention
+    )
 
 
 def default_seq(sizes: DecoderSizes) -> int:
@@ -185,10 +189,6 @@ def _experts(fields: ConfigFields, number: str, width: str) -> Mixture:
         fields.count(width),
         activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
     )
-
-
-MAX_EXPERTS = 2**16
-"""Of a layer: 32 times those of Switch-C."""
 
 
 def _qwen2(fields: ConfigFields) -> DecoderSizes:

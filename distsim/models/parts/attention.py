@@ -1,17 +1,19 @@
 """The attention of a layer: grouped heads and multi-head latent attention, down to one core.
 
-The core is what frameworks have one kernel for: softmax(query key' scale) value under a mask.
+The core, softmax(query key' scale) value under a mask, is one op as it is one kernel in frameworks, or it is
+written out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
 from distsim.ir import Value
-from distsim.ir.type import as_tensor
 from distsim.models.parts.layer_maker import RMS, LayerMaker, Norm
 from distsim.models.sizes import check_caps, check_counts, check_sizes
+from distsim.ops.attention_options import AttentionOptions
+from distsim.ops.written_attention import write_attention
 
 
 @dataclass(frozen=True)
@@ -108,48 +110,37 @@ class Latent:
             raise PlanError("latent attention has rotary positions: leave out learned ones")
 
 
-@dataclass(frozen=True)
-class Scores:
-    """How scores become weights: times ``scale``, capped, causal in a ``window``, with dropout at a rate."""
-
-    scale: float
-    softcap: float = 0.0
-    window: int = 0
-    dropout: float = 0.0
-
-
 def grouped_attention(
     layer: LayerMaker,
     source: Value,
     sizes: GroupedHeads,
-    scores: Scores,
+    options: AttentionOptions,
     norm: Norm = RMS,
     out: str = "o",
 ) -> Value:
-    """Add the projections of ``source``, attention of grouped heads, and the output projection ``out``.
-
-    Written out, groups are a dimension: queries are [batch, kv_heads, group, seq, size], keys and values
-    [batch, kv_heads, 1, seq, size], so that nothing is repeated in memory and what divides the dimension
-    kv_heads divides queries, keys and values alike. Without groups they are [batch, heads, seq, size].
-    """
+    """Add the projections of ``source``, attention of grouped heads, and the output projection ``out``."""
     hidden, size, heads, groups = layer.hidden, sizes.size(layer.hidden), sizes.heads, sizes.groups
     widths = {"q": heads * size, "k": groups * size, "v": groups * size}
     query, key, value = (layer.linear(source, n, hidden, w, sizes.bias) for n, w in widths.items())
-    shared = None if sizes.kv_heads is None else (groups, 1)
-    query = _by_head(layer, query, (heads,) if shared is None else (groups, heads // groups), size)
-    key, value = (_by_head(layer, each, shared or (heads,), size) for each in (key, value))
+    query = _by_head(layer, query, heads, size)
+    key, value = (_by_head(layer, each, groups, size) for each in (key, value))
     if sizes.norm:
         per_head = Norm(epsilon=norm.epsilon, offset=norm.offset)
         query = layer.norm(query, "q_norm", size, per_head)
         key = layer.norm(key, "k_norm", size, per_head)
     if layer.turns:
         query, key = layer.rotated(query), layer.rotated(key)
-    joined = _joined(layer, core(layer, query, key, value, scores), heads * size)
+    joined = _joined(layer, core(layer, query, key, value, options), heads * size)
     return layer.linear(joined, out, heads * size, hidden, sizes.out_bias)
 
 
 def latent_attention(
-    layer: LayerMaker, source: Value, sizes: Latent, scores: Scores, norm: Norm = RMS, out: str = "o"
+    layer: LayerMaker,
+    source: Value,
+    sizes: Latent,
+    options: AttentionOptions,
+    norm: Norm = RMS,
+    out: str = "o",
 ) -> Value:
     """Add the projections of ``source``, multi-head latent attention, and the output projection ``out``.
 
@@ -168,45 +159,39 @@ def latent_attention(
         narrow = layer.linear(source, "q_a", hidden, sizes.q_lora, sizes.bias)
         query = layer.norm(narrow, "q_norm", sizes.q_lora, inner)
     query = layer.linear(query, "q", sizes.q_lora or hidden, heads * width)
-    plain, turned = split(_by_head(layer, query, (heads,), width), sizes.nope, sizes.rope)
+    plain, turned = split(_by_head(layer, query, heads, width), sizes.nope, sizes.rope)
     query = layer("Concat", plain, layer.rotated(turned), name="query", axis=-1)
 
     compressed = layer.linear(source, "kv_a", hidden, sizes.kv_lora + sizes.rope, sizes.bias)
     latent, shared = split(compressed, sizes.kv_lora, sizes.rope)
     latent = layer.norm(latent, "kv_norm", sizes.kv_lora, inner)
     pairs = layer.linear(latent, "kv_b", sizes.kv_lora, heads * both)
-    plain, value = split(_by_head(layer, pairs, (heads,), both), sizes.nope, sizes.value)
+    plain, value = split(_by_head(layer, pairs, heads, both), sizes.nope, sizes.value)
     position = layer.rotated(layer("Unsqueeze", shared, axes=(1,)))
     position = layer("Expand", position, shape=(batch, heads, seq, sizes.rope))
     key = layer("Concat", plain, position, name="key", axis=-1)
 
-    joined = _joined(layer, core(layer, query, key, value, scores), heads * sizes.value)
+    joined = _joined(layer, core(layer, query, key, value, options), heads * sizes.value)
     return layer.linear(joined, out, heads * sizes.value, hidden, sizes.bias)
 
 
-def core(layer: LayerMaker, query: Value, key: Value, value: Value, scores: Scores) -> Value:
-    """Causal attention of [..., seq, size] heads: softmax of the scaled, capped products, times values."""
-    rank = as_tensor(key.type, key.name).rank
-    swapped = layer("Transpose", key, perm=(*range(rank - 2), rank - 1, rank - 2))
-    products = layer("MatMul", query, swapped, name="scores")
-    scaled = layer("Mul", products, name="scaled", B=scores.scale)
-    masked = layer(
-        "Add", layer.capped(scaled, scores.softcap, "capped"), layer.tables["causal"], name="masked"
-    )
-    weights = layer("Softmax", masked, name="probabilities", axis=-1)
-    weights = layer.dropped(weights, scores.dropout, "kept_probabilities")
-    return layer("MatMul", weights, value, name="mixed")
+def core(layer: LayerMaker, query: Value, key: Value, value: Value, options: AttentionOptions) -> Value:
+    """The attention of heads [batch, heads, seq, size]: one op, or written out where the layer has a mask."""
+    heads, mask = [query, key, value], layer.tables.get("causal")
+    if mask is None:
+        names = ["mixed", "log_sum_exp"]
+        return layer.maker.add("Attention", heads, options.attributes(), output_names=names)[0]
+    rest = replace(options, is_causal=False, window=None)  # the mask says both
+    return write_attention(layer.maker, [*heads, mask], rest.attributes(), "mixed")
 
 
-def _by_head(layer: LayerMaker, source: Value, heads: tuple[int, ...], size: int) -> Value:
-    """Return [batch, *heads, seq, size] of a projection [batch, seq, heads x size]."""
-    parts = layer("Reshape", source, shape=(layer.batch, layer.seq, *heads, size))
-    last = len(heads) + 2
-    return layer("Transpose", parts, perm=(0, *range(2, last), 1, last))
+def _by_head(layer: LayerMaker, source: Value, heads: int, size: int) -> Value:
+    """Return [batch, heads, seq, size] of a projection [batch, seq, heads x size]."""
+    parts = layer("Reshape", source, shape=(layer.batch, layer.seq, heads, size))
+    return layer("Transpose", parts, perm=(0, 2, 1, 3))
 
 
 def _joined(layer: LayerMaker, mixed: Value, width: int) -> Value:
-    """Return [batch, seq, width] of [batch, *heads, seq, size]."""
-    last = as_tensor(mixed.type, mixed.name).rank - 1
-    joined = layer("Transpose", mixed, perm=(0, last - 1, *range(1, last - 1), last))
+    """Return [batch, seq, width] of [batch, heads, seq, size]."""
+    joined = layer("Transpose", mixed, perm=(0, 2, 1, 3))
     return layer("Reshape", joined, name="attention", shape=(layer.batch, layer.seq, width))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from distsim.errors import PlanError
 from distsim.ir import Function, FunctionMaker, Role, Tensor, Value
 from distsim.models.sizes import check_caps
@@ -89,7 +91,8 @@ class PartMaker:
         if not rate:
             return source
         seed = len(self.maker.ops)  # each place draws its own mask
-        return self("Dropout", source, name=name, ratio=rate, training_mode=True, seed=seed)
+        drawn = {"ratio": np.array(rate), "training_mode": np.array(True), "seed": seed}
+        return self("Dropout", source, name=name, **drawn)
 
     def finish(self, output: Value) -> Function:
         """Return the function."""
