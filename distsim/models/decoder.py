@@ -83,16 +83,15 @@ def decoder(
 def _embedded(top: PartMaker, sizes: DecoderSizes, table: Value, tokens: Value) -> Value:
     """Return [batch, seq, hidden]: the embedding of the tokens, with learned positions if there are any."""
     _, seq, hidden = top.like.shape
-    steps = [sizes.positions.learned, sizes.embedding_scale is not None, sizes.dropout.embedding > 0]
-    x = top("Gather", table, tokens, name="embedded" if any(steps) else "x", axis=0)
+    x = top("Gather", table, tokens, name="embedded", axis=0)
     if sizes.embedding_scale is not None:
-        x = top("Mul", x, name="x" if not any(steps[2:]) else "scaled", B=sizes.embedding_scale)
+        x = top("Mul", x, name="scaled", B=sizes.embedding_scale)
     if sizes.positions.learned:
         places = top.parameter(sizes.names.positions, sizes.positions.context, hidden)
         if seq < sizes.positions.context:
             places = top("Slice", places, name="places", starts=(0,), ends=(seq,), axes=(0,))
         x = top("Add", x, places, name="x")
-    return top.dropped(x, sizes.dropout.embedding, "x")
+    return top.dropped(x, sizes.dropout.embedding, "kept")
 
 
 def _logits(top: PartMaker, sizes: DecoderSizes, x: Value, table: Value) -> Value:

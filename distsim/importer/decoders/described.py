@@ -92,6 +92,7 @@ def load_decoder(
             raise ImportModelError(f"{key} is given twice, {given[key]} and {size}; give it once")
     seq = given.get("seq", default_seq(sizes))
     loads = Loads(**{key: given[key] for key in _LOADS if key in given})
-    name = re.sub(r"\W+", "_", re.split(r"[:/]", source.removesuffix(".json"))[0]) or "model"
+    file = source.rpartition("/")[2].partition(":")[0]
+    name = re.sub(r"\W+", "_", file.removesuffix(".json"))
     function = decoder(sizes, given.get("batch", DEFAULT_BATCH), seq, loads=loads, name=name)
     return replace(function, notes=(f"sequences of {seq} tokens", *function.notes))
