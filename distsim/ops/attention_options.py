@@ -143,6 +143,5 @@ def seen(seq: int, kv_seq: int, options: AttentionOptions) -> Array | None:
     """Return which keys a query sees by the causal mask and the window, [seq, kv_seq]; None: all."""
     if not options.is_causal and options.window is None:
         return None
-    ahead = np.arange(kv_seq) - np.arange(seq)[:, None]
-    found = ahead <= 0 if options.is_causal else np.ones((seq, kv_seq), bool)
-    return found if options.window is None else found & (ahead > -options.window)
+    found = np.tri(seq, kv_seq, 0, bool) if options.is_causal else np.ones((seq, kv_seq), bool)
+    return found if options.window is None else found & ~np.tri(seq, kv_seq, -options.window, bool)
