@@ -22,7 +22,7 @@ def refused(config: object, batch: int = 1) -> str:
     start = time.perf_counter()
     with pytest.raises(ImportModelError) as caught:
         import_from_hf(config, batch, 4)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
     assert len(str(caught.value)) < 400
     return str(caught.value)
 
@@ -143,7 +143,7 @@ def test_whatever_fields_hold_is_a_model_or_refused(family, data):
         assert function.parameters
     except DistsimError as error:
         assert str(error)
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < 20
 
 
 def test_fields_that_are_null_are_missing_and_unknown_ones_are_of_no_matter():

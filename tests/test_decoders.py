@@ -17,11 +17,12 @@ from distsim.hardware import load_cluster
 from distsim.importer import import_from_hf, load_model, model_names
 from distsim.importer.decoders import decoder_sizes, named_sizes, sizes_from_hf
 from distsim.interpret import count_flops
-from distsim.ir import Function, Op, callees
+from distsim.ir import Function, Op, all_ops, callees
 from distsim.models.counts import count_parameters
 from distsim.ops import signature_of, work
 from distsim.plan import Plan
 from distsim.transforms import Adam, differentiate
+from distsim.transforms.kernels.attention import set_attention
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 ROWS = list(csv.DictReader((CONFIGS / "params.csv").read_text(encoding="utf-8").splitlines()))
@@ -151,6 +152,19 @@ def test_the_loss_is_that_of_a_decoder_written_out(family, attention):
     reference = Reference(FAMILIES[family], given)
     (loss,) = SequentialExecutor().compute(function, inputs)
     np.testing.assert_allclose(loss, np.mean([reference.loss(*pair) for pair in pairs]), rtol=1e-9)
+
+
+def fused(function: Function) -> list[dict[str, object]]:
+    ops = [op for op in all_ops(function) if op.op_type == "Attention"]
+    return [dict(op.attributes) for op in ops]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_attention_that_is_recognised_is_the_one_that_is_built(family):
+    """Causal masks, windows, caps and scales are read off the written-out form as the builder knows them."""
+    written, built = small(family, 1, "math"), small(family, 1, "flash")
+    assert fused(set_attention(written, "flash")) == fused(built) != []
+    assert fused(set_attention(built, "math")) == fused(written) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,12 +17,10 @@ from distsim.models.parts.attention import GroupedHeads, grouped_attention, late
 from distsim.models.parts.feed_forward import feed_forward
 from distsim.models.parts.layer_maker import LayerMaker, PartMaker
 from distsim.models.routing import Loads, Routing
-from distsim.ops.attention_options import AttentionOptions
+from distsim.ops.attention_options import ATTENTIONS, AttentionOptions
 
 THETA = 500_000.0
 """The base of the rotary frequencies of Llama 3 (Grattafiori et al. 2024, table 3)."""
-
-ATTENTION = ("flash", "math")
 
 MASKED = -1e4
 """What is added to the scores of tokens that are not seen: small enough in float16 too."""
@@ -56,8 +54,8 @@ def decoder(
     Raises :class:`PlanError` for sequences or loads that the sizes do not allow.
     """
     sizes.check_input(batch, seq)
-    if attention not in ATTENTION:
-        raise PlanError(f"attention={attention!r} is not one of {', '.join(ATTENTION)}")
+    if attention not in ATTENTIONS:
+        raise PlanError(f"attention={attention!r} is not one of {', '.join(ATTENTIONS)}")
     top = PartMaker(name, Tensor(dtype, (batch, seq, sizes.hidden), mesh))
     tokens, labels = (
         top.maker.add_input_value(data, Tensor(Int64(), (batch, seq), mesh)) for data in ("tokens", "labels")
@@ -128,13 +126,11 @@ def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _Kind, masked: bool) -> Fu
 
 def _attention(layer: LayerMaker, sizes: DecoderSizes, source: Value, window: int) -> Value:
     heads, out = sizes.attention, sizes.names.out
+    rate = sizes.dropout.attention
     if isinstance(heads, GroupedHeads):
-        scale = 1.0 / float(np.sqrt(heads.size(sizes.hidden))) if heads.scale is None else heads.scale
-        options = AttentionOptions(True, scale, heads.softcap, window or None, sizes.dropout.attention)
+        options = AttentionOptions(True, heads.scale, heads.softcap, window or None, rate)
         return grouped_attention(layer, source, heads, options, sizes.norm, out)
-    scale = 1.0 / float(np.sqrt(heads.nope + heads.rope))
-    options = AttentionOptions(True, scale, dropout=sizes.dropout.attention)
-    return latent_attention(layer, source, heads, options, sizes.norm, out)
+    return latent_attention(layer, source, heads, AttentionOptions(True, dropout=rate), sizes.norm, out)
 
 
 def _added(layer: LayerMaker, sizes: DecoderSizes, x: Value, branch: Value, index: int) -> Value:

@@ -14,6 +14,9 @@ from distsim.ops.operator import Array
 
 Shape = tuple[int, ...]
 
+ATTENTIONS = ("flash", "math")
+"""How attention runs: as one kernel, the op ``Attention``, or written out in ops."""
+
 ATTENTION_FORMALS = ("Q", "K", "V", "attn_mask")
 OPTION_NAMES = ("is_causal", "scale", "softcap", "window", "dropout", "seed")
 
