@@ -82,6 +82,7 @@ BAD = {
     "unknown loss": ((SMALL, "--cluster", "dgx-2", "--loss", "l1"), "'l1'", "cross_entropy"),
     "loss of a loss": ((SMALL, "--cluster", "dgx-2", "--loss", "mse"), "mse", "f32[]"),
     "unknown optimizer": ((SMALL, "--cluster", "dgx-2", "--optimizer", "lion"), "'lion'", "adam, sgd"),
+    "unknown attention": ((SMALL, "--cluster", "dgx-2", "--attention", "fast"), "'fast'", "flash, math"),
     "unknown element type": ((SMALL, "--cluster", "dgx-2", "--dtype", "f8"), "'f8'", "bfloat16"),
     "integer training": ((SMALL, "--cluster", "dgx-2", "--dtype", "int64"), "floating-point"),
 }

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
-from training_models import Maker, assert_same_step, laid_out, mesh_of, random_inputs, small_gpt, small_llama
+from training_models import (
+    Maker,
+    assert_same_step,
+    laid_out,
+    mesh_of,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    small_mlp,
+)
 
 from distsim.errors import PlanError
 from distsim.importer import import_from_onnx
@@ -404,8 +413,11 @@ def test_kinds_and_their_default() -> None:
         "math"
     ] * 2
     function = small_gpt()
-    assert set_attention(function, "math").notes == ("attention: as written (math)",)
-    assert set_attention(function, "math").ops == function.ops
+    made = set_attention(function, "math")
+    assert made.ops == function.ops and made.notes == ("attention: as the model writes it (math)",)
+    plain = small_mlp()
+    assert set_attention(plain, "math").notes == ()
+    assert set_attention(plain, "flash").notes == ("attention: none recognised (flash)",)
 
 
 # --- reference exports -------------------------------------------------------------------------------

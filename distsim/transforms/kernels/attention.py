@@ -12,7 +12,7 @@ from distsim.ops.attention_options import ATTENTION_FORMALS, ATTENTIONS, Attenti
 from distsim.ops.places import places, shape_of
 from distsim.ops.written_attention import write_attention
 from distsim.transforms.kernels.fused_attention import OpWriter, as_options, fused_attention, joined
-from distsim.transforms.kernels.known import Scope, scopes_of
+from distsim.transforms.kernels.known import FunctionScope, scopes_of
 from distsim.transforms.kernels.recognition import NoAttentionError, attention_around
 from distsim.transforms.sharding.roles import brings_backward
 
@@ -44,7 +44,7 @@ def set_attention(function: Function, kind: str) -> Function:
     whole = made[function]
     if whole is not function:
         whole = trim(whole).function
-    return replace(whole, notes=(*others, *_notes(kind, _count(function), _count(whole), reasons)))
+    return replace(whole, notes=(*others, *_notes(kind, function, _count(whole), reasons)))
 
 
 def default_attention(dtype: DType) -> str:
@@ -56,9 +56,12 @@ def _count(function: Function) -> int:
     return sum(op.op_type == "Attention" for op in all_ops(function))
 
 
-def _notes(kind: str, before: int, after: int, reasons: Sequence[NoAttentionError]) -> list[str]:
+def _notes(kind: str, function: Function, after: int, reasons: Sequence[NoAttentionError]) -> list[str]:
+    before = _count(function)
     if kind == "math":
-        return [f"attention: {before} written out (math)" if before else "attention: as written (math)"]
+        written = any(op.op_type == "Softmax" for op in all_ops(function))
+        rest = ["attention: as the model writes it (math)"] if written else []
+        return [f"attention: {before} written out (math)"] if before else rest
     first = f"{after} as one kernel each (flash)" if after else "none recognised (flash)"
     told = Counter([str(error) for error in reasons if error.is_close or not after])
     return [f"attention: {first}", *(f"attention: {n} left as written, {why}" for why, n in told.items())]
@@ -75,7 +78,7 @@ def _changed(function: Function, changes: Changes, callees: dict[Function, Funct
     return rewrite(function, change)
 
 
-def _math(scope: Scope) -> Changes:
+def _math(scope: FunctionScope) -> Changes:
     """Return what each op Attention is written as."""
     found: Changes = {}
     for op in scope.function.ops:
@@ -91,7 +94,7 @@ def _math(scope: Scope) -> Changes:
     return found
 
 
-def _flash(scope: Scope, reasons: list[NoAttentionError]) -> Changes:
+def _flash(scope: FunctionScope, reasons: list[NoAttentionError]) -> Changes:
     """Return what stands for the last op of each attention, and for ops Attention with a known mask."""
     changes: Changes = {}
     for op in scope.function.ops:
@@ -106,7 +109,7 @@ def _flash(scope: Scope, reasons: list[NoAttentionError]) -> Changes:
     return changes
 
 
-def _with_known_mask(scope: Scope, op: Op) -> Changes:
+def _with_known_mask(scope: FunctionScope, op: Op) -> Changes:
     """Return the op with what its mask is known to say as attributes instead, if it is."""
     index = places(ATTENTION_FORMALS, op.attributes, len(op.inputs))
     array = scope.known(op.inputs[index["attn_mask"]]) if "attn_mask" in index else None

@@ -16,8 +16,8 @@ from distsim.ops.attention_options import AttentionOptions, seen
 from distsim.ops.operator import Array
 from distsim.ops.places import shape_of
 from distsim.transforms.kernels.axes import Dims, Step, steps_to
-from distsim.transforms.kernels.known import Scope
-from distsim.transforms.kernels.recognition import HIDDEN, Found, Mask, NoAttentionError, Operand
+from distsim.transforms.kernels.known import FunctionScope
+from distsim.transforms.kernels.recognition import HIDDEN, FoundAttention, Mask, NoAttentionError, Operand
 
 
 class OpWriter(FunctionMaker):
@@ -76,7 +76,7 @@ def as_options(mask: Array, scores: tuple[int, int]) -> AttentionOptions | None:
     return None
 
 
-def fused_attention(scope: Scope, found: Found) -> tuple[Op, ...]:
+def fused_attention(scope: FunctionScope, found: FoundAttention) -> tuple[Op, ...]:
     """Return the ops in the place of the last op of what was found, whose output the last of them makes.
 
     Raises :class:`NoAttentionError` where the operator has no form for it.
@@ -91,7 +91,7 @@ def fused_attention(scope: Scope, found: Found) -> tuple[Op, ...]:
 class _Fusion:
     """Writes one op Attention; batch, heads and sequences are the leaves of the scores' dimensions."""
 
-    def __init__(self, scope: Scope, found: Found) -> None:
+    def __init__(self, scope: FunctionScope, found: FoundAttention) -> None:
         self.scope, self.found, self.atoms = scope, found, found.atoms
         lead = tuple([self.atoms.leaves(dim) for dim in found.scores[:-2]])
         flat = tuple([leaf for dim in lead for leaf in dim])

@@ -18,12 +18,12 @@ MOST_ELEMENTS = 2**26
 _DRAWN = frozenset({"Dropout", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"})
 
 
-class Scope:
+class FunctionScope:
     """A function, and where it is called: a list of scopes and their Calls, empty for the outermost one."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.sites: list[tuple[Scope, Op]] = []
+        self.sites: list[tuple[FunctionScope, Op]] = []
         self.makers = {value: op for op in function.ops for value in op.outputs}
         self.readers: dict[Value, list[Op]] = {}
         for op in function.ops:
@@ -73,7 +73,7 @@ def _equal(one: Array, other: Array) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and bool(np.array_equal(one, other))
 
 
-def scopes_of(function: Function) -> Sequence[Scope]:
+def scopes_of(function: Function) -> Sequence[FunctionScope]:
     """Return a scope for the function and each callee, callers first."""
     order: list[Function] = []
     done: set[Function] = set()
@@ -86,7 +86,7 @@ def scopes_of(function: Function) -> Sequence[Scope]:
         order.append(current)
 
     visit(function)
-    scopes = {current: Scope(current) for current in reversed(order)}
+    scopes = {current: FunctionScope(current) for current in reversed(order)}
     for scope in scopes.values():
         for op in scope.function.ops:
             if op.is_call:

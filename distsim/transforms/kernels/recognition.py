@@ -20,7 +20,7 @@ from distsim.ops.onnx_bridge import static_array
 from distsim.ops.places import places, shape_of
 from distsim.ops.softmax import softmax_axes
 from distsim.transforms.kernels.axes import Atoms, Dims, repeated_from
-from distsim.transforms.kernels.known import Scope
+from distsim.transforms.kernels.known import FunctionScope
 
 HIDDEN = -1e4
 """What is added to a score, or stands for it, hides the key from here on: fills of GPT-2 and of all later
@@ -56,7 +56,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundAttention:
     """An attention: its operands in atoms, what replaces it, and the ops that are its own.
 
     The scores are [*lead, seq, kv_seq]; ``result`` [*lead, seq, v_size] is the output of the last op.
@@ -73,7 +73,7 @@ class Found:
     last: Op
 
 
-def attention_around(scope: Scope, softmax: Op) -> Found:
+def attention_around(scope: FunctionScope, softmax: Op) -> FoundAttention:
     """Return the attention that a Softmax is of, or raise :class:`NoAttentionError` with the reason."""
     shape = shape_of(softmax.inputs[0])
     if len(shape) < 2 or 0 in shape:
@@ -92,7 +92,7 @@ def attention_around(scope: Scope, softmax: Op) -> Found:
 class _Walk:
     """The walk from one Softmax."""
 
-    scope: Scope
+    scope: FunctionScope
     softmax: Op
     atoms: Atoms = field(default_factory=Atoms)
     own: set[Value] = field(default_factory=set[Value])
@@ -101,7 +101,7 @@ class _Walk:
     cap: float = 0.0
     is_close: bool = False
 
-    def found(self) -> Found:
+    def found(self) -> FoundAttention:
         whole = self.atoms.fresh(shape_of(self.softmax.inputs[0]))
         product, dims = self._product(self.softmax.inputs[0], whole)
         last, weights, options = self._mixing(whole)
@@ -130,7 +130,7 @@ class _Walk:
             seed=options.seed,
         )
         result = (*weights[:-1], v_size)
-        return Found(self.atoms, dims, result, query, key, value, tuple(self.masks), options, last)
+        return FoundAttention(self.atoms, dims, result, query, key, value, tuple(self.masks), options, last)
 
     # --- from the Softmax back to the product ---------------------------------------------------------
 
@@ -315,7 +315,7 @@ _BEFORE = frozenset(
 )
 
 
-def scaling(scope: Scope, op: Op) -> tuple[Value, float] | None:
+def scaling(scope: FunctionScope, op: Op) -> tuple[Value, float] | None:
     """Return the operand that an op multiplies by a known number, and the number; None for other ops."""
     if op.op_type not in ("Mul", "Div"):
         return None
