@@ -79,8 +79,7 @@ class _Writer:
             shape = (sizes.batch, sizes.kv_heads, sizes.group, sizes.seq, sizes.size)
             query = self.add("Reshape", query, shape=shape)
             key, value = (self.add("Unsqueeze", v, axes=(2,)) for v in (key, value))
-        rank = 5 if grouped else 4
-        turned = self.add("Transpose", key, perm=(*range(rank - 2), rank - 1, rank - 2))
+        turned = self.turned(key, 5 if grouped else 4)
         scores = self.add("MatMul", query, turned, called="scores")
         scale = 1.0 / float(np.sqrt(sizes.size)) if options.scale is None else options.scale
         if scale != 1:
@@ -100,6 +99,15 @@ class _Writer:
         if not grouped:
             return self.add("MatMul", mixed, value, called=name)
         return self.add("Reshape", self.add("MatMul", mixed, value), called=name, shape=sizes.output)
+
+    def turned(self, key: Value, rank: int) -> Value:
+        """Return [..., size, seq] of a key: by one op from its source if it was transposed to be one."""
+        perm = (*range(rank - 2), rank - 1, rank - 2)
+        made = next((op for op in reversed(self.maker.ops) if key in op.outputs), None)
+        if made is not None and made.op_type == "Transpose" and "perm" in made.attributes:
+            before: tuple[int, ...] = tuple(made.attributes["perm"])
+            key, perm = made.inputs[0], tuple(before[axis] for axis in perm)
+        return self.add("Transpose", key, perm=perm)
 
     def masked(self, scores: Value, grouped: bool) -> Value:
         """Hide what is not seen."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import PlanError
-from distsim.ir import Function, FunctionMaker, Role, Tensor, Value
+from distsim.ir import Function, FunctionMaker, Role, Tensor, Value, trim
 from distsim.models.sizes import check_caps
 
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,9 +95,9 @@ class PartMaker:
         return self("Dropout", source, name=name, **drawn)
 
     def finish(self, output: Value) -> Function:
-        """Return the function."""
+        """Return the function, without ops that nothing reads."""
         self.maker.set_outputs([output])
-        return self.maker.finalize()
+        return trim(self.maker.finalize()).function
 
 
 class LayerMaker(PartMaker):
