@@ -1,4 +1,4 @@
-"""What one kernel runs: ops that a framework launches together."""
+"""What one kernel runs: attention as one op, and ops that a framework launches together."""
 
 from distsim.transforms.kernels.fusion import Fused, fuse, fuse_stages
 from distsim.transforms.kernels.policies import KERNELS, Kernels, kernels_named
