@@ -34,8 +34,11 @@ PACKAGED = {
 OTHERS = {f"reference {path.stem}": path for path in sorted(REFERENCE.glob("*.onnx"))}
 FILES = PACKAGED | OTHERS
 SIZES = {"gpt2": {"batch": 8, "seq": 64}, "reference gpt2-dynamic": {"batch": 8, "seq": 64}}
+SIZES["reference mixer-dynamic-op18"] = {"batch": 4}
+FOUR = ("gptneox-op23", "qwen3-op18", "mixer-dynamic-op18")
 BATCH = dict.fromkeys(FILES, 1) | {"gpt2": 8, "mlp": 32}
 BATCH |= {"reference gpt2-dynamic": 8, "reference gpt2-forward-backward": 2, "reference mlp": 32}
+BATCH |= {f"reference {name}": 4 for name in FOUR if f"reference {name}" in FILES}
 TOPOLOGY = load_cluster("dgx-a100")
 COST_MODEL = CostModel(TOPOLOGY, strict=True)
 

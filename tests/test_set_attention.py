@@ -148,6 +148,21 @@ def test_a_step_is_the_same_on_every_mesh(dp: int, tp: int, pp: int) -> None:
             assert heads == {4 // tp}
 
 
+def test_backward_of_attention_is_all_of_the_half_that_others_wait_for() -> None:
+    """It has no weights: I makes the gradients of queries, keys and values, W reads them."""
+    joint = differentiate(set_attention(small_gpt(), "flash"), SGD(0.1))
+    inputs = random_inputs(joint)
+    program = laid_out(joint, mesh_of(pp=2), schedule("zb_h1", 2, 2))
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    calls = [op for op in program.to_function().ops if op.is_call]
+    halves = {op.callee.name: {o.op_type for o in all_ops(op.callee)} for op in calls}
+    second = [name for name in halves if name.startswith("stage1") and name.endswith(("_input", "_weight"))]
+    assert {name.rpartition("_")[2]: "AttentionGrad" in halves[name] for name in second} == {
+        "input": True,
+        "weight": False,
+    }
+
+
 # --- spellings -------------------------------------------------------------------------------------
 
 

@@ -30,12 +30,24 @@ class FunctionScope:
             for value in op.inputs:
                 self.readers.setdefault(value, []).append(op)
         self._places = {value: place for place, value in enumerate(function.inputs)}
+        self._fixed: set[Value] = set()
         self._known: dict[Value, Array | None] = {}
+
+    def find_fixed(self) -> None:
+        """Find the values that nothing but constants determine; to be called once, in callers first."""
+        for place, value in enumerate(self.function.inputs):
+            if self.sites and all(op.inputs[place] in scope._fixed for scope, op in self.sites):
+                self._fixed.add(value)
+        for op in self.function.ops:
+            moves = op.is_call or operator(op.op_type).communication is not None
+            if not moves and op.op_type not in _DRAWN and self._fixed.issuperset(op.inputs):
+                self._fixed.update(op.outputs)
 
     def known(self, value: Value) -> Array | None:
         """Return what a value is in every step and in every Call; None where that is not known."""
+        if value not in self._fixed:
+            return None
         if value not in self._known:
-            self._known[value] = None  # until it is found
             self._known[value] = self._given(value) if value in self._places else self._computed(value)
         return self._known[value]
 
@@ -53,9 +65,6 @@ class FunctionScope:
 
     def _computed(self, value: Value) -> Array | None:
         op = self.makers[value]
-        rules = operator(op.op_type)
-        if op.is_call or rules.communication is not None or op.op_type in _DRAWN:
-            return None
         if sum(as_tensor(v.type, v.name).size for v in op.outputs) > MOST_ELEMENTS:
             return None
         arrays: list[Array] = []
@@ -91,4 +100,6 @@ def scopes_of(function: Function) -> Sequence[FunctionScope]:
         for op in scope.function.ops:
             if op.is_call:
                 scopes[op.callee].sites.append((scope, op))
+    for scope in scopes.values():
+        scope.find_fixed()
     return list(scopes.values())
