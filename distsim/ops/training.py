@@ -1,4 +1,4 @@
-"""Losses, optimizers and what training adds to a model.
+"""Losses, and the sum over microbatches: what training adds to a model beside its optimizer.
 
 ``N`` is the number of samples (tokens) in the *global* batch, so a loss over part of the batch is a
 part of the sum: partial over data-parallel ranks and over microbatches.
@@ -200,67 +200,22 @@ register(
 )
 
 
-# Optimizers. They write where they read: no second copy of the parameters.
-
-
-def _sgd_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _same_shapes("SGDOptimizer", inputs, 2)
-    return (inputs[0].on(common_device("SGDOptimizer", inputs)),)
-
-
-register(
-    Operator(
-        "SGDOptimizer",
-        types=_sgd_types,
-        compute=lambda a, x: [x[0] - a["lr"] * x[1]],
-        work=lambda s: memory_bound(s, 2.0),
-        sharding=same_shape_rule,
-        in_place={0: 0},
-    )
-)
-
-
-def _adam_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("AdamOptimizer", inputs, 4)
-    for tensor in inputs[1:]:
-        if tensor.shape != inputs[0].shape:
-            raise TypeRuleError(f"AdamOptimizer: shapes {inputs[0].shape} and {tensor.shape} must agree")
-    device = common_device("AdamOptimizer", inputs)
-    return (inputs[0].on(device), inputs[2].on(device), inputs[3].on(device))
-
-
-def _adam(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    """Kingma & Ba 2015, algorithm 1, at step ``step`` (1 at first)."""
-    weight, grad, mean, square = arrays
-    beta1, beta2, step = attributes["beta1"], attributes["beta2"], attributes["step"]
-    mean = beta1 * mean + (1 - beta1) * grad
-    square = beta2 * square + (1 - beta2) * grad * grad
-    change = (mean / (1 - beta1**step)) / (np.sqrt(square / (1 - beta2**step)) + attributes["eps"])
-    return [weight - attributes["lr"] * change, mean, square]
-
-
-register(
-    Operator(
-        "AdamOptimizer",
-        types=_adam_types,
-        compute=_adam,
-        work=lambda s: memory_bound(s, 4.0),
-        sharding=same_shape_rule,
-        in_place={0: 0, 1: 2, 2: 3},
-    )
-)
+# AccumulateInto(sum, part): the sum so far, in its own type, with one more part added to it where it lies.
 
 
 def _sum_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _same_shapes("AccumulateInto", inputs, 2)
-    return (inputs[0].on(common_device("AccumulateInto", inputs)),)
+    arity("AccumulateInto", inputs, 2)
+    total, part = inputs
+    if total.shape != part.shape:
+        raise TypeRuleError(f"AccumulateInto: shapes {total.shape} and {part.shape} must agree")
+    return (total.on(common_device("AccumulateInto", inputs)),)
 
 
 register(
     Operator(
         "AccumulateInto",
         types=_sum_types,
-        compute=lambda a, x: [x[0] + x[1]],
+        compute=lambda a, x: [x[0] + x[1].astype(x[0].dtype, copy=False)],
         work=lambda s: memory_bound(s, 1.0),
         sharding=lambda s: same_shape_rule(s, ((0, 1),)),
         in_place={0: 0},

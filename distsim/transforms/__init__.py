@@ -11,8 +11,9 @@ from distsim.parallel_3d import (
 )
 from distsim.transforms.autodiff.differentiate import differentiate
 from distsim.transforms.autodiff.loss import add_loss
-from distsim.transforms.autodiff.optimizers import SGD, Adam, optimizer_named
-from distsim.transforms.autodiff.precision import set_precision
+from distsim.transforms.autodiff.optimizers import SGD, Adam, AdamW, optimizer_named
+from distsim.transforms.autodiff.precision import Precision, precision_named
+from distsim.transforms.autodiff.set_precision import set_precision
 from distsim.transforms.data_parallel.fsdp import fsdp, gathered
 from distsim.transforms.outlining.outline import describe_blocks, outline
 from distsim.transforms.pipelining.model_blocks import block_costs
@@ -23,7 +24,9 @@ from distsim.transforms.sharding.shard import Sharded, shard
 __all__ = [
     "SGD",
     "Adam",
+    "AdamW",
     "PipeDreamScheduler",
+    "Precision",
     "Sharded",
     "add_loss",
     "block_costs",
@@ -37,6 +40,7 @@ __all__ = [
     "parallel_transform_3d",
     "pipeline",
     "policy_named",
+    "precision_named",
     "rematerialize",
     "set_precision",
     "shard",

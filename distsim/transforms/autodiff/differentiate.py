@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
-from distsim.ir import Function, Literal, Op, Tensor, Value, trim
+from distsim.ir import DType, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
 from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
-from distsim.transforms.autodiff.updates import add_updates
+from distsim.transforms.autodiff.precision import Precision
+from distsim.transforms.autodiff.set_precision import apply_precision, cast_number, set_product_rate
+from distsim.transforms.autodiff.updates import Pairs, add_updates
 
 Mask = tuple[bool, ...]
 
@@ -23,6 +25,7 @@ def differentiate(
     function: Function,
     optimizer: Optimizer | None = SGD(),  # noqa: B008
     keep: Sequence[str] = (),
+    precision: Precision | None = None,
 ) -> Function:
     """Return the function that runs ``function``, its backward pass and ``optimizer``.
 
@@ -33,6 +36,10 @@ def differentiate(
     ops read as a buffer only (running statistics), keeps its value and is not an output. What is kept is
     computed by the forward pass (``ForwardOutput`` marks it); ops that no output needs are left out, those
     of callees too, and a note of the function says which.
+
+    ``precision`` decides the types of all: of the forward pass (:func:`apply_precision`), of gradients as
+    they are summed (``GradientCast``) and read by the optimizer, of its state; a note says which policy it
+    is. None: types stay as they are, and gradients and state are of the parameter's.
 
     The parameters of one Call are updated by one Call, of a callee that all Calls with parameters of
     the same types share (see :func:`add_updates`).
@@ -56,6 +63,10 @@ def differentiate(
         )
     kept = kept_outputs(function, keep, loss)
     function = mark_forward(only_needed(function, (loss, *kept), "the loss does not need it"))
+    if precision is not None:
+        function = apply_precision(function, precision)
+        function = replace(function, notes=(*function.notes, f"precision {precision}"))
+        loss = function.outputs[0]
     trained = _trained(function)
     pass_ = _Pass(FoldingMaker(f"{function.name}_training", function.notes), _Callees())
     for value in function.inputs:
@@ -63,16 +74,41 @@ def differentiate(
     wanted = _influenced(function, trained)
     pass_.plan_calls(function, wanted, [loss])
     pass_.forward(function)
-    pass_.grads[loss] = pass_.maker.number(1.0, loss.type, "one")
+    pass_.grads[loss] = pass_.maker.number(1.0, as_tensor(loss.type, "the loss"), "one")
     pass_.backward(function, wanted)
     pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
+    if precision is not None:
+        pairs = _summed(pass_.maker, pairs, precision)
     outputs = [pass_.copies[value] for value in function.outputs]
     if optimizer is None:
         outputs += [grad for _, grad in pairs]
     else:
-        outputs += add_updates(pass_.maker, optimizer, pairs, _owners(function, pass_.copies))
+        outputs += add_updates(pass_.maker, optimizer, pairs, _owners(function, pass_.copies), precision)
     pass_.maker.set_outputs(outputs)
-    return trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
+    joint = trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
+    rate = "" if precision is None else precision.product_rate
+    return set_product_rate(joint, rate) if rate else joint
+
+
+def _summed(maker: FoldingMaker, pairs: Pairs, precision: Precision) -> list[tuple[Value, Value]]:
+    """Return the pairs with each gradient cast to the type of its sum, and to that in which it is read.
+
+    A Cast that makes a gradient becomes the one of its sum.
+    """
+    place = {op.outputs[0]: number for number, op in enumerate(maker.ops) if op.op_type == "Cast"}
+
+    def cast(op_type: str, weight: Value, grad: Value, dtype: DType) -> Value:
+        if as_tensor(grad.type, grad.name).dtype == dtype:
+            return grad
+        return maker.add(op_type, [grad], {"to": cast_number(dtype)}, output_names=[f"d{weight.name}"])[0]
+
+    sums: list[tuple[Value, Value]] = []
+    for weight, grad in pairs:
+        if grad in place and as_tensor(grad.type, grad.name).dtype == precision.gradient_sum:
+            number = place[grad]
+            maker.ops[number] = replace(maker.ops[number], op_type="GradientCast")
+        sums.append((weight, cast("GradientCast", weight, grad, precision.gradient_sum)))
+    return [(weight, cast("Cast", weight, grad, precision.update)) for weight, grad in sums]
 
 
 def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tuple[Op, str]]:

@@ -1,56 +1,127 @@
-"""set_precision: the same function in another floating-point type."""
+"""Precision: of which element type each kind of value in a training step is, as a named policy.
+
+Models are built in float32, *logically*: ``apply_precision`` gives the forward pass the types of a policy,
+``differentiate`` the gradients, their sum and what is kept. Of each policy the bytes that Adam keeps of a
+parameter, and where they are from:
+
+========================  =====  ==================================================================
+fp32, tf32                16     weight 4, gradient 4, moments 8
+bf16                      8      all of it in 2 bytes (torchtitan with dtype bfloat16)
+mixed                     18     Megatron-LM, dist_optimizer.md: weight 2, master 4, gradient 4, moments 8
+mixed_bf16_grads          16     the same with --grad-reduce-in-bf16
+mixed_fp16                20     Megatron-LM, fp16: weight 2, gradient 2, float32 copies of both 8, moments 8
+fsdp2                     16     torchtitan, MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)
+amp                       16     torch.autocast(bfloat16): weights are cast where a product reads them
+========================  =====  ==================================================================
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import onnx.helper
+from distsim.errors import PlanError
+from distsim.ir import BFloat16, DType, Float16, Float32
 
-from distsim.ir import (
-    Attributes,
-    DType,
-    Environment,
-    Float32,
-    Function,
-    Literal,
-    Op,
-    Tensor,
-    Value,
-    callees,
-    retype_op,
-    rewrite,
+NORMS = (
+    "LayerNormalization",
+    "RMSNormalization",
+    "GroupNormalization",
+    "InstanceNormalization",
+    "BatchNormalization",
 )
+LOSSES = ("CrossEntropyLoss", "Loss", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+AUTOCAST_WIDE = (*NORMS, *LOSSES, "Softmax", "LogSoftmax", "Exp", "Log", "Pow", "ReduceSum", "CumSum")
+"""What torch.autocast runs in float32 (torch docs, amp, "CUDA Ops that can autocast to float32")."""
 
 
-def set_precision(function: Function, dtype: DType, source: DType = Float32()) -> Function:  # noqa: B008
-    """Return ``function`` with every tensor, constant and cast of type ``source`` turned to ``dtype``.
+_F32, _BF16, _F16 = Float32(), BFloat16(), Float16()
 
-    An export is usually float32; training runs in bfloat16. Callees are rewritten once each.
+
+@dataclass(frozen=True)
+class Precision:
+    """The element types of a training step.
+
+    ``parameter``: as which a weight is held. ``used``: as which ops read it, and float inputs; where that is
+    another type the whole weight is cast before it is read, and gathered as that. ``compute``: what products
+    read and make. ``wide``: in which the operators of ``wide_ops`` read and make everything. ``master``: of
+    the copy that is updated in place of the weight (None: there is none). ``gradient_sum``: in which
+    gradients are summed over microbatches and over ranks. ``update``: as which the optimizer reads their
+    sum. ``states``: of the optimizer's states in order, the last one of those that follow as well.
+    ``product_rate`` names the rate at which float32 products run, where it is not their own (tfloat32).
+
+    Raises :class:`PlanError` for a type that is not a floating-point one.
     """
 
-    def attribute(value: Any) -> Any:
-        stays = not isinstance(value, Literal) or value.array.dtype != source.np
-        return value if stays else Literal(value.array.astype(dtype.np))
+    name: str
+    parameter: DType
+    used: DType
+    compute: DType
+    gradient_sum: DType
+    update: DType
+    states: tuple[DType, ...]
+    master: DType | None = None
+    wide: DType = _F32
+    wide_ops: tuple[str, ...] = LOSSES
+    product_rate: str = ""
 
-    def change(op: Op, env: Environment) -> tuple[Op]:
-        attributes = {key: attribute(value) for key, value in op.attributes.items()}
-        if op.op_type == "Cast" and attributes.get("to") == _onnx_number(source):
-            attributes["to"] = _onnx_number(dtype)
-        called = tuple([done[callee] for callee in op.subfunctions])
-        return (retype_op(op, env, function.name, Attributes(attributes), called),)
+    def __post_init__(self) -> None:
+        if not self.states:
+            raise PlanError(f"precision {self.name}: states lists no type; give that of the first state")
+        for what, dtype in self._types():
+            if not dtype.is_floating:
+                raise PlanError(
+                    f"precision {self.name}: {what} cannot be {dtype.name}; choose a floating-point type"
+                )
 
-    def converted(value: Value) -> Value:
-        type_ = value.type
-        if isinstance(type_, Tensor) and type_.dtype == source:
-            return replace(value, type=Tensor(dtype, type_.shape, type_.device))
-        return value
+    def _types(self) -> Sequence[tuple[str, DType]]:
+        fields = ("parameter", "used", "compute", "gradient_sum", "update", "wide")
+        named: list[tuple[str, DType]] = [(name, getattr(self, name)) for name in fields]
+        named += [("master", self.master)] if self.master else []
+        return [*named, *[("states", dtype) for dtype in self.states]]
 
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        done[current] = rewrite(current, change, [converted(value) for value in current.inputs])
-    return done[function]
+    @property
+    def gradient(self) -> DType:
+        """The type in which the backward pass makes the gradient of a parameter: that in which it is used."""
+        return self.used
+
+    def state(self, place: int) -> DType:
+        """Return the type of the optimizer's state at a place."""
+        return self.states[min(place, len(self.states) - 1)]
+
+    def __str__(self) -> str:
+        master = f", master {self.master.short}" if self.master else ""
+        rate = f", products at {self.product_rate}" if self.product_rate else ""
+        states = "/".join(dict.fromkeys([dtype.short for dtype in self.states]))
+        return (
+            f"{self.name}: parameters {self.parameter.short}, compute {self.compute.short}{rate}{master}, "
+            f"gradients summed in {self.gradient_sum.short}, optimizer state {states}"
+        )
 
 
-def _onnx_number(dtype: DType) -> int:
-    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
+def _all(name: str, dtype: DType, product_rate: str = "") -> Precision:
+    return Precision(
+        name, dtype, dtype, dtype, dtype, dtype, (dtype,), wide_ops=(), product_rate=product_rate
+    )
+
+
+POLICIES: dict[str, Precision] = {
+    policy.name: policy
+    for policy in (
+        _all("fp32", _F32),
+        _all("tf32", _F32, "tfloat32"),
+        _all("bf16", _BF16),
+        Precision("mixed", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32),
+        Precision("mixed_bf16_grads", _BF16, _BF16, _BF16, _BF16, _BF16, (_F32,), _F32),
+        Precision("mixed_fp16", _F16, _F16, _F16, _F16, _F32, (_F32,), _F32),
+        Precision("fsdp2", _F32, _BF16, _BF16, _F32, _F32, (_F32,)),
+        Precision("amp", _F32, _F32, _BF16, _F32, _F32, (_F32,), wide_ops=AUTOCAST_WIDE),
+    )
+}
+
+
+def precision_named(name: str) -> Precision:
+    """Return the policy of that name; raises :class:`PlanError` for an unknown one."""
+    if name not in POLICIES:
+        raise PlanError(f"precision {name!r} is not one of {', '.join(POLICIES)}")
+    return POLICIES[name]

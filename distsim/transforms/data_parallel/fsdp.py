@@ -271,7 +271,12 @@ class _Divider:
         )
 
     def _op(self, op: Op, forward: bool) -> None:
-        """Copy an op; it reads whole parameters."""
+        """Copy an op; it reads whole parameters. Of one that is cast the parts are, and gathered as that."""
+        if op.op_type == "Cast" and op.inputs[0] in self.parameters:
+            (made,) = self.maker.copy(op, self.env)
+            self.env[op.outputs[0]] = made
+            self.parameters[op.outputs[0]] = None
+            return
         call = op.is_call
         if forward and call:
             self.whole.clear()
