@@ -1,14 +1,20 @@
 """Precision policies: the bytes they keep, what is summed in which type, the same step whatever the plan."""
 
+from collections import Counter
 from functools import cache
 
 import numpy as np
 import pytest
 from training_models import F64, assemble, laid_out, mesh_of, random_inputs, tied
 
-from distsim.executor import SequentialExecutor
+from distsim.errors import CostError
+from distsim.executor import CostModel, SequentialExecutor
+from distsim.hardware import load_cluster
+from distsim.interpret import count_flops
 from distsim.ir import (
+    Attributes,
     BFloat16,
+    Float8E5M2,
     Float16,
     Float32,
     Function,
@@ -20,8 +26,8 @@ from distsim.ir import (
     callees,
     verify,
 )
-from distsim.models import gpt, llama
-from distsim.ops import operator
+from distsim.models import gpt, llama, mlp
+from distsim.ops import compute, operator, signature_of, work
 from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.transforms import SGD, Adam, AdamW, differentiate, precision_named, set_precision, shard
@@ -34,6 +40,7 @@ KEPT = {
     "mixed": 18,
     "mixed_bf16_grads": 16,
     "mixed_fp16": 20,
+    "fp8": 18,
     "fsdp2": 16,
     "amp": 16,
 }
@@ -102,7 +109,7 @@ def test_every_policy_has_its_bytes():
     assert POLICIES.keys() == KEPT.keys()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "fp8"])
 @pytest.mark.parametrize("model", ["gpt", "tied"])
 def test_in_float64_every_policy_is_the_same_step(model, policy):
     """Of models without tables of numbers, which are rounded to the type in which they are used."""
@@ -214,6 +221,52 @@ def test_amp_multiplies_in_half_and_normalizes_in_float32():
     }
     assert kinds.pop("MatMul") == {BFloat16()}
     assert set().union(*kinds.values()) == {Float32()}
+
+
+def test_linear_layers_multiply_in_8_bits_but_for_the_predictions():
+    joint, mixed = joint_of("gpt", "fp8"), joint_of("gpt", "mixed")
+    kinds = Counter(op.op_type for op in all_ops(joint))
+    products = [op for op in all_ops(mixed) if op.op_type == "MatMul"]
+    held = [op for op in products if op.inputs[1].role is Role.PARAMETER]
+    linear = len(held) - 1
+    assert linear > 4 and kinds["Float8MatMul"] == linear == kinds["Float8MatMulGradB"]
+    assert kinds["MatMul"] == len(products) - linear
+    of_gradients = [op for op in all_ops(joint) if op.outputs[0].type.dtype == Float8E5M2()]
+    assert len(of_gradients) == linear
+    assert count_flops(joint) == pytest.approx(count_flops(mixed), rel=0.1)
+
+
+@pytest.mark.parametrize("policy", ["mixed", "fp8"])
+def test_ranks_compute_a_policy_to_the_tolerance_of_its_types(policy):
+    joint = differentiate(small_gpt(), SGD(lr=1.0), precision=precision_named(policy))
+    inputs = rounded(joint, [a if a.dtype.kind == "i" else 0.3 * a for a in random_inputs(joint, 2)])
+    expected = SequentialExecutor().compute(joint, inputs)
+    flat = laid_out(joint, mesh_of(2, 2, 2), schedule("1f1b", 2, 2)).to_function()
+    made = SequentialExecutor().compute(flat, inputs)
+    assert float(made[0][0]) == pytest.approx(float(expected[0]), rel=2e-2)
+
+
+def test_products_run_at_the_rate_of_their_types():
+    h100 = load_cluster("dgx-h100")
+    device = h100.devices[:1]
+    model = CostModel(h100)
+    seconds = {}
+    for policy in ("fp32", "tf32", "bf16", "fp8"):
+        joint = differentiate(mlp(layers=2, width=8192, batch=8192), SGD(), precision=precision_named(policy))
+        products = [op for op in all_ops(joint) if work(signature_of(op)).matrix]
+        seconds[policy] = max(model.seconds(signature_of(op), device) for op in products)
+    for slow, fast, ratio in (("fp32", "tf32", 494.7 / 67), ("tf32", "bf16", 2), ("bf16", "fp8", 2)):
+        assert seconds[slow] / seconds[fast] == pytest.approx(ratio * (2 if fast == "fp8" else 1), rel=0.05)
+    a100 = load_cluster("dgx-a100")
+    with pytest.raises(CostError, match="has no rate for float8e4m3fn"):
+        for op in all_ops(joint):
+            CostModel(a100).seconds(signature_of(op), a100.devices[:1])
+
+
+def test_tf32_reads_ten_bits():
+    x = np.array([[1 + 2**-10, 1 + 2**-11, 1 + 3 * 2**-11]], np.float32)
+    (made,) = compute("MatMul", Attributes({"rate": "tfloat32"}), None, [x, np.eye(3, dtype=np.float32)], 1)
+    np.testing.assert_array_equal(made, [[1 + 2**-10, 1, 1 + 2**-9]])
 
 
 def test_of_uniform_policies_no_value_is_cast():

@@ -1,16 +1,14 @@
-"""Operators that leave the numbers as they are: Identity, Cast, CastLike, GradientCast, and Dropout, which
-hides some."""
+"""Operators that leave the numbers as they are: Identity, Cast, CastLike, and Dropout, which hides some."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import onnx.helper
 
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor, as_tensor, from_numpy
+from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
@@ -20,7 +18,6 @@ from distsim.ops.operator import (
     ShardingRule,
     Signature,
     Work,
-    arity,
     bytes_of,
     common_device,
     letters,
@@ -86,32 +83,6 @@ register(
         gradient=_cast_gradient,
         sharding=_cast_sharding,
         formals=_CAST_LIKE,
-    )
-)
-
-# --- GradientCast(gradient; to) ----------------------------------------------------------------------
-# The gradient of a parameter in the type in which it is summed. Wherever the sum is taken, over microbatches
-# or over ranks, it is taken of this: what is cast is handed on as it was made (Operator.pinned).
-
-
-def _gradient_cast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("GradientCast", inputs, 1)
-    to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
-    return (replace(inputs[0], dtype=to),)
-
-
-def _gradient_cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    return [arrays[0].astype(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]), copy=False)]
-
-
-register(
-    Operator(
-        "GradientCast",
-        types=_gradient_cast_types,
-        compute=_gradient_cast,
-        work=_cast_work,
-        sharding=lambda s: same_shape_rule(s, ((0,),)),
-        pinned=True,
     )
 )
 

@@ -11,12 +11,14 @@ loss) it is the attribute ``dy``: no kernel scales it, no stage of a pipeline wa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx.helper
 
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor
+from distsim.ir.type import Tensor, from_numpy
 from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import (
     Array,
@@ -30,7 +32,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import same_shape_rule
+from distsim.ops.places import move_work, same_shape_rule
 from distsim.ops.softmax import log_softmax
 
 
@@ -196,6 +198,32 @@ register(
         compute=_cross_entropy_grad,
         work=lambda s: memory_bound(s, 5.0),
         sharding=_cross_entropy_sharding,
+    )
+)
+
+
+# GradientCast(gradient; to): the gradient of a parameter in the type in which it is summed. Wherever the sum
+# is taken, over microbatches or over ranks, it is taken of this: what is cast is handed on as it was made.
+
+
+def _gradient_cast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("GradientCast", inputs, 1)
+    to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
+    return (replace(inputs[0], dtype=to),)
+
+
+def _gradient_cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return [arrays[0].astype(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]), copy=False)]
+
+
+register(
+    Operator(
+        "GradientCast",
+        types=_gradient_cast_types,
+        compute=_gradient_cast,
+        work=move_work,
+        sharding=lambda s: same_shape_rule(s, ((0,),)),
+        pinned=True,
     )
 )
 

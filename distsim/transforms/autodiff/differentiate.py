@@ -11,6 +11,7 @@ from distsim.errors import PlanError, UnknownOperatorError
 from distsim.ir import DType, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
+from distsim.ops.float8 import EIGHT_BITS
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
 from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
@@ -352,7 +353,7 @@ class _Pass:
         for value, grad in zip(inputs, made, strict=True):
             if grad is None or not wanted(value):
                 continue
-            if grad.type != value.type:
+            if grad.type != value.type and as_tensor(value.type, value.name).dtype not in EIGHT_BITS:
                 raise UnknownOperatorError(
                     f"the gradient rule of {op.op_type} made {grad} for {value}: the types must agree"
                 )

@@ -10,6 +10,7 @@ bf16                      8      all of it in 2 bytes (torchtitan with dtype bfl
 mixed                     18     Megatron-LM, dist_optimizer.md: weight 2, master 4, gradient 4, moments 8
 mixed_bf16_grads          16     the same with --grad-reduce-in-bf16
 mixed_fp16                20     Megatron-LM, fp16: weight 2, gradient 2, float32 copies of both 8, moments 8
+fp8                       18     mixed, with Transformer Engine's linear layers (delayed scaling)
 fsdp2                     16     torchtitan, MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)
 amp                       16     torch.autocast(bfloat16): weights are cast where a product reads them
 ========================  =====  ==================================================================
@@ -21,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distsim.errors import PlanError
-from distsim.ir import BFloat16, DType, Float16, Float32
+from distsim.ir import BFloat16, DType, Float8E4M3FN, Float16, Float32
 
 NORMS = (
     "LayerNormalization",
@@ -49,6 +50,9 @@ class Precision:
     gradients are summed over microbatches and over ranks. ``update``: as which the optimizer reads their
     sum. ``states``: of the optimizer's states in order, the last one of those that follow as well.
     ``product_rate`` names the rate at which float32 products run, where it is not their own (tfloat32).
+    ``linear``: to which the operands of products with a weight are cast, but for that which makes the
+    predictions (None: they stay as they are); an 8-bit type, of which the gradient of a result takes the one
+    with the larger range.
 
     Raises :class:`PlanError` for a type that is not a floating-point one.
     """
@@ -64,10 +68,15 @@ class Precision:
     wide: DType = _F32
     wide_ops: tuple[str, ...] = LOSSES
     product_rate: str = ""
+    linear: DType | None = None
 
     def __post_init__(self) -> None:
         if not self.states:
             raise PlanError(f"precision {self.name}: states lists no type; give that of the first state")
+        if self.linear is not None and self.linear != Float8E4M3FN():
+            raise PlanError(
+                f"precision {self.name}: linear cannot be {self.linear.name}; choose float8e4m3fn, or None"
+            )
         for what, dtype in self._types():
             if not dtype.is_floating:
                 raise PlanError(
@@ -91,7 +100,8 @@ class Precision:
 
     def __str__(self) -> str:
         master = f", master {self.master.short}" if self.master else ""
-        rate = f", products at {self.product_rate}" if self.product_rate else ""
+        linear = f", linear layers {self.linear.short}" if self.linear else ""
+        rate = f"{linear}, products at {self.product_rate}" if self.product_rate else linear
         states = "/".join(dict.fromkeys([dtype.short for dtype in self.states]))
         return (
             f"{self.name}: parameters {self.parameter.short}, compute {self.compute.short}{rate}{master}, "
@@ -114,6 +124,7 @@ POLICIES: dict[str, Precision] = {
         Precision("mixed", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32),
         Precision("mixed_bf16_grads", _BF16, _BF16, _BF16, _BF16, _BF16, (_F32,), _F32),
         Precision("mixed_fp16", _F16, _F16, _F16, _F16, _F32, (_F32,), _F32),
+        Precision("fp8", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32, linear=Float8E4M3FN()),
         Precision("fsdp2", _F32, _BF16, _BF16, _F32, _F32, (_F32,)),
         Precision("amp", _F32, _F32, _BF16, _F32, _F32, (_F32,), wide_ops=AUTOCAST_WIDE),
     )

@@ -28,9 +28,10 @@ from distsim.ir import (
     rewrite,
 )
 from distsim.ops import signature_of, work
-from distsim.transforms.autodiff.precision import Precision
+from distsim.transforms.autodiff.precision import LOSSES, Precision
 
 _CASTS = ("Cast", "GradientCast")
+_KEEPS_WEIGHT = ("Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
 _WIDTH: dict[DType, int] = {Float16(): 1, BFloat16(): 1, Float32(): 2}
 """The types that a policy casts to each other, and which of two is the wider one."""
 
@@ -164,6 +165,8 @@ class _FunctionCaster:
             if top and value.role is Role.PARAMETER:
                 self.held.add(self.env[value])
         self.constants = {self.env[function.inputs[place]] for place in constants}
+        self.weights = {self.env[v] for v in function.inputs if v.role is Role.PARAMETER}
+        self.predictions = {v for op in function.ops if op.op_type in LOSSES for v in op.inputs}
 
     def build(self) -> Function:
         for op in self.old.ops:
@@ -172,6 +175,8 @@ class _FunctionCaster:
             self.env.update(zip(op.outputs, made, strict=True))
             if all(value in self.constants for value in reads):
                 self.constants.update(made)
+            if op.op_type in _KEEPS_WEIGHT and reads[0] in self.weights:
+                self.weights.update(made)
         self.maker.set_outputs([self.env[value] for value in self.old.outputs])
         return self.maker.finalize()
 
@@ -191,6 +196,8 @@ class _FunctionCaster:
         dtype = self._type_of(op, reads)
         if dtype is not None:
             reads = [value if _float_type(value) is None else self._cast(value, dtype) for value in reads]
+        if self._is_linear(op, reads):
+            return (self._linear(op, reads),)
         known = [found for value in reads if (found := _float_type(value)) is not None]
         cast = op.op_type in _CASTS
         attributes = _converted(op, Float32(), known[0] if known and not cast else self.precision.used)
@@ -199,6 +206,35 @@ class _FunctionCaster:
         if not reads:
             self.makers.update(dict.fromkeys(made, self.maker.ops[-1]))
         return made
+
+    def _is_linear(self, op: Op, reads: Sequence[Value]) -> bool:
+        """Whether an op is a product of activations with a weight whose operands are cast further."""
+        if self.precision.linear is None or op.op_type not in ("MatMul", "Gemm"):
+            return False
+        plain = op.attributes.get("alpha", 1.0) == op.attributes.get("beta", 1.0) == 1.0
+        values = len(reads) >= 2 and not {"A", "B"} & op.attributes.keys() and plain
+        return values and any(v in self.weights for v in reads[:2]) and op.outputs[0] not in self.predictions
+
+    def _linear(self, op: Op, reads: Sequence[Value]) -> Value:
+        """Add the product of operands that are cast to ``precision.linear``; return it as it is computed."""
+        options = {"to": cast_number(self.precision.linear or self.precision.compute)}
+        factors: list[Value] = []
+        for value, name in zip(reads[:2], ("transA", "transB"), strict=True):
+            if op.attributes.get(name, 0):
+                value = self.maker.add("Transpose", [value], {"perm": (1, 0)})[0]
+            key = value, self.precision.linear or self.precision.compute
+            if key not in self.casts:
+                self.casts[key] = self.maker.add("Float8Cast", [value], options)[0]
+            factors.append(self.casts[key])
+        to = {"to": cast_number(self.precision.compute)}
+        names = [value.name for value in op.outputs]
+        made = self.maker.add("Float8MatMul", factors, to, (), names, None, op.name)[0]
+        bias = [*reads[2:]] if op.op_type == "Gemm" else []
+        if not bias and "C" not in op.attributes:
+            return made
+        rest = _converted(op, Float32(), self.precision.compute)
+        added = {} if bias else {"B": rest["C"]}
+        return self.maker.add("Add", [made, *bias], added, output_names=names)[0]
 
     def _type_of(self, op: Op, reads: Sequence[Value]) -> DType | None:
         """Return the type that an op reads; None if it takes what there is."""
@@ -213,6 +249,7 @@ class _FunctionCaster:
         return max(counted or floats.values(), key=_WIDTH.__getitem__)
 
     def _cast(self, value: Value, dtype: DType) -> Value:
+        """Return a value as one of a type; a constant is made anew, or else it is cast, once."""
         if _float_type(value) == dtype:
             return value
         found = self.casts.get((value, dtype))
@@ -227,6 +264,8 @@ class _FunctionCaster:
                     "Cast", [value], {"to": cast_number(dtype)}, output_names=[f"{value.name}.{dtype.short}"]
                 )[0]
             self.casts[value, dtype] = found
+            if value in self.weights:
+                self.weights.add(found)
             if value in self.constants:
                 self.constants.add(found)
         return found
