@@ -1,13 +1,15 @@
 """Precision policies: the bytes they keep, what is summed in which type, the same step whatever the plan."""
 
+import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 from training_models import F64, assemble, laid_out, mesh_of, random_inputs, tied
 
-from distsim.errors import CostError
+from distsim.errors import CostError, PlanError
 from distsim.executor import CostModel, SequentialExecutor
 from distsim.hardware import load_cluster
 from distsim.interpret import count_flops
@@ -278,6 +280,71 @@ def test_of_uniform_policies_no_value_is_cast():
 
 def test_a_note_says_the_policy():
     assert any("master f32, gradients summed in f32" in note for note in joint_of("gpt", "mixed").notes)
+
+
+# --- clipping and loss scaling ---------------------------------------------------------------------------
+
+
+def clipped(clip: float, policy: str = "fp32") -> Function:
+    return differentiate(small_gpt(), SGD(lr=1.0), precision=precision_named(policy), clip=clip)
+
+
+def test_gradients_are_clipped_to_their_norm_over_all_parameters():
+    plain = in_float64(differentiate(small_gpt(), None))
+    inputs = random_inputs(plain, 3)
+    grads = SequentialExecutor().compute(plain, inputs)[1:]
+    norm = math.sqrt(sum(float(np.square(g).sum()) for g in grads))
+    for clip in (norm / 3, 3 * norm):
+        joint = in_float64(clipped(clip))
+        made = SequentialExecutor().compute(joint, inputs)[1:]
+        old = dict(zip([f"{v.name}.new" for v in joint.inputs], inputs, strict=True))
+        for value, new, grad in zip(joint.outputs[1:], made, grads, strict=True):
+            wanted = grad * min(1, clip / (norm + 1e-6))
+            np.testing.assert_allclose(old[value.name] - new, wanted, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "mixed", "mixed_fp16"])
+@pytest.mark.parametrize(("plan", "remat", "fsdp"), [*PLANS, (Plan(1, 1, 4, 1), "none", "none")], ids=str)
+def test_every_plan_clips_alike(policy, plan, remat, fsdp):
+    """Replicated parameters are counted once, divided ones over their ranks, stages one after the other."""
+    joint = clipped(0.05, policy)
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, fsdp)
+    inputs = random_inputs(joint, 1)
+    expected = SequentialExecutor().compute(in_float64(joint), inputs)
+    flat = program.to_function()
+    made = assemble(program, SequentialExecutor().compute(in_float64(flat), inputs))
+    for placed, array in zip(made, expected, strict=True):
+        np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
+    sent = [op for op in all_ops(flat) if op.op_type == "Send" and not op.inputs[0].type.shape]
+    assert len(sent) <= 3 * (plan.pp - 1) * plan.dp * plan.tp + 2  # to the stage before, and to all
+    if fsdp != "none":
+        norms = [op for op in all_ops(flat) if op.op_type == "MPIAllreduce" and not op.inputs[0].type.shape]
+        assert len([op for op in norms if "squares" in op.outputs[0].name]) <= 3 * plan.pp
+        assert not [
+            op for op in all_ops(flat) if op.op_type == "LocalSlice" and op.attributes["axis"] == "dp"
+        ]
+
+
+def test_a_loss_that_is_scaled_loses_no_small_gradient():
+    """Float16 has no numbers below 6e-8; what overflows moves no weight."""
+    policy = replace(precision_named("mixed_fp16"), loss_scale=64.0)
+    function = differentiate(small_gpt(), SGD(lr=1.0), precision=policy)
+    joint = differentiate(small_gpt(), SGD(lr=1.0), precision=replace(policy, loss_scale=2.0**40))
+    inputs = random_inputs(function, 4)
+    for each, moves in ((function, True), (joint, False)):
+        with np.errstate(all="ignore"):
+            results = SequentialExecutor().compute(each, rounded(each, inputs))
+        made = dict(zip([v.name for v in each.outputs], results, strict=True))
+        masters = [(v.name, a) for v, a in zip(each.inputs, inputs, strict=True) if v.name.endswith("master")]
+        moved = [name for name, a in masters if (made[f"{name}.new"] != a.astype(np.float32)).any()]
+        assert bool(moved) == moves
+
+
+def test_what_cannot_be_clipped_to_is_refused():
+    for clip in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(PlanError, match="must be a finite norm over 0"):
+            clipped(clip)
 
 
 # --- optimizers -----------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         help=f"{', '.join(OPTIMIZERS)}, with settings as in adamw:beta2=0.95,mean=bf16 (default adam)",
     )
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm over all")
     parser.add_argument(
         "--precision",
         metavar="POLICY",
@@ -97,13 +98,14 @@ def training_step(options: argparse.Namespace, progress: Progress) -> Function:
         raise PlanError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
     function = _logical_model(options, progress)
     if brings_backward(function):
-        if options.loss or options.optimizer or options.keep or options.precision:
+        if options.loss or options.optimizer or options.keep or options.precision or options.clip:
             raise PlanError(
-                f"{function.name} brings its own backward pass: no --loss, --optimizer, --keep, --precision"
+                f"{function.name} brings its own backward pass: no --loss, --optimizer, --keep, --precision, "
+                "--clip"
             )
         return function
     keep = options.keep or ()
     return progress.run(
         "differentiating",
-        lambda: differentiate(add_loss(function, loss, keep), optimizer, keep, precision),
+        lambda: differentiate(add_loss(function, loss, keep), optimizer, keep, precision, options.clip),
     )

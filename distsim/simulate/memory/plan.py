@@ -62,7 +62,7 @@ def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
 
 def gradient_values(function: Function) -> set[Value]:
     """Return the values that in-place ops read, directly or through collectives, views, Pad,
-    GradientCast and additions.
+    GradientCast, ScaleGradient and additions.
 
     In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
     parameters and optimizer state, these values are gradients.
@@ -76,7 +76,7 @@ def gradient_values(function: Function) -> set[Value]:
         if meaning.in_place:
             found.update(op.inputs)
         elif not found.isdisjoint(op.outputs):
-            if op.op_type in ("Add", "Pad", "GradientCast"):
+            if op.op_type in ("Add", "Pad", "GradientCast", "ScaleGradient"):
                 found.update(op.inputs)
             elif meaning.view or (meaning.communication is not None and not meaning.communication.transfers):
                 found.update(op.inputs[:1])

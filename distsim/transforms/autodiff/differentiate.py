@@ -12,6 +12,7 @@ from distsim.ir import DType, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.ops.float8 import EIGHT_BITS
+from distsim.transforms.autodiff.clipping import check_clip, scale_gradients
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
 from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
@@ -27,6 +28,7 @@ def differentiate(
     optimizer: Optimizer | None = SGD(),  # noqa: B008
     keep: Sequence[str] = (),
     precision: Precision | None = None,
+    clip: float | None = None,
 ) -> Function:
     """Return the function that runs ``function``, its backward pass and ``optimizer``.
 
@@ -42,6 +44,9 @@ def differentiate(
     they are summed (``GradientCast``) and read by the optimizer, of its state; a note says which policy it
     is. None: types stay as they are, and gradients and state are of the parameter's.
 
+    ``clip`` is the norm over all gradients to which they are clipped before the update (None: not at all); a
+    precision with a loss scale has the loss scaled before the backward pass, and the gradients unscaled.
+
     The parameters of one Call are updated by one Call, of a callee that all Calls with parameters of
     the same types share (see :func:`add_updates`).
 
@@ -50,6 +55,7 @@ def differentiate(
     function. Raises :class:`UnknownOperatorError` for an operator without a gradient, and
     :class:`PlanError` without a loss, without parameters, and for a name that no output has.
     """
+    check_clip(clip)
     if not function.outputs:
         raise PlanError(f"{function.name} has no outputs; the first one must be a scalar loss")
     loss = function.outputs[0]
@@ -75,11 +81,14 @@ def differentiate(
     wanted = _influenced(function, trained)
     pass_.plan_calls(function, wanted, [loss])
     pass_.forward(function)
-    pass_.grads[loss] = pass_.maker.number(1.0, as_tensor(loss.type, "the loss"), "one")
+    loss_scale = None if precision is None else precision.loss_scale
+    seed = 1.0 if loss_scale is None else loss_scale
+    pass_.grads[loss] = pass_.maker.number(seed, as_tensor(loss.type, "the loss"), "one")
     pass_.backward(function, wanted)
     pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
     if precision is not None:
         pairs = _summed(pass_.maker, pairs, precision)
+    pairs = scale_gradients(pass_.maker, pairs, clip, loss_scale)
     outputs = [pass_.copies[value] for value in function.outputs]
     if optimizer is None:
         outputs += [grad for _, grad in pairs]

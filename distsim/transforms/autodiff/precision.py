@@ -52,7 +52,8 @@ class Precision:
     ``product_rate`` names the rate at which float32 products run, where it is not their own (tfloat32).
     ``linear``: to which the operands of products with a weight are cast, but for that which makes the
     predictions (None: they stay as they are); an 8-bit type, of which the gradient of a result takes the one
-    with the larger range.
+    with the larger range. ``loss_scale``: by what the loss is multiplied before the backward pass, and
+    gradients divided before the update (None: not at all); that of a step somewhere in training.
 
     Raises :class:`PlanError` for a type that is not a floating-point one.
     """
@@ -69,10 +70,13 @@ class Precision:
     wide_ops: tuple[str, ...] = LOSSES
     product_rate: str = ""
     linear: DType | None = None
+    loss_scale: float | None = None
 
     def __post_init__(self) -> None:
         if not self.states:
             raise PlanError(f"precision {self.name}: states lists no type; give that of the first state")
+        if self.loss_scale is not None and not 0 < self.loss_scale < float("inf"):
+            raise PlanError(f"precision {self.name}: loss_scale={self.loss_scale} must be finite and over 0")
         if self.linear is not None and self.linear != Float8E4M3FN():
             raise PlanError(
                 f"precision {self.name}: linear cannot be {self.linear.name}; choose float8e4m3fn, or None"
@@ -102,10 +106,11 @@ class Precision:
         master = f", master {self.master.short}" if self.master else ""
         linear = f", linear layers {self.linear.short}" if self.linear else ""
         rate = f"{linear}, products at {self.product_rate}" if self.product_rate else linear
+        scale = f", loss scaled by {self.loss_scale:g}" if self.loss_scale else ""
         states = "/".join(dict.fromkeys([dtype.short for dtype in self.states]))
         return (
             f"{self.name}: parameters {self.parameter.short}, compute {self.compute.short}{rate}{master}, "
-            f"gradients summed in {self.gradient_sum.short}, optimizer state {states}"
+            f"gradients summed in {self.gradient_sum.short}, optimizer state {states}{scale}"
         )
 
 
@@ -123,7 +128,7 @@ POLICIES: dict[str, Precision] = {
         _all("bf16", _BF16),
         Precision("mixed", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32),
         Precision("mixed_bf16_grads", _BF16, _BF16, _BF16, _BF16, _BF16, (_F32,), _F32),
-        Precision("mixed_fp16", _F16, _F16, _F16, _F16, _F32, (_F32,), _F32),
+        Precision("mixed_fp16", _F16, _F16, _F16, _F16, _F32, (_F32,), _F32, loss_scale=65536.0),
         Precision("fp8", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32, linear=Float8E4M3FN()),
         Precision("fsdp2", _F32, _BF16, _BF16, _F32, _F32, (_F32,)),
         Precision("amp", _F32, _F32, _BF16, _F32, _F32, (_F32,), wide_ops=AUTOCAST_WIDE),
