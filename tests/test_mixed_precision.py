@@ -1,6 +1,7 @@
 """Precision policies: the bytes they keep, what is summed in which type, the same step whatever the plan."""
 
 import math
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -280,6 +281,46 @@ def test_of_uniform_policies_no_value_is_cast():
 
 def test_a_note_says_the_policy():
     assert any("master f32, gradients summed in f32" in note for note in joint_of("gpt", "mixed").notes)
+
+
+def test_a_policy_of_ones_own_comes_from_a_file(tmp_path):
+    """Megatron's precision-aware optimizer: bf16 gradients, fp16 master, bf16 moments."""
+    path = tmp_path / "aware.toml"
+    path.write_text('base = "mixed_bf16_grads"\nmaster = "float16"\nstates = ["bf16", "bf16"]\n')
+    policy = precision_named(str(path))
+    wanted = replace(POLICIES["mixed_bf16_grads"], name="aware", master=Float16(), states=(BFloat16(),) * 2)
+    assert policy == wanted
+    joint = differentiate(small_gpt(), Adam(), precision=policy)
+    held = sum(v.type.nbytes for v in joint.inputs if v.role in (Role.PARAMETER, Role.STATE))
+    assert held == 8 * sum(op.inputs[0].type.size for op in updates(joint))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('base = "none"', "base 'none' is not one of fp32"),
+        ('masters = "f32"', "'masters' is not a field"),
+        ('master = "f31"', "'f31' is not one of"),
+        ('used = "float64"', "used cannot be float64; choose one of float16"),
+        ("states = []", "states lists no type"),
+        ("states = [3]", "states cannot be"),
+        ("loss_scale = -1", "must be finite and over 0"),
+        ('product_rate = "fast"', "product_rate cannot be 'fast'"),
+        ('linear = "float16"', "linear cannot be float16"),
+        ("= 3", "is not a TOML file"),
+    ],
+)
+def test_a_file_that_is_no_policy_is_refused_by_field(tmp_path, text, said):
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        precision_named(str(path))
+
+
+def test_a_policy_that_is_not_there_is_refused():
+    for name, said in (("fp31", "nor a .toml file"), ("nowhere.toml", "cannot be read")):
+        with pytest.raises(PlanError, match=said):
+            precision_named(name)
 
 
 # --- clipping and loss scaling ---------------------------------------------------------------------------

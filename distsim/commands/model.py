@@ -58,7 +58,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--precision",
         metavar="POLICY",
         help="the types of weights, gradients and optimizer state (default: as the model is written): "
-        f"{', '.join(POLICIES)}",
+        f"{', '.join(POLICIES)}, or the path of a .toml file",
     )
 
 

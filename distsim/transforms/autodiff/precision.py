@@ -18,11 +18,15 @@ amp                       16     torch.autocast(bfloat16): weights are cast wher
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
 
-from distsim.errors import PlanError
+from distsim.errors import PlanError, TypeRuleError
 from distsim.ir import BFloat16, DType, Float8E4M3FN, Float16, Float32
+from distsim.ir.type import DTYPES, dtype_named
 
 NORMS = (
     "LayerNormalization",
@@ -55,7 +59,8 @@ class Precision:
     with the larger range. ``loss_scale``: by what the loss is multiplied before the backward pass, and
     gradients divided before the update (None: not at all); that of a step somewhere in training.
 
-    Raises :class:`PlanError` for a type that is not a floating-point one.
+    What travels between ranks is of the type ``gradient_sum``, and gathered as ``used``. Raises
+    :class:`PlanError` for a type that is none of those that a field may have.
     """
 
     name: str
@@ -81,17 +86,23 @@ class Precision:
             raise PlanError(
                 f"precision {self.name}: linear cannot be {self.linear.name}; choose float8e4m3fn, or None"
             )
-        for what, dtype in self._types():
-            if not dtype.is_floating:
-                raise PlanError(
-                    f"precision {self.name}: {what} cannot be {dtype.name}; choose a floating-point type"
-                )
+        if self.product_rate not in ("", "tfloat32"):
+            raise PlanError(
+                f"precision {self.name}: product_rate cannot be {self.product_rate!r}; choose tfloat32, or "
+                "leave it out"
+            )
+        for name in ("parameter", "used", "compute", "gradient_sum", "update", "wide"):
+            self._check(name, getattr(self, name), (_F16, _BF16, _F32))
+        kept = [("states", dtype) for dtype in self.states]
+        for name, dtype in [*kept, *([("master", self.master)] if self.master else [])]:
+            self._check(name, dtype, tuple([each for each in DTYPES if each.is_floating]))
 
-    def _types(self) -> Sequence[tuple[str, DType]]:
-        fields = ("parameter", "used", "compute", "gradient_sum", "update", "wide")
-        named: list[tuple[str, DType]] = [(name, getattr(self, name)) for name in fields]
-        named += [("master", self.master)] if self.master else []
-        return [*named, *[("states", dtype) for dtype in self.states]]
+    def _check(self, what: str, dtype: DType, choices: Sequence[DType]) -> None:
+        if dtype not in choices:
+            raise PlanError(
+                f"precision {self.name}: {what} cannot be {dtype.name}; choose one of "
+                f"{', '.join(each.name for each in choices)}"
+            )
 
     @property
     def gradient(self) -> DType:
@@ -136,8 +147,67 @@ POLICIES: dict[str, Precision] = {
 }
 
 
+MAX_FILE_BYTES = 65536
+"""A policy's file is a few lines."""
+
+
 def precision_named(name: str) -> Precision:
-    """Return the policy of that name; raises :class:`PlanError` for an unknown one."""
+    """Return the policy of that name, or that of a ``.toml`` file.
+
+    A file gives the fields of :class:`Precision`, types by name; what it leaves out is as in the policy that
+    it names as ``base`` (by default mixed), and ``master = "none"`` takes away a master copy. Raises
+    :class:`PlanError` for an unknown name, and for a file that cannot be read or has a field that is unknown
+    or of another kind.
+    """
+    if name.endswith(".toml"):
+        return _read(Path(name))
     if name not in POLICIES:
-        raise PlanError(f"precision {name!r} is not one of {', '.join(POLICIES)}")
+        raise PlanError(f"precision {name!r} is not one of {', '.join(POLICIES)}, nor a .toml file")
     return POLICIES[name]
+
+
+def _read(path: Path) -> Precision:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise PlanError(f"{path} is larger than {MAX_FILE_BYTES} bytes; a precision is a few lines")
+        table = tomllib.loads(data.decode())
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested too deeply
+        raise PlanError(f"{path} is not a TOML file: {error}") from error
+    base = table.pop("base", "mixed")
+    if base not in POLICIES:
+        raise PlanError(f"{path}: base {base!r} is not one of {', '.join(POLICIES)}")
+    given: dict[str, Any] = {"name": path.stem}
+    known = {field.name for field in fields(Precision)}
+    for key, value in table.items():
+        if key not in known:
+            raise PlanError(
+                f"{path}: {key!r} is not a field of a precision; choose from base, {', '.join(sorted(known))}"
+            )
+        given[key] = _field(path, key, value)
+    return replace(POLICIES[base], **given)
+
+
+def _field(path: Path, key: str, value: Any) -> Any:
+    """Return the value of a field from what a file gives; types are given by name."""
+    if key in ("name", "product_rate") and isinstance(value, str):
+        return value
+    if key == "loss_scale" and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if key in ("states", "wide_ops") and isinstance(value, list):
+        items = cast(list[Any], value)
+        if all(isinstance(item, str) for item in items):
+            return tuple([_dtype(path, key, item) if key == "states" else item for item in items])
+    elif key not in ("name", "product_rate", "loss_scale", "states", "wide_ops") and isinstance(value, str):
+        return None if key in ("master", "linear") and value == "none" else _dtype(path, key, value)
+    raise PlanError(f"{path}: {key} cannot be {value!r:.40}; see the fields of Precision")
+
+
+def _dtype(path: Path, key: str, name: str) -> DType:
+    try:
+        return dtype_named(name)
+    except TypeRuleError as error:
+        raise PlanError(f"{path}: {key}: {error}") from None
