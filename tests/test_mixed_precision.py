@@ -33,6 +33,7 @@ from distsim.models import gpt, llama, mlp
 from distsim.ops import compute, operator, signature_of, work
 from distsim.plan import Plan
 from distsim.schedule import schedule
+from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, AdamW, differentiate, precision_named, set_precision, shard
 from distsim.transforms.autodiff.precision import POLICIES
 
@@ -106,6 +107,17 @@ def test_bytes_a_parameter_are_those_of_the_frameworks(policy):
     held = sum(v.type.nbytes for v in joint.inputs if v.role in (Role.PARAMETER, Role.STATE))
     assert held == (KEPT[policy] - sums.update.itemsize - copies) * size
     assert size >= sum(v.type.size for v in joint.inputs if v.role is Role.PARAMETER) / len(updates(joint))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "mixed", "mixed_bf16_grads", "fsdp2", "fp8"])
+def test_the_simulated_memory_has_these_bytes(policy):
+    """At the peak of a step of many microbatches all gradients are there."""
+    joint = joint_of("gpt", policy)
+    program = laid_out(joint, mesh_of(1, 1, 1), schedule("1f1b", 1, 4))
+    (memory,) = program_memory(program).ranks
+    size = sum(v.type.size for v in joint.inputs if v.role is Role.PARAMETER)
+    kept = sum(memory.by_kind.get(kind, 0) for kind in ("parameters", "state", "gradients"))
+    assert kept == KEPT[policy] * size
 
 
 def test_every_policy_has_its_bytes():

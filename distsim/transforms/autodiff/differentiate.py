@@ -56,24 +56,14 @@ def differentiate(
     :class:`PlanError` without a loss, without parameters, and for a name that no output has.
     """
     check_clip(clip)
-    if not function.outputs:
-        raise PlanError(f"{function.name} has no outputs; the first one must be a scalar loss")
-    loss = function.outputs[0]
-    if not (isinstance(loss.type, Tensor) and loss.type.shape == () and loss.type.dtype.is_floating):
-        raise PlanError(
-            f"{function.name}: the first output, {loss}, must be a scalar loss; append one with add_loss"
-        )
-    parameters = function.parameters
-    if not parameters:
-        raise PlanError(
-            f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
-        )
+    loss = _loss_of(function)
     kept = kept_outputs(function, keep, loss)
     function = mark_forward(only_needed(function, (loss, *kept), "the loss does not need it"))
+    loss_scale = None
     if precision is not None:
         function = apply_precision(function, precision)
         function = replace(function, notes=(*function.notes, f"precision {precision}"))
-        loss = function.outputs[0]
+        loss, loss_scale = function.outputs[0], precision.loss_scale
     trained = _trained(function)
     pass_ = _Pass(FoldingMaker(f"{function.name}_training", function.notes), _Callees())
     for value in function.inputs:
@@ -81,7 +71,6 @@ def differentiate(
     wanted = _influenced(function, trained)
     pass_.plan_calls(function, wanted, [loss])
     pass_.forward(function)
-    loss_scale = None if precision is None else precision.loss_scale
     seed = 1.0 if loss_scale is None else loss_scale
     pass_.grads[loss] = pass_.maker.number(seed, as_tensor(loss.type, "the loss"), "one")
     pass_.backward(function, wanted)
@@ -98,6 +87,22 @@ def differentiate(
     joint = trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
     rate = "" if precision is None else precision.product_rate
     return set_product_rate(joint, rate) if rate else joint
+
+
+def _loss_of(function: Function) -> Value:
+    """Return the loss of a function that can be trained."""
+    if not function.outputs:
+        raise PlanError(f"{function.name} has no outputs; the first one must be a scalar loss")
+    loss = function.outputs[0]
+    if not (isinstance(loss.type, Tensor) and loss.type.shape == () and loss.type.dtype.is_floating):
+        raise PlanError(
+            f"{function.name}: the first output, {loss}, must be a scalar loss; append one with add_loss"
+        )
+    if not function.parameters:
+        raise PlanError(
+            f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
+        )
+    return loss
 
 
 def _summed(maker: FoldingMaker, pairs: Pairs, precision: Precision) -> list[tuple[Value, Value]]:
