@@ -136,7 +136,7 @@ def test_names_that_are_not_known_come_with_those_that_are():
         schedule("zb", 2, 2)
     with says(PlanError, "'hinge'", "auto, cross_entropy, mse"):
         add_loss(training(), "hinge")
-    with says(PlanError, "'lion'", "adam, sgd"):
+    with says(PlanError, "'lion'", "adam, adamw, momentum, sgd"):
         optimizer_named("lion")
     with says(ImportModelError, "'bert'", "gpt2, gpt:..., llama:..., mlp:..."):
         load_model("bert")

@@ -138,7 +138,7 @@ def test_without_communication_overlap_makes_no_difference(capsys):
 def test_bfloat16_is_faster_and_smaller_than_float32(capsys):
     command = ["mlp:layers=4,width=4096", "--batch", 4096, "--optimizer", "sgd"]
     single = simulate(capsys, *command)
-    half = simulate(capsys, *command, "--dtype", "bfloat16")
+    half = simulate(capsys, *command, "--precision", "bf16")
     assert "(float32, 1 device" in single and "(bfloat16, 1 device" in half
     assert step_time(half) < 0.6 * step_time(single)
     assert peak_memory(half) == pytest.approx(peak_memory(single) / 2, rel=0.01)
@@ -200,8 +200,8 @@ def test_bindings_that_are_given_one_by_one_add_up(capsys):
     assert run(capsys, "show", "gpt2", "--bind", "batch=2", "--bind", "seq=8", "--bind", "seq=8")[0] == joined
 
 
-def test_show_prints_the_dtype_it_is_given(capsys):
-    out, _ = run(capsys, "show", "mlp:layers=2,width=8", "--batch", 4, "--dtype", "bfloat16")
+def test_show_prints_the_precision_it_is_given(capsys):
+    out, _ = run(capsys, "show", "mlp:layers=2,width=8", "--batch", 4, "--precision", "bf16")
     assert "x: bf16[4, 8]" in out and "f32" not in out
 
 

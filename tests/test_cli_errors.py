@@ -81,10 +81,15 @@ BAD = {
     "batch of a static file": ((ONNX_MLP, "--cluster", "dgx-2", "--batch", "8"), "[32, 1024]", "fixed"),
     "unknown loss": ((SMALL, "--cluster", "dgx-2", "--loss", "l1"), "'l1'", "cross_entropy"),
     "loss of a loss": ((SMALL, "--cluster", "dgx-2", "--loss", "mse"), "mse", "f32[]"),
-    "unknown optimizer": ((SMALL, "--cluster", "dgx-2", "--optimizer", "lion"), "'lion'", "adam, sgd"),
+    "unknown optimizer": (
+        (SMALL, "--cluster", "dgx-2", "--optimizer", "lion"),
+        "'lion'",
+        "adam, adamw, momentum, sgd",
+    ),
     "unknown attention": ((SMALL, "--cluster", "dgx-2", "--attention", "fast"), "'fast'", "flash, math"),
-    "unknown element type": ((SMALL, "--cluster", "dgx-2", "--dtype", "f8"), "'f8'", "bfloat16"),
-    "integer training": ((SMALL, "--cluster", "dgx-2", "--dtype", "int64"), "floating-point"),
+    "unknown precision": ((SMALL, "--cluster", "dgx-2", "--precision", "f8"), "'f8'", "mixed"),
+    "integer state": ((SMALL, "--cluster", "dgx-2", "--optimizer", "adam:mean=int8"), "floating-point"),
+    "unknown setting": ((SMALL, "--cluster", "dgx-2", "--optimizer", "sgd:beta1=1"), "'beta1=1'", "momentum"),
 }
 
 
@@ -212,7 +217,10 @@ def test_the_examples_of_the_help_run(capsys):
     [
         (["show", "mlp:layers=2,width=8", "--batch", "4", "--optimizer", "sgd"], "--optimizer has no effect"),
         (["show", "mlp:layers=2,width=8", "--batch", "4", "--cluster", "dgx-2"], "--cluster has no effect"),
-        (["simulate", "mlp:layers=2,width=8", "--cluster", "dgx-2", "--dtype", "int64"], "--dtype int64"),
+        (
+            ["simulate", "mlp:layers=2,width=8", "--cluster", "dgx-2", "--optimizer", "adam:mean=int64"],
+            "mean='int64'",
+        ),
         (
             ["simulate", "mlp:layers=2,width=9", "--cluster", "dgx-2", "--plan", "tp=2"],
             "tp=2 divides no matrix",

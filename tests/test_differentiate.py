@@ -318,7 +318,7 @@ def test_training_lowers_the_loss():
 
 def test_optimizers_by_name():
     assert (optimizer_named("sgd"), optimizer_named("adam")) == (SGD(), Adam())
-    with pytest.raises(PlanError, match="'lion' is not one of adam, sgd"):
+    with pytest.raises(PlanError, match="'lion' is not one of adam, adamw, momentum, sgd"):
         optimizer_named("lion")
 
 

@@ -254,16 +254,20 @@ def test_gradients_of_a_table_that_two_stages_read_are_added_once_a_step() -> No
 class Scaled(SGD):
     """Divides the gradient by its largest element: an optimizer that looks at all of it."""
 
-    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
+    def update(
+        self, maker: FunctionMaker, weight: Value, grad: Value, precision: object
+    ) -> tuple[Value, ...]:
         (largest,) = maker.add("ReduceMax", [grad], {"keepdims": 0})
-        return super().update(maker, weight, *maker.add("Div", [grad, largest]))
+        return super().update(maker, weight, *maker.add("Div", [grad, largest]), precision)
 
 
 class Watched(SGD):
     """Returns the largest element of the new parameter as well."""
 
-    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
-        (new,) = super().update(maker, weight, grad)
+    def update(
+        self, maker: FunctionMaker, weight: Value, grad: Value, precision: object
+    ) -> tuple[Value, ...]:
+        (new,) = super().update(maker, weight, grad, precision)
         return new, *maker.add("ReduceMax", [new], {"keepdims": 0})
 
 

@@ -394,5 +394,5 @@ def test_what_is_reported_is_what_buffers_take(function):
 
 
 def test_the_operators_here_are_what_they_are_taken_for():
-    assert operator("SGDOptimizer").in_place == {0: 0}
+    assert operator("SGDOptimizer").in_place == {0: 0, 1: 2}
     assert not operator("LossGrad").in_place

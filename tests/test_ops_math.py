@@ -141,7 +141,8 @@ def test_every_gradient_rule_is_checked() -> None:
         for name, ops in _of_gradient_rules().items()
         if not ops or not any(of.grads or not floating_outputs(of) for of in ops)
     ]
-    assert lacking == ["MPIAlltoall"]  # it runs on several ranks: see below
+    # The first two round, see test_mixed_precision; the last one runs on several ranks: see below.
+    assert lacking == ["Float8Cast", "Float8MatMul", "MPIAlltoall"]
 
 
 def test_every_operand_that_can_have_a_gradient_is_a_value_in_some_sample() -> None:

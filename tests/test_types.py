@@ -40,7 +40,8 @@ def test_an_element_type_is_found_by_both_names_and_by_numpy(dtype):
 def test_element_types():
     assert Float() == Float32() != Float64()
     assert (Float16().itemsize, BFloat16().itemsize, Float32().itemsize, Float64().itemsize) == (2, 2, 4, 8)
-    assert [d.name for d in DTYPES if d.is_floating] == ["float16", "bfloat16", "float32", "float64"]
+    wide = ["float16", "bfloat16", "float32", "float64"]
+    assert [d.name for d in DTYPES if d.is_floating] == ["float8e4m3fn", "float8e5m2", *wide]
     for wrong in (lambda: dtype_named("float33"), lambda: from_numpy(np.complex64)):
         with pytest.raises(TypeRuleError, match=r"is not one of bool, .*float64"):
             wrong()

@@ -6,8 +6,7 @@ import argparse
 
 from distsim.errors import PlanError
 from distsim.importer import load_model
-from distsim.ir import Function
-from distsim.ir.type import dtype_named
+from distsim.ir import DType, Float32, Function, Tensor
 from distsim.report.progress import Progress
 from distsim.streams import say
 from distsim.transforms import (
@@ -16,10 +15,11 @@ from distsim.transforms import (
     differentiate,
     optimizer_named,
     outline,
-    set_precision,
 )
 from distsim.transforms.autodiff.loss import LOSSES
 from distsim.transforms.autodiff.optimizers import OPTIMIZERS
+from distsim.transforms.autodiff.precision import POLICIES, Precision, precision_named
+from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.kernels.attention import ATTENTIONS, default_attention, set_attention
 from distsim.transforms.sharding.roles import brings_backward
 
@@ -52,32 +52,52 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="an output to compute that the loss does not need (may be repeated)",
     )
     parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
-    parser.add_argument("--optimizer", help=f"{' or '.join(sorted(OPTIMIZERS))} (default adam)")
     parser.add_argument(
         "--attention",
         help=f"{' or '.join(ATTENTIONS)}: one kernel each, or op by op (default flash for 16 bits and fewer)",
     )
     parser.add_argument(
-        "--dtype",
-        default="float32",
-        help="what float32 tensors become, e.g. bfloat16: parameters and optimizer state too, without a "
-        "float32 copy of either",
+        "--optimizer",
+        help=f"{', '.join(OPTIMIZERS)}, with settings as in adamw:beta2=0.95,mean=bf16 (default adam)",
+    )
+    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm over all")
+    parser.add_argument(
+        "--precision",
+        metavar="POLICY",
+        help="the types of weights, gradients and optimizer state (default: as the model is written): "
+        f"{', '.join(POLICIES)}, or the path of a .toml file",
     )
 
 
 def _forward(options: argparse.Namespace) -> Function:
     patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
-    dtype = dtype_named(options.dtype)
-    if not dtype.is_floating:
-        raise PlanError(f"--dtype {options.dtype}: float32 tensors can become a floating-point type only")
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
     function = load_model(options.model, options.batch, bindings, patterns)
-    return set_attention(set_precision(function, dtype), options.attention or default_attention(dtype))
+    precision = _precision(options)
+    dtype = _widest(function) if precision is None else precision.used
+    return set_attention(function, options.attention or default_attention(dtype))
+
+
+def _widest(function: Function) -> DType:
+    """Return the widest floating-point type among the inputs, as which a model is written."""
+    types = [value.type.dtype for value in function.inputs if isinstance(value.type, Tensor)]
+    return max([t for t in types if t.is_floating], key=lambda t: t.itemsize, default=Float32())
+
+
+def _precision(options: argparse.Namespace) -> Precision | None:
+    return None if options.precision is None else precision_named(options.precision)
 
 
 def read_model(options: argparse.Namespace, progress: Progress) -> Function:
-    """Return the forward pass of the model, outlined if that is asked for."""
+    """Return the forward pass of the model in its precision, outlined if that is asked for."""
+    precision = _precision(options)
+    function = _logical_model(options, progress)
+    return function if precision is None else apply_precision(function, precision)
+
+
+def _logical_model(options: argparse.Namespace, progress: Progress) -> Function:
+    """Return the forward pass of the model in the types that it is written in."""
     function = progress.run(f"reading {options.model}", lambda: _forward(options))
     if not getattr(options, "outline", False):
         return function
@@ -89,16 +109,20 @@ def read_model(options: argparse.Namespace, progress: Progress) -> Function:
 
 def training_step(options: argparse.Namespace, progress: Progress) -> Function:
     """Return the training step of the model."""
-    optimizer = optimizer_named(options.optimizer or "adam")
+    optimizer, precision = optimizer_named(options.optimizer or "adam"), _precision(options)
     loss = options.loss or "auto"
     if loss not in LOSSES:
         raise PlanError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
-    function = read_model(options, progress)
+    function = _logical_model(options, progress)
     if brings_backward(function):
-        if options.loss or options.optimizer or options.keep:
-            raise PlanError(f"{function.name} brings its own backward pass: no --loss, --optimizer, --keep")
+        if options.loss or options.optimizer or options.keep or options.precision or options.clip:
+            raise PlanError(
+                f"{function.name} brings its own backward pass: no --loss, --optimizer, --keep, --precision, "
+                "--clip"
+            )
         return function
     keep = options.keep or ()
     return progress.run(
-        "differentiating", lambda: differentiate(add_loss(function, loss, keep), optimizer, keep)
+        "differentiating",
+        lambda: differentiate(add_loss(function, loss, keep), optimizer, keep, precision, options.clip),
     )

@@ -204,7 +204,7 @@ def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, s
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
     """Inference of one batch, partitioned over the devices of the cluster."""
-    fields = ("plan", "schedule_csv", "copies", "loss", "optimizer", "keep")
+    fields = ("plan", "schedule_csv", "copies", "loss", "optimizer", "keep", "clip")
     training = [name for name in fields if getattr(options, name) is not None]
     if training:
         raise PlanError(

@@ -56,7 +56,14 @@ class RooflineRules:
 
     def compute(self, signature: Signature, demand: Work, device: Device) -> float:
         """Seconds by the roofline of the device."""
-        peak = device.peak(element_type(signature)) if demand.matrix else device.throughput
+        dtype = element_type(signature)
+        known = dict(device.peaks)
+        if demand.matrix and dtype.startswith("float8") and known and dtype not in known:
+            raise CostError(
+                f"{signature}: {device} has no rate for {dtype}; give one under [device.peaks], or choose "
+                "another precision"
+            )
+        peak = device.peak(dtype) if demand.matrix else device.throughput
         flops = demand.flops / (peak * device.flops_efficiency)
         moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * device.bytes_efficiency)
         return device.kernel_launch_overhead + max(flops, moved)
@@ -323,7 +330,12 @@ def takes_turn(op_type: str) -> bool:
 
 
 def element_type(signature: Signature) -> str:
-    """The element type that decides which matrix unit is used: that of the first real operand."""
+    """The element type that decides which matrix unit is used: that of the first real operand, if no
+    attribute ``rate`` says as which it is read.
+    """
+    rate = signature.attributes.get("rate")
+    if rate is not None:
+        return rate
     for tensor in (*signature.inputs, *signature.outputs):
         if tensor.dtype.is_floating:
             return tensor.dtype.name

@@ -32,7 +32,10 @@ _SHARE = {"1": 1.0, "%": 0.01}
 _NUMBER = {"1": 1.0}
 
 # A peak for any other name would be read and never used.
-_DTYPES = ("float64", "float32", "float16", "bfloat16", "int8")
+_DTYPES = (
+    *("float64", "float32", "tfloat32", "float16", "bfloat16"),
+    *("float8e4m3fn", "float8e5m2", "int8"),
+)
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]

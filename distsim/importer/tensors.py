@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from distsim.errors import ImportModelError, ModelLimitError, TypeRuleError
 from distsim.importer.limits import MAX_FILE_BYTES, check_shape
 from distsim.ir.type import DType, Tensor, dtype_named
+from distsim.ops.float8 import EIGHT_BITS
 from distsim.ops.operator import Array
 
 _NAMES = {"FLOAT": "float32", "DOUBLE": "float64"}
@@ -68,9 +69,12 @@ def dtype_of(element_type: int, what: str) -> DType:
         raise ImportModelError(f"{what}: there is no element type of number {element_type}")
     name: str = names.Name(element_type)
     try:
-        return dtype_named(_NAMES.get(name, name.lower()))
+        found = dtype_named(_NAMES.get(name, name.lower()))
     except TypeRuleError as error:
         raise ImportModelError(f"{what}: {error}") from error
+    if found in EIGHT_BITS:  # their products need scales, which ops of a file do not give
+        raise ImportModelError(f"{what} is of {found.name}, which a model cannot be stored in; cast it")
+    return found
 
 
 def stored_type(tensor: Any, what: str) -> Tensor:

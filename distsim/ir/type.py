@@ -77,6 +77,8 @@ UInt8 = _dtype("UInt8", "u8", np.uint8)
 UInt16 = _dtype("UInt16", "u16", np.uint16)
 UInt32 = _dtype("UInt32", "u32", np.uint32)
 UInt64 = _dtype("UInt64", "u64", np.uint64)
+Float8E4M3FN = _dtype("Float8E4M3FN", "f8e4m3", ml_dtypes.float8_e4m3fn)
+Float8E5M2 = _dtype("Float8E5M2", "f8e5m2", ml_dtypes.float8_e5m2)
 Float16 = _dtype("Float16", "f16", np.float16)
 BFloat16 = _dtype("BFloat16", "bf16", ml_dtypes.bfloat16)
 Float32 = _dtype("Float32", "f32", np.float32)
@@ -87,7 +89,7 @@ DTYPES: tuple[DType, ...] = tuple(
     cls()
     for cls in (
         *(Bool, Int8, Int16, Int32, Int64, UInt8, UInt16, UInt32, UInt64),
-        *(Float16, BFloat16, Float32, Float64),
+        *(Float8E4M3FN, Float8E5M2, Float16, BFloat16, Float32, Float64),
     )
 )
 _BY_NUMPY = {dtype.np: dtype for dtype in DTYPES}

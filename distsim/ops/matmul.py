@@ -108,13 +108,15 @@ def _to_matrices(a: Array, b: Array, dy: Array) -> tuple[Array, Array, Array]:
     return a, b, dy
 
 
-def _grad_a(b: Array, dy: Array, shape: Shape) -> Array:
+def grad_a(b: Array, dy: Array, shape: Shape) -> Array:
+    """Return the gradient of the first operand, which has this shape."""
     _, b, dy = _to_matrices(np.empty(shape, bool), b, dy)
     full = shape if len(shape) > 1 else (1, *shape)
     return sum_to(dy @ np.swapaxes(b, -1, -2), full).reshape(shape).astype(dy.dtype, copy=False)
 
 
-def _grad_b(a: Array, dy: Array, shape: Shape) -> Array:
+def grad_b(a: Array, dy: Array, shape: Shape) -> Array:
+    """Return the gradient of the second operand, which has this shape."""
     a, _, dy = _to_matrices(a, np.empty(shape, bool), dy)
     full = shape if len(shape) > 1 else (*shape, 1)
     return sum_to(np.swapaxes(a, -1, -2) @ dy, full).reshape(shape).astype(dy.dtype, copy=False)
@@ -201,7 +203,7 @@ register(
     Operator(
         "MatMulGrad",
         types=_matmul_grad_types,
-        compute=lambda attributes, a: [_grad_a(a[1], a[2], a[0].shape), _grad_b(a[0], a[2], a[1].shape)],
+        compute=lambda attributes, a: [grad_a(a[1], a[2], a[0].shape), grad_b(a[0], a[2], a[1].shape)],
         work=_matmul_grad_work,
         sharding=_matmul_grad_sharding,
         part=_matmul_grad_part,
@@ -230,7 +232,7 @@ def _register_half(name: str, other: str) -> None:
 
     def meaning(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
         given = operands(formals, attributes, arrays)
-        rule = _grad_a if name == "A" else _grad_b
+        rule = grad_a if name == "A" else grad_b
         return [rule(given[other], given["dy"], tuple(attributes["shape"]))]
 
     def work(signature: Signature) -> Work:

@@ -254,6 +254,8 @@ class Operator:
     taken."""
     waits: bool = False
     """A view that is there only once all inputs are."""
+    pinned: bool = False
+    """Its operand is handed on as it was made: a sum over ranks or microbatches is taken after the op."""
     bounds: Bounds | None = None
     """What is checked before its types are asked for."""
 
@@ -281,6 +283,7 @@ def register(operator: Operator) -> Operator:
             "in_place",
             "view",
             "waits",
+            "pinned",
             "part",
             "buffers",
             "bounds",

@@ -46,9 +46,19 @@ def compute(
     rule = operator(op_type).compute
     if version is not None:  # rules that changed their meaning ask for it
         attributes = Attributes({**attributes, "version": version})
+    if attributes.get("rate") == "tfloat32":
+        arrays = [_tfloat32(array) for array in arrays]
     if rule is None:
         return onnx_compute(op_type, attributes, version, arrays, outputs)
     return tuple(np.asarray(array) for array in rule(attributes, arrays))
+
+
+def _tfloat32(array: Array) -> Array:
+    """Return what matrix units read of float32 numbers: 10 bits after the point, rounded to even."""
+    if array.dtype != np.float32:
+        return array
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 @cached("work, by signature", 65536)

@@ -1,4 +1,4 @@
-"""Losses, optimizers and what training adds to a model.
+"""Losses, and the sum over microbatches: what training adds to a model beside its optimizer.
 
 ``N`` is the number of samples (tokens) in the *global* batch, so a loss over part of the batch is a
 part of the sum: partial over data-parallel ranks and over microbatches.
@@ -11,12 +11,14 @@ loss) it is the attribute ``dy``: no kernel scales it, no stage of a pipeline wa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx.helper
 
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor
+from distsim.ir.type import Tensor, from_numpy
 from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import (
     Array,
@@ -30,7 +32,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.places import same_shape_rule
+from distsim.ops.places import move_work, same_shape_rule
 from distsim.ops.softmax import log_softmax
 
 
@@ -200,67 +202,48 @@ register(
 )
 
 
-# Optimizers. They write where they read: no second copy of the parameters.
+# GradientCast(gradient; to): the gradient of a parameter in the type in which it is summed. Wherever the sum
+# is taken, over microbatches or over ranks, it is taken of this: what is cast is handed on as it was made.
 
 
-def _sgd_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _same_shapes("SGDOptimizer", inputs, 2)
-    return (inputs[0].on(common_device("SGDOptimizer", inputs)),)
+def _gradient_cast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("GradientCast", inputs, 1)
+    to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
+    return (replace(inputs[0], dtype=to),)
 
 
-register(
-    Operator(
-        "SGDOptimizer",
-        types=_sgd_types,
-        compute=lambda a, x: [x[0] - a["lr"] * x[1]],
-        work=lambda s: memory_bound(s, 2.0),
-        sharding=same_shape_rule,
-        in_place={0: 0},
-    )
-)
-
-
-def _adam_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("AdamOptimizer", inputs, 4)
-    for tensor in inputs[1:]:
-        if tensor.shape != inputs[0].shape:
-            raise TypeRuleError(f"AdamOptimizer: shapes {inputs[0].shape} and {tensor.shape} must agree")
-    device = common_device("AdamOptimizer", inputs)
-    return (inputs[0].on(device), inputs[2].on(device), inputs[3].on(device))
-
-
-def _adam(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    """Kingma & Ba 2015, algorithm 1, at step ``step`` (1 at first)."""
-    weight, grad, mean, square = arrays
-    beta1, beta2, step = attributes["beta1"], attributes["beta2"], attributes["step"]
-    mean = beta1 * mean + (1 - beta1) * grad
-    square = beta2 * square + (1 - beta2) * grad * grad
-    change = (mean / (1 - beta1**step)) / (np.sqrt(square / (1 - beta2**step)) + attributes["eps"])
-    return [weight - attributes["lr"] * change, mean, square]
+def _gradient_cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return [arrays[0].astype(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]), copy=False)]
 
 
 register(
     Operator(
-        "AdamOptimizer",
-        types=_adam_types,
-        compute=_adam,
-        work=lambda s: memory_bound(s, 4.0),
-        sharding=same_shape_rule,
-        in_place={0: 0, 1: 2, 2: 3},
+        "GradientCast",
+        types=_gradient_cast_types,
+        compute=_gradient_cast,
+        work=move_work,
+        sharding=lambda s: same_shape_rule(s, ((0,),)),
+        pinned=True,
     )
 )
+
+
+# AccumulateInto(sum, part): the sum so far, in its own type, with one more part added to it where it lies.
 
 
 def _sum_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _same_shapes("AccumulateInto", inputs, 2)
-    return (inputs[0].on(common_device("AccumulateInto", inputs)),)
+    arity("AccumulateInto", inputs, 2)
+    total, part = inputs
+    if total.shape != part.shape:
+        raise TypeRuleError(f"AccumulateInto: shapes {total.shape} and {part.shape} must agree")
+    return (total.on(common_device("AccumulateInto", inputs)),)
 
 
 register(
     Operator(
         "AccumulateInto",
         types=_sum_types,
-        compute=lambda a, x: [x[0] + x[1]],
+        compute=lambda a, x: [x[0] + x[1].astype(x[0].dtype, copy=False)],
         work=lambda s: memory_bound(s, 1.0),
         sharding=lambda s: same_shape_rule(s, ((0, 1),)),
         in_place={0: 0},

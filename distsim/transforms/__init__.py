@@ -11,8 +11,9 @@ from distsim.parallel_3d import (
 )
 from distsim.transforms.autodiff.differentiate import differentiate
 from distsim.transforms.autodiff.loss import add_loss
-from distsim.transforms.autodiff.optimizers import SGD, Adam, optimizer_named
-from distsim.transforms.autodiff.precision import set_precision
+from distsim.transforms.autodiff.optimizers import SGD, Adam, AdamW, optimizer_named
+from distsim.transforms.autodiff.precision import Precision, precision_named
+from distsim.transforms.autodiff.set_precision import set_precision
 from distsim.transforms.data_parallel.fsdp import fsdp, gathered
 from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.outlining.outline import describe_blocks, outline
@@ -24,7 +25,9 @@ from distsim.transforms.sharding.shard import Sharded, shard
 __all__ = [
     "SGD",
     "Adam",
+    "AdamW",
     "PipeDreamScheduler",
+    "Precision",
     "Sharded",
     "add_loss",
     "block_costs",
@@ -38,6 +41,7 @@ __all__ = [
     "parallel_transform_3d",
     "pipeline",
     "policy_named",
+    "precision_named",
     "rematerialize",
     "set_attention",
     "set_precision",

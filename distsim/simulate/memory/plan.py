@@ -61,7 +61,8 @@ def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
 
 
 def gradient_values(function: Function) -> set[Value]:
-    """Return the values that in-place ops read, directly or through collectives, views, Pad and additions.
+    """Return the values that in-place ops read, directly or through collectives, views, Pad,
+    GradientCast, ScaleGradient and additions.
 
     In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
     parameters and optimizer state, these values are gradients.
@@ -75,7 +76,7 @@ def gradient_values(function: Function) -> set[Value]:
         if meaning.in_place:
             found.update(op.inputs)
         elif not found.isdisjoint(op.outputs):
-            if op.op_type in ("Add", "Pad"):
+            if op.op_type in ("Add", "Pad", "GradientCast", "ScaleGradient"):
                 found.update(op.inputs)
             elif meaning.view or (meaning.communication is not None and not meaning.communication.transfers):
                 found.update(op.inputs[:1])

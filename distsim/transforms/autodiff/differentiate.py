@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
-from distsim.ir import Function, Literal, Op, Tensor, Value, trim
+from distsim.ir import DType, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
+from distsim.ops.float8 import EIGHT_BITS
+from distsim.transforms.autodiff.clipping import check_clip, scale_gradients
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
 from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
-from distsim.transforms.autodiff.updates import add_updates
+from distsim.transforms.autodiff.precision import Precision
+from distsim.transforms.autodiff.set_precision import apply_precision, cast_number, set_product_rate
+from distsim.transforms.autodiff.updates import Pairs, add_updates
 
 Mask = tuple[bool, ...]
 
@@ -23,6 +27,8 @@ def differentiate(
     function: Function,
     optimizer: Optimizer | None = SGD(),  # noqa: B008
     keep: Sequence[str] = (),
+    precision: Precision | None = None,
+    clip: float | None = None,
 ) -> Function:
     """Return the function that runs ``function``, its backward pass and ``optimizer``.
 
@@ -34,6 +40,13 @@ def differentiate(
     computed by the forward pass (``ForwardOutput`` marks it); ops that no output needs are left out, those
     of callees too, and a note of the function says which.
 
+    ``precision`` decides the types of all: of the forward pass (:func:`apply_precision`), of gradients as
+    they are summed (``GradientCast``) and read by the optimizer, of its state; a note says which policy it
+    is. None: types stay as they are, and gradients and state are of the parameter's.
+
+    ``clip`` is the norm over all gradients to which they are clipped before the update (None: not at all); a
+    precision with a loss scale has the loss scaled before the backward pass, and the gradients unscaled.
+
     The parameters of one Call are updated by one Call, of a callee that all Calls with parameters of
     the same types share (see :func:`add_updates`).
 
@@ -42,20 +55,15 @@ def differentiate(
     function. Raises :class:`UnknownOperatorError` for an operator without a gradient, and
     :class:`PlanError` without a loss, without parameters, and for a name that no output has.
     """
-    if not function.outputs:
-        raise PlanError(f"{function.name} has no outputs; the first one must be a scalar loss")
-    loss = function.outputs[0]
-    if not (isinstance(loss.type, Tensor) and loss.type.shape == () and loss.type.dtype.is_floating):
-        raise PlanError(
-            f"{function.name}: the first output, {loss}, must be a scalar loss; append one with add_loss"
-        )
-    parameters = function.parameters
-    if not parameters:
-        raise PlanError(
-            f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
-        )
+    check_clip(clip)
+    loss = _loss_of(function)
     kept = kept_outputs(function, keep, loss)
     function = mark_forward(only_needed(function, (loss, *kept), "the loss does not need it"))
+    loss_scale = None
+    if precision is not None:
+        function = apply_precision(function, precision)
+        function = replace(function, notes=(*function.notes, f"precision {precision}"))
+        loss, loss_scale = function.outputs[0], precision.loss_scale
     trained = _trained(function)
     pass_ = _Pass(FoldingMaker(f"{function.name}_training", function.notes), _Callees())
     for value in function.inputs:
@@ -63,16 +71,59 @@ def differentiate(
     wanted = _influenced(function, trained)
     pass_.plan_calls(function, wanted, [loss])
     pass_.forward(function)
-    pass_.grads[loss] = pass_.maker.number(1.0, loss.type, "one")
+    seed = 1.0 if loss_scale is None else loss_scale
+    pass_.grads[loss] = pass_.maker.number(seed, as_tensor(loss.type, "the loss"), "one")
     pass_.backward(function, wanted)
     pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
+    if precision is not None:
+        pairs = _summed(pass_.maker, pairs, precision)
+    pairs = scale_gradients(pass_.maker, pairs, clip, loss_scale)
     outputs = [pass_.copies[value] for value in function.outputs]
     if optimizer is None:
         outputs += [grad for _, grad in pairs]
     else:
-        outputs += add_updates(pass_.maker, optimizer, pairs, _owners(function, pass_.copies))
+        outputs += add_updates(pass_.maker, optimizer, pairs, _owners(function, pass_.copies), precision)
     pass_.maker.set_outputs(outputs)
-    return trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
+    joint = trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
+    rate = "" if precision is None else precision.product_rate
+    return set_product_rate(joint, rate) if rate else joint
+
+
+def _loss_of(function: Function) -> Value:
+    """Return the loss of a function that can be trained."""
+    if not function.outputs:
+        raise PlanError(f"{function.name} has no outputs; the first one must be a scalar loss")
+    loss = function.outputs[0]
+    if not (isinstance(loss.type, Tensor) and loss.type.shape == () and loss.type.dtype.is_floating):
+        raise PlanError(
+            f"{function.name}: the first output, {loss}, must be a scalar loss; append one with add_loss"
+        )
+    if not function.parameters:
+        raise PlanError(
+            f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
+        )
+    return loss
+
+
+def _summed(maker: FoldingMaker, pairs: Pairs, precision: Precision) -> list[tuple[Value, Value]]:
+    """Return the pairs with each gradient cast to the type of its sum, and to that in which it is read.
+
+    A Cast that makes a gradient becomes the one of its sum.
+    """
+    place = {op.outputs[0]: number for number, op in enumerate(maker.ops) if op.op_type == "Cast"}
+
+    def cast(op_type: str, weight: Value, grad: Value, dtype: DType) -> Value:
+        if as_tensor(grad.type, grad.name).dtype == dtype:
+            return grad
+        return maker.add(op_type, [grad], {"to": cast_number(dtype)}, output_names=[f"d{weight.name}"])[0]
+
+    sums: list[tuple[Value, Value]] = []
+    for weight, grad in pairs:
+        if grad in place and as_tensor(grad.type, grad.name).dtype == precision.gradient_sum:
+            number = place[grad]
+            maker.ops[number] = replace(maker.ops[number], op_type="GradientCast")
+        sums.append((weight, cast("GradientCast", weight, grad, precision.gradient_sum)))
+    return [(weight, cast("Cast", weight, grad, precision.update)) for weight, grad in sums]
 
 
 def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tuple[Op, str]]:
@@ -316,7 +367,7 @@ class _Pass:
         for value, grad in zip(inputs, made, strict=True):
             if grad is None or not wanted(value):
                 continue
-            if grad.type != value.type:
+            if grad.type != value.type and as_tensor(value.type, value.name).dtype not in EIGHT_BITS:
                 raise UnknownOperatorError(
                     f"the gradient rule of {op.op_type} made {grad} for {value}: the types must agree"
                 )

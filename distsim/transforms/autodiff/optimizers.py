@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, fields
+from typing import Any, Protocol
 
-from distsim.errors import PlanError
-from distsim.ir import FunctionMaker, Role, Value
+from distsim.errors import PlanError, TypeRuleError
+from distsim.ir import DType, FunctionMaker, Role, Value
+from distsim.ir.type import Tensor, as_tensor, dtype_named
+from distsim.transforms.autodiff.precision import Precision
 
 
 class Optimizer(Protocol):
     """Adds the update of a parameter to a function."""
 
-    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
-        """Return the new parameter, then its new state; the state comes in as inputs of role STATE."""
+    def update(
+        self, maker: FunctionMaker, weight: Value, grad: Value, precision: Precision | None
+    ) -> tuple[Value, ...]:
+        """Return the new parameter, then its new state; the state comes in as inputs of role STATE.
+
+        ``precision`` says of which types the state is, and whether there is a master copy of the parameter,
+        which counts as its last state; None: state is of the parameter's type, and there is no master copy.
+        """
         ...
 
 
@@ -26,54 +35,147 @@ def _check_finite(**figures: float) -> None:
 
 @dataclass(frozen=True)
 class SGD:
-    """Stochastic gradient descent: ``w - lr * g``, no state."""
+    """Stochastic gradient descent: ``w - lr * g``; with ``momentum``, of a velocity that it keeps.
+
+    The velocity is ``v' = momentum * v + g`` (Sutskever et al. 2013, as torch.optim.SGD has it), of type
+    ``state`` (None: that of the precision). ``weight_decay * w`` is added to each gradient.
+    """
 
     lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    state: DType | None = None
 
     def __post_init__(self) -> None:
-        _check_finite(lr=self.lr)
+        _check_finite(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
-    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
-        """Return the new parameter."""
-        return maker.add("SGDOptimizer", [weight, grad], {"lr": self.lr}, output_names=[f"{weight.name}.new"])
+    def update(
+        self, maker: FunctionMaker, weight: Value, grad: Value, precision: Precision | None = None
+    ) -> tuple[Value, ...]:
+        """Return the new parameter, then its velocity if it has one, then its master copy if it has one."""
+        attributes = {"lr": self.lr} | _set(weight_decay=self.weight_decay)
+        if not self.momentum:
+            return _add(maker, "SGDOptimizer", (weight, grad), attributes, {}, precision)
+        attributes["momentum"] = self.momentum
+        return _add(maker, "MomentumOptimizer", (weight, grad), attributes, {"v": self.state}, precision)
 
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam (Kingma and Ba 2015): two moments per parameter, of the parameter's type."""
+    """Adam (Kingma and Ba 2015): two moments per parameter.
+
+    Of types ``mean`` and ``square``, by default those of the precision, without one the parameter's.
+    ``weight_decay * w`` is added to each gradient.
+    """
 
     lr: float = 1e-3
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     step: int = 1
+    weight_decay: float = 0.0
+    mean: DType | None = None
+    square: DType | None = None
 
     def __post_init__(self) -> None:
-        _check_finite(lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps)
+        _check_finite(
+            lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay
+        )
         if self.step < 1 or not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise PlanError(f"{self}: step must be at least 1, beta1 and beta2 in [0, 1)")
 
-    def update(self, maker: FunctionMaker, weight: Value, grad: Value) -> tuple[Value, ...]:
-        """Return the new parameter, then its new moments."""
-        attributes = {
-            "lr": self.lr,
-            "beta1": self.beta1,
-            "beta2": self.beta2,
-            "eps": self.eps,
-            "step": self.step,
-        }
-        moments = [
-            maker.add_input_value(f"{weight.name}.{name}", weight.type, Role.STATE) for name in ("m", "v")
-        ]
-        names = [f"{weight.name}.new", f"{weight.name}.m.new", f"{weight.name}.v.new"]
-        return maker.add("AdamOptimizer", [weight, grad, *moments], attributes, output_names=names)
+    def update(
+        self, maker: FunctionMaker, weight: Value, grad: Value, precision: Precision | None = None
+    ) -> tuple[Value, ...]:
+        """Return the new parameter, its new moments, then its master copy if it has one."""
+        names = ("lr", "beta1", "beta2", "eps", "step")
+        attributes = {name: getattr(self, name) for name in names} | self._decay()
+        moments = {"m": self.mean, "v": self.square}
+        return _add(maker, "AdamOptimizer", (weight, grad), attributes, moments, precision)
+
+    def _decay(self) -> dict[str, float]:
+        return _set(weight_decay=self.weight_decay)
 
 
-OPTIMIZERS: dict[str, type[SGD] | type[Adam]] = {"adam": Adam, "sgd": SGD}
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam whose weights decay by themselves, by ``lr * weight_decay * w`` (Loshchilov and Hutter 2019)."""
+
+    weight_decay: float = 0.01
+
+    def _decay(self) -> dict[str, float]:
+        return {"weight_decay": self.weight_decay, "decoupled": True}
 
 
-def optimizer_named(name: str) -> Optimizer:
-    """Return the optimizer of that name with its usual settings."""
+def _set(**figures: float) -> dict[str, float]:
+    """Return the figures that are not zero."""
+    return {name: figure for name, figure in figures.items() if figure}
+
+
+def _add(
+    maker: FunctionMaker,
+    op_type: str,
+    pair: tuple[Value, Value],
+    attributes: Mapping[str, float],
+    states: Mapping[str, DType | None],
+    precision: Precision | None,
+) -> tuple[Value, ...]:
+    """Add the update of a parameter by its gradient; states, by name, are of a type or the usual one."""
+    weight = pair[0]
+    own = as_tensor(weight.type, weight.name)
+    usual = [own.dtype if precision is None else precision.state(place) for place in range(len(states))]
+    kept = {name: given or other for (name, given), other in zip(states.items(), usual, strict=True)}
+    if precision is not None and precision.master is not None:
+        kept["master"] = precision.master
+    inputs = [
+        maker.add_input_value(f"{weight.name}.{name}", Tensor(dtype, own.shape, own.device), Role.STATE)
+        for name, dtype in kept.items()
+    ]
+    names = [f"{weight.name}.new", *[f"{weight.name}.{name}.new" for name in kept]]
+    return maker.add(op_type, [*pair, *inputs], attributes, output_names=names)
+
+
+Named = SGD | Adam
+
+OPTIMIZERS: dict[str, type[SGD] | type[Adam]] = {"adam": Adam, "adamw": AdamW, "momentum": SGD, "sgd": SGD}
+
+
+def optimizer_named(text: str) -> Named:
+    """Return the optimizer of that name with its usual settings, or those that follow the name.
+
+    Raises :class:`PlanError` for an unknown name, and for a setting that is unknown or of another kind.
+
+    >>> optimizer_named("adamw:beta2=0.95,mean=bf16").beta2
+    0.95
+    """
+    name, colon, options = text.partition(":")
     if name not in OPTIMIZERS:
         raise PlanError(f"optimizer {name!r} is not one of {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name]()
+    kind = OPTIMIZERS[name]
+    known = {field.name: field for field in fields(kind)}
+    given: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
+    for item in options.split(",") if colon else ():
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or key not in known:
+            raise PlanError(
+                f"optimizer {text!r}: {item.strip()!r} is not a setting of {name}; choose from "
+                f"{', '.join(known)}, as in {name}:lr=0.1"
+            )
+        given[key] = _setting(text, known[key], value)
+    return kind(**given)
+
+
+def _setting(text: str, field: Field[Any], value: str) -> Any:
+    try:
+        if field.default is None:
+            return _state_type(value)
+        return int(value) if isinstance(field.default, int) else float(value)
+    except (ValueError, TypeRuleError) as error:
+        raise PlanError(f"optimizer {text!r}: {field.name}={value!r}: {error}") from None
+
+
+def _state_type(name: str) -> DType:
+    dtype = dtype_named(name)
+    if not dtype.is_floating:
+        raise TypeRuleError("choose a floating-point type")
+    return dtype

@@ -1,56 +1,213 @@
-"""set_precision: the same function in another floating-point type."""
+"""Precision: of which element type each kind of value in a training step is, as a named policy.
+
+Models are built in float32, *logically*: ``apply_precision`` gives the forward pass the types of a policy,
+``differentiate`` the gradients, their sum and what is kept. Of each policy the bytes that Adam keeps of a
+parameter, and where they are from:
+
+========================  =====  ==================================================================
+fp32, tf32                16     weight 4, gradient 4, moments 8
+bf16                      8      all of it in 2 bytes (torchtitan with dtype bfloat16)
+mixed                     18     Megatron-LM, dist_optimizer.md: weight 2, master 4, gradient 4, moments 8
+mixed_bf16_grads          16     the same with --grad-reduce-in-bf16
+mixed_fp16                20     Megatron-LM, fp16: weight 2, gradient 2, float32 copies of both 8, moments 8
+fp8                       18     mixed, with Transformer Engine's linear layers (delayed scaling)
+fsdp2                     16     torchtitan, MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)
+amp                       16     torch.autocast(bfloat16): weights are cast where a product reads them
+========================  =====  ==================================================================
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
 
-import onnx.helper
+from distsim.errors import PlanError, TypeRuleError
+from distsim.ir import BFloat16, DType, Float8E4M3FN, Float16, Float32
+from distsim.ir.type import DTYPES, dtype_named
 
-from distsim.ir import (
-    Attributes,
-    DType,
-    Environment,
-    Float32,
-    Function,
-    Literal,
-    Op,
-    Tensor,
-    Value,
-    callees,
-    retype_op,
-    rewrite,
+NORMS = (
+    "LayerNormalization",
+    "RMSNormalization",
+    "GroupNormalization",
+    "InstanceNormalization",
+    "BatchNormalization",
 )
+LOSSES = ("CrossEntropyLoss", "Loss", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+AUTOCAST_WIDE = (*NORMS, *LOSSES, "Softmax", "LogSoftmax", "Exp", "Log", "Pow", "ReduceSum", "CumSum")
+"""What torch.autocast runs in float32 (torch docs, amp, "CUDA Ops that can autocast to float32")."""
 
 
-def set_precision(function: Function, dtype: DType, source: DType = Float32()) -> Function:  # noqa: B008
-    """Return ``function`` with every tensor, constant and cast of type ``source`` turned to ``dtype``.
+_F32, _BF16, _F16 = Float32(), BFloat16(), Float16()
 
-    An export is usually float32; training runs in bfloat16. Callees are rewritten once each.
+
+@dataclass(frozen=True)
+class Precision:
+    """The element types of a training step.
+
+    ``parameter``: as which a weight is held. ``used``: as which ops read it, and float inputs; where that is
+    another type the whole weight is cast before it is read, and gathered as that. ``compute``: what products
+    read and make. ``wide``: in which the operators of ``wide_ops`` read and make everything. ``master``: of
+    the copy that is updated in place of the weight (None: there is none). ``gradient_sum``: in which
+    gradients are summed over microbatches and over ranks. ``update``: as which the optimizer reads their
+    sum. ``states``: of the optimizer's states in order, the last one of those that follow as well.
+    ``product_rate`` names the rate at which float32 products run, where it is not their own (tfloat32).
+    ``linear``: to which the operands of products with a weight are cast, but for that which makes the
+    predictions (None: they stay as they are); an 8-bit type, of which the gradient of a result takes the one
+    with the larger range. ``loss_scale``: by what the loss is multiplied before the backward pass, and
+    gradients divided before the update (None: not at all); that of a step somewhere in training.
+
+    What travels between ranks is of the type ``gradient_sum``, and gathered as ``used``. Raises
+    :class:`PlanError` for a type that is none of those that a field may have.
     """
 
-    def attribute(value: Any) -> Any:
-        stays = not isinstance(value, Literal) or value.array.dtype != source.np
-        return value if stays else Literal(value.array.astype(dtype.np))
+    name: str
+    parameter: DType
+    used: DType
+    compute: DType
+    gradient_sum: DType
+    update: DType
+    states: tuple[DType, ...]
+    master: DType | None = None
+    wide: DType = _F32
+    wide_ops: tuple[str, ...] = LOSSES
+    product_rate: str = ""
+    linear: DType | None = None
+    loss_scale: float | None = None
 
-    def change(op: Op, env: Environment) -> tuple[Op]:
-        attributes = {key: attribute(value) for key, value in op.attributes.items()}
-        if op.op_type == "Cast" and attributes.get("to") == _onnx_number(source):
-            attributes["to"] = _onnx_number(dtype)
-        called = tuple([done[callee] for callee in op.subfunctions])
-        return (retype_op(op, env, function.name, Attributes(attributes), called),)
+    def __post_init__(self) -> None:
+        if not self.states:
+            raise PlanError(f"precision {self.name}: states lists no type; give that of the first state")
+        if self.loss_scale is not None and not 0 < self.loss_scale < float("inf"):
+            raise PlanError(f"precision {self.name}: loss_scale={self.loss_scale} must be finite and over 0")
+        if self.linear is not None and self.linear != Float8E4M3FN():
+            raise PlanError(
+                f"precision {self.name}: linear cannot be {self.linear.name}; choose float8e4m3fn, or None"
+            )
+        if self.product_rate not in ("", "tfloat32"):
+            raise PlanError(
+                f"precision {self.name}: product_rate cannot be {self.product_rate!r}; choose tfloat32, or "
+                "leave it out"
+            )
+        for name in ("parameter", "used", "compute", "gradient_sum", "update", "wide"):
+            self._check(name, getattr(self, name), (_F16, _BF16, _F32))
+        kept = [("states", dtype) for dtype in self.states]
+        for name, dtype in [*kept, *([("master", self.master)] if self.master else [])]:
+            self._check(name, dtype, tuple([each for each in DTYPES if each.is_floating]))
 
-    def converted(value: Value) -> Value:
-        type_ = value.type
-        if isinstance(type_, Tensor) and type_.dtype == source:
-            return replace(value, type=Tensor(dtype, type_.shape, type_.device))
+    def _check(self, what: str, dtype: DType, choices: Sequence[DType]) -> None:
+        if dtype not in choices:
+            raise PlanError(
+                f"precision {self.name}: {what} cannot be {dtype.name}; choose one of "
+                f"{', '.join(each.name for each in choices)}"
+            )
+
+    @property
+    def gradient(self) -> DType:
+        """The type in which the backward pass makes the gradient of a parameter: that in which it is used."""
+        return self.used
+
+    def state(self, place: int) -> DType:
+        """Return the type of the optimizer's state at a place."""
+        return self.states[min(place, len(self.states) - 1)]
+
+    def __str__(self) -> str:
+        master = f", master {self.master.short}" if self.master else ""
+        linear = f", linear layers {self.linear.short}" if self.linear else ""
+        rate = f"{linear}, products at {self.product_rate}" if self.product_rate else linear
+        scale = f", loss scaled by {self.loss_scale:g}" if self.loss_scale else ""
+        states = "/".join(dict.fromkeys([dtype.short for dtype in self.states]))
+        return (
+            f"{self.name}: parameters {self.parameter.short}, compute {self.compute.short}{rate}{master}, "
+            f"gradients summed in {self.gradient_sum.short}, optimizer state {states}{scale}"
+        )
+
+
+def _all(name: str, dtype: DType, product_rate: str = "") -> Precision:
+    return Precision(
+        name, dtype, dtype, dtype, dtype, dtype, (dtype,), wide_ops=(), product_rate=product_rate
+    )
+
+
+POLICIES: dict[str, Precision] = {
+    policy.name: policy
+    for policy in (
+        _all("fp32", _F32),
+        _all("tf32", _F32, "tfloat32"),
+        _all("bf16", _BF16),
+        Precision("mixed", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32),
+        Precision("mixed_bf16_grads", _BF16, _BF16, _BF16, _BF16, _BF16, (_F32,), _F32),
+        Precision("mixed_fp16", _F16, _F16, _F16, _F16, _F32, (_F32,), _F32, loss_scale=65536.0),
+        Precision("fp8", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32, linear=Float8E4M3FN()),
+        Precision("fsdp2", _F32, _BF16, _BF16, _F32, _F32, (_F32,)),
+        Precision("amp", _F32, _F32, _BF16, _F32, _F32, (_F32,), wide_ops=AUTOCAST_WIDE),
+    )
+}
+
+
+MAX_FILE_BYTES = 65536
+"""A policy's file is a few lines."""
+
+
+def precision_named(name: str) -> Precision:
+    """Return the policy of that name, or that of a ``.toml`` file.
+
+    A file gives the fields of :class:`Precision`, types by name; what it leaves out is as in the policy that
+    it names as ``base`` (by default mixed), and ``master = "none"`` takes away a master copy. Raises
+    :class:`PlanError` for an unknown name, and for a file that cannot be read or has a field that is unknown
+    or of another kind.
+    """
+    if name.endswith(".toml"):
+        return _read(Path(name))
+    if name not in POLICIES:
+        raise PlanError(f"precision {name!r} is not one of {', '.join(POLICIES)}, nor a .toml file")
+    return POLICIES[name]
+
+
+def _read(path: Path) -> Precision:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+        if len(data) > MAX_FILE_BYTES:
+            raise PlanError(f"{path} is larger than {MAX_FILE_BYTES} bytes; a precision is a few lines")
+        table = tomllib.loads(data.decode())
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or nested too deeply
+        raise PlanError(f"{path} is not a TOML file: {error}") from error
+    base = table.pop("base", "mixed")
+    if base not in POLICIES:
+        raise PlanError(f"{path}: base {base!r} is not one of {', '.join(POLICIES)}")
+    given: dict[str, Any] = {"name": path.stem}
+    known = {field.name for field in fields(Precision)}
+    for key, value in table.items():
+        if key not in known:
+            raise PlanError(
+                f"{path}: {key!r} is not a field of a precision; choose from base, {', '.join(sorted(known))}"
+            )
+        given[key] = _field(path, key, value)
+    return replace(POLICIES[base], **given)
+
+
+def _field(path: Path, key: str, value: Any) -> Any:
+    """Return the value of a field from what a file gives; types are given by name."""
+    if key in ("name", "product_rate") and isinstance(value, str):
         return value
+    if key == "loss_scale" and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if key in ("states", "wide_ops") and isinstance(value, list):
+        items = cast(list[Any], value)
+        if all(isinstance(item, str) for item in items):
+            return tuple([_dtype(path, key, item) if key == "states" else item for item in items])
+    elif key not in ("name", "product_rate", "loss_scale", "states", "wide_ops") and isinstance(value, str):
+        return None if key in ("master", "linear") and value == "none" else _dtype(path, key, value)
+    raise PlanError(f"{path}: {key} cannot be {value!r:.40}; see the fields of Precision")
 
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        done[current] = rewrite(current, change, [converted(value) for value in current.inputs])
-    return done[function]
 
-
-def _onnx_number(dtype: DType) -> int:
-    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
+def _dtype(path: Path, key: str, name: str) -> DType:
+    try:
+        return dtype_named(name)
+    except TypeRuleError as error:
+        raise PlanError(f"{path}: {key}: {error}") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from distsim.ir import Function, FunctionMaker, Op, Role, Type, Value
 from distsim.transforms.autodiff.optimizers import Optimizer
+from distsim.transforms.autodiff.precision import Precision
 
 Pairs = Sequence[tuple[Value, Value]]
 """(parameter, gradient) in the order of the parameters."""
@@ -15,7 +16,13 @@ Owners = Mapping[Value, tuple[Op, str]]
 """Parameter -> the Call that reads it, and the name that its callee gives it."""
 
 
-def add_updates(maker: FunctionMaker, optimizer: Optimizer, pairs: Pairs, owners: Owners) -> list[Value]:
+def add_updates(
+    maker: FunctionMaker,
+    optimizer: Optimizer,
+    pairs: Pairs,
+    owners: Owners,
+    precision: Precision | None = None,
+) -> list[Value]:
     """Add the update of every parameter to a joint function; return the new parameters, then the state.
 
     Parameters of one owner are updated by one Call of a callee ``update``, which is the same for all
@@ -27,12 +34,12 @@ def add_updates(maker: FunctionMaker, optimizer: Optimizer, pairs: Pairs, owners
     for weight, grad in pairs:
         if weight in owners:
             groups.setdefault(owners[weight][0], []).append((weight, grad))
-    updates = _UpdateCallees(optimizer)
+    updates = _UpdateCallees(optimizer, precision)
     made: dict[Value, tuple[Value, ...]] = {}
     state: dict[Value, list[Value]] = {}
     for weight, grad in pairs:
         if weight not in owners:
-            made[weight] = optimizer.update(maker, weight, grad)
+            made[weight] = optimizer.update(maker, weight, grad, precision)
             continue
         owner, _ = owners[weight]
         group = groups[owner]
@@ -81,8 +88,8 @@ class _UpdateCallee:
 class _UpdateCallees:
     """Makes the callee of each distinct sequence of parameter types once."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, precision: Precision | None) -> None:
+        self.optimizer, self.precision = optimizer, precision
         self._made: dict[tuple[tuple[Type, Type], ...], _UpdateCallee] = {}
 
     def of(self, members: Sequence[tuple[str, Type, Type]]) -> _UpdateCallee:
@@ -99,7 +106,7 @@ class _UpdateCallees:
             weight = maker.add_input_value(name, weight_type, Role.PARAMETER)
             grad = maker.add_input_value(f"d{name}", grad_type)
             before = len(maker.inputs)
-            outputs.append(self.optimizer.update(maker, weight, grad))
+            outputs.append(self.optimizer.update(maker, weight, grad, self.precision))
             state.append(tuple(maker.inputs[before:]))
         maker.set_outputs([value for values in outputs for value in values])
         names = tuple([name for name, _, _ in members])

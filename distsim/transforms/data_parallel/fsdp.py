@@ -21,11 +21,15 @@ from distsim.ops import operator
 from distsim.ops.communication import flat_part
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.recompute.saves import Tag
+from distsim.transforms.sharding.collectives import share
 from distsim.transforms.sharding.layout import Placement
 from distsim.transforms.sharding.problem_graph import written
 from distsim.transforms.sharding.shard import Sharded
 
 AXIS = "dp"
+
+_BY_ELEMENT = ("Cast", "ScaleGradient")
+"""What may stand between the sum of a gradient and its update, besides views."""
 
 
 def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
@@ -177,12 +181,14 @@ class _Divider:
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
         self.readers: dict[Value, int] = {}
         for op in self.function.ops:
-            for value in op.inputs:
+            for value in op.inputs if op.op_type != "SquareSum" else ():
                 self.readers[value] = self.readers.get(value, 0) + 1
         self.sums: dict[Op, Value] = {}  # first op of a gradient's sum -> the gradient
         self.sum_of: dict[Value, list[Op]] = {}
         self.skipped: set[Op] = set()
         self.updating: set[Op] = set()
+        self.by_part: set[Op] = set()  # ops between a gradient and its update
+        self.partial: set[Value] = set()  # sums over the parts of all ranks, not yet taken
         self.sliced: list[Value] = []
         for op in self.function.ops:
             self._plan(op)
@@ -203,11 +209,25 @@ class _Divider:
             if update.parameter not in self.parameters:
                 continue
             self.divided |= dict.fromkeys([*update.state, *update.results])
-            if update.gradient in self.producer:
-                self._plan_sum(update.gradient)
-            else:
-                self.sliced.append(update.gradient)
-            self.divided[update.gradient] = None
+            self._plan_gradient(update.gradient)
+
+    def _plan_gradient(self, gradient: Value) -> None:
+        """Divide a gradient where it is summed, and what is made of it before the update."""
+        source, between = gradient, list[Op]()
+        while self.readers.get(source, 0) == 1 and source in self.producer:
+            op = self.producer[source]
+            if op.op_type not in _BY_ELEMENT:
+                break
+            between.append(op)
+            source = op.inputs[0]
+        if source in self.producer:
+            self._plan_sum(source)
+        if source in self.sum_of:
+            self.by_part.update(between)
+            self.divided |= dict.fromkeys([source, *[op.outputs[0] for op in between]])
+        else:
+            self.sliced.append(gradient)
+            self.divided[gradient] = None
 
     def _plan_sum(self, gradient: Value) -> None:
         """Find the ops that sum a gradient over microbatches and ranks, the last ones that make it.
@@ -228,8 +248,6 @@ class _Divider:
             self.sum_of[gradient] = found
             self.sums[found[0]] = gradient
             self.skipped.update(found)
-        else:
-            self.sliced.append(gradient)
 
     # --- writing -----------------------------------------------------------------------------------
 
@@ -244,6 +262,10 @@ class _Divider:
                 self._update(op)
             elif op in self.sums:
                 self._sum(self.sums[op])
+            elif op in self.by_part:
+                self.env.update(zip(op.outputs, maker.copy(op, self._taken(op)), strict=True))
+            elif self._adds_parts(op):
+                self._partial(op)
             elif op not in self.skipped:
                 self._op(op, numbered.forward[number])
         maker.set_outputs([self.env[value] for value in function.outputs])
@@ -271,8 +293,15 @@ class _Divider:
         )
 
     def _op(self, op: Op, forward: bool) -> None:
-        """Copy an op; it reads whole parameters."""
+        """Copy an op; it reads whole parameters. Of one that is cast the parts are, and gathered as that."""
+        if op.op_type == "Cast" and op.inputs[0] in self.parameters:
+            (made,) = self.maker.copy(op, self.env)
+            self.env[op.outputs[0]] = made
+            self.parameters[op.outputs[0]] = None
+            return
         call = op.is_call
+        if not self.partial.isdisjoint(op.inputs):
+            self._taken(op)
         if forward and call:
             self.whole.clear()
         values: dict[Value, Value] = {}
@@ -286,6 +315,31 @@ class _Divider:
         self.env.update(zip(op.outputs, self.maker.copy(op, values), strict=True))
         if forward and call:
             self.whole.clear()
+
+    def _adds_parts(self, op: Op) -> bool:
+        """Whether an op sums squares of a gradient that is divided, or is linear in such sums."""
+        if op.op_type == "SquareSum":
+            return op.inputs[0] in self.divided and op.inputs[0] not in self.sliced
+        linear = op.op_type == "Add" or (op.op_type == "Mul" and len(op.inputs) == 1)
+        return linear and not self.partial.isdisjoint(op.inputs)
+
+    def _partial(self, op: Op) -> None:
+        """Sum squares of parts, or sums of them: of what all ranks have each adds an equal share."""
+        values = dict(self.env)
+        if op.op_type == "Add":
+            for value in op.inputs:
+                if value not in self.partial:
+                    values[value] = share(self.maker, self.env[value], self.ranks)
+        self.env.update(zip(op.outputs, self.maker.copy(op, values), strict=True))
+        self.partial.update(op.outputs)
+
+    def _taken(self, op: Op) -> dict[Value, Value]:
+        """Return what an op reads, the sum over the ranks taken of what is partial."""
+        for value in op.inputs:
+            if value in self.partial:
+                self.env[value] = self._add("MPIAllreduce", self.env[value], value, axis=AXIS)
+                self.partial.remove(value)
+        return {value: self.env[value] for value in op.inputs}
 
     def _gathered(self, value: Value, forward: bool) -> Value:
         known = self.whole if forward else self.first

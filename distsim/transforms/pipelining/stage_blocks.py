@@ -55,8 +55,9 @@ class Blocks:
             plain = _write(phase, ops, inputs, outputs, ())
             found = plain, _write(f"{phase}_next", ops, inputs, outputs, sums) if sums else None
             self.made[key] = found
-        names = tuple([op.name for op in ops])
-        own = tuple([op.name for op in ops if not is_sum(op)]) if sums else names
+        own = tuple([op.name for op in ops if not is_sum(op)])
+        added = _added(ops, outputs) if sums else frozenset[Op]()
+        names = tuple([op.name for op in ops if op not in added])
         return Block(found[0], inputs, outputs, sums, found[1], own, names if sums else ())
 
     def _structure(self, ops: Sequence[int], read: Sequence[int], returned: Sequence[int]) -> Hashable:
@@ -77,6 +78,18 @@ class Blocks:
         )
 
 
+def _added(ops: Sequence[Op], outputs: Sequence[Value]) -> frozenset[Op]:
+    """Return the GradientCasts that only a sum reads: it adds what they cast, in the type of the sum."""
+    casts = {op.outputs[0]: op for op in ops if op.op_type == "GradientCast"}
+    if not casts:
+        return frozenset()
+    others = {value for op in ops if not is_sum(op) for value in op.inputs}
+    summed = {op.inputs[0] for op in ops if is_sum(op)}
+    return frozenset(
+        [op for value, op in casts.items() if value in summed and value not in others | set(outputs)]
+    )
+
+
 def _write(
     name: str, ops: Sequence[Op], inputs: Sequence[Value], outputs: Sequence[Value], sums: Sequence[Value]
 ) -> Function:
@@ -85,9 +98,13 @@ def _write(
     Ops and values are those of the function that is cut, whose types have been checked.
     """
     so_far = {value: Value(f"{value.name}.sum", value.type) for value in sums}
+    added = _added(ops, outputs) if sums else frozenset[Op]()
     env: dict[Value, Value] = {}
     written: list[Op] = []
     for op in ops:
+        if op in added:
+            env[op.outputs[0]] = env.get(op.inputs[0], op.inputs[0])
+            continue
         if not is_sum(op):
             if op.name or not env.keys().isdisjoint(op.inputs):
                 read = tuple([env.get(value, value) for value in op.inputs])

@@ -17,6 +17,7 @@ from distsim.cost.cost_model import element_type
 from distsim.errors import PlanError
 from distsim.ir import Device, Op, Value
 from distsim.transforms.sharding.layout import (
+    AVOIDED,
     FORBIDDEN,
     PARTIAL,
     REPLICATED,
@@ -132,6 +133,7 @@ class _Chooser:
         for tie in self.structure.ties:
             ends = self.domains[tie.source], self.domains[tie.target]
             table = self._moves(tie.target, tie.top, *ends) * (tie.times * self._repeats(tie.source))
+            table = self._untaken(tie.source, table, *ends)
             problem.pair(
                 values[tie.source], values[tie.target], _unmoved(table, *ends) if tie.in_place else table
             )
@@ -177,12 +179,16 @@ class _Chooser:
         for index, place in enumerate(node.outputs):
             raw = tuple([option.outputs[index] for option in options])
             table = self._moves(place, node.top, raw, self.domains[place])
-            problem.pair(variable, values[place], table * (node.times * self._repeats(place)))
+            table = self._untaken(
+                place, table * (node.times * self._repeats(place)), raw, self.domains[place]
+            )
+            problem.pair(variable, values[place], table)
         taken = overwritten(node.op)
         for index, place in enumerate(node.inputs):
             asked = tuple([option.inputs[index] for option in options])
             table = self._moves(place, node.top, self.domains[place], asked)
             table *= node.times * self._repeats(place) * (1 + READER_WEIGHT)
+            table = self._untaken(place, table, self.domains[place], asked)
             if index in taken:
                 table = _unmoved(table, self.domains[place], asked)
             problem.pair(values[place], variable, table)
@@ -190,6 +196,14 @@ class _Chooser:
 
     def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
         return self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)
+
+    def _untaken(self, number: int, table: Table, sources: Ids, targets: Ids) -> Table:
+        """Make it dear to take the sum of what is pinned; that is done where nothing else is possible."""
+        if number not in self.structure.pinned:
+            return table
+        states = self.axis.options.states
+        partial = [[states[s] is PARTIAL and states[t] is not PARTIAL for t in targets] for s in sources]
+        return table * np.where(np.array(partial), AVOIDED, 1.0)
 
     def _flops_per_byte(self, node: Node) -> float:
         """Return the flops that take as long as sending one byte."""

@@ -8,13 +8,13 @@ choice of placements is therefore made per *group*: its price is that of what is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Tensor, Value
 from distsim.ir.function import callees
-from distsim.ops import Signature, operator, signature_of, work
+from distsim.ops import Signature, operator, sharding_rule, signature_of, work
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,8 @@ class Structure:
     ties: tuple[Tie, ...]
     number: Mapping[Value, int]
     """The group of each value."""
+    pinned: frozenset[int] = frozenset()
+    """The groups whose values stay sums that are not yet taken, if they are made so: see :func:`_pinned`."""
 
 
 def structure_of(function: Function, known: Mapping[Value, Role], merged: bool = True) -> Structure:
@@ -101,7 +103,8 @@ def written(op: Op, index: int) -> int | None:
 def overwritten(op: Op) -> frozenset[int]:
     """Return the operands whose memory outputs of ``op`` take over."""
     if not op.is_call:
-        return frozenset(operator(op.op_type).in_place.values())
+        places = operator(op.op_type).in_place
+        return frozenset([place for index, place in places.items() if index < len(op.outputs)])
     found = [written(op, index) for index in range(len(op.outputs))]
     return frozenset([place for place in found if place is not None])
 
@@ -143,7 +146,8 @@ class _GraphBuilder:
         found = tuple(
             Tie(s, t, outer, times, top, in_place) for (s, t, outer, top, in_place), times in ties.items()
         )
-        return Structure(self.function.name, tuple(nodes), tuple(self.groups), found, self.number)
+        pinned = _pinned(nodes, found)
+        return Structure(self.function.name, tuple(nodes), tuple(self.groups), found, self.number, pinned)
 
     def _of(self, values: tuple[Value, ...]) -> tuple[int, ...]:
         return tuple([self.number[value] for value in values])
@@ -207,6 +211,32 @@ class _GraphBuilder:
         elif function is not self.function:  # ties bind these to other values, of the caller
             alone.update((*function.inputs, *function.outputs))
         return uses, alone
+
+
+def _pinned(nodes: Sequence[Node], ties: Sequence[Tie]) -> frozenset[int]:
+    """Return the groups that pinned ops read, and those of which these are made by linear ops of little work.
+
+    Through additions, views, transpositions and the like the sum could be taken earlier, through Calls too.
+    """
+    found = {number for node in nodes if operator(node.op.op_type).pinned for number in node.inputs}
+    made = {number: node for node in nodes for number in node.outputs}
+    sources: dict[int, list[int]] = {}
+    for tie in ties:
+        sources.setdefault(tie.target, []).append(tie.source)
+    todo = list(found)
+    while todo:
+        number = todo.pop()
+        before = list(sources.get(number, ()))
+        node = made.get(number)
+        if node is not None and not node.flops:
+            rule = sharding_rule(node.signature)
+            places = range(len(node.inputs))
+            if rule is not None and tuple(places) in rule.linear:  # in all that it reads, jointly
+                before += node.inputs
+        fresh = [each for each in before if each not in found]
+        found.update(fresh)
+        todo += fresh
+    return frozenset(found)
 
 
 def _in_place(function: Function) -> dict[Value, Value]:

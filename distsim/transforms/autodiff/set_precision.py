@@ -1,0 +1,271 @@
+"""The same function in other element types: all of one type, or those of a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import onnx.helper
+
+from distsim.ir import (
+    Attributes,
+    BFloat16,
+    DType,
+    Environment,
+    Float16,
+    Float32,
+    Function,
+    FunctionMaker,
+    Literal,
+    Op,
+    Role,
+    Tensor,
+    Type,
+    Value,
+    callees,
+    retype_op,
+    rewrite,
+)
+from distsim.ops import signature_of, work
+from distsim.transforms.autodiff.precision import LOSSES, Precision
+
+_CASTS = ("Cast", "GradientCast", "ScaleGradient")
+_KEEPS_WEIGHT = ("Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
+_WIDTH: dict[DType, int] = {Float16(): 1, BFloat16(): 1, Float32(): 2}
+"""The types that a policy casts to each other, and which of two is the wider one."""
+
+
+def set_precision(function: Function, dtype: DType, source: DType = Float32()) -> Function:  # noqa: B008
+    """Return ``function`` with every tensor, constant and cast of type ``source`` turned to ``dtype``.
+
+    Callees are rewritten once each. For the types of a training step: :class:`Precision`.
+    """
+
+    def change(op: Op, env: Environment) -> tuple[Op]:
+        attributes = _converted(op, source, dtype)
+        called = tuple([done[callee] for callee in op.subfunctions])
+        return (retype_op(op, env, function.name, attributes, called),)
+
+    def converted(value: Value) -> Value:
+        type_ = value.type
+        if isinstance(type_, Tensor) and type_.dtype == source:
+            return replace(value, type=Tensor(dtype, type_.shape, type_.device))
+        return value
+
+    done: dict[Function, Function] = {}
+    for current in (*callees(function), function):
+        done[current] = rewrite(current, change, [converted(value) for value in current.inputs])
+    return done[function]
+
+
+def apply_precision(function: Function, precision: Precision) -> Function:
+    """Return a forward function in the types of a policy, with the casts that it asks for.
+
+    What is float32 in ``function`` is so logically. Parameters come in as ``precision.parameter``; where that
+    is not ``precision.used`` the first op that reads one finds it cast as a whole. Products read
+    ``precision.compute``, the operators of ``precision.wide_ops`` ``precision.wide``; any other op takes the
+    widest type of what it reads, of which constants do not count: they take the type of what they meet. A
+    value is cast once for all ops of its function that read it so.
+    """
+    if all(dtype == Float32() for dtype in (precision.parameter, precision.used, precision.compute)):
+        return function
+    return _Caster(precision).function(function, [_held(v, precision) for v in function.inputs], (), True)
+
+
+def set_product_rate(function: Function, rate: str) -> Function:
+    """Return ``function`` with float32 products marked to run at the rate of ``rate``, such as tfloat32."""
+
+    def change(op: Op, env: Environment) -> tuple[Op]:
+        called = tuple([done[callee] for callee in op.subfunctions])
+        attributes = op.attributes
+        if not op.is_call and _multiplies(op) and signature_of(op).outputs[0].dtype == Float32():
+            attributes = Attributes({**attributes, "rate": rate})
+        return (retype_op(op, env, function.name, attributes, called),)
+
+    done: dict[Function, Function] = {}
+    for current in (*callees(function), function):
+        done[current] = rewrite(current, change)
+    return done[function]
+
+
+def cast_number(dtype: DType) -> int:
+    """Return ONNX's number of an element type, the ``to`` of a Cast."""
+    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
+
+
+def _converted(op: Op, source: DType, dtype: DType) -> Attributes:
+    """Return the attributes of an op with constants and casts of one type turned to another."""
+
+    def attribute(value: Any) -> Any:
+        stays = not isinstance(value, Literal) or value.array.dtype != source.np
+        return value if stays else Literal(value.array.astype(dtype.np))
+
+    if source == dtype:
+        return op.attributes
+    attributes = {key: attribute(value) for key, value in op.attributes.items()}
+    if op.op_type in _CASTS and attributes.get("to") == cast_number(source):
+        attributes["to"] = cast_number(dtype)
+    return Attributes(attributes)
+
+
+def _multiplies(op: Op) -> bool:
+    demand = work(signature_of(op))
+    return demand is not None and demand.matrix
+
+
+def _float_type(value: Value) -> DType | None:
+    """Return the type of a value that a policy may cast."""
+    type_ = value.type
+    return type_.dtype if isinstance(type_, Tensor) and type_.dtype in _WIDTH else None
+
+
+def _held(value: Value, precision: Precision) -> Type:
+    type_ = value.type
+    if not (isinstance(type_, Tensor) and type_.dtype == Float32()):
+        return type_
+    dtype = precision.parameter if value.role is Role.PARAMETER else precision.used
+    return Tensor(dtype, type_.shape, type_.device)
+
+
+class _Caster:
+    """Writes functions in the types of a policy, each callee once for the types that it is given."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+        self.done: dict[tuple[Function, tuple[Type, ...], tuple[int, ...]], Function] = {}
+
+    def function(
+        self, function: Function, types: Sequence[Type], constants: tuple[int, ...], top: bool = False
+    ) -> Function:
+        """Return ``function`` for inputs of these types, of which those at some places are constants."""
+        key = function, tuple(types), constants
+        if key not in self.done:
+            self.done[key] = _FunctionCaster(self, function, types, constants, top).build()
+        return self.done[key]
+
+
+class _FunctionCaster:
+    def __init__(
+        self,
+        caster: _Caster,
+        function: Function,
+        types: Sequence[Type],
+        constants: Iterable[int],
+        top: bool,
+    ) -> None:
+        self.caster, self.precision, self.old = caster, caster.precision, function
+        self.maker = FunctionMaker(function.name, function.notes)
+        self.env: dict[Value, Value] = {}
+        self.casts: dict[tuple[Value, DType], Value] = {}
+        self.makers: dict[Value, Op] = {}  # of constants made here
+        self.held: set[Value] = set()
+        for value, type_ in zip(function.inputs, types, strict=True):
+            self.env[value] = self.maker.add_input_value(value.name, type_, value.role)
+            if top and value.role is Role.PARAMETER:
+                self.held.add(self.env[value])
+        self.constants = {self.env[function.inputs[place]] for place in constants}
+        self.weights = {self.env[v] for v in function.inputs if v.role is Role.PARAMETER}
+        self.predictions = {v for op in function.ops if op.op_type in LOSSES for v in op.inputs}
+
+    def build(self) -> Function:
+        for op in self.old.ops:
+            reads = [self._used(self.env[value]) for value in op.inputs]
+            made = self._call(op, reads) if op.is_call else self._op(op, reads)
+            self.env.update(zip(op.outputs, made, strict=True))
+            if all(value in self.constants for value in reads):
+                self.constants.update(made)
+            if op.op_type in _KEEPS_WEIGHT and reads[0] in self.weights:
+                self.weights.update(made)
+        self.maker.set_outputs([self.env[value] for value in self.old.outputs])
+        return self.maker.finalize()
+
+    def _used(self, value: Value) -> Value:
+        """Return a value as ops read it: a parameter is cast as a whole."""
+        if value in self.held and _float_type(value) == self.precision.parameter:
+            return self._cast(value, self.precision.used)
+        return value
+
+    def _call(self, op: Op, reads: Sequence[Value]) -> tuple[Value, ...]:
+        constants = tuple([place for place, value in enumerate(reads) if value in self.constants])
+        callee = self.caster.function(op.callee, [value.type for value in reads], constants)
+        names = [value.name for value in op.outputs]
+        return self.maker.add("Call", reads, op.attributes, (callee,), names, op.version, op.name)
+
+    def _op(self, op: Op, reads: Sequence[Value]) -> tuple[Value, ...]:
+        dtype = self._type_of(op, reads)
+        if dtype is not None:
+            reads = [value if _float_type(value) is None else self._cast(value, dtype) for value in reads]
+        if self._is_linear(op, reads):
+            return (self._linear(op, reads),)
+        known = [found for value in reads if (found := _float_type(value)) is not None]
+        cast = op.op_type in _CASTS
+        attributes = _converted(op, Float32(), known[0] if known and not cast else self.precision.used)
+        names = [value.name for value in op.outputs]
+        made = self.maker.add(op.op_type, reads, attributes, (), names, op.version, op.name)
+        if not reads:
+            self.makers.update(dict.fromkeys(made, self.maker.ops[-1]))
+        return made
+
+    def _is_linear(self, op: Op, reads: Sequence[Value]) -> bool:
+        """Whether an op is a product of activations with a weight whose operands are cast further."""
+        if self.precision.linear is None or op.op_type not in ("MatMul", "Gemm"):
+            return False
+        plain = op.attributes.get("alpha", 1.0) == op.attributes.get("beta", 1.0) == 1.0
+        values = len(reads) >= 2 and not {"A", "B"} & op.attributes.keys() and plain
+        return values and any(v in self.weights for v in reads[:2]) and op.outputs[0] not in self.predictions
+
+    def _linear(self, op: Op, reads: Sequence[Value]) -> Value:
+        """Add the product of operands that are cast to ``precision.linear``; return it as it is computed."""
+        options = {"to": cast_number(self.precision.linear or self.precision.compute)}
+        factors: list[Value] = []
+        for value, name in zip(reads[:2], ("transA", "transB"), strict=True):
+            if op.attributes.get(name, 0):
+                value = self.maker.add("Transpose", [value], {"perm": (1, 0)})[0]
+            key = value, self.precision.linear or self.precision.compute
+            if key not in self.casts:
+                self.casts[key] = self.maker.add("Float8Cast", [value], options)[0]
+            factors.append(self.casts[key])
+        to = {"to": cast_number(self.precision.compute)}
+        names = [value.name for value in op.outputs]
+        made = self.maker.add("Float8MatMul", factors, to, (), names, None, op.name)[0]
+        bias = [*reads[2:]] if op.op_type == "Gemm" else []
+        if not bias and "C" not in op.attributes:
+            return made
+        rest = _converted(op, Float32(), self.precision.compute)
+        added = {} if bias else {"B": rest["C"]}
+        return self.maker.add("Add", [made, *bias], added, output_names=names)[0]
+
+    def _type_of(self, op: Op, reads: Sequence[Value]) -> DType | None:
+        """Return the type that an op reads; None if it takes what there is."""
+        if op.op_type in self.precision.wide_ops:
+            return self.precision.wide
+        if op.inputs and _multiplies(op):
+            return self.precision.compute
+        floats = {value: dtype for value in reads if (dtype := _float_type(value)) is not None}
+        if len(set(floats.values())) < 2 or op.op_type == "CastLike":
+            return None
+        counted = [dtype for value, dtype in floats.items() if value not in self.constants]
+        return max(counted or floats.values(), key=_WIDTH.__getitem__)
+
+    def _cast(self, value: Value, dtype: DType) -> Value:
+        """Return a value as one of a type; a constant is made anew, or else it is cast, once."""
+        if _float_type(value) == dtype:
+            return value
+        found = self.casts.get((value, dtype))
+        if found is None:
+            op = self.makers.get(value)
+            if op is not None and op.op_type == "Constant":
+                number = op.attributes["value"]
+                literal = Literal(number.array.astype(dtype.np)) if isinstance(number, Literal) else number
+                found = self.maker.add("Constant", (), {**op.attributes, "value": literal})[0]
+            else:
+                found = self.maker.add(
+                    "Cast", [value], {"to": cast_number(dtype)}, output_names=[f"{value.name}.{dtype.short}"]
+                )[0]
+            self.casts[value, dtype] = found
+            if value in self.weights:
+                self.weights.add(found)
+            if value in self.constants:
+                self.constants.add(found)
+        return found

@@ -1,0 +1,450 @@
+"""Precision policies: the bytes they keep, what is summed in which type, the same step whatever the plan."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from training_models import F64, assemble, laid_out, mesh_of, random_inputs, tied
+
+from distsim.errors import CostError, PlanError
+from distsim.executor import CostModel, SequentialExecutor
+from distsim.hardware import load_cluster
+from distsim.interpret import count_flops
+from distsim.ir import (
+    Attributes,
+    BFloat16,
+    Float8E5M2,
+    Float16,
+    Float32,
+    Function,
+    FunctionMaker,
+    Role,
+    Tensor,
+    Value,
+    all_ops,
+    callees,
+    verify,
+)
+from distsim.models import gpt, llama, mlp
+from distsim.ops import compute, operator, signature_of, work
+from distsim.plan import Plan
+from distsim.schedule import schedule
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import SGD, Adam, AdamW, differentiate, precision_named, set_precision, shard
+from distsim.transforms.autodiff.precision import POLICIES
+
+KEPT = {
+    "fp32": 16,
+    "tf32": 16,
+    "bf16": 8,
+    "mixed": 18,
+    "mixed_bf16_grads": 16,
+    "mixed_fp16": 20,
+    "fp8": 18,
+    "fsdp2": 16,
+    "amp": 16,
+}
+"""Bytes a parameter that Adam keeps with each policy, as layouts.md has them."""
+
+SIZES = {"layers": 2, "hidden": 8, "heads": 2, "seq": 4, "batch": 8, "vocab": 16}
+
+
+def small_gpt() -> Function:
+    return gpt(**SIZES)
+
+
+def small_llama() -> Function:
+    return llama(**SIZES, kv_heads=1, ffn=16)
+
+
+MODELS = {
+    "gpt": small_gpt,
+    "llama": small_llama,
+    "tied": lambda: set_precision(tied(batch=8), Float32(), F64),
+}
+
+
+@cache
+def joint_of(model: str, policy: str) -> Function:
+    return differentiate(MODELS[model](), Adam(), precision=precision_named(policy))
+
+
+def in_float64(function: Function) -> Function:
+    """The same function with every type a float64: what it computes must not depend on where casts are."""
+    for source in (BFloat16(), Float16(), Float32()):
+        function = set_precision(function, F64, source)
+    return function
+
+
+def values(function: Function) -> list[Value]:
+    found = [function, *callees(function)]
+    return [v for each in found for v in (*each.inputs, *(o for op in each.ops for o in op.outputs))]
+
+
+def updates(function: Function) -> list:
+    return [op for op in all_ops(function) if op.op_type.endswith("Optimizer")]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_a_parameter_are_those_of_the_frameworks(policy):
+    """Weight, master, states, the gradient that is summed, and the copy that the optimizer reads of it."""
+    joint = joint_of("gpt", policy)
+    verify(joint)
+    sums = precision_named(policy)
+    copies = sums.gradient_sum.itemsize if sums.update != sums.gradient_sum else 0
+    total = size = 0
+    for op in updates(joint):
+        weight, gradient, *states = op.inputs
+        assert gradient.type.dtype == sums.update
+        total += weight.type.nbytes + gradient.type.nbytes + sum(state.type.nbytes for state in states)
+        total += copies * gradient.type.size
+        size += weight.type.size
+    assert total == KEPT[policy] * size
+    held = sum(v.type.nbytes for v in joint.inputs if v.role in (Role.PARAMETER, Role.STATE))
+    assert held == (KEPT[policy] - sums.update.itemsize - copies) * size
+    assert size >= sum(v.type.size for v in joint.inputs if v.role is Role.PARAMETER) / len(updates(joint))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "mixed", "mixed_bf16_grads", "fsdp2", "fp8"])
+def test_the_simulated_memory_has_these_bytes(policy):
+    """At the peak of a step of many microbatches all gradients are there, and the sum of the losses."""
+    joint = joint_of("gpt", policy)
+    program = laid_out(joint, mesh_of(1, 1, 1), schedule("1f1b", 1, 4))
+    (memory,) = program_memory(program).ranks
+    size = sum(v.type.size for v in joint.inputs if v.role is Role.PARAMETER)
+    kept = sum(memory.by_kind.get(kind, 0) for kind in ("parameters", "state", "gradients"))
+    assert kept - joint.outputs[0].type.nbytes == KEPT[policy] * size
+
+
+def test_every_policy_has_its_bytes():
+    assert POLICIES.keys() == KEPT.keys()
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "fp8"])
+@pytest.mark.parametrize("model", ["gpt", "tied"])
+def test_in_float64_every_policy_is_the_same_step(model, policy):
+    """Of models without tables of numbers, which are rounded to the type in which they are used."""
+    plain = differentiate(in_float64(MODELS[model]()), Adam())
+    inputs = random_inputs(plain, 0)
+    expected = SequentialExecutor().compute(plain, inputs)
+    joint = in_float64(joint_of(model, policy))
+    given = dict(zip([v.name for v in plain.inputs], inputs, strict=True))
+    for value in joint.inputs:
+        if value.name.endswith(".master"):
+            given[value.name] = given[value.name.removesuffix(".master")]
+    results = SequentialExecutor().compute(joint, [given[v.name] for v in joint.inputs])
+    made = dict(zip([v.name for v in joint.outputs], results, strict=True))
+    for value, array in zip(plain.outputs, expected, strict=True):
+        np.testing.assert_allclose(made[value.name], array, rtol=1e-9, atol=1e-11, err_msg=value.name)
+
+
+PLANS = [
+    (Plan(2, 1, 1, 2), "none", "none"),
+    (Plan(2, 2, 2, 2), "full", "none"),
+    (Plan(2, 1, 2, 4), "none", "keep"),
+    (Plan(4, 1, 1, 1), "every:2", "reshard"),
+    (Plan(2, 2, 1, 2), "min_cut", "reshard"),
+]
+
+
+@pytest.mark.parametrize("policy", ["mixed", "mixed_fp16", "fsdp2", "amp"])
+@pytest.mark.parametrize(("plan", "remat", "fsdp"), PLANS, ids=str)
+def test_in_float64_every_plan_is_the_same_step(policy, plan, remat, fsdp):
+    """The plan is made of the real types, which say what travels, and is computed without rounding."""
+    joint = joint_of("gpt" if plan.tp > 1 else "tied", policy)
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, fsdp)
+    inputs = random_inputs(joint, 1)
+    expected = SequentialExecutor().compute(in_float64(joint), inputs)
+    made = assemble(program, SequentialExecutor().compute(in_float64(program.to_function()), inputs))
+    for placed, array in zip(made, expected, strict=True):
+        np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
+
+
+def rounded(function: Function, inputs: list) -> list:
+    """The inputs in the types of a function."""
+    return [array.astype(v.type.dtype.np) for v, array in zip(function.inputs, inputs, strict=True)]
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "fp32"])
+def test_in_its_own_types_a_policy_computes_the_step_to_their_tolerance(policy):
+    """One step of SGD, so that the new weight less the old one is the gradient."""
+    function = small_gpt()
+    exact = differentiate(in_float64(function), SGD(lr=1.0))
+    joint = differentiate(function, SGD(lr=1.0), precision=precision_named(policy))
+    inputs = [a if a.dtype.kind == "i" else 0.3 * a for a in random_inputs(exact, 2)]
+    by_name = dict(zip([v.name for v in exact.inputs], inputs, strict=True))
+    given = [by_name[v.name.removesuffix(".master")] for v in joint.inputs]
+    results = SequentialExecutor().compute(joint, rounded(joint, given))
+    expected = SequentialExecutor().compute(exact, inputs)
+    for value, array in zip(joint.outputs, results, strict=True):
+        assert array.dtype == value.type.dtype.np, value.name
+    loss, wanted = float(results[0]), float(expected[0])
+    assert loss == pytest.approx(wanted, rel=2e-2)
+    names = [v.name for v in joint.outputs]
+    for value, array in zip(exact.outputs[1:], expected[1:], strict=True):
+        name = value.name.removesuffix(".new")
+        kept = f"{name}.master.new"
+        made = results[names.index(kept if kept in names else value.name)].astype(float)
+        old = by_name[name]
+        change, real = made - old, array - old
+        assert np.linalg.norm(change - real) <= 0.1 * np.linalg.norm(real) + 0.02 * np.linalg.norm(old)
+
+
+@pytest.mark.parametrize("policy", ["mixed", "mixed_bf16_grads", "mixed_fp16", "fsdp2", "amp"])
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_gradients_travel_and_are_summed_in_the_type_of_the_policy(model, policy):
+    """Least cost would reduce bf16 gradients before they are cast to float32."""
+    joint = joint_of(model, policy)
+    local = shard(joint, mesh_of(dp=2, tp=2), 2).function
+    sent = [op for op in all_ops(local) if op.op_type == "MPIAllreduce" and op.attributes["axis"] == "dp"]
+    weights = {op.inputs[0].type.dtype for op in sent if op.inputs[0].type.rank}
+    assert weights == {precision_named(policy).gradient_sum}
+    marks = [op.outputs[0].type for op in all_ops(local) if op.op_type == "Accumulate"]
+    assert {type_.dtype for type_ in marks if type_.rank} == weights
+
+
+def test_a_sum_over_microbatches_adds_what_backward_makes_to_it():
+    """Of the later microbatches no gradient is cast: one kernel reads 2 and 4 bytes and writes 4."""
+    program = laid_out(joint_of("gpt", "mixed"), mesh_of(1, 1, 2), schedule("1f1b", 2, 4))
+    for stage in program.stages:
+        later = stage.backward.accumulating
+        adds = [op for op in later.ops if op.op_type == "AccumulateInto" and op.inputs[0].type.rank]
+        assert adds and not [op for op in later.ops if op.op_type == "GradientCast"]
+        assert {tuple([v.type.dtype for v in op.inputs]) for op in adds} == {(Float32(), BFloat16())}
+        assert len(stage.backward.accumulating_names) in (0, len(later.ops))
+
+
+def test_fsdp_gathers_what_is_used_and_reduces_what_is_summed():
+    joint = joint_of("gpt", "fsdp2")
+    program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), "none", "reshard")
+    flat = program.to_function()
+    gathers = {op.inputs[0].type.dtype for op in all_ops(flat) if op.op_type == "MPIAllgather"}
+    scatters = {op.inputs[0].type.dtype for op in all_ops(flat) if op.op_type == "MPIReduceScatter"}
+    assert (gathers, scatters) == ({BFloat16()}, {Float32()})
+
+
+def test_amp_multiplies_in_half_and_normalizes_in_float32():
+    joint = joint_of("gpt", "amp")
+    kinds = {
+        kind: {op.inputs[0].type.dtype for op in all_ops(joint) if op.op_type == kind}
+        for kind in ("MatMul", "LayerNormalization", "Softmax", "CrossEntropyLoss")
+    }
+    assert kinds.pop("MatMul") == {BFloat16()}
+    assert set().union(*kinds.values()) == {Float32()}
+
+
+def test_linear_layers_multiply_in_8_bits_but_for_the_predictions():
+    joint, mixed = joint_of("gpt", "fp8"), joint_of("gpt", "mixed")
+    kinds = Counter(op.op_type for op in all_ops(joint))
+    products = [op for op in all_ops(mixed) if op.op_type == "MatMul"]
+    held = [op for op in products if op.inputs[1].role is Role.PARAMETER]
+    linear = len(held) - 1
+    assert linear > 4 and kinds["Float8MatMul"] == linear == kinds["Float8MatMulGradB"]
+    assert kinds["MatMul"] == len(products) - linear
+    of_gradients = [op for op in all_ops(joint) if op.outputs[0].type.dtype == Float8E5M2()]
+    assert len(of_gradients) == linear
+    assert count_flops(joint) == pytest.approx(count_flops(mixed), rel=0.1)
+
+
+@pytest.mark.parametrize("policy", ["mixed", "fp8"])
+def test_ranks_compute_a_policy_to_the_tolerance_of_its_types(policy):
+    joint = differentiate(small_gpt(), SGD(lr=1.0), precision=precision_named(policy))
+    inputs = rounded(joint, [a if a.dtype.kind == "i" else 0.3 * a for a in random_inputs(joint, 2)])
+    expected = SequentialExecutor().compute(joint, inputs)
+    flat = laid_out(joint, mesh_of(2, 2, 2), schedule("1f1b", 2, 2)).to_function()
+    made = SequentialExecutor().compute(flat, inputs)
+    assert float(made[0][0]) == pytest.approx(float(expected[0]), rel=2e-2)
+
+
+def test_products_run_at_the_rate_of_their_types():
+    h100 = load_cluster("dgx-h100")
+    device = h100.devices[:1]
+    model = CostModel(h100)
+    seconds = {}
+    for policy in ("fp32", "tf32", "bf16", "fp8"):
+        joint = differentiate(mlp(layers=2, width=8192, batch=8192), SGD(), precision=precision_named(policy))
+        products = [op for op in all_ops(joint) if work(signature_of(op)).matrix]
+        seconds[policy] = max(model.seconds(signature_of(op), device) for op in products)
+    for slow, fast, ratio in (("fp32", "tf32", 494.7 / 67), ("tf32", "bf16", 2), ("bf16", "fp8", 2)):
+        assert seconds[slow] / seconds[fast] == pytest.approx(ratio * (2 if fast == "fp8" else 1), rel=0.05)
+    a100 = load_cluster("dgx-a100")
+    with pytest.raises(CostError, match="has no rate for float8e4m3fn"):
+        for op in all_ops(joint):
+            CostModel(a100).seconds(signature_of(op), a100.devices[:1])
+
+
+def test_tf32_reads_ten_bits():
+    x = np.array([[1 + 2**-10, 1 + 2**-11, 1 + 3 * 2**-11]], np.float32)
+    (made,) = compute("MatMul", Attributes({"rate": "tfloat32"}), None, [x, np.eye(3, dtype=np.float32)], 1)
+    np.testing.assert_array_equal(made, [[1 + 2**-10, 1, 1 + 2**-9]])
+
+
+def test_of_uniform_policies_no_value_is_cast():
+    for policy, dtype in (("fp32", Float32()), ("bf16", BFloat16())):
+        joint = joint_of("gpt", policy)
+        assert not [op for op in all_ops(joint) if op.op_type in ("Cast", "GradientCast")]
+        assert {v.type.dtype for v in values(joint) if v.type.dtype.is_floating} == {dtype}
+
+
+def test_a_note_says_the_policy():
+    assert any("master f32, gradients summed in f32" in note for note in joint_of("gpt", "mixed").notes)
+
+
+def test_a_policy_of_ones_own_comes_from_a_file(tmp_path):
+    """Megatron's precision-aware optimizer: bf16 gradients, fp16 master, bf16 moments."""
+    path = tmp_path / "aware.toml"
+    path.write_text('base = "mixed_bf16_grads"\nmaster = "float16"\nstates = ["bf16", "bf16"]\n')
+    policy = precision_named(str(path))
+    wanted = replace(POLICIES["mixed_bf16_grads"], name="aware", master=Float16(), states=(BFloat16(),) * 2)
+    assert policy == wanted
+    joint = differentiate(small_gpt(), Adam(), precision=policy)
+    held = sum(v.type.nbytes for v in joint.inputs if v.role in (Role.PARAMETER, Role.STATE))
+    assert held == 8 * sum(op.inputs[0].type.size for op in updates(joint))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('base = "none"', "base 'none' is not one of fp32"),
+        ('masters = "f32"', "'masters' is not a field"),
+        ('master = "f31"', "'f31' is not one of"),
+        ('used = "float64"', "used cannot be float64; choose one of float16"),
+        ("states = []", "states lists no type"),
+        ("states = [3]", "states cannot be"),
+        ("loss_scale = -1", "must be finite and over 0"),
+        ('product_rate = "fast"', "product_rate cannot be 'fast'"),
+        ('linear = "float16"', "linear cannot be float16"),
+        ("= 3", "is not a TOML file"),
+    ],
+)
+def test_a_file_that_is_no_policy_is_refused_by_field(tmp_path, text, said):
+    path = tmp_path / "own.toml"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        precision_named(str(path))
+
+
+def test_a_policy_that_is_not_there_is_refused():
+    for name, said in (("fp31", "nor a .toml file"), ("nowhere.toml", "cannot be read")):
+        with pytest.raises(PlanError, match=said):
+            precision_named(name)
+
+
+# --- clipping and loss scaling ---------------------------------------------------------------------------
+
+
+def clipped(clip: float, policy: str = "fp32") -> Function:
+    return differentiate(small_gpt(), SGD(lr=1.0), precision=precision_named(policy), clip=clip)
+
+
+def test_gradients_are_clipped_to_their_norm_over_all_parameters():
+    plain = in_float64(differentiate(small_gpt(), None))
+    inputs = random_inputs(plain, 3)
+    grads = SequentialExecutor().compute(plain, inputs)[1:]
+    norm = math.sqrt(sum(float(np.square(g).sum()) for g in grads))
+    for clip in (norm / 3, 3 * norm):
+        joint = in_float64(clipped(clip))
+        made = SequentialExecutor().compute(joint, inputs)[1:]
+        old = dict(zip([f"{v.name}.new" for v in joint.inputs], inputs, strict=True))
+        for value, new, grad in zip(joint.outputs[1:], made, grads, strict=True):
+            wanted = grad * min(1, clip / (norm + 1e-6))
+            np.testing.assert_allclose(old[value.name] - new, wanted, rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "mixed", "mixed_fp16"])
+@pytest.mark.parametrize(("plan", "remat", "fsdp"), [*PLANS, (Plan(1, 1, 4, 1), "none", "none")], ids=str)
+def test_every_plan_clips_alike(policy, plan, remat, fsdp):
+    """Replicated parameters are counted once, divided ones over their ranks, stages one after the other."""
+    joint = clipped(0.05, policy)
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, fsdp)
+    inputs = random_inputs(joint, 1)
+    expected = SequentialExecutor().compute(in_float64(joint), inputs)
+    flat = program.to_function()
+    made = assemble(program, SequentialExecutor().compute(in_float64(flat), inputs))
+    for placed, array in zip(made, expected, strict=True):
+        np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
+    sent = [op for op in all_ops(flat) if op.op_type == "Send" and not op.inputs[0].type.shape]
+    assert len(sent) <= 3 * (plan.pp - 1) * plan.dp * plan.tp + 2  # to the stage before, and to all
+    if fsdp != "none":
+        norms = [op for op in all_ops(flat) if op.op_type == "MPIAllreduce" and not op.inputs[0].type.shape]
+        assert len([op for op in norms if "squares" in op.outputs[0].name]) <= 3 * plan.pp
+        assert not [
+            op for op in all_ops(flat) if op.op_type == "LocalSlice" and op.attributes["axis"] == "dp"
+        ]
+
+
+def test_a_loss_that_is_scaled_loses_no_small_gradient():
+    """Float16 has no numbers below 6e-8; what overflows moves no weight."""
+    policy = replace(precision_named("mixed_fp16"), loss_scale=64.0)
+    function = differentiate(small_gpt(), SGD(lr=1.0), precision=policy)
+    joint = differentiate(small_gpt(), SGD(lr=1.0), precision=replace(policy, loss_scale=2.0**40))
+    inputs = random_inputs(function, 4)
+    for each, moves in ((function, True), (joint, False)):
+        with np.errstate(all="ignore"):
+            results = SequentialExecutor().compute(each, rounded(each, inputs))
+        made = dict(zip([v.name for v in each.outputs], results, strict=True))
+        masters = [(v.name, a) for v, a in zip(each.inputs, inputs, strict=True) if v.name.endswith("master")]
+        moved = [name for name, a in masters if (made[f"{name}.new"] != a.astype(np.float32)).any()]
+        assert bool(moved) == moves
+
+
+def test_what_cannot_be_clipped_to_is_refused():
+    for clip in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(PlanError, match="must be a finite norm over 0"):
+            clipped(clip)
+
+
+# --- optimizers -----------------------------------------------------------------------------------------
+
+
+def stepped(optimizer, weight, grad, *states):
+    """What the op of an optimizer makes of one weight."""
+    maker = FunctionMaker("update")
+    w = maker.add_input_value("w", Tensor(F64, weight.shape), Role.PARAMETER)
+    g = maker.add_input_value("g", Tensor(F64, weight.shape))
+    maker.set_outputs(optimizer.update(maker, w, g))
+    return SequentialExecutor().compute(maker.finalize(), [weight, grad, *states])
+
+
+def test_momentum_and_decoupled_decay_as_published():
+    rng = np.random.default_rng(0)
+    w, g, m, v = (rng.standard_normal((3, 2)) for _ in range(4))
+    v = np.abs(v)
+    new, velocity = stepped(SGD(0.1, momentum=0.9, weight_decay=0.2), w, g, m)
+    np.testing.assert_allclose(velocity, 0.9 * m + g + 0.2 * w)
+    np.testing.assert_allclose(new, w - 0.1 * velocity)
+    plain, *moments = stepped(Adam(0.1), w, g, m, v)
+    decayed, *same = stepped(AdamW(0.1, weight_decay=0.2), w, g, m, v)
+    np.testing.assert_allclose(decayed, plain - 0.1 * 0.2 * w)
+    np.testing.assert_allclose(same, moments)
+    coupled = stepped(Adam(0.1, weight_decay=0.2), w, g, m, v)
+    np.testing.assert_allclose(coupled, stepped(Adam(0.1), w, g + 0.2 * w, m, v))
+
+
+def test_states_are_of_the_types_that_are_asked_for():
+    joint = differentiate(
+        small_gpt(), AdamW(mean=BFloat16(), square=Float16()), precision=precision_named("mixed")
+    )
+    op = updates(joint)[0]
+    types = [v.type.dtype for v in op.inputs]
+    assert types == [BFloat16(), Float32(), BFloat16(), Float16(), Float32()]
+    assert [v.type.dtype for v in op.outputs] == [BFloat16(), BFloat16(), Float16(), Float32()]
+
+
+def test_the_weight_is_what_remains_of_the_master():
+    """Small steps, which a bfloat16 weight alone would lose."""
+    w = np.ones((4,), BFloat16().np)
+    g, master = np.full((4,), 1e-4, np.float32), np.ones((4,), np.float32)
+    rule = operator("SGDOptimizer").compute
+    for _ in range(100):
+        w, master = rule({"lr": 1.0}, [w, g, master])
+    assert master == pytest.approx(0.99, rel=1e-5) and w.dtype == BFloat16().np
+    assert w.astype(float) == pytest.approx(0.99, rel=4e-3)
+    (alone,) = rule({"lr": 1.0}, [np.ones((4,), BFloat16().np), g])
+    assert (alone == 1).all()
