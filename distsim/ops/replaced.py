@@ -18,7 +18,8 @@ def replacements(function: Function) -> dict[Value, Value]:
     for op in function.ops:
         places = replaced_inputs(op.callee) if op.is_call else operator(op.op_type).in_place
         for output, taken in places.items():
-            found[op.outputs[output]] = op.inputs[taken]
+            if output < len(op.outputs):  # an optimizer may have no master copy
+                found[op.outputs[output]] = op.inputs[taken]
     return found
 
 
