@@ -24,6 +24,7 @@ FLOORS = {
     "cache": 1,
     "compile": 1,
     "streams": 1,
+    "stacks": 1,
     "ops": 2,
     "hardware": 2,
     "models": 2,

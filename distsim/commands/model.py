@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, replace
+from typing import Any
 
 from distsim.errors import PlanError
 from distsim.importer import load_model
 from distsim.ir import DType, Float32, Function, Tensor
+from distsim.plan import Plan
 from distsim.report.progress import Progress
+from distsim.stacks import STACKS, stack_named
 from distsim.streams import say
 from distsim.transforms import (
     add_loss,
@@ -21,6 +25,7 @@ from distsim.transforms.autodiff.optimizers import OPTIMIZERS
 from distsim.transforms.autodiff.precision import POLICIES, Precision, precision_named
 from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.kernels.attention import ATTENTIONS, default_attention, set_attention
+from distsim.transforms.kernels.policies import KERNELS, Kernels, kernels_named
 from distsim.transforms.sharding.roles import brings_backward
 
 
@@ -53,8 +58,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
     parser.add_argument(
+        "--stack",
+        help=f"whose defaults the options below and remat= of a plan have: {', '.join(STACKS)} (default plain)",
+    )
+    parser.add_argument(
         "--attention",
         help=f"{' or '.join(ATTENTIONS)}: one kernel each, or op by op (default flash for 16 bits and fewer)",
+    )
+    parser.add_argument(
+        "--kernels",
+        help=f"which ops one kernel runs: {', '.join(KERNELS)} (default eager)",
     )
     parser.add_argument(
         "--optimizer",
@@ -69,14 +82,56 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _forward(options: argparse.Namespace) -> Function:
+@dataclass(frozen=True)
+class Choices:
+    """How a model is trained: what was asked for, and for the rest what the stack has.
+
+    ``remat`` is for a plan that does not say. ``assumed`` lists what was not asked for, as text.
+    """
+
+    precision: Precision | None
+    attention: str | None
+    kernels: Kernels
+    optimizer: str
+    clip: float | None
+    remat: str
+    assumed: tuple[str, ...]
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> Choices:
+        """Return the choices of a command line; raise :class:`PlanError` for an unknown one."""
+        stack = stack_named("plain" if options.stack is None else options.stack)
+        assumed: list[str] = []
+
+        def choice(name: str) -> Any:
+            given, default = getattr(options, name), getattr(stack, name)
+            if given is None and default is not None:
+                assumed.append(f"{name} {default}")
+            return default if given is None else given
+
+        precision = choice("precision")
+        return Choices(
+            None if precision is None else precision_named(precision),
+            choice("attention"),
+            kernels_named(choice("kernels")),
+            choice("optimizer"),
+            choice("clip"),
+            stack.remat,
+            tuple(assumed),
+        )
+
+    def plan(self, text: str) -> Plan:
+        """Return the plan of a text; where that does not say what is recomputed, the stack does."""
+        return Plan.parse(text if "remat=" in text else f"{text},remat={self.remat}")
+
+
+def _forward(options: argparse.Namespace, choices: Choices) -> Function:
     patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
     function = load_model(options.model, options.batch, bindings, patterns)
-    precision = _precision(options)
-    dtype = _widest(function) if precision is None else precision.used
-    return set_attention(function, options.attention or default_attention(dtype))
+    dtype = _widest(function) if choices.precision is None else choices.precision.used
+    return set_attention(function, choices.attention or default_attention(dtype))
 
 
 def _widest(function: Function) -> DType:
@@ -85,20 +140,16 @@ def _widest(function: Function) -> DType:
     return max([t for t in types if t.is_floating], key=lambda t: t.itemsize, default=Float32())
 
 
-def _precision(options: argparse.Namespace) -> Precision | None:
-    return None if options.precision is None else precision_named(options.precision)
-
-
 def read_model(options: argparse.Namespace, progress: Progress) -> Function:
     """Return the forward pass of the model in its precision, outlined if that is asked for."""
-    precision = _precision(options)
-    function = _logical_model(options, progress)
-    return function if precision is None else apply_precision(function, precision)
+    choices = Choices.of(options)
+    function = _logical_model(options, choices, progress)
+    return function if choices.precision is None else apply_precision(function, choices.precision)
 
 
-def _logical_model(options: argparse.Namespace, progress: Progress) -> Function:
+def _logical_model(options: argparse.Namespace, choices: Choices, progress: Progress) -> Function:
     """Return the forward pass of the model in the types that it is written in."""
-    function = progress.run(f"reading {options.model}", lambda: _forward(options))
+    function = progress.run(f"reading {options.model}", lambda: _forward(options, choices))
     if not getattr(options, "outline", False):
         return function
     outlined = progress.run("outlining", lambda: outline(function))
@@ -107,22 +158,27 @@ def _logical_model(options: argparse.Namespace, progress: Progress) -> Function:
     return outlined
 
 
-def training_step(options: argparse.Namespace, progress: Progress) -> Function:
-    """Return the training step of the model."""
-    optimizer, precision = optimizer_named(options.optimizer or "adam"), _precision(options)
-    loss = options.loss or "auto"
+BROUGHT = ("loss", "optimizer", "keep", "precision", "clip", "stack")
+"""Options that say what a model that brings its own backward pass has decided."""
+
+
+def training_step(options: argparse.Namespace, progress: Progress) -> tuple[Function, Choices]:
+    """Return the training step of the model, and how it is trained."""
+    choices = Choices.of(options)
+    optimizer, loss = optimizer_named(choices.optimizer), options.loss or "auto"
     if loss not in LOSSES:
         raise PlanError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
-    function = _logical_model(options, progress)
+    function = _logical_model(options, choices, progress)
     if brings_backward(function):
-        if options.loss or options.optimizer or options.keep or options.precision or options.clip:
-            raise PlanError(
-                f"{function.name} brings its own backward pass: no --loss, --optimizer, --keep, --precision, "
-                "--clip"
-            )
-        return function
+        given = [f"--{name}" for name in BROUGHT if getattr(options, name)]
+        if given:
+            raise PlanError(f"{function.name} brings its own backward pass: no {', '.join(given)}")
+        return function, replace(choices, assumed=())
     keep = options.keep or ()
-    return progress.run(
+    function = progress.run(
         "differentiating",
-        lambda: differentiate(add_loss(function, loss, keep), optimizer, keep, precision, options.clip),
+        lambda: differentiate(
+            add_loss(function, loss, keep), optimizer, keep, choices.precision, choices.clip
+        ),
     )
+    return function, choices

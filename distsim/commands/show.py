@@ -12,7 +12,6 @@ from distsim.cost import UncostedOperatorWarning
 from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.ir import Function, pformat
-from distsim.plan import Plan
 from distsim.report.progress import Progress
 from distsim.streams import say
 from distsim.transforms import steady_state_transform
@@ -35,20 +34,24 @@ def run(options: argparse.Namespace) -> int:
     """Print what is asked for."""
     progress = Progress(sys.stderr)
     if not options.plan and (options.cluster or not options.training):
-        given = [n for n in ("cluster", "loss", "optimizer", "keep") if getattr(options, n)]
+        given = [
+            n
+            for n in ("cluster", "loss", "optimizer", "keep", "kernels", "clip", "stack")
+            if getattr(options, n)
+        ]
         if given:
             raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
     if not options.plan and not options.training:
         _print_function(read_model(options, progress))
         return 0
-    function = training_step(options, progress)
+    function, choices = training_step(options, progress)
     if options.plan:
         if not options.cluster:
             raise PlanError("--plan needs --cluster: the devices to place the plan on")
-        plan, topology = Plan.parse(options.plan), load_cluster(options.cluster)
+        plan, topology = choices.plan(options.plan), load_cluster(options.cluster)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncostedOperatorWarning)  # what is shown has no times
-            program = parallelize(function, plan, topology)
+            program = parallelize(function, plan, topology, kernels=choices.kernels)
         function = steady_state_transform(program.to_function())[0]
     _print_function(function)
     return 0

@@ -6,7 +6,8 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
@@ -19,6 +20,7 @@ from distsim.hardware import load_cluster
 from distsim.interpret import count_flops
 from distsim.ir import Device, Function, Topology
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
@@ -28,6 +30,7 @@ from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.text import seconds_text
 from distsim.simulate.quantities import bytes_label
 from distsim.streams import say
+from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
 MOST_EVENTS = 2_000_000
@@ -102,39 +105,42 @@ def run(options: argparse.Namespace) -> int:
         if given is not None and given is not False:  # 0 is given too
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
     order = _table(options)
-    plan = _plan(options, order)
     topology = load_cluster(options.cluster)
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
-    function = training_step(options, progress)
+    function, choices = training_step(options, progress)
+    plan = choices.plan(_plan(options, order))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
         program = progress.run(
-            f"parallelizing: {plan}", lambda: parallelize(function, plan, topology, cost_model, order)
+            f"parallelizing: {plan}",
+            lambda: parallelize(function, plan, topology, cost_model, order, choices.kernels),
         )
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
-    notes = _idle_devices(options, plan, topology, _samples(function))
+    notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
+    notes += _idle_devices(options, plan, topology, _samples(function))
     if order is None and not simulation.fits:
-        notes += _advice(plan, function, topology, simulator, progress)
+        build = partial(_build, function, topology, cost_model, choices.kernels)
+        notes += _advice(plan, len(topology.devices), build, simulator, progress)
     way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
     return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
 
 
+def _build(
+    function: Function, topology: Topology, cost_model: CostModel, kernels: Kernels, plan: Plan
+) -> Program:
+    return parallelize(function, plan, topology, cost_model, None, kernels)
+
+
 def _advice(
-    plan: Plan, function: Function, topology: Topology, simulator: Simulator, progress: Progress
+    plan: Plan, devices: int, build: Callable[[Plan], Program], simulator: Simulator, progress: Progress
 ) -> list[str]:
     """Say what would make a plan fit."""
-    count = len(topology.devices)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
         found = progress.run(
             "looking for plans that fit",
-            lambda: remedies(
-                plan,
-                count,
-                lambda other: parallelize(function, other, topology, simulator.cost_model),
-                lambda program: simulator.simulate(program).step_time,
-            ),
+            lambda: remedies(plan, devices, build, lambda each: simulator.simulate(each).step_time),
         )
     if not found:
         return ["no plan with one or two changes fits"]
@@ -169,12 +175,12 @@ def _tell(
     return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
-def _plan(options: argparse.Namespace, order: Schedule | None) -> Plan:
-    """Return the plan; a table says how many stages a rank has."""
+def _plan(options: argparse.Namespace, order: Schedule | None) -> str:
+    """Return the text of the plan; a table says how many stages a rank has."""
     text = "dp=1" if options.plan is None else options.plan
     if order is not None and order.chain > order.num_ranks and "chunks=" not in text:
         text += f",schedule=interleaved,chunks={order.chain // order.num_ranks}"
-    return Plan.parse(text)
+    return text
 
 
 def _table(options: argparse.Namespace) -> Schedule | None:

@@ -1,0 +1,77 @@
+"""Stacks: what the software that trains a model chooses unless told otherwise, each choice with its source.
+
+A stack is defaults only: every one of them is an option of its own, which goes before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distsim.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The defaults of a framework.
+
+    ``precision``: a policy of :data:`distsim.transforms.autodiff.precision.POLICIES` (None: as the model is
+    written); ``attention``: ``flash`` or ``math`` (None: by the element type); ``kernels``: of
+    :data:`distsim.transforms.kernels.KERNELS`; ``remat``: what a plan recomputes that does not say;
+    ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not). ``source`` says
+    where these are from.
+    """
+
+    name: str
+    precision: str | None
+    attention: str | None
+    kernels: str
+    remat: str
+    optimizer: str
+    clip: float | None
+    source: str
+
+
+STACKS = {
+    stack.name: stack
+    for stack in (
+        Stack("plain", None, None, "eager", "none", "adam", None, "PyTorch, op by op; nothing added"),
+        Stack(
+            *("megatron", "mixed", "flash", "fused", "none", "adamw", 1.0),
+            source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients in "
+            "float32, attention of Transformer Engine, fusions on, --clip-grad 1.0; no recomputation unless "
+            "asked",
+        ),
+        Stack(
+            *("megatron_2021", "mixed_fp16", "math", "fused", "full", "adamw", 1.0),
+            source="Narayanan et al. 2021 (SC21), sections 3.5, 4.2 and 5: mixed precision in fp16, fused "
+            "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation",
+        ),
+        Stack(
+            *("torchtitan", "fsdp2", "flash", "eager", "every_early:2", "adamw", 1.0),
+            source="torchtitan 238fa995, config/job_config.py: mixed_precision_param bfloat16, "
+            "mixed_precision_reduce float32, selective activation checkpointing of every second layer, compile "
+            "off, max_norm 1.0",
+        ),
+        Stack(
+            *("deepspeed", "mixed_bf16_grads", "flash", "eager", "none", "adamw", None),
+            source="DeepSpeed, runtime/config.py: bf16 with float32 master weights, gradients in the type of "
+            "training, gradient_clipping 0; attention and checkpointing are the model's",
+        ),
+        Stack(
+            *("nanotron", "mixed", "flash", "eager", "none", "adamw", 1.0),
+            source="nanotron, config/config.py and its example configurations: accumulate_grad_in_fp32, "
+            "FlashAttention-2, recompute_layer false, clip_grad 1.0",
+        ),
+    )
+}
+"""The stacks by name."""
+
+
+def stack_named(name: str) -> Stack:
+    """Return the stack of a name.
+
+    Raises :class:`PlanError` for another name.
+    """
+    if name not in STACKS:
+        raise PlanError(f"stack {name!r} is unknown; choose one of {', '.join(STACKS)}")
+    return STACKS[name]
