@@ -37,9 +37,9 @@ STACKS = {
         Stack("plain", None, None, "eager", "none", "adam", None, "PyTorch, op by op; nothing added"),
         Stack(
             *("megatron", "mixed", "flash", "fused", "none", "adamw", 1.0),
-            source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients in "
-            "float32, attention of Transformer Engine, fusions on, --clip-grad 1.0; no recomputation unless "
-            "asked",
+            source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients "
+            "in float32, attention of Transformer Engine, fusions on, --clip-grad 1.0; no recomputation "
+            "unless asked",
         ),
         Stack(
             *("megatron_2021", "mixed_fp16", "math", "fused", "full", "adamw", 1.0),
@@ -49,8 +49,8 @@ STACKS = {
         Stack(
             *("torchtitan", "fsdp2", "flash", "eager", "every_early:2", "adamw", 1.0),
             source="torchtitan 238fa995, config/job_config.py: mixed_precision_param bfloat16, "
-            "mixed_precision_reduce float32, selective activation checkpointing of every second layer, compile "
-            "off, max_norm 1.0",
+            "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
+            "compile off, max_norm 1.0",
         ),
         Stack(
             *("deepspeed", "mixed_bf16_grads", "flash", "eager", "none", "adamw", None),

@@ -59,7 +59,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
     parser.add_argument(
         "--stack",
-        help=f"whose defaults the options below and remat= of a plan have: {', '.join(STACKS)} (default plain)",
+        help=f"whose defaults the options below and remat= have: {', '.join(STACKS)} (default plain)",
     )
     parser.add_argument(
         "--attention",
