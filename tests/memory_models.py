@@ -28,7 +28,7 @@ from distsim.ir import (
 )
 from distsim.ir.device import devices_of
 from distsim.ops import operator
-from distsim.ops.replaced import replaced_inputs
+from distsim.ops.replaced import replaced_by
 from distsim.program.block import Block
 from distsim.program.parts import Parts, ProgramOutput
 from distsim.program.program import Program
@@ -114,8 +114,7 @@ class Machine:
 
     def note_replaced(self, op: Op, held: dict[Value, Buffer], before: dict[Value, Buffer]) -> None:
         """Note the inputs of a function in whose memory the new value is not."""
-        places = replaced_inputs(op.callee) if op.is_call else operator(op.op_type).in_place
-        for output, taken in places.items():
+        for output, taken in replaced_by(op).items():
             value, old = op.outputs[output], op.inputs[taken]
             if old in self.versions:
                 self.versions.add(value)

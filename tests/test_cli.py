@@ -147,7 +147,8 @@ def test_bfloat16_is_faster_and_smaller_than_float32(capsys):
 def test_adam_keeps_two_moments_per_parameter_and_sgd_none(capsys):
     command = ["mlp:layers=4,width=1024", "--batch", 8]
     adam, sgd = simulate(capsys, *command), simulate(capsys, *command, "--optimizer", "sgd")
-    assert simulate(capsys, *command, "--optimizer", "adam") == adam
+    asked = simulate(capsys, *command, "--optimizer", "adam")
+    assert asked == adam.replace("assumed: kernels eager, optimizer adam", "assumed: kernels eager")
     assert "parameters 16.00 MiB, state 32.00 MiB" in adam
     assert "parameters 16.00 MiB" in sgd and "state" not in sgd
     assert "\nAdamOptimizer " in adam and "\nSGDOptimizer " in sgd
@@ -207,7 +208,7 @@ def test_show_prints_the_precision_it_is_given(capsys):
 
 def test_attention_is_one_kernel_in_half_precision_unless_asked_otherwise(capsys):
     command = ["gpt:layers=2,hidden=64,heads=4,seq=256,vocab=64", "--batch", 8]
-    half = [*command, "--dtype", "bfloat16"]
+    half = [*command, "--precision", "bf16"]
     flash, note = simulate(capsys, *half), "note: attention: 2 as one kernel each (flash)\n"
     assert note in flash and flash == simulate(capsys, *half, "--attention", "flash")
     math, single = simulate(capsys, *half, "--attention", "math"), simulate(capsys, *command)
@@ -245,3 +246,26 @@ def test_clusters_lists_the_presets_and_describes_one(capsys):
     assert out.startswith("dgx-a100: ") and "(3 x 8 " in out.splitlines()[0]
     assert "device.throughput" in out and "levels.infiniband.bandwidth" in out
     assert all(len(line.split()) >= 4 for line in out.splitlines()), "a figure, its unit and its source"
+
+
+def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
+    command = ["gpt:layers=4,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8]
+    out = simulate(capsys, *command, "--stack", "torchtitan", "--clip", 2)
+    assert "remat=every_early:2" in out.splitlines()[0]
+    assert "note: assumed: precision fsdp2, attention flash, kernels eager, optimizer adamw\n" in out
+    own = ["--precision", "bf16", "--kernels", "compiled", "--plan", "dp=1,remat=none"]
+    own = simulate(capsys, *command, "--stack", "megatron", *own)
+    assert "note: assumed: attention flash, optimizer adamw, clip 1.0\n" in own
+    assert "remat" not in own.splitlines()[0] and "note: precision bf16:" in own
+    times = [step_time(simulate(capsys, *command, "--kernels", name)) for name in ("ops", "eager", "compiled")]
+    assert times[0] > times[1] > times[2]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "choices"),
+    [("--stack", "jax", "plain, megatron"), ("--kernels", "triton", "ops, eager, fused, compiled")],
+)
+def test_an_unknown_stack_or_kernels_are_refused(capsys, option, value, choices):
+    assert main(["simulate", GPT, "--cluster", "dgx-a100", option, value]) == 2
+    err = capsys.readouterr().err
+    assert f"{value!r}" in err and choices in err

@@ -9,6 +9,7 @@ from typing import Any
 from distsim.errors import PlanError
 from distsim.importer import load_model
 from distsim.ir import DType, Float32, Function, Tensor
+from distsim.ir.joint import brings_backward
 from distsim.plan import Plan
 from distsim.report.progress import Progress
 from distsim.stacks import STACKS, stack_named
@@ -26,7 +27,6 @@ from distsim.transforms.autodiff.precision import POLICIES, Precision, precision
 from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.kernels.attention import ATTENTIONS, default_attention, set_attention
 from distsim.transforms.kernels.policies import KERNELS, Kernels, kernels_named
-from distsim.transforms.sharding.roles import brings_backward
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -170,9 +170,9 @@ def training_step(options: argparse.Namespace, progress: Progress) -> tuple[Func
         raise PlanError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
     function = _logical_model(options, choices, progress)
     if brings_backward(function):
-        given = [f"--{name}" for name in BROUGHT if getattr(options, name)]
-        if given:
-            raise PlanError(f"{function.name} brings its own backward pass: no {', '.join(given)}")
+        if any(getattr(options, name) for name in BROUGHT):
+            refused = ", ".join(f"--{name}" for name in BROUGHT)
+            raise PlanError(f"{function.name} brings its own backward pass: no {refused}")
         return function, replace(choices, assumed=())
     keep = options.keep or ()
     function = progress.run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distsim.cache import Cache
-from distsim.ir import Function, Value
+from distsim.ir import Function, Op, Value
 from distsim.ops.operator import operator
 
 
@@ -16,11 +16,17 @@ def replacements(function: Function) -> dict[Value, Value]:
     """
     found: dict[Value, Value] = {}
     for op in function.ops:
-        places = replaced_inputs(op.callee) if op.is_call else operator(op.op_type).in_place
-        for output, taken in places.items():
-            if output < len(op.outputs):  # an optimizer may have no master copy
-                found[op.outputs[output]] = op.inputs[taken]
+        for output, taken in replaced_by(op).items():
+            found[op.outputs[output]] = op.inputs[taken]
     return found
+
+
+def replaced_by(op: Op) -> Mapping[int, int]:
+    """Return for each output of an op that is a new value of an input the place of that input."""
+    if op.is_call:
+        return replaced_inputs(op.callee)
+    places = operator(op.op_type).in_place
+    return {output: place for output, place in places.items() if output < len(op.outputs)}
 
 
 def replaced_inputs(function: Function) -> Mapping[int, int]:

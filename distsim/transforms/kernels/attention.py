@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from distsim.errors import PlanError
 from distsim.ir import DType, Environment, Function, Op, all_ops, rewrite, trim
+from distsim.ir.joint import brings_backward
 from distsim.ops.attention_options import ATTENTION_FORMALS, ATTENTIONS, AttentionOptions
 from distsim.ops.places import places, shape_of
 from distsim.ops.written_attention import write_attention
 from distsim.transforms.kernels.fused_attention import OpWriter, as_options, fused_attention, joined
 from distsim.transforms.kernels.known import FunctionScope, scopes_of
 from distsim.transforms.kernels.recognition import NoAttentionError, attention_around
-from distsim.transforms.sharding.roles import brings_backward
 
 Changes = dict[Op, tuple[Op, ...]]
 """What stands for an op."""
