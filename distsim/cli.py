@@ -1,4 +1,4 @@
-"""The command line: ``distsim simulate``, ``show``, ``schedule`` and ``clusters``."""
+"""The command line: ``distsim simulate``, ``show``, ``schedule``, ``models`` and ``clusters``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EPILOG = """exit status:
 
 examples:
   distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --bind seq=1024
-  distsim simulate mlp:layers=16,width=8192 --cluster dgx-2 --plan dp=16 --batch 8192
+  distsim simulate llama3-8b --cluster dgx-h100 --plan tp=8,microbatches=8 --batch 8 --seq 4096
   distsim show gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100 --batch 8 --cluster dgx-a100 --plan tp=2,pp=2
 """
 
@@ -25,6 +25,11 @@ SCHEDULE_EPILOG = """examples:
   distsim schedule interleaved --stages 4 --chunks 2 --microbatches 8 --plot schedule.png --csv schedule.csv
   distsim schedule zb_h1 --stages 8 --microbatches 24 --forward 18.5 --backward-weight 9.3 --send 0.6
   distsim schedule --schedule-csv table.csv
+"""
+
+MODELS_EPILOG = """examples:
+  distsim models
+  distsim models llama3-8b mixtral-8x7b:layers=4 path/config.json --json
 """
 
 
@@ -39,6 +44,7 @@ COMMANDS = {
     "simulate": Command("simulate one training step", EPILOG),
     "show": Command("print the function, also after a transform"),
     "schedule": Command("print and draw a pipeline schedule", SCHEDULE_EPILOG),
+    "models": Command("list the models that have a name, or count the parameters of some", MODELS_EPILOG),
     "clusters": Command("list the presets, or the figures of one"),
 }
 

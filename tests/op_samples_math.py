@@ -168,6 +168,8 @@ CHANNEL_NORMS: tuple[Sample, ...] = (
 )
 
 DRAWN: tuple[Sample, ...] = (
+    sample("Attention", (2, 4, 6, 4), (2, 2, 6, 4), (2, 2, 6, 4), unused=(1,), dropout=0.3, seed=3),
+    sample("Attention", *((2, 2, 6, 4),) * 3, (6, 6), unused=(1,), dropout=0.3, softcap=2.0, is_causal=1),
     sample("Dropout", (4, 6), ratio=0.3, training_mode=np.array(True), seed=3),
     sample("Dropout", (4, 6), ratio=0.3, training_mode=np.array(True), seed=3, outputs=2),
     sample("Dropout", (4, 6), np.array(0.3), np.array(True), seed=3, refused=(1,)),
@@ -254,6 +256,35 @@ NORMALIZATION: tuple[Sample, ...] = (
     sample("RMSNormalization", (2, 4, 6), (4, 6), axis=1, version=23),
 )
 
+_QKV = ((2, 4, 6, 4), (2, 4, 6, 4), (2, 4, 6, 4))
+_GROUPED = ((2, 4, 6, 4), (2, 2, 8, 4), (2, 2, 8, 6))
+_SEEN = np.tril(np.ones((6, 8), bool), 3) & (normal(2, 1, 6, 8, seed=9) > -1.5)
+_SEEN[:, :, :, 0] = True
+ATTENTION: tuple[Sample, ...] = (
+    sample("Attention", *_QKV, unused=(1,)),
+    sample("Attention", *_QKV, unused=(1,), is_causal=1, scale=0.3),
+    sample("Attention", *_QKV, unused=(1,), is_causal=1, window=2, softcap=1.5),
+    sample("Attention", *_QKV, unused=(1,), window=3),
+    sample("Attention", *_GROUPED, unused=(1,)),
+    sample("Attention", *_GROUPED, unused=(1,), is_causal=1),
+    sample("Attention", (2, 4, 6, 4), (2, 1, 6, 4), (2, 1, 6, 4), unused=(1,), softcap=2.0),
+    sample("Attention", (2, 8, 6, 4), (2, 2, 8, 4), (2, 2, 8, 2), _SEEN, unused=(1,)),
+    sample("Attention", *_GROUPED, normal(6, 8, seed=5), unused=(1,), softcap=2.0),
+    sample("Attention", *_GROUPED, normal(4, 1, 8, seed=5), unused=(1,), is_causal=1),
+    sample("Attention", *_QKV, normal(2, 1, 1, 6, seed=5), unused=(1,)),
+    sample("Attention", *_QKV, unused=(1,), attn_mask=np.array(0.5)),
+    sample("Attention", *_QKV, np.zeros((6, 6), bool), unused=(1,)),  # nothing is seen
+)
+_TURNS = normal(2, 6, 2, seed=1)
+ROTARY: tuple[Sample, ...] = (
+    sample("RotaryEmbedding", (2, 4, 6, 4), _TURNS, _TURNS + 1, refused=(1, 2)),
+    sample("RotaryEmbedding", (2, 4, 6, 4), _TURNS[:1], _TURNS[:1] + 1, refused=(1, 2), interleaved=1),
+    sample(
+        "RotaryEmbedding", (2, 6, 4, 6), _TURNS, _TURNS, refused=(1, 2), rotary_embedding_dim=4, seq_axis=1
+    ),
+    sample("RotaryEmbedding", (2, 4, 6, 4), (8, 2), (8, 2), integers(2, 6, high=8), refused=(1, 2)),
+)
+
 _LOGITS = normal(2, 4, 6)
 LOSS: tuple[Sample, ...] = (
     sample("Loss", (4, 6), (4, 6), N=4),
@@ -275,6 +306,8 @@ SAMPLES: tuple[Sample, ...] = (
     *REDUCTION,
     *SOFTMAX,
     *NORMALIZATION,
+    *ATTENTION,
+    *ROTARY,
     *CHANNEL_NORMS,
     *LOSS,
 )

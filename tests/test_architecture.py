@@ -95,7 +95,7 @@ PUBLIC_NAMES = {
         "Op",
     ],
     "distsim.ir.type": ["Bool", "Float", "Int64", "Tensor"],
-    "distsim.importer": ["import_from_onnx", "parse_tensor_from_file"],
+    "distsim.importer": ["import_from_hf", "import_from_onnx", "model_names", "parse_tensor_from_file"],
     "distsim.executor": ["Disturbances", "Explanation", "SequentialExecutor", "Simulator", "infer_types"],
     "distsim.executor.cost_model": ["CostModel"],
     "distsim.transforms": [

@@ -203,6 +203,18 @@ def test_show_prints_the_dtype_it_is_given(capsys):
     assert "x: bf16[4, 8]" in out and "f32" not in out
 
 
+def test_attention_is_one_kernel_in_half_precision_unless_asked_otherwise(capsys):
+    command = ["gpt:layers=2,hidden=64,heads=4,seq=256,vocab=64", "--batch", 8]
+    half = [*command, "--dtype", "bfloat16"]
+    flash, note = simulate(capsys, *half), "note: attention: 2 as one kernel each (flash)\n"
+    assert note in flash and flash == simulate(capsys, *half, "--attention", "flash")
+    math, single = simulate(capsys, *half, "--attention", "math"), simulate(capsys, *command)
+    for text in (math, single):
+        assert "note: attention: as the model writes it (math)\n" in text
+    assert note in simulate(capsys, *command, "--attention", "flash")
+    assert step_time(flash) < step_time(math) and peak_memory(flash) < 0.7 * peak_memory(math)
+
+
 def test_show_training_adds_the_backward_pass_and_the_optimizer(capsys):
     out, _ = run(capsys, "show", ONNX_MLP, "--training", "--optimizer", "sgd", "--loss", "mse")
     assert out.startswith("function mlp_training(\n  input: f32[32, 1024],\n")

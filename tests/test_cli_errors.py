@@ -82,6 +82,7 @@ BAD = {
     "unknown loss": ((SMALL, "--cluster", "dgx-2", "--loss", "l1"), "'l1'", "cross_entropy"),
     "loss of a loss": ((SMALL, "--cluster", "dgx-2", "--loss", "mse"), "mse", "f32[]"),
     "unknown optimizer": ((SMALL, "--cluster", "dgx-2", "--optimizer", "lion"), "'lion'", "adam, sgd"),
+    "unknown attention": ((SMALL, "--cluster", "dgx-2", "--attention", "fast"), "'fast'", "flash, math"),
     "unknown element type": ((SMALL, "--cluster", "dgx-2", "--dtype", "f8"), "'f8'", "bfloat16"),
     "integer training": ((SMALL, "--cluster", "dgx-2", "--dtype", "int64"), "floating-point"),
 }
@@ -188,7 +189,7 @@ def test_the_installed_script_prints_its_help():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: distsim ")
     for expected in (
-        "{simulate,show,schedule,clusters}",
+        "{simulate,show,schedule,models,clusters}",
         "exit status:",
         "examples:",
         "distsim simulate gpt2 --cluster dgx-a100:2",

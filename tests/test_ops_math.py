@@ -27,6 +27,7 @@ from distsim.ir import Attributes, Device, Float32, Float64, FunctionMaker, Mesh
 from distsim.ir.type import BFloat16, DType, Float16
 from distsim.ops import (
     GradientContext,
+    attention,
     batch_norm,
     broadcast,
     choice,
@@ -40,6 +41,7 @@ from distsim.ops import (
     operator,
     reduction,
     registered,
+    rotary,
     sharding_rule,
     softmax,
     work,
@@ -93,8 +95,8 @@ def _narrowed(of: Sample, dtype: DType) -> Sample | None:
 # --- coverage ----------------------------------------------------------------------------------------
 
 MODULES = (
-    *(batch_norm, broadcast, choice, conversion, elementwise, gemm, group_norm, grouped, matmul),
-    *(normalization, reduction, softmax),
+    *(attention, batch_norm, broadcast, choice, conversion, elementwise, gemm, group_norm, grouped, matmul),
+    *(normalization, reduction, rotary, softmax),
 )
 
 

@@ -20,6 +20,7 @@ from distsim.transforms import (
 )
 from distsim.transforms.autodiff.loss import LOSSES
 from distsim.transforms.autodiff.optimizers import OPTIMIZERS
+from distsim.transforms.kernels.attention import ATTENTIONS, default_attention, set_attention
 from distsim.transforms.sharding.roles import brings_backward
 
 
@@ -27,9 +28,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model it is."""
     parser.add_argument(
         "model",
-        help="an .onnx file, gpt2, or a builder with options: mlp:layers=16,width=8192, gpt:..., llama:...",
+        help="a name (see `distsim models`) or a Hugging Face config.json, maybe with options as in "
+        "llama3-8b:layers=4, an .onnx file, or a builder: mlp:layers=16,width=8192, gpt:..., llama:...",
     )
     parser.add_argument("--batch", type=int, help="global batch: samples per step")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence, as --bind seq=TOKENS")
     parser.add_argument(
         "--bind",
         action="append",
@@ -51,6 +54,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
     parser.add_argument("--optimizer", help=f"{' or '.join(sorted(OPTIMIZERS))} (default adam)")
     parser.add_argument(
+        "--attention",
+        help=f"{' or '.join(ATTENTIONS)}: one kernel each, or op by op (default flash for 16 bits and fewer)",
+    )
+    parser.add_argument(
         "--dtype",
         default="float32",
         help="what float32 tensors become, e.g. bfloat16: parameters and optimizer state too, without a "
@@ -63,9 +70,10 @@ def _forward(options: argparse.Namespace) -> Function:
     dtype = dtype_named(options.dtype)
     if not dtype.is_floating:
         raise PlanError(f"--dtype {options.dtype}: float32 tensors can become a floating-point type only")
-    bindings = ",".join(filter(None, options.bind))
+    seq = [] if options.seq is None else [f"seq={options.seq}"]
+    bindings = ",".join(filter(None, [*options.bind, *seq]))
     function = load_model(options.model, options.batch, bindings, patterns)
-    return set_precision(function, dtype)
+    return set_attention(set_precision(function, dtype), options.attention or default_attention(dtype))
 
 
 def read_model(options: argparse.Namespace, progress: Progress) -> Function:

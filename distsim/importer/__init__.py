@@ -1,7 +1,15 @@
-"""Reading models from files: ONNX."""
+"""Reading models from files: ONNX, and the configurations of Hugging Face."""
 
+from distsim.importer.decoders import import_from_hf, model_names
 from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
 from distsim.importer.source import load_model
 from distsim.importer.tensors import parse_tensor_from_file
 
-__all__ = ["import_from_onnx", "load_model", "parse_tensor_from_file", "symbolic_dimensions"]
+__all__ = [
+    "import_from_hf",
+    "import_from_onnx",
+    "load_model",
+    "model_names",
+    "parse_tensor_from_file",
+    "symbolic_dimensions",
+]

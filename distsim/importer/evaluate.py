@@ -22,6 +22,7 @@ from distsim.importer.folding import (
     shape_constant,
     without_repeats,
 )
+from distsim.importer.fused import FUSED, add_fused, house_attributes
 from distsim.importer.limits import FOLD_ELEMENTS, MAX_NAMES
 from distsim.importer.nodes import (
     FunctionKey,
@@ -169,6 +170,8 @@ class PartialEvaluator:
             check_legacy(inputs, attributes["axis"])
         if op_type == "PRelu" and opset < 7:
             inputs = self._with_slope_per_channel(inputs)
+        if op_type in FUSED:
+            return self._fused(node, op_type, inputs, attributes, scope)
         try:
             return self._apply(node, op_type, house_version(op_type, opset), inputs, attributes, scope)
         except TypeRuleError as error:
@@ -228,6 +231,29 @@ class PartialEvaluator:
         for name, entry in zip(node.output, made, strict=False):
             if name:
                 scope.define(name, entry)
+
+    def _fused(
+        self,
+        node: Any,
+        op_type: str,
+        inputs: Sequence[Entry | None],
+        attributes: dict[str, Any],
+        scope: Scope,
+    ) -> None:
+        read = [name in scope.used for name in node.output]
+        house = house_attributes(op_type, attributes, inputs, read)
+        if house is None:
+            body = function_body(node, op_type, scope.opsets.get("", 0), inputs)
+            return self._call(body, node, scope)
+        entries = [entry for entry in self._folder.shrink(op_type, inputs) if entry is not None]
+        given = [name for name in node.input if name]
+        values = [self.value_of(e, scope.name(n)) for e, n in zip(entries, given, strict=True)]
+        names = (op_name(node, scope.prefix), scope.name(node.output[0]))
+        made = add_fused(self.maker, op_type, values, house, attributes, names)
+        for name, value in zip(node.output, made, strict=False):
+            check_size(as_tensor(value.type, value.name))
+            if name:
+                scope.define(name, value)
 
     def _with_slope_per_channel(self, inputs: Sequence[Entry | None]) -> Sequence[Entry | None]:
         """Return the operands of a PRelu with its slopes along the channels, as before operator set 7.
@@ -356,6 +382,6 @@ class PartialEvaluator:
         if len(node.output) > len(outputs):
             raise ImportModelError(f"has {len(node.output)} outputs, its body makes {len(outputs)}")
         for formal, name in zip(outputs, node.output, strict=False):
-            entry = inner.get(formal)
-            if name and entry is not None:
+            entry = inner.get(formal) if name else None  # a body need not make what nobody asks for
+            if entry is not None:
                 scope.define(name, entry)

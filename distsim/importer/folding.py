@@ -109,7 +109,7 @@ class Folder:
         less memory and does not tie the function to its batch.
         """
         values = [as_tensor(entry.type, entry.name).shape for entry in inputs if isinstance(entry, Value)]
-        if op_type not in _ELEMENTWISE or not values:
+        if op_type not in (*_ELEMENTWISE, "Attention") or not values:
             return inputs
         made: list[Entry | None] = []
         for entry in inputs:

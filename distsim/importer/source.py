@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from importlib.resources import as_file, files
 from typing import Any
 
 from distsim.errors import ImportModelError
+from distsim.importer.decoders import did_you_mean, load_decoder, model_names
+from distsim.importer.decoders.options import read_decimal, read_number, split_options
 from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
 from distsim.ir import Function
 from distsim.ir.type import dtype_named
@@ -22,7 +23,6 @@ BUILDERS: dict[str, Callable[..., Function]] = {
     "deepseek": deepseek,
 }
 BUNDLED = ("gpt2",)
-MAX_SIZE = 2**31
 
 
 def load_model(
@@ -30,26 +30,33 @@ def load_model(
 ) -> Function:
     """Return the forward function of a model.
 
-    ``source``: the path of an ``.onnx`` file; ``gpt2``, the export that comes with distsim; or a
-    builder with its options, ``mlp:layers=16,width=8192``. ``batch`` binds the symbolic dimension of
-    that name (of an export) or the builder's option; ``bindings`` (``seq=128,...``) binds others.
-    ``parameters`` are patterns of graph inputs that are parameters.
+    ``source``: the path of an ``.onnx`` file; ``gpt2``, the export that comes with distsim; the name of a
+    published model or the path of a Hugging Face ``config.json``, either with options that override its
+    fields (``llama3-8b:layers=4``); or a builder with its options, ``mlp:layers=16,width=8192``. ``batch``
+    binds the symbolic dimension of that name (of an export), the batch of a named model or the builder's
+    option; ``bindings`` (``seq=128,...``) binds others. ``parameters`` are patterns of graph inputs that are
+    parameters.
     """
     sizes = _pairs(bindings, "the sizes to bind")
     name, _, options = source.partition(":")
     if name in BUILDERS:
-        if sizes or parameters:
+        if parameters or sizes.keys() - ({"seq"} & inspect.signature(BUILDERS[name]).parameters.keys()):
             raise ImportModelError(
                 f"{source}: a builder takes its sizes as options, {name}:option=number,..."
             )
-        return _build(name, options, batch)
+        return _build(name, options, batch, sizes)
     if source in BUNDLED:
         with as_file(files("distsim.models") / "data" / f"{source}.onnx") as path:
             return _import(path, batch, sizes, parameters)
-    if not source.endswith(".onnx"):
+    if name.endswith(".onnx") or source.endswith(".onnx"):
+        return _import(source, batch, sizes, parameters)
+    if not source.partition(".json")[1] and name not in model_names():
         known = ", ".join([*BUNDLED, *(f"{builder}:..." for builder in BUILDERS)])
-        raise ImportModelError(f"model {source!r} is not an .onnx file nor one of {known}")
-    return _import(source, batch, sizes, parameters)
+        raise ImportModelError(
+            f"model {source!r} is not an .onnx file, a config.json, one of {known} nor a name that "
+            f"`distsim models` lists{did_you_mean(name, [*model_names(), *BUILDERS])}"
+        )
+    return load_decoder(source, batch, sizes, parameters)
 
 
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:
@@ -66,7 +73,7 @@ def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Seq
     return import_from_onnx(path, parameters=tuple(parameters), bindings=sizes)
 
 
-def _build(name: str, options: str, batch: int | None) -> Function:
+def _build(name: str, options: str, batch: int | None, sizes: dict[str, int]) -> Function:
     builder = BUILDERS[name]
     known = {
         key: _READERS[str(parameter.annotation)]
@@ -74,51 +81,26 @@ def _build(name: str, options: str, batch: int | None) -> Function:
         if str(parameter.annotation) in _READERS
     }
     given: dict[str, Any] = {}
-    for key, text in _split(options, name).items():
+    for key, text in split_options(options, name).items():
         if key not in known:
             raise ImportModelError(f"{name} has no option {key!r}; it has {', '.join(known)}")
         given[key] = known[key](key, text)
+    for key, size in sizes.items():
+        if given.setdefault(key, size) != size:
+            raise ImportModelError(f"{key} is given twice, {given[key]} and {size}; give it once")
     if batch is not None:
-        given["batch"] = _number("batch", str(batch))
+        given["batch"] = read_number("batch", str(batch))
     return builder(**given)
 
 
 def _pairs(text: str, what: str) -> dict[str, int]:
-    return {key: _number(key, value) for key, value in _split(text, what).items()}
-
-
-def _split(text: str, what: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for item in text.split(",") if text else ():
-        key, equals, value = item.partition("=")
-        key = key.strip()
-        if not equals or not key:
-            raise ImportModelError(f"{what}: {item!r} must be name=number")
-        if found.setdefault(key, value.strip()) != value.strip():
-            raise ImportModelError(f"{what}: {item!r} after {key}={found[key]}; give {key} once")
-    return found
-
-
-def _number(key: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 12 or not 1 <= int(text) <= MAX_SIZE:
-        raise ImportModelError(f"{key}={text} must be a whole number from 1 to {MAX_SIZE}")
-    return int(text)
-
-
-def _decimal(key: str, text: str) -> float:
-    if (
-        len(text) > 12
-        or not re.fullmatch(r"[0-9]+(\.[0-9]+)?", text, re.ASCII)
-        or not 0 < float(text) <= MAX_SIZE
-    ):
-        raise ImportModelError(f"{key}={text} must be a positive decimal number of at most {MAX_SIZE}")
-    return float(text)
+    return {key: read_number(key, value) for key, value in split_options(text, what).items()}
 
 
 _READERS: dict[str, Callable[[str, str], Any]] = {
-    "int": _number,
-    "int | None": _number,
-    "float | None": _decimal,
+    "int": read_number,
+    "int | None": read_number,
+    "float | None": read_decimal,
     "DType": lambda key, text: dtype_named(text),
 }
 """How the text of a builder's option is read, by the annotation of its parameter; others are for Python."""

@@ -1,147 +1,182 @@
-"""What decoders in the manner of Llama share: embedding, tables, layers as Calls, norm, output head, loss."""
+"""The one builder of decoder-only transformers: embedding, layers as Calls, norm, output head, loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
 
-from distsim.ir import DType, Function, FunctionMaker, Int64, Literal, Role, Tensor, Value
+from distsim.errors import PlanError
+from distsim.ir import DType, Float32, Function, Int64, Literal, Mesh, Tensor, Value
 from distsim.ir.type import as_tensor
+from distsim.models.decoder_sizes import DecoderSizes
+from distsim.models.mixture import mixture
+from distsim.models.parts.attention import GroupedHeads, grouped_attention, latent_attention
+from distsim.models.parts.feed_forward import feed_forward
+from distsim.models.parts.layer_maker import LayerMaker, PartMaker
+from distsim.models.routing import Loads, Routing
+from distsim.ops.attention_options import ATTENTIONS, AttentionOptions
 
 THETA = 500_000.0
-"""The base of the rotary frequencies (Grattafiori et al. 2024, table 3)."""
+"""The base of the rotary frequencies of Llama 3 (Grattafiori et al. 2024, table 3)."""
 
-Tables = tuple[Value, Value, Value]
-"""Cosine and sine [seq, rotary] of the angles of the positions, and the causal mask [seq, seq]."""
+MASKED = -1e4
+"""What is added to the scores of tokens that are not seen: small enough in float16 too."""
 
 
-class LayerMaker:
-    """Adds the ops of one layer of [batch, seq, hidden] to a maker; parameters are named as they come.
+@dataclass(frozen=True)
+class _Kind:
+    """What tells one layer from another: its window (0: none) and its load of experts (None: dense)."""
 
-    ``x`` is the layer's input; ``tables`` are those of the decoder, for heads that turn ``rotary`` of
-    their dimensions.
+    window: int
+    load: Routing | None
+
+
+def decoder(
+    sizes: DecoderSizes,
+    batch: int,
+    seq: int,
+    dtype: DType = Float32(),  # noqa: B008
+    loads: Loads = Loads(),  # noqa: B008
+    mesh: Mesh | None = None,
+    name: str = "decoder",
+    attention: str = "flash",
+) -> Function:
+    """Return a decoder with a cross-entropy loss.
+
+    Inputs: ``tokens`` and ``labels`` [batch, seq] and the parameters; output: the mean loss over the
+    positions. Layers that are alike are Calls of one callee; layers of experts are alike where their
+    ``loads`` are. On a ``mesh`` with an axis ``ep`` the function is that of its ranks: ``batch`` is local,
+    each rank has its part of the experts, and gradients of what all ranks have are those of the rank's own
+    sequences. ``attention``: ``flash``, one op, or ``math``, written out with a mask that all layers share.
+    Raises :class:`PlanError` for sequences or loads that the sizes do not allow.
     """
-
-    def __init__(self, name: str, x_type: Tensor, rotary: int) -> None:
-        self.maker = FunctionMaker(name)
-        self.x_type = x_type
-        self.batch, self.seq, self.hidden = x_type.shape
-        self.x = self.maker.add_input_value("x", x_type)
-        cos, sin = (self._table(name, self.seq, rotary) for name in ("cos", "sin"))
-        self.tables: Tables = (cos, sin, self._table("causal", self.seq, self.seq))
-
-    def _table(self, name: str, *shape: int) -> Value:
-        return self.maker.add_input_value(name, self.x_type.with_shape(shape))
-
-    def __call__(self, op_type: str, *inputs: Value, name: str = "", **attributes: object) -> Value:
-        """Add an op with one output, called ``name`` if given."""
-        return self.maker.add(op_type, inputs, attributes, output_names=[name] if name else None)[0]
-
-    def parameter(self, name: str, *shape: int) -> Value:
-        """A parameter of the layer, of its element type."""
-        return self.maker.add_input_value(name, self.x_type.with_shape(shape), Role.PARAMETER)
-
-    def linear(self, source: Value, name: str, width_in: int, width_out: int) -> Value:
-        """Multiply by a weight of the layer, without a bias."""
-        return self("MatMul", source, self.parameter(f"{name}.w", width_in, width_out), name=name)
-
-    def norm(self, source: Value, name: str, width: int) -> Value:
-        """RMSNorm over the last dimension, of size ``width`` (Zhang and Sennrich 2019)."""
-        return self("RMSNormalization", source, self.parameter(f"{name}.scale", width), name=name, axis=-1)
-
-    def rotated(self, source: Value) -> Value:
-        """Turn each pair (i, i + half) of the last dimension by its position's angle (Su et al. 2021)."""
-        cos, sin, _ = self.tables
-        first, second = self.maker.add("Split", [source], {"axis": -1, "num_outputs": 2})
-        turned = self("Concat", self("Neg", second), first, axis=-1)
-        return self("Add", self("Mul", source, cos), self("Mul", turned, sin))
-
-    def weights(self, query: Value, key: Value, size: int) -> Value:
-        """The causal softmax of the products of [..., seq, size] heads, each times 1/sqrt(size)."""
-        rank = len(_shape(key))
-        swapped = (*range(rank - 2), rank - 1, rank - 2)
-        scores = self("MatMul", query, self("Transpose", key, perm=swapped), name="scores")
-        scaled = self("Mul", scores, name="scaled", B=1.0 / float(np.sqrt(size)))
-        masked = self("Add", scaled, self.tables[2], name="masked")
-        return self("Softmax", masked, name="probabilities", axis=-1)
-
-    def swiglu(self, source: Value, ffn: int, prefix: str = "") -> Value:
-        """The SwiGLU feed-forward of width ``ffn`` (Shazeer 2020)."""
-        gate = self("Swish", self.linear(source, f"{prefix}gate", self.hidden, ffn), name=f"{prefix}swish")
-        up = self.linear(source, f"{prefix}up", self.hidden, ffn)
-        return self.linear(self("Mul", gate, up, name=f"{prefix}gated"), f"{prefix}down", ffn, self.hidden)
-
-    def finish(self, output: Value) -> Function:
-        """Return the layer."""
-        self.maker.set_outputs([output])
-        return self.maker.finalize()
+    sizes.check_input(batch, seq)
+    if attention not in ATTENTIONS:
+        raise PlanError(f"attention={attention!r} is not one of {', '.join(ATTENTIONS)}")
+    top = PartMaker(name, Tensor(dtype, (batch, seq, sizes.hidden), mesh))
+    tokens, labels = (
+        top.maker.add_input_value(data, Tensor(Int64(), (batch, seq), mesh)) for data in ("tokens", "labels")
+    )
+    table = top.parameter(sizes.names.embed, sizes.vocab, sizes.hidden)
+    x = _embedded(top, sizes, table, tokens)
+    kinds = _kinds(sizes, seq, loads)
+    made = {kind: _layer(sizes, top.like, kind, attention == "math") for kind in dict.fromkeys(kinds)}
+    rotations = _rotations(top, sizes.rotary, sizes.positions.theta) if sizes.rotary else {}
+    windows = dict.fromkeys(kind.window for kind in kinds) if attention == "math" else ()
+    masks = {window: {"causal": _mask(top, window)} for window in windows}
+    for index, kind in enumerate(kinds):
+        layer = made[kind]
+        tables = rotations | masks.get(kind.window, {})
+        own = [top.parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
+        inputs = [x, *tables.values(), *own]
+        x = top.maker.add("Call", inputs, None, (layer,), [f"x{index}"], None, f"h{index}")[0]
+    x = top.norm(x, sizes.names.final, sizes.hidden, sizes.norm, "final")
+    logits = top.capped(_logits(top, sizes, x, table), sizes.softcap, "capped_logits")
+    return top.finish(top("CrossEntropyLoss", logits, labels, name="loss", N=batch * seq))
 
 
-def decoder(name: str, layers: Sequence[Function], vocab: int, rotary: int) -> Function:
-    """Return a decoder with a cross-entropy loss: embedding, ``layers`` as Calls, RMSNorm and output head.
+def _embedded(top: PartMaker, sizes: DecoderSizes, table: Value, tokens: Value) -> Value:
+    """Return [batch, seq, hidden]: the embedding of the tokens, with learned positions if there are any."""
+    _, seq, hidden = top.like.shape
+    x = top("Gather", table, tokens, name="embedded", axis=0)
+    if sizes.embedding_scale is not None:
+        x = top("Mul", x, name="scaled", B=sizes.embedding_scale)
+    if sizes.positions.learned:
+        places = top.parameter(sizes.names.positions, sizes.positions.context, hidden)
+        if seq < sizes.positions.context:
+            places = top("Slice", places, name="places", starts=(0,), ends=(seq,), axes=(0,))
+        x = top("Add", x, places, name="x")
+    return top.dropped(x, sizes.dropout.embedding, "kept")
 
-    Each layer takes x [batch, seq, hidden], the :data:`Tables` for ``rotary`` dimensions and its own
-    parameters, and returns its x; equal layers should be one Function. Where the layers are typed for a
-    mesh, so is the decoder.
-    """
-    x_type = as_tensor(layers[0].inputs[0].type, "x")
-    batch, seq, hidden = x_type.shape
-    dtype, device = x_type.dtype, x_type.device
-    maker = FunctionMaker(name)
 
-    def parameter(label: str, *shape: int) -> Value:
-        return maker.add_input_value(label, Tensor(dtype, shape, device), Role.PARAMETER)
+def _logits(top: PartMaker, sizes: DecoderSizes, x: Value, table: Value) -> Value:
+    if sizes.tied:
+        return top("MatMul", x, top("Transpose", table, perm=(1, 0)), name="logits")
+    return top("MatMul", x, top.parameter("head", sizes.hidden, sizes.vocab), name="logits")
 
-    tokens = maker.add_input_value("tokens", Tensor(Int64(), (batch, seq), device))
-    labels = maker.add_input_value("labels", Tensor(Int64(), (batch, seq), device))
-    x = maker.add("Gather", [parameter("embed", vocab, hidden), tokens], {"axis": 0}, output_names=["x"])[0]
-    tables = (*_rotations(maker, seq, rotary, dtype, device), _future(maker, seq, dtype, device))
-    for index, layer in enumerate(layers):
-        own = [parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
-        x = maker.add("Call", [x, *tables, *own], None, (layer,), [f"x{index}"], None, f"h{index}")[0]
-    normed = [x, parameter("norm.scale", hidden)]
-    x = maker.add("RMSNormalization", normed, {"axis": -1}, output_names=["final"])[0]
-    logits = maker.add("MatMul", [x, parameter("head", hidden, vocab)], output_names=["logits"])[0]
-    loss = maker.add("CrossEntropyLoss", [logits, labels], {"N": batch * seq}, output_names=["loss"])
-    maker.set_outputs(loss)
-    return maker.finalize()
+
+def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_Kind]:
+    """Return what each layer is. A window of the whole sequence is none."""
+    with_experts = [index for index in range(sizes.layers) if sizes.has_experts(index)]
+    found: dict[int, Routing] = {}
+    if sizes.experts is not None:
+        drawn = loads.of_layers(sizes.experts.experts, sizes.experts.top_k, len(with_experts), seq)
+        found = dict(zip(with_experts, drawn, strict=True))
+    windows = [sizes.attention.window_of(index) for index in range(sizes.layers)]
+    return [_Kind(w if w < seq else 0, found.get(index)) for index, w in enumerate(windows)]
+
+
+def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _Kind, masked: bool) -> Function:
+    """Return a layer: two branches, each of a norm and attention or feed-forward, added to what came in."""
+    names = sizes.names
+    name = names.dense_layer if kind.load is None else names.expert_layer
+    layer = LayerMaker(name, x_type, sizes.rotary, masked)
+    normed = layer.norm(layer.x, names.norm1, sizes.hidden, sizes.norm)
+    x = _added(layer, sizes, layer.x, _attention(layer, sizes, normed, kind.window), 1)
+    normed = layer.norm(x, names.norm2, sizes.hidden, sizes.norm)
+    if kind.load is None or sizes.experts is None:
+        made = feed_forward(layer, normed, sizes.feed_forward, (names.gate, names.up, names.down))
+    else:
+        made = mixture(layer, normed, sizes.experts, kind.load)
+    return layer.finish(_added(layer, sizes, x, made, 2))
+
+
+def _attention(layer: LayerMaker, sizes: DecoderSizes, source: Value, window: int) -> Value:
+    heads, out = sizes.attention, sizes.names.out
+    rate = sizes.dropout.attention
+    if isinstance(heads, GroupedHeads):
+        options = AttentionOptions(True, heads.scale, heads.softcap, window or None, rate)
+        return grouped_attention(layer, source, heads, options, sizes.norm, out)
+    return latent_attention(layer, source, heads, AttentionOptions(True, dropout=rate), sizes.norm, out)
+
+
+def _added(layer: LayerMaker, sizes: DecoderSizes, x: Value, branch: Value, index: int) -> Value:
+    """Return x and a branch, added."""
+    if sizes.norm.sandwich:
+        branch = layer.norm(branch, f"norm{index}_out", sizes.hidden, sizes.norm)
+    branch = layer.dropped(branch, sizes.dropout.residual, f"kept{index}")
+    return layer("Add", x, branch, name=f"x{index}")
 
 
 def _shape(value: Value) -> tuple[int, ...]:
     return as_tensor(value.type, value.name).shape
 
 
-def _on(device: object) -> dict[str, object]:
-    return {} if device is None else {"device": device}
+def _on(top: PartMaker) -> dict[str, Any]:
+    return {} if top.like.device is None else {"device": top.like.device}
 
 
-def _rotations(
-    maker: FunctionMaker, seq: int, size: int, dtype: DType, device: object
-) -> tuple[Value, Value]:
-    """Return cosine and sine [seq, size] of the angles: position times THETA^(-2i / size), for both halves.
+def _rotations(top: PartMaker, size: int, theta: float) -> dict[str, Value]:
+    """Return cosine and sine [seq, size] of the angles: position times theta^(-2i / size), for both halves.
 
     Worked out in float32 at least: bfloat16 does not tell positions beyond 256 apart.
     """
+    dtype, seq = top.like.dtype, top.like.shape[1]
     wide = dtype.np if dtype.np.itemsize >= 4 else np.dtype(np.float32)
-    frequencies = THETA ** (-2.0 * np.arange(size // 2) / size)
+    frequencies = theta ** (-2.0 * np.arange(size // 2) / size)
     positions = Literal(np.arange(seq, dtype=wide).reshape(seq, 1))
-    places = maker.add("Constant", (), {"value": positions, **_on(device)}, output_names=["positions"])
-    rates = {"B": Literal(np.concatenate([frequencies, frequencies]).astype(wide))}
-    angles = maker.add("Mul", places, rates, output_names=["angles"])
+    places = top("Constant", name="positions", value=positions, **_on(top))
+    rates = Literal(np.concatenate([frequencies, frequencies]).astype(wide))
+    angles = top("Mul", places, name="angles", B=rates)
 
     def table(op_type: str, name: str) -> Value:
         if wide == dtype.np:
-            return maker.add(op_type, angles, output_names=[name])[0]
+            return top(op_type, angles, name=name)
         number = int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
-        return maker.add("Cast", maker.add(op_type, angles), {"to": number}, output_names=[name])[0]
+        return top("Cast", top(op_type, angles), name=name, to=number)
 
-    return table("Cos", "cos"), table("Sin", "sin")
+    return {"cos": table("Cos", "cos"), "sin": table("Sin", "sin")}
 
 
-def _future(maker: FunctionMaker, seq: int, dtype: DType, device: object) -> Value:
-    """Return the causal mask [seq, seq]: -1e4 above the diagonal."""
-    fill = {"input": (seq, seq), "value": Literal(np.full(1, -1e4, dtype.np)), **_on(device)}
-    future = maker.add("ConstantOfShape", (), fill)
-    return maker.add("Trilu", future, {"k": 1, "upper": 1}, output_names=["causal"])[0]
+def _mask(top: PartMaker, window: int) -> Value:
+    """Return the mask [seq, seq] that hides later tokens, and those that are ``window`` or more before."""
+    seq = top.like.shape[1]
+    fill = Literal(np.full(1, MASKED, top.like.dtype.np))
+    hidden = top("ConstantOfShape", input=(seq, seq), value=fill, **_on(top))
+    if not window:
+        return top("Trilu", hidden, name="causal", k=1, upper=1)
+    later, earlier = (top("Trilu", hidden, k=k, upper=upper) for k, upper in ((1, 1), (-window, 0)))
+    return top("Add", later, earlier, name=f"causal{window}")

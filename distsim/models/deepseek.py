@@ -10,35 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distsim.errors import PlanError
-from distsim.ir import DType, Float32, Function, Mesh, Tensor, Value
-from distsim.models.decoder import LayerMaker, decoder
-from distsim.models.mixture import Mixture, mixture
-from distsim.models.moe import equal_once, layer_routings
-from distsim.models.routing import Routing
+from distsim.ir import DType, Float32, Function, Mesh
+from distsim.models.decoder import THETA, decoder
+from distsim.models.decoder_sizes import MIXED_NAMES, DecoderSizes, ExpertLayers, Positions
+from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import Latent
+from distsim.models.parts.feed_forward import FeedForward
+from distsim.models.routing import Loads, Routing
 from distsim.models.sizes import builder, check_counts, check_sizes
-
-
-@dataclass(frozen=True)
-class Latent:
-    """The sizes of latent attention: heads, ranks of the compressions, and what a head is made of.
-
-    ``q_lora`` 0: queries are not compressed. A head's query and key are ``nope`` dimensions without and
-    ``rope`` with a position, its value ``value`` dimensions.
-    """
-
-    heads: int
-    q_lora: int
-    kv_lora: int
-    nope: int
-    rope: int
-    value: int
-
-    def __post_init__(self) -> None:
-        check_sizes(heads=self.heads, kv_lora=self.kv_lora, nope=self.nope, rope=self.rope, value=self.value)
-        check_counts(q_lora=self.q_lora)
-        if self.rope % 2:
-            raise PlanError(f"rope={self.rope} must be even: positions turn pairs")
 
 
 @dataclass(frozen=True)
@@ -69,14 +48,22 @@ class DeepseekSizes:
         check_counts(experts=self.experts, dense=self.dense)
 
     @property
-    def latent(self) -> Latent:
-        """The sizes of the attention of each layer."""
-        return Latent(self.heads, self.q_lora, self.kv_lora, self.nope, self.rope, self.value)
-
-    @property
-    def mixture(self) -> Mixture:
-        """The sizes of the mixture of a layer of experts."""
-        return Mixture(self.experts, self.top_k, self.expert_ffn, self.shared, "sigmoid", 2.5)
+    def decoder(self) -> DecoderSizes:
+        """The sizes of the decoder, which has no batch and no sequence."""
+        experts = None
+        if self.experts:
+            experts = Mixture(self.experts, self.top_k, self.expert_ffn, self.shared, "sigmoid", 2.5)
+        return DecoderSizes(
+            self.layers,
+            self.hidden,
+            self.vocab,
+            Latent(self.heads, self.q_lora, self.kv_lora, self.nope, self.rope, self.value),
+            FeedForward(self.ffn),
+            experts,
+            ExpertLayers(self.dense),
+            positions=Positions(self.seq, theta=THETA),
+            names=MIXED_NAMES,
+        )
 
 
 @builder(DeepseekSizes)
@@ -103,69 +90,5 @@ def deepseek(
     >>> sum(value.type.size for value in function.parameters)
     2840
     """
-    latent = sizes.latent
-    x_type = Tensor(dtype, (sizes.batch, sizes.seq, sizes.hidden), mesh)
-    plain = min(sizes.layers, sizes.dense) if sizes.experts else sizes.layers
-    made: list[Function] = []
-    if plain:
-        layer = LayerMaker("dense_layer", x_type, latent.rope)
-        x = latent_attention(layer, latent)
-        x = layer("Add", x, layer.swiglu(layer.norm(x, "norm2", sizes.hidden), sizes.ffn), name="x2")
-        made = [layer.finish(x)] * plain
-    if plain < sizes.layers:
-        experts = sizes.mixture
-
-        def layer_of(load: Routing) -> Function:
-            layer = LayerMaker("expert_layer", x_type, latent.rope)
-            x = latent_attention(layer, latent)
-            routed = mixture(layer, layer.norm(x, "norm2", sizes.hidden), experts, load)
-            return layer.finish(layer("Add", x, routed, name="x2"))
-
-        layers = sizes.layers - plain
-        loads = layer_routings(experts, layers, sizes.seq, concentration, capacity, seed, routings)
-        made += equal_once(loads, layer_of)
-    return decoder("deepseek", made, sizes.vocab, latent.rope)
-
-
-def latent_attention(layer: LayerMaker, sizes: Latent) -> Value:
-    """Add RMSNorm, multi-head latent attention and the residual sum, and return the sum.
-
-    Pairs (i, i + rope/2) turn, where the published code turns neighbours: the same up to an order of the
-    weights' columns. The frequencies are not stretched for longer contexts (YaRN).
-    """
-    batch, seq, hidden, heads = layer.batch, layer.seq, layer.hidden, sizes.heads
-    width = sizes.nope + sizes.rope
-    normed = layer.norm(layer.x, "norm1", hidden)
-
-    def split(source: Value, *sizes_of: int) -> tuple[Value, ...]:
-        return layer.maker.add("Split", [source], {"split": sizes_of, "axis": -1})
-
-    def by_head(source: Value, size: int) -> Value:
-        parts = layer("Reshape", source, shape=(batch, seq, heads, size))
-        return layer("Transpose", parts, perm=(0, 2, 1, 3))
-
-    query = normed
-    if sizes.q_lora:
-        query = layer.norm(layer.linear(normed, "q_a", hidden, sizes.q_lora), "q_norm", sizes.q_lora)
-    narrow = sizes.q_lora or hidden
-    plain, turned = split(
-        by_head(layer.linear(query, "q", narrow, heads * width), width), sizes.nope, sizes.rope
-    )
-    query = layer("Concat", plain, layer.rotated(turned), name="query", axis=-1)
-
-    latent, shared = split(
-        layer.linear(normed, "kv_a", hidden, sizes.kv_lora + sizes.rope), sizes.kv_lora, sizes.rope
-    )
-    latent = layer.norm(latent, "kv_norm", sizes.kv_lora)
-    both = sizes.nope + sizes.value
-    plain, value = split(
-        by_head(layer.linear(latent, "kv_b", sizes.kv_lora, heads * both), both), sizes.nope, sizes.value
-    )
-    position = layer.rotated(layer("Unsqueeze", shared, axes=(1,)))
-    position = layer("Expand", position, shape=(batch, heads, seq, sizes.rope))
-    key = layer("Concat", plain, position, name="key", axis=-1)
-
-    mixed = layer("MatMul", layer.weights(query, key, width), value, name="mixed")
-    joined = layer("Transpose", mixed, perm=(0, 2, 1, 3))
-    flat = layer("Reshape", joined, name="attention", shape=(batch, seq, heads * sizes.value))
-    return layer("Add", layer.x, layer.linear(flat, "o", heads * sizes.value, hidden), name="x1")
+    loads = Loads(concentration, capacity, seed, routings)
+    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, mesh, "deepseek", "math")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from distsim.errors import PlanError
-from distsim.ir import DType, Float32, Function, Tensor, Value
-from distsim.models.decoder import LayerMaker, decoder
+from distsim.ir import DType, Float32, Function
+from distsim.models.decoder import THETA, decoder
+from distsim.models.decoder_sizes import DecoderSizes, Positions
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.sizes import builder, check_sizes
 
 
@@ -29,7 +31,18 @@ class LlamaSizes:
 
     def __post_init__(self) -> None:
         check_sizes(**asdict(self))
-        check_heads(self.hidden, self.heads, self.kv_heads)
+
+    @property
+    def decoder(self) -> DecoderSizes:
+        """The sizes of the decoder, which has no batch and no sequence."""
+        return DecoderSizes(
+            self.layers,
+            self.hidden,
+            self.vocab,
+            GroupedHeads(self.heads, self.kv_heads),
+            FeedForward(self.ffn),
+            positions=Positions(self.seq, theta=THETA),
+        )
 
 
 @builder(LlamaSizes)
@@ -39,56 +52,12 @@ def llama(sizes: LlamaSizes, dtype: DType = Float32()) -> Function:  # noqa: B00
     Inputs: ``tokens`` and ``labels`` [batch, seq] and the parameters; output: the mean loss over the
     positions. The layers are Calls of one callee: RMSNorm, causal attention of ``heads`` query heads in
     ``kv_heads`` groups that share a key and a value head, RMSNorm, and a SwiGLU feed-forward of width
-    ``ffn``. The output head has its own weight. Raises :class:`PlanError` naming the sizes when
-    ``kv_heads`` does not divide ``heads``, ``heads`` not ``hidden``, or a head has no even width.
+    ``ffn``. The output head has its own weight, and attention is written out. Raises :class:`PlanError`
+    naming the sizes when ``kv_heads`` does not divide ``heads``, ``heads`` not ``hidden``, or a head has no
+    even width.
 
     >>> function = llama(layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, seq=8, batch=2, vocab=32)
     >>> sum(value.type.size for value in function.parameters)
     4944
     """
-    width = sizes.hidden // sizes.heads
-    layer = LayerMaker("layer", Tensor(dtype, (sizes.batch, sizes.seq, sizes.hidden)), width)
-    x = attention_block(layer, sizes.heads, sizes.kv_heads)
-    x = layer("Add", x, layer.swiglu(layer.norm(x, "norm2", sizes.hidden), sizes.ffn), name="x2")
-    return decoder("llama", [layer.finish(x)] * sizes.layers, sizes.vocab, width)
-
-
-def check_heads(hidden: int, heads: int, kv_heads: int) -> None:
-    """Raise :class:`PlanError` when the heads do not divide what they should."""
-    if hidden % heads or hidden // heads % 2:
-        raise PlanError(f"heads={heads} does not divide hidden={hidden} into heads of an even width")
-    if heads % kv_heads:
-        raise PlanError(f"kv_heads={kv_heads} does not divide heads={heads}")
-
-
-def attention_block(layer: LayerMaker, heads: int, kv_heads: int) -> Value:
-    """Add RMSNorm, grouped-query attention and the residual sum, and return the sum."""
-    hidden, size = layer.hidden, layer.hidden // heads
-    normed = layer.norm(layer.x, "norm1", hidden)
-    query = layer.linear(normed, "q", hidden, hidden)
-    key, value = (layer.linear(normed, name, hidden, kv_heads * size) for name in ("k", "v"))
-    mixed = _attention(layer, heads, kv_heads, (query, key, value))
-    return layer("Add", layer.x, layer.linear(mixed, "o", hidden, hidden), name="x1")
-
-
-def _attention(
-    layer: LayerMaker, heads: int, kv_heads: int, projections: tuple[Value, Value, Value]
-) -> Value:
-    """Return the attention of the projections [batch, seq, width], in groups that share keys and values.
-
-    Queries are [batch, kv_heads, group, seq, size], keys and values [batch, kv_heads, 1, seq, size]: each
-    product is broadcast over a group, so that nothing is repeated in memory and what divides the
-    dimension kv_heads divides queries, keys and values alike.
-    """
-    batch, seq, hidden, size = layer.batch, layer.seq, layer.hidden, layer.hidden // heads
-
-    def split(source: Value, group: int) -> Value:
-        parts = layer("Reshape", source, shape=(batch, seq, kv_heads, group, size))
-        return layer("Transpose", parts, perm=(0, 2, 3, 1, 4))
-
-    group = heads // kv_heads
-    query, key = layer.rotated(split(projections[0], group)), layer.rotated(split(projections[1], 1))
-    weights = layer.weights(query, key, size)
-    mixed = layer("MatMul", weights, split(projections[2], 1), name="mixed")
-    joined = layer("Transpose", mixed, perm=(0, 3, 1, 2, 4))
-    return layer("Reshape", joined, name="attention", shape=(batch, seq, hidden))
+    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, name="llama", attention="math")

@@ -19,12 +19,18 @@ import numpy as np
 
 from distsim.errors import PlanError
 from distsim.ir import Literal, Mesh, Value
-from distsim.models.decoder import LayerMaker
+from distsim.models.parts.feed_forward import FeedForward, feed_forward
+from distsim.models.parts.layer_maker import ACTIVATIONS, LayerMaker, check_activation
 from distsim.models.routing import Routing
-from distsim.models.sizes import check_counts, check_sizes
+from distsim.models.sizes import check_caps, check_counts, check_sizes
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 AXIS = "ep"
+MAX_EXPERTS = 2**16
+"""Of a layer: 32 times those of Switch-C (Fedus et al. 2022)."""
+
+MAX_ROWS = 2**24
+"""Of all experts for a sequence: each is a number in the function."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class Mixture:
     """The sizes of a mixture: ``shared`` experts see every token, as one feed-forward ``shared * ffn`` wide.
 
     ``score``: softmax (Mixtral, DeepSeek-V2) or sigmoid (DeepSeek-V3). The gates are the scores of the chosen
-    experts, divided by their sum if there are several, multiplied by ``scale``.
+    experts, divided by their sum if there are several and they are ``normalized``, multiplied by ``scale``.
+    Each expert is a gated feed-forward with the ``activation``.
     """
 
     experts: int
@@ -41,14 +48,20 @@ class Mixture:
     shared: int = 0
     score: str = "softmax"
     scale: float = 1.0
+    normalized: bool = True
+    activation: str = "silu"
 
     def __post_init__(self) -> None:
         check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn)
+        if self.experts > MAX_EXPERTS:
+            raise PlanError(f"experts={self.experts} of a layer are more than {MAX_EXPERTS}; use fewer")
         if self.top_k > self.experts:
             raise PlanError(f"top_k={self.top_k} of only {self.experts} experts")
         check_counts(shared=self.shared)
         if self.score not in SCORES:
             raise PlanError(f"score={self.score!r} is not one of {', '.join(SCORES)}")
+        check_caps(scale=self.scale)
+        check_activation(self.activation)
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,10 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Va
         raise PlanError(
             f"slots {routing.slots} are not for {sizes.experts} experts and sequences of {layer.seq} tokens"
         )
+    if routing.rows > MAX_ROWS:
+        raise PlanError(
+            f"experts would serve {routing.rows} rows a sequence, more than 2^24; use a smaller seq"
+        )
     ranks = _ranks(layer)
     places = _places(routing, ranks)
     assigned = _assigned(layer, x, sizes)
@@ -86,12 +103,13 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Va
     shape = (layer.batch, layer.seq, layer.hidden)
     made = layer("GatherNDGrad", tokens, weighted, name="combined", shape=shape, batch_dims=1)
     if sizes.shared:
-        made = layer("Add", made, layer.swiglu(x, sizes.shared * sizes.ffn, "shared."), name="mixed_experts")
+        wide = FeedForward(sizes.shared * sizes.ffn, sizes.activation)
+        made = layer("Add", made, feed_forward(layer, x, wide, prefix="shared."), name="mixed_experts")
     return made
 
 
 def _ranks(layer: LayerMaker) -> int:
-    mesh = layer.x_type.device
+    mesh = layer.like.device
     has = isinstance(mesh, Mesh) and AXIS in dict(mesh.axes)
     return mesh.axis_size(AXIS) if has and isinstance(mesh, Mesh) else 1
 
@@ -112,7 +130,7 @@ def _places(routing: Routing, ranks: int) -> _Places:
 
 
 def _constant(layer: LayerMaker, array: np.ndarray, name: str) -> Value:
-    device: dict[str, Any] = {} if layer.x_type.device is None else {"device": layer.x_type.device}
+    device: dict[str, Any] = {} if layer.like.device is None else {"device": layer.like.device}
     return layer("Constant", name=name, value=Literal(array), **device)
 
 
@@ -124,7 +142,7 @@ def _assigned(layer: LayerMaker, x: Value, sizes: Mixture) -> Value:
     attributes = {"K": Literal(np.array([sizes.top_k])), "axis": -1}
     best, chosen = layer.maker.add("TopK", [scores], attributes, output_names=["best", "chosen"])
     gates = best
-    if sizes.top_k > 1:
+    if sizes.normalized and sizes.top_k > 1:
         gates = layer("Div", best, layer("ReduceSum", best, axes=(-1,), keepdims=1), name="gates")
     if sizes.scale != 1.0:
         gates = layer("Mul", gates, name="scaled_gates", B=sizes.scale)
@@ -147,7 +165,7 @@ def _taken(layer: LayerMaker, assigned: Value, experts: int, places: _Places) ->
 
     gates, tokens = (layer("Unsqueeze", rows(value), axes=(2,)) for value in found)
     if not places.used.all():
-        used = Literal(places.used.astype(layer.x_type.dtype.np).reshape(-1, 1))
+        used = Literal(places.used.astype(layer.like.dtype.np).reshape(-1, 1))
         gates = layer("Mul", gates, _constant(layer, used.array, "used"))
     return gates, tokens
 
@@ -163,6 +181,8 @@ def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing, r
         weight = layer.parameter(f"experts.{name}.w", local, width_in, width_out)
         return layer("GroupedMatMul", source, weight, counts, name=f"experts.{name}")
 
-    gate = layer("Swish", grouped(rows, "gate", layer.hidden, sizes.ffn), name="experts.swish")
+    op_type, _ = ACTIVATIONS[sizes.activation]
+    gate = grouped(rows, "gate", layer.hidden, sizes.ffn)
+    gate = layer.activated(gate, sizes.activation, f"experts.{op_type.lower()}")
     up = grouped(rows, "up", layer.hidden, sizes.ffn)
     return grouped(layer("Mul", gate, up, name="experts.gated"), "down", sizes.ffn, layer.hidden)

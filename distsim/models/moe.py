@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distsim.errors import PlanError
-from distsim.ir import DType, Float32, Function, Mesh, Tensor
-from distsim.models.decoder import LayerMaker, decoder
-from distsim.models.llama import attention_block, check_heads
-from distsim.models.mixture import Mixture, mixture
-from distsim.models.routing import Routing, draw_routing
+from distsim.ir import DType, Float32, Function, Mesh
+from distsim.models.decoder import THETA, decoder
+from distsim.models.decoder_sizes import DecoderSizes, Positions
+from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
+from distsim.models.routing import Loads, Routing
 from distsim.models.sizes import builder, check_sizes
 
 
@@ -33,12 +34,19 @@ class MoeSizes:
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
         check_sizes(seq=self.seq, batch=self.batch, vocab=self.vocab)
-        check_heads(self.hidden, self.heads, self.kv_heads)
 
     @property
-    def mixture(self) -> Mixture:
-        """The sizes of each layer's mixture."""
-        return Mixture(self.experts, self.top_k, self.ffn, self.shared)
+    def decoder(self) -> DecoderSizes:
+        """The sizes of the decoder, which has no batch and no sequence."""
+        return DecoderSizes(
+            self.layers,
+            self.hidden,
+            self.vocab,
+            GroupedHeads(self.heads, self.kv_heads),
+            FeedForward(self.ffn),
+            Mixture(self.experts, self.top_k, self.ffn, self.shared),
+            positions=Positions(self.seq, theta=THETA),
+        )
 
 
 @builder(MoeSizes)
@@ -65,46 +73,5 @@ def moe(
     >>> sum(value.type.size for value in function.parameters)
     5840
     """
-    experts, width = sizes.mixture, sizes.hidden // sizes.heads
-    loads = layer_routings(experts, sizes.layers, sizes.seq, concentration, capacity, seed, routings)
-    x_type = Tensor(dtype, (sizes.batch, sizes.seq, sizes.hidden), mesh)
-
-    def layer_of(load: Routing) -> Function:
-        layer = LayerMaker("layer", x_type, width)
-        x = attention_block(layer, sizes.heads, sizes.kv_heads)
-        made = mixture(layer, layer.norm(x, "norm2", sizes.hidden), experts, load)
-        return layer.finish(layer("Add", x, made, name="x2"))
-
-    return decoder("moe", equal_once(loads, layer_of), sizes.vocab, width)
-
-
-def layer_routings(
-    sizes: Mixture,
-    layers: int,
-    seq: int,
-    concentration: float | None,
-    capacity: float | None,
-    seed: int,
-    routings: Sequence[Routing] | None,
-) -> tuple[Routing, ...]:
-    """Return the load of each of the layers: those given, or drawn ones.
-
-    Raises :class:`PlanError` when as many are not given.
-    """
-    if routings is None:
-        return tuple(
-            draw_routing(sizes.experts, sizes.top_k, seq, concentration, capacity, seed + index)
-            for index in range(layers)
-        )
-    if len(routings) != layers:
-        raise PlanError(f"{len(routings)} routings for {layers} layers of experts; give one a layer")
-    return tuple(routings)
-
-
-def equal_once(loads: Sequence[Routing], layer_of: Callable[[Routing], Function]) -> list[Function]:
-    """Return the layer of each load, made once for equal loads."""
-    made: dict[tuple[int, ...], Function] = {}
-    for load in loads:
-        if load.slots not in made:
-            made[load.slots] = layer_of(load)
-    return [made[load.slots] for load in loads]
+    loads = Loads(concentration, capacity, seed, routings)
+    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, mesh, "moe", "math")

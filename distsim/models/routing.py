@@ -10,6 +10,7 @@ Transformers, Fedus et al. 2022, section 2.2; Tutel, Hwang et al. 2023, figure 1
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +90,31 @@ def draw_routing(
     demand = _whole(_shares(popularity, tokens, tokens * top_k), tokens, tokens * top_k)
     most = tokens if capacity is None else min(tokens, math.ceil(capacity * tokens * top_k / experts))
     return Routing(demand, tuple(min(want, most) for want in demand))
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The loads of the layers of experts: ``routings``, one a layer, or drawn ones.
+
+    The load of the i-th layer of experts is drawn with ``seed + i``, ``concentration`` and ``capacity``
+    (:func:`draw_routing`).
+    """
+
+    concentration: float | None = None
+    capacity: float | None = None
+    seed: int = 0
+    routings: Sequence[Routing] | None = None
+
+    def of_layers(self, experts: int, top_k: int, layers: int, seq: int) -> tuple[Routing, ...]:
+        """Return the load of each layer. Raises :class:`PlanError` when as many are not given."""
+        if self.routings is None:
+            chances = self.concentration, self.capacity
+            seeds = range(self.seed, self.seed + layers) if self.concentration else [self.seed] * layers
+            made = {seed: draw_routing(experts, top_k, seq, *chances, seed) for seed in set(seeds)}
+            return tuple(made[seed] for seed in seeds)
+        if len(self.routings) != layers:
+            raise PlanError(f"{len(self.routings)} routings for {layers} layers of experts; give one a layer")
+        return tuple(self.routings)
 
 
 def _shares(popularity: np.ndarray, most: int, total: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -50,3 +51,17 @@ def check_counts(**counts: int) -> None:
     for name, count in counts.items():
         if type(count) is not int or count < 0:
             raise PlanError(f"{name}={count!r} must be a whole number of at least 0")
+
+
+def check_rates(**rates: float) -> None:
+    """Raise :class:`PlanError` naming the first rate that is not a number from 0 to below 1."""
+    for name, rate in rates.items():
+        if isinstance(rate, bool) or not 0 <= rate < 1:
+            raise PlanError(f"{name}={rate!r} must be a number from 0 to below 1")
+
+
+def check_caps(**caps: float) -> None:
+    """Raise :class:`PlanError` naming the first figure that is neither 0, for none, nor positive."""
+    for name, cap in caps.items():
+        if isinstance(cap, bool) or not (math.isfinite(cap) and cap >= 0):
+            raise PlanError(f"{name}={cap!r} must be a positive number, or 0 for none")

@@ -1,6 +1,7 @@
 """The operators, one definition each; importing this installs their type rule in the IR."""
 
 from distsim.ops import (
+    attention,
     batch_norm,
     broadcast,
     choice,
@@ -21,6 +22,7 @@ from distsim.ops import (
     pool,
     reduction,
     resize,
+    rotary,
     scattering,
     shape,
     softmax,
@@ -54,6 +56,7 @@ __all__ = [
     "ShardingRule",
     "Signature",
     "Work",
+    "attention",
     "batch_norm",
     "broadcast",
     "choice",
@@ -78,6 +81,7 @@ __all__ = [
     "register",
     "registered",
     "resize",
+    "rotary",
     "scattering",
     "shape",
     "sharding_rule",

@@ -122,18 +122,6 @@ def _recurrent(op_type: str, gates: int) -> BoundsRule:
     return check
 
 
-def _attention(attributes: Attributes, shapes: Shapes) -> None:
-    for name, owners in (("q_num_heads", ("Q",)), ("kv_num_heads", ("K", "V"))):
-        heads = attributes.get(name)
-        for owner in owners:
-            shape = shapes.get(owner, ())
-            if heads is not None and len(shape) == 3:
-                at_least("Attention", name, heads, 1)
-                require(
-                    shape[-1] % heads == 0, f"Attention: {name}={heads} does not divide {owner} {list(shape)}"
-                )
-
-
 def _quantize(op_type: str, scale: str, zero: str) -> Bounds:
     def check(attributes: Attributes, shapes: Shapes) -> None:
         x, given = shapes["x"], shapes.get(scale, ())
@@ -198,9 +186,6 @@ for _name in ("BlackmanWindow", "HammingWindow", "HannWindow"):
     register(Operator(_name, bounds=Bounds(("size",), _window(_name))))
 for _name, _bounds in {
     "AffineGrid": Bounds(("theta", "size"), _grid),
-    "Attention": Bounds(
-        ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"), _attention
-    ),
     "CenterCropPad": Bounds(("input_data", "shape"), _crop),
     "Col2Im": Bounds(("input", "image_shape", "block_shape"), _col2im),
     "DequantizeLinear": _quantize("DequantizeLinear", "x_scale", "x_zero_point"),

@@ -14,6 +14,7 @@ from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import SGD, Adam, optimizer_named
 from distsim.transforms.autodiff.precision import set_precision
 from distsim.transforms.data_parallel.fsdp import fsdp, gathered
+from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.outlining.outline import describe_blocks, outline
 from distsim.transforms.pipelining.model_blocks import block_costs
 from distsim.transforms.pipelining.pipeline import pipeline
@@ -38,6 +39,7 @@ __all__ = [
     "pipeline",
     "policy_named",
     "rematerialize",
+    "set_attention",
     "set_precision",
     "shard",
     "split_joint",

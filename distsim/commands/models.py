@@ -1,0 +1,41 @@
+"""The command ``distsim models``: the models that have a name, with their parameters."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+import msgspec
+
+from distsim.importer.decoders import decoder_sizes, model_names
+from distsim.models.counts import ParameterCount, count_parameters
+from distsim.simulate.explain.text import table
+from distsim.streams import say
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "model",
+        nargs="*",
+        help="a name or a Hugging Face config.json, with options (llama3-8b:layers=4); by default all names",
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of records instead of a table")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the models."""
+    names: list[str] = options.model or list(model_names())
+    counts = {name: count_parameters(decoder_sizes(name)[0]) for name in names}
+    say(_json(counts) if options.json else _table(counts))
+    return 0
+
+
+def _json(counts: dict[str, ParameterCount]) -> str:
+    records = [{"name": name, **asdict(count)} for name, count in counts.items()]
+    return msgspec.json.format(msgspec.json.encode(records), indent=2).decode()
+
+
+def _table(counts: dict[str, ParameterCount]) -> str:
+    rows = [[name, *(f"{n:,}" for n in asdict(count).values())] for name, count in counts.items()]
+    return "\n".join(table(["name", "params", "active_params", "embedding_params"], rows))

@@ -1,0 +1,98 @@
+"""Decoders by name or by configuration, with options that override their fields."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from distsim.errors import ImportModelError, PlanError
+from distsim.importer.decoders.huggingface import DEFAULT_BATCH, default_seq, sizes_from_hf
+from distsim.importer.decoders.named import named_sizes
+from distsim.importer.decoders.options import read_decimal, read_flag, read_number, read_rate, split_options
+from distsim.ir import Function
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import DecoderSizes
+from distsim.models.overrides import WHERE, options_of, override
+from distsim.models.routing import Loads
+
+_INPUT: dict[str, Callable[[str, str], Any]] = {
+    "batch": read_number,
+    "seq": read_number,
+    "concentration": read_decimal,
+    "capacity": read_decimal,
+    "seed": lambda key, text: read_number(key, text, 0),
+}
+"""Options that are no sizes of a model: what it is given, and the loads of its experts."""
+
+_LOADS = ("concentration", "capacity", "seed")
+
+_COUNTS_FROM_ZERO = ("window", "q_lora", "shared", "dense")
+
+
+def _read(key: str, text: str) -> Any:
+    if key in _INPUT:
+        return _INPUT[key](key, text)
+    if key.endswith("_dropout"):
+        return read_rate(key, text)
+    if key == "tied":
+        return read_flag(key, text)
+    if key == "theta":
+        return read_decimal(key, text)
+    return read_number(key, text, 0 if key in _COUNTS_FROM_ZERO else 1)
+
+
+def decoder_sizes(source: str) -> tuple[DecoderSizes, dict[str, Any]]:
+    """Return the sizes of the decoder that a text names, and its options that are none of them.
+
+    ``source``: one of :func:`model_names` or the path of a ``config.json``, with ``:option=value,...`` behind
+    it. Raises :class:`ImportModelError` when it is neither, or has no
+    such option.
+
+    >>> sizes, given = decoder_sizes("llama3-8b:layers=4,seq=4096")
+    >>> sizes.layers, given
+    (4, {'seq': 4096})
+    """
+    match = re.fullmatch(r"(.+\.json|[^:]*)(?::(.*))?", source, re.DOTALL)
+    name, options = (match[1], match[2] or "") if match else (source, "")
+    sizes = sizes_from_hf(name) if name.endswith(".json") else named_sizes(name)
+    given: dict[str, Any] = {}
+    for key, text in split_options(options, name).items():
+        if key not in WHERE and key not in _INPUT:
+            known = ", ".join([*options_of(sizes), *_INPUT])
+            raise ImportModelError(f"{name} has no option {key!r}; it has {known}")
+        given[key] = _read(key, text)
+    if sizes.experts is None and (unused := [key for key in _LOADS if key in given]):
+        raise ImportModelError(f"{name} has no experts, of whose loads {unused[0]} is: leave it out")
+    try:
+        sizes = override(sizes, {key: value for key, value in given.items() if key in WHERE})
+    except PlanError as error:
+        raise ImportModelError(f"{name}: {error}") from error
+    return sizes, {key: value for key, value in given.items() if key in _INPUT}
+
+
+def load_decoder(
+    source: str, batch: int | None, bindings: Mapping[str, int], parameters: Sequence[str]
+) -> Function:
+    """Return the function of the decoder that a text names (:func:`decoder_sizes`), on a batch of sequences.
+
+    Batch and seq are bindings, which the text may give too; by default 8 sequences, as long as the model was
+    made for, up to 8,192 tokens. A note says how long they are.
+    """
+    sizes, given = decoder_sizes(source)
+    if parameters:
+        raise ImportModelError(f"{source}: its parameters are known; --parameters is for graph inputs")
+    bound = {**bindings} if batch is None else {**bindings, "batch": batch}
+    for key, size in bound.items():
+        if key not in ("batch", "seq"):
+            raise ImportModelError(f"{source} has no dimension {key!r} to bind; it has batch and seq")
+        read_number(key, str(size))
+        if given.setdefault(key, size) != size or bindings.get(key, size) != size:
+            raise ImportModelError(f"{key} is given twice, {given[key]} and {size}; give it once")
+    seq = given.get("seq", default_seq(sizes))
+    loads = Loads(**{key: given[key] for key in _LOADS if key in given})
+    file = source.rpartition("/")[2].partition(":")[0]
+    name = re.sub(r"\W+", "_", file.removesuffix(".json"))
+    function = decoder(sizes, given.get("batch", DEFAULT_BATCH), seq, loads=loads, name=name)
+    return replace(function, notes=(f"sequences of {seq} tokens", *function.notes))

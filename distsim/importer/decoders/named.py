@@ -1,0 +1,54 @@
+"""The decoders that have a name: published models, each by the fields of its ``config.json``."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast
+
+from distsim.errors import ImportModelError
+from distsim.importer.decoders.huggingface import sizes_from_hf
+from distsim.models.decoder_sizes import DecoderSizes
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((files("distsim.models") / "data" / "named.toml").read_text(encoding="utf-8"))
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names of the models, family by family.
+
+    >>> model_names()[:4]
+    ('llama3-8b', 'llama3-70b', 'llama3-405b', 'llama2-7b')
+    """
+    return tuple(_table())
+
+
+def named_sizes(name: str) -> DecoderSizes:
+    """Return the sizes of a model. Raises :class:`ImportModelError` for an unknown name.
+
+    >>> named_sizes("llama3-8b").layers
+    32
+    """
+    if name not in _table():
+        raise ImportModelError(f"no model is named {name!r}{did_you_mean(name, model_names())}")
+    return sizes_from_hf(_table()[name], name)
+
+
+def model_source(name: str) -> str:
+    """Return where the figures of a model are from."""
+    return cast(str, _table()[name]["source"])
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """Return what to add to an error about a name that is not known: those that are near it.
+
+    >>> did_you_mean("lama3-8b", ["llama3-8b", "gpt2"])
+    '; did you mean llama3-8b?'
+    """
+    near = difflib.get_close_matches(name.lower(), known, 3, 0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -1,0 +1,172 @@
+"""The sizes of a decoder-only transformer: records of its parts, from which one builder makes all families.
+
+What a family has is a value here, never a branch in the builder: Llama is RMSNorm, grouped heads and SwiGLU,
+GPT-2 LayerNorm, heads with biases and a GELU feed-forward. Sizes that do not fit are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from distsim.errors import PlanError
+from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import GroupedHeads, Latent
+from distsim.models.parts.feed_forward import SWIGLU, FeedForward
+from distsim.models.parts.layer_maker import RMS, Norm
+from distsim.models.sizes import check_caps, check_counts, check_rates, check_sizes
+
+MAX_LAYERS = 10_000
+"""Far more than any published model has: each is a Call with its parameters in the function."""
+
+MAX_ELEMENTS = 2**46
+"""Of one weight: more than any machine's memory holds, hence a mistake."""
+
+MAX_TOKENS = 2**24
+"""Of a sequence: each position is a number in the function (tables of rotary positions)."""
+
+
+@dataclass(frozen=True)
+class ExpertLayers:
+    """Which layers have experts: those from ``dense`` on, each ``every``-th of them, but not ``without``.
+
+    Layer i counts when (i - ``phase``) is a multiple of ``every``.
+    """
+
+    dense: int = 0
+    every: int = 1
+    phase: int = 0
+    without: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_counts(dense=self.dense, phase=self.phase)
+        check_sizes(every=self.every)
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return layer >= self.dense and (layer - self.phase) % self.every == 0 and layer not in self.without
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where positions come from: a table of ``context`` rows that is learned, or rotations of base ``theta``.
+
+    ``context``: the longest sequence that the model was made for; beyond it there is no learned position.
+    """
+
+    context: int = 8192
+    learned: bool = False
+    theta: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        check_sizes(context=self.context)
+        if not (math.isfinite(self.theta) and self.theta > 0):
+            raise PlanError(f"theta={self.theta!r} must be a positive number")
+
+
+@dataclass(frozen=True)
+class DropoutRates:
+    """Rates of dropout (Srivastava et al. 2014): of the embedding, of attention's weights, of each branch."""
+
+    embedding: float = 0.0
+    attention: float = 0.0
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_rates(**{f"{name}_dropout": rate for name, rate in asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class PartNames:
+    """What a family calls its parameters and layers."""
+
+    embed: str = "embed"
+    positions: str = "positions"
+    norm1: str = "norm1"
+    norm2: str = "norm2"
+    out: str = "o"
+    gate: str = "gate"
+    up: str = "up"
+    down: str = "down"
+    final: str = "norm"
+    dense_layer: str = "layer"
+    expert_layer: str = "layer"
+
+
+LLAMA_NAMES = PartNames()
+GPT_NAMES = PartNames("wte", "wpe", "ln1", "ln2", "proj", "gate", "fc", "out", "ln_f")
+MIXED_NAMES = PartNames(dense_layer="dense_layer", expert_layer="expert_layer")
+
+
+@dataclass(frozen=True)
+class DecoderSizes:
+    """The sizes of a decoder: layers of attention and feed-forward, or experts where ``expert_layers`` are.
+
+    ``tied``: the output head is the embedding. ``embedding_scale``: what embeddings are multiplied by (the
+    root of hidden in Gemma). ``softcap`` c: logits are c tanh(logits / c), 0 being none. Batch and sequence
+    are no sizes of a model: they are given when it is built. Raises :class:`PlanError` naming what does not
+    fit.
+    """
+
+    layers: int
+    hidden: int
+    vocab: int
+    attention: GroupedHeads | Latent
+    feed_forward: FeedForward = SWIGLU
+    experts: Mixture | None = None
+    expert_layers: ExpertLayers = ExpertLayers()
+    norm: Norm = RMS
+    positions: Positions = Positions()
+    dropout: DropoutRates = DropoutRates()
+    tied: bool = False
+    embedding_scale: float | None = None
+    softcap: float = 0.0
+    names: PartNames = LLAMA_NAMES
+
+    def __post_init__(self) -> None:
+        check_sizes(layers=self.layers, hidden=self.hidden, vocab=self.vocab)
+        check_caps(softcap=self.softcap, embedding_scale=self.embedding_scale or 0.0)
+        if self.layers > MAX_LAYERS:
+            raise PlanError(f"layers={self.layers} is more than {MAX_LAYERS}, the most that are built")
+        self.attention.check(self.hidden, not self.positions.learned)
+        for name, elements in self._largest():
+            if elements > MAX_ELEMENTS:
+                raise PlanError(f"{name} would have {elements} elements, more than 2^46; make it smaller")
+
+    def _largest(self) -> list[tuple[str, int]]:
+        """How many elements the weights have that several sizes multiply."""
+        found = [
+            ("the embedding (vocab x hidden)", self.vocab * self.hidden),
+            ("the feed-forward (hidden x ffn)", self.hidden * self.feed_forward.width(self.hidden)),
+        ]
+        if isinstance(self.attention, Latent):
+            widest = max(self.attention.nope + self.attention.rope, self.attention.value)
+            narrow = max(self.attention.q_lora, self.attention.kv_lora, self.hidden)
+            found.append(("a projection of the heads", self.attention.heads * widest * narrow))
+        else:
+            width = self.attention.heads * self.attention.size(self.hidden)
+            found.append(("a projection of the heads (hidden x heads x head_dim)", width * self.hidden))
+        if self.experts is not None:
+            inner = self.experts.ffn * max(self.experts.experts, self.experts.shared)
+            found.append(("the experts (experts x hidden x expert_ffn)", inner * self.hidden))
+        return found
+
+    @property
+    def rotary(self) -> int:
+        """How many dimensions of a head carry rotary positions: 0 where positions are learned."""
+        return 0 if self.positions.learned else self.attention.turned(self.hidden)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts instead of the feed-forward."""
+        return self.experts is not None and self.expert_layers.has(layer)
+
+    def check_input(self, batch: int, seq: int) -> None:
+        """Raise :class:`PlanError` when the decoder does not take sequences of ``seq`` tokens."""
+        check_sizes(batch=batch, seq=seq)
+        if self.positions.learned and seq > self.positions.context:
+            raise PlanError(
+                f"seq={seq} is beyond the {self.positions.context} positions that are learned; "
+                f"use seq of at most {self.positions.context}, or give context={seq}"
+            )
+        if seq > MAX_TOKENS:
+            raise PlanError(f"seq={seq} is more than 2^24 tokens; make it smaller")

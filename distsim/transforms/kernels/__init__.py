@@ -1,0 +1,1 @@
+"""Which ops one kernel runs: attention as one op, or written out."""

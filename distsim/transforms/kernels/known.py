@@ -1,0 +1,94 @@
+"""Values that a function's constants determine, also where a Call hands them in: masks, scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from distsim.ir import Function, Op, Value
+from distsim.ir.type import as_tensor
+from distsim.ops import compute, operator
+from distsim.ops.operator import Array
+from distsim.ops.places import shape_of
+
+MOST_ELEMENTS = 2**26
+"""Larger values are not computed: a table of 8,192 x 8,192."""
+
+_DRAWN = frozenset({"Dropout", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"})
+
+
+class FunctionScope:
+    """A function, and where it is called: a list of scopes and their Calls, empty for the outermost one."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.sites: list[tuple[FunctionScope, Op]] = []
+        self.makers = {value: op for op in function.ops for value in op.outputs}
+        self.readers: dict[Value, list[Op]] = {}
+        for op in function.ops:
+            for value in op.inputs:
+                self.readers.setdefault(value, []).append(op)
+        self._places = {value: place for place, value in enumerate(function.inputs)}
+        self._known: dict[Value, Array | None] = {}
+
+    def known(self, value: Value) -> Array | None:
+        """Return what a value is in every step and in every Call; None where that is not known."""
+        if value not in self._known:
+            self._known[value] = None  # until it is found
+            self._known[value] = self._given(value) if value in self._places else self._computed(value)
+        return self._known[value]
+
+    def number(self, value: Value) -> float | None:
+        """Return the one number that a value is known to hold."""
+        array = self.known(value) if shape_of(value).count(1) == len(shape_of(value)) else None
+        return None if array is None else float(array.reshape(-1)[0])
+
+    def _given(self, value: Value) -> Array | None:
+        found = [scope.known(op.inputs[self._places[value]]) for scope, op in self.sites]
+        if not found or found[0] is None:
+            return None
+        alike = all(other is found[0] or (other is not None and _equal(other, found[0])) for other in found)
+        return found[0] if alike else None
+
+    def _computed(self, value: Value) -> Array | None:
+        op = self.makers[value]
+        rules = operator(op.op_type)
+        if op.is_call or rules.communication is not None or op.op_type in _DRAWN:
+            return None
+        if sum(as_tensor(v.type, v.name).size for v in op.outputs) > MOST_ELEMENTS:
+            return None
+        arrays: list[Array] = []
+        for operand in op.inputs:
+            array = self.known(operand)
+            if array is None:
+                return None
+            arrays.append(array)
+        return compute(op.op_type, op.attributes, op.version, arrays, len(op.outputs))[
+            op.outputs.index(value)
+        ]
+
+
+def _equal(one: Array, other: Array) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and bool(np.array_equal(one, other))
+
+
+def scopes_of(function: Function) -> Sequence[FunctionScope]:
+    """Return a scope for the function and each callee, callers first."""
+    order: list[Function] = []
+    done: set[Function] = set()
+
+    def visit(current: Function) -> None:
+        done.add(current)
+        for op in current.ops:
+            if op.is_call and op.callee not in done:
+                visit(op.callee)
+        order.append(current)
+
+    visit(function)
+    scopes = {current: FunctionScope(current) for current in reversed(order)}
+    for scope in scopes.values():
+        for op in scope.function.ops:
+            if op.is_call:
+                scopes[op.callee].sites.append((scope, op))
+    return list(scopes.values())

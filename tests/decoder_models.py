@@ -1,0 +1,234 @@
+"""Small decoders of every family, as config.json tables, and what each computes, written out in NumPy."""
+
+from typing import Any
+
+import numpy as np
+
+from distsim.importer.decoders import sizes_from_hf
+from distsim.ir import Float64, Function
+from distsim.models.decoder import decoder
+from distsim.models.routing import Loads, Routing
+
+VOCAB, SEQ = 16, 6
+
+_LLAMA = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+}
+_LATENT = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
+_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "n_shared_experts": 2,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_LLAMA, "rope_parameters": {"rope_theta": 50.0}},
+    "llama biased": {
+        **{"model_type": "llama", **_LLAMA, "num_key_value_heads": None},
+        **{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+    },
+    "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": 3},
+    "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {
+        **{"model_type": "qwen2", **_LLAMA, "use_sliding_window": True},
+        **{"sliding_window": 2, "max_window_layers": 1},
+    },
+    "qwen3": {"model_type": "qwen3", **_LLAMA, "head_dim": 6, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        **{"model_type": "qwen3_moe", **_LLAMA, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 6, "decoder_sparse_step": 2},
+    },
+    "gemma": {"model_type": "gemma", **_LLAMA, "num_key_value_heads": 1, "head_dim": 6},
+    "gemma2": {
+        **{"model_type": "gemma2", **_LLAMA, "sliding_window": 3, "query_pre_attn_scalar": 9},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 8,
+        "vocab_size": VOCAB,
+    },
+    "deepseek_v2": {
+        **{"model_type": "deepseek_v2", **_LLAMA, **_LATENT, **_EXPERTS, "first_k_dense_replace": 1},
+        "routed_scaling_factor": 3.0,
+    },
+    "deepseek_v3": {
+        **{
+            "model_type": "deepseek_v3",
+            **_LLAMA,
+            **_LATENT,
+            **_EXPERTS,
+            "q_lora_rank": 8,
+            "moe_layer_freq": 2,
+        },
+    },
+}
+
+
+def small(family: str, batch: int = 4, attention: str = "flash", **changes: object) -> Function:
+    """A small decoder of a family in float64, whose experts have room for every token."""
+    sizes = sizes_from_hf({**FAMILIES[family], **changes})
+    layers = sum(map(sizes.has_experts, range(sizes.layers)))
+    experts = sizes.experts.experts if sizes.experts else 0
+    loads = Loads(routings=[Routing((SEQ,) * experts, (SEQ,) * experts)] * layers)
+    return decoder(sizes, batch, SEQ, Float64(), loads, attention=attention)
+
+
+# --- what they compute --------------------------------------------------------------------------------
+
+
+Weights = dict[str, np.ndarray]
+
+GPT = {"norm1": "ln1", "norm2": "ln2", "norm": "ln_f", "o": "proj", "up": "fc", "down": "out", "embed": "wte"}
+
+
+class Reference:
+    """The loss of a decoder for one sequence, token by token and head by head, from its config alone."""
+
+    def __init__(self, config: dict[str, Any], weights: Weights) -> None:
+        self.config, self.all = config, weights
+        self.family = config["model_type"]
+        self.gpt, self.gemma = self.family == "gpt2", self.family.startswith("gemma")
+        self.hidden = config.get("hidden_size") or config["n_embd"]
+        self.heads = config.get("num_attention_heads") or config["n_head"]
+        self.layers = config.get("num_hidden_layers") or config["n_layer"]
+
+    def named(self, name: str) -> str:
+        return GPT.get(name, name) if self.gpt else name
+
+    def norm(self, x: np.ndarray, w: Weights, name: str, offset: float | None = None) -> np.ndarray:
+        name = self.named(name)
+        if self.gpt:
+            middle = x - x.mean(-1, keepdims=True)
+            spread = np.sqrt((middle**2).mean(-1, keepdims=True) + 1e-5)
+            return middle / spread * w[f"{name}.scale"] + w[f"{name}.bias"]
+        shift = float(self.gemma) if offset is None else offset
+        size = np.sqrt((x**2).mean(-1, keepdims=True) + self.config.get("rms_norm_eps", 1e-6))
+        return x / size * (w[f"{name}.scale"] + shift)
+
+    def linear(self, x: np.ndarray, w: Weights, name: str) -> np.ndarray:
+        return x @ w[f"{self.named(name)}.w"] + w.get(f"{self.named(name)}.b", 0.0)
+
+    def rotated(self, head: np.ndarray) -> np.ndarray:
+        if self.gpt:
+            return head
+        theta = self.config.get("rope_parameters", {}).get("rope_theta", 10_000.0)
+        half = head.shape[1] // 2
+        turns = np.exp(1j * np.outer(np.arange(len(head)), theta ** (-np.arange(half) / half)))
+        turned = (head[:, :half] + 1j * head[:, half:]) * turns
+        return np.concatenate([turned.real, turned.imag], axis=1)
+
+    def window(self, layer: int) -> int:
+        config = self.config
+        whole = SEQ
+        if self.family == "mistral":
+            return config["sliding_window"]
+        if self.family == "gemma2":
+            return whole if layer % 2 else config["sliding_window"]
+        if self.family == "qwen2":
+            return config["sliding_window"] if layer >= config["max_window_layers"] else whole
+        return whole
+
+    def head(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int) -> np.ndarray:
+        scale = self.config.get("query_pre_attn_scalar", query.shape[1]) ** -0.5
+        cap = self.config.get("attn_logit_softcapping")
+        rows = []
+        for place in range(len(query)):
+            seen = slice(max(0, place - window + 1), place + 1)
+            scores = key[seen] @ query[place] * scale
+            scores = cap * np.tanh(scores / cap) if cap else scores
+            chances = np.exp(scores - scores.max())
+            rows.append(chances / chances.sum() @ value[seen])
+        return np.stack(rows)
+
+    def grouped(self, x: np.ndarray, w: Weights, layer: int) -> np.ndarray:
+        groups = self.config.get("num_key_value_heads") or self.heads
+        parts = {"q": self.heads, "k": groups, "v": groups}
+        query, key, value = (np.split(self.linear(x, w, n), c, axis=1) for n, c in parts.items())
+        if self.family.startswith("qwen3"):
+            query = [self.norm(each, w, "q_norm") for each in query]
+            key = [self.norm(each, w, "k_norm") for each in key]
+        return np.concatenate(
+            [
+                self.head(
+                    self.rotated(each),
+                    self.rotated(key[h * groups // self.heads]),
+                    value[h * groups // self.heads],
+                    self.window(layer),
+                )
+                for h, each in enumerate(query)
+            ],
+            axis=1,
+        )
+
+    def latent(self, x: np.ndarray, w: Weights) -> np.ndarray:
+        config = self.config
+        plain, rank = config["qk_nope_head_dim"], config["kv_lora_rank"]
+        query = self.norm(self.linear(x, w, "q_a"), w, "q_norm") if "q_a.w" in w else x
+        queries = np.split(self.linear(query, w, "q"), self.heads, axis=1)
+        compressed, position = np.split(self.linear(x, w, "kv_a"), [rank], axis=1)
+        pairs = np.split(self.linear(self.norm(compressed, w, "kv_norm"), w, "kv_b"), self.heads, axis=1)
+        mixed = []
+        for each, pair in zip(queries, pairs, strict=True):
+            whole = np.concatenate([each[:, :plain], self.rotated(each[:, plain:])], axis=1)
+            key = np.concatenate([pair[:, :plain], self.rotated(position)], axis=1)
+            mixed.append(self.head(whole, key, pair[:, plain:], SEQ))
+        return np.concatenate(mixed, axis=1)
+
+    def activated(self, x: np.ndarray) -> np.ndarray:
+        if self.gpt or self.gemma:
+            return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+        return x / (1 + np.exp(-x))
+
+    def feed(self, x: np.ndarray, w: Weights, prefix: str = "") -> np.ndarray:
+        up = self.linear(x, w, f"{prefix}up")
+        if self.gpt:
+            return self.linear(self.activated(up), w, "down")
+        return self.linear(self.activated(self.linear(x, w, f"{prefix}gate")) * up, w, f"{prefix}down")
+
+    def experts(self, x: np.ndarray, w: Weights) -> np.ndarray:
+        config, out = self.config, np.zeros_like(x)
+        scores = x @ w["router.w"]
+        if self.family == "deepseek_v3":
+            scores = 1 / (1 + np.exp(-scores))
+        else:
+            scores = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        normalized = self.family in ("mixtral", "deepseek_v3") or config.get("norm_topk_prob", False)
+        scale = config.get("routed_scaling_factor", 2.5 if self.family == "deepseek_v3" else 1.0)
+        for token, row in enumerate(scores):
+            chosen = np.argsort(-row)[: config["num_experts_per_tok"]]
+            for expert in chosen:
+                gate = row[expert] / (row[chosen].sum() if normalized else 1.0) * scale
+                own = {f"{n}.w": w[f"experts.{n}.w"][expert] for n in ("gate", "up", "down")}
+                out[token] += gate * self.feed(x[token], own)
+        return out + self.feed(x, w, "shared.") if config.get("n_shared_experts") else out
+
+    def loss(self, tokens: np.ndarray, labels: np.ndarray) -> float:
+        table = self.all[self.named("embed")]
+        x = table[tokens] * (np.sqrt(self.hidden) if self.gemma else 1.0)
+        x = x + self.all["wpe"][: len(tokens)] if self.gpt else x
+        for layer in range(self.layers):
+            start = f"h{layer}."
+            w = {n.removeprefix(start): a for n, a in self.all.items() if n.startswith(start)}
+            normed = self.norm(x, w, "norm1")
+            mixed = self.latent(normed, w) if "kv_a.w" in w else self.grouped(normed, w, layer)
+            mixed = self.linear(mixed, w, "o")
+            x = x + (self.norm(mixed, w, "norm1_out") if self.family == "gemma2" else mixed)
+            normed = self.norm(x, w, "norm2")
+            made = self.experts(normed, w) if "router.w" in w else self.feed(normed, w)
+            x = x + (self.norm(made, w, "norm2_out") if self.family == "gemma2" else made)
+        x = self.norm(x, self.all, "norm")
+        logits = x @ self.all.get("head", table.T)
+        cap = self.config.get("final_logit_softcapping")
+        logits = cap * np.tanh(logits / cap) if cap else logits
+        chosen = logits[np.arange(len(labels)), labels]
+        return float(np.mean(np.log(np.exp(logits).sum(axis=1)) - chosen))

@@ -1,0 +1,158 @@
+"""A config.json is a stranger's file: what is missing or makes no sense is refused by field, at once."""
+
+import copy
+import json
+import math
+import time
+
+import pytest
+from decoder_models import FAMILIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distsim.errors import DistsimError, ImportModelError
+from distsim.importer import import_from_hf, load_model
+from distsim.importer.decoders.config_fields import MAX_CONFIG_BYTES
+
+LLAMA = FAMILIES["llama"]
+
+
+def refused(config: object, batch: int = 1) -> str:
+    """Why a config is refused."""
+    start = time.perf_counter()
+    with pytest.raises(ImportModelError) as caught:
+        import_from_hf(config, batch, 4)
+    assert time.perf_counter() - start < 10
+    assert len(str(caught.value)) < 400
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"model_type": None}, ("model_type is missing", "llama, mistral")),
+        ("llama", {"model_type": "lama"}, ("model_type='lama'", "did you mean llama")),
+        ("llama", {"model_type": "bert"}, ("model_type='bert'", "deepseek_v3")),
+        ("llama", {"model_type": 3}, ("model_type=3",)),
+        ("llama", {"model_type": ["llama"]}, ("model_type=a list of 1",)),
+        ("llama", {"hidden_size": None}, ("hidden_size is missing", "whole number")),
+        ("llama", {"hidden_size": "4096"}, ("hidden_size='4096'", "whole number")),
+        ("llama", {"hidden_size": -16}, ("hidden_size=-16",)),
+        ("llama", {"hidden_size": 16.0}, ("hidden_size=16.0",)),
+        ("llama", {"hidden_size": True}, ("hidden_size=True",)),
+        ("llama", {"hidden_size": {"a": [1]}}, ("hidden_size=a table of 1",)),
+        ("llama", {"hidden_size": 10**5000}, ("hidden_size=a number of 16610 bits",)),
+        ("llama", {"hidden_size": math.nan}, ("hidden_size=nan",)),
+        ("llama", {"rms_norm_eps": math.inf}, ("rms_norm_eps=inf",)),
+        ("llama", {"num_hidden_layers": 10**12}, ("num_hidden_layers=1000000000000", "10000")),
+        ("llama", {"num_hidden_layers": 0}, ("num_hidden_layers=0",)),
+        (
+            "llama",
+            {"num_attention_heads": 3, "num_key_value_heads": 3},
+            ("num_attention_heads=3", "hidden_size=16"),
+        ),
+        ("llama", {"num_attention_heads": 16, "num_key_value_heads": 1}, ("num_attention_heads=16", "even")),
+        ("llama", {"num_key_value_heads": 3}, ("num_key_value_heads=3", "num_attention_heads=4")),
+        ("llama", {"head_dim": 5}, ("head_dim=5", "even")),
+        ("llama", {"vocab_size": 2**31 - 1, "hidden_size": 2**30}, ("vocab x hidden", "2^46")),
+        ("llama", {"intermediate_size": 2**31 - 1, "hidden_size": 2**20}, ("hidden x ffn", "2^46")),
+        ("llama", {"tie_word_embeddings": 1}, ("tie_word_embeddings=1", "true or false")),
+        ("llama", {"attention_bias": "no"}, ("attention_bias='no'",)),
+        ("llama", {"hidden_act": "mish"}, ("hidden_act='mish'", "silu")),
+        ("llama", {"attention_dropout": 1.0}, ("attention_dropout=1.0", "below 1")),
+        ("llama", {"attention_dropout": -0.1}, ("attention_dropout=-0.1",)),
+        ("llama", {"rope_parameters": 5}, ("rope_parameters=5", "table")),
+        ("llama", {"rope_parameters": {"rope_theta": "big"}}, ("rope_parameters: rope_theta='big'",)),
+        ("llama", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5", "not modelled")),
+        ("mistral", {"sliding_window": 0}, ("sliding_window=0",)),
+        ("mixtral", {"num_local_experts": None}, ("num_local_experts is missing",)),
+        ("mixtral", {"num_experts_per_tok": 5}, ("num_experts_per_tok=5", "from 1 to 4")),
+        ("mixtral", {"num_local_experts": 10**9}, ("num_local_experts=1000000000", "65536")),
+        ("qwen2", {"layer_types": ["full_attention"]}, ("layer_types=a list of 1", "2 items")),
+        ("qwen2", {"layer_types": ["full", "none"]}, ("layer_types", "sliding_attention or full_attention")),
+        ("qwen3_moe", {"mlp_only_layers": [7]}, ("mlp_only_layers", "0 to 1")),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, ("decoder_sparse_step=0",)),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, ("attn_logit_softcapping=-1.0",)),
+        ("gpt2", {"n_positions": None}, ("n_positions is missing",)),
+        ("gpt2", {"n_head": 3}, ("n_head=3", "n_embd=16")),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ("scale_attn_by_inverse_layer_idx=True",)),
+        ("deepseek_v2", {"kv_lora_rank": None}, ("kv_lora_rank is missing",)),
+        ("deepseek_v2", {"qk_rope_head_dim": 3}, ("qk_rope_head_dim=3", "even")),
+        ("deepseek_v3", {"scoring_func": "tanh"}, ("scoring_func='tanh'", "softmax, sigmoid")),
+    ],
+)
+def test_a_field_that_is_not_usable_is_named_with_its_value(family, changes, words):
+    reason = refused({**FAMILIES[family], **changes})
+    assert [word for word in words if word not in reason] == [], reason
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"[1, 2]", "holds a list of 2"),
+        (b"3", "holds 3"),
+        (b"{", "not a model's configuration in JSON"),
+        (b"\xff\xfe\x00", "not a model's configuration in JSON"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b'{"a": 1, "a": 2}', "'a' is given twice"),
+        (b'{"a": ' + b"9" * 9000 + b"}", "not a model's configuration in JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": "' + b"x" * MAX_CONFIG_BYTES + b'"}', str(MAX_CONFIG_BYTES)),
+    ],
+    ids=range(10),
+)
+def test_a_file_that_is_no_config(tmp_path, content, words):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    assert words in refused(path)
+
+
+def test_a_path_that_is_no_file(tmp_path):
+    assert "No such file" in refused(tmp_path / "config.json")
+    (tmp_path / "folder.json").mkdir()
+    assert "not a regular file" in refused(tmp_path / "folder.json")
+    with pytest.raises(ImportModelError, match="model_type is missing"):
+        (tmp_path / "empty.json").write_text("{}", encoding="utf-8")
+        load_model(str(tmp_path / "empty.json"))
+
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 20),
+    st.sampled_from([10**12, 2**31 - 1, 10**400, 0.5, -1.0, math.inf, math.nan, "", "silu", "4096"]),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.dictionaries(st.sampled_from(["rope_theta", "x"]), st.integers(-1, 1), max_size=2),
+)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(sorted(FAMILIES)), st.data())
+def test_whatever_fields_hold_is_a_model_or_refused(family, data):
+    """A config with a few fields replaced by anything builds or raises an error of ours, and quickly."""
+    config = copy.deepcopy(FAMILIES[family])
+    known = sorted(
+        {*config, "head_dim", "rope_theta", "sliding_window", "layer_types", "attn_pdrop"} - {"model_type"}
+    )
+    for name in data.draw(st.lists(st.sampled_from(known), min_size=1, max_size=3)):
+        config[name] = data.draw(_VALUES)
+    start = time.perf_counter()
+    try:
+        function = import_from_hf(config, 1, 2)
+        assert function.parameters
+    except DistsimError as error:
+        assert str(error)
+    assert time.perf_counter() - start < 20
+
+
+def test_fields_that_are_null_are_missing_and_unknown_ones_are_of_no_matter():
+    plain = import_from_hf(LLAMA, 1, 4)
+    more = {
+        "head_dim": None,
+        "attention_bias": None,
+        "bos_token_id": 1,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    again = import_from_hf(json.loads(json.dumps({**LLAMA, **more})), 1, 4)
+    assert [v.type for v in again.parameters] == [v.type for v in plain.parameters]
