@@ -55,6 +55,7 @@ class _Rematerializer:
     def __init__(self, policy: Policy, marks: Marks, costs: DeviceCosts) -> None:
         self.policy, self.marks, self.costs = policy, marks, costs
         self.done: dict[tuple[object, ...], Rewritten | None] = {}
+        self.found = False  # a part that runs again
 
     def run(self, function: Function) -> Function:
         joint = Joint.of(function)
@@ -83,7 +84,16 @@ class _Rematerializer:
             function = replace(function, ops=ops)
             joint = Joint.of(function)
         rule = self.rule(self.policy.rest)
-        return function if rule is None else self.rewrite(joint, rule).function
+        if rule is None:
+            return function
+        again = self.rewrite(joint, rule).function
+        if self.policy.parts is not None and not self.found:
+            raise PlanError(
+                f"remat={self.policy}: {function.name} has no attention (a softmax between two products of "
+                "activations, or the op Attention), so nothing would be recomputed; use matmuls, min_cut or "
+                "full"
+            )
+        return again
 
     def rule(self, rule: Rule | None) -> Rule | None:
         """Return the rule, or the one that heeds what the user asks."""
@@ -96,6 +106,9 @@ class _Rematerializer:
         saved = view.chosen(rule(view.graph))
         behind = [op for op in joint.function.ops if joint.behind(op)]
         runs = {} if run is Run.NEEDED else _together(joint, saved, behind, run)
+        if self.policy.parts is not None:
+            runs = _by_part(joint, [view.chosen(part) for part in self.policy.parts(view.graph)], behind)
+            self.found = self.found or bool(runs)
         dropped = any(v in joint.made and v not in saved for op in behind for v in op.inputs)
         return recompute(joint, saved, runs=runs) if dropped or runs else joint
 
@@ -111,6 +124,23 @@ def _together(joint: Joint, saved: AbstractSet[Value], behind: Sequence[Op], run
         again = again[: max(needed, default=-1) + 1]
     first = next((op for op in behind if op.inputs), None)
     return {first: again} if first is not None and again else {}
+
+
+def _by_part(joint: Joint, parts: Sequence[AbstractSet[Value]], behind: Sequence[Op]) -> dict[Op, list[Op]]:
+    """Return what runs again together, the ops that make or read the values of a part, by the op before
+    which it does: the first of backward that reads one.
+    """
+    runs: dict[Op, list[Op]] = {}
+    for part in parts:
+        first = next((op for op in behind if not part.isdisjoint(op.inputs)), None)
+        if first is not None:
+            again = [
+                op
+                for op in joint.function.ops
+                if op in joint.forward and not part.isdisjoint((*op.inputs, *op.outputs))
+            ]
+            runs.setdefault(first, []).extend(again)
+    return runs
 
 
 def _some_device(function: Function) -> Device:
