@@ -1,12 +1,12 @@
 """What a layer saves for backward, to the byte, by the published formulas.
 
 s tokens, b samples, h width, a heads, f inner width of the feed-forward, t tensor-parallel ranks, 2 bytes an
-element. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (2205.05198),
-table 2, counts no statistics of norms (backward takes them again here) and no log-sum-exp of flash attention
-(4abs bytes, counted beside).
+element. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
+(2205.05198), table 2, counts no statistics of norms (backward takes them again here) and no log-sum-exp of
+flash attention (4abs bytes, counted beside).
 
-A layer is the difference between a model of four layers and one of three, of the activations at the peak of one
-microbatch in flight.
+A layer is the difference between a model of four layers and one of three, of the activations at the peak of
+one microbatch in flight.
 """
 
 from dataclasses import replace
