@@ -27,6 +27,8 @@ REMAT = (
     "full_early",
     "every:N",
     "every_early:N",
+    "block:N",
+    "uniform:N",
     "attention",
     "ops:LIST",
     "matmuls",
@@ -34,10 +36,11 @@ REMAT = (
     "budget:X",
 )
 """What backward computes again: nothing; each block from its inputs, all of it, or up to the last op that
-backward needs; every N-th block so; core attention, from queries, keys and values; all of a block but what
-ops of the types listed make, as in ops:MatMul+Attention; all but matrix products; what a minimum cut does
-not save; what does not fit into the share X, 0 to 1, of the bytes that the minimum cut of each block saves
-beyond its inputs."""
+backward needs; every N-th block so; the first N layers of each stage; the layers of each stage in groups of
+N, each group from its input; core attention, from queries, keys and values; all of a block but what ops of
+the types listed make, as in ops:MatMul+Attention; all but matrix products; what a minimum cut does not save;
+what does not fit into the share X, 0 to 1, of the bytes that the minimum cut of each block saves beyond its
+inputs."""
 
 
 FSDP = ("none", "reshard", "keep")
@@ -201,6 +204,11 @@ class Remat(NamedTuple):
     name: str
     number: float = 0.0
     ops: tuple[str, ...] = ()
+
+    @property
+    def counts_layers(self) -> bool:
+        """Whether it depends on which layers a stage has."""
+        return self.name in ("block", "uniform")
 
 
 def parse_remat(text: object) -> Remat:

@@ -51,7 +51,9 @@ class Policy:
     """What is saved of the blocks of a function and of the rest; None: all that backward reads.
 
     A block is a forward Call with its backward Call, ``run`` how much of it runs again. ``every``: of the
-    blocks every so-many-th has the rule, the last of each so many, as torchtitan counts them. ``parts`` are
+    blocks every so-many-th has the rule, the last of each so many, as torchtitan counts them. ``first``: of
+    the blocks of each stage so many have it. ``group``: so many consecutive blocks of a stage run again one
+    after the other, and of all that they make only what comes out of the last is saved. ``parts`` are
     values that are not saved: all ops that make or read those of a part run again together, right before
     the first op of backward that reads one.
     """
@@ -62,10 +64,19 @@ class Policy:
     every: int = 1
     run: Run = Run.NEEDED
     parts: Parts | None = None
+    first: int | None = None
+    group: int = 0
 
-    def rule(self, block: int) -> Rule | None:
-        """Return the rule for a block by its number."""
-        return None if (block + 1) % self.every else self.blocks
+    def rule(self, block: int, place: int) -> Rule | None:
+        """Return the rule for a block by its number, and by its place in its stage."""
+        if (block + 1) % self.every or (self.first is not None and place >= self.first):
+            return None
+        return self.blocks
+
+    @property
+    def fewest(self) -> int:
+        """How many blocks there must be in all, or in the largest stage, for any to run again."""
+        return max(self.every, self.first or 1, self.group)
 
     def __str__(self) -> str:
         return self.text
@@ -80,7 +91,11 @@ def policy_named(text: str) -> Policy:
     ``torch.utils.checkpoint`` with ``use_reentrant=True`` run them. ``full_early`` stops at the last op whose
     result backward needs, as the early stop of ``use_reentrant=False`` does (it counts saved tensors, and
     stops when the last of them is there again): what is before it runs, needed or not. ``every:N`` and
-    ``every_early:N`` do the one or the other for every N-th block.
+    ``every_early:N`` do the one or the other for every N-th block. ``block:N`` does the first for the first N
+    layers of each stage (of each chunk, where a rank has several), and ``uniform:N`` for all layers of a
+    stage in groups of N, the last perhaps smaller, of which only the input is saved: Megatron-LM's
+    ``--recompute-method`` with ``--recompute-num-layers N`` (``transformer_block.py``,
+    ``_checkpointed_forward``).
 
     ``attention`` runs core attention again (:func:`core_attention`), of blocks and of what is in none, as
     Megatron-LM's selective recomputation: whole, its last product too, right before its backward pass. What
@@ -110,6 +125,10 @@ def policy_named(text: str) -> Policy:
     if name == "ops":
         _check_ops(text, ops)
         return Policy(text, partial(only_ops, types=frozenset(ops)), run=Run.EARLY)
+    if name == "block":
+        return Policy(text, checkpoint, run=Run.WHOLE, first=int(figure))
+    if name == "uniform":
+        return Policy(text, run=Run.WHOLE, group=int(figure))
     if name in ("every", "every_early"):
         return Policy(text, checkpoint, every=int(figure), run=Run.WHOLE if name == "every" else Run.EARLY)
     return _NAMED[name]

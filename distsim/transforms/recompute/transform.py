@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Op, Topology, Value
+from distsim.ir import Device, Function, Op, Topology, Value, trim
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.transforms.recompute.graph import Marks, graph_of
-from distsim.transforms.recompute.joint import Joint, Rewritten, find_pairs, joint_of, rewritten
+from distsim.transforms.recompute.joint import Joint, Pair, Rewritten, find_pairs, joint_of, rewritten
 from distsim.transforms.recompute.policies import Policy, Rule, Run, as_read, by_region, policy_named
 from distsim.transforms.recompute.recompute import recompute
 from distsim.transforms.recompute.saves import Tag
@@ -25,6 +25,7 @@ def rematerialize(
     regions: Mapping[Value, int] | None = None,
     replay: Iterable[Value] = (),
     costs: DeviceCosts | None = None,
+    stages: Sequence[int] = (),
 ) -> Function:
     """Return the joint function in which backward reads what the policy saves, and recomputes the rest.
 
@@ -38,17 +39,19 @@ def rematerialize(
     ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them.
     Where the policy has no rule, what is tagged so, or is of a region, is recomputed. ``replay`` are the
     values that a first partition saved; they are for the policy :data:`REPLAY`. ``costs`` say how long
-    ops take: by default those of a :class:`CostModel` on one of the devices of the function.
+    ops take: by default those of a :class:`CostModel` on one of the devices of the function. ``stages`` says
+    how many blocks each pipeline stage will have, for policies that count them: by default one has all.
 
     Inputs and outputs are those of ``function``. Raises :class:`PlanError` for a policy that is unknown,
     or that is for blocks where there are none.
     """
     policy = policy_named(policy) if isinstance(policy, str) else policy
     marks = Marks(tags or {}, regions or {}, frozenset(replay))
-    if policy.blocks is None and policy.rest is None and not (marks.tags or marks.regions):
+    idle = policy.blocks is None and policy.rest is None and not policy.group
+    if idle and not (marks.tags or marks.regions):
         return function
     costs = costs or CostModel(Topology()).on(_some_device(function))
-    return _Rematerializer(policy, marks, costs).run(function)
+    return _Rematerializer(policy, marks, costs).run(function, stages)
 
 
 class _Rematerializer:
@@ -57,18 +60,17 @@ class _Rematerializer:
         self.done: dict[tuple[object, ...], Rewritten | None] = {}
         self.found = False  # a part that runs again
 
-    def run(self, function: Function) -> Function:
+    def run(self, function: Function, stages: Sequence[int]) -> Function:
         joint = Joint.of(function)
         calls: dict[Op, Op] = {}
         pairs = find_pairs(joint)
-        if self.policy.blocks is not None and self.policy.rest is None and len(pairs) < self.policy.every:
-            fewer = f"at most every:{len(pairs)}; or " if pairs else ""
-            raise PlanError(
-                f"remat={self.policy}: {function.name} has {len(pairs)} blocks that repeat, so nothing would "
-                f"be recomputed; use {fewer}min_cut or budget:X, which take single ops as well, or none"
-            )
+        stages = stages or (len(pairs),)
+        self.check(function, pairs, stages)
+        if self.policy.group:
+            return self.grouped(joint, pairs, stages)
+        places = [place for count in stages for place in range(count)]
         for number, pair in enumerate(pairs):
-            rule = self.rule(self.policy.rule(number))
+            rule = self.rule(self.policy.rule(number, places[number]))
             if rule is None:
                 continue
             key = (*pair.key, rule)
@@ -94,6 +96,47 @@ class _Rematerializer:
                 "full"
             )
         return again
+
+    def check(self, function: Function, pairs: Sequence[Pair], stages: Sequence[int]) -> None:
+        """Refuse a policy for blocks where there are none, or too few, and stages of other blocks."""
+        policy, most = self.policy, max(stages)
+        if sum(stages) != len(pairs):
+            raise PlanError(
+                f"remat={policy}: the stages have {sum(stages)} layers, {function.name} has {len(pairs)} "
+                "blocks with a backward pass; use full, which counts none"
+            )
+        only_blocks = policy.group or (policy.blocks is not None and policy.rest is None)
+        if only_blocks and most < policy.fewest:
+            name = policy.text.partition(":")[0]
+            fewer = f"at most {name}:{most}; or " if most else ""
+            where = f"{function.name} has {len(pairs)} blocks that repeat"
+            where += f", at most {most} a stage" if len(stages) > 1 else ""
+            raise PlanError(
+                f"remat={policy}: {where}, so nothing would be recomputed; use {fewer}min_cut or budget:X, "
+                "which take single ops as well, or none"
+            )
+
+    def grouped(self, joint: Joint, pairs: Sequence[Pair], stages: Sequence[int]) -> Function:
+        """Return the function in which groups of blocks run again, and return what others read, no more."""
+        view = graph_of(joint, self.marks, self.costs)
+        saved = view.chosen(as_read(view.graph))
+        runs: dict[Op, list[Op]] = {}
+        position = {op: number for number, op in enumerate(joint.function.ops)}
+        readers: dict[Value, set[Op]] = {}
+        for op in joint.function.ops:
+            for value in op.inputs:
+                readers.setdefault(value, set()).add(op)
+        end = 0
+        for count in stages:
+            begin, end = end, end + count
+            for at in range(begin, end, self.policy.group):
+                group = pairs[at : min(at + self.policy.group, end)]
+                again = [pair.forward for pair in group]
+                own = {*again, *(pair.backward for pair in group)}
+                first = min((pair.backward for pair in group), key=position.__getitem__)
+                runs[first] = again
+                saved -= {v for op in again for v in op.outputs if readers.get(v, own) <= own}
+        return trim(recompute(joint, saved, runs=runs).function).function
 
     def rule(self, rule: Rule | None) -> Rule | None:
         """Return the rule, or the one that heeds what the user asks."""
