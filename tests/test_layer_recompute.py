@@ -9,7 +9,7 @@ from distsim.compose import build_program, parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.hardware import load_cluster
-from distsim.ir import Function
+from distsim.ir import Function, all_ops
 from distsim.models import moe
 from distsim.plan import Plan
 from distsim.schedule import schedule
@@ -82,6 +82,20 @@ def test_experts_compute_the_same(remat: str, plan: str) -> None:
     order = schedule(parsed.schedule, parsed.pp, parsed.microbatches)
     program = laid_out(joint, mesh_of(parsed.dp, parsed.tp, parsed.pp), order, remat, stages=parsed.stages)
     assert_same_step(joint, program, inputs, expected)
+
+
+@pytest.mark.parametrize("remat", ["attention", "ops:MatMul", "uniform:4", "block:3"])
+@pytest.mark.parametrize("fsdp", ["reshard", "keep"])
+def test_divided_parameters_are_gathered_as_without(remat: str, fsdp: str) -> None:
+    """And no more: a layer that runs again reads what backward gathered, or what forward did."""
+    joint, inputs, expected = case("llama")
+
+    def gathers(remat: str) -> int:
+        program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), remat, fsdp)
+        assert_same_step(joint, program, inputs, expected)
+        return sum(op.op_type == "MPIAllgather" for op in all_ops(program.to_function()))
+
+    assert gathers(remat) == gathers("none")
 
 
 def test_a_group_saves_its_input_alone() -> None:

@@ -141,7 +141,7 @@ def checkpoint(graph: JointGraph) -> list[int]:
 
 def only_ops(graph: JointGraph, types: AbstractSet[str]) -> list[int]:
     """Save the results of ops of these types, and what is tagged to be."""
-    return _kept(graph, lambda node: node.op in types, collectives=False)
+    return _kept(graph, lambda node: node.op in types and not node.wants_recompute, collectives=False)
 
 
 def _check_ops(text: str, types: Iterable[str]) -> None:
