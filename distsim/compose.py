@@ -13,7 +13,7 @@ from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
 from distsim.ir.rewrite import inline
-from distsim.plan import Plan, parse_schedule, parse_stages
+from distsim.plan import Plan, parse_remat, parse_schedule, parse_stages
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, SCHEDULES, Schedule
 from distsim.schedule import schedule as schedule_named
@@ -24,7 +24,12 @@ from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
-from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut, searched_schedule
+from distsim.transforms.pipelining.stage_choice import (
+    counted_cut,
+    fastest_cut,
+    layers_of_stages,
+    searched_schedule,
+)
 from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import rematerialize
 from distsim.transforms.sharding.shard import Sharded, shard
@@ -231,7 +236,7 @@ class _Memory:
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
         local = shard(written, logical_mesh(key.figures, shown, key.tp), key.microbatches, key.dp)
         local = replace(local, kernels=key.kernels)
-        return local if plain else _rematerialized(local, key.remat, key.fsdp, costs, level)
+        return local if plain else _rematerialized(local, key, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:
         self.cuts[key] = cut
@@ -269,19 +274,21 @@ class _Memory:
             self.numbered.append(Numbered(self.written[level]))
 
 
-def _rematerialized(local: Sharded, remat: str, fsdp: str, costs: DeviceCosts, levels: int) -> Sharded:
+def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: int) -> Sharded:
     """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
+    counts = parse_remat(key.remat).counts_layers
+    stages = layers_of_stages(local, key.num_stages, costs, key.stages) if counts else ()
     known = _REMATERIALIZED.setdefault(local.function, {})
-    key = (remat, fsdp, costs.key, levels)
-    found = known.get(key)
+    asked = (key.remat, key.fsdp, costs.key, levels, stages)
+    found = known.get(asked)
     if found is None:
-        divided = local if fsdp == "none" else divide_parameters(local)
-        tags = gathered(divided.function, fsdp == "reshard")
-        made = rematerialize(divided.function, remat, tags, costs=costs)
+        divided = local if key.fsdp == "none" else divide_parameters(local)
+        tags = gathered(divided.function, key.fsdp == "reshard")
+        made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         for _ in range(levels):
             made = inline(made)
         made = sums_at_once(made) if levels else made
-        found = known[key] = replace(divided, function=made)
+        found = known[asked] = replace(divided, function=made)
     return replace(found, microbatches=local.microbatches, dp=local.dp, kernels=local.kernels)
 
 

@@ -185,6 +185,9 @@ GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
 BufferRule = Callable[[Attributes, int], Sequence[int]]
 """(attributes, number of inputs) -> places of inputs."""
+SavedRule = Callable[[Attributes, int, int], Sequence[str]]
+"""(attributes, number of inputs, of outputs) -> what further outputs are called; the attribute ``outputs``
+then says how many there are in all."""
 PartRule = Callable[[Signature, int], OutputPart]
 """(signature, place of an output) -> the op that makes it."""
 FormalsRule = Callable[[Attributes], tuple[str, ...]]
@@ -249,6 +252,8 @@ class Operator:
     gradient: the parts of all outputs take as many flops as the op."""
     buffers: BufferRule | None = None
     """The inputs that hold what training leaves as it is, such as running statistics."""
+    saved: SavedRule | None = None
+    """What training has an op make besides, because its gradient reads it: a mask of dropout."""
     view: bool = False
     """The output is input 0, or its first elements, under another shape: no kernel runs and no memory is
     taken."""
@@ -286,6 +291,7 @@ def register(operator: Operator) -> Operator:
             "pinned",
             "part",
             "buffers",
+            "saved",
             "bounds",
         )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
