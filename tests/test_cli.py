@@ -257,7 +257,9 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
     own = simulate(capsys, *command, "--stack", "megatron", *own)
     assert "note: assumed: attention flash, optimizer adamw, clip 1.0\n" in own
     assert "remat" not in own.splitlines()[0] and "note: precision bf16:" in own
-    times = [step_time(simulate(capsys, *command, "--kernels", name)) for name in ("ops", "eager", "compiled")]
+    times = [
+        step_time(simulate(capsys, *command, "--kernels", name)) for name in ("ops", "eager", "compiled")
+    ]
     assert times[0] > times[1] > times[2]
 
 

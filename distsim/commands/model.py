@@ -26,6 +26,7 @@ from distsim.transforms.autodiff.optimizers import OPTIMIZERS
 from distsim.transforms.autodiff.precision import POLICIES, Precision, precision_named
 from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.kernels.attention import ATTENTIONS, default_attention, set_attention
+from distsim.transforms.kernels.composites import merge_composites
 from distsim.transforms.kernels.policies import KERNELS, Kernels, kernels_named
 
 
@@ -129,7 +130,7 @@ def _forward(options: argparse.Namespace, choices: Choices) -> Function:
     patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
-    function = load_model(options.model, options.batch, bindings, patterns)
+    function = merge_composites(load_model(options.model, options.batch, bindings, patterns))
     dtype = _widest(function) if choices.precision is None else choices.precision.used
     return set_attention(function, choices.attention or default_attention(dtype))
 

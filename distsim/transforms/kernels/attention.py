@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distsim.errors import PlanError
-from distsim.ir import DType, Environment, Function, Op, all_ops, rewrite, trim
+from distsim.ir import DType, Function, Op, all_ops
 from distsim.ir.joint import brings_backward
 from distsim.ops.attention_options import ATTENTION_FORMALS, ATTENTIONS, AttentionOptions
 from distsim.ops.places import places, shape_of
 from distsim.ops.written_attention import write_attention
 from distsim.transforms.kernels.fused_attention import OpWriter, as_options, fused_attention, joined
-from distsim.transforms.kernels.known import FunctionScope, scopes_of
+from distsim.transforms.kernels.known import Changes, FunctionScope, rewrite_scopes
 from distsim.transforms.kernels.recognition import NoAttentionError, attention_around
-
-Changes = dict[Op, tuple[Op, ...]]
-"""What stands for an op."""
 
 
 def set_attention(function: Function, kind: str) -> Function:
@@ -37,13 +34,9 @@ def set_attention(function: Function, kind: str) -> Function:
         text = "attention: left as it is, with the backward pass that the function brings"
         return replace(function, notes=(*others, text))
     reasons: list[NoAttentionError] = []
-    made: dict[Function, Function] = {}
-    for scope in reversed(scopes_of(function)):  # callees first
-        changes = _flash(scope, reasons) if kind == "flash" else _math(scope)
-        made[scope.function] = _changed(scope.function, changes, made)
-    whole = made[function]
-    if whole is not function:
-        whole = trim(whole).function
+    whole = rewrite_scopes(
+        function, lambda scope: _flash(scope, reasons) if kind == "flash" else _math(scope)
+    )
     return replace(whole, notes=(*others, *_notes(kind, function, _count(whole), reasons)))
 
 
@@ -65,17 +58,6 @@ def _notes(kind: str, function: Function, after: int, reasons: Sequence[NoAttent
     first = f"{after} as one kernel each (flash)" if after else "none recognised (flash)"
     told = Counter([str(error) for error in reasons if error.is_close or not after])
     return [f"attention: {first}", *(f"attention: {n} left as written, {why}" for why, n in told.items())]
-
-
-def _changed(function: Function, changes: Changes, callees: dict[Function, Function]) -> Function:
-    """Return the function with other ops in the place of some, and other callees."""
-
-    def change(op: Op, env: Environment) -> Sequence[Op]:
-        if op.is_call and callees[op.callee] is not op.callee:
-            return (replace(op, subfunctions=(callees[op.callee],)),)
-        return changes.get(op, (op,))
-
-    return rewrite(function, change)
 
 
 def _math(scope: FunctionScope) -> Changes:

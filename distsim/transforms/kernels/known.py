@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from distsim.ir import Function, Op, Value
+from distsim.ir import Environment, Function, Op, Value, rewrite, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import compute, operator
 from distsim.ops.operator import Array
@@ -15,7 +16,15 @@ from distsim.ops.places import shape_of
 MOST_ELEMENTS = 2**26
 """Larger values are not computed: a table of 8,192 x 8,192."""
 
+Changes = dict[Op, tuple[Op, ...]]
+"""What stands for an op."""
+
 _DRAWN = frozenset({"Dropout", "RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike"})
+
+
+def draws(op: Op) -> bool:
+    """Whether an op draws random numbers."""
+    return op.op_type in _DRAWN
 
 
 class FunctionScope:
@@ -25,6 +34,7 @@ class FunctionScope:
         self.function = function
         self.sites: list[tuple[FunctionScope, Op]] = []
         self.makers = {value: op for op in function.ops for value in op.outputs}
+        self.numbers = {op: number for number, op in enumerate(function.ops)}
         self.readers: dict[Value, list[Op]] = {}
         for op in function.ops:
             for value in op.inputs:
@@ -40,7 +50,7 @@ class FunctionScope:
                 self._fixed.add(value)
         for op in self.function.ops:
             moves = op.is_call or operator(op.op_type).communication is not None
-            if not moves and op.op_type not in _DRAWN and self._fixed.issuperset(op.inputs):
+            if not moves and not draws(op) and self._fixed.issuperset(op.inputs):
                 self._fixed.update(op.outputs)
 
     def known(self, value: Value) -> Array | None:
@@ -103,3 +113,26 @@ def scopes_of(function: Function) -> Sequence[FunctionScope]:
     for scope in scopes.values():
         scope.find_fixed()
     return list(scopes.values())
+
+
+def rewrite_scopes(function: Function, changes: Callable[[FunctionScope], Changes]) -> Function:
+    """Return the function with other ops in the place of some, in callees too, and without ops then dead.
+
+    It is ``function`` itself if nothing changes.
+    """
+    made: dict[Function, Function] = {}
+    for scope in reversed(scopes_of(function)):  # callees first
+        made[scope.function] = _changed(scope.function, changes(scope), made)
+    whole = made[function]
+    return whole if whole is function else trim(whole).function
+
+
+def _changed(function: Function, changes: Changes, callees: dict[Function, Function]) -> Function:
+    """Return the function with other ops in the place of some, and other callees."""
+
+    def change(op: Op, env: Environment) -> Sequence[Op]:
+        if op.is_call and callees[op.callee] is not op.callee:
+            return (replace(op, subfunctions=(callees[op.callee],)),)
+        return changes.get(op, (op,))
+
+    return rewrite(function, change)

@@ -30,7 +30,7 @@ class Kernels:
 
 
 @cached("whether an op is element by element, by signature", 65536)
-def _pointwise(signature: Signature) -> bool:
+def is_pointwise(signature: Signature) -> bool:
     """Whether each element of the results needs only the elements in the same place of the operands."""
     rule = sharding_rule(signature)
     if rule is None or not rule.outputs:
@@ -153,7 +153,7 @@ def _compiled(first: Op, second: Op) -> bool:
     As torch's inductor joins them (torch/_inductor/scheduler.py: ``can_fuse``).
     """
     for op in (first, second):
-        if not (op.op_type in _ALONG_ROWS or op.op_type in _REARRANGE or _pointwise(signature_of(op))):
+        if not (op.op_type in _ALONG_ROWS or op.op_type in _REARRANGE or is_pointwise(signature_of(op))):
             return False
     if first.op_type in _REARRANGE or second.op_type in _REARRANGE:
         return True
