@@ -1,7 +1,9 @@
 """Recomputation that counts the layers of a stage, as Megatron-LM's block and uniform do; experts too."""
 
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from training_models import F64, assert_same_step, laid_out, mesh_of, random_inputs, small_gpt, small_llama
 
@@ -10,7 +12,12 @@ from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.hardware import load_cluster
 from distsim.ir import Function, all_ops
+from distsim.ir.type import as_tensor
 from distsim.models import moe
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import DecoderSizes
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
 from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.simulate.memory.peak import peak_memory
@@ -82,6 +89,29 @@ def test_experts_compute_the_same(remat: str, plan: str) -> None:
     order = schedule(parsed.schedule, parsed.pp, parsed.microbatches)
     program = laid_out(joint, mesh_of(parsed.dp, parsed.tp, parsed.pp), order, remat, stages=parsed.stages)
     assert_same_step(joint, program, inputs, expected)
+
+
+GROUPED = DecoderSizes(2, 16, 16, GroupedHeads(4, 2), FeedForward(24))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4", "dp=2,tp=2,pp=2,microbatches=2", "pp=3,dp=2"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_saves_what_the_output_projection_reads(kv_heads: int, plan: str) -> None:
+    """[batch, seq, heads x size], on every rank as the projection has it; no copy in the order of heads."""
+    sizes = replace(GROUPED, attention=GroupedHeads(4, kv_heads))
+    joint = differentiate(decoder(sizes, 8, 4, F64, attention="flash"), SGD(lr=0.1))
+    grads = [op for op in all_ops(joint) if op.op_type == "AttentionGrad"]
+    assert [as_tensor(op.inputs[3].type, "Y").shape for op in grads] == [(8, 4, 16)] * 2
+    inputs = random_inputs(joint, 0)
+    expected = SequentialExecutor().compute(joint, inputs)
+    written = differentiate(decoder(sizes, 8, 4, F64, attention="math"), SGD(lr=0.1))
+    for one, other in zip(SequentialExecutor().compute(written, inputs), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
+    parsed = Plan.parse(plan)
+    order = schedule("1f1b", parsed.pp, parsed.microbatches)
+    for remat in ("none", "attention"):
+        program = laid_out(joint, mesh_of(parsed.dp, parsed.tp, parsed.pp), order, remat)
+        assert_same_step(joint, program, inputs, expected)
 
 
 @pytest.mark.parametrize("remat", ["attention", "ops:MatMul", "uniform:4", "block:3"])
