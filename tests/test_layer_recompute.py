@@ -151,3 +151,19 @@ def test_layers_that_a_stage_lacks_are_refused() -> None:
     refused("remat=uniform:7", "6 blocks that repeat, so nothing .* use at most uniform:6")
     with pytest.raises(PlanError, match="the stages have 5 layers, .* has 6 blocks"):
         rematerialize(joint, "block:1", stages=(3, 2))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=4,stages=layers"])
+def test_groups_of_one_and_all_first_layers_are_full_recomputation(plan: str) -> None:
+    joint = case("gpt")[0]
+
+    def measured(remat: str) -> tuple[float, float, list[int]]:
+        program = parallelize(joint, Plan.parse(f"{plan},remat={remat}"), CLUSTER)
+        simulation = Simulator(CostModel(CLUSTER)).simulate(program)
+        uses = program_memory(program).devices.values()
+        return simulation.step_time, simulation.flops, [use.peak for use in uses]
+
+    layers = 6 // Plan.parse(plan).pp
+    full = measured("full")
+    assert measured(f"block:{layers}") == full
+    assert measured("uniform:1") == full

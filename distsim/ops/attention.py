@@ -8,7 +8,8 @@ and 2). Query head h reads key and value head h * kv_heads / heads (Ainslie et a
 
 A boolean mask says what may be seen, another one is added. Of queries and keys of unlike number the first
 ones are aligned. A query that sees nothing gets zeros. Under dropout the kernel draws its numbers again in
-backward, from the seed.
+backward, from the seed. ``AttentionGrad`` reads Y, or, ``joined``, what the output projection reads of it:
+[batch, seq, heads x v_size].
 """
 
 from __future__ import annotations
