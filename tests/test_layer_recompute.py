@@ -1,7 +1,9 @@
 """Recomputation that counts the layers of a stage, as Megatron-LM's block and uniform do; experts too."""
 
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from training_models import F64, assert_same_step, laid_out, mesh_of, random_inputs, small_gpt, small_llama
 
@@ -10,7 +12,12 @@ from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.hardware import load_cluster
 from distsim.ir import Function, all_ops
+from distsim.ir.type import as_tensor
 from distsim.models import moe
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import DecoderSizes
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
 from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.simulate.memory.peak import peak_memory
@@ -84,6 +91,29 @@ def test_experts_compute_the_same(remat: str, plan: str) -> None:
     assert_same_step(joint, program, inputs, expected)
 
 
+GROUPED = DecoderSizes(2, 16, 16, GroupedHeads(4, 2), FeedForward(24))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4", "dp=2,tp=2,pp=2,microbatches=2", "pp=3,dp=2"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_saves_what_the_output_projection_reads(kv_heads: int, plan: str) -> None:
+    """[batch, seq, heads x size], on every rank as the projection has it; no copy in the order of heads."""
+    sizes = replace(GROUPED, attention=GroupedHeads(4, kv_heads))
+    joint = differentiate(decoder(sizes, 8, 4, F64, attention="flash"), SGD(lr=0.1))
+    grads = [op for op in all_ops(joint) if op.op_type == "AttentionGrad"]
+    assert [as_tensor(op.inputs[3].type, "Y").shape for op in grads] == [(8, 4, 16)] * 2
+    inputs = random_inputs(joint, 0)
+    expected = SequentialExecutor().compute(joint, inputs)
+    written = differentiate(decoder(sizes, 8, 4, F64, attention="math"), SGD(lr=0.1))
+    for one, other in zip(SequentialExecutor().compute(written, inputs), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
+    parsed = Plan.parse(plan)
+    order = schedule("1f1b", parsed.pp, parsed.microbatches)
+    for remat in ("none", "attention"):
+        program = laid_out(joint, mesh_of(parsed.dp, parsed.tp, parsed.pp), order, remat)
+        assert_same_step(joint, program, inputs, expected)
+
+
 @pytest.mark.parametrize("remat", ["attention", "ops:MatMul", "uniform:4", "block:3"])
 @pytest.mark.parametrize("fsdp", ["reshard", "keep"])
 def test_divided_parameters_are_gathered_as_without(remat: str, fsdp: str) -> None:
@@ -121,3 +151,19 @@ def test_layers_that_a_stage_lacks_are_refused() -> None:
     refused("remat=uniform:7", "6 blocks that repeat, so nothing .* use at most uniform:6")
     with pytest.raises(PlanError, match="the stages have 5 layers, .* has 6 blocks"):
         rematerialize(joint, "block:1", stages=(3, 2))
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=4,stages=layers"])
+def test_groups_of_one_and_all_first_layers_are_full_recomputation(plan: str) -> None:
+    joint = case("gpt")[0]
+
+    def measured(remat: str) -> tuple[float, float, list[int]]:
+        program = parallelize(joint, Plan.parse(f"{plan},remat={remat}"), CLUSTER)
+        simulation = Simulator(CostModel(CLUSTER)).simulate(program)
+        uses = program_memory(program).devices.values()
+        return simulation.step_time, simulation.flops, [use.peak for use in uses]
+
+    layers = 6 // Plan.parse(plan).pp
+    full = measured("full")
+    assert measured(f"block:{layers}") == full
+    assert measured("uniform:1") == full

@@ -139,7 +139,8 @@ class GradientContext:
     ``outputs[i]`` may be read too (it is then saved). ``grads[i]`` is None when output i does not
     influence the loss. ``wanted[i]`` tells whether input i needs a gradient: what a rule gives None has
     the derivative zero. ``numbers`` are gradients known to be one number, the same in every step: that of
-    the loss with respect to itself is 1.
+    the loss with respect to itself is 1. ``readers`` are the forward ops that read a value of the forward
+    function, and ``copies`` what a gradient may read for each of its values, as it may ``outputs``.
     """
 
     maker: FunctionMaker
@@ -149,6 +150,8 @@ class GradientContext:
     grads: tuple[Value | None, ...]
     wanted: tuple[bool, ...]
     numbers: Mapping[Value, Array] = field(default_factory=dict[Value, Array])
+    readers: Mapping[Value, Sequence[Op]] = field(default_factory=dict[Value, Sequence[Op]])
+    copies: Mapping[Value, Value] = field(default_factory=dict[Value, Value])
 
     @property
     def grad(self) -> Value:

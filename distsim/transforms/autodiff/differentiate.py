@@ -279,6 +279,7 @@ class _Pass:
         self.linearized: dict[Op, _Linearized] = {}
         self.saved: dict[Op, list[str]] = {}  # the names of what ops make besides
         self.extras: dict[Op, tuple[Value, ...]] = {}
+        self.readers: dict[Value, list[Op]] = {}
 
     def plan(self, function: Function, wanted: set[Value], outputs: Sequence[Value]) -> None:
         """Decide how each Call is differentiated, by which of its outputs will have a gradient, and what ops
@@ -317,6 +318,9 @@ class _Pass:
 
     def backward(self, function: Function, wanted: set[Value]) -> None:
         """Emit the gradients that follow from those that are there."""
+        for op in function.ops:
+            for value in dict.fromkeys(op.inputs):
+                self.readers.setdefault(value, []).append(op)
         for op in reversed(function.ops):
             if any(v in self.grads for v in op.outputs) and any(v in wanted for v in op.inputs):
                 if op.is_call:
@@ -345,6 +349,8 @@ class _Pass:
             tuple(self.grads.get(v) for v in op.outputs),
             tuple(v in wanted for v in op.inputs),
             self.maker.numbers,
+            self.readers,
+            self.copies,
         )
         self._take(op.inputs, rule(context), wanted.__contains__, op)
 
