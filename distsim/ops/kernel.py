@@ -7,6 +7,7 @@ made of finished functions (:mod:`distsim.transforms.kernels`): they have no gra
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from distsim.ir.function import Op
@@ -18,8 +19,9 @@ KERNEL = "Kernel"
 
 
 def kernel_attributes(ops: Sequence[Op]) -> Attributes:
-    """Return the attributes of the kernel that runs ``ops``: ``ops`` (their types, joined by ``+``),
-    ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units.
+    """Return the attributes of the kernel that runs ``ops``: ``ops`` (their types, joined by ``+``; those of
+    more than three ops counted), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix
+    units.
 
     Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
     """
@@ -32,7 +34,10 @@ def kernel_attributes(ops: Sequence[Op]) -> Attributes:
             raise ValueError(f"{op!r} has no work rule; it cannot be a part of a kernel")
         flops, matrix = flops + demand.flops, matrix or demand.matrix
         names.append(op.op_type)
-    return Attributes({"ops": "+".join(names), "flops": flops, "matrix": matrix})
+    counts = Counter(names)
+    several = [name if count <= 3 else f"{name} x{count}" for name, count in counts.items()]
+    label = "+".join(names if max(counts.values(), default=0) <= 3 else several)
+    return Attributes({"ops": label, "flops": flops, "matrix": matrix})
 
 
 def _work(signature: Signature) -> Work:

@@ -96,6 +96,13 @@ def _register(name: str, states: int, flops: float, step: Step) -> None:
     )
 
 
-_register("SGDOptimizer", 0, 2.0, _sgd)
-_register("MomentumOptimizer", 1, 2.0, _momentum)
-_register("AdamOptimizer", 2, 4.0, _adam)
+_OPTIMIZERS: dict[str, tuple[int, float, Step]] = {
+    "SGDOptimizer": (0, 2.0, _sgd),
+    "MomentumOptimizer": (1, 2.0, _momentum),
+    "AdamOptimizer": (2, 4.0, _adam),
+}
+for _name, _rules in _OPTIMIZERS.items():
+    _register(_name, *_rules)
+
+OPTIMIZER_OPS = frozenset(_OPTIMIZERS)
+"""The operators that update a parameter. Attribute ``kernel`` = "single": no launch does it with others."""

@@ -23,7 +23,7 @@ def replacements(function: Function) -> dict[Value, Value]:
 
 def replaced_by(op: Op) -> Mapping[int, int]:
     """Return for each output of an op that is a new value of an input the place of that input."""
-    if op.is_call:
+    if op.subfunctions:  # a Call, or a kernel of several ops
         return replaced_inputs(op.callee)
     places = operator(op.op_type).in_place
     return {output: place for output, place in places.items() if output < len(op.outputs)}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
 from distsim.ir import Function, Op, Value
 from distsim.ops import operator
+from distsim.ops.replaced import replaced_by
 from distsim.simulate.tasks.rank_classes import place_of
 
 
@@ -60,17 +61,22 @@ def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
     return tuple([first.setdefault(home, place) for place, home in enumerate(homes)])
 
 
-def gradient_values(function: Function) -> set[Value]:
+def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[Value]:
     """Return the values that in-place ops read, directly or through collectives, views, Pad,
     GradientCast, ScaleGradient and additions.
 
     In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
-    parameters and optimizer state, these values are gradients.
+    parameters and optimizer state, these values are gradients. So are those that lead to ``returned``.
     """
-    found: set[Value] = set()
+    found = set(returned)
     for op in reversed(function.ops):
         if op.is_call:
             found.update([op.inputs[i] for i in gradient_inputs(op.callee)])
+            continue
+        if op.subfunctions:  # a kernel of several ops
+            made = [v for v, outer in zip(op.callee.outputs, op.outputs, strict=True) if outer in found]
+            inner = gradient_values(op.callee, made)
+            found.update([v for v, own in zip(op.inputs, op.callee.inputs, strict=True) if own in inner])
             continue
         meaning = operator(op.op_type)
         if meaning.in_place:
@@ -184,9 +190,9 @@ class _Planner:
         meaning = operator(op.op_type)
         if meaning.view and index == 0 and op.inputs:
             return self._take(op.inputs[0], op.outputs[0], number, overwrites=False)
-        if index in meaning.in_place:
-            operand = op.inputs[meaning.in_place[index]]
-            return self._take(operand, op.outputs[index], number, overwrites=True)
+        taken = replaced_by(op).get(index)
+        if taken is not None:
+            return self._take(op.inputs[taken], op.outputs[index], number, overwrites=True)
         return None
 
     def _take(self, operand: Value, result: Value, number: int, overwrites: bool) -> Value | None:

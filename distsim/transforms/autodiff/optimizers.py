@@ -38,22 +38,25 @@ class SGD:
     """Stochastic gradient descent: ``w - lr * g``; with ``momentum``, of a velocity that it keeps.
 
     The velocity is ``v' = momentum * v + g`` (Sutskever et al. 2013, as torch.optim.SGD has it), of type
-    ``state`` (None: that of the precision). ``weight_decay * w`` is added to each gradient.
+    ``state`` (None: that of the precision). ``weight_decay * w`` is added to each gradient. ``kernel``:
+    "multi" where a policy of kernels updates many parameters with a launch, "single" for one each.
     """
 
     lr: float = 0.01
     momentum: float = 0.0
     weight_decay: float = 0.0
     state: DType | None = None
+    kernel: str = "multi"
 
     def __post_init__(self) -> None:
+        _check_kernel(self.kernel)
         _check_finite(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
     def update(
         self, maker: FunctionMaker, weight: Value, grad: Value, precision: Precision | None = None
     ) -> tuple[Value, ...]:
         """Return the new parameter, then its velocity if it has one, then its master copy if it has one."""
-        attributes = {"lr": self.lr} | _set(weight_decay=self.weight_decay)
+        attributes = {"lr": self.lr} | _set(weight_decay=self.weight_decay) | _kernel(self.kernel)
         if not self.momentum:
             return _add(maker, "SGDOptimizer", (weight, grad), attributes, {}, precision)
         attributes["momentum"] = self.momentum
@@ -65,7 +68,7 @@ class Adam:
     """Adam (Kingma and Ba 2015): two moments per parameter.
 
     Of types ``mean`` and ``square``, by default those of the precision, without one the parameter's.
-    ``weight_decay * w`` is added to each gradient.
+    ``weight_decay * w`` is added to each gradient. ``kernel`` is as :class:`SGD` has it.
     """
 
     lr: float = 1e-3
@@ -76,8 +79,10 @@ class Adam:
     weight_decay: float = 0.0
     mean: DType | None = None
     square: DType | None = None
+    kernel: str = "multi"
 
     def __post_init__(self) -> None:
+        _check_kernel(self.kernel)
         _check_finite(
             lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay
         )
@@ -89,11 +94,11 @@ class Adam:
     ) -> tuple[Value, ...]:
         """Return the new parameter, its new moments, then its master copy if it has one."""
         names = ("lr", "beta1", "beta2", "eps", "step")
-        attributes = {name: getattr(self, name) for name in names} | self._decay()
+        attributes = {name: getattr(self, name) for name in names} | self._decay() | _kernel(self.kernel)
         moments = {"m": self.mean, "v": self.square}
         return _add(maker, "AdamOptimizer", (weight, grad), attributes, moments, precision)
 
-    def _decay(self) -> dict[str, float]:
+    def _decay(self) -> dict[str, Any]:
         return _set(weight_decay=self.weight_decay)
 
 
@@ -103,11 +108,21 @@ class AdamW(Adam):
 
     weight_decay: float = 0.01
 
-    def _decay(self) -> dict[str, float]:
+    def _decay(self) -> dict[str, Any]:
         return {"weight_decay": self.weight_decay, "decoupled": True}
 
 
-def _set(**figures: float) -> dict[str, float]:
+def _check_kernel(kernel: str) -> None:
+    if kernel not in ("multi", "single"):
+        raise PlanError(f"kernel={kernel} is not one of multi, single")
+
+
+def _kernel(kernel: str) -> dict[str, Any]:
+    """Return the attribute of an optimizer that launches a kernel a parameter."""
+    return {} if kernel == "multi" else {"kernel": kernel}
+
+
+def _set(**figures: float) -> dict[str, Any]:
     """Return the figures that are not zero."""
     return {name: figure for name, figure in figures.items() if figure}
 
@@ -116,7 +131,7 @@ def _add(
     maker: FunctionMaker,
     op_type: str,
     pair: tuple[Value, Value],
-    attributes: Mapping[str, float],
+    attributes: Mapping[str, Any],
     states: Mapping[str, DType | None],
     precision: Precision | None,
 ) -> tuple[Value, ...]:
@@ -169,7 +184,7 @@ def _setting(text: str, field: Field[Any], value: str) -> Any:
     try:
         if field.default is None:
             return _state_type(value)
-        return int(value) if isinstance(field.default, int) else float(value)
+        return value if isinstance(field.default, str) else type(field.default)(value)
     except (ValueError, TypeRuleError) as error:
         raise PlanError(f"optimizer {text!r}: {field.name}={value!r}: {error}") from None
 

@@ -4,21 +4,24 @@ A policy says of an op and one that reads its result whether one kernel may run 
 data flow: the *level* of an op is the most times that a path to it passes from one kernel to another, and
 ops of a level that such pairs connect are one kernel. A path that left a kernel and came back would pass a
 pair that is not of one kernel, hence end on a higher level: kernels never wait for each other in a circle.
+For the same reason ops of one level, of whatever kernels, may run in one: so multi-tensor kernels do.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
 from distsim.cache import Cache
 from distsim.ir.function import Function, Op
-from distsim.ir.rewrite import copy_function
+from distsim.ir.rewrite import copy_function, inline
 from distsim.ir.value import Value
 from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.program.block import Block, StageBlocks
+from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
 
 
@@ -51,12 +54,15 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     """Return the function in which something is joined, or None."""
     if kernels.joins is None:
         return None
-    ops = [_with_fused_callee(op, kernels) for op in function.ops]
-    groups = _groups(ops, kernels.joins, kernels.epilogues)
-    if len(groups) == len(ops) and all(map(is_, ops, function.ops)):
+    updates = {op for op in function.ops if kernels.multi_tensor and is_update(op)}
+    opened = inline(function, updates) if updates else function
+    source = [n for n, op in enumerate(function.ops) for _ in (op.callee.ops if op in updates else (op,))]
+    ops = [_with_fused_callee(op, kernels) for op in opened.ops]
+    groups = _groups(ops, kernels, kernels.joins)
+    if len(groups) == len(ops) and all(map(is_, ops, opened.ops)):
         return None
     of = {place: number for number, group in enumerate(groups) for place in group}
-    readers: dict[Value, set[int]] = {value: {-1} for value in function.outputs}
+    readers: dict[Value, set[int]] = {value: {-1} for value in opened.outputs}
     for place, op in enumerate(ops):
         for value in op.inputs:
             readers.setdefault(value, set()).add(of[place])
@@ -66,7 +72,8 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
         group = [ops[place] for place in groups[number]]
         outside = [v for op in group for v in op.outputs if not readers.get(v, set()) <= {number}]
         made.append(group[0] if len(group) == 1 else _kernel(group, outside))
-    return Fused(replace(function, ops=tuple(made)), tuple([tuple(groups[number]) for number in order]))
+    parts = [tuple(dict.fromkeys([source[place] for place in groups[number]])) for number in order]
+    return Fused(replace(opened, ops=tuple(made)), tuple(parts))
 
 
 def _with_fused_callee(op: Op, kernels: Kernels) -> Op:
@@ -85,7 +92,7 @@ def _kernel(ops: Sequence[Op], outputs: Sequence[Value]) -> Op:
     return Op(KERNEL, inputs, tuple(outputs), attributes, (body,), name=name)
 
 
-def _groups(ops: Sequence[Op], joins: Joins, epilogues: bool) -> list[list[int]]:
+def _groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[list[int]]:
     """Return the places of the ops of each kernel, in order."""
     maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
     can = [fusible(op) for op in ops]
@@ -97,7 +104,10 @@ def _groups(ops: Sequence[Op], joins: Joins, epilogues: bool) -> list[list[int]]
         for first in before[place]
         if can[first] and joins(ops[first], op)
     }
-    if epilogues:
+    if kernels.multi_tensor:
+        sums = sums_of_squares(ops)
+        pairs.update([(first, place) for place in sums for first in before[place] if first in sums])
+    if kernels.epilogues:
         taken = {first for first, _ in pairs}
         for place, op in enumerate(ops):
             if (
@@ -121,6 +131,17 @@ def _groups(ops: Sequence[Op], joins: Joins, epilogues: bool) -> list[list[int]]
         for first in before[place]:
             if (first, place) in pairs and level[first] == level[place]:
                 group[find(place)] = find(first)
+    if kernels.multi_tensor:
+        alone = Counter([find(place) for place in range(len(ops))])
+        kinds: dict[Hashable, list[tuple[int, Op]]] = {}
+        for place, op in enumerate(ops):
+            kind = kind_of(op) if alone[find(place)] == 1 else None
+            if kind is not None:  # ops of one level do not wait for each other
+                kinds.setdefault((level[place], kind), []).append((place, op))
+        for same in kinds.values():
+            for first, *others in launches(same):
+                for place in others:
+                    group[place] = first
     found: dict[int, list[int]] = {}
     for place in range(len(ops)):
         found.setdefault(find(place), []).append(place)

@@ -21,12 +21,14 @@ class Kernels:
     """A policy under a name: which ops one kernel runs.
 
     ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
-    that no such kernel adds is added by the kernel of its product.
+    that no such kernel adds is added by the kernel of its product. ``multi_tensor``: optimizers and gradient
+    clipping launch a kernel for many tensors (:mod:`distsim.transforms.kernels.multi_tensor`).
     """
 
     name: str
     joins: Joins | None = None
     epilogues: bool = False
+    multi_tensor: bool = False
 
 
 @cached("whether an op is element by element, by signature", 65536)
@@ -169,13 +171,14 @@ KERNELS = {
     each.name: each
     for each in (
         Kernels("ops"),
-        Kernels("eager", lambda first, second: False, epilogues=True),
-        Kernels("fused", _megatron, epilogues=True),
-        Kernels("compiled", _compiled, epilogues=True),
+        Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True),
+        Kernels("fused", _megatron, epilogues=True, multi_tensor=True),
+        Kernels("compiled", _compiled, epilogues=True, multi_tensor=True),
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
-by op; ``fused``: with the fusions of Megatron-LM; ``compiled``: as a compiler joins them."""
+by op; ``fused``: with the fusions of Megatron-LM; ``compiled``: as a compiler joins them. All but the first
+have multi-tensor kernels."""
 
 
 def kernels_named(name: str) -> Kernels:
