@@ -58,10 +58,18 @@ def _is_list(value: Value) -> bool:
 
 
 def sums_of_squares(ops: Sequence[Op]) -> set[int]:
-    """Return the places of the additions that make one sum of squares of all: one kernel sums the list."""
-    squares = {value for op in ops if op.op_type == "SquareSum" for value in op.outputs}
-    return {
-        place
-        for place, op in enumerate(ops)
-        if op.op_type == "Add" and not squares.isdisjoint(op.inputs) and not _is_list(op.outputs[0])
-    }
+    """Return the places of the additions that make one sum of squares of all: one kernel sums the list.
+
+    They are the additions of numbers where nothing but gradients is summed, scaled and moved.
+    """
+    sums = {place for place, op in enumerate(ops) if op.op_type == "Add" and not _is_list(op.outputs[0])}
+    return sums if all(place in sums or _is_of_step(op) for place, op in enumerate(ops)) else set()
+
+
+def _is_of_step(op: Op) -> bool:
+    """Whether an op may stand between the gradients and the new parameters."""
+    meaning = operator(op.op_type)
+    if op.is_call:
+        return all(part.op_type in OPTIMIZER_OPS for part in op.callee.ops)
+    known = op.op_type in OPTIMIZER_OPS or op.op_type in (*_OF_GRADIENTS, "GradientFactor")
+    return known or meaning.view or meaning.communication is not None
