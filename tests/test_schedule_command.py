@@ -120,6 +120,10 @@ BAD = {
         "generated: line 1, column 1: 'name' is no action",
     ),
     "missing table": (("--schedule-csv", "missing.csv"), "cannot read missing.csv"),
+    "together without pairs": (
+        ("1f1b", *SMALL, "--together"),
+        "pairs of actions that overlap, and 1f1b has none",
+    ),
     "picture of another kind": (("1f1b", *SMALL, "--plot", "x.gif"), "written as one of pdf, png, svg"),
     "table nowhere": (("1f1b", *SMALL, "--csv", "missing/x.csv"), "there is no folder missing"),
 }
