@@ -15,8 +15,9 @@ from distsim.ir.device import logical_mesh
 from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_remat, parse_schedule, parse_stages
 from distsim.program.program import Program
-from distsim.schedule import FLUSH, SCHEDULES, Schedule
+from distsim.schedule import FLUSH, SCHEDULES, TABLE, Schedule
 from distsim.schedule import schedule as schedule_named
+from distsim.schedule.refusals import count as count_of
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
@@ -106,6 +107,11 @@ def build_program(
             f"the schedule is for {schedule.num_ranks} ranks and {count} microbatches, "
             f"plan {plan} has pp={plan.pp} and microbatches={plan.microbatches}; make them agree"
         )
+    if plan.schedule == TABLE and plan.chunks != schedule.stages_a_rank:
+        raise PlanError(
+            f"chunks={plan.chunks}, but a rank of the table {schedule.name} holds "
+            f"{count_of(schedule.stages_a_rank, 'stage')}; say chunks={schedule.stages_a_rank}"
+        )
     sizes = parse_stages(plan.stages)
     if sizes and len(sizes) != schedule.chain:
         raise PlanError(
@@ -130,6 +136,8 @@ def _schedule(
 ) -> Schedule:
     """Return the schedule that a plan names; one that is searched for is by the times of the even stages."""
     name, number = parse_schedule(plan.schedule)
+    if name == TABLE:
+        raise PlanError(f"schedule={TABLE} is one that is given beside the plan; give it, or name another")
     known = SCHEDULES[name]
     if not known.searched:
         chunks = plan.chunks if known.stages_a_rank == known.chunks else None

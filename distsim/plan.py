@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any, NamedTuple
 
 from distsim.errors import PlanError
-from distsim.schedule import SCHEDULES
+from distsim.schedule import SCHEDULES, TABLE
 
 MAX_DEGREE = 2**20
 """Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
@@ -55,7 +55,8 @@ class Plan:
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
     data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`, for one that is
     searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`), for
-    `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`);
+    `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`: one that is given
+    beside the plan, by which `chunks` and `stages` are verified then;
     `stages` one of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each
     pipeline rank. A plan is verified when made, and its text, in which the last four stand only when they
     are not the default, parses back to it.
@@ -82,9 +83,11 @@ class Plan:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
-        self._check_chunks(parse_schedule(self.schedule)[0])
+        name = parse_schedule(self.schedule)[0]
+        if name != TABLE:
+            self._check_chunks(name)
         sizes = parse_stages(self.stages)
-        if sizes and len(sizes) != self.num_stages:
+        if sizes and name != TABLE and len(sizes) != self.num_stages:
             raise PlanError(
                 f"stages={_short(self.stages)} has {len(sizes)} numbers, and pp={self.pp} with "
                 f"chunks={self.chunks} makes {self.num_stages} stages; give one number for each"
@@ -161,6 +164,8 @@ def parse_schedule(text: object) -> tuple[str, float | None]:
     (('zb_auto', 1.5), ('pipedream_2bw', 8.0), ('1f1b', None))
     """
     name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if text == TABLE:
+        return TABLE, None
     if name not in SCHEDULES:
         few = f"choose one of {', '.join([*SCHEDULES][:4])} ... (distsim schedule --help)"
         raise PlanError(f"schedule={_short(text)} is unknown; {few}")

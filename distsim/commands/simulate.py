@@ -24,7 +24,7 @@ from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
-from distsim.schedule import Schedule, read_csv
+from distsim.schedule import TABLE, Schedule, read_csv
 from distsim.search import remedies
 from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.text import seconds_text
@@ -176,10 +176,11 @@ def _tell(
 
 
 def _plan(options: argparse.Namespace, order: Schedule | None) -> str:
-    """Return the text of the plan; a table says how many stages a rank has."""
+    """Return the text of the plan; a table says how many stages a rank has, where the plan does not."""
     text = "dp=1" if options.plan is None else options.plan
-    if order is not None and order.chain > order.num_ranks and "chunks=" not in text:
-        text += f",schedule=interleaved,chunks={order.chain // order.num_ranks}"
+    if order is not None:
+        text += "" if "schedule=" in text else f",schedule={TABLE}"
+        text += "" if "chunks=" in text else f",chunks={order.stages_a_rank}"
     return text
 
 
@@ -189,7 +190,7 @@ def _table(options: argparse.Namespace) -> Schedule | None:
         if options.copies is not None:
             raise PlanError("--copies goes with --schedule-csv, of which no table says it")
         return None
-    if "schedule=" in (options.plan or ""):
+    if "schedule=" in (options.plan or "").replace(f"schedule={TABLE}", ""):
         raise PlanError("--schedule-csv says what the schedule is: leave schedule= out of --plan")
     return read_csv(options.schedule_csv, copies=1 if options.copies is None else options.copies)
 
