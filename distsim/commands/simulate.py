@@ -7,7 +7,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
@@ -20,7 +19,6 @@ from distsim.hardware import load_cluster
 from distsim.interpret import count_flops
 from distsim.ir import Device, Function, Topology
 from distsim.plan import Plan
-from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
@@ -30,7 +28,6 @@ from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.text import seconds_text
 from distsim.simulate.quantities import bytes_label
 from distsim.streams import say
-from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
 MOST_EVENTS = 2_000_000
@@ -120,28 +117,23 @@ def run(options: argparse.Namespace) -> int:
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += _idle_devices(options, plan, topology, _samples(function))
     if order is None and not simulation.fits:
-        build = partial(_build, function, topology, cost_model, choices.kernels)
-        notes += _advice(plan, len(topology.devices), build, simulator, progress)
+
+        def simulate(other: Plan) -> Simulation:
+            program = parallelize(function, other, topology, cost_model, None, choices.kernels)
+            return simulator.simulate(program)
+
+        notes += _advice(plan, len(topology.devices), simulate, progress)
     way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
     return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
 
 
-def _build(
-    function: Function, topology: Topology, cost_model: CostModel, kernels: Kernels, plan: Plan
-) -> Program:
-    return parallelize(function, plan, topology, cost_model, None, kernels)
-
-
 def _advice(
-    plan: Plan, devices: int, build: Callable[[Plan], Program], simulator: Simulator, progress: Progress
+    plan: Plan, devices: int, simulate: Callable[[Plan], Simulation], progress: Progress
 ) -> list[str]:
     """Say what would make a plan fit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
-        found = progress.run(
-            "looking for plans that fit",
-            lambda: remedies(plan, devices, build, lambda each: simulator.simulate(each).step_time),
-        )
+        found = progress.run("looking for plans that fit", lambda: remedies(plan, devices, simulate))
     if not found:
         return ["no plan with one or two changes fits"]
     return [
