@@ -48,12 +48,8 @@ from distsim.importer.operands import (
     split_operands,
 )
 from distsim.importer.scope import Scope, used_names
-from distsim.importer.tensors import (
-    check_embedded,
-    is_external,
-    stored_array,
-    stored_type,
-)
+from distsim.importer.sequences import SequenceSplitter, element_of
+from distsim.importer.tensors import check_embedded, is_external, stored_array, stored_type
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import Tensor, as_tensor, from_numpy
 from distsim.ir.value import Attributes, Literal, Role, Value
@@ -75,6 +71,7 @@ class PartialEvaluator:
         """How to get the values of the function's inputs that the file has values for."""
         self._embedded: set[Value] = set()
         self._folder = Folder()
+        self._splitter = SequenceSplitter(maker)
         self._literals: dict[Literal, Value] = {}
         self._constants: dict[int, Value] = {}  # by id of an array that _kept keeps alive
         self._kept: list[Array] = []
@@ -157,7 +154,13 @@ class PartialEvaluator:
         attributes = attributes_of(node)
         if op_type == "Constant":
             return self._constant(node, attributes, scope)
+        if op_type == "SequenceAt" and node.input[0] in scope.sequences:
+            pieces = scope.sequences[node.input[0]]
+            return scope.define(node.output[0], element_of(pieces, scope.get(node.input[1])))
         inputs = [scope.get(name) for name in node.input]
+        if op_type == "SplitToSequence":
+            pieces = self._splitter.pieces(inputs, attributes, scope.name(node.output[0]))
+            return scope.define_sequence(node.output[0], pieces)
         if op_type == "Identity" and inputs[0] is not None:
             return scope.define(node.output[0], inputs[0])
         if op_type in ("Shape", "Size") and inputs[0] is not None:
@@ -373,6 +376,7 @@ class PartialEvaluator:
         used = used_names(graph.node, outputs)
         entries = scope.entries.new_child()
         inner = Scope(graph.node, scope.opsets, used, entries, prefix, names, scope.attributes)
+        inner.sequences = scope.sequences.new_child()
         for tensor in graph.initializer:
             self.add_stored(tensor.name, tensor, inner)
         self.run(inner)

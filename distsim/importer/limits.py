@@ -56,6 +56,10 @@ MAX_NEEDED = 2**16
 """The longest operand that a type rule looks into."""
 
 
+MAX_PIECES = 2**16
+"""Elements of all sequences together."""
+
+
 def check_shape(what: str, shape: Sequence[int]) -> None:
     """Raise when no machine could hold a tensor of this shape; ``what`` begins the error."""
     if len(shape) > MAX_RANK:

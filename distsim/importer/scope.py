@@ -11,6 +11,7 @@ import onnx
 
 from distsim.errors import ImportModelError
 from distsim.importer.operands import Entry
+from distsim.importer.sequences import Pieces
 
 
 @dataclass
@@ -24,12 +25,15 @@ class Scope:
     prefix: str = ""
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     attributes: Mapping[str, Any] | None = None
+    sequences: ChainMap[str, Pieces] = field(default_factory=lambda: ChainMap[str, Pieces]())
 
     def get(self, name: str) -> Entry | None:
         """Return what a name stands for; None for an operand left out."""
         if not name:
             return None
         entry = self.entries.get(name)
+        if name in self.sequences:
+            raise ImportModelError(f"reads {name!r}, a sequence, of which only SequenceAt takes elements")
         if entry is None:
             later = any(name in node.output for node in self.nodes)
             how = (
@@ -40,9 +44,17 @@ class Scope:
 
     def define(self, name: str, entry: Entry) -> None:
         """Give a name its meaning; each name has one."""
-        if name in self.entries:
-            raise ImportModelError(f"makes {name!r}, which is already the name of another value")
+        self._check_new(name)
         self.entries[name] = entry
+
+    def define_sequence(self, name: str, pieces: Pieces) -> None:
+        """Give the name of a sequence its meaning."""
+        self._check_new(name)
+        self.sequences[name] = pieces
+
+    def _check_new(self, name: str) -> None:
+        if name in self.entries or name in self.sequences:
+            raise ImportModelError(f"makes {name!r}, which is already the name of another value")
 
     def name(self, name: str) -> str:
         """Return what to call a value: as the caller does, or under the prefix of the call."""
