@@ -65,7 +65,9 @@ RECOMPUTED = (
     (r"none.*", "none"),
     (r"full.*", "full"),
     (r"selective\(attention.*|selective \(attention.*", "attention"),
-    (r"selective \(per-op SAC\)", "ops:MatMul+Attention"),  # torchtitan: products and attention are saved
+    # torchtitan, _op_sac_save_list: aten.mm and attention, of 8-bit products (_scaled_mm) none. That it saves
+    # every second product only is left out.
+    (r"selective \(per-op SAC\)", "ops:MatMul+Attention"),
 )
 """What is recomputed, by what the column says; full stops early in frameworks that use torch's checkpoint."""
 
