@@ -101,6 +101,17 @@ def build_program(
             return build_program(function, mesh, plan, cost_model, named, kernels)
         except ScheduleError as error:
             raise PlanError(str(error)) from None
+    _check_schedule(plan, schedule)
+    cut = _cut(function, mesh, plan, kernels, cost_model, schedule)
+    if plan.remat == "none":
+        return cut.program(mesh, schedule)
+    plain = replace(plan, remat="none")
+    saving_all = partial(build_program, function, mesh, plain, cost_model, schedule, kernels)
+    return cut.program(mesh, schedule, saving_all)
+
+
+def _check_schedule(plan: Plan, schedule: Schedule) -> None:
+    """Check that a schedule is of the sizes of a plan, and can run in its stages."""
     count = schedule.num_microbatches * schedule.copies
     if (schedule.num_ranks, count) != (plan.pp, plan.microbatches):
         raise PlanError(
@@ -123,12 +134,6 @@ def build_program(
             f"stages=auto compares steps up to their flush, and {schedule.name} has none; give stages as "
             "counts, as in 3-4-4-3, or by another name"
         )
-    cut = _cut(function, mesh, plan, kernels, cost_model, schedule)
-    if plan.remat == "none":
-        return cut.program(mesh, schedule)
-    plain = replace(plan, remat="none")
-    saving_all = partial(build_program, function, mesh, plain, cost_model, schedule, kernels)
-    return cut.program(mesh, schedule, saving_all)
 
 
 def _schedule(

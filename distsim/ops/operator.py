@@ -249,7 +249,9 @@ class Operator:
     formals: tuple[str, ...] | FormalsRule = ()
     """The names of the operands, in order, where an array among the attributes may as well be a value."""
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Output index -> index of the input whose memory it takes over."""
+    """Output index -> index of the input whose memory it takes over: of what is kept from step to step."""
+    overwrites: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The same, of what is not."""
     part: PartRule | None = None
     """What makes one of several outputs where each is made by work of its own, as the two products of a
     gradient: the parts of all outputs take as many flops as the op."""
@@ -289,6 +291,7 @@ def register(operator: Operator) -> Operator:
             "communication",
             "formals",
             "in_place",
+            "overwrites",
             "view",
             "waits",
             "pinned",
