@@ -52,7 +52,7 @@ def main() -> int:
                 signal.signal(number, stop)
         from distsim.cli import main as command  # in here, as importing it takes a while
 
-        when_compiling(lambda: complain("compiling the engine, once per installation (some ten seconds)"))
+        when_compiling(lambda part: complain(f"compiling {part}, once per installation (1 to 10 s)"))
         status = command()
     except BaseException:
         if not stop.number:

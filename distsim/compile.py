@@ -66,12 +66,25 @@ class Compiled(Generic[P, R]):
         return hashlib.sha256(content).hexdigest()[:12] if files else ""
 
 
-_TOLD: list[Callable[[], None]] = []
-"""What to call once, when something is compiled."""
+_PARTS = {
+    "distsim.stage_balance": "the search for stages",
+    "distsim.schedule.greedy": "the search for schedules",
+    "distsim.schedule": "the order of schedules",
+    "distsim.device_placement": "the search for partitions",
+    "distsim.transforms": "the search for what to save",
+    "distsim.simulate.memory": "the count of memory",
+    "distsim.simulate.explain": "the search for the critical path",
+    "distsim.simulate.maxplus.record": "the times of a trace",
+    "distsim": "the engine",
+}
+"""What compiled functions are of, by the packages that they lie in; the first that holds counts."""
+
+_TOLD: list[Callable[[str], None]] = []
+"""What to call when something is compiled."""
 
 
-def when_compiling(tell: Callable[[], None]) -> None:
-    """Have ``tell`` called when a function is compiled for the first time from now on, not if none is.
+def when_compiling(tell: Callable[[str], None]) -> None:
+    """Have ``tell`` called with what is compiled, as ``the engine``, when the first function of it is.
 
     What is compiled is kept on disk, so that happens once per installation.
     """
@@ -84,16 +97,19 @@ def _tell_of_compiling() -> None:
         return
     event: Any = import_module("numba.core.event")
     tell = _TOLD.pop()
+    said: set[str] = set()
 
     class Listener(event.Listener):
         def on_start(self, event: Any) -> None:
-            while tells:
-                tells.pop()()
+            module: str = event.data["dispatcher"].py_func.__module__
+            found = [what for package, what in _PARTS.items() if f"{module}.".startswith(f"{package}.")]
+            if found and found[0] not in said:
+                said.add(found[0])
+                tell(found[0])
 
         def on_end(self, event: Any) -> None:
             pass
 
-    tells = [tell]
     event.register("numba:compile", Listener())
 
 

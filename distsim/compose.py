@@ -13,10 +13,11 @@ from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
 from distsim.ir.rewrite import inline
-from distsim.plan import Plan, parse_schedule, parse_stages
+from distsim.plan import Plan, parse_remat, parse_schedule, parse_stages
 from distsim.program.program import Program
-from distsim.schedule import FLUSH, SCHEDULES, Schedule
+from distsim.schedule import FLUSH, SCHEDULES, TABLE, Schedule
 from distsim.schedule import schedule as schedule_named
+from distsim.schedule.refusals import count as count_of
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
@@ -24,7 +25,12 @@ from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
-from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut, searched_schedule
+from distsim.transforms.pipelining.stage_choice import (
+    counted_cut,
+    fastest_cut,
+    layers_of_stages,
+    searched_schedule,
+)
 from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import rematerialize
 from distsim.transforms.sharding.shard import Sharded, shard
@@ -95,11 +101,27 @@ def build_program(
             return build_program(function, mesh, plan, cost_model, named, kernels)
         except ScheduleError as error:
             raise PlanError(str(error)) from None
+    _check_schedule(plan, schedule)
+    cut = _cut(function, mesh, plan, kernels, cost_model, schedule)
+    if plan.remat == "none":
+        return cut.program(mesh, schedule)
+    plain = replace(plan, remat="none")
+    saving_all = partial(build_program, function, mesh, plain, cost_model, schedule, kernels)
+    return cut.program(mesh, schedule, saving_all)
+
+
+def _check_schedule(plan: Plan, schedule: Schedule) -> None:
+    """Check that a schedule is of the sizes of a plan, and can run in its stages."""
     count = schedule.num_microbatches * schedule.copies
     if (schedule.num_ranks, count) != (plan.pp, plan.microbatches):
         raise PlanError(
             f"the schedule is for {schedule.num_ranks} ranks and {count} microbatches, "
             f"plan {plan} has pp={plan.pp} and microbatches={plan.microbatches}; make them agree"
+        )
+    if plan.schedule == TABLE and plan.chunks != schedule.stages_a_rank:
+        raise PlanError(
+            f"chunks={plan.chunks}, but a rank of the table {schedule.name} holds "
+            f"{count_of(schedule.stages_a_rank, 'stage')}; say chunks={schedule.stages_a_rank}"
         )
     sizes = parse_stages(plan.stages)
     if sizes and len(sizes) != schedule.chain:
@@ -112,12 +134,6 @@ def build_program(
             f"stages=auto compares steps up to their flush, and {schedule.name} has none; give stages as "
             "counts, as in 3-4-4-3, or by another name"
         )
-    cut = _cut(function, mesh, plan, kernels, cost_model, schedule)
-    if plan.remat == "none":
-        return cut.program(mesh, schedule)
-    plain = replace(plan, remat="none")
-    saving_all = partial(build_program, function, mesh, plain, cost_model, schedule, kernels)
-    return cut.program(mesh, schedule, saving_all)
 
 
 def _schedule(
@@ -125,6 +141,8 @@ def _schedule(
 ) -> Schedule:
     """Return the schedule that a plan names; one that is searched for is by the times of the even stages."""
     name, number = parse_schedule(plan.schedule)
+    if name == TABLE:
+        raise PlanError(f"schedule={TABLE} is one that is given beside the plan; give it, or name another")
     known = SCHEDULES[name]
     if not known.searched:
         chunks = plan.chunks if known.stages_a_rank == known.chunks else None
@@ -231,7 +249,7 @@ class _Memory:
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
         local = shard(written, logical_mesh(key.figures, shown, key.tp), key.microbatches, key.dp)
         local = replace(local, kernels=key.kernels)
-        return local if plain else _rematerialized(local, key.remat, key.fsdp, costs, level)
+        return local if plain else _rematerialized(local, key, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:
         self.cuts[key] = cut
@@ -269,19 +287,21 @@ class _Memory:
             self.numbered.append(Numbered(self.written[level]))
 
 
-def _rematerialized(local: Sharded, remat: str, fsdp: str, costs: DeviceCosts, levels: int) -> Sharded:
+def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: int) -> Sharded:
     """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
+    counts = parse_remat(key.remat).counts_layers
+    stages = layers_of_stages(local, key.num_stages, costs, key.stages) if counts else ()
     known = _REMATERIALIZED.setdefault(local.function, {})
-    key = (remat, fsdp, costs.key, levels)
-    found = known.get(key)
+    asked = (key.remat, key.fsdp, costs.key, levels, stages)
+    found = known.get(asked)
     if found is None:
-        divided = local if fsdp == "none" else divide_parameters(local)
-        tags = gathered(divided.function, fsdp == "reshard")
-        made = rematerialize(divided.function, remat, tags, costs=costs)
+        divided = local if key.fsdp == "none" else divide_parameters(local)
+        tags = gathered(divided.function, key.fsdp == "reshard")
+        made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         for _ in range(levels):
             made = inline(made)
         made = sums_at_once(made) if levels else made
-        found = known[key] = replace(divided, function=made)
+        found = known[asked] = replace(divided, function=made)
     return replace(found, microbatches=local.microbatches, dp=local.dp, kernels=local.kernels)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import Field, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from distsim.errors import PlanError
-from distsim.schedule import SCHEDULES
+from distsim.schedule import SCHEDULES, TABLE
 
 MAX_DEGREE = 2**20
 """Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
@@ -21,10 +21,26 @@ simulated step; or so many layers each, or blocks, a number per stage in their o
 
 _NAMED_STAGES = STAGES[:-1]
 
-REMAT = ("none", "full", "full_early", "every:N", "every_early:N", "matmuls", "min_cut", "budget:X")
+REMAT = (
+    "none",
+    "full",
+    "full_early",
+    "every:N",
+    "every_early:N",
+    "block:N",
+    "uniform:N",
+    "attention",
+    "ops:LIST",
+    "matmuls",
+    "min_cut",
+    "budget:X",
+)
 """What backward computes again: nothing; each block from its inputs, all of it, or up to the last op that
-backward needs; every N-th block so; all but matrix products; what a minimum cut does not save; what does not
-fit into the share X, 0 to 1, of the bytes that the minimum cut of each block saves beyond its inputs."""
+backward needs; every N-th block so; the first N layers of each stage; the layers of each stage in groups of
+N, each group from its input; core attention, from queries, keys and values; all of a block but what ops of
+the types listed make, as in ops:MatMul+Attention; all but matrix products; what a minimum cut does not save;
+what does not fit into the share X, 0 to 1, of the bytes that the minimum cut of each block saves beyond its
+inputs."""
 
 
 FSDP = ("none", "reshard", "keep")
@@ -39,7 +55,8 @@ class Plan:
     `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
     data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`, for one that is
     searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`), for
-    `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`);
+    `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`: one that is given
+    beside the plan, by which `chunks` and `stages` are verified then;
     `stages` one of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each
     pipeline rank. A plan is verified when made, and its text, in which the last four stand only when they
     are not the default, parses back to it.
@@ -66,9 +83,11 @@ class Plan:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
-        self._check_chunks(parse_schedule(self.schedule)[0])
+        name = parse_schedule(self.schedule)[0]
+        if name != TABLE:
+            self._check_chunks(name)
         sizes = parse_stages(self.stages)
-        if sizes and len(sizes) != self.num_stages:
+        if sizes and name != TABLE and len(sizes) != self.num_stages:
             raise PlanError(
                 f"stages={_short(self.stages)} has {len(sizes)} numbers, and pp={self.pp} with "
                 f"chunks={self.chunks} makes {self.num_stages} stages; give one number for each"
@@ -145,6 +164,8 @@ def parse_schedule(text: object) -> tuple[str, float | None]:
     (('zb_auto', 1.5), ('pipedream_2bw', 8.0), ('1f1b', None))
     """
     name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if text == TABLE:
+        return TABLE, None
     if name not in SCHEDULES:
         few = f"choose one of {', '.join([*SCHEDULES][:4])} ... (distsim schedule --help)"
         raise PlanError(f"schedule={_short(text)} is unknown; {few}")
@@ -182,31 +203,59 @@ def parse_stages(text: object) -> tuple[int, ...]:
     return tuple([int(number) for number in text.split("-")])
 
 
-def parse_remat(text: object) -> tuple[str, float]:
-    """Return the name of a way to save or recompute, one of REMAT, and its number (0 where it has none).
+class Remat(NamedTuple):
+    """A way to save or recompute, one of REMAT, with its number or its types of ops where it has them."""
 
-    Raises :class:`PlanError` for an unknown name, and for a number that is missing or out of range.
+    name: str
+    number: float = 0.0
+    ops: tuple[str, ...] = ()
 
-    >>> parse_remat("every:2"), parse_remat("min_cut")
-    (('every', 2.0), ('min_cut', 0.0))
+    @property
+    def counts_layers(self) -> bool:
+        """Whether it depends on which layers a stage has."""
+        return self.name in ("block", "uniform")
+
+
+def parse_remat(text: object) -> Remat:
+    """Return what ``remat`` of a plan says.
+
+    Raises :class:`PlanError` for an unknown name, for a number that is missing or out of range, and for a
+    list that is none or names a type twice. Whether there are such ops is not known here.
+
+    >>> parse_remat("every:2")
+    Remat(name='every', number=2.0, ops=())
+    >>> parse_remat("ops:MatMul+Attention").ops
+    ('MatMul', 'Attention')
     """
-    name, colon, number = text.partition(":") if isinstance(text, str) else ("", "", "")
+    name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")
     known = {choice.partition(":")[0]: choice for choice in REMAT}.get(name, "")
     if not known or bool(colon) != (":" in known):
         raise PlanError(f"remat={_short(text)} is unknown; choose one of {', '.join(REMAT)}")
     if not colon:
-        return name, 0.0
-    whole, low, high = (True, 1, MAX_DEGREE) if name in ("every", "every_early") else (False, 0, 1)
+        return Remat(name)
+    kind = known.partition(":")[2]
+    if kind == "LIST":
+        return Remat(name, ops=_parse_ops(text, given))
+    whole, low, high = (True, 1, MAX_DEGREE) if kind == "N" else (False, 0, 1)
     pattern = r"[0-9]{1,7}" if whole else r"[0-9]{1,7}(\.[0-9]{1,12})?"
-    if not re.fullmatch(pattern, number, re.ASCII) or not low <= float(number) <= high:
-        kind = "an integer" if whole else "a number"
+    if not re.fullmatch(pattern, given, re.ASCII) or not low <= float(given) <= high:
+        what = "an integer" if whole else "a number"
+        example = f"{name}:2" if whole else f"{name}:0.5"
+        raise PlanError(f"remat={_short(text)}: {name} takes {what} in {low}..{high}, as in {example}")
+    return Remat(name, float(given))
+
+
+def _parse_ops(text: object, given: str) -> tuple[str, ...]:
+    ops = tuple(given.split("+"))
+    if not all(re.fullmatch(r"[A-Za-z][A-Za-z0-9]{0,63}", op, re.ASCII) for op in ops):
         raise PlanError(
-            f"remat={_short(text)}: {name} takes {kind} in {low}..{high}, as in {_EXAMPLES[name]}"
+            f"remat={_short(text)}: ops takes the types of ops whose results are saved, as in "
+            "ops:MatMul+Attention"
         )
-    return name, float(number)
-
-
-_EXAMPLES = {"every": "every:2", "every_early": "every_early:2", "budget": "budget:0.5"}
+    twice = [op for op in ops if ops.count(op) > 1]
+    if twice:
+        raise PlanError(f"remat={_short(text)} names {twice[0]} twice; name each type once")
+    return ops
 
 
 def _parse_count(name: str, text: str) -> int:

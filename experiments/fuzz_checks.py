@@ -36,6 +36,8 @@ REMAT = (
     "full_early",
     "every:2",
     "every_early:2",
+    "attention",
+    "ops:MatMul",
     "matmuls",
     "min_cut",
     "budget:0",

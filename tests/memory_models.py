@@ -128,8 +128,8 @@ class Machine:
         meaning = operator(op.op_type)
         if meaning.view:
             buffer = held[op.inputs[0]]
-        elif place in meaning.in_place:
-            buffer = held[op.inputs[meaning.in_place[place]]]
+        elif place in replaced_by(op):
+            buffer = held[op.inputs[replaced_by(op)[place]]]
             if buffer.holders > sum(each is buffer for each in ending):
                 return None
         else:

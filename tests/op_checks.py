@@ -16,7 +16,7 @@ import pytest
 from op_samples import Sample, normal
 
 from distsim.errors import TypeRuleError, UnknownOperatorError
-from distsim.ir import FunctionMaker, Op, Value
+from distsim.ir import Attributes, FunctionMaker, Op, Value
 from distsim.ops import (
     GradientContext,
     Pieces,
@@ -113,10 +113,15 @@ def backward(of: Sample, wanted: Sequence[bool] | None = None) -> Backward:
     """Build the op and its gradient, and compute both."""
     maker = FunctionMaker("sample")
     inputs = tuple(maker.add_input_value(f"x{i}", type_) for i, type_ in enumerate(of.types))
-    outputs = maker.add(of.op_type, inputs, of.attributes, version=of.version)
+    count, attributes = len(of.signature.outputs), of.attributes
+    saved = operator(of.op_type).saved
+    more = len(saved(attributes, len(inputs), count)) if saved else 0
+    if more:
+        attributes = Attributes({**attributes, "outputs": count + more})
+    outputs = maker.add(of.op_type, inputs, attributes, version=of.version)
     env = dict(zip(inputs, of.arrays, strict=True))
     seeds: list[Value | None] = []
-    for value, seed in zip(outputs, _seeds(of), strict=True):
+    for value, seed in zip(outputs[:count], _seeds(of), strict=True):
         seeds.append(None if seed is None else maker.add_input_value(f"d{value.name}", value.type))
         if seed is not None:
             env[seeds[-1]] = seed.astype(value.type.dtype.np)

@@ -175,6 +175,7 @@ def test_a_schedule_as_text():
         "rank  stages   busy  in flight",
         "0          0  75.0%          2",
         "1          1  75.0%          1",
+        "busy: of the makespan, while the bubble is of the rank span",
         "in flight: the most pairs of a stage and a microbatch past F and not past B or W",
     ]
 

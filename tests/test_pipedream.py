@@ -400,11 +400,15 @@ def test_a_table_is_not_known_to_run_on():
         ("pp=2,microbatches=4,schedule=pipedream", ""),
         (
             "pp=4,microbatches=2,schedule=pipedream",
-            "2 microbatches show .* stage 0 holds 2, and 4 once",
+            "step of 2 microbatches alone stage 0 would hold 2 versions .* of 2 microbatches, and 4 versions",
+        ),
+        (
+            "pp=2,microbatches=1,schedule=pipedream",
+            "step of 1 microbatch alone stage 0 would hold 1 version .* of 1 microbatch, and 2 versions",
         ),
         (
             "pp=2,microbatches=4,schedule=pipedream_2bw:4",
-            "stage 0 holds 1, and 2 once",
+            "stage 0 would hold 1 version .*, and 2 versions",
         ),
     ],
 )
@@ -412,4 +416,30 @@ def test_a_step_that_is_too_short_for_its_versions_says_so(text, note):
     costs = CostModel(load_cluster("dgx-a100"))
     program = parallelize(joint_of("mlp", SGD(0.5)), Plan.parse(text), costs.topology, costs)
     notes = "; ".join(Simulator(costs).simulate(program).notes)
-    assert re.search(note, notes) if note else "fewer versions" not in notes
+    assert re.search(note, notes) if note else "alone" not in notes
+
+
+STEPS = [("pipedream", 1), ("pipedream", 3), ("pipedream_2bw", 4), ("pipedream_2bw:8", 8)]
+
+
+@pytest.mark.parametrize(("name", "microbatches"), STEPS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_is_that_of_the_steady_state_however_short_the_step(name, microbatches, ranks):
+    costs = CostModel(load_cluster("dgx-a100"))
+
+    def simulated(count):
+        joint = differentiate(small_mlp(layers=8, batch=2 * count), Adam())
+        plan = Plan(pp=ranks, microbatches=count, schedule=name)
+        return Simulator(costs).simulate(parallelize(joint, plan, costs.topology, costs))
+
+    short, long = simulated(microbatches), simulated(64)
+    for (device, use), other in zip(short.memory.items(), long.memory.values(), strict=True):
+        data = other.by_kind["inputs"] - use.by_kind["inputs"]
+        assert use.peak == other.peak - data == short.peak_memory[device]
+    own = max(program_memory(short.simulated).peaks)
+    assert max(use.peak for use in short.memory.values()) > own or microbatches == 8
+
+
+def test_a_full_pipeline_is_no_what_if_of_one_that_is_full():
+    program, costs = planned(PLANS[1])
+    assert not [w for w in Simulator(costs).simulate(program).explain().what_ifs if "full" in w.change]

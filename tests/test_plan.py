@@ -11,6 +11,9 @@ from distsim.schedule import SCHEDULES
 counts = st.integers(1, MAX_DEGREE)
 shares = st.integers(0, 100).map(lambda n: f"budget:{n / 100}")
 remats = st.sampled_from([r for r in REMAT if ":" not in r]) | counts.map("every:{}".format) | shares
+remats |= st.lists(st.sampled_from(["MatMul", "Attention", "Gelu"]), min_size=1, unique=True).map(
+    lambda ops: f"ops:{'+'.join(ops)}"
+)
 
 
 @st.composite
@@ -130,11 +133,15 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
             "remat=some",
             [
                 "remat='some' is unknown",
-                "none, full, full_early, every:N, every_early:N, matmuls, min_cut, budget:X",
+                f"choose one of {', '.join(REMAT)}",
             ],
         ),
         ("remat=every", ["remat='every' is unknown", "every:N"]),
         ("remat=full:2", ["remat='full:2' is unknown"]),
+        ("remat=ops", ["remat='ops' is unknown", "ops:LIST"]),
+        ("remat=ops:", ["ops takes the types of ops", "as in ops:MatMul+Attention"]),
+        ("remat=ops:MatMul+", ["remat='ops:MatMul+': ops takes the types of ops"]),
+        ("remat=ops:MatMul+Gelu+MatMul", ["names MatMul twice"]),
         ("remat=every:0", ["every takes an integer in 1..", "every:2"]),
         ("remat=every:1.5", ["every takes an integer in 1.."]),
         ("remat=budget:1.01", ["budget takes a number in 0..1", "budget:0.5"]),

@@ -16,6 +16,7 @@ from distsim.schedule import schedule
 from distsim.simulate.memory.peak import peak_memory
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, differentiate
+from distsim.transforms.kernels.attention import set_attention
 
 CLUSTER = load_cluster("dgx-a100")
 POLICIES = ("min_cut", "budget:0", "budget:0.5", "budget:1")
@@ -97,6 +98,12 @@ def test_no_stage_waits_for_one_that_waits_for_it(
     function: Callable[[], Function], pp: int, microbatches: int
 ) -> None:
     assert_a_step(differentiate(function(), SGD(lr=0.1)), pp, microbatches, POLICIES)
+
+
+@pytest.mark.parametrize(("kind", "pp"), [("math", 3), ("math", 8), ("flash", 5)])
+def test_stages_that_cut_attention_run_their_part_again(kind: str, pp: int) -> None:
+    joint = differentiate(set_attention(small_gpt(), kind), SGD(lr=0.1))
+    assert_a_step(joint, pp, 2, ("attention", "ops:MatMul+Attention"))
 
 
 def skipping_blocks() -> Function:

@@ -1,5 +1,6 @@
 """Rematerialisation: the same numbers from fewer saved values, recomputed where and when they are needed."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -25,6 +26,11 @@ from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.ir import Function, FunctionMaker, Mesh, Tensor, Topology, all_ops, callees, count_ops, verify
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, DropoutRates, Positions
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
+from distsim.models.parts.layer_maker import Norm
 from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.simulate.memory.peak import peak_memory
@@ -39,11 +45,39 @@ from distsim.transforms import (
     shard,
     split_joint,
 )
+from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.recompute import REPLAY, Joint, recompute, recorded
 from distsim.transforms.recompute.saves import Tag
 
 WHOLE = ("full", "full_early", "every:2", "every_early:2")
-POLICIES = ("none", "matmuls", *WHOLE, "min_cut", "budget:0", "budget:0.5", "budget:1")
+LISTED = ("ops:MatMul+Softmax", "ops:Attention")
+POLICIES = ("none", "matmuls", *WHOLE, *LISTED, "min_cut", "budget:0", "budget:0.5", "budget:1")
+DROPOUT = DropoutRates(0.1, 0.1, 0.1)
+
+
+def dropping(attention: str) -> Function:
+    """A GPT with dropout, whose masks are saved or drawn again."""
+    sizes = DecoderSizes(
+        3,
+        8,
+        16,
+        GroupedHeads(2, bias=True, out_bias=True),
+        FeedForward(16, "gelu", False, True),
+        norm=Norm("layer"),
+        positions=Positions(6, learned=True),
+        dropout=DROPOUT,
+        names=GPT_NAMES,
+    )
+    return decoder(sizes, 4, 6, F64, attention=attention)
+
+
+ATTENDING = {
+    "gpt": small_gpt,
+    "llama": lambda: small_llama(layers=3),
+    "flash": lambda: set_attention(small_llama(layers=3), "flash"),
+    "dropout": lambda: dropping("math"),
+    "dropout, flash": lambda: dropping("flash"),
+}
 MODELS = {
     "mlp": lambda: differentiate(small_mlp(layers=6), SGD(lr=0.1)),
     "gpt": lambda: differentiate(small_gpt(), Adam()),
@@ -76,7 +110,54 @@ def test_computes_the_same_to_the_bit(name: str, policy: str) -> None:
         np.testing.assert_array_equal(made, array)
 
 
+@pytest.mark.parametrize("name", ATTENDING)
+@pytest.mark.parametrize("written_out", [False, True])
+def test_attention_is_computed_again_whole_and_nothing_else(name: str, written_out: bool) -> None:
+    """Of each layer: two products of activations, or one kernel; no product with a weight, no collective."""
+    joint = differentiate(ATTENDING[name](), SGD(lr=0.1))
+    joint = inline(joint) if written_out else joint
+    again = recomputed(rematerialize(joint, "attention"))
+    inputs = random_inputs(joint, 0)
+    one, other = (SequentialExecutor().compute(each, inputs) for each in (joint, again))
+    for made, array in zip(other, one, strict=True):
+        np.testing.assert_array_equal(made, array)
+    before, after = (Counter(op.op_type for op in all_ops(each)) for each in (inline(joint), inline(again)))
+    more, layers = after - before, before["Softmax"] + before["Attention"]
+    del more["OptimizationBarrier"]
+    if "flash" in name:
+        assert more == {"Attention": layers}
+    else:
+        assert more["MatMul"] == 2 * layers and more["Softmax"] == layers
+        assert not more.keys() - {"MatMul", "Softmax", "Mul", "Add", "Dropout"}
+        assert more["Dropout"] == (layers if "dropout" in name else 0)
+
+
+def test_a_softmax_without_two_products_is_no_attention() -> None:
+    make = Maker("router")
+    x, t = make.data("x", 8, 4), make.data("t", 8, 4)
+    share = make("Softmax", make("MatMul", x, make.parameter("w", 4, 4)))
+    joint = differentiate(make.end(make("Loss", make("Mul", share, x), t, N=8)), SGD(lr=0.1))
+    with pytest.raises(PlanError, match=r"remat=attention: router\w* has no attention .*use matmuls"):
+        rematerialize(joint, "attention")
+    with pytest.raises(PlanError, match="has no attention"):
+        rematerialize(case("mlp")[0], "attention")
+
+
+def test_a_list_of_ops_saves_their_results_and_no_other() -> None:
+    """As in torchtitan: what the listed ops make, and the inputs of the block."""
+    joint = case("gpt")[0]
+    for policy, saved in (("ops:MatMul+Softmax", {"MatMul", "Softmax"}), ("ops:Gelu", {"Gelu"})):
+        again = rematerialize(joint, policy)
+        ahead, *_, behind = [op for op in again.ops if op.is_call and op.callee.name.startswith("layer")]
+        made = {v: op.op_type for op in ahead.callee.ops for v in op.outputs}
+        read = [ahead.callee.outputs[ahead.outputs.index(v)] for v in behind.inputs if v in ahead.outputs]
+        assert {made[v] for v in read} == saved
+
+
 PLANS = [
+    ("gpt", Plan(2, 2, 2, 2), "attention"),
+    ("llama", Plan(1, 2, 4, 2), "attention"),  # cut within a layer
+    ("llama", Plan(2, 1, 3, 2, "gpipe"), "ops:MatMul"),
     ("llama", Plan(2, 2, 1, 2), "full"),
     ("llama", Plan(1, 1, 2, 4), "full"),  # cut within a layer
     ("llama", Plan(1, 2, 4, 2), "full"),
@@ -313,7 +394,7 @@ def test_a_collective_runs_again_in_a_block_that_runs_again_or_where_it_is_tagge
     def collectives(function: Function) -> int:
         return sum(op.op_type.startswith("MPI") for op in all_ops(function))
 
-    for policy in {*POLICIES} - {*WHOLE}:
+    for policy in {*POLICIES, "attention"} - {*WHOLE, *LISTED}:
         assert collectives(rematerialize(local, policy)) == collectives(local)
     layer = next(f for f in callees(local) if any(op.op_type == "MPIAllreduce" for op in f.ops))
     reduced = next(op.outputs[0] for op in layer.ops if op.op_type == "MPIAllreduce")
@@ -361,13 +442,21 @@ def test_a_barrier_is_a_view_that_waits() -> None:
         "full:1",
         "full_early:2",
         "every_early",
+        "attention:1",
+        "ops",
+        "ops:",
+        "ops:MatMul,Gelu",
     ],
 )
 def test_unknown_policies_are_refused(text: str) -> None:
     with pytest.raises(
-        PlanError, match=r"is unknown; choose one of none, full, full_early, every:N|takes an? "
+        PlanError, match=r"is unknown; choose one of none, full, full_early, every:N|takes (an?|the types) "
     ):
         policy_named(text)
+    with pytest.raises(PlanError, match="there is no op Matmul; did you mean MatMul"):
+        policy_named("ops:Gelu+Matmul")
+    with pytest.raises(PlanError, match="names Gelu twice; name each type once"):
+        policy_named("ops:Gelu+Gelu")
 
 
 def test_a_policy_for_blocks_is_refused_where_none_repeat() -> None:

@@ -18,8 +18,7 @@ def advised(plan, memory, count=4, **options):
     found = remedies(
         plan,
         count,
-        lambda other: parallelize(joint, other, topology),
-        lambda program: simulator.simulate(program).step_time,
+        lambda other: simulator.simulate(parallelize(joint, other, topology)),
         **options,
     )
     for remedy in found:

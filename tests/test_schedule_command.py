@@ -69,6 +69,23 @@ def test_versions_of_the_weights_are_told(capsys):
     assert "microbatches an update: 4" in out
 
 
+def test_the_rate_of_a_schedule_without_a_flush_is_that_of_its_steady_state(capsys):
+    out, _ = run(capsys, "schedule", "pipedream", "--stages", 4, "--microbatches", 12)
+    steady = out.index(
+        "\nsteady     3 a microbatch once it runs on without a flush, of which ranks do nothing 0.00%"
+    )
+    assert (
+        steady
+        < out.index("\nmakespan   45, from an empty pipeline to an empty one\n")
+        < out.index("\nbubble ")
+    )
+    assert "note" not in out
+    out, _ = run(capsys, "schedule", "pipedream_2bw", "--stages", 4, "--microbatches", 7)
+    assert "note: in a step of 7 microbatches alone stage 0 would hold 1 version" in out
+    out, _ = run(capsys, "schedule", "1f1b", "--stages", 4, "--microbatches", 12)
+    assert "steady" not in out and "busy: of the makespan, while the bubble is of the rank span" in out
+
+
 def test_pairs_of_copies_run_in_turn_or_together(capsys):
     table = DATA / "DualPipe-p4-v2-m8.csv"
     in_turn, _ = run(capsys, "schedule", "--schedule-csv", table, "--copies", 2)
@@ -103,6 +120,10 @@ BAD = {
         "generated: line 1, column 1: 'name' is no action",
     ),
     "missing table": (("--schedule-csv", "missing.csv"), "cannot read missing.csv"),
+    "together without pairs": (
+        ("1f1b", *SMALL, "--together"),
+        "pairs of actions that overlap, and 1f1b has none",
+    ),
     "picture of another kind": (("1f1b", *SMALL, "--plot", "x.gif"), "written as one of pdf, png, svg"),
     "table nowhere": (("1f1b", *SMALL, "--csv", "missing/x.csv"), "there is no folder missing"),
 }

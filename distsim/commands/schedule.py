@@ -12,10 +12,10 @@ from distsim.errors import ScheduleError
 from distsim.report import describe_schedule, plot_schedule
 from distsim.report.output import check_format, check_target, replacing
 from distsim.report.progress import Progress
-from distsim.schedule import SCHEDULES, Schedule, read_csv, schedule, write_csv
+from distsim.schedule import FLUSH, SCHEDULES, Schedule, read_csv, schedule, write_csv
 from distsim.simulate.action_times import ActionTimes
 from distsim.simulate.schedule_times import time_schedule
-from distsim.streams import say
+from distsim.streams import complain, say
 
 MOST_PAIRS = 200_000
 """Pairs of a stage and a microbatch in a schedule: more take over half a minute."""
@@ -86,6 +86,10 @@ def run(options: argparse.Namespace) -> int:
         check_format(options.plot, "a schedule")
     times = ActionTimes(options.forward, options.backward_input, options.backward_weight, options.send)
     chosen = _chosen(options, times)
+    if options.together and not chosen.pairs_actions:
+        raise ScheduleError(
+            f"--together is for pairs of actions that overlap, and {chosen.name} has none; leave it out"
+        )
     progress = Progress(sys.stderr)
     found = progress.run("simulating", lambda: time_schedule(chosen, times, options.together))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -94,6 +98,11 @@ def run(options: argparse.Namespace) -> int:
         with replacing(options.csv) as file:
             file.write(write_csv(chosen).encode("ascii"))
         say(f"table: {options.csv}")
+        if chosen.weights != FLUSH:
+            complain(
+                f"note: a table says no more than the order: read from {options.csv}, {chosen.name} has one "
+                "update, after the last backward"
+            )
     if options.plot:
         progress.run(f"drawing {options.plot}", lambda: plot_schedule(found, options.plot))
         say(f"schedule: {options.plot}")

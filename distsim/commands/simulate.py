@@ -7,7 +7,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
@@ -20,17 +19,15 @@ from distsim.hardware import load_cluster
 from distsim.interpret import count_flops
 from distsim.ir import Device, Function, Topology
 from distsim.plan import Plan
-from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
-from distsim.schedule import Schedule, read_csv
+from distsim.schedule import TABLE, Schedule, read_csv
 from distsim.search import remedies
 from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.text import seconds_text
 from distsim.simulate.quantities import bytes_label
 from distsim.streams import say
-from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
 MOST_EVENTS = 2_000_000
@@ -120,28 +117,23 @@ def run(options: argparse.Namespace) -> int:
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += _idle_devices(options, plan, topology, _samples(function))
     if order is None and not simulation.fits:
-        build = partial(_build, function, topology, cost_model, choices.kernels)
-        notes += _advice(plan, len(topology.devices), build, simulator, progress)
+
+        def simulate(other: Plan) -> Simulation:
+            program = parallelize(function, other, topology, cost_model, None, choices.kernels)
+            return simulator.simulate(program)
+
+        notes += _advice(plan, len(topology.devices), simulate, progress)
     way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
     return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
 
 
-def _build(
-    function: Function, topology: Topology, cost_model: CostModel, kernels: Kernels, plan: Plan
-) -> Program:
-    return parallelize(function, plan, topology, cost_model, None, kernels)
-
-
 def _advice(
-    plan: Plan, devices: int, build: Callable[[Plan], Program], simulator: Simulator, progress: Progress
+    plan: Plan, devices: int, simulate: Callable[[Plan], Simulation], progress: Progress
 ) -> list[str]:
     """Say what would make a plan fit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
-        found = progress.run(
-            "looking for plans that fit",
-            lambda: remedies(plan, devices, build, lambda each: simulator.simulate(each).step_time),
-        )
+        found = progress.run("looking for plans that fit", lambda: remedies(plan, devices, simulate))
     if not found:
         return ["no plan with one or two changes fits"]
     return [
@@ -176,10 +168,11 @@ def _tell(
 
 
 def _plan(options: argparse.Namespace, order: Schedule | None) -> str:
-    """Return the text of the plan; a table says how many stages a rank has."""
+    """Return the text of the plan; a table says how many stages a rank has, where the plan does not."""
     text = "dp=1" if options.plan is None else options.plan
-    if order is not None and order.chain > order.num_ranks and "chunks=" not in text:
-        text += f",schedule=interleaved,chunks={order.chain // order.num_ranks}"
+    if order is not None:
+        text += "" if "schedule=" in text else f",schedule={TABLE}"
+        text += "" if "chunks=" in text else f",chunks={order.stages_a_rank}"
     return text
 
 
@@ -189,7 +182,7 @@ def _table(options: argparse.Namespace) -> Schedule | None:
         if options.copies is not None:
             raise PlanError("--copies goes with --schedule-csv, of which no table says it")
         return None
-    if "schedule=" in (options.plan or ""):
+    if "schedule=" in (options.plan or "").replace(f"schedule={TABLE}", ""):
         raise PlanError("--schedule-csv says what the schedule is: leave schedule= out of --plan")
     return read_csv(options.schedule_csv, copies=1 if options.copies is None else options.copies)
 

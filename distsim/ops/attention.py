@@ -8,7 +8,8 @@ and 2). Query head h reads key and value head h * kv_heads / heads (Ainslie et a
 
 A boolean mask says what may be seen, another one is added. Of queries and keys of unlike number the first
 ones are aligned. A query that sees nothing gets zeros. Under dropout the kernel draws its numbers again in
-backward, from the seed.
+backward, from the seed. ``AttentionGrad`` reads Y, or, ``joined``, what the output projection reads of it:
+[batch, seq, heads x v_size].
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
+from distsim.ir.function import Op
 from distsim.ir.type import Bool, Float32, Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.attention_options import (
@@ -46,7 +48,7 @@ from distsim.ops.operator import (
     common_device,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, wanted
+from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
 
 _SAVED = (*ATTENTION_FORMALS, "Y", "lse", "dY")
 
@@ -152,6 +154,11 @@ def _grouped_sum(x: Array, sizes: AttentionSizes) -> Array:
     return x.reshape(sizes.batch, sizes.kv_heads, sizes.group, *x.shape[2:]).sum(axis=2)
 
 
+def _joined_shape(sizes: AttentionSizes) -> tuple[int, ...]:
+    """The shape of Y as kernels write it and output projections read it: [batch, seq, heads x v_size]."""
+    return (sizes.batch, sizes.seq, sizes.heads * sizes.v_size)
+
+
 def _grad_compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     """FlashAttention-2's backward (Dao 2023, algorithm 2), all blocks at once."""
     formals = _formals(attributes, len(arrays), 3)
@@ -159,6 +166,8 @@ def _grad_compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[A
     sizes = _array_sizes(given)
     query, key, value = widened(given["Q"]), _repeated(given["K"], sizes), _repeated(given["V"], sizes)
     y, dy = widened(given["Y"]), widened(given["dY"])
+    if attributes.get("joined", 0):
+        y = np.swapaxes(y.reshape(sizes.batch, sizes.seq, sizes.heads, sizes.v_size), 1, 2)
     capped = _capped(given, sizes, options)
     weights = np.exp(_masked(capped, given, sizes, options) - widened(given["lse"])[..., None])
     kept = _kept(sizes, options, weights)
@@ -187,7 +196,8 @@ def _grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Ten
     AttentionOptions.of_attributes(attributes)
     sizes = _sizes(formals, attributes, inputs)
     y, lse, dy = inputs[-3:]
-    if (y.shape, lse.shape, dy.shape) != (sizes.output, sizes.output[:3], sizes.output):
+    whole = _joined_shape(sizes) if attributes.get("joined", 0) else sizes.output
+    if (y.shape, lse.shape, dy.shape) != (whole, sizes.output[:3], sizes.output):
         raise TypeRuleError(f"AttentionGrad: Y {y}, lse {lse} and dY {dy} are not of {sizes.output}")
     device = common_device("AttentionGrad", inputs)
     made = inputs[: 4 if attributes.get("bias", 0) else 3]
@@ -201,9 +211,34 @@ def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
     biased = wanted(ATTENTION_FORMALS, ctx, "attn_mask")
     if biased:
         options["bias"] = 1
-    made = ctx.add_many("AttentionGrad", *ctx.inputs, *ctx.outputs, ctx.grad, **options)
+    y, lse = ctx.outputs
+    joined = _joined_output(ctx)
+    if joined is not None:
+        y, options["joined"] = joined, 1
+    made = ctx.add_many("AttentionGrad", *ctx.inputs, y, lse, ctx.grad, **options)
     names = ATTENTION_FORMALS if biased else ATTENTION_FORMALS[:3]
     return by_place(ATTENTION_FORMALS, ctx, dict(zip(names, made, strict=True)))
+
+
+def _joined_output(ctx: GradientContext) -> Value | None:
+    """Return [batch, seq, heads x v_size] of Y if forward makes that of it, and nothing else.
+
+    A kernel writes its output in that order, and what reads it sees the one tensor under other strides: so
+    that one is saved, not Y beside it, which the output projection does not read.
+    """
+    value, found = ctx.op.outputs[0], list[Op]()
+    for op_type in ("Transpose", "Reshape"):
+        readers = ctx.readers.get(value, ())
+        if len(readers) != 1 or readers[0].op_type != op_type:
+            return None
+        found.append(readers[0])
+        value = readers[0].outputs[0]
+    shape = shape_of(ctx.op.outputs[0])
+    if tuple(found[0].attributes.get("perm", ())) != (0, 2, 1, 3):
+        return None
+    if shape_of(value) != (shape[0], shape[2], shape[1] * shape[3]):
+        return None
+    return ctx.copies[value]
 
 
 # --- work and sharding -------------------------------------------------------------------------------
@@ -240,7 +275,7 @@ def _labels(
         "Q": query,
         "K": keys,
         "V": keys,
-        "Y": query,
+        "Y": ("batch", None, heads) if signature.attributes.get("joined", 0) else query,
         "lse": query[:3],
         "dY": query,
     }

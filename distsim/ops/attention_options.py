@@ -40,7 +40,7 @@ class AttentionOptions:
     @staticmethod
     def of_attributes(attributes: Mapping[str, Any]) -> AttentionOptions:
         """Return the options that are among the attributes of an op; those of others are refused."""
-        allowed = (*OPTION_NAMES, "attn_mask", "absent", "bias", "version")
+        allowed = (*OPTION_NAMES, "attn_mask", "absent", "bias", "joined", "version")
         unknown = [name for name in attributes if name not in allowed]
         if unknown:
             raise TypeRuleError(

@@ -118,5 +118,6 @@ register(
         compute=_scale,
         work=lambda s: memory_bound(s, 1.0),
         sharding=_scale_sharding,
+        overwrites={0: 0},
     )
 )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx.helper
 
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor, as_tensor
+from distsim.ir.type import Bool, Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
@@ -97,42 +97,52 @@ register(
 
 # --- Dropout(data, ratio, training_mode; seed) -> (output, mask) -------------------------------------
 # Which elements go is a function of seed and shape; kept ones are scaled by 1 / (1 - ratio) (Srivastava
-# et al. 2014). Backward makes the mask again unless forward hands it on: nothing is saved for it.
+# et al. 2014). In training the mask is saved, one byte an element, and backward reads it, as torch's eager
+# dropout does (native_dropout, native_dropout_backward), Megatron-LM's fused bias + dropout + add too.
 
 _DROPOUT = ("data", "ratio", "training_mode")
+_DROPOUT_GRAD = ("dY", "mask", "ratio", "training_mode")
 
 
-def _in_training(attributes: Attributes) -> bool:
-    return bool(static_array(attributes.get("training_mode", 0), None).any())
+def _in_training(attributes: Attributes, inputs: int) -> bool:
+    """Whether an op of so many inputs drops, or may: one that reads its ratio or its mode may."""
+    return inputs > 1 or bool(static_array(attributes.get("training_mode", 0), None).any())
 
 
-def _masked(attributes: Attributes, arrays: Sequence[Array]) -> tuple[Array, Array]:
-    """Return what is left of the first array, and where."""
-    given = operands(_DROPOUT, attributes, arrays)
-    data, ratio = given["data"], float(given.get("ratio", 0.5))
-    if not given.get("training_mode", False) or ratio == 0:
-        return data, np.ones(data.shape, bool)
-    keep = np.random.default_rng(int(attributes.get("seed", 0))).uniform(size=data.shape) >= ratio
-    return (data * keep / (1.0 - ratio)).astype(data.dtype, copy=False), keep
+def _rate(given: Mapping[str, Array]) -> float:
+    """The share that is dropped; 0 in inference."""
+    return float(given.get("ratio", 0.5)) if given.get("training_mode", False) else 0.0
+
+
+def _scaled(data: Array, keep: Array, rate: float) -> Array:
+    return (data * keep / (1.0 - rate)).astype(data.dtype, copy=False)
 
 
 def _dropout(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    made = _masked(attributes, arrays)
-    return made[: int(attributes.get("outputs", 1))]
+    given = operands(_DROPOUT, attributes, arrays)
+    data, rate = given["data"], _rate(given)
+    draw = np.random.default_rng(int(attributes.get("seed", 0)))
+    keep = draw.uniform(size=data.shape) >= rate if rate else np.ones(data.shape, bool)
+    return (_scaled(data, keep, rate), keep)[: int(attributes.get("outputs", 1))]
+
+
+def _dropout_saved(attributes: Attributes, inputs: int, outputs: int) -> tuple[str, ...]:
+    return ("mask",) if outputs == 1 and _in_training(attributes, inputs) else ()
 
 
 def _dropout_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     refuse("Dropout", _DROPOUT, ctx, "ratio")
     rest = [None] * (len(ctx.inputs) - 1)
-    if len(ctx.inputs) == 1 and not _in_training(ctx.attributes):
+    if not _in_training(ctx.attributes, len(ctx.inputs)):
         return [ctx.grad]
-    options = picked(ctx.attributes, "ratio", "training_mode", "seed", "absent")
-    return [ctx.maker.add("DropoutGrad", (ctx.grad, *ctx.inputs[1:]), options)[0], *rest]
+    options = picked(ctx.attributes, "ratio", "training_mode", "absent")
+    read = (ctx.grad, ctx.outputs[1], *ctx.inputs[1:])
+    return [ctx.maker.add("DropoutGrad", read, options)[0], *rest]
 
 
 def _dropout_work(signature: Signature) -> Work:
     """Inference copies nothing. In training a number is drawn, compared, and the element scaled."""
-    if len(signature.inputs) == 1 and not _in_training(signature.attributes):
+    if not _in_training(signature.attributes, len(signature.inputs)):
         return view_work(signature)
     return memory_bound(signature, 3.0)
 
@@ -141,14 +151,27 @@ def _dropout_sharding(signature: Signature) -> ShardingRule:
     """In training every rank draws its own mask: as good a one, but not the undivided op's."""
     dims = letters(signature.inputs[0].rank)
     scalars = tuple((None,) * tensor.rank for tensor in signature.inputs[1:])
-    linear = ((0,),) if len(signature.outputs) == 1 and not _in_training(signature.attributes) else ()
-    return ShardingRule((dims, *scalars), (dims,) * len(signature.outputs), linear)
+    dropping = len(signature.outputs) > 1 or _in_training(signature.attributes, len(signature.inputs))
+    return ShardingRule((dims, *scalars), (dims,) * len(signature.outputs), () if dropping else ((0,),))
 
 
 def _dropout_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    if not inputs:
-        raise TypeRuleError("DropoutGrad takes the gradient of the output")
+    if len(inputs) < 2 or inputs[1].shape != inputs[0].shape or inputs[1].dtype != Bool():
+        raise TypeRuleError(
+            f"DropoutGrad takes the gradient of the output and a mask of its shape, not {[*map(str, inputs)]}"
+        )
     return (inputs[0].on(common_device("DropoutGrad", inputs)),)
+
+
+def _dropout_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    given = operands(_DROPOUT_GRAD, attributes, arrays)
+    return [_scaled(given["dY"], given["mask"], _rate(given))]
+
+
+def _dropout_grad_sharding(signature: Signature) -> ShardingRule:
+    dims = letters(signature.inputs[0].rank)
+    scalars = tuple((None,) * tensor.rank for tensor in signature.inputs[2:])
+    return ShardingRule((dims, dims, *scalars), (dims,), ((0,),))
 
 
 register(
@@ -157,6 +180,7 @@ register(
         compute=_dropout,
         work=_dropout_work,
         gradient=_dropout_gradient,
+        saved=_dropout_saved,
         sharding=_dropout_sharding,
     )
 )
@@ -164,8 +188,8 @@ register(
     Operator(
         "DropoutGrad",
         types=_dropout_grad_types,
-        compute=lambda attributes, arrays: [_masked(attributes, arrays)[0]],
-        work=lambda s: memory_bound(s, 3.0),
-        sharding=_dropout_sharding,
+        compute=_dropout_grad,
+        work=lambda s: memory_bound(s, 2.0),
+        sharding=_dropout_grad_sharding,
     )
 )

@@ -139,7 +139,8 @@ class GradientContext:
     ``outputs[i]`` may be read too (it is then saved). ``grads[i]`` is None when output i does not
     influence the loss. ``wanted[i]`` tells whether input i needs a gradient: what a rule gives None has
     the derivative zero. ``numbers`` are gradients known to be one number, the same in every step: that of
-    the loss with respect to itself is 1.
+    the loss with respect to itself is 1. ``readers`` are the forward ops that read a value of the forward
+    function, and ``copies`` what a gradient may read for each of its values, as it may ``outputs``.
     """
 
     maker: FunctionMaker
@@ -149,6 +150,8 @@ class GradientContext:
     grads: tuple[Value | None, ...]
     wanted: tuple[bool, ...]
     numbers: Mapping[Value, Array] = field(default_factory=dict[Value, Array])
+    readers: Mapping[Value, Sequence[Op]] = field(default_factory=dict[Value, Sequence[Op]])
+    copies: Mapping[Value, Value] = field(default_factory=dict[Value, Value])
 
     @property
     def grad(self) -> Value:
@@ -185,6 +188,9 @@ GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
 BufferRule = Callable[[Attributes, int], Sequence[int]]
 """(attributes, number of inputs) -> places of inputs."""
+SavedRule = Callable[[Attributes, int, int], Sequence[str]]
+"""(attributes, number of inputs, of outputs) -> what further outputs are called; the attribute ``outputs``
+then says how many there are in all."""
 PartRule = Callable[[Signature, int], OutputPart]
 """(signature, place of an output) -> the op that makes it."""
 FormalsRule = Callable[[Attributes], tuple[str, ...]]
@@ -243,12 +249,16 @@ class Operator:
     formals: tuple[str, ...] | FormalsRule = ()
     """The names of the operands, in order, where an array among the attributes may as well be a value."""
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Output index -> index of the input whose memory it takes over."""
+    """Output index -> index of the input whose memory it takes over: of what is kept from step to step."""
+    overwrites: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The same, of what is not."""
     part: PartRule | None = None
     """What makes one of several outputs where each is made by work of its own, as the two products of a
     gradient: the parts of all outputs take as many flops as the op."""
     buffers: BufferRule | None = None
     """The inputs that hold what training leaves as it is, such as running statistics."""
+    saved: SavedRule | None = None
+    """What training has an op make besides, because its gradient reads it: a mask of dropout."""
     view: bool = False
     """The output is input 0, or its first elements, under another shape: no kernel runs and no memory is
     taken."""
@@ -281,11 +291,13 @@ def register(operator: Operator) -> Operator:
             "communication",
             "formals",
             "in_place",
+            "overwrites",
             "view",
             "waits",
             "pinned",
             "part",
             "buffers",
+            "saved",
             "bounds",
         )
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}

@@ -25,7 +25,8 @@ def replaced_by(op: Op) -> Mapping[int, int]:
     """Return for each output of an op that is a new value of an input the place of that input."""
     if op.subfunctions:  # a Call, or a kernel of several ops
         return replaced_inputs(op.callee)
-    places = operator(op.op_type).in_place
+    meaning = operator(op.op_type)
+    places = {**meaning.in_place, **meaning.overwrites}
     return {output: place for output, place in places.items() if output < len(op.outputs)}
 
 

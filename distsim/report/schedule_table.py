@@ -9,6 +9,7 @@ from distsim.report.schedule_picture import chunk_of
 from distsim.schedule import FLUSH, Cell, Schedule
 from distsim.simulate.explain.text import count, table
 from distsim.simulate.schedule_times import ScheduleTimes
+from distsim.simulate.steady_state import short_step_note
 
 _MOST_COLUMNS = 4000
 """Columns of time that are drawn where no terminal says how many fit."""
@@ -19,6 +20,8 @@ _FINER = 4
 
 def describe_schedule(found: ScheduleTimes, width: int | None = None) -> str:
     """Return a text: the schedule over time, makespan and bubble, and what each rank holds and waits for.
+
+    Of a schedule without a flush the rate of the steady state comes first, as its steps follow at once.
 
     ``width``: characters of a line; of the schedule what is beyond is cut, and a note says from when.
     """
@@ -36,11 +39,24 @@ def describe_schedule(found: ScheduleTimes, width: int | None = None) -> str:
 
 
 def _figures(found: ScheduleTimes) -> list[str]:
-    return [
+    lines = [
         f"makespan   {found.makespan:.6g}",
         f"rank span  {found.rank_span:.6g}, the longest from a rank's first start to its last end",
         f"bubble     {found.bubble:.2%}, the share of it in which ranks do nothing",
     ]
+    each = found.microbatch_time
+    if each is None:
+        return lines
+    schedule = found.schedule
+    work = sum(found.busy) / schedule.num_microbatches / schedule.num_ranks
+    steady = f"steady     {each:.6g} a microbatch once it runs on without a flush, of which ranks do nothing "
+    lines = [
+        f"{steady}{max(1 - work / each, 0.0):.2%}",
+        f"{lines[0]}, from an empty pipeline to an empty one",
+        *lines[1:],
+    ]
+    short = short_step_note(schedule)
+    return [*lines, f"note: {short}"] if short else lines
 
 
 def _rank_table(found: ScheduleTimes) -> list[str]:
@@ -59,7 +75,10 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
         if versions:
             row.append(str(max(schedule.versions_of(int(stage)) for stage in stages)))
         rows.append(row)
-    notes = ["in flight: the most pairs of a stage and a microbatch past F and not past B or W"]
+    notes = [
+        "busy: of the makespan, while the bubble is of the rank span",
+        "in flight: the most pairs of a stage and a microbatch past F and not past B or W",
+    ]
     notes += ["until I: past F and not past B or I; pending W: past I and not past W"] if halved else []
     if versions:
         every = schedule.weights.update_every

@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which each rank runs its actions (kind, stage, microbatch)."""
 
 from distsim.schedule.action import Action, Cell, Kind
-from distsim.schedule.catalogue import SCHEDULES, Generator, longer, register_schedule, schedule
+from distsim.schedule.catalogue import SCHEDULES, TABLE, Generator, longer, register_schedule, schedule
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
 from distsim.schedule.table import Schedule
 from distsim.schedule.torch_csv import read_csv, write_csv
@@ -13,6 +13,7 @@ __all__ = [
     "LAST",
     "LATER",
     "SCHEDULES",
+    "TABLE",
     "Action",
     "Cell",
     "Generator",

@@ -126,6 +126,9 @@ _SCHEDULES: dict[str, Generator] = {
     ),
 }
 
+TABLE = "table"
+"""What a plan calls a schedule that has no name: one that is given beside the plan."""
+
 SCHEDULES: Mapping[str, Generator] = MappingProxyType(_SCHEDULES)
 """Schedules by the name that a plan uses; :func:`register_schedule` adds one."""
 
@@ -136,11 +139,12 @@ def register_schedule(name: str, generator: Generator) -> Generator:
     The generator keeps what it made, if that is to be fast (:func:`distsim.cache.cached`).
 
     Raises:
-        ScheduleError: another schedule has the name, or it is not of lower-case letters, digits and ``_``.
+        ScheduleError: another schedule has the name, or ``TABLE`` is it, or it is not of lower-case letters,
+            digits and ``_``.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9_]*", name):
         raise ScheduleError(f"schedule name {name!r}: use lower-case letters, digits and _")
-    if _SCHEDULES.setdefault(name, generator) is not generator:
+    if name == TABLE or _SCHEDULES.setdefault(name, generator) is not generator:
         raise ScheduleError(f"there is a schedule {name!r} already; give it another name")
     return generator
 

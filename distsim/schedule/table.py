@@ -157,6 +157,16 @@ class Schedule:
         return int(np.bincount(self.rank_of, minlength=1).max())
 
     @property
+    def stages_a_rank(self) -> int:
+        """The most stages of one copy of the model that a rank holds."""
+        return int(np.bincount(self.rank_of[: self.chain], minlength=1).max())
+
+    @property
+    def pairs_actions(self) -> bool:
+        """Whether some cell is a pair of actions that overlap."""
+        return any(bool((row[:, 1] >= 0).any()) for row in self.codes)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether some backward is listed in two halves."""
         return any(bool((row % 4 == Kind.BACKWARD_INPUT.code).any()) for row in self.codes)
@@ -366,8 +376,7 @@ class Schedule:
             check_complete(*sizes, self.num_microbatches, self.rank_of, self.ranks)
         if ran < listed:
             raise deadlock(self.name, self.ranks, self.rank_of, position.tolist(), self.inputs)
-        pairs = bool((cells[:, 1] >= 0).any())
-        check_weights(self.name, self.weights, self.num_microbatches, self.copies, pairs)
+        check_weights(self.name, self.weights, self.num_microbatches, self.copies, self.pairs_actions)
         for column in (order, ends_step):
             column.setflags(write=False)
         return order, ends_step

@@ -81,8 +81,25 @@ def read_csv(
     microbatches = max(action.microbatch for action in listed) + 1
     places = [rank_of[stage] for stage in range(stages)]
     made = Schedule(name, stages, microbatches, ranks, places, copies, weights)
-    made.check()
+    try:
+        made.check()
+    except ScheduleError as error:
+        if copies == 1 and _runs_as_copies(made):
+            raise ScheduleError(
+                f"{error}; as two copies of the model it runs, which no table says: say copies=2 (--copies 2)"
+            ) from None
+        raise
     return made
+
+
+def _runs_as_copies(order: Schedule) -> bool:
+    """Whether a table that is wrong for one copy of the model is right for two."""
+    sizes = order.name, order.num_stages, order.num_microbatches
+    try:
+        Schedule(*sizes, order.ranks, order.rank_of, 2, order.weights).check()
+    except ScheduleError:
+        return False
+    return True
 
 
 def write_csv(schedule: Schedule) -> str:

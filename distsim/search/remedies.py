@@ -8,12 +8,9 @@ from itertools import combinations
 
 from distsim.errors import DistsimError
 from distsim.plan import Plan
-from distsim.program.program import Program
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate import Simulation
 
-Build = Callable[[Plan], Program]
-Time = Callable[[Program], float]
-"""A program -> seconds of its step."""
+Simulate = Callable[[Plan], Simulation]
 
 Change = dict[str, object]
 """Fields of a plan, and what they become."""
@@ -35,7 +32,7 @@ class Remedy:
         return self.change
 
 
-def remedies(plan: Plan, devices: int, build: Build, time: Time, most: int = 3) -> list[Remedy]:
+def remedies(plan: Plan, devices: int, simulate: Simulate, most: int = 3) -> list[Remedy]:
     """Return up to ``most`` plans that fit on ``devices`` devices and differ little, the fastest first.
 
     One change is tried at a time: recomputing, parameters divided over dp, smaller microbatches, and tensor
@@ -44,18 +41,20 @@ def remedies(plan: Plan, devices: int, build: Build, time: Time, most: int = 3) 
     out.
     """
     changes = list(_changes(plan, devices))
-    found = list(_that_fit(plan, changes, build, time))
+    found = list(_that_fit(plan, changes, simulate))
     if len(found) < most:
         pairs = [one | two for one, two in combinations(changes, 2) if one.keys().isdisjoint(two)]
         known = {remedy.plan for remedy in found}
         enough = [change for change in changes if _changed(plan, change) in known]
         pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
-        found += _that_fit(plan, pairs, build, time)
+        found += _that_fit(plan, pairs, simulate)
     return sorted(found, key=lambda remedy: remedy.step_time)[:most]
 
 
 def _changes(plan: Plan, devices: int) -> Iterator[Change]:
     """Yield the single changes."""
+    if plan.remat == "none":
+        yield {"remat": "attention"}
     if plan.remat != "full":
         yield {"remat": "full"}
     if plan.dp > 1 and plan.fsdp != "reshard":
@@ -77,17 +76,16 @@ def _changed(plan: Plan, change: Change) -> Plan | None:
         return None
 
 
-def _that_fit(plan: Plan, changes: Sequence[Change], build: Build, time: Time) -> Iterator[Remedy]:
+def _that_fit(plan: Plan, changes: Sequence[Change], simulate: Simulate) -> Iterator[Remedy]:
     for change in changes:
         other = _changed(plan, change)
         if other is None:
             continue
         try:
-            program = build(other)
-            memory = program_memory(program)
-            if memory.missing:
+            simulation = simulate(other)
+            if not simulation.fits:
                 continue
             text = ", ".join(f"{name}={value}" for name, value in change.items())
-            yield Remedy(text, other, time(program), max(memory.peaks))
+            yield Remedy(text, other, simulation.step_time, max(simulation.peak_memory.values()))
         except DistsimError:  # this plan does not suit the function, the batch or the schedule
             continue

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from distsim.schedule import Cell, Schedule
+from distsim.schedule import Cell, Schedule, longer
 from distsim.simulate.action_times import ActionTimes, timed_program
 from distsim.simulate.simulator import Simulator
+from distsim.simulate.steady_state import microbatch_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,20 @@ class ScheduleTimes:
         that fills, which overlaps that of the step before if nothing waits for all ranks.
         """
         return 1 - sum(self.busy) / len(self.ranks) / self.rank_span
+
+    @cached_property
+    def microbatch_time(self) -> float | None:
+        """Each further microbatch once the pipeline is full; None for a schedule with a flush.
+
+        See :func:`distsim.simulate.steady_state.microbatch_time`. Raises :class:`ScheduleError` for one that
+        is not of the catalogue.
+        """
+
+        def step_time(count: int) -> float:
+            program, costs = timed_program(longer(self.schedule, count), self.times)
+            return Simulator(costs).simulate(program).step_time
+
+        return microbatch_time(self.schedule, step_time)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:

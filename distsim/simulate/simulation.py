@@ -14,21 +14,18 @@ from distsim.errors import PartitionError, SimulationError
 from distsim.ir import Device, Function, Op
 from distsim.ops import op_label, signature_of, work
 from distsim.program.program import Program
-from distsim.schedule import FLUSH, SCHEDULES, Schedule, longer
-from distsim.schedule.refusals import count
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.explain import explain
 from distsim.simulate.explain.explanation import Explanation
 from distsim.simulate.explain.walk import critical_path
 from distsim.simulate.memory.peak import MemoryUse, peak_memory
 from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.steady_state import full_program, microbatch_time, short_step_note
 from distsim.simulate.tasks.lower import Stream
 from distsim.simulate.tasks.rank_classes import RankClasses, communicates
 from distsim.simulate.tasks.templates import Floats, Ints
 from distsim.simulate.tasks.timeline import FlatTimeline, Piece, Timeline
 
-_FULL = 8
-"""Microbatches a stage after which a pipeline is full."""
 _MOST_TASKS = 4096
 """Tasks of a piece whose spans are made at a time."""
 
@@ -115,16 +112,13 @@ class Simulation:
         """Seconds of each further microbatch once the pipeline is full; None for a step that ends in a flush.
 
         Without a flush the next step follows at once, and filling and draining the pipeline is not a part of
-        it. So the program is run over n microbatches and over 2 n, n being eight a rank or more, and this is
-        what the other n take, an n-th of it; exact where durations are fixed. Raises :class:`ScheduleError`
-        for a table that is not of the catalogue.
+        it: see :func:`distsim.simulate.steady_state.microbatch_time`, a mean, for how it is found and how far
+        off it may be. Raises :class:`ScheduleError` for a table that is not of the catalogue.
         """
-        program = self.simulated
-        if not isinstance(program, Program) or self.longer is None or program.schedule.weights == FLUSH:
+        program, run = self.simulated, self.longer
+        if not isinstance(program, Program) or run is None:
             return None
-        every = program.schedule.weights.update_every
-        count = -(-_FULL * program.schedule.num_stages // every) * every
-        return (self.longer(2 * count).step_time - self.longer(count).step_time) / count
+        return microbatch_time(program.schedule, lambda count: run(count).step_time)
 
     @cached_property
     def step_period(self) -> float:
@@ -205,16 +199,21 @@ class Simulation:
 
     @cached_property
     def memory(self) -> Mapping[Device, MemoryUse]:
-        """The peak of the memory in use on each device, and what it consists of."""
+        """The peak of the memory in use on each device, and what it consists of.
+
+        Without a flush it is that of the steady state, as the throughput is: a step that is too short to fill
+        the pipeline is looked at with more microbatches, their data included. Raises :class:`ScheduleError`
+        for such a step of a table that is not of the catalogue.
+        """
         if isinstance(self.simulated, Program):
-            return program_memory(self.simulated).devices
+            return program_memory(full_program(self.simulated)).devices
         return peak_memory(self.simulated)
 
     @property
     def peak_memory(self) -> dict[Device, int]:
-        """Bytes in use on each device at its peak."""
+        """Bytes in use on each device at its peak: see :attr:`memory`."""
         if isinstance(self.simulated, Program):
-            return program_memory(self.simulated).peak_of_devices()
+            return program_memory(full_program(self.simulated)).peak_of_devices()
         return {device: use.peak for device, use in self.memory.items()}
 
     @property
@@ -228,7 +227,8 @@ class Simulation:
         simulated = self.simulated
         if not isinstance(simulated, Program):
             return ()
-        return (*simulated.notes, *_dearer(simulated), *_fewer_versions(simulated.schedule))
+        short = short_step_note(simulated.schedule)
+        return (*simulated.notes, *_dearer(simulated), *([f"{short}, as memory is given"] if short else []))
 
     @cached_property
     def flops(self) -> float:
@@ -255,29 +255,12 @@ def _dearer(program: Program) -> list[str]:
         plain = program.saving_all()
     except PartitionError:  # no split of that one fits in memory
         return []
-    own, other = (max(program_memory(each).peaks) for each in (program, plain))
+    own, other = (max(program_memory(full_program(each)).peaks) for each in (program, plain))
     if own <= other:
         return []
     return [
         f"recomputation saves no memory here: the fullest device has {own:,} bytes in use, with remat=none "
         f"{other:,}"
-    ]
-
-
-def _fewer_versions(order: Schedule) -> list[str]:
-    """Say so if a step is too short for all the versions of the weights of a pipeline that runs on."""
-    every = order.weights.update_every
-    if order.weights == FLUSH or order.name not in SCHEDULES:
-        return []
-    on = longer(order, -(-4 * order.num_stages // every) * every + 2 * every)
-    pairs = [(order.versions_of(stage), on.versions_of(stage)) for stage in range(order.num_stages)]
-    short = [stage for stage, (own, other) in enumerate(pairs) if own < other]
-    if not short:
-        return []
-    own, other = pairs[short[0]]
-    return [
-        f"{count(order.num_microbatches, 'microbatch')} show fewer versions of the weights than there are: "
-        f"stage {short[0]} holds {own}, and {other} once the pipeline has run on; memory is that of the step"
     ]
 
 

@@ -28,7 +28,11 @@ class BlockCost:
       ``shared_backward``;
     - ``recompute``, what is computed again before ``backward``;
     - ``backward``, of which the last ``after`` come after the gradient that the block before waits for
-      (weight gradients, say); where a schedule runs backward in two halves, ``weight`` of it is of W;
+      (weight gradients, say);
+    - ``backward_input`` and ``weight``, of I and W, where a schedule runs backward in two halves: together
+      they may be more, as where one kernel that makes two gradients becomes two. ``backward_input`` is the
+      rest of ``backward`` if None, and of 0 says that nobody waits for a gradient of this block or of those
+      after it on its stage, so that W is all of their backward;
     - ``accumulate``, adding the parameter gradients to their sums, at the very end, for every microbatch
       but the first.
 
@@ -41,8 +45,9 @@ class BlockCost:
     is kept of a microbatch from its forward to its backward; ``workspace``: the most needed beside, for as
     long as the block runs.
 
-    Raises :class:`PartitionError` for a figure that is negative or not finite, for ``after`` or ``weight``
-    over ``backward``, and for ``overlap`` over ``reduce`` or ``update``.
+    Raises :class:`PartitionError` for a figure that is negative or not finite, for ``after``, or
+    ``weight`` without ``backward_input``, over ``backward``, and for ``overlap`` over ``reduce`` or
+    ``update``.
     """
 
     name: str
@@ -62,17 +67,20 @@ class BlockCost:
     update: float = 0.0
     overlap: float = 0.0
     weight: float = 0.0
+    backward_input: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             figure = getattr(self, field.name)
-            if field.name == "returned" and figure is None:
+            if field.name in ("returned", "backward_input") and figure is None:
                 continue
             if not (math.isfinite(figure) and figure >= 0):
                 raise PartitionError(
                     f"block {self.name}: {field.name}={figure}; give a finite figure of at least 0"
                 )
         for part, whole in _PARTS:
+            if part == "weight" and self.backward_input is not None:
+                continue
             if getattr(self, part) > getattr(self, whole) * (1 + 1e-9):
                 raise PartitionError(
                     f"block {self.name}: {part}={getattr(self, part)} s is part of {whole}="
@@ -83,6 +91,11 @@ class BlockCost:
     def work(self) -> float:
         """Seconds of one microbatch, forward, recomputation and backward."""
         return self.forward + self.recompute + self.backward
+
+    @property
+    def half(self) -> float:
+        """Seconds of I for one microbatch, where backward is in two halves."""
+        return self.backward - self.weight if self.backward_input is None else self.backward_input
 
     @property
     def gradient(self) -> float:

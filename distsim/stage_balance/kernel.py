@@ -150,14 +150,18 @@ def replay(bounds: Any, order: Any, tables: Any, room: Any) -> float:
                 messages[s + 1, m].arrived = end
             continue
         end = rank.free
-        if task.phase < 3:
+        whole = c == 0 and own.half == 0.0 and task.phase > 1  # I is nothing, W the whole backward
+        if whole and task.phase == 2:
+            continue
+        if task.phase < 3 or whole:
             end += own.back_lead
             if c + 1 < chain:
                 end = max(end, message.returned)
+        if task.phase == 1:
             end += own.backward
-        if task.phase == 2:
-            end -= own.weight
-        if task.phase == 3:
+        elif task.phase == 2:
+            end += own.half
+        else:
             end += own.weight
         rest = 0.0
         if task.phase == 1:

@@ -34,13 +34,13 @@ def program_costs(
     Cut a function into stages of one block each to learn what its blocks cost. Times are those of the ops of
     a stage on the first ranks of its mesh, or of ``ranks`` (axes dp, tp) if given, alone, with everything
     that it receives there; bytes are those that the simulated memory grows by from one microbatch in flight
-    to the next. Blocks that do the same are looked at once. ``halves``: what of a backward is of its second
-    half is told too. Raises what the cost model raises.
+    to the next. Blocks that do the same are looked at once. ``halves``: what the halves
+    of a backward take is told too. Raises what the cost model raises.
     """
     pricer = _Pricer(program, cost_model, ranks)
     sent, returned = _boundaries(program)
     memory = _memory(program)
-    weights = _halves(program) if halves else None
+    halved = _halves(program) if halves else None
     found: list[BlockCost] = []
     for index, stage in enumerate(program.stages):
         constants, forward, summed = pricer.forward(stage)
@@ -65,7 +65,8 @@ def program_costs(
                 reduce=reduce,
                 update=update,
                 overlap=overlap,
-                weight=0.0 if weights is None else min(pricer.total(weights[index][1], stage), backward),
+                weight=0.0 if halved is None else pricer.beside_constants(halved[index][1], stage),
+                backward_input=None if halved is None else pricer.beside_constants(halved[index][0], stage),
             )
         )
     return tuple(found)
@@ -161,6 +162,13 @@ class _Pricer:
     def total(self, block: Block, stage: Stage) -> float:
         """Return the seconds of a block on the ranks of a stage; 0 for what nobody reads."""
         return self._total(block.function, self._ranks_of(stage)) if block.outputs else 0.0
+
+    def beside_constants(self, block: Block, stage: Stage) -> float:
+        """Return the seconds of a block but for those of making constants; 0 for what nobody reads."""
+        if not block.outputs:
+            return 0.0
+        mesh = self._ranks_of(stage)
+        return max(self._total(block.function, mesh) - _constants(self.tasks(block.function, mesh)), 0.0)
 
     def _total(self, function: Function, mesh: Mesh) -> float:
         tasks = self.tasks(function, mesh)

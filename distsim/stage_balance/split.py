@@ -78,7 +78,8 @@ def split_time(
 ) -> float:
     """Return the simulated seconds of a step when stage s holds the next ``sizes[s]`` blocks.
 
-    Equal to the :class:`distsim.simulate.Simulator` on stages that take as long. Raises
+    Equal to the :class:`distsim.simulate.Simulator` on stages that take as long, but that the sums of
+    gradients over copies of the model (DualPipe), which follow the last backward, are left out. Raises
     :class:`PartitionError` for sizes that are not positive or do not sum to the number of blocks.
 
     >>> blocks = [BlockCost("layer", forward=1.0, backward=2.0)] * 4

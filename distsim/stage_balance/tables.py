@@ -19,7 +19,10 @@ from distsim.stage_balance.cost import BlockCost, Communication, check_count
 
 TASK = np.dtype([(name, np.int64) for name in ("stage", "phase", "microbatch", "rank")], align=True)
 STAGE = np.dtype(
-    [(name, float) for name in ("lead", "back_lead", "forward", "backward", "more", "tail", "weight")],
+    [
+        (name, float)
+        for name in ("lead", "back_lead", "forward", "backward", "more", "tail", "half", "weight")
+    ],
     align=True,
 )
 EDGE = np.dtype([("rest", float), ("rest_more", float)], align=True)
@@ -45,7 +48,8 @@ class Order(NamedTuple):
 class Tables(NamedTuple):
     """Seconds. ``stages`` [i, j]: ``lead`` and ``back_lead`` (constants, before anything is received),
     ``forward``, ``backward``, ``more`` (accumulation, but for the first microbatch), ``tail`` (what follows
-    the last backward), ``weight`` (of ``backward``, what its second half takes).
+    the last backward), ``half`` and ``weight`` (what the halves of ``backward`` take; of a first stage whose
+    ``half`` is 0, W is all of it).
 
     ``edges`` [i]: how long before the end of a backward of a stage that begins with block i its gradient
     leaves, ``rest`` for the first microbatch and ``rest_more`` for the others. ``sends`` [s, j]: ``ahead``
@@ -122,7 +126,7 @@ def tables_of(
     figures = {
         field.name: np.array([getattr(cost, field.name) for cost in costs], float)
         for field in fields(BlockCost)
-        if field.name not in ("name", "returned")
+        if field.name not in ("name", "returned", "backward_input")
     }
     accumulate = figures["accumulate"] if many else np.zeros(count)
     tail = np.zeros((count + 1, count + 1))
@@ -136,6 +140,11 @@ def tables_of(
             late = max(late - last[i], 0.0) + figures["reduce"][i]
             tail[i, j] = late + figures["update"][i] - figures["overlap"][i] + done
             done += figures["update"][i]
+    half = _sums(figures["recompute"] + np.array([cost.half for cost in costs], float))
+    weight = _sums(figures["weight"])
+    for i, cost in enumerate(costs):
+        if cost.half == 0:  # nobody waits for what the stage makes
+            half[i], weight[i] = 0.0, _sums(backward)[i]
     ahead, back = _sends(costs, schedule, communication)
     seconds = (
         most_of(figures["shared"].tolist()),
@@ -144,7 +153,8 @@ def tables_of(
         _sums(backward),
         _sums(accumulate),
         tail,
-        _sums(figures["weight"]),
+        half,
+        weight,
     )
     edges = (np.append(figures["after"], 0.0), np.append(figures["after"] + accumulate, 0.0))
     return Tables(

@@ -12,7 +12,7 @@ from distsim.cost.cost_model import CostModel
 from distsim.errors import ScheduleError
 from distsim.ops import op_label, signature_of
 from distsim.program.program import Program
-from distsim.schedule import SCHEDULES, Schedule, schedule
+from distsim.schedule import FLUSH, longer
 from distsim.simulate.details import ProgramTimeline
 from distsim.simulate.explain import what_if
 from distsim.simulate.explain.critical_path import CriticalPath, stages_of
@@ -78,30 +78,21 @@ def _full_pipeline(simulation: Simulation) -> Iterator[tuple[str, float]]:
 
     Let P(m) be when the last of m microbatches has run. The same stages are simulated with 2 m
     microbatches: P(2 m) - P(m) is what m microbatches take that follow on others. What comes after the
-    last microbatch (updates) stays as it is. For schedules that are known by name, and fixed durations.
+    last microbatch (updates) stays as it is. For schedules that are known by name, and fixed durations; not
+    for those without a flush, whose throughput is that of a full pipeline.
     """
     timeline, program = simulation.timeline, simulation.simulated
     if not (isinstance(timeline, ProgramTimeline) and isinstance(program, Program)):
         return
-    longer = _twice(program.schedule)
-    if longer is None or program.schedule.num_ranks < 2:
+    order = program.schedule
+    if order.num_ranks < 2 or order.weights != FLUSH:
         return
-    twice = replace(program, schedule=longer)
+    try:
+        twice = replace(program, schedule=longer(order, 2 * order.num_microbatches))
+    except ScheduleError:  # a table of one's own, or it does not take twice as many
+        return
     run = run_program(twice, simulation.cost_model, timeline.wiring.overlap)
     once = timeline.last_microbatch_end
     full = ProgramTimeline(run).last_microbatch_end - once
     if full <= once:  # else its order suits the first microbatches better than those that follow
         yield "a pipeline that is always full", simulation.step_time - once + full
-
-
-def _twice(given: Schedule) -> Schedule | None:
-    """Return a schedule with twice the microbatches; None if none is known by its name."""
-    sizes = (given.num_ranks, given.num_microbatches, given.chunks)
-    if given.name not in SCHEDULES:
-        return None
-    ranks, count, chunks = sizes
-    try:
-        same = schedule(given.name, *sizes)
-        return schedule(given.name, ranks, 2 * count, chunks) if same == given else None
-    except ScheduleError:  # made by hand, under a name that takes neither these sizes nor twice as many
-        return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
-from distsim.ir import DType, Function, Literal, Op, Tensor, Value, trim
+from distsim.ir import Attributes, DType, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.ops.float8 import EIGHT_BITS
@@ -69,7 +69,7 @@ def differentiate(
     for value in function.inputs:
         pass_.copies[value] = pass_.maker.add_input_value(value.name, value.type, value.role)
     wanted = _influenced(function, trained)
-    pass_.plan_calls(function, wanted, [loss])
+    pass_.plan(function, wanted, [loss])
     pass_.forward(function)
     seed = 1.0 if loss_scale is None else loss_scale
     pass_.grads[loss] = pass_.maker.number(seed, as_tensor(loss.type, "the loss"), "one")
@@ -211,7 +211,7 @@ class _Callees:
         ahead = _Pass(forward, self)
         for value in callee.inputs:
             ahead.copies[value] = forward.add_input_value(value.name, value.type, value.role)
-        ahead.plan_calls(callee, influenced, [v for v, g in zip(callee.outputs, given, strict=True) if g])
+        ahead.plan(callee, influenced, [v for v, g in zip(callee.outputs, given, strict=True) if g])
         ahead.forward(callee)
 
         backward = FoldingMaker(f"{callee.name}_backward")
@@ -277,10 +277,14 @@ class _Pass:
         self.copies: dict[Value, Value] = {}
         self.grads: dict[Value, Value] = {}
         self.linearized: dict[Op, _Linearized] = {}
+        self.saved: dict[Op, list[str]] = {}  # the names of what ops make besides
         self.extras: dict[Op, tuple[Value, ...]] = {}
+        self.readers: dict[Value, list[Op]] = {}
 
-    def plan_calls(self, function: Function, wanted: set[Value], outputs: Sequence[Value]) -> None:
-        """Decide how each Call is differentiated: which of its outputs will have a gradient."""
+    def plan(self, function: Function, wanted: set[Value], outputs: Sequence[Value]) -> None:
+        """Decide how each Call is differentiated, by which of its outputs will have a gradient, and what ops
+        make besides for theirs.
+        """
         live = set(outputs) & wanted
         for op in reversed(function.ops):
             if not any(v in live for v in op.outputs):
@@ -289,24 +293,34 @@ class _Pass:
                 mask = tuple(v in wanted for v in op.inputs)
                 given = tuple(v in live for v in op.outputs)
                 self.linearized[op] = self.callees.linearize(op.callee, mask, given)
+            elif any(v in wanted for v in op.inputs):
+                rule = operator(op.op_type).saved
+                names = () if rule is None else rule(op.attributes, len(op.inputs), len(op.outputs))
+                self.saved[op] = [f"{op.outputs[0].name}_{name}" for name in names]
             live.update(v for v in op.inputs if v in wanted)
 
     def forward(self, function: Function) -> None:
-        """Copy the ops; a Call that is differentiated also returns what its backward reads."""
+        """Copy the ops; one that is differentiated also returns what its backward reads besides."""
         for op in function.ops:
             inputs = [self.copies[v] for v in op.inputs]
-            names = [v.name for v in op.outputs]
+            names, attributes = [v.name for v in op.outputs], op.attributes
+            if self.saved.get(op):
+                names += self.saved[op]
+                attributes = Attributes({**attributes, "outputs": len(names)})
             plan = self.linearized.get(op)
             subfunctions = op.subfunctions
             if plan is not None:
                 subfunctions = (plan.forward,)
                 names += [v.name for v in plan.forward.outputs[len(op.outputs) :]]
-            made = self.maker.add(op.op_type, inputs, op.attributes, subfunctions, names, op.version, op.name)
+            made = self.maker.add(op.op_type, inputs, attributes, subfunctions, names, op.version, op.name)
             self.copies.update(zip(op.outputs, made, strict=False))
             self.extras[op] = made[len(op.outputs) :]
 
     def backward(self, function: Function, wanted: set[Value]) -> None:
         """Emit the gradients that follow from those that are there."""
+        for op in function.ops:
+            for value in dict.fromkeys(op.inputs):
+                self.readers.setdefault(value, []).append(op)
         for op in reversed(function.ops):
             if any(v in self.grads for v in op.outputs) and any(v in wanted for v in op.inputs):
                 if op.is_call:
@@ -331,10 +345,12 @@ class _Pass:
             self.maker,
             op,
             tuple(self.copies[v] for v in op.inputs),
-            tuple(self.copies[v] for v in op.outputs),
+            (*(self.copies[v] for v in op.outputs), *self.extras[op]),
             tuple(self.grads.get(v) for v in op.outputs),
             tuple(v in wanted for v in op.inputs),
             self.maker.numbers,
+            self.readers,
+            self.copies,
         )
         self._take(op.inputs, rule(context), wanted.__contains__, op)
 

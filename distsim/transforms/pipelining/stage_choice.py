@@ -52,6 +52,28 @@ def counted_cut(functions: Iterable[Sharded], num_stages: int, costs: DeviceCost
     )
 
 
+def layers_of_stages(local: Sharded, num_stages: int, costs: DeviceCosts, stages: str) -> tuple[int, ...]:
+    """Return how many layers each stage has where a plan counts layers, or blocks, of this function.
+
+    Raises :class:`PlanError` for stages that may begin within a layer: those of even work or least time,
+    and numbers that count what layers consist of.
+    """
+    sizes = parse_stages(stages)
+    if num_stages == 1 and not sizes:
+        return ()
+    blocks = model_blocks(local, costs, most=len(local.function.ops))
+    counted = sizes or stages in ("layers", "default")
+    firsts = () if not counted else blocks.split(sizes) if sizes else blocks.counted(stages, num_stages)
+    if not firsts:
+        raise PlanError(
+            f"stages={stages} may begin within a layer, so a stage has no number of layers to recompute; use "
+            f"stages=layers, stages=default or layers as in 3-4-4-3 ({blocks.described}), or remat=full or "
+            "every:N"
+        )
+    ends = (*firsts[1:], len(blocks))
+    return tuple([blocks.layers[first:end].count(True) for first, end in zip(firsts, ends, strict=True)])
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """A cut, how long its step takes, and the most bytes by which a device is over."""

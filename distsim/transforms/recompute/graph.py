@@ -114,12 +114,12 @@ class _Grapher:
         item: int | None = None,
         seconds: float = 0.0,
         traits: Trait = Trait.NONE,
-        call: bool = False,
+        maker: str = "",
     ) -> None:
-        """Add the node of a value."""
+        """Add the node of a value, which an op of the type ``maker`` makes, if one does."""
         self.number[value] = len(self.nodes)
         region = self.marks.regions.get(value)
-        tag = self.marks.tags.get(value, self.own_tag(phase, call))
+        tag = self.marks.tags.get(value, self.own_tag(phase, maker))
         self.nodes.append(
             JointNode(
                 f"{len(self.nodes)}.{value.name}",
@@ -133,18 +133,19 @@ class _Grapher:
                 item=item,
                 seconds=seconds,
                 traits=traits,
+                op=maker,
             )
         )
         self.values.append(value)
 
-    def own_tag(self, phase: Phase | None, call: bool) -> Tag | None:
+    def own_tag(self, phase: Phase | None, maker: str) -> Tag | None:
         """Return the tag of what nobody tagged."""
-        return Tag.MUST_SAVE if call and phase is Phase.FORWARD else None
+        return Tag.MUST_SAVE if maker == "Call" and phase is Phase.FORWARD else None
 
     def op(self, op: Op, inputs: tuple[int, ...], phase: Phase) -> None:
-        traits, seconds, call = traits_of(op), self.costs.seconds(op), op.is_call
+        traits, seconds, maker = traits_of(op), self.costs.seconds(op), op.op_type
         if len(op.outputs) == 1:
-            self.add(op.outputs[0], inputs, phase=phase, seconds=seconds, traits=traits, call=call)
+            self.add(op.outputs[0], inputs, phase=phase, seconds=seconds, traits=traits, maker=maker)
             return
         tuple_ = len(self.nodes)
         again = tuple([i for i, value in enumerate(op.outputs) if value in self.marks.replay])
@@ -154,15 +155,16 @@ class _Grapher:
                 inputs,
                 kind=NodeKind.TUPLE,
                 phase=phase,
-                tag=self.own_tag(phase, call),
+                tag=self.own_tag(phase, maker),
                 replay=again or None,
                 seconds=seconds,
                 traits=traits,
+                op=maker,
             )
         )
         self.values.append(None)
         for index, value in enumerate(op.outputs):
-            self.add(value, (tuple_,), phase=phase, item=index, call=call)
+            self.add(value, (tuple_,), phase=phase, item=index, maker=maker)
 
 
 def traits_of(op: Op) -> Trait:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from difflib import get_close_matches
 from enum import Enum
 from functools import partial
 
+from distsim.errors import PlanError
+from distsim.ops import registered
+from distsim.ops.onnx_bridge import schema_of
 from distsim.plan import parse_remat
+from distsim.transforms.recompute.core_attention import core_attention
 from distsim.transforms.recompute.saves import (
     JointGraph,
     JointNode,
@@ -27,6 +33,9 @@ from distsim.transforms.recompute.saves import (
 Rule = Callable[[JointGraph], Iterable[int]]
 """A joint graph -> the nodes whose values are saved."""
 
+Parts = Callable[[JointGraph], Iterable[AbstractSet[int]]]
+"""A joint graph -> the nodes inside each part of the forward pass that runs again as a whole."""
+
 
 class Run(Enum):
     """How much of a block runs again: what backward needs, op by op when it does; or, before its backward
@@ -42,7 +51,11 @@ class Policy:
     """What is saved of the blocks of a function and of the rest; None: all that backward reads.
 
     A block is a forward Call with its backward Call, ``run`` how much of it runs again. ``every``: of the
-    blocks every so-many-th has the rule, the last of each so many, as torchtitan counts them.
+    blocks every so-many-th has the rule, the last of each so many, as torchtitan counts them. ``first``: of
+    the blocks of each stage so many have it. ``group``: so many consecutive blocks of a stage run again one
+    after the other, and of all that they make only what comes out of the last is saved. ``parts`` are
+    values that are not saved: all ops that make or read those of a part run again together, right before
+    the first op of backward that reads one.
     """
 
     text: str
@@ -50,10 +63,20 @@ class Policy:
     rest: Rule | None = None
     every: int = 1
     run: Run = Run.NEEDED
+    parts: Parts | None = None
+    first: int | None = None
+    group: int = 0
 
-    def rule(self, block: int) -> Rule | None:
-        """Return the rule for a block by its number."""
-        return None if (block + 1) % self.every else self.blocks
+    def rule(self, block: int, place: int) -> Rule | None:
+        """Return the rule for a block by its number, and by its place in its stage."""
+        if (block + 1) % self.every or (self.first is not None and place >= self.first):
+            return None
+        return self.blocks
+
+    @property
+    def fewest(self) -> int:
+        """How many blocks there must be in all, or in the largest stage, for any to run again."""
+        return max(self.every, self.first or 1, self.group)
 
     def __str__(self) -> str:
         return self.text
@@ -68,20 +91,44 @@ def policy_named(text: str) -> Policy:
     ``torch.utils.checkpoint`` with ``use_reentrant=True`` run them. ``full_early`` stops at the last op whose
     result backward needs, as the early stop of ``use_reentrant=False`` does (it counts saved tensors, and
     stops when the last of them is there again): what is before it runs, needed or not. ``every:N`` and
-    ``every_early:N`` do the one or the other for every N-th block. ``matmuls`` saves the results of matrix
+    ``every_early:N`` do the one or the other for every N-th block. ``block:N`` does the first for the first N
+    layers of each stage (of each chunk, where a rank has several), and ``uniform:N`` for all layers of a
+    stage in groups of N, the last perhaps smaller, of which only the input is saved: Megatron-LM's
+    ``--recompute-method`` with ``--recompute-num-layers N`` (``transformer_block.py``,
+    ``_checkpointed_forward``).
+
+    ``attention`` runs core attention again (:func:`core_attention`), of blocks and of what is in none, as
+    Megatron-LM's selective recomputation: whole, its last product too, right before its backward pass. What
+    it becomes is saved, since the output projection reads it. As one op it runs again as well, though only
+    its statistics are saved less: Megatron-LM checkpoints ``core_attention`` whichever kernel it is
+    (``transformer/attention.py``, ``_checkpointed_attention_forward``).
+
+    ``ops:LIST`` saves of a block its inputs and the results of the ops of the types listed, as torchtitan's
+    selective ``op`` does (``activation_checkpoint.py``: torch's policy function over a list of ops to save):
+    all others run again, collectives too, up to the last that backward needs. (Torch holds all results of
+    listed ops until the block has run again; here one that nothing reads again is not kept.)
+
+    ``matmuls`` saves the results of matrix
     products only; ``min_cut`` the least bytes from which all that is cheap follows; ``budget:X`` at most the
     share X of what is between the inputs alone and the min-cut, recomputing what takes least time. These
     three run again only what backward needs, and no collective.
 
-    Raises :class:`PlanError` for another text.
+    Raises :class:`PlanError` for another text, and for ops that do not exist.
 
     >>> str(policy_named("every:2"))
     'every:2'
     """
-    name, figure = parse_remat(text)
+    name, figure, ops = parse_remat(text)
     if name == "budget":
         share = partial(_within_budget, share=figure)
         return Policy(text, share, share)
+    if name == "ops":
+        _check_ops(text, ops)
+        return Policy(text, partial(only_ops, types=frozenset(ops)), run=Run.EARLY)
+    if name == "block":
+        return Policy(text, checkpoint, run=Run.WHOLE, first=int(figure))
+    if name == "uniform":
+        return Policy(text, run=Run.WHOLE, group=int(figure))
     if name in ("every", "every_early"):
         return Policy(text, checkpoint, every=int(figure), run=Run.WHOLE if name == "every" else Run.EARLY)
     return _NAMED[name]
@@ -92,11 +139,31 @@ def checkpoint(graph: JointGraph) -> list[int]:
     return _kept(graph, lambda node: False, collectives=False)
 
 
+def only_ops(graph: JointGraph, types: AbstractSet[str]) -> list[int]:
+    """Save the results of ops of these types, and what is tagged to be."""
+    return _kept(graph, lambda node: node.op in types and not node.wants_recompute, collectives=False)
+
+
+def _check_ops(text: str, types: Iterable[str]) -> None:
+    known = registered()
+    for op_type in types:
+        if op_type not in known and schema_of(op_type, None) is None:
+            near = get_close_matches(op_type, known, 3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "give types as in ops:MatMul+Attention"
+            raise PlanError(f"remat={text}: there is no op {op_type}; {hint}")
+
+
 def matmuls(graph: JointGraph) -> list[int]:
     """Save the results of what runs on the matrix units, as selective checkpointing does."""
     return _kept(
         graph, lambda node: node.has(Trait.COMPUTE_INTENSIVE) and node.tag is not Tag.PREFER_RECOMPUTE
     )
+
+
+def outside_attention(graph: JointGraph) -> list[int]:
+    """Save what backward reads, but for what is inside of core attention or tagged to be recomputed."""
+    inside = frozenset[int]().union(*core_attention(graph))
+    return [position for position in as_read(graph) if position not in inside]
 
 
 def as_read(graph: JointGraph) -> list[int]:
@@ -164,6 +231,7 @@ _NAMED = {
     "none": Policy("none"),
     "full": Policy("full", checkpoint, run=Run.WHOLE),
     "full_early": Policy("full_early", checkpoint, run=Run.EARLY),
+    "attention": Policy("attention", outside_attention, outside_attention, parts=core_attention),
     "matmuls": Policy("matmuls", matmuls),
     "min_cut": Policy("min_cut", min_cut, min_cut),
 }

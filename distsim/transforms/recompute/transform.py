@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Op, Topology, Value
+from distsim.ir import Device, Function, Op, Topology, Value, trim
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.transforms.recompute.graph import Marks, graph_of
-from distsim.transforms.recompute.joint import Joint, Rewritten, find_pairs, joint_of, rewritten
+from distsim.transforms.recompute.joint import Joint, Pair, Rewritten, find_pairs, joint_of, rewritten
 from distsim.transforms.recompute.policies import Policy, Rule, Run, as_read, by_region, policy_named
 from distsim.transforms.recompute.recompute import recompute
 from distsim.transforms.recompute.saves import Tag
@@ -25,6 +25,7 @@ def rematerialize(
     regions: Mapping[Value, int] | None = None,
     replay: Iterable[Value] = (),
     costs: DeviceCosts | None = None,
+    stages: Sequence[int] = (),
 ) -> Function:
     """Return the joint function in which backward reads what the policy saves, and recomputes the rest.
 
@@ -38,36 +39,38 @@ def rematerialize(
     ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them.
     Where the policy has no rule, what is tagged so, or is of a region, is recomputed. ``replay`` are the
     values that a first partition saved; they are for the policy :data:`REPLAY`. ``costs`` say how long
-    ops take: by default those of a :class:`CostModel` on one of the devices of the function.
+    ops take: by default those of a :class:`CostModel` on one of the devices of the function. ``stages`` says
+    how many blocks each pipeline stage will have, for policies that count them: by default one has all.
 
     Inputs and outputs are those of ``function``. Raises :class:`PlanError` for a policy that is unknown,
     or that is for blocks where there are none.
     """
     policy = policy_named(policy) if isinstance(policy, str) else policy
     marks = Marks(tags or {}, regions or {}, frozenset(replay))
-    if policy.blocks is None and policy.rest is None and not (marks.tags or marks.regions):
+    idle = policy.blocks is None and policy.rest is None and not policy.group
+    if idle and not (marks.tags or marks.regions):
         return function
     costs = costs or CostModel(Topology()).on(_some_device(function))
-    return _Rematerializer(policy, marks, costs).run(function)
+    return _Rematerializer(policy, marks, costs).run(function, stages)
 
 
 class _Rematerializer:
     def __init__(self, policy: Policy, marks: Marks, costs: DeviceCosts) -> None:
         self.policy, self.marks, self.costs = policy, marks, costs
         self.done: dict[tuple[object, ...], Rewritten | None] = {}
+        self.found = False  # a part that runs again
 
-    def run(self, function: Function) -> Function:
+    def run(self, function: Function, stages: Sequence[int]) -> Function:
         joint = Joint.of(function)
         calls: dict[Op, Op] = {}
         pairs = find_pairs(joint)
-        if self.policy.blocks is not None and self.policy.rest is None and len(pairs) < self.policy.every:
-            fewer = f"at most every:{len(pairs)}; or " if pairs else ""
-            raise PlanError(
-                f"remat={self.policy}: {function.name} has {len(pairs)} blocks that repeat, so nothing would "
-                f"be recomputed; use {fewer}min_cut or budget:X, which take single ops as well, or none"
-            )
+        stages = stages or (len(pairs),)
+        self.check(function, pairs, stages)
+        if self.policy.group:
+            return self.grouped(joint, pairs, stages)
+        places = [place for count in stages for place in range(count)]
         for number, pair in enumerate(pairs):
-            rule = self.rule(self.policy.rule(number))
+            rule = self.rule(self.policy.rule(number, places[number]))
             if rule is None:
                 continue
             key = (*pair.key, rule)
@@ -83,7 +86,57 @@ class _Rematerializer:
             function = replace(function, ops=ops)
             joint = Joint.of(function)
         rule = self.rule(self.policy.rest)
-        return function if rule is None else self.rewrite(joint, rule).function
+        if rule is None:
+            return function
+        again = self.rewrite(joint, rule).function
+        if self.policy.parts is not None and not self.found:
+            raise PlanError(
+                f"remat={self.policy}: {function.name} has no attention (a softmax between two products of "
+                "activations, or the op Attention), so nothing would be recomputed; use matmuls, min_cut or "
+                "full"
+            )
+        return again
+
+    def check(self, function: Function, pairs: Sequence[Pair], stages: Sequence[int]) -> None:
+        """Refuse a policy for blocks where there are none, or too few, and stages of other blocks."""
+        policy, most = self.policy, max(stages)
+        if sum(stages) != len(pairs):
+            raise PlanError(
+                f"remat={policy}: the stages have {sum(stages)} layers, {function.name} has {len(pairs)} "
+                "blocks with a backward pass; use full, which counts none"
+            )
+        only_blocks = policy.group or (policy.blocks is not None and policy.rest is None)
+        if only_blocks and most < policy.fewest:
+            name = policy.text.partition(":")[0]
+            fewer = f"at most {name}:{most}; or " if most else ""
+            where = f"{function.name} has {len(pairs)} blocks that repeat"
+            where += f", at most {most} a stage" if len(stages) > 1 else ""
+            raise PlanError(
+                f"remat={policy}: {where}, so nothing would be recomputed; use {fewer}min_cut or budget:X, "
+                "which take single ops as well, or none"
+            )
+
+    def grouped(self, joint: Joint, pairs: Sequence[Pair], stages: Sequence[int]) -> Function:
+        """Return the function in which groups of blocks run again, and return what others read, no more."""
+        view = graph_of(joint, self.marks, self.costs)
+        saved = view.chosen(as_read(view.graph))
+        runs: dict[Op, list[Op]] = {}
+        position = {op: number for number, op in enumerate(joint.function.ops)}
+        readers: dict[Value, set[Op]] = {}
+        for op in joint.function.ops:
+            for value in op.inputs:
+                readers.setdefault(value, set()).add(op)
+        end = 0
+        for count in stages:
+            begin, end = end, end + count
+            for at in range(begin, end, self.policy.group):
+                group = pairs[at : min(at + self.policy.group, end)]
+                again = [pair.forward for pair in group]
+                own = {*again, *(pair.backward for pair in group)}
+                first = min((pair.backward for pair in group), key=position.__getitem__)
+                runs[first] = again
+                saved -= {v for op in again for v in op.outputs if readers.get(v, own) <= own}
+        return trim(recompute(joint, saved, runs=runs).function).function
 
     def rule(self, rule: Rule | None) -> Rule | None:
         """Return the rule, or the one that heeds what the user asks."""
@@ -96,6 +149,9 @@ class _Rematerializer:
         saved = view.chosen(rule(view.graph))
         behind = [op for op in joint.function.ops if joint.behind(op)]
         runs = {} if run is Run.NEEDED else _together(joint, saved, behind, run)
+        if self.policy.parts is not None:
+            runs = _by_part(joint, [view.chosen(part) for part in self.policy.parts(view.graph)], behind)
+            self.found = self.found or bool(runs)
         dropped = any(v in joint.made and v not in saved for op in behind for v in op.inputs)
         return recompute(joint, saved, runs=runs) if dropped or runs else joint
 
@@ -111,6 +167,23 @@ def _together(joint: Joint, saved: AbstractSet[Value], behind: Sequence[Op], run
         again = again[: max(needed, default=-1) + 1]
     first = next((op for op in behind if op.inputs), None)
     return {first: again} if first is not None and again else {}
+
+
+def _by_part(joint: Joint, parts: Sequence[AbstractSet[Value]], behind: Sequence[Op]) -> dict[Op, list[Op]]:
+    """Return what runs again together, the ops that make or read the values of a part, by the op before
+    which it does: the first of backward that reads one.
+    """
+    runs: dict[Op, list[Op]] = {}
+    for part in parts:
+        first = next((op for op in behind if not part.isdisjoint(op.inputs)), None)
+        if first is not None:
+            again = [
+                op
+                for op in joint.function.ops
+                if op in joint.forward and not part.isdisjoint((*op.inputs, *op.outputs))
+            ]
+            runs.setdefault(first, []).extend(again)
+    return runs
 
 
 def _some_device(function: Function) -> Device:

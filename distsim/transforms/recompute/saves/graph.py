@@ -90,6 +90,7 @@ class JointNode:
     ``region`` is the activation checkpointing region. ``key`` is what the op is besides its inputs
     (operator, attributes): equal keys and inputs mean equal values; None is equal to nothing.
     ``read_bytes`` are the bytes of the inputs that make a reduction, None for those of all inputs.
+    ``op`` is the type of the op, where it is one of this house's.
     """
 
     name: str
@@ -106,6 +107,7 @@ class JointNode:
     traits: Trait = Trait.NONE
     key: Hashable = None
     read_bytes: int | None = None
+    op: str = ""
 
     def has(self, trait: Trait) -> bool:
         """Tell whether any of the traits is this op's."""

@@ -1,0 +1,110 @@
+"""Core attention in a joint graph: what lies between queries, keys and values and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+
+from distsim.transforms.recompute.saves import JointGraph, NodeKind, NodeRole, Phase, Trait
+
+
+def core_attention(graph: JointGraph) -> list[frozenset[int]]:
+    """Return, per attention of the forward pass, the values that it makes before its result.
+
+    Of the op ``Attention`` these are its statistics. Written out they are all from the product of two
+    activations on which a softmax depends (the scores) up to the product of two activations that depends
+    on it (the result, which is none of them): masks, softcaps, dropout and its mask lie between. A softmax
+    without these products, as that of a router, is no attention.
+
+    This is what Megatron-LM checkpoints as ``core_attn`` (``recompute_granularity=selective``; Korthikanti et
+    al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5).
+    """
+    found: list[frozenset[int]] = []
+    search = _CoreSearch(graph)
+    for position, node in enumerate(graph.nodes):
+        if node.phase is not Phase.FORWARD or node.item is not None:
+            continue
+        if node.op == "Attention":
+            found.append(frozenset([each for each in search.items(position) if graph.nodes[each].item]))
+        elif node.op == "Softmax":
+            inside = search.around(position)
+            if inside and not any(inside & other for other in found):
+                found.append(inside)
+    return [each for each in found if each]
+
+
+class _CoreSearch:
+    """Walks from a softmax to the products around it."""
+
+    def __init__(self, graph: JointGraph) -> None:
+        self.graph = graph
+        self.fixed: set[int] = set()  # follows from parameters and constants alone
+        for position, node in enumerate(graph.nodes):
+            held = node.role is NodeRole.CONSTANT or (node.role is NodeRole.PRIMAL and node.has(Trait.FREE))
+            made = node.role is NodeRole.OP and self.fixed.issuperset(node.inputs)
+            if held or made:
+                self.fixed.add(position)
+
+    def items(self, position: int) -> frozenset[int]:
+        """Return the values that the op of a node makes."""
+        if self.graph.nodes[position].kind is not NodeKind.TUPLE:
+            return frozenset((position,))
+        return frozenset(self.graph.users[position])
+
+    def multiplies(self, position: int) -> bool:
+        """Whether a node is on the matrix units, of activations or of weights."""
+        return self.graph.nodes[position].has(Trait.COMPUTE_INTENSIVE)
+
+    def activations(self, position: int) -> bool:
+        """Whether a node is a product of two activations."""
+        inputs = self.graph.nodes[position].inputs
+        return self.multiplies(position) and sum(each not in self.fixed for each in inputs) > 1
+
+    def forward(self, positions: Iterable[int]) -> list[int]:
+        """Return those of the nodes that the forward pass computes from activations."""
+        nodes = self.graph.nodes
+        return [
+            each
+            for each in positions
+            if nodes[each].role is NodeRole.OP
+            and nodes[each].phase is Phase.FORWARD
+            and each not in self.fixed
+        ]
+
+    def reach(self, start: int, step: Callable[[int], Sequence[int]]) -> tuple[set[int], set[int]]:
+        """Return the nodes from one on, up to the products; and those products that are of activations."""
+        seen, ends, todo = {start}, set[int](), [start]
+        while todo:
+            for other in self.forward(step(todo.pop())):
+                if self.multiplies(other):
+                    ends |= {other} if self.activations(other) else set()
+                elif other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        return seen, ends
+
+    def around(self, softmax: int) -> frozenset[int]:
+        """Return the values inside the attention of a softmax; nothing if it is of none."""
+        above, scores = self.reach(softmax, lambda each: self.graph.nodes[each].inputs)
+        below, results = self.reach(softmax, lambda each: self.graph.users[each])
+        if not scores or not results:
+            return frozenset()
+        made = self._on_the_way(above | scores, scores)
+        read = self._leading(below, results)
+        return frozenset[int]().union(*[self.items(each) for each in made | read])
+
+    def _on_the_way(self, nodes: AbstractSet[int], first: AbstractSet[int]) -> set[int]:
+        """Return those of the nodes that follow from the first."""
+        found = set(first)
+        for each in sorted(nodes):
+            if not found.isdisjoint(self.graph.nodes[each].inputs):
+                found.add(each)
+        return found
+
+    def _leading(self, nodes: AbstractSet[int], last: AbstractSet[int]) -> set[int]:
+        """Return those of the nodes from which the last follow."""
+        found = set(last)
+        for each in sorted(nodes, reverse=True):
+            if not found.isdisjoint(self.graph.users[each]):
+                found.add(each)
+        return found - last

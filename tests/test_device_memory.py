@@ -1,0 +1,95 @@
+"""Bytes on a device: what fits and what does not, as it did where people ran it."""
+
+from functools import cache
+
+import pytest
+from test_mixed_precision import KEPT, joint_of
+from training_models import laid_out, mesh_of
+
+from distsim.compose import parallelize
+from distsim.cost import CostModel
+from distsim.hardware import load_cluster
+from distsim.importer import load_model
+from distsim.ir import Role
+from distsim.plan import Plan
+from distsim.schedule import schedule
+from distsim.search import remedies
+from distsim.simulate import Simulator
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.stacks import STACKS
+from distsim.transforms import add_loss, differentiate, optimizer_named
+from distsim.transforms.autodiff.precision import POLICIES
+from distsim.transforms.kernels.policies import KERNELS
+
+A100 = load_cluster("dgx-a100:8")
+BATCH, SEQ = 64, 8192
+LLAMA3_8B = 8_030_261_248
+"""Parameters (configs/params.csv, Meta-Llama-3.1-8B)."""
+
+
+@cache
+def llama(stack):
+    """The training step of Llama 3 8B as a stack trains it, one sequence of 8,192 tokens a GPU."""
+    chosen = STACKS[stack]
+    model = add_loss(load_model("llama3-8b", BATCH, f"seq={SEQ}"), "auto")
+    optimizer = optimizer_named(chosen.optimizer)
+    return differentiate(model, optimizer, (), POLICIES[chosen.precision], chosen.clip)
+
+
+def program_of(stack, plan):
+    return parallelize(llama(stack), plan, A100, kernels=KERNELS[STACKS[stack].kernels])
+
+
+def test_llama3_8b_fits_where_it_ran():
+    """torchtitan: 64 A100, FSDP, every second layer recomputed; parameters, moments and what is saved."""
+    memory = program_memory(program_of("torchtitan", Plan(dp=64, remat="every_early:2", fsdp="reshard")))
+    assert memory.missing == 0
+    (use,) = memory.ranks
+    kept = use.by_kind["parameters"] + use.by_kind["state"]
+    assert kept == pytest.approx(12 * LLAMA3_8B / 64, rel=1e-3)  # 4 + 8 bytes, padded
+    # Sixteen layers save everything, sixteen their input; of the loss logits in both types.
+    tokens, hidden, ffn, vocab, size = SEQ, 4096, 14336, 128256, 2
+    layer = tokens * (hidden * (12 + 4 / 4) + 8 * ffn) + 4 * 32 * tokens
+    least = 16 * (layer + size * tokens * hidden) + 4 * tokens * vocab
+    assert least < use.by_kind["activations"] < 1.1 * least
+
+
+def test_without_sharding_its_states_alone_do_not_fit():
+    """Plain data parallelism in mixed precision: 14 of the 18 bytes a parameter when backward begins."""
+    memory = program_memory(program_of("megatron", Plan(dp=64)))
+    (use,) = memory.ranks
+    assert use.by_kind["parameters"] + use.by_kind["state"] == 14 * LLAMA3_8B
+    assert A100.devices[0].usable < 14 * LLAMA3_8B and memory.missing > 0
+    assert use.peak > 18 * LLAMA3_8B
+
+
+def test_what_would_make_it_fit_is_said():
+    simulator = Simulator(CostModel(A100))
+    found = remedies(
+        Plan(dp=64),
+        64,
+        lambda plan: simulator.simulate(program_of("megatron", plan)),
+        most=1,
+    )
+    assert [each.change for each in found] == ["fsdp=reshard"]
+    assert found[0].peak <= A100.devices[0].usable
+
+
+@pytest.mark.parametrize("policy", ["tf32", "amp"])
+def test_bytes_a_parameter_in_the_simulated_memory(policy):
+    """As test_mixed_precision has them of the other policies."""
+    assert kept_of(policy) == KEPT[policy]
+
+
+def test_float32_copies_of_gradients_are_there_one_at_a_time():
+    """Of the 20 bytes of Megatron-LM in fp16, 4 are copies that its optimizer takes when backward is over."""
+    assert kept_of("mixed_fp16") == KEPT["mixed_fp16"] - 4
+
+
+def kept_of(policy):
+    """Bytes a parameter at the peak of a step of many microbatches, but for the sum of the losses."""
+    joint = joint_of("gpt", policy)
+    (memory,) = program_memory(laid_out(joint, mesh_of(1, 1, 1), schedule("1f1b", 1, 4))).ranks
+    size = sum(v.type.size for v in joint.inputs if v.role is Role.PARAMETER)
+    kept = sum(memory.by_kind.get(kind, 0) for kind in ("parameters", "state", "gradients"))
+    return (kept - joint.outputs[0].type.nbytes) / size
