@@ -44,7 +44,8 @@ def test_a_launch_takes_as_many_tensors_as_fit_its_arguments(optimizer, most):
     fused = fuse(function, EAGER).function
     verify(fused)
     kind = function.ops[0].op_type
-    assert [op_label(op) for op in fused.ops] == [f"{kind} x{most}", f"{kind} x{most}", "+".join([kind] * 3)]
+    assert [op_label(op) for op in fused.ops] == [kind] * 3
+    assert [len(op.callee.ops) for op in fused.ops] == [most, most, 3]
     before, after = ([work(signature_of(op)) for op in each.ops] for each in (function, fused))
     for field in ("flops", "bytes_read", "bytes_written"):
         assert sum(getattr(w, field) for w in before) == sum(getattr(w, field) for w in after)
@@ -87,7 +88,7 @@ def test_a_stage_updates_and_clips_in_few_launches_over_the_same_memory():
         joint = differentiate(small_gpt(), optimizer, clip=1.0)
         program = parallelize(joint, plan, topology, kernels=EAGER)
         counts = Counter(
-            op_label(op).split(" x")[0].split("+")[0]
+            op_label(op)
             for stage in program.stages
             for _, block in stage.updates
             for op in all_ops(block.function)

@@ -19,10 +19,10 @@ KERNEL = "Kernel"
 
 
 def kernel_attributes(ops: Sequence[Op]) -> Attributes:
-    """Return the attributes of the kernel that runs ``ops``: ``ops`` (their types, joined by ``+``; those of
-    more than three ops counted), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix
-    units.
+    """Return the attributes of the kernel that runs ``ops``.
 
+    They are ``ops`` (their types, joined by ``+``; of a kernel for many tensors each once: it is called what
+    one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units.
     Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
     """
     flops, matrix, names = 0.0, False, list[str]()
@@ -34,9 +34,11 @@ def kernel_attributes(ops: Sequence[Op]) -> Attributes:
             raise ValueError(f"{op!r} has no work rule; it cannot be a part of a kernel")
         flops, matrix = flops + demand.flops, matrix or demand.matrix
         names.append(op.op_type)
-    counts = Counter(names)
-    several = [name if count <= 3 else f"{name} x{count}" for name, count in counts.items()]
-    label = "+".join(names if max(counts.values(), default=0) <= 3 else several)
+    made = {value for op in ops for value in op.outputs}
+    chained = not all(made.isdisjoint(op.inputs) for op in ops)
+    if not chained or max(Counter(names).values(), default=0) > 3:
+        names = list(dict.fromkeys(names))
+    label = "+".join(names)
     return Attributes({"ops": label, "flops": flops, "matrix": matrix})
 
 

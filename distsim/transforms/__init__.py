@@ -16,6 +16,7 @@ from distsim.transforms.autodiff.precision import Precision, precision_named
 from distsim.transforms.autodiff.set_precision import set_precision
 from distsim.transforms.data_parallel.fsdp import fsdp, gathered
 from distsim.transforms.kernels.attention import set_attention
+from distsim.transforms.kernels.composites import merge_composites
 from distsim.transforms.outlining.outline import describe_blocks, outline
 from distsim.transforms.pipelining.model_blocks import block_costs
 from distsim.transforms.pipelining.pipeline import pipeline
@@ -36,6 +37,7 @@ __all__ = [
     "fsdp",
     "gathered",
     "inline",
+    "merge_composites",
     "optimizer_named",
     "outline",
     "parallel_transform_3d",
