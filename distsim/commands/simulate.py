@@ -111,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
         )
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     notes = _idle_devices(options, plan, topology, _samples(function))
+    notes += _uneven_ranks(plan, program.schedule, simulation)
     way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
     return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
 
@@ -172,6 +173,25 @@ def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, s
         way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
     idle = f"{count - plan.devices} of {count} devices of {options.cluster} are idle"
     return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
+
+
+UNEVEN = 1.1
+"""How much more than the mean of the ranks the busiest may compute before it is noted."""
+
+
+def _uneven_ranks(plan: Plan, order: Schedule, simulation: Simulation) -> list[str]:
+    """Say how uneven the ranks' work is where stages are even, and ranks hold several."""
+    if plan.stages != "even" or order.stages_a_rank == 1:
+        return []
+    groups = [(simulation.shares(members[0]).busy, len(members)) for members in simulation.classes.members]
+    most = max(busy for busy, _ in groups)
+    mean = sum(busy * size for busy, size in groups) / sum(size for _, size in groups)
+    if not most > UNEVEN * mean:
+        return []
+    return [
+        f"stages=even makes stages even, not the ranks that hold {order.stages_a_rank} of them: the busiest "
+        f"computes {most / mean:.2f} times the mean; stages=auto, or counts as in 3-4-4-3, may do better"
+    ]
 
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
