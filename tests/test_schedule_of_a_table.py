@@ -60,6 +60,17 @@ def test_ranks_may_hold_unequal_numbers_of_stages(capsys, tmp_path):
     assert status == 2 and "stages=3-3-3-3 has 4 numbers, the schedule own 5 stages" in err
 
 
+def test_ranks_that_even_stages_load_unevenly_are_noted(capsys):
+    model = "gpt:layers=6,hidden=256,heads=4,seq=128,vocab=50000"
+    plan = "pp=2,microbatches=4,schedule=zb_v,chunks=2"
+    arguments = ("simulate", model, "--cluster", "dgx-a100", "--batch", 16, "--plan")
+    out, _ = run(capsys, *arguments, plan)
+    said = "note: stages=even makes stages even, not the ranks that hold 2 of them: the busiest computes 1."
+    assert said in out
+    out, _ = run(capsys, *arguments, "pp=2,microbatches=4")
+    assert "the busiest" not in out
+
+
 def test_a_plan_of_a_table_needs_one():
     plan = Plan(pp=2, microbatches=4, schedule=TABLE)
     assert Plan.parse(str(plan)) == plan

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from schedule_models import SCHEDULES, any_order
 from stage_models import program_of, random_blocks, random_communication, splits
@@ -249,3 +250,37 @@ def test_what_makes_no_sense_is_refused_with_its_numbers(call, message):
 def test_sends_of_impossible_times_are_refused():
     with pytest.raises(PartitionError, match="communication gives a time that is negative"):
         auto_split([replace(LAYER, sent=1.0)] * 3, 2, 4, communication=lambda s, t, b: -1.0)
+
+
+ORDERS_OF_MANY = [("zb_h1", 3, 1), ("interleaved", 2, 2), ("zb_v", 2, 2), ("dualpipe", 2, 1)]
+
+
+@pytest.mark.parametrize(("name", "ranks", "chunks"), ORDERS_OF_MANY)
+def test_few_splits_of_stages_that_are_not_alone_are_all_tried(name, ranks, chunks):
+    order = schedule(name, ranks, 8, None if name == "dualpipe" else chunks)
+    for seed in range(20):
+        rng = Random(seed)
+        blocks, links = random_blocks(rng, 11), random_communication(rng)
+        limits = [rng.choice([60.0, 200.0])] * ranks
+        problem = StageProblem(blocks, order, links, limits)
+        times = [problem.time(sizes) for sizes in splits(11, order.chain) if fits(problem, sizes)]
+        if not times:
+            with pytest.raises(PartitionError, match="fits in memory"):
+                problem.best()
+            continue
+        found = problem.best()
+        assert found.proven and found.gap == 0
+        assert found.step_time == problem.time(found.sizes)
+        assert found.step_time == pytest.approx(min(times), rel=1e-9), seed
+        moved = StageProblem(blocks, order, links).best(effort=5)
+        found = StageProblem(blocks, order, links).best()
+        assert not moved.proven or moved.step_time == pytest.approx(found.step_time, rel=1e-9)
+        assert moved.lower_bound <= found.step_time <= moved.step_time * (1 + 1e-9)
+
+
+def fits(problem, sizes):
+    """Whether what all stages of a rank need is within its limit."""
+    order, needed = problem.schedule, np.zeros(problem.schedule.num_ranks)
+    for stage, rank in enumerate(order.rank_of):
+        needed[rank] += problem.memory(sizes)[stage % order.chain]
+    return bool((needed <= problem.limits).all())

@@ -116,6 +116,7 @@ def run(options: argparse.Namespace) -> int:
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += _idle_devices(options, plan, topology, _samples(function))
+    notes += _uneven_ranks(plan, program.schedule, simulation)
     if order is None and not simulation.fits:
 
         def simulate(other: Plan) -> Simulation:
@@ -201,9 +202,28 @@ def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, s
     return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
 
 
+UNEVEN = 1.1
+"""How much more than the mean of the ranks the busiest may compute before it is noted."""
+
+
+def _uneven_ranks(plan: Plan, order: Schedule, simulation: Simulation) -> list[str]:
+    """Say how uneven the ranks' work is where stages are even, and ranks hold several."""
+    if plan.stages != "even" or order.stages_a_rank == 1:
+        return []
+    groups = [(simulation.shares(members[0]).busy, len(members)) for members in simulation.classes.members]
+    most = max(busy for busy, _ in groups)
+    mean = sum(busy * size for busy, size in groups) / sum(size for _, size in groups)
+    if not most > UNEVEN * mean:
+        return []
+    return [
+        f"stages=even makes stages even, not the ranks that hold {order.stages_a_rank} of them: the busiest "
+        f"computes {most / mean:.2f} times the mean; stages=auto, or counts as in 3-4-4-3, may do better"
+    ]
+
+
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
     """Inference of one batch, partitioned over the devices of the cluster."""
-    fields = ("plan", "schedule_csv", "copies", "loss", "optimizer", "keep", "clip")
+    fields = ("plan", "schedule_csv", "copies", "loss", "optimizer", "keep", "clip", "kernels", "stack")
     training = [name for name in fields if getattr(options, name) is not None]
     if training:
         raise PlanError(

@@ -173,6 +173,29 @@ def climb(bounds: Any, order: Any, tables: Any, room: Any) -> tuple[float, int]:
     return best, tried
 
 
+@compiled
+def exhaust(best: Any, time: float, order: Any, tables: Any, room: Any) -> tuple[float, int]:
+    """Try every split; ``best``, of this ``time``, becomes the fastest. Return its time and the effort."""
+    stages, blocks = len(best) - 1, best[len(best) - 1]
+    bounds = np.arange(stages + 1)
+    bounds[stages] = blocks
+    tried, moved = 0, 1
+    while moved > 0:
+        found = exact(bounds, order, tables, room)
+        tried += 1
+        if found < time * (1 - NOTHING_BETTER):
+            time = found
+            copy(bounds, best)
+        moved = stages - 1  # the last stage that can begin one block later, and those after it right behind
+        while moved > 0 and bounds[moved] + 1 > blocks - (stages - moved):
+            moved -= 1
+        if moved > 0:
+            bounds[moved] += 1
+            for s in range(moved + 1, stages):
+                bounds[s] = bounds[s - 1] + 1
+    return time, tried
+
+
 @inner
 def bound_of(
     k: int, j: int, bounds: Any, count: int, order: Any, tables: Any, suffix: Any, sums: Any

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import comb
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from distsim.errors import PartitionError
 from distsim.schedule import Schedule
 from distsim.stage_balance.cost import BlockCost, Communication, check_count, check_sizes, free_communication
 from distsim.stage_balance.kernel import OTHERS, makespan, replay, room_for
-from distsim.stage_balance.search import Suffix, climb, fill_suffix, search
+from distsim.stage_balance.search import Suffix, climb, exhaust, fill_suffix, search
 from distsim.stage_balance.tables import (
     Order,
     Tables,
@@ -79,8 +80,9 @@ def split_time(
     """Return the simulated seconds of a step when stage s holds the next ``sizes[s]`` blocks.
 
     Equal to the :class:`distsim.simulate.Simulator` on stages that take as long, but that the sums of
-    gradients over copies of the model (DualPipe), which follow the last backward, are left out. Raises
-    :class:`PartitionError` for sizes that are not positive or do not sum to the number of blocks.
+    gradients over copies of the model (DualPipe), which follow the last backward, are left out, and a pair of
+    actions runs one after the other. Raises :class:`PartitionError` for sizes that are not positive or do not
+    sum to the number of blocks.
 
     >>> blocks = [BlockCost("layer", forward=1.0, backward=2.0)] * 4
     >>> split_time(blocks, (2, 2), microbatches=4)  # (m + p - 1) * (2 + 4)
@@ -104,7 +106,9 @@ def auto_split(
     ``memory`` are the bytes of each stage's device (one figure for all; None: endless). A split of least
     bottleneck is improved by moving blocks, then branch and bound proves that none is better, or finds it:
     what the first stages do is simulated with bounds on the others in their place. After ``effort``
-    simulations the best so far is returned with its gap.
+    simulations the best so far is returned with its gap. Under a schedule of several stages a rank, of halves
+    or of two copies all splits are tried, or where they are over ``effort`` blocks are moved only
+    (:class:`StageProblem`).
 
     Raises :class:`PartitionError` for fewer blocks than stages, and when nothing fits: it names the least
     excess and where it is.
@@ -128,8 +132,8 @@ class StageProblem:
     """Blocks, a schedule and a memory, as arrays made once, for any number of splits.
 
     ``limits`` are the bytes of each rank. Where a rank has several stages, or backward runs in two halves, a
-    split is simulated as any other, and searched for by moving blocks only: what it is proven by is the work
-    of the ranks alone.
+    split is simulated as any other, and all are tried if they are no more than the effort. Of more, what
+    moving blocks finds is not proven: the lower bound is the work of the ranks alone, far from any schedule.
     """
 
     def __init__(
@@ -173,16 +177,23 @@ class StageProblem:
         if not suffix.trip[0, 0] < np.inf:
             raise self._nothing_fits()
         best, time, tried = self._climbed(suffix)
-        if time == np.inf:
-            raise self._nothing_fits()
-        if self.order.plain:
+        if self.few(effort):
+            time, more = exhaust(best, time, self.order, self.tables, self.room)
+            bound = time
+        elif self.order.plain and time < np.inf:
             state = (self.order, self.tables, suffix, self.room)
             time, bound, more = search(best, time, self.microbatches, effort, state)
         else:
             bound, more = min(self._least_work(), time), 0
+        if time == np.inf:
+            raise self._nothing_fits()
         bounds: list[int] = best.tolist()
         sizes = tuple([j - i for i, j in pairwise(bounds)])
         return Split(sizes, float(time), float(bound), self.memory(sizes), tried + more)
+
+    def few(self, effort: int) -> bool:
+        """Whether all splits are tried, as no bound is worth its while: of stages that are not alone."""
+        return not self.order.plain and comb(self.blocks - 1, self.stages - 1) <= effort
 
     def _least_work(self) -> float:
         """Return seconds that no split is faster than: the work of all stages, shared evenly by the ranks, or

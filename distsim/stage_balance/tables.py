@@ -248,7 +248,8 @@ def memory_limits(memory: float | Sequence[float] | None, ranks: int) -> list[fl
 def nothing_fits(memory: np.ndarray, limits: Sequence[float]) -> PartitionError:
     """Return the error for blocks of which no split fits: the least that would be over, and where.
 
-    ``memory`` is that of :func:`stage_memory`. Named is a split whose largest excess is the least there is.
+    ``memory`` is that of :func:`stage_memory`. Named is a split whose largest excess is the least there is of
+    stages alone; it has none where only stages that share a rank are too much for it.
     """
     stages, count = memory.shape[0], memory.shape[1] - 1
     excess = memory - np.array(limits)[:, None, None]
@@ -268,6 +269,12 @@ def nothing_fits(memory: np.ndarray, limits: Sequence[float]) -> PartitionError:
         sizes.append(end - at)
         at = end
     over, worst_stage = found[0], -found[1]
+    if over <= 0:
+        return PartitionError(
+            f"no split of {count} blocks into {stages} stages that fits in memory was found: each stage of "
+            f"sizes {', '.join(map(str, sizes))} would alone, but not those that share a rank; use more "
+            "ranks, smaller microbatches, or recompute more"
+        )
     return PartitionError(
         f"no split of {count} blocks into {stages} stages fits in memory: at best some stage is over by "
         f"{over / 2**20:,.1f} MiB, stage {worst_stage} of sizes {', '.join(map(str, sizes))}, which needs "

@@ -133,7 +133,7 @@ def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostMo
         except PartitionError:
             break
         cut = cut_stages(local, stages, on_device, blocks.stages(split.starts))
-        cut = _noted(cut, _described(split, blocks))
+        cut = _noted(cut, _described(split, blocks, problem.order.plain))
         found.append(_simulated(cut, mesh, schedule, cost_model))
         if found[-1].missing <= 0:
             return found
@@ -164,12 +164,16 @@ def _simulated(cut: Cut, mesh: Mesh, schedule: Schedule, cost_model: CostModel) 
     return _Candidate(cut, run_program(program, cost_model).step_time, program_memory(program).missing)
 
 
-def _described(split: Split, blocks: ModelBlocks) -> str:
-    proof = "proven the fastest" if split.proven else f"at most {split.gap:.2%} from the fastest"
+def _described(split: Split, blocks: ModelBlocks, bounded: bool) -> str:
+    proof = "proven the fastest by them"
+    if not split.proven and bounded:
+        proof = f"at most {split.gap:.2%} from the fastest by them"
+    elif not split.proven:
+        proof = "not proven the fastest: no block moved makes it faster, of too many splits to try"
     firsts = ", ".join(blocks.names[first] for first in split.starts)
     return (
         f"stages=auto: {_sizes(split.starts, len(blocks))} blocks, beginning with {firsts}; "
-        f"{split.step_time * 1e3:.3f} ms by their costs, {proof} by them"
+        f"{split.step_time * 1e3:.3f} ms by their costs, {proof}"
     )
 
 
