@@ -440,6 +440,14 @@ def test_memory_is_that_of_the_steady_state_however_short_the_step(name, microba
     assert max(use.peak for use in short.memory.values()) > own or microbatches == 8
 
 
+@pytest.mark.parametrize("text", [text for text in PLANS if "dp" not in text])
+def test_the_time_of_a_microbatch_is_a_mean_that_is_off_by_little(text):
+    program, costs = planned(text)
+    simulation = Simulator(costs).simulate(program)
+    ends = [simulation.longer(count).step_time for count in (480, 960)]
+    assert simulation.microbatch_time == pytest.approx((ends[1] - ends[0]) / 480, rel=3e-3)
+
+
 def test_a_full_pipeline_is_no_what_if_of_one_that_is_full():
     program, costs = planned(PLANS[1])
     assert not [w for w in Simulator(costs).simulate(program).explain().what_ifs if "full" in w.change]
