@@ -108,8 +108,8 @@ class Chosen(Policy):
 
     layers: frozenset[int] = frozenset()
 
-    def rule(self, block: int) -> Rule | None:
-        """Return the rule for a block."""
+    def rule(self, block: int, place: int) -> Rule | None:
+        """Return the rule for a block by its number, wherever it is in its stage."""
         return self.blocks if block in self.layers else None
 
 

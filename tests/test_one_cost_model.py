@@ -263,7 +263,7 @@ def note(out):
 def test_the_command_line_simulates_what_its_cost_model_chose(capsys, monkeypatch):
     model = f"mlp:layers={LAYERS},width=64"
     command = ("simulate", model, "--batch", 32, "--cluster", "dgx-a100", "--optimizer", "sgd", "--plan")
-    even = (*command, "pp=2,microbatches=4")
+    even = (*command, "pp=2,microbatches=4", "--kernels", "ops")
     auto = (*command, "pp=2,microbatches=4,stages=auto")
     before = note(run(capsys, *auto)[0])
     with_rules(monkeypatch, LOSS)
