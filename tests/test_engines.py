@@ -78,26 +78,28 @@ def assert_engines_agree(case):
 
 @chunks(1040)
 def test_block_by_block_op_by_op_and_event_by_event(seeds):
+    """Times by every engine, and memory stage by stage as of the step written out."""
     for seed in seeds:
         case = invent(seed)
         try:
             assert_engines_agree(case)
+            assert_memory_as_written_out(case.program, distributed=seed % 4 == 0)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 
 
-@chunks(1040)
-def test_memory_stage_by_stage_and_written_out(seeds):
-    for seed in seeds:
-        program = invent(seed).program
-        found = program_memory(program)
-        steady = program.to_function(steady=True)
-        for function in (steady, steady_state_transform(program.to_function())[0]):
-            for device, use in peak_memory(function).items():
-                stage = program.mesh.coordinates(device)["pp"]
-                own = found.ranks[stage]
-                assert found.peaks[stage] == use.peak, f"seed {seed}"
-                assert (own.peak, own.end, own.by_kind) == (use.peak, use.end, use.by_kind), f"seed {seed}"
+def assert_memory_as_written_out(program, distributed):
+    """``distributed``: also as of the step that brings its inputs to their ranks, without that part."""
+    found = program_memory(program)
+    functions = [program.to_function(steady=True)]
+    if distributed:
+        functions.append(steady_state_transform(program.to_function())[0])
+    for function in functions:
+        for device, use in peak_memory(function).items():
+            stage = program.mesh.coordinates(device)["pp"]
+            own = found.ranks[stage]
+            assert found.peaks[stage] == use.peak
+            assert (own.peak, own.end, own.by_kind) == (use.peak, use.end, use.by_kind)
 
 
 def invent_placed(seed, microbatches=None):
