@@ -160,7 +160,7 @@ def _cut(
     """Return the cut function, as :func:`build_program` says."""
     memory = _MEMORIES.get(function)
     if memory is None:
-        memory = _MEMORIES[function] = _Memory(function)
+        memory = _MEMORIES[function] = _KeptCuts(function)
     costs = cost_model.on(mesh.devices[0])
     key = Division.of(plan, schedule.chain, costs, kernels)
     if plan.stages == "auto":
@@ -200,7 +200,7 @@ class Division(NamedTuple):
         return Division(*degrees, plan.remat, fsdp, stages, kernels, *costs.key)
 
 
-class _Memory:
+class _KeptCuts:
     """What was made of one function, which it does not refer to: it is forgotten with the function."""
 
     def __init__(self, function: Function) -> None:
@@ -340,7 +340,7 @@ def _size(cut: Cut) -> int:
     return len(cut.inputs) + len(cut.outputs)
 
 
-_MEMORIES: WeakKeyDictionary[Function, _Memory] = WeakKeyDictionary()
+_MEMORIES: WeakKeyDictionary[Function, _KeptCuts] = WeakKeyDictionary()
 
 _REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[object, ...], Sharded]] = WeakKeyDictionary()
 """By local function what recomputes: cuts of it are shared as those of the local function are."""

@@ -351,12 +351,12 @@ def test_no_function_has_too_many_parameters():
 
 
 def shared_names() -> dict[str, list[str]]:
-    """The names that several classes have, and where."""
+    """The names that several classes have, and where; that one is private to a module tells nobody apart."""
     found: dict[str, list[str]] = {}
     for module, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(module)
+                found.setdefault(node.name.lstrip("_"), []).append(module)
     return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 

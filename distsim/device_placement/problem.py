@@ -151,7 +151,7 @@ def problem_of(function: Function, cost_model: CostModel, device: Device | None 
         if value not in held:
             number_of[value] = len(items)
             items.append(Item(value.name, (), value.type.nbytes, value.type.nbytes, is_op=False))
-    costs, parameters = _Costs(cost_model, device), frozenset(function.parameters)
+    costs, parameters = _OpLatencies(cost_model, device), frozenset(function.parameters)
     for op in function.ops:
         inputs = tuple(dict.fromkeys(number_of[value] for value in op.inputs if value not in held))
         made = sum(value.type.nbytes for value in op.outputs)
@@ -165,7 +165,7 @@ def problem_of(function: Function, cost_model: CostModel, device: Device | None 
     return Problem(tuple(items), tuple(returned), function)
 
 
-class _Costs:
+class _OpLatencies:
     """The two latencies of ops on one device; equal signatures and callees are looked at once."""
 
     def __init__(self, cost_model: CostModel, device: Device) -> None:

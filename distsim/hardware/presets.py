@@ -45,7 +45,7 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the file: a field that is not known is an error."""
 
 
-class _Figure(_Strict, frozen=True):
+class _FigureTable(_Strict, frozen=True):
     value: Annotated[float, msgspec.Meta(ge=0)]
     unit: str
     source: _Text
@@ -53,26 +53,26 @@ class _Figure(_Strict, frozen=True):
 
 class _DeviceTable(_Strict, frozen=True):
     model: _Text
-    throughput: _Figure
-    memory: _Figure
-    dram_bandwidth: _Figure
-    kernel_launch_overhead: _Figure
-    flops_efficiency: _Figure
-    bytes_efficiency: _Figure
-    context: _Figure | None = None
-    fragmentation: _Figure | None = None
-    peaks: dict[str, _Figure] = {}
+    throughput: _FigureTable
+    memory: _FigureTable
+    dram_bandwidth: _FigureTable
+    kernel_launch_overhead: _FigureTable
+    flops_efficiency: _FigureTable
+    bytes_efficiency: _FigureTable
+    context: _FigureTable | None = None
+    fragmentation: _FigureTable | None = None
+    peaks: dict[str, _FigureTable] = {}
     kind: _Text = "gpu"
 
 
 class _LevelTable(_Strict, frozen=True):
     name: _Text
-    bandwidth: _Figure
-    latency: _Figure
-    efficiency: _Figure
+    bandwidth: _FigureTable
+    latency: _FigureTable
+    efficiency: _FigureTable
     group_size: _Count | None = None
-    devices_per_port: _Figure | None = None
-    oversubscription: _Figure | None = None
+    devices_per_port: _FigureTable | None = None
+    oversubscription: _FigureTable | None = None
 
 
 class _Cluster(_Strict, frozen=True):
@@ -231,7 +231,7 @@ def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
     for dtype in device.peaks:
         if dtype not in _DTYPES:
             raise TopologyError(f"{origin}: device.peaks: {dtype!r} is not one of {', '.join(_DTYPES)}")
-    fields: list[tuple[str, _Figure, dict[str, float]]] = [
+    fields: list[tuple[str, _FigureTable, dict[str, float]]] = [
         ("device.throughput", device.throughput, _FLOPS),
         *((f"device.peaks.{dtype}", peak, _FLOPS) for dtype, peak in device.peaks.items()),
         ("device.flops_efficiency", device.flops_efficiency, _SHARE),
@@ -249,7 +249,7 @@ def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
             (f"levels.{level.name}.latency", level.latency, _SECONDS),
         ]
         for part in ("devices_per_port", "oversubscription"):
-            figure: _Figure | None = getattr(level, part)
+            figure: _FigureTable | None = getattr(level, part)
             if figure is not None:
                 fields.append((f"levels.{level.name}.{part}", figure, _NUMBER))
     for name, figure, units in fields:

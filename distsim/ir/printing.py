@@ -11,7 +11,7 @@ from distsim.ir.value import Role, Value
 _BOLD, _BLUE, _RESET = "\033[1m", "\033[34m", "\033[0m"
 
 
-class _Names:
+class _ValueNames:
     """Gives every value of one function a name of its own: the second ``y`` is ``y.1``."""
 
     def __init__(self, function: Function) -> None:
@@ -57,7 +57,7 @@ def cpprint(function: Function, file: TextIO | None = None) -> None:
 
 
 def _format_one(function: Function, colour: bool) -> str:
-    names = _Names(function)
+    names = _ValueNames(function)
     lines = [*[f"# {note}" for note in function.notes], f"function {function.name}("]
     for value in function.inputs:
         role = "" if value.role is Role.INPUT else f"  # {value.role.value}"
@@ -69,7 +69,7 @@ def _format_one(function: Function, colour: bool) -> str:
     return "\n".join(lines)
 
 
-def _format_op(op: Op, names: _Names, colour: bool) -> str:
+def _format_op(op: Op, names: _ValueNames, colour: bool) -> str:
     outputs = ", ".join(f"{names[value]}: {value.type}" for value in op.outputs)
     head = op.op_type if op.version is None else f"{op.op_type}.{op.version}"
     if op.subfunctions:

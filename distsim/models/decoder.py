@@ -27,7 +27,7 @@ MASKED = -1e4
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _LayerKind:
     """What tells one layer from another: its window (0: none) and its load of experts (None: dense)."""
 
     window: int
@@ -98,7 +98,7 @@ def _logits(top: PartMaker, sizes: DecoderSizes, x: Value, table: Value) -> Valu
     return top("MatMul", x, top.parameter("head", sizes.hidden, sizes.vocab), name="logits")
 
 
-def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_Kind]:
+def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_LayerKind]:
     """Return what each layer is. A window of the whole sequence is none."""
     with_experts = [index for index in range(sizes.layers) if sizes.has_experts(index)]
     found: dict[int, Routing] = {}
@@ -106,10 +106,10 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_Kind]:
         drawn = loads.of_layers(sizes.experts.experts, sizes.experts.top_k, len(with_experts), seq)
         found = dict(zip(with_experts, drawn, strict=True))
     windows = [sizes.attention.window_of(index) for index in range(sizes.layers)]
-    return [_Kind(w if w < seq else 0, found.get(index)) for index, w in enumerate(windows)]
+    return [_LayerKind(w if w < seq else 0, found.get(index)) for index, w in enumerate(windows)]
 
 
-def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _Kind, masked: bool) -> Function:
+def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) -> Function:
     """Return a layer: two branches, each of a norm and attention or feed-forward, added to what came in."""
     names = sizes.names
     name = names.dense_layer if kind.load is None else names.expert_layer

@@ -41,10 +41,10 @@ def write_attention(
     >>> [op.op_type for op in maker.ops]  # doctest: +NORMALIZE_WHITESPACE
     ['Transpose', 'MatMul', 'Mul', 'ConstantOfShape', 'Trilu', 'Add', 'Softmax', 'MatMul']
     """
-    return _Writer(maker, inputs, Attributes(attributes or {}), op_name).write(name)
+    return _AttentionWriter(maker, inputs, Attributes(attributes or {}), op_name).write(name)
 
 
-class _Writer:
+class _AttentionWriter:
     """Writes one attention into a maker."""
 
     def __init__(

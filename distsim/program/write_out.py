@@ -14,7 +14,7 @@ Place = tuple[Value, int, int]
 """A key, the rank on which it is, and its microbatch; -1 for a value of which there is one a step."""
 
 
-class _Placed(NamedTuple):
+class _MovedBlock(NamedTuple):
     """A block on its mesh: its function, and the names and types of what it makes."""
 
     function: Function
@@ -63,7 +63,7 @@ class Writer:
         self.places = [Relocator(program.pattern, mesh) for mesh in self.meshes]
         self.target = [Attributes({"to": mesh}) for mesh in self.meshes]
         self.frame: dict[Place, Value] = {}
-        self.placed: dict[BoundBlock, _Placed] = {}
+        self.placed: dict[BoundBlock, _MovedBlock] = {}
 
     def inputs(self) -> tuple[Value, ...]:
         """Return the inputs; in steady state those that something reads: no rank holds the others."""
@@ -180,13 +180,13 @@ class Writer:
         joined = self.maker.add(CONCAT, parts, {"axis": block.dim}, output_names=[key.value.name])
         self.frame[key.value, key.rank, -1] = joined[0]
 
-    def _on_mesh(self, block: BoundBlock) -> _Placed:
+    def _on_mesh(self, block: BoundBlock) -> _MovedBlock:
         found = self.placed.get(block)
         if found is None:
             stages = "_".join(map(str, block.stages))
             name = f"stage{stages}_{block.callee.name}"
             placed = self.places[block.rank].function(block.callee, name, block.names)
             made = zip(block.makes, placed.outputs, strict=True)
-            found = _Placed(placed, tuple([(key.value.name, value.type) for key, value in made]))
+            found = _MovedBlock(placed, tuple([(key.value.name, value.type) for key, value in made]))
             self.placed[block] = found
         return found

@@ -45,7 +45,7 @@ def call_costs(function: Function, cost_model: CostModel) -> tuple[BlockCost, ..
 
 
 @dataclass
-class _Block:
+class _BlockOps:
     """The ops of a block."""
 
     forward: list[Op]
@@ -61,7 +61,7 @@ class _CallPricer:
         self.ahead = set(needed_ops(function.ops, function.outputs[:1]))  # of the loss
         variable = _variable(function)
         self.constants = [op for op in function.ops if op not in variable]
-        self.blocks = {name: _Block([], []) for name in ("embedding", *owners.values(), "head")}
+        self.blocks = {name: _BlockOps([], []) for name in ("embedding", *owners.values(), "head")}
         self.produced: dict[Value, Op] = {}
         seen: set[str] = set()
         count = len(self.blocks) - 2

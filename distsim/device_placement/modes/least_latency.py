@@ -148,7 +148,7 @@ def kernighan_lin(
     swap the pieces are still placed anew if that takes no longer than where they were. The search ends
     with the op at which it has tried ``trials`` swaps and moves.
     """
-    search = _Search(Evaluator(problem, devices, transfer_rate), list(pieces), places)
+    search = _LocalSearch(Evaluator(problem, devices, transfer_rate), list(pieces), places)
     for _ in range(PASSES):
         before = search.cost
         for op in problem.ops:
@@ -160,7 +160,7 @@ def kernighan_lin(
     return search.pieces, search.places
 
 
-class _Search:
+class _LocalSearch:
     """The pieces as they are, where they are, and their latency."""
 
     def __init__(self, evaluator: Evaluator, pieces: list[DraftPart], places: Placement) -> None:

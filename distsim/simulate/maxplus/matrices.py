@@ -97,7 +97,7 @@ def _handed_on(full: Matrices) -> dict[tuple[int, int], list[int]]:
     }
 
 
-class _Product(NamedTuple):
+class _CellProduct(NamedTuple):
     """A product: its cells, as 8 times their number and which, and its matrix."""
 
     ins: list[int]
@@ -123,12 +123,12 @@ class _Condenser:
                 pending[pair] = self._replaced(*pair, cells)
 
     @staticmethod
-    def _products(full: Matrices) -> Iterator[_Product]:
+    def _products(full: Matrices) -> Iterator[_CellProduct]:
         ins, outs = (
             np.split(8 * side.number + side.which, side.start[1:-1]) for side in (full.ins, full.outs)
         )
         for own, made, matrix in zip(ins, outs, np.split(full.matrix, full.start[1:-1]), strict=True):
-            yield _Product(own.tolist(), made.tolist(), matrix.reshape(len(made), len(own)))
+            yield _CellProduct(own.tolist(), made.tolist(), matrix.reshape(len(made), len(own)))
 
     def _replaced(self, maker: int, reader: int, cells: list[int]) -> list[int]:
         """Return the cells that one product hands on to another one instead of these."""
@@ -151,11 +151,11 @@ class _Condenser:
             self.readers[cell] -= 1
         self.readers.update(dict.fromkeys(new, 1))
         kept = [row for row, cell in enumerate(one.outs) if cell not in cells or self.readers[cell]]
-        self.products[maker] = _Product(
+        self.products[maker] = _CellProduct(
             one.ins, [one.outs[row] for row in kept] + new, np.concatenate([one.matrix[kept], written])
         )
         others = np.setdiff1d(np.arange(len(other.ins)), columns)
-        self.products[reader] = _Product(
+        self.products[reader] = _CellProduct(
             [other.ins[j] for j in others.tolist()] + new,
             other.outs,
             np.concatenate([other.matrix[:, others], read], axis=1),

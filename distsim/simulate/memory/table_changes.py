@@ -75,7 +75,7 @@ def changes_of(parts: Parts, table: Table) -> TableChanges | None:
     return _CHANGES[table]
 
 
-def _table_changes(known: _Ranks, table: Table) -> TableChanges:
+def _table_changes(known: _TableRanks, table: Table) -> TableChanges:
     sampled, uses = known.told(table)
     key = (known.sides, sampled)
     outline = _OUTLINES.get(table.columns, key, lambda: _Outline(known, sampled, table))
@@ -133,7 +133,7 @@ class _RowChanges(NamedTuple):
     amounts: dict[int, Amounts]
 
 
-class _Ranks:
+class _TableRanks:
     """The ranks of some blocks; what they do in samples is kept by what a rank does, and the sample.
 
     ``sides`` are the ranks of the blocks and the targets, as bytes, ``tail`` the blocks of the rows after the
@@ -231,20 +231,22 @@ class _Ranks:
         return [4 * stages.index(stage) + _CODES[kind] for stage, kind in pairs]
 
 
-_TOLD = Cache[_Ranks, tuple[tuple[Sampling, ...], _Uses]]("samples and their use, by order and latest", 64)
-_ROW_CHANGES = Cache[_Ranks, _RowChanges]("what distinct rows do, by the use of ranks and the rows", 64)
-_RANKS = Cache[Parts, _Ranks]("what ranks do in memory, by blocks and what follows the last action", 16)
+_TOLD = Cache[_TableRanks, tuple[tuple[Sampling, ...], _Uses]](
+    "samples and their use, by order and latest", 64
+)
+_ROW_CHANGES = Cache[_TableRanks, _RowChanges]("what distinct rows do, by the use of ranks and the rows", 64)
+_RANKS = Cache[Parts, _TableRanks]("what ranks do in memory, by blocks and what follows the last action", 16)
 
 
-def _ranks_of(parts: Parts, table: Table) -> _Ranks:
+def _ranks_of(parts: Parts, table: Table) -> _TableRanks:
     """Return the ranks of a table, kept with the parts for all tables of the same blocks."""
-    return _RANKS.get(parts, table.calls, lambda: _Ranks(ranks_of(table, parts.inputs), table))
+    return _RANKS.get(parts, table.calls, lambda: _TableRanks(ranks_of(table, parts.inputs), table))
 
 
 # --- kept with the rows -------------------------------------------------------------------------------
 
 
-class _Cut(NamedTuple):
+class _DistinctRows(NamedTuple):
     """Rows in order, repetitions that do the same as the one before left out.
 
     Of each: the row of the table, the repetition of its round (``shift``), the number of the round. Of each
@@ -266,7 +268,7 @@ class _Outline:
     two ranks, those of a pair its two microbatches.
     """
 
-    def __init__(self, known: _Ranks, sampled: Sequence[Sampling], table: Table) -> None:
+    def __init__(self, known: _TableRanks, sampled: Sequence[Sampling], table: Table) -> None:
         columns = table.columns
         first, second = columns.microbatch[:, 0], columns.microbatch[:, 1]
         side = known.side[columns.block]
@@ -307,7 +309,7 @@ class _Outline:
 _OUTLINES = Cache[TableColumns, _Outline]("which rows do the same, by rows, sides and samples", 8)
 
 
-def _cut(columns: TableColumns, sides: Ints, microbatches: Ints, labels: Ints) -> _Cut:
+def _cut(columns: TableColumns, sides: Ints, microbatches: Ints, labels: Ints) -> _DistinctRows:
     """Return the rows of the rounds, cut where a repetition does something else than the one before.
 
     ``sides`` and ``microbatches`` [rows, 2] are those of rows, ``labels`` [ranks, microbatches].
@@ -330,4 +332,4 @@ def _cut(columns: TableColumns, sides: Ints, microbatches: Ints, labels: Ints) -
             rounds.append((begin, end - begin, shift, number, after - shift))
     begins, size, shift, number, repeats_of = np.array(rounds, np.int64).reshape(-1, 5).T
     row = np.arange(int(size.sum())) + np.repeat(begins - size.cumsum() + size, size)
-    return _Cut(row, np.repeat(shift, size), np.repeat(number, size), size, repeats_of.copy())
+    return _DistinctRows(row, np.repeat(shift, size), np.repeat(number, size), size, repeats_of.copy())

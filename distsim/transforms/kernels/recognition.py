@@ -80,7 +80,7 @@ def attention_around(scope: FunctionScope, softmax: Op) -> FoundAttention:
         raise NoAttentionError("its Softmax is not over scores of queries and keys")
     if softmax_axes(softmax.attributes, softmax.version, len(shape)) != (len(shape) - 1,):
         raise NoAttentionError("its Softmax is not over the last dimension")
-    walk = _Walk(scope, softmax)
+    walk = _SoftmaxWalk(scope, softmax)
     try:
         return walk.found()
     except NoAttentionError as error:
@@ -89,7 +89,7 @@ def attention_around(scope: FunctionScope, softmax: Op) -> FoundAttention:
 
 
 @dataclass
-class _Walk:
+class _SoftmaxWalk:
     """The walk from one Softmax."""
 
     scope: FunctionScope

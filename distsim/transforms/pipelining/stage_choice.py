@@ -75,7 +75,7 @@ def layers_of_stages(local: Sharded, num_stages: int, costs: DeviceCosts, stages
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _SimulatedCut:
     """A cut, how long its step takes, and the most bytes by which a device is over."""
 
     cut: Cut
@@ -93,7 +93,7 @@ def fastest_cut(
     the cut by work, and that of ``stages=default``, where there is one: the fastest is returned. Raises
     :class:`PartitionError` when nothing fits.
     """
-    found: list[_Candidate] = []
+    found: list[_SimulatedCut] = []
     refused: list[PartitionError] = []
     for local in functions:
         try:
@@ -115,7 +115,7 @@ def fastest_cut(
     )
 
 
-def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> list[_Candidate]:
+def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> list[_SimulatedCut]:
     """Return the best splits of a function's blocks, the last of which fits in memory if any does."""
     stages, ranks = schedule.chain, schedule.num_ranks
     on_device = cost_model.on(mesh.devices[0])
@@ -125,7 +125,7 @@ def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostMo
     costs = costs_of(local, blocks, mesh.at(pp=0), cost_model, schedule.splits_backward)
     limits = [min(d.usable for d in own.devices) for own in mesh.slices("pp")]
     problem = StageProblem(costs, schedule, mesh_communication(mesh, cost_model), limits)
-    found: list[_Candidate] = []
+    found: list[_SimulatedCut] = []
     room = [ROOM * limit for limit in limits]
     for _ in range(MOST_TRIES):
         try:
@@ -149,7 +149,7 @@ def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostMo
     return found
 
 
-def _counted(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> list[_Candidate]:
+def _counted(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> list[_SimulatedCut]:
     """Return the cut by counting layers, if these can be counted: costs of blocks are estimates."""
     try:
         cut = counted_cut([local], schedule.chain, cost_model.on(mesh.devices[0]), "default")
@@ -159,9 +159,9 @@ def _counted(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostMod
     return [_simulated(_noted(cut, note), mesh, schedule, cost_model)]
 
 
-def _simulated(cut: Cut, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> _Candidate:
+def _simulated(cut: Cut, mesh: Mesh, schedule: Schedule, cost_model: CostModel) -> _SimulatedCut:
     program = cut.program(mesh, schedule)
-    return _Candidate(cut, run_program(program, cost_model).step_time, program_memory(program).missing)
+    return _SimulatedCut(cut, run_program(program, cost_model).step_time, program_memory(program).missing)
 
 
 def _described(split: Split, blocks: ModelBlocks, bounded: bool) -> str:

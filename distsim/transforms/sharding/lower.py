@@ -51,7 +51,7 @@ def lower(
     Raises :class:`PlanError` when a sum over microbatches would be needed within one of them, and
     :class:`DegreeNeeded` when the mesh has fewer replicas than there are and a shape depends on it.
     """
-    lowering = _Lowering(function, known, mesh, Mover(mesh, dp, microbatches), batch, tp)
+    lowering = _ShardLowering(function, known, mesh, Mover(mesh, dp, microbatches), batch, tp)
     local = lowering.lower(function)
     return Lowered(
         local,
@@ -62,7 +62,7 @@ def lower(
     )
 
 
-class _Lowering:
+class _ShardLowering:
     def __init__(
         self,
         function: Function,
@@ -83,7 +83,7 @@ class _Lowering:
         self._recipes: dict[tuple[int, int, int, bool], Recipe] = {}
         self._home_types: dict[int, Tensor] = {}
         self._done: dict[Function, Function] = {}
-        self._calls: dict[tuple[Function | int, ...], _CallPlan] = {}
+        self._calls: dict[tuple[Function | int, ...], _ShardedCall] = {}
 
     def place(self, batch: State, tp: State) -> Placement:
         """Return the placement of these states, the same object every time."""
@@ -129,7 +129,7 @@ class _Lowering:
             self._recipes[key] = found
         return found
 
-    def call(self, op: Op) -> _CallPlan:
+    def call(self, op: Op) -> _ShardedCall:
         """Return what is the same for all Calls of one callee with values of the same groups."""
         number = self._number
         key = (op.callee, *[number[v] for v in op.inputs], *[number[v] for v in op.outputs])
@@ -138,7 +138,7 @@ class _Lowering:
             asked = [self.placement(inner) for inner in op.callee.inputs]
             made = [self.placement(inner) for inner in op.callee.outputs]
             callee = self.lower(op.callee)
-            found = self._calls[key] = _CallPlan(
+            found = self._calls[key] = _ShardedCall(
                 callee,
                 tuple([value.type for value in callee.outputs]),
                 tuple([(i, p) for i, p in enumerate(asked) if p is not self.placement(op.inputs[i])]),
@@ -153,7 +153,7 @@ class _Lowering:
 
 
 @dataclass(frozen=True, slots=True)
-class _CallPlan:
+class _ShardedCall:
     """A lowered callee, the types it makes, and the operands and results that have to be moved."""
 
     callee: Function
@@ -168,7 +168,7 @@ class _FunctionLowering:
     The types of what it adds are checked one by one as they are made, so the whole is not checked again.
     """
 
-    def __init__(self, lowering: _Lowering, function: Function) -> None:
+    def __init__(self, lowering: _ShardLowering, function: Function) -> None:
         self.lowering, self.function = lowering, function
         self.top = function is lowering.function
         self.maker = FunctionMaker(function.name)

@@ -208,7 +208,7 @@ def solve(problem: EliminationProblem, limit: int = 1_000_000) -> Solution:
     """Return a least-cost assignment; infinite ``cost`` means that there is none."""
     tied = [pair for pair, table in problem.pairs.items() if 1 not in table.shape]
     plan = order(tuple(problem.sizes), tuple(tied), limit)
-    run = _Run(problem, plan.slots)
+    run = _Elimination(problem, plan.slots)
     for step in plan.steps:
         if isinstance(step, Eliminate):
             run.eliminate(step)
@@ -217,7 +217,7 @@ def solve(problem: EliminationProblem, limit: int = 1_000_000) -> Solution:
     return run.solution()
 
 
-class _Run:
+class _Elimination:
     """Does what an order says with the costs of a problem."""
 
     def __init__(self, problem: EliminationProblem, slots: int) -> None:
