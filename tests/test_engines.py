@@ -83,18 +83,16 @@ def test_block_by_block_op_by_op_and_event_by_event(seeds):
         case = invent(seed)
         try:
             assert_engines_agree(case)
-            assert_memory_as_written_out(case.program, distributed=seed % 4 == 0)
+            assert_memory_as_written_out(case.program)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 
 
-def assert_memory_as_written_out(program, distributed):
-    """``distributed``: also as of the step that brings its inputs to their ranks, without that part."""
+def assert_memory_as_written_out(program):
+    """As of the step, and as of that which brings its inputs to their ranks, without that part."""
     found = program_memory(program)
-    functions = [program.to_function(steady=True)]
-    if distributed:
-        functions.append(steady_state_transform(program.to_function())[0])
-    for function in functions:
+    steady = program.to_function(steady=True)
+    for function in (steady, steady_state_transform(program.to_function())[0]):
         for device, use in peak_memory(function).items():
             stage = program.mesh.coordinates(device)["pp"]
             own = found.ranks[stage]
