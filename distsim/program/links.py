@@ -71,16 +71,20 @@ def makers_of(
     ``rows`` are as :func:`in_order` returns them. Raises :class:`IRError` for a key that is made twice.
     """
     found: dict[Value, Maker] = {}
+    given: dict[tuple[int, bool], Maker] = {}  # one record of all that the same row makes, or stage holds
     for key, (stages, once) in inputs.items():
-        found[key] = Maker(-1, stages[0] if stages else -1, None, once)
+        first = stages[0] if stages else -1
+        found[key] = given.setdefault((first, once), Maker(-1, first, None, once))
     for place, row in enumerate(rows):
         sums = set(row.sums)
+        once = Maker(place, row.stage, row.phase, True)
+        each = once if row.phase is None else once._replace(once=False)
         for key in row.outputs:
             before = found.get(key)
             if before is not None:
-                other = "an input of the program" if before.place < 0 else f"made by {rows[before.place]}"
-                raise IRError(f"{name}: {row} makes {key.name!r}, which is {other}; make a value once")
-            found[key] = Maker(place, row.stage, row.phase, row.phase is None or key in sums)
+                made = "an input of the program" if before.place < 0 else f"made by {rows[before.place]}"
+                raise IRError(f"{name}: {row} makes {key.name!r}, which is {made}; make a value once")
+            found[key] = once if key in sums else each
     return found
 
 

@@ -20,6 +20,9 @@ Address = tuple[Value, int]
 Result = tuple[int, int]
 """(block, output)."""
 
+Results = dict[Address, tuple[tuple[int, ...], tuple[Result, ...]]]
+"""Of each value the blocks that make it, and which of their outputs it is."""
+
 
 def address(key: Key) -> Address:
     """Return what a key is a value of."""
@@ -39,16 +42,19 @@ class BlockLinks:
     def __init__(self, blocks: Sequence[BoundBlock], num_ranks: int) -> None:
         self.blocks, self.num_ranks = tuple(blocks), num_ranks
         self.number = {block: n for n, block in enumerate(self.blocks)}
-        made: dict[Address, dict[tuple[int, int], int]] = {}  # a pair may make it for both microbatches
+        results: Results = {}
+        several: dict[Address, dict[tuple[int, int], int]] = {}
         for n, block in enumerate(self.blocks):
+            alone = (n,)
             for place, key in enumerate(block.makes):
-                made.setdefault(address(key), {})[n, key.which] = place
-        results = {
-            at: (tuple([n for n, _ in own]), tuple([(n, place) for (n, _), place in own.items()]))
-            for at, own in made.items()
-        }
+                at = key[:2]
+                if at in results:
+                    several[at] = {}
+                results[at] = alone, ((n, place),)
+        if several:
+            results |= self._several(several)
         nobody: tuple[tuple[int, ...], tuple[Result, ...]] = ((), ())
-        found = [[results.get(address(key), nobody) for key in block.reads] for block in self.blocks]
+        found = [[results.get(key[:2], nobody) for key in block.reads] for block in self.blocks]
         self.makers = [[makers for makers, _ in own] for own in found]
         self.sources = [[sources for _, sources in own] for own in found]
         contested: dict[tuple[int, tuple[int, ...]], None] = {}
@@ -57,6 +63,18 @@ class BlockLinks:
                 if len(makers) > 1 and key.which in (ONCE, LATEST):
                     contested[n, makers] = None
         self.contested = tuple(contested)
+
+    def _several(self, made: dict[Address, dict[tuple[int, int], int]]) -> Results:
+        """Return the makers and results of values that several blocks make."""
+        for n, block in enumerate(self.blocks):
+            for place, key in enumerate(block.makes):
+                own = made.get(key[:2])
+                if own is not None:
+                    own[n, key.which] = place  # a pair may make it for both microbatches
+        return {
+            at: (tuple([n for n, _ in own]), tuple([(n, place) for (n, _), place in own.items()]))
+            for at, own in made.items()
+        }
 
     @cached_property
     def communication(self) -> CommunicationPattern:
