@@ -1,8 +1,10 @@
 """Communication operators. Each carries the mesh axis it runs over; sizes are per device.
 
 ``MPIAllreduce(x; axis)``, ``MPIAllgather(x; axis, dim)``, ``MPIReduceScatter(x; axis, dim)``,
-``MPIAlltoall(x; axis, split, concat)`` run inside a mesh. ``LocalSlice(x; axis, dim)`` keeps the own
-part and moves nothing. ``Send(x; to, channel)`` goes from a mesh to another of the same axes, rank by
+``MPIAlltoall(x; axis, split, concat)`` run inside a mesh; ``MPIAllreduce`` with ``reduce="max"`` takes
+the largest, not the sum. ``LocalSlice(x; axis, dim)`` keeps the own part and moves nothing, nor does
+``LocalIndices(indices; axis, size)``, which makes indices of all ranks' rows those of the own ``size``.
+``Send(x; to, channel)`` goes from a mesh to another of the same axes, rank by
 rank; Sends between the same two devices wait for each other on one channel (0 unless given).
 ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to a mesh,
 ``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`Shard`.
@@ -117,6 +119,8 @@ def _part(op_type: str, tensor: Tensor, dim: int, count: int, pieces: tuple[int,
 
 def _allreduce_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, _ = _mesh("MPIAllreduce", attributes, inputs)
+    if attributes.get("reduce", "sum") not in ("sum", "max"):
+        raise TypeRuleError(f"MPIAllreduce: reduce={attributes['reduce']!r} is neither 'sum' nor 'max'")
     return (tensor,)
 
 
@@ -145,6 +149,8 @@ def _alltoall_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple
 
 
 def _allreduce(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    if attributes.get("reduce") == "max":
+        return [np.max(np.stack(ranks), axis=0)] * len(ranks)
     total = np.sum(np.stack(ranks), axis=0, dtype=ranks[0].dtype)
     return [total] * len(ranks)
 
@@ -160,6 +166,22 @@ def _reduce_scatter(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[
 def _local_slice(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
     dim, pieces = attributes["dim"], attributes.get("pieces")
     return [take_part(array, dim, i, len(ranks), pieces) for i, array in enumerate(ranks)]
+
+
+def _local_indices_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensor, _ = _mesh("LocalIndices", attributes, inputs)
+    _required("LocalIndices", attributes, "size")
+    return (tensor,)
+
+
+def _local_indices(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    """Indices of rows, all ranks' in order, as those of the own part; ``size`` for what is no row of it."""
+    size = attributes["size"]
+    whole = [np.where(array < 0, array + size * len(ranks), array) for array in ranks]
+    return [
+        np.where(array // size == i, array % size, size).astype(own.dtype)
+        for i, (array, own) in enumerate(zip(whole, ranks, strict=True))
+    ]
 
 
 def _alltoall(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
@@ -306,6 +328,8 @@ _register("Send", _send_types, Communication("send", _same, _input_bytes, transf
 _register("MPIBroadcast", _broadcast_types, Communication("broadcast", _scatter_group, _input_bytes, True))
 _register("MPIScatter", _scatter_types, Communication("scatter", _scatter_group, _input_bytes, True))
 _register("MPIGather", _gather_types, Communication("gather", _gather_group, _output_bytes, True))
+_register("LocalIndices", _local_indices_types, Communication("local", _local_indices, lambda _: 0))
+register(Operator("LocalIndices", work=memory_bound))
 _register("LocalSlice", _slice_types("LocalSlice"), Communication("local", _local_slice, lambda _: 0))
 register(
     Operator(

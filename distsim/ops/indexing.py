@@ -1,16 +1,20 @@
 """Operators that read or write where integer tensors say: Gather and Scatter in their ONNX kinds.
 
-The axis that indices point along is whole on every rank; dimensions of the data that are copied, and
-dimensions of the indices, may be divided. The gradient of a gather adds into zeros, so dividing the
-indices makes it partial: the gradient of an embedding is all-reduced over data-parallel ranks.
+The axis that indices point along is whole on every rank, but for Gather, of which ranks may have rows of
+their own, as of a vocabulary (Megatron-LM's VocabParallelEmbedding): each takes zeros for those of others,
+and the sum over ranks is the embedding. Dimensions of the data that are copied, and dimensions of the
+indices, may be divided. The gradient of a gather adds into zeros, so dividing the indices makes it
+partial: the gradient of an embedding is all-reduced over data-parallel ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from distsim.ir.function import Op
+from distsim.ir.maker import FunctionMaker
 from distsim.ir.value import Attributes, Value
 from distsim.ops.bounds import require
 from distsim.ops.onnx_bridge import static_array
@@ -18,6 +22,7 @@ from distsim.ops.operator import (
     Array,
     Bounds,
     ComputeRule,
+    Decomposition,
     Dim,
     GradientContext,
     Operator,
@@ -80,15 +85,32 @@ def _gather_labels(
     attributes: Attributes, data_rank: int, indices_rank: int
 ) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]:
     """Return the labels of the data, the indices and the output. Static indices are whole."""
+    rows = None if "data" in attributes or "indices" in attributes else "rows"
     axis = attributes.get("axis", 0) % data_rank
     data: list[Dim] = list(letters(data_rank))
     if "data" in attributes:
         data = [None] * data_rank
-    data[axis] = None
+    data[axis] = rows
     indices: tuple[Dim, ...] = letters(indices_rank, "i")
     if "indices" in attributes:
         indices = (None,) * indices_rank
     return tuple(data), indices, (*data[:axis], *indices, *data[axis + 1 :])
+
+
+def _own_rows(op_type: str) -> Mapping[str, Decomposition]:
+    """Return how a Gather or its gradient runs on ranks that have rows of their own of the data."""
+
+    def build(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
+        attributes, names = op.attributes, [value.name for value in op.outputs]
+        gathers = op_type == "Gather"
+        data, indices, rest = (inputs[0], inputs[1], ()) if gathers else (None, inputs[0], inputs[1:])
+        shape: tuple[int, ...] = attributes["shape"] if data is None else shape_of(data)
+        size = shape[attributes.get("axis", 0) % len(shape)]
+        own = maker.add("LocalIndices", [indices], {"axis": axis, "size": size})
+        given = [*own, *rest] if data is None else [data, *own]
+        return maker.add(op_type, given, {**attributes, "own_rows": 1}, (), names, op.version, op.name)
+
+    return {"rows": Decomposition(build)}
 
 
 def _gather_rule(signature: Signature) -> ShardingRule:
@@ -100,12 +122,17 @@ def _gather_rule(signature: Signature) -> ShardingRule:
     ]
     data, indices, output = _gather_labels(attributes, ranks[0], ranks[1])
     inputs = select(_DATA, signature, data=data, indices=indices)
-    return ShardingRule(inputs, (output,), linear_in(_DATA, signature, "data"))
+    linear = linear_in(_DATA, signature, "data")
+    return ShardingRule(inputs, (output,), linear, decompositions=_own_rows("Gather"))
 
 
 def _gather(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     given = operands(_DATA, attributes, arrays)
-    return [np.take(given["data"], given["indices"], axis=attributes.get("axis", 0))]
+    data, indices, axis = given["data"], given["indices"], attributes.get("axis", 0)
+    if attributes.get("own_rows", 0):  # and a row of zeros for those of others
+        edge = [(0, int(i == axis % data.ndim)) for i in range(data.ndim)]
+        data = np.pad(data, edge)
+    return [np.take(data, indices, axis=axis)]
 
 
 def _scattered(ctx: GradientContext, op_type: str, option: str) -> Value | None:
@@ -124,9 +151,10 @@ def _gather_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Ar
     axis = attributes.get("axis", 0) % len(shape)
     # Bring the dimensions of the indices to the front: rows of dy are added to rows of the data.
     rows = np.moveaxis(dy, range(axis, axis + indices.ndim), range(indices.ndim))
-    made = np.zeros((shape[axis], *shape[:axis], *shape[axis + 1 :]), dy.dtype)
+    others = attributes.get("own_rows", 0)  # a row for what belongs to other ranks
+    made = np.zeros((shape[axis] + others, *shape[:axis], *shape[axis + 1 :]), dy.dtype)
     np.add.at(made, indices, rows)
-    return [np.moveaxis(made, 0, axis)]
+    return [np.moveaxis(made[: shape[axis]], 0, axis)]
 
 
 def _gather_grad_rule(signature: Signature) -> ShardingRule:
@@ -134,7 +162,9 @@ def _gather_grad_rule(signature: Signature) -> ShardingRule:
     rank = len(attributes["shape"])
     data, indices, output = _gather_labels(attributes, rank, signature.inputs[-1].rank - rank + 1)
     inputs = select(_GRAD, signature, indices=indices, dy=output)
-    return ShardingRule(inputs, (data,), linear_in(_GRAD, signature, "dy"), localize=resizing("shape"))
+    linear = linear_in(_GRAD, signature, "dy")
+    own = _own_rows("GatherGrad")
+    return ShardingRule(inputs, (data,), linear, localize=resizing("shape"), decompositions=own)
 
 
 # GatherElements: data and indices have one rank; out[i][j] = data[indices[i][j]][j] for axis 0.

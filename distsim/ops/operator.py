@@ -87,6 +87,19 @@ def label_of(dim: Dim, factor: str) -> Label | None:
 
 
 @dataclass(frozen=True, slots=True)
+class Decomposition:
+    """What an op becomes where an axis divides a factor of it and it does not just run on its part.
+
+    ``build(maker, op, inputs, axis)`` adds the ops and returns the outputs, called as those of ``op``, whose
+    attributes are local. ``reduced`` are the bytes of what is all-reduced in it, by signature: outputs
+    without the factor are whole then, not partial.
+    """
+
+    build: Callable[[FunctionMaker, Op, Sequence[Value], str], Sequence[Value]]
+    reduced: Callable[[Signature], Sequence[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ShardingRule:
     """How an op may be split over ranks, in factors (the notation of XLA's Shardy).
 
@@ -101,7 +114,7 @@ class ShardingRule:
     ``mean`` names factors over which the op averages: each rank's result is divided by the number of
     ranks to make it partial. ``addends`` are inputs that are added to the result (the bias of a
     ``Gemm``): where dividing a factor makes the outputs partial, they have to be partial as well.
-    ``localize`` rewrites the attributes for the local shapes.
+    ``localize`` rewrites the attributes for the local shapes. ``decompositions`` are by factor.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -111,6 +124,7 @@ class ShardingRule:
     addends: tuple[int, ...] = ()
     localize: Callable[[Attributes, tuple[tuple[int, ...], ...]], Attributes] | None = None
     """(attributes, local output shapes) -> local attributes."""
+    decompositions: Mapping[str, Decomposition] = field(default_factory=dict[str, Decomposition])
 
 
 def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:

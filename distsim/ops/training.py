@@ -33,7 +33,6 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.places import move_work, same_shape_rule
-from distsim.ops.softmax import log_softmax
 
 
 def _same_shapes(op_type: str, inputs: tuple[Tensor, ...], count: int) -> None:
@@ -62,7 +61,7 @@ def _loss_sharding(signature: Signature) -> ShardingRule:
     return ShardingRule((dims, dims), ((),))
 
 
-def _incoming(ctx: GradientContext) -> tuple[tuple[Value, ...], dict[str, Any]]:
+def incoming(ctx: GradientContext) -> tuple[tuple[Value, ...], dict[str, Any]]:
     """Return the gradient of a loss as operand or as attribute dy, and the attributes of the loss."""
     number = ctx.number
     if number is None:
@@ -72,7 +71,7 @@ def _incoming(ctx: GradientContext) -> tuple[tuple[Value, ...], dict[str, Any]]:
 
 def _loss_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     """The gradient of the target is minus that of the prediction: the roles exchanged."""
-    (y, z), (dy, options) = ctx.inputs, _incoming(ctx)
+    (y, z), (dy, options) = ctx.inputs, incoming(ctx)
     if not ctx.wanted[1]:
         return [ctx.add("LossGrad", y, z, *dy, **options), None]
     if not ctx.wanted[0]:
@@ -81,27 +80,28 @@ def _loss_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [grad, ctx.add("Neg", grad)]
 
 
-def _check_incoming(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...]) -> None:
-    """Raise unless there are two operands, or three and the last one is the gradient of a loss."""
-    if len(inputs) != 3:
-        return arity(op_type, inputs, 2)
+def check_incoming(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...], count: int = 2) -> None:
+    """Raise unless there are ``count`` operands, or one more, which is the gradient of a loss."""
+    if len(inputs) != count + 1:
+        return arity(op_type, inputs, count)
     if "dy" in attributes:
         raise TypeRuleError(f"{op_type} takes dy as an operand or as an attribute, not both")
-    if inputs[2].shape or inputs[2].dtype != inputs[0].dtype:
-        raise TypeRuleError(f"{op_type}: dy must be a scalar of {inputs[0].dtype.name}, not {inputs[2]}")
+    dy = inputs[count]
+    if dy.shape or dy.dtype != inputs[0].dtype:
+        raise TypeRuleError(f"{op_type}: dy must be a scalar of {inputs[0].dtype.name}, not {dy}")
 
 
-def _scaled(attributes: Attributes, arrays: Sequence[Array], grad: Array) -> Sequence[Array]:
-    """Return ``grad`` times dy, wherever it is given."""
-    if len(arrays) == 3:
-        grad = arrays[2] * grad
+def scaled(attributes: Attributes, arrays: Sequence[Array], grad: Array, count: int = 2) -> Sequence[Array]:
+    """Return ``grad`` times dy, wherever it is given: as the operand after ``count`` others, if it is one."""
+    if len(arrays) > count:
+        grad = arrays[count] * grad
     elif "dy" in attributes:
         grad = attributes["dy"] * grad
     return [grad.astype(arrays[0].dtype, copy=False)]
 
 
 def _loss_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _check_incoming("LossGrad", attributes, inputs)
+    check_incoming("LossGrad", attributes, inputs)
     _same_shapes("LossGrad", inputs[:2], 2)
     return (inputs[0].on(common_device("LossGrad", inputs)),)
 
@@ -125,79 +125,9 @@ register(
     Operator(
         "LossGrad",
         types=_loss_grad_types,
-        compute=lambda a, x: _scaled(a, x, (2.0 / a["N"]) * (x[0] - x[1])),
+        compute=lambda a, x: scaled(a, x, (2.0 / a["N"]) * (x[0] - x[1])),
         work=lambda s: memory_bound(s, 2.0),
         sharding=_loss_grad_sharding,
-    )
-)
-
-
-# CrossEntropyLoss: -sum over positions of log softmax(logits)[label] / N.
-
-
-def _check_labels(op_type: str, inputs: tuple[Tensor, ...]) -> None:
-    arity(op_type, inputs, 2)
-    logits, labels = inputs
-    if logits.shape[:-1] != labels.shape or labels.dtype.is_floating:
-        raise TypeRuleError(
-            f"{op_type} takes logits [..., classes] and integer labels [...], not {logits} and {labels}"
-        )
-
-
-def _cross_entropy_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _check_labels("CrossEntropyLoss", inputs)
-    return (Tensor(inputs[0].dtype, (), common_device("CrossEntropyLoss", inputs)),)
-
-
-def _cross_entropy_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    dy, options = _incoming(ctx)
-    return [ctx.add("CrossEntropyLossGrad", *ctx.inputs, *dy, **options), None]
-
-
-def _cross_entropy_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _check_incoming("CrossEntropyLossGrad", attributes, inputs)
-    _check_labels("CrossEntropyLossGrad", inputs[:2])
-    return (inputs[0].on(common_device("CrossEntropyLossGrad", inputs)),)
-
-
-def _cross_entropy(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    logits, labels = arrays
-    picked = np.take_along_axis(log_softmax(logits, (-1,)), labels[..., None].astype(np.int64), axis=-1)
-    return [np.asarray(-picked.sum() / attributes["N"], logits.dtype)]
-
-
-def _cross_entropy_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    logits, labels = arrays[:2]
-    grad = np.exp(log_softmax(logits, (-1,)))
-    index = labels[..., None].astype(np.int64)
-    np.put_along_axis(grad, index, np.take_along_axis(grad, index, axis=-1) - 1, axis=-1)
-    return _scaled(attributes, arrays, grad / attributes["N"])
-
-
-def _cross_entropy_sharding(signature: Signature) -> ShardingRule:
-    labels = letters(signature.inputs[1].rank)
-    outputs = tuple((*labels, None) if tensor.rank else () for tensor in signature.outputs)
-    dy = ((),) * (len(signature.inputs) - 2)
-    return ShardingRule(((*labels, None), labels, *dy), outputs, tuple((2,) for _ in dy))
-
-
-register(
-    Operator(
-        "CrossEntropyLoss",
-        types=_cross_entropy_types,
-        compute=_cross_entropy,
-        work=lambda s: memory_bound(s, 5.0 * s.inputs[0].size),
-        gradient=_cross_entropy_gradient,
-        sharding=_cross_entropy_sharding,
-    )
-)
-register(
-    Operator(
-        "CrossEntropyLossGrad",
-        types=_cross_entropy_grad_types,
-        compute=_cross_entropy_grad,
-        work=lambda s: memory_bound(s, 5.0),
-        sharding=_cross_entropy_sharding,
     )
 )
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Role, Tensor, Value
+from distsim.ir import Device, Function, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
+from distsim.ops.operator import factors_of
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
 from distsim.transforms.sharding.layout import REPLICATED, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
-from distsim.transforms.sharding.strategies import Allowed, Options, pieces_of
+from distsim.transforms.sharding.strategies import Allowed, Options, pieces_of, rule_of
 
 
 def batch_options(
@@ -29,7 +30,7 @@ def batch_options(
         of_batch = marked(node.op, marks)
         return lambda factor, pieces: 0 if of_batch(factor, pieces) else None
 
-    return Options(structure, allowed, given, pieces_of(structure))
+    return Options(structure, allowed, given, pieces_of(structure), decomposed=False)
 
 
 def tensor_options(
@@ -37,7 +38,8 @@ def tensor_options(
 ) -> Options:
     """Return the choice over tp: what derives from parameters and does not carry the batch.
 
-    ``batch`` are the dimensions that do.
+    ``batch`` are the dimensions that do. A vocabulary is divided wherever it can be, by rows of the
+    embedding, whatever it costs: whoever asks for ranks wants the weights divided (Megatron-LM, torchtitan).
     """
     pieces = pieces_of(structure)
 
@@ -46,14 +48,19 @@ def tensor_options(
         return frozenset((i, p) for i, n in enumerate(sizes) if n > 1 for p in (None, *pieces.get(n, ())))
 
     trained = [v for v in function.inputs if known[v] in (Role.PARAMETER, Role.STATE)]
-    given = [v for v in function.inputs if known[v] is Role.INPUT]
+    fed = [v for v in function.inputs if known[v] is Role.INPUT]
     marks = propagate(function, {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained})
-    kept = propagate(function, {v: dims(v, _kept_whole(as_tensor(v.type, v.name))) for v in given})
+    kept = propagate(function, {v: dims(v, _kept_whole(as_tensor(v.type, v.name))) for v in fed})
+    tables = _embeddings(structure, marks, kept)
 
     def allowed(node: Node) -> Allowed:
         of_parameter, of_data, of_batch = (marked(node.op, m) for m in (marks, kept, batch))
 
+        rows = tables.get(node.op)
+
         def test(factor: str, part: tuple[int, ...] | None) -> int | None:
+            if rows is not None:
+                return 0 if factor == rows else None
             if not of_parameter(factor, part) or of_data(factor, part):
                 return None
             if not of_batch(factor, None):
@@ -64,7 +71,36 @@ def tensor_options(
         return test
 
     whole = (v for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT))
-    return Options(structure, allowed, {structure.number[v]: REPLICATED for v in whole}, pieces)
+    given = {structure.number[v]: REPLICATED for v in whole}
+    return Options(structure, allowed, given, pieces, divided=frozenset(tables))
+
+
+def _embeddings(structure: Structure, trained: Marks, data: Marks) -> dict[Op, str]:
+    """Return the ops that take rows of a table of parameters where data say which, and their gradients, each
+    with the factor of the rows.
+
+    ``trained`` and ``data`` are the dimensions that follow from parameters and from data.
+    """
+    found: dict[Op, str] = {}
+    tables: set[tuple[int, ...]] = set()
+    for gradient in (False, True):
+        for node in structure.nodes:
+            rule = rule_of(node.signature)
+            shape = node.signature.attributes.get("shape")
+            if rule is None or "rows" not in rule.decompositions or (shape is not None) != gradient:
+                continue
+            of_trained, of_data = marked(node.op, trained), marked(node.op, data)
+            named = any(
+                of_data(factor, None)
+                for dim in rule.inputs[0 if gradient else 1]
+                for factor in factors_of(dim)
+            )
+            if gradient and named and shape in tables:
+                found[node.op] = "rows"
+            elif not gradient and named and of_trained("rows", None) and not of_data("rows", None):
+                found[node.op] = "rows"
+                tables.add(node.signature.inputs[0].shape)
+    return found
 
 
 def decide_batch(structure: Structure, options: Options, parts: int, device: Device) -> Decision:

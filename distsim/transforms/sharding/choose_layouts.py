@@ -21,6 +21,7 @@ from distsim.transforms.sharding.layout import (
     FORBIDDEN,
     PARTIAL,
     REPLICATED,
+    START_BYTES,
     TOUCH_WEIGHT,
     Ids,
     Moves,
@@ -29,7 +30,7 @@ from distsim.transforms.sharding.layout import (
     moved_bytes,
 )
 from distsim.transforms.sharding.problem_graph import Node, Structure, overwritten
-from distsim.transforms.sharding.strategies import Option, Options, Strategy
+from distsim.transforms.sharding.strategies import Option, Options, Strategy, rule_of
 from distsim.transforms.sharding.variable_elimination import EliminationProblem, Table, solve
 
 LINK_SHARE = 1 / 7
@@ -173,6 +174,7 @@ class _Chooser:
                 if option.strategy.factor is not None
                 else insistence * flops + touched
             )
+            + node.times * self._reduced(node, option)
             for option in options
         ]
         variable = problem.variable(costs)
@@ -193,6 +195,15 @@ class _Chooser:
                 table = _unmoved(table, self.domains[place], asked)
             problem.pair(values[place], variable, table)
         return variable
+
+    def _reduced(self, node: Node, option: Option) -> float:
+        """What is all-reduced within an op, in bytes sent."""
+        rule = rule_of(node.signature)
+        decomposition = rule.decompositions.get(option.strategy.factor or "") if rule else None
+        if decomposition is None or decomposition.reduced is None:
+            return 0.0
+        share = 2 * (self.axis.ranks - 1) / self.axis.ranks
+        return sum(share * nbytes + START_BYTES for nbytes in decomposition.reduced(node.signature))
 
     def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
         return self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)

@@ -8,7 +8,7 @@ with the types of all it makes, and then only repeated.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
@@ -229,8 +229,12 @@ class _FunctionLowering:
             attributes = rule.localize(attributes, tuple(t.shape for t in expected))
         if not op.inputs:
             attributes = {**attributes, "device": lowering.mesh}
-        names = [value.name for value in op.outputs]
-        made = self.maker.add(op.op_type, inputs, attributes, (), names, op.version, op.name)
+        decomposition = rule.decompositions.get(tp.factor or "") if rule and tp else None
+        if decomposition is None:
+            names = [value.name for value in op.outputs]
+            made = self.maker.add(op.op_type, inputs, attributes, (), names, op.version, op.name)
+        else:
+            made = decomposition.build(self.maker, replace(op, attributes=attributes), inputs, "tp")
         for value, local, type_, place in zip(op.outputs, made, expected, raw, strict=True):
             if local.type != type_:
                 raise PlanError(

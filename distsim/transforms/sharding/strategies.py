@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distsim.cache import cached
 from distsim.errors import PlanError
+from distsim.ir import Op
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
 from distsim.ops.operator import Dim, factors_of, label_of, labels_of
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, Ids, State, divisor, sharded
@@ -79,17 +80,21 @@ def candidates(
     signature: Signature,
     allowed: Allowed,
     pieces: dict[int, tuple[tuple[int, ...], ...]],
+    decomposed: bool = True,
 ) -> tuple[Candidate, ...]:
     """Return the ways to run an op on some number of ranks: replicated, by factor, and on partial sums.
 
     ``allowed`` tells which factors may be divided, and into which pieces; ``pieces`` lists, by size of
-    a dimension, the pieces that some op makes of such a dimension.
+    a dimension, the pieces that some op makes of such a dimension. ``decomposed``: also by factors by which
+    an op becomes several, which know the rank they run on.
     """
     found = [Candidate(replicated(signature))]
     rule = rule_of(signature)
     if rule is None:
         return tuple(found)
     for factor in factors(rule):
+        if factor in rule.decompositions and not decomposed:
+            continue
         found.extend(_by_factor(signature, rule, factor, allowed, pieces))
     if all(tensor.dtype.is_floating for tensor in signature.outputs):
         for members in rule.linear:
@@ -107,14 +112,16 @@ def _by_factor(
 ) -> Iterable[Candidate]:
     labels = [label_of(dim, factor) for group in (*rule.inputs, *rule.outputs) for dim in group]
     choices: list[tuple[int, ...] | None] = [None]
-    if not any(isinstance(label, Pieces) for label in labels):
+    decomposition = rule.decompositions.get(factor)
+    whole = REPLICATED if decomposition and decomposition.reduced else PARTIAL
+    if decomposition is None and not any(isinstance(label, Pieces) for label in labels):
         size = _size_of(signature, rule, factor)
         choices += pieces.get(size, ())
     for choice in choices:
         parts = allowed(factor, choice)
         if parts is None:
             continue
-        outputs = tuple(_state(group, factor, choice) or PARTIAL for group in rule.outputs)
+        outputs = tuple(_state(group, factor, choice) or whole for group in rule.outputs)
         addends = rule.addends if PARTIAL in outputs else ()
         inputs = tuple(
             _state(group, factor, choice) or (PARTIAL if i in addends else REPLICATED)
@@ -170,7 +177,10 @@ class Option:
 
 
 class Options:
-    """What every op may do, and the states of groups that are given; both also in numbers of states."""
+    """What every op may do, and the states of groups that are given; both also in numbers of states.
+
+    The ops ``divided`` are divided where they can be. ``decomposed`` is as of :func:`candidates`.
+    """
 
     def __init__(
         self,
@@ -178,25 +188,37 @@ class Options:
         allowed: Callable[[Node], Allowed],
         given: Mapping[int, State],
         pieces: PiecesBySize,
+        decomposed: bool = True,
+        divided: Container[Op] = (),
     ) -> None:
         self._structure = structure
         self._numbers: dict[State, int] = {REPLICATED: 0, PARTIAL: 1}
         self.of: tuple[tuple[Option, ...], ...] = tuple(
             [
-                tuple([self._option(c) for c in candidates(n.signature, _where_made(n, allowed(n)), pieces)])
-                for n in structure.nodes
+                tuple(
+                    [
+                        self._option(candidate)
+                        for candidate in candidates(
+                            node.signature, _where_made(node, allowed(node)), pieces, decomposed
+                        )
+                    ]
+                )
+                for node in structure.nodes
             ]
         )
         """The options of each op, in the order of the structure."""
         self.given: dict[int, int] = {group: self._number(state) for group, state in given.items()}
         self.states: tuple[State, ...] = tuple(self._numbers)
+        self._divided = divided
 
     def that_fit(self, ranks: int, parts: int) -> list[Ids]:
         """Return per op the options that there are on so many ranks, the batch in so many parts."""
-        return [
-            tuple([i for i, option in enumerate(options) if option.candidate.fits(ranks, parts)])
-            for options in self.of
-        ]
+        found: list[Ids] = []
+        for node, options in zip(self._structure.nodes, self.of, strict=True):
+            fitting = [i for i, option in enumerate(options) if option.candidate.fits(ranks, parts)]
+            divided = [i for i in fitting if options[i].strategy.factor is not None]
+            found.append(tuple(divided if divided and node.op in self._divided else fitting))
+        return found
 
     def reachable(self, fitting: Sequence[Ids]) -> list[Ids]:
         """Return per group the states that something makes or asks for, through Calls as well."""

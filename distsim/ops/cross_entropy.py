@@ -1,0 +1,245 @@
+"""CrossEntropyLoss: -sum over positions of log softmax(logits)[label] / N, divided over classes as well.
+
+``logits`` [..., classes], integer ``labels`` [...]; ``N`` is the number of positions in the global batch. In
+training the log-sum-exp of each position is made besides, in 32 bits at least, and backward reads it:
+``CrossEntropyLossGrad(logits, labels, lse, dy; lse=1)``; without it, it is computed again.
+
+Ranks may have classes of their own, as Megatron-LM divides a vocabulary over tensor-parallel ranks
+(``megatron/core/tensor_parallel/cross_entropy.py``): three all-reduces of a number a position bring
+together the largest logit, the sum of the exponentials and the logit of the label; backward needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from distsim.errors import TypeRuleError
+from distsim.ir.function import Op
+from distsim.ir.maker import FunctionMaker
+from distsim.ir.type import DType, Float32, Tensor, as_tensor
+from distsim.ir.value import Attributes, Value
+from distsim.ops.operator import (
+    Array,
+    Decomposition,
+    Dim,
+    GradientContext,
+    Operator,
+    ShardingRule,
+    Signature,
+    TypesRule,
+    Work,
+    arity,
+    bytes_of,
+    common_device,
+    letters,
+    memory_bound,
+    reading_bound,
+    register,
+)
+from distsim.ops.training import check_incoming, incoming, scaled
+
+
+def _check_labels(op_type: str, inputs: Sequence[Tensor]) -> None:
+    arity(op_type, inputs, 2)
+    logits, labels = inputs
+    if logits.shape[:-1] != labels.shape or labels.dtype.is_floating:
+        raise TypeRuleError(
+            f"{op_type} takes logits [..., classes] and integer labels [...], not {logits} and {labels}"
+        )
+
+
+def _wide(logits: Tensor) -> DType:
+    """Return the type of a log-sum-exp of logits."""
+    return logits.dtype if logits.dtype.itemsize >= 4 else Float32()
+
+
+def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _check_labels("CrossEntropyLoss", inputs)
+    (logits, labels), device = inputs, common_device("CrossEntropyLoss", inputs)
+    made = Tensor(logits.dtype, (), device), Tensor(_wide(logits), labels.shape, device)
+    return made[: attributes.get("outputs", 1)]
+
+
+def _widened(logits: Array) -> Array:
+    return logits.astype(np.float32) if logits.dtype.itemsize < 4 else logits
+
+
+def _log_sum_exp(logits: Array) -> Array:
+    top = logits.max(axis=-1)
+    return top + np.log(np.exp(logits - top[..., None]).sum(axis=-1))
+
+
+def _at_labels(logits: Array, labels: Array) -> Array:
+    return np.take_along_axis(logits, labels[..., None].astype(np.int64), axis=-1)[..., 0]
+
+
+def _loss(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logits, labels = arrays
+    wide = _widened(logits)
+    lse = _log_sum_exp(wide)
+    total = (lse - _at_labels(wide, labels)).sum() / attributes["N"]
+    return [np.asarray(total, logits.dtype), lse][: attributes.get("outputs", 1)]
+
+
+def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    dy, options = incoming(ctx)
+    saved = ctx.outputs[1:]
+    options = {**options, "lse": 1} if saved else options
+    options.pop("outputs", None)
+    return [ctx.add("CrossEntropyLossGrad", *ctx.inputs, *saved, *dy, **options), None]
+
+
+def _grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    count = 2 + attributes.get("lse", 0)
+    check_incoming("CrossEntropyLossGrad", attributes, inputs, count)
+    _check_labels("CrossEntropyLossGrad", inputs[:2])
+    if count > 2 and inputs[2].shape != inputs[1].shape:
+        raise TypeRuleError(f"CrossEntropyLossGrad: lse {inputs[2]} is not of the labels {inputs[1]}")
+    return (inputs[0].on(common_device("CrossEntropyLossGrad", inputs)),)
+
+
+def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logits, labels = arrays[:2]
+    count = 2 + attributes.get("lse", 0)
+    wide = _widened(logits)
+    grad = np.exp(wide - (arrays[2] if count > 2 else _log_sum_exp(wide))[..., None])
+    # Labels of other ranks are one past the classes of this one: they take nothing away.
+    grad -= np.arange(logits.shape[-1]) == labels[..., None]
+    return scaled(attributes, arrays, grad / attributes["N"], count)
+
+
+# --- ranks with classes of their own ------------------------------------------------------------------
+
+
+def _reduced(signature: Signature) -> Sequence[int]:
+    positions = signature.inputs[1].size
+    return (positions * _wide(signature.inputs[0]).itemsize,) * 3
+
+
+def _decomposed_loss(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
+    (logits, labels), name = inputs, op.outputs[0].name
+
+    def add(op_type: str, *given: Value, called: str = "", **options: object) -> Value:
+        return maker.add(op_type, given, options, output_names=[called or f"{name}.{op_type}"])[0]
+
+    logits_type = as_tensor(logits.type, logits.name)
+    own = add("LocalIndices", labels, axis=axis, size=logits_type.shape[-1])
+    largest = add("MPIAllreduce", add("LargestLogit", logits), axis=axis, reduce="max")
+    total = add("MPIAllreduce", add("SumOfExponentials", logits, largest), axis=axis)
+    at_label = add("MPIAllreduce", add("LogitOfLabel", logits, own), axis=axis)
+    lse = add("Add", largest, add("Log", total), called=f"{name}_lse")
+    options = {"N": op.attributes["N"], "dtype": logits_type.dtype}
+    loss = maker.add("LossOfPositions", [lse, at_label], options, (), [name], None, op.name)
+    return (*loss, lse)[: len(op.outputs)]
+
+
+def _decomposed_grad(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
+    logits, labels, *rest = inputs
+    size = as_tensor(logits.type, logits.name).shape[-1]
+    own = maker.add("LocalIndices", [labels], {"axis": axis, "size": size})
+    names = [value.name for value in op.outputs]
+    return maker.add("CrossEntropyLossGrad", [logits, *own, *rest], op.attributes, (), names, None, op.name)
+
+
+def _sharding(signature: Signature) -> ShardingRule:
+    labels: tuple[Dim, ...] = letters(signature.inputs[1].rank)
+    if signature.op_type == "CrossEntropyLoss":
+        outputs = ((), labels)[: len(signature.outputs)]
+        own: Mapping[str, Decomposition] = {"classes": Decomposition(_decomposed_loss, _reduced)}
+        return ShardingRule(((*labels, "classes"), labels), outputs, decompositions=own)
+    saved = signature.attributes.get("lse", 0)
+    classes = "classes" if saved else None
+    logits, count = (*labels, classes), 2 + saved
+    dy = ((),) * (len(signature.inputs) - count)
+    own = {"classes": Decomposition(_decomposed_grad)} if saved else {}
+    given = (logits, labels, *(labels,) * saved, *dy)
+    return ShardingRule(given, (logits,), tuple((count,) for _ in dy), decompositions=own)
+
+
+# What it is made of: LargestLogit(logits), SumOfExponentials(logits, largest), LogitOfLabel(logits, labels),
+# 0 for labels of other ranks, each one number a position; LossOfPositions(lse, logit of label; N, dtype).
+
+
+def _of_positions(op_type: str, count: int) -> TypesRule:
+    def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        arity(op_type, inputs, count)
+        logits = inputs[0]
+        return (Tensor(_wide(logits), logits.shape[:-1], common_device(op_type, inputs)),)
+
+    return types
+
+
+def _largest(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return [_widened(arrays[0]).max(axis=-1)]
+
+
+def _exponentials(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return [np.exp(_widened(arrays[0]) - arrays[1][..., None]).sum(axis=-1)]
+
+
+def _of_label(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logits, labels = arrays
+    padded = np.pad(_widened(logits), [*[(0, 0)] * labels.ndim, (0, 1)])
+    return [_at_labels(padded, labels)]
+
+
+def _of_label_work(signature: Signature) -> Work:
+    """Of the logits, only those of the labels are read."""
+    written = bytes_of(signature.outputs)
+    return Work(0.0, written + signature.inputs[1].nbytes, written)
+
+
+def _loss_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("LossOfPositions", inputs, 2)
+    return (Tensor(attributes["dtype"], (), common_device("LossOfPositions", inputs)),)
+
+
+def _loss_of_positions(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    lse, at_label = arrays
+    return [np.asarray((lse - at_label).sum() / attributes["N"], attributes["dtype"].np)]
+
+
+register(
+    Operator("LargestLogit", types=_of_positions("LargestLogit", 1), compute=_largest, work=reading_bound)
+)
+register(
+    Operator(
+        "SumOfExponentials",
+        types=_of_positions("SumOfExponentials", 2),
+        compute=_exponentials,
+        work=lambda s: reading_bound(s, 3.0),
+    )
+)
+register(
+    Operator("LogitOfLabel", types=_of_positions("LogitOfLabel", 2), compute=_of_label, work=_of_label_work)
+)
+register(
+    Operator(
+        "LossOfPositions",
+        types=_loss_types,
+        compute=_loss_of_positions,
+        work=lambda s: reading_bound(s, 2.0),
+    )
+)
+register(
+    Operator(
+        "CrossEntropyLoss",
+        types=_types,
+        compute=_loss,
+        work=lambda s: reading_bound(s, 5.0),
+        gradient=_gradient,
+        saved=lambda attributes, inputs, outputs: ("lse",) if outputs == 1 else (),
+        sharding=_sharding,
+    )
+)
+register(
+    Operator(
+        "CrossEntropyLossGrad",
+        types=_grad_types,
+        compute=_grad,
+        work=lambda s: memory_bound(s, 5.0),
+        sharding=_sharding,
+    )
+)
