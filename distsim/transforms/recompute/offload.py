@@ -56,8 +56,8 @@ def offload(function: Function, count: int, layers: Sequence[Layer], stages: Seq
             "blocks with a backward pass; use stages=layers, stages=default or layers as in 3-4-4-3"
         )
     makers = {value: op for op in function.ops for value in op.outputs}
-    blocks = [_Block(makers[ahead], makers[behind]) for ahead, behind in layers]
-    plan = _Plan(joint)
+    blocks = [_LayerCalls(makers[ahead], makers[behind]) for ahead, behind in layers]
+    plan = _CopyPlan(joint)
     end = 0
     for number in stages:
         begin, end = end, end + number
@@ -70,13 +70,13 @@ def offload(function: Function, count: int, layers: Sequence[Layer], stages: Seq
     return plan.write()
 
 
-class _Block(NamedTuple):
+class _LayerCalls(NamedTuple):
     forward: Op
     backward: Op
 
 
 @dataclass
-class _Plan:
+class _CopyPlan:
     """What is offloaded, and by the op of the function after or before which what is done.
 
     ``saved`` are the values of a block by its forward Call. After a Call in ``offloads`` those of the Calls
@@ -107,7 +107,7 @@ class _Plan:
             if value in first and value not in fixed:
                 self.ending.setdefault(ends[value], []).append((value, first[value]))
 
-    def stage(self, blocks: Sequence[_Block], count: int) -> None:
+    def stage(self, blocks: Sequence[_LayerCalls], count: int) -> None:
         """Take a stage of these blocks into account."""
         back = sorted([block.backward for block in blocks], key=self.place.__getitem__)
         before = {op: back[max(number - 1, 0)] for number, op in enumerate(back)}
@@ -122,13 +122,13 @@ class _Plan:
 
     def write(self) -> Function:
         """Return the function with the copies."""
-        return _Writer(self).run()
+        return _CopyWriter(self).run()
 
 
-class _Writer:
+class _CopyWriter:
     """Writes the ops again; ``again`` maps a value to what backward reads in its place."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _CopyPlan) -> None:
         self.plan, self.joint = plan, plan.joint
         self.maker = FunctionMaker(self.joint.function.name)
         self.later: dict[Value, Value] = {}  # what waited for a copy
