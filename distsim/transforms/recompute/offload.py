@@ -3,7 +3,8 @@
 As NVIDIA's Transformer Engine does it with two buffers (``pytorch/cpu_offload_v1.py``,
 ``AsyncDoubleBufferGroupOffloadHandler``; ``cpu_offloading_num_layers`` of Megatron-LM): what a layer saves is
 copied in one go after its forward pass, while the next layer runs, and back while the layer runs that comes
-before it in backward.
+before it in backward. (Where few of many layers are offloaded, Transformer Engine gives a copy the time of
+several layers, and the device holds for as long what is copied; here it is always one.)
 """
 
 from __future__ import annotations
@@ -36,14 +37,13 @@ def offload(function: Function, count: int, layers: Sequence[Layer], stages: Seq
     """Return the joint function in which the first ``count`` blocks of each stage are offloaded.
 
     ``layers`` are all of its blocks, as they were before it was rematerialized: one that runs again saves its
-    inputs. What a block saves are the values of the forward pass, but for what
-    follows from parameters alone, that its forward Call reads or makes last and its backward Call first.
-    ``Offload`` copies them when the Call has run, and the block after the next one does not begin before
-    that is done: saved values of two blocks are on the device at a time. Nor does what follows on the last
-    block of a stage, so that with all blocks of a stage offloaded the last copy is waited for. ``Fetch``
-    brings them back when the backward Call of the block before it (in the order of backward) begins, or its
-    own at the end of a stage. ``stages`` says how many blocks each pipeline stage will have: by default one
-    has all.
+    inputs. What a block saves are the values of the forward pass, but for what follows from parameters alone,
+    that its forward Call reads or makes last and its backward Call first. ``Offload`` copies them when the
+    Call has run, and the block after the next one does not begin before that is done: saved values of two
+    blocks are on the device at a time. Nor does what follows on the last block of a stage, so that with all
+    blocks of a stage offloaded the last copy is waited for. ``Fetch`` brings them back when the backward Call
+    of the block before it (in the order of backward) begins, or its own at the end of a stage. ``stages``
+    says how many blocks each pipeline stage will have: by default one has all.
 
     Inputs and outputs are those of ``function``. Raises :class:`PlanError` where no block saves anything, and
     for stages of other blocks.
@@ -109,8 +109,6 @@ class _CopyPlan:
 
     def stage(self, blocks: Sequence[_LayerCalls], count: int) -> None:
         """Take a stage of these blocks into account."""
-        back = sorted([block.backward for block in blocks], key=self.place.__getitem__)
-        before = {op: back[max(number - 1, 0)] for number, op in enumerate(back)}
         for number, (forward, backward) in enumerate(blocks[:count]):
             begins = self.place[backward]
             saved = [value for value, read in self.ending.get(forward, ()) if read >= begins]
@@ -118,7 +116,11 @@ class _CopyPlan:
                 self.saved[forward] = saved
                 after = blocks[min(number + 1, len(blocks) - 1)].forward
                 self.offloads.setdefault(after, []).append(forward)
-                self.fetches.setdefault(before[backward], []).append(forward)
+        back = sorted(blocks, key=lambda block: self.place[block.backward])
+        for number, block in enumerate(back):
+            if block.forward in self.saved:
+                before = back[max(number - 1, 0)].backward
+                self.fetches.setdefault(before, []).append(block.forward)
 
     def write(self) -> Function:
         """Return the function with the copies."""
