@@ -237,9 +237,11 @@ def test_what_cannot_be_offloaded_is_refused() -> None:
     refused("offload=-1", r"offload=-1 is out of range; choose one of 0\.\.")
     refused("offload=x", "offload='x' is not an integer; choose one of 0")
     refused("offload=2,remat=uniform:2", "with remat=uniform:2 only groups .* use remat=full")
+    refused("offload=7", "has 6 blocks that repeat; use at most offload=6")
+    refused("pp=2,stages=layers,offload=4", "6 blocks that repeat, at most 3 a stage; use at most offload=3")
     refused("pp=2,offload=1", "stages=even may begin within a layer.* use stages=layers")
     flat = differentiate(inline(small_mlp(layers=1)), SGD(lr=0.1))
-    refused("offload=1", "has 0 blocks that repeat, .* use offload=0", function=flat)
+    refused("offload=1", "has 0 blocks that repeat; use at most offload=0", function=flat)
     plain = Topology.hierarchical(Device(0, "gpu"), 1, [])
     refused("offload=1", r"gpu:0 has no host_link; give it one, as in Device.*Link", plain)
 

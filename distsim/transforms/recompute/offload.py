@@ -45,8 +45,8 @@ def offload(function: Function, count: int, layers: Sequence[Layer], stages: Seq
     of the block before it (in the order of backward) begins, or its own at the end of a stage. ``stages``
     says how many blocks each pipeline stage will have: by default one has all.
 
-    Inputs and outputs are those of ``function``. Raises :class:`PlanError` where no block saves anything, and
-    for stages of other blocks.
+    Inputs and outputs are those of ``function``. Raises :class:`PlanError` for more blocks than a stage has,
+    where none of them saves anything, and for stages of other blocks.
     """
     joint = Joint.of(function)
     stages = stages or (len(layers),)
@@ -54,6 +54,12 @@ def offload(function: Function, count: int, layers: Sequence[Layer], stages: Seq
         raise PlanError(
             f"offload={count}: the stages have {sum(stages)} layers, {function.name} has {len(layers)} "
             "blocks with a backward pass; use stages=layers, stages=default or layers as in 3-4-4-3"
+        )
+    if count > max(stages):
+        where = f", at most {max(stages)} a stage" if len(stages) > 1 else ""
+        raise PlanError(
+            f"offload={count}: {function.name} has {len(layers)} blocks that repeat{where}; use at most "
+            f"offload={max(stages)}"
         )
     makers = {value: op for op in function.ops for value in op.outputs}
     blocks = [_LayerCalls(makers[ahead], makers[behind]) for ahead, behind in layers]
@@ -64,8 +70,8 @@ def offload(function: Function, count: int, layers: Sequence[Layer], stages: Seq
         plan.stage(blocks[begin:end], count)
     if not plan.saved:
         raise PlanError(
-            f"offload={count}: {function.name} has {len(layers)} blocks that repeat, and none saves "
-            "activations, so nothing would be offloaded; use offload=0, or a model with layers"
+            f"offload={count}: of the {len(layers)} blocks of {function.name} those to be offloaded save no "
+            "activations; use offload=0"
         )
     return plan.write()
 
