@@ -32,7 +32,7 @@ from distsim.transforms.pipelining.stage_choice import (
     searched_schedule,
 )
 from distsim.transforms.pipelining.stages import coarse
-from distsim.transforms.recompute import rematerialize
+from distsim.transforms.recompute import layers_of, offload, rematerialize
 from distsim.transforms.sharding.shard import Sharded, shard
 
 
@@ -75,10 +75,12 @@ def build_program(
 
     ``plan.remat`` (:func:`distsim.transforms.recompute.policy_named`) says what backward computes again
     in place of saving it. It is applied to what every rank runs, so that collectives are seen, and before
-    Calls are written out, so that blocks are. ``plan.fsdp`` divides parameters over dp: ``reshard`` gathers
-    them again for backward, ``keep`` keeps what forward gathered (:mod:`fsdp`). ``plan.stages`` says where
-    stages begin: so that their work is even; after counting layers or blocks (:meth:`ModelBlocks.counted`);
-    or, with ``auto``, so that the simulated step is the fastest that fits in memory.
+    Calls are written out, so that blocks are; so is ``plan.offload``, which copies what is saved to the host
+    (:func:`distsim.transforms.recompute.offload`). ``plan.fsdp`` divides parameters over dp: ``reshard``
+    gathers them again for backward, ``keep`` keeps what forward gathered (:mod:`fsdp`). ``plan.stages``
+    says where stages begin: so that their work is even; after counting layers or blocks
+    (:meth:`ModelBlocks.counted`); or, with ``auto``, so that the simulated step is the fastest that fits in
+    memory.
 
     ``cost_model`` is the one cost model of the run: work, what a recomputation costs and simulated steps are
     by it. By default ops cost what they do on the devices of the mesh (:class:`CostModel`), which knows no
@@ -86,11 +88,14 @@ def build_program(
     which ops of what the stages run one kernel runs; what backward reads of a kernel's inside it still makes.
 
     Raises :class:`PlanError` for a plan of other degrees than mesh or schedule, one that does not fit the
-    function or the batch, and for ``auto`` without a cost model.
+    function or the batch, one that offloads from devices without a link to their host, and for ``auto``
+    without a cost model.
     """
     degrees = (mesh.axis_size("pp"), mesh.axis_size("dp"), mesh.axis_size("tp"))
     if degrees != (plan.pp, plan.dp, plan.tp):
         raise PlanError(f"plan {plan} is for a mesh of other degrees than {mesh}; make them agree")
+    if plan.offload:
+        _check_host_links(plan, mesh)
     if cost_model is None:
         if plan.stages == "auto":
             raise PlanError("stages=auto simulates splits; give build_program a cost_model")
@@ -108,6 +113,17 @@ def build_program(
     plain = replace(plan, remat="none")
     saving_all = partial(build_program, function, mesh, plain, cost_model, schedule, kernels)
     return cut.program(mesh, schedule, saving_all)
+
+
+def _check_host_links(plan: Plan, mesh: Mesh) -> None:
+    """Check that all devices can offload."""
+    unlinked = next((device for device in mesh.devices if device.host_link is None), None)
+    if unlinked is not None:
+        raise PlanError(
+            f"offload={plan.offload} copies to the host, and {unlinked} has no host_link; give it one, as in "
+            "Device(..., host_link=Link(25e9)) or under [device.host_link] of a cluster's file, or say "
+            "offload=0"
+        )
 
 
 def _check_schedule(plan: Plan, schedule: Schedule) -> None:
@@ -183,6 +199,7 @@ class Division(NamedTuple):
     tp: int
     microbatches: int
     remat: str
+    offload: int
     fsdp: str
     stages: str
     kernels: Kernels
@@ -197,7 +214,7 @@ class Division(NamedTuple):
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         degrees = count, plan.dp, plan.tp, plan.microbatches
-        return Division(*degrees, plan.remat, fsdp, stages, kernels, *costs.key)
+        return Division(*degrees, plan.remat, plan.offload, fsdp, stages, kernels, *costs.key)
 
 
 class _KeptCuts:
@@ -243,7 +260,7 @@ class _KeptCuts:
 
     def _local(self, function: Function, key: Division, costs: DeviceCosts, level: int) -> Sharded:
         """Return what every rank runs, with so many levels of Calls written out."""
-        plain = key.remat == "none" and key.fsdp == "none"
+        plain = key.remat == "none" and key.fsdp == "none" and not key.offload
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
@@ -288,16 +305,18 @@ class _KeptCuts:
 
 
 def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: int) -> Sharded:
-    """Return what recomputes by a policy, with so many levels of Calls written out then; made once."""
-    counts = parse_remat(key.remat).counts_layers
+    """Return what recomputes by a policy and offloads, made once; so many levels of Calls are written out."""
+    counts = parse_remat(key.remat).counts_layers or key.offload
     stages = layers_of_stages(local, key.num_stages, costs, key.stages) if counts else ()
     known = _REMATERIALIZED.setdefault(local.function, {})
-    asked = (key.remat, key.fsdp, costs.key, levels, stages)
+    asked = (key.remat, key.offload, key.fsdp, costs.key, levels, stages)
     found = known.get(asked)
     if found is None:
         divided = local if key.fsdp == "none" else divide_parameters(local)
         tags = gathered(divided.function, key.fsdp == "reshard")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
+        if key.offload:
+            made = offload(made, key.offload, layers_of(divided.function), stages)
         for _ in range(levels):
             made = inline(made)
         made = sums_at_once(made) if levels else made

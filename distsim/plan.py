@@ -58,12 +58,13 @@ class Plan:
     `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`: one that is given
     beside the plan, by which `chunks` and `stages` are verified then;
     `stages` one of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each
-    pipeline rank. A plan is verified when made, and its text, in which the last four stand only when they
-    are not the default, parses back to it.
+    pipeline rank; of the layers of each stage, the first `offload` keep what they save for backward on the
+    host. A plan is verified when made, and its text, in which the last five stand only when they are not the
+    default, parses back to it.
 
     Raises:
-        PlanError: a count is not an integer in 1..MAX_DEGREE, a name is unknown, or `stages` are not as many
-            as pp * chunks.
+        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`: from 0), a name is unknown,
+            `stages` are not as many as pp * chunks, or `offload` meets `remat=uniform`.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -79,10 +80,11 @@ class Plan:
     remat: str = "none"
     fsdp: str = "none"
     chunks: int = 1
+    offload: int = 0
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            _check_count(name, getattr(self, name))
+            _check_count(name, getattr(self, name), _LEAST.get(name, 1))
         name = parse_schedule(self.schedule)[0]
         if name != TABLE:
             self._check_chunks(name)
@@ -92,7 +94,11 @@ class Plan:
                 f"stages={_short(self.stages)} has {len(sizes)} numbers, and pp={self.pp} with "
                 f"chunks={self.chunks} makes {self.num_stages} stages; give one number for each"
             )
-        parse_remat(self.remat)
+        if parse_remat(self.remat).name == "uniform" and self.offload:
+            raise PlanError(
+                f"offload={self.offload} copies what each layer saves, and with remat={self.remat} only "
+                "groups of layers save anything; use remat=full or block:N, or offload=0"
+            )
         if self.fsdp not in FSDP:
             raise PlanError(f"fsdp={_short(self.fsdp)} is unknown; choose one of {', '.join(FSDP)}")
 
@@ -145,7 +151,8 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks")
+_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload")
+_LEAST = {"offload": 0}
 _ALWAYS = ("dp", "tp", "pp", "microbatches", "schedule")
 
 
@@ -260,19 +267,21 @@ def _parse_ops(text: object, given: str) -> tuple[str, ...]:
 
 def _parse_count(name: str, text: str) -> int:
     # int() also reads "1_0", "+1" and other scripts' digits, and refuses over 4300 digits with its own error.
+    choices = f"choose one of {_LEAST.get(name, 1)}..{MAX_DEGREE}"
     if not (text.isascii() and text.removeprefix("-").isdigit()):
-        raise PlanError(f"{name}={_short(text)} is not an integer; choose one of 1..{MAX_DEGREE}")
+        raise PlanError(f"{name}={_short(text)} is not an integer; {choices}")
     if len(text) > 20:
-        raise PlanError(f"{name}={_short(text)} is out of range; choose one of 1..{MAX_DEGREE}")
+        raise PlanError(f"{name}={_short(text)} is out of range; {choices}")
     return int(text)
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: object, least: int) -> None:
+    choices = f"choose one of {least}..{MAX_DEGREE}"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanError(f"{name}={_short(value)} is not an integer; choose one of 1..{MAX_DEGREE}")
-    if not 1 <= value <= MAX_DEGREE:
+        raise PlanError(f"{name}={_short(value)} is not an integer; {choices}")
+    if not least <= value <= MAX_DEGREE:
         shown = value if abs(value) < 10**20 else "an integer of more than 20 digits"
-        raise PlanError(f"{name}={shown} is out of range; choose one of 1..{MAX_DEGREE}")
+        raise PlanError(f"{name}={shown} is out of range; {choices}")
 
 
 def _short(value: object, limit: int = 40) -> str:

@@ -15,7 +15,8 @@ import common
 
 from distsim.executor import CostModel
 from distsim.ir import Device, Topology
-from distsim.ir.topology import Level, Link
+from distsim.ir.link import Link
+from distsim.ir.topology import Level
 from distsim.simulate.events.engine import run
 from distsim.simulate.events.network import Network
 from distsim.simulate.tasks.task_table import Tasks, lower

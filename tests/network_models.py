@@ -2,7 +2,8 @@
 
 from distsim.executor import CostModel
 from distsim.ir import Device, Float, FunctionMaker, Tensor, Topology
-from distsim.ir.topology import Level, Link
+from distsim.ir.link import Link
+from distsim.ir.topology import Level
 from distsim.simulate.events.engine import run
 from distsim.simulate.events.network import Network
 from distsim.simulate.tasks.task_table import lower

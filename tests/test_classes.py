@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distsim.executor import CostModel
 from distsim.ir import FunctionMaker, Mesh, Topology
-from distsim.ir.topology import Link
+from distsim.ir.link import Link
 from distsim.simulate.tasks.color_refinement import Relation, refine
 from distsim.simulate.tasks.rank_classes import rank_classes
 

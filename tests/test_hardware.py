@@ -17,7 +17,8 @@ from distsim.hardware import (
     load_cluster,
 )
 from distsim.ir.device import Device, Mesh, devices_of
-from distsim.ir.topology import Level, Link, Topology
+from distsim.ir.link import Link
+from distsim.ir.topology import Level, Topology
 
 
 def gpus(count: int) -> list[Device]:

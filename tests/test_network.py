@@ -19,7 +19,8 @@ from distsim.hardware import (
     load_cluster,
 )
 from distsim.ir import Device, Topology
-from distsim.ir.topology import Level, Link
+from distsim.ir.link import Link
+from distsim.ir.topology import Level
 from distsim.simulate.events.flows import Flow, Traffic, fair_rates
 
 # --- channels ----------------------------------------------------------------------------------------

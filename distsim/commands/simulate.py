@@ -34,13 +34,19 @@ MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""
 
 
+_PLAN = (
+    "dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b (default dp=1), and stages=layers, chunks=2, remat=full, "
+    "fsdp=reshard, offload=3 (to the host, what the first 3 layers of each stage save)"
+)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_model_options(parser)
     parser.add_argument(
         "--cluster", required=True, help="a preset such as dgx-a100 or dgx-h100:4, or a .toml"
     )
-    parser.add_argument("--plan", help="dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b (default dp=1)")
+    parser.add_argument("--plan", help=_PLAN)
     parser.add_argument(
         "--partition",
         metavar="MODE",

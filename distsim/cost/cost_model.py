@@ -3,7 +3,8 @@
 A compute op takes ``launch + max(flops / (peak * flops_efficiency), bytes / (dram_bandwidth *
 bytes_efficiency))`` (Williams, Waterman and Patterson, "Roofline", 2009). The peak of matrix work
 (``Work.matrix``) is that of the device for the element type; all other work runs on the vector units,
-at ``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`.
+at ``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`. A copy to or from the host
+takes ``latency + bytes / (bandwidth * efficiency)`` of ``Device.host_link``, each way at full speed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from distsim.hardware import collective_time
 from distsim.ir import Device, Op, Topology, all_ops
 from distsim.ir.device import logical_mesh
 from distsim.ops import Signature, Work, operator, signature_of, work
-from distsim.ops.operator import memory_bound
+from distsim.ops.operator import bytes_of, memory_bound
 
 Group = tuple[Device, ...]
 
@@ -144,8 +145,8 @@ class CostModel:
         Neither is longer than :meth:`seconds`, and the longer one is as long.
         """
         whole = self.seconds(signature, (device,))
-        if whole == 0:
-            return 0.0, 0.0
+        if whole == 0 or operator(signature.op_type).host_stream:
+            return whole, 0.0
         demand = self._demand(signature)
         moved = Work(0.0, demand.bytes_read, demand.bytes_written)
         memory = min(whole, usable(signature, self.rules.compute(signature, moved, device)))
@@ -179,6 +180,7 @@ class CostModel:
                 device.peaks,
                 device.flops_efficiency,
                 device.bytes_efficiency,
+                device.host_link,
             )
             found = self._specs[device] = self._spec_ids.setdefault(key, len(self._spec_ids))
         return found
@@ -222,7 +224,9 @@ class CostModel:
         found = self._compute.get(key)
         if found is None:
             cost = 0.0
-            if runs_kernel(signature.op_type):
+            if operator(signature.op_type).host_stream:
+                cost = _host_copy(signature, device)
+            elif runs_kernel(signature.op_type):
                 cost = self.rules.compute(signature, self._demand(signature), device)
             found = self._compute[key] = usable(signature, cost)
         return found
@@ -292,13 +296,16 @@ class DeviceCosts:
         return self.cost_model.basis, self.device
 
     def seconds(self, op: Op) -> float:
-        """Return how long an op, or all ops of a Call, keep the device busy; communication does not.
+        """Return how long an op, or all ops of a Call, keep the device busy.
+
+        Communication and copies to or from the host do not.
 
         Raises what :meth:`CostModel.seconds` raises, and :class:`CostError` for what is no cost.
         """
         total, where = 0.0, (self.device,)
         for inner in all_ops(op.callee) if op.is_call else (op,):
-            if operator(inner.op_type).communication is None and runs_kernel(inner.op_type):
+            known = operator(inner.op_type)
+            if known.communication is None and known.computes and runs_kernel(inner.op_type):
                 signature = signature_of(inner)
                 total += usable(signature, self.cost_model.seconds(signature, where))
         return total
@@ -317,6 +324,17 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
         part = min(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
         return meaning.kind, float(part * len(group))
     return meaning.kind, float(meaning.nbytes(signature))
+
+
+def _host_copy(signature: Signature, device: Device) -> float:
+    """Return the seconds of a copy to or from the host of a device."""
+    link = device.host_link
+    if link is None:
+        raise CostError(
+            f"{signature}: {device} has no host_link; give one, as in Device(..., host_link=Link(25e9)), or "
+            "under [device.host_link] of a cluster's file"
+        )
+    return link.latency + bytes_of((*signature.inputs, *signature.outputs)) / link.achieved
 
 
 def runs_kernel(op_type: str) -> bool:

@@ -19,7 +19,8 @@ import msgspec
 
 from distsim.errors import TopologyError
 from distsim.ir.device import Device
-from distsim.ir.topology import Level, Link, Topology
+from distsim.ir.link import Link
+from distsim.ir.topology import Level, Topology
 
 MAX_FILE_BYTES = 1 << 20
 MAX_DEVICES = 1 << 20
@@ -51,6 +52,12 @@ class _FigureTable(_Strict, frozen=True):
     source: _Text
 
 
+class _LinkTable(_Strict, frozen=True):
+    bandwidth: _FigureTable
+    latency: _FigureTable
+    efficiency: _FigureTable
+
+
 class _DeviceTable(_Strict, frozen=True):
     model: _Text
     throughput: _FigureTable
@@ -62,14 +69,12 @@ class _DeviceTable(_Strict, frozen=True):
     context: _FigureTable | None = None
     fragmentation: _FigureTable | None = None
     peaks: dict[str, _FigureTable] = {}
+    host_link: _LinkTable | None = None
     kind: _Text = "gpu"
 
 
-class _LevelTable(_Strict, frozen=True):
+class _LevelTable(_LinkTable, frozen=True, kw_only=True):
     name: _Text
-    bandwidth: _FigureTable
-    latency: _FigureTable
-    efficiency: _FigureTable
     group_size: _Count | None = None
     devices_per_port: _FigureTable | None = None
     oversubscription: _FigureTable | None = None
@@ -138,11 +143,12 @@ def load_cluster(name: str) -> Topology:
             si["device.bytes_efficiency"],
             si.get("device.context", 0.0),
             si.get("device.fragmentation", 0.0),
+            _link(si, "device.host_link") if cluster.device.host_link else None,
         )
         levels = tuple(
             Level(
                 level.name,
-                Link(*(si[f"levels.{level.name}.{part}"] for part in ("bandwidth", "latency", "efficiency"))),
+                _link(si, f"levels.{level.name}"),
                 level.group_size,
                 _whole(origin, level, si.get(f"levels.{level.name}.devices_per_port", 1.0)),
                 si.get(f"levels.{level.name}.oversubscription", 1.0),
@@ -168,6 +174,10 @@ def describe(name: str) -> str:
     width = max(len(row.name) for row in rows)
     lines = [f"{row.name:{width}}  {f'{row.value:g} {row.unit}':>14}  {row.source}" for row in rows]
     return "\n".join([f"{cluster.name}: {cluster.description} ({shape})", *lines])
+
+
+def _link(si: dict[str, float], name: str) -> Link:
+    return Link(*(si[f"{name}.{part}"] for part in ("bandwidth", "latency", "efficiency")))
 
 
 def _whole(origin: str, level: _LevelTable, value: float) -> int:
@@ -226,6 +236,14 @@ def _parse(origin: str, data: bytes) -> _Cluster:
         raise TopologyError(f"{origin} is not a TOML file: {error}") from error
 
 
+def _link_fields(name: str, link: _LinkTable) -> list[tuple[str, _FigureTable, dict[str, float]]]:
+    return [
+        (f"{name}.bandwidth", link.bandwidth, _RATE),
+        (f"{name}.efficiency", link.efficiency, _SHARE),
+        (f"{name}.latency", link.latency, _SECONDS),
+    ]
+
+
 def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
     device = cluster.device
     for dtype in device.peaks:
@@ -242,12 +260,10 @@ def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
         ("device.bytes_efficiency", device.bytes_efficiency, _SHARE),
         ("device.kernel_launch_overhead", device.kernel_launch_overhead, _SECONDS),
     ]
+    if device.host_link is not None:
+        fields += _link_fields("device.host_link", device.host_link)
     for level in cluster.levels:
-        fields += [
-            (f"levels.{level.name}.bandwidth", level.bandwidth, _RATE),
-            (f"levels.{level.name}.efficiency", level.efficiency, _SHARE),
-            (f"levels.{level.name}.latency", level.latency, _SECONDS),
-        ]
+        fields += _link_fields(f"levels.{level.name}", level)
         for part in ("devices_per_port", "oversubscription"):
             figure: _FigureTable | None = getattr(level, part)
             if figure is not None:

@@ -81,7 +81,7 @@ def find_exchange(group: Group, topology: Topology) -> PeerCosts:
 def channels(a: Device, b: Device, topology: Topology) -> tuple[Channel, ...]:
     """Return the channels that a message from ``a`` to ``b`` passes; ``TopologyError`` if there are none.
 
-    >>> from distsim.ir.topology import Link
+    >>> from distsim.ir.link import Link
     >>> topology = Topology.hierarchical(Device(0, "gpu"), 4, [Level("nvlink", Link(3e11), 2),
     ...     Level("nic", Link(25e9), devices_per_port=2)])
     >>> for channel in channels(topology.devices[1], topology.devices[2], topology):

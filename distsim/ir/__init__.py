@@ -3,6 +3,7 @@
 from distsim.ir.dead import Trimmed, needed_ops, trim
 from distsim.ir.device import Device, Mesh
 from distsim.ir.function import Function, Op, all_ops, callees, count_ops
+from distsim.ir.link import Link
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.printing import cpprint, pformat
 from distsim.ir.rewrite import (
@@ -15,7 +16,7 @@ from distsim.ir.rewrite import (
     rewrite,
     substitute,
 )
-from distsim.ir.topology import Link, Topology
+from distsim.ir.topology import Topology
 from distsim.ir.type import (
     BFloat16,
     Bool,

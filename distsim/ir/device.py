@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from distsim.cache import cached
 from distsim.errors import TopologyError
+from distsim.ir.link import Link
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -23,7 +24,8 @@ class Device:
     in seconds, ``memory`` in bytes (infinite: never full), of which ``context`` is what the driver and the
     communication library take, and ``fragmentation`` the share of the bytes in use that the allocator of a
     framework takes on top. The efficiencies, in (0, 1], are the achieved share of the peak FLOP/s and of
-    the DRAM bandwidth. The defaults are those of the DistIR notebooks.
+    the DRAM bandwidth. ``host_link`` is what joins it to the memory of its host, each way: None if that is
+    not known. The defaults are those of the DistIR notebooks.
 
     Raises :class:`TopologyError` for a figure that is not positive and finite.
 
@@ -43,6 +45,7 @@ class Device:
     bytes_efficiency: float = 1.0
     context: float = 0.0
     fragmentation: float = 0.0
+    host_link: Link | None = None
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

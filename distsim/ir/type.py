@@ -124,6 +124,8 @@ def _names() -> list[str]:
 class Tensor(Type):
     """An array of ``shape`` elements of ``dtype`` on ``device`` (None: not placed yet).
 
+    ``on_host``: it is in the memory of the device's host, and takes none of the device.
+
     >>> Tensor(Float(), (2, 3)).nbytes
     24
     """
@@ -131,6 +133,7 @@ class Tensor(Type):
     dtype: DType
     shape: tuple[int, ...]
     device: Device | Mesh | None = None
+    on_host: bool = False
     _hash: int = 0
 
     def __post_init__(self) -> None:
@@ -143,7 +146,7 @@ class Tensor(Type):
             if any(n < 0 for n in shape):
                 raise TypeRuleError(f"shape {self.shape} must be non-negative integers")
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "_hash", hash((self.dtype, shape, self.device)))
+        object.__setattr__(self, "_hash", hash((self.dtype, shape, self.device, self.on_host)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -158,6 +161,7 @@ class Tensor(Type):
             and self.shape == other.shape
             and self.dtype == other.dtype
             and self.device == other.device
+            and self.on_host == other.on_host
         )
 
     @property
@@ -172,8 +176,13 @@ class Tensor(Type):
 
     @property
     def nbytes(self) -> int:
-        """Bytes on each device that holds it."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes on each device that holds it: 0 if it is on the host."""
+        return 0 if self.on_host else math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes that each device that holds it takes of its host's memory."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.on_host else 0
 
     def on(self, device: Device | Mesh | None) -> Tensor:
         """Return this type on another device or mesh."""
@@ -185,6 +194,7 @@ class Tensor(Type):
 
     def __str__(self) -> str:
         where = "" if self.device is None else f" @ {self.device}"
+        where += " host" if self.on_host else ""
         return f"{self.dtype.short}[{', '.join(map(str, self.shape))}]{where}"
 
 

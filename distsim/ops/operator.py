@@ -280,6 +280,9 @@ class Operator:
     """A view that is there only once all inputs are."""
     pinned: bool = False
     """Its operand is handed on as it was made: a sum over ranks or microbatches is taken after the op."""
+    host_stream: str = ""
+    """Of a copy to or from the host's memory: the stream on which it runs. No kernel runs; each output is
+    the input in its place, in another memory."""
     bounds: Bounds | None = None
     """What is checked before its types are asked for."""
 
@@ -287,6 +290,11 @@ class Operator:
     def moves(self) -> bool:
         """Whether an op moves something between devices; one over ranks may also take the rank's own part."""
         return self.communication is not None and self.communication.kind != "local"
+
+    @property
+    def computes(self) -> bool:
+        """Whether an op runs on the compute units: it moves nothing, between devices or to a host."""
+        return not (self.moves or self.host_stream)
 
 
 _OPERATORS: dict[str, Operator] = {}
@@ -309,6 +317,7 @@ def register(operator: Operator) -> Operator:
             "view",
             "waits",
             "pinned",
+            "host_stream",
             "part",
             "buffers",
             "saved",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from distsim.cost.cost_model import element_type
-from distsim.ir import Device
-from distsim.ops import op_label, signature_of, work
+from distsim.ir import Device, Op
+from distsim.ops import op_label, operator, signature_of, work
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import count, seconds_text, table
@@ -39,7 +39,14 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
         steady = "" if each is None else " in the steady state"
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s{steady}")
     lines += _utilisation(simulation, model_flops)
-    lines += [_memory_line(simulation), "", *_device_table(simulation), "", *_operator_table(simulation)]
+    lines += [
+        _memory_line(simulation),
+        *_host_line(simulation),
+        "",
+        *_device_table(simulation),
+        "",
+        *_operator_table(simulation),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -86,6 +93,14 @@ def _memory_line(simulation: Simulation) -> str:
     )
 
 
+def _host_line(simulation: Simulation) -> list[str]:
+    """Say what is offloaded; nothing if nothing is."""
+    most = max(simulation.host_memory.items(), key=lambda item: item[1], default=None)
+    if most is None or not most[1]:
+        return []
+    return [f"host memory   the most is {bytes_label(most[1])} for {most[0]}, of activations"]
+
+
 def _usable(device: Device) -> str:
     """Say what tensors can take of a device, and why it is less than there is."""
     if device.memory == math.inf:
@@ -124,6 +139,12 @@ def _device_row(simulation: Simulation, device: Device) -> tuple[str, ...]:
     return (*(f"{part / total:.1%}" for part in parts), bytes_label(use.peak if use else 0), capacity)
 
 
+def _kind(op: Op) -> str:
+    if communicates(op):
+        return "communication"
+    return "compute" if operator(op.op_type).computes else "host copy"
+
+
 def _operator_table(simulation: Simulation) -> list[str]:
     seconds: dict[str, float] = {}
     counts: dict[str, int] = {}
@@ -133,13 +154,13 @@ def _operator_table(simulation: Simulation) -> list[str]:
         devices = len(members[span.stream.rank_class])
         seconds[name] = seconds.get(name, 0.0) + (span.end - span.start) * devices
         counts[name] = counts.get(name, 0) + devices
-    moving = {op_label(op) for op, _, _ in simulation.timeline.op_counts if communicates(op)}
+    kinds = {op_label(op): _kind(op) for op, _, _ in simulation.timeline.op_counts}
     total = sum(seconds.values()) or 1.0
     names = sorted(seconds, key=lambda name: -seconds[name])
     rows = [
         (
             name,
-            "communication" if name in moving else "compute",
+            kinds[name],
             str(counts[name]),
             seconds_text(seconds[name]),
             f"{seconds[name] / total:.1%}",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from distsim.errors import SimulationError
+from distsim.ops import operator
 from distsim.program.program import Program
 from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
@@ -18,7 +19,12 @@ from distsim.simulate.calls import CallTime, call_times, communication_times
 from distsim.simulate.quantities import time_scale
 from distsim.simulate.tasks.rank_classes import communicates
 
-_STREAM_COLOURS = {"compute": "#0072b2", "collective": "#e69f00", "send and receive": "#009e73"}
+_STREAM_COLOURS = {
+    "compute": "#0072b2",
+    "collective": "#e69f00",
+    "send and receive": "#009e73",
+    "to and from the host": "#cc79a7",
+}
 _MOST_ROWS = 64
 _FINEST = 1 / 4000
 """Gaps and bars narrower than this share of the step are not told apart: a page has fewer dots."""
@@ -167,6 +173,8 @@ def _bars(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
         kind = "compute"
         if communicates(span.op):
             kind = "send and receive" if span.op.op_type == "Send" else "collective"
+        elif not operator(span.op.op_type).computes:
+            kind = "to and from the host"
         pieces = bars.setdefault((span.stream.rank_class, span.stream.name), {}).setdefault(kind, [])
         if pieces and span.start - pieces[-1][1] < finest and span.end - span.start < finest:
             pieces[-1] = (pieces[-1][0], span.end)

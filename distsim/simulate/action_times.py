@@ -10,7 +10,8 @@ from distsim.cost.cost_model import CostModel, Group
 from distsim.errors import ScheduleError
 from distsim.ir import Attributes, Bool, Device, Function, FunctionMaker, Mesh, Tensor, Topology, Value
 from distsim.ir.device import logical_mesh
-from distsim.ir.topology import Level, Link
+from distsim.ir.link import Link
+from distsim.ir.topology import Level
 from distsim.ops import Signature, Work
 from distsim.program.block import Block, StageBlocks
 from distsim.program.overlap_pairs import interleave

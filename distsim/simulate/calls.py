@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distsim.ops import operator
 from distsim.simulate.simulation import Simulation
-from distsim.simulate.tasks.rank_classes import communicates
 from distsim.simulate.tasks.templates import Floats, Ints
 from distsim.simulate.tasks.timeline import Piece
 
@@ -40,7 +40,8 @@ def call_times(simulation: Simulation) -> Iterator[CallTime]:
 def communication_times(
     simulation: Simulation, near: float = 0.0
 ) -> dict[int, tuple[tuple[float, float], ...]]:
-    """Return per rank class the (start, end) in seconds of when it communicates, on whichever streams.
+    """Return per rank class the (start, end) in seconds of when it communicates or copies to or
+    from its host, on whichever streams.
 
     What overlaps, or begins at most ``near`` after the end of what came before, is one.
     """
@@ -68,7 +69,7 @@ def _union(start: Floats, end: Floats, near: float) -> tuple[tuple[float, float]
 
 def _uses(piece: Piece, communication: bool) -> tuple[Ints, Ints]:
     """Return the tasks of a piece that take time, as often as they are on a stream, and the class of each."""
-    chosen = np.array([communicates(op) == communication for op in piece.op_table], np.bool_)
+    chosen = np.array([operator(op.op_type).computes != communication for op in piece.op_table], np.bool_)
     uses = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
     now = (chosen[piece.op] & (piece.end > piece.start))[uses]
     rank_class = np.array([stream.rank_class for stream in piece.stream_table], np.int64)

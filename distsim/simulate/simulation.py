@@ -12,12 +12,13 @@ import numpy as np
 from distsim.cost.cost_model import CostModel
 from distsim.errors import PartitionError, SimulationError
 from distsim.ir import Device, Function, Op
-from distsim.ops import op_label, signature_of, work
+from distsim.ops import op_label, operator, signature_of, work
 from distsim.program.program import Program
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.explain import explain
 from distsim.simulate.explain.explanation import Explanation
 from distsim.simulate.explain.walk import critical_path
+from distsim.simulate.memory.host import host_memory, program_host_memory
 from distsim.simulate.memory.peak import MemoryUse, peak_memory
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.steady_state import full_program, microbatch_time, short_step_note
@@ -52,7 +53,8 @@ class Span:
 class Shares:
     """How a device spends the step, in seconds that sum to the step time.
 
-    ``busy``: compute runs. ``exposed_communication``: communication runs and no compute. ``bubble``: neither.
+    ``busy``: compute runs. ``exposed_communication``: communication, or a copy to or from the host, runs and
+    no compute. ``bubble``: neither.
     """
 
     busy: float
@@ -216,6 +218,16 @@ class Simulation:
             return program_memory(full_program(self.simulated)).peak_of_devices()
         return {device: use.peak for device, use in self.memory.items()}
 
+    @cached_property
+    def host_memory(self) -> Mapping[Device, int]:
+        """Bytes of its host's memory that each device takes at its peak, for what is offloaded.
+
+        Of the same step as :attr:`memory`. What a host has is not known here: ``fits`` is of devices.
+        """
+        if isinstance(self.simulated, Program):
+            return program_host_memory(full_program(self.simulated))
+        return host_memory(self.simulated)
+
     @property
     def fits(self) -> bool:
         """Whether no device needs more memory than is usable of it (:attr:`Device.usable`)."""
@@ -298,15 +310,15 @@ def _tasks_of_uses(piece: Piece) -> Ints:
 
 
 def _intervals(piece: Piece, rank_class: int, moving: dict[Op, bool]) -> tuple[Floats, Floats, Floats]:
-    """Return start and end of what a class does in a piece, and 1.0 where it is communication.
+    """Return start and end of what a class does in a piece, and 1.0 where it moves something.
 
-    ``moving`` keeps which ops communicate.
+    ``moving`` keeps which ops do, between devices or to and from the host.
     """
     table = np.array([stream.rank_class == rank_class for stream in piece.stream_table], np.bool_)
     tasks = _tasks_of_uses(piece)[table[piece.streams]] if len(piece) else np.empty(0, np.int64)
     for op in piece.op_table:
         if op not in moving:
-            moving[op] = communicates(op)
+            moving[op] = not operator(op.op_type).computes
     moves = np.array([moving[op] for op in piece.op_table], np.float64)
     return piece.start[tasks], piece.end[tasks], moves[piece.op[tasks]]
 

@@ -117,8 +117,10 @@ class Numbered:
         equal: dict[Hashable, list[int]] = {}  # forward ops that compute the same
         found: dict[int, tuple[int, ...]] = {}  # those that a backward op may be a copy of
         for index, (op, read) in enumerate(zip(self.ops, self.reads, strict=True)):
-            if operator(op.op_type).waits:
-                same[self.makes[index][0]] = same[read[0]]
+            meaning = operator(op.op_type)
+            if meaning.waits or meaning.host_stream:
+                for value, original in zip(self.makes[index], read, strict=False):
+                    same[value] = same[original]
                 continue
             key = self.kinds[index], *[same[value] for value in read]
             if self.forward[index]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from distsim.errors import CostError, SimulationError
 from distsim.ir import Device
-from distsim.simulate.tasks.rank_classes import communicates
+from distsim.ops import operator
 from distsim.simulate.tasks.task_table import Floats, Tasks
 
 LinkName = tuple[Device, Device] | tuple[str, Device] | str
@@ -84,7 +84,7 @@ def _slowness(tasks: Tasks, slow: Mapping[Device, float]) -> Floats:
         of_class[number] = factor
     table = np.array([stream.rank_class for stream in tasks.stream_table], np.int64)
     classes = table[tasks.streams[tasks.stream_start[:-1]]]
-    computes = np.array([not communicates(op) for op in tasks.op_table], np.bool_)[tasks.op]
+    computes = np.array([operator(op.op_type).computes for op in tasks.op_table], np.bool_)[tasks.op]
     return np.where(computes, of_class[classes], 1.0)
 
 

@@ -35,8 +35,10 @@ class PathPart:
 
     @property
     def communicates(self) -> bool:
-        """Whether it moves something between devices."""
-        return self.kind in ("send", "transfer") or self.kind.startswith("collective ")
+        """Whether it moves something between devices, or to or from a host."""
+        if self.kind in ("send", "transfer") or self.kind.startswith("collective "):
+            return True
+        return not operator(self.kind).computes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from distsim.cost.cost_model import CostModel, takes_turn, usable
 from distsim.ir import Function, Op, Value
-from distsim.ops import signature_of
+from distsim.ops import operator, signature_of
 from distsim.simulate.tasks.rank_classes import (
     Classes,
     ClassExchange,
@@ -33,8 +33,8 @@ class Stream:
     """What runs one task after the other, in order: one lane of one rank class.
 
     ``name`` is ``compute``, ``collective <axis>``, ``transfer`` (between one device and a mesh),
-    ``send <class>``, ``receive <class>`` (further channels: ``send <class>.<channel>``), or ``all`` when
-    nothing overlaps.
+    ``offload`` and ``fetch`` (to and from the host), ``send <class>``, ``receive <class>`` (further channels:
+    ``send <class>.<channel>``), or ``all`` when nothing overlaps.
     """
 
     rank_class: int
@@ -175,7 +175,8 @@ class Lowering:
                 first = [self.classes.members[c][:1] for c in at]
                 asked = [self.cost_model.seconds(signature, where) for where in first]
                 seconds = [task_seconds(op, cost) for cost in asked]
-                runs = [self.run(s, (self.stream(c, "compute"),)) for c, s in zip(at, seconds, strict=True)]
+                name = operator(op.op_type).host_stream or "compute"
+                runs = [self.run(s, (self.stream(c, name),)) for c, s in zip(at, seconds, strict=True)]
                 found = tuple(zip(at, runs, strict=True))
             self._kinds[key] = found
         return self._kinds[key]

@@ -68,6 +68,8 @@ def fusible(op: Op) -> bool:
     meaning = operator(op.op_type)
     if op.subfunctions or not op.inputs or meaning.communication is not None or meaning.in_place:
         return False
+    if not meaning.computes:
+        return False
     if not all(isinstance(value.type, Tensor) for value in (*op.inputs, *op.outputs)):
         return False
     return not meaning.view and work(signature_of(op)) is not None

@@ -66,9 +66,9 @@ def layers_of_stages(local: Sharded, num_stages: int, costs: DeviceCosts, stages
     firsts = () if not counted else blocks.split(sizes) if sizes else blocks.counted(stages, num_stages)
     if not firsts:
         raise PlanError(
-            f"stages={stages} may begin within a layer, so a stage has no number of layers to recompute; use "
-            f"stages=layers, stages=default or layers as in 3-4-4-3 ({blocks.described}), or remat=full or "
-            "every:N"
+            f"stages={stages} may begin within a layer, so a stage has no number of layers to recompute or "
+            f"to offload; use stages=layers, stages=default or layers as in 3-4-4-3 ({blocks.described}), or "
+            "remat=full or every:N and offload=0"
         )
     ends = (*firsts[1:], len(blocks))
     return tuple([blocks.layers[first:end].count(True) for first, end in zip(firsts, ends, strict=True)])
