@@ -176,12 +176,12 @@ def _local_indices_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> 
 
 def _local_indices(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
     """Indices of rows, all ranks' in order, as those of the own part; ``size`` for what is no row of it."""
-    size = attributes["size"]
-    whole = [np.where(array < 0, array + size * len(ranks), array) for array in ranks]
-    return [
-        np.where(array // size == i, array % size, size).astype(own.dtype)
-        for i, (array, own) in enumerate(zip(whole, ranks, strict=True))
-    ]
+    size: int = attributes["size"]
+    found: list[Array] = []
+    for i, array in enumerate(ranks):
+        row = np.where(array < 0, array + size * len(ranks), array)
+        found.append(np.where(row // size == i, row % size, size).astype(array.dtype))
+    return found
 
 
 def _alltoall(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:

@@ -104,7 +104,7 @@ def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     logits, labels = arrays[:2]
     count = 2 + attributes.get("lse", 0)
     wide = _widened(logits)
-    grad = np.exp(wide - (arrays[2] if count > 2 else _log_sum_exp(wide))[..., None])
+    grad: Array = np.exp(wide - (arrays[2] if count > 2 else _log_sum_exp(wide))[..., None])
     # Labels of other ranks are one past the classes of this one: they take nothing away.
     grad -= np.arange(logits.shape[-1]) == labels[..., None]
     return scaled(attributes, arrays, grad / attributes["N"], count)

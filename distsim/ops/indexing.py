@@ -105,7 +105,8 @@ def _own_rows(op_type: str) -> Mapping[str, Decomposition]:
         gathers = op_type == "Gather"
         data, indices, rest = (inputs[0], inputs[1], ()) if gathers else (None, inputs[0], inputs[1:])
         shape: tuple[int, ...] = attributes["shape"] if data is None else shape_of(data)
-        size = shape[attributes.get("axis", 0) % len(shape)]
+        place: int = attributes.get("axis", 0)
+        size = shape[place % len(shape)]
         own = maker.add("LocalIndices", [indices], {"axis": axis, "size": size})
         given = [*own, *rest] if data is None else [data, *own]
         return maker.add(op_type, given, {**attributes, "own_rows": 1}, (), names, op.version, op.name)

@@ -51,16 +51,16 @@ def tensor_options(
     fed = [v for v in function.inputs if known[v] is Role.INPUT]
     marks = propagate(function, {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained})
     kept = propagate(function, {v: dims(v, _kept_whole(as_tensor(v.type, v.name))) for v in fed})
-    tables = _embeddings(structure, marks, kept)
+    vocabulary = _over_vocabulary(structure, marks, kept)
 
     def allowed(node: Node) -> Allowed:
         of_parameter, of_data, of_batch = (marked(node.op, m) for m in (marks, kept, batch))
 
-        rows = tables.get(node.op)
+        own = vocabulary.get(node.op)
 
         def test(factor: str, part: tuple[int, ...] | None) -> int | None:
-            if rows is not None:
-                return 0 if factor == rows else None
+            if own is not None:
+                return 0 if factor == own else None
             if not of_parameter(factor, part) or of_data(factor, part):
                 return None
             if not of_batch(factor, None):
@@ -72,33 +72,30 @@ def tensor_options(
 
     whole = (v for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT))
     given = {structure.number[v]: REPLICATED for v in whole}
-    return Options(structure, allowed, given, pieces, divided=frozenset(tables))
+    return Options(structure, allowed, given, pieces, divided=frozenset(vocabulary))
 
 
-def _embeddings(structure: Structure, trained: Marks, data: Marks) -> dict[Op, str]:
-    """Return the ops that take rows of a table of parameters where data say which, and their gradients, each
-    with the factor of the rows.
+def _over_vocabulary(structure: Structure, trained: Marks, data: Marks) -> dict[Op, str]:
+    """Return the ops over a vocabulary, each with the factor of the vocabulary.
 
-    ``trained`` and ``data`` are the dimensions that follow from parameters and from data.
+    They take rows of a table of parameters where data say which, or make the gradient of one, or take a loss
+    over classes that follow from parameters. ``trained`` and ``data`` are the dimensions that follow from
+    parameters and from data.
     """
     found: dict[Op, str] = {}
     tables: set[tuple[int, ...]] = set()
     for gradient in (False, True):
         for node in structure.nodes:
             rule = rule_of(node.signature)
-            shape = node.signature.attributes.get("shape")
-            if rule is None or "rows" not in rule.decompositions or (shape is not None) != gradient:
+            factors = [*rule.decompositions] if rule else []
+            if rule is None or not factors or (node.op.op_type == "GatherGrad") != gradient:
                 continue
-            of_trained, of_data = marked(node.op, trained), marked(node.op, data)
-            named = any(
-                of_data(factor, None)
-                for dim in rule.inputs[0 if gradient else 1]
-                for factor in factors_of(dim)
-            )
-            if gradient and named and shape in tables:
-                found[node.op] = "rows"
-            elif not gradient and named and of_trained("rows", None) and not of_data("rows", None):
-                found[node.op] = "rows"
+            (factor,), of_trained, of_data = factors, marked(node.op, trained), marked(node.op, data)
+            indices = [of_data(each, None) for dim in rule.inputs[not gradient] for each in factors_of(dim)]
+            if gradient and any(indices) and node.signature.attributes["shape"] in tables:
+                found[node.op] = factor
+            elif not gradient and any(indices) and of_trained(factor, None) and not of_data(factor, None):
+                found[node.op] = factor
                 tables.add(node.signature.inputs[0].shape)
     return found
 
