@@ -197,6 +197,7 @@ class Division(NamedTuple):
     num_stages: int
     dp: int
     tp: int
+    sp: bool
     microbatches: int
     remat: str
     offload: int
@@ -213,7 +214,7 @@ class Division(NamedTuple):
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
-        degrees = count, plan.dp, plan.tp, plan.microbatches
+        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.microbatches
         return Division(*degrees, plan.remat, plan.offload, fsdp, stages, kernels, *costs.key)
 
 
@@ -264,7 +265,8 @@ class _KeptCuts:
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
-        local = shard(written, logical_mesh(key.figures, shown, key.tp), key.microbatches, key.dp)
+        mesh = logical_mesh(key.figures, shown, key.tp)
+        local = shard(written, mesh, key.microbatches, key.dp, key.sp)
         local = replace(local, kernels=key.kernels)
         return local if plain else _rematerialized(local, key, costs, level)
 

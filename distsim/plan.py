@@ -48,6 +48,9 @@ FSDP = ("none", "reshard", "keep")
 gathered: it is gathered again for backward, or kept."""
 
 
+SWITCH = ("off", "on")
+
+
 @dataclass(frozen=True)
 class Plan:
     """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
@@ -59,8 +62,9 @@ class Plan:
     beside the plan, by which `chunks` and `stages` are verified then;
     `stages` one of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each
     pipeline rank; of the layers of each stage, the first `offload` keep what they save for backward on the
-    host. A plan is verified when made, and its text, in which the last five stand only when they are not the
-    default, parses back to it.
+    host; with `sp=on`, sequence parallelism, activations between the products of tensor-parallel ranks are
+    divided over these in the sequence. A plan is verified when made, and its text, in which the last six
+    stand only when they are not the default, parses back to it.
 
     Raises:
         PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`: from 0), a name is unknown,
@@ -81,6 +85,7 @@ class Plan:
     fsdp: str = "none"
     chunks: int = 1
     offload: int = 0
+    sp: str = "off"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -99,6 +104,10 @@ class Plan:
                 f"offload={self.offload} copies what each layer saves, and with remat={self.remat} only "
                 "groups of layers save anything; use remat=full or block:N, or offload=0"
             )
+        if self.sp not in SWITCH:
+            raise PlanError(f"sp={_short(self.sp)} is unknown; choose one of {', '.join(SWITCH)}")
+        if self.sp == "on" and self.tp == 1:
+            raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
         if self.fsdp not in FSDP:
             raise PlanError(f"fsdp={_short(self.fsdp)} is unknown; choose one of {', '.join(FSDP)}")
 

@@ -252,10 +252,11 @@ def laid_out(
     fsdp: str = "none",
     stages: str = "even",
     cost_model: CostModel | None = None,
+    sp: str = "off",
 ) -> Program:
     """The program of a joint function on all of a mesh, in an order of any making."""
     pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
-    plan = Plan(dp, tp, pp, order.num_microbatches, stages=stages, remat=remat, fsdp=fsdp)
+    plan = Plan(dp, tp, pp, order.num_microbatches, stages=stages, remat=remat, fsdp=fsdp, sp=sp)
     return build_program(joint, mesh, plan, cost_model, order)
 
 

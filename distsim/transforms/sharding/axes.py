@@ -9,7 +9,7 @@ from distsim.ir import Device, Function, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ops.operator import factors_of
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
-from distsim.transforms.sharding.layout import REPLICATED, State, sharded
+from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
 from distsim.transforms.sharding.strategies import Allowed, Options, pieces_of, rule_of
@@ -34,12 +34,19 @@ def batch_options(
 
 
 def tensor_options(
-    function: Function, structure: Structure, known: Mapping[Value, Role], batch: Marks
+    function: Function,
+    structure: Structure,
+    known: Mapping[Value, Role],
+    batch: Marks,
+    sequence: bool = False,
 ) -> Options:
     """Return the choice over tp: what derives from parameters and does not carry the batch.
 
     ``batch`` are the dimensions that do. A vocabulary is divided wherever it can be, by rows of the
     embedding, whatever it costs: whoever asks for ranks wants the weights divided (Megatron-LM, torchtitan).
+    ``sequence``: what is between the products is divided too, in the dimensions that data have beside the
+    batch, and handed on so (Korthikanti et al. 2022): what has a product divided over ranks to sum is
+    reduce-scattered, and gathered where the next product reads it, in each pass anew.
     """
     pieces = pieces_of(structure)
 
@@ -58,10 +65,14 @@ def tensor_options(
 
         own = vocabulary.get(node.op)
 
+        along = sequence and not node.flops
+
         def test(factor: str, part: tuple[int, ...] | None) -> int | None:
             if own is not None:
                 return 0 if factor == own else None
-            if not of_parameter(factor, part) or of_data(factor, part):
+            if not (of_data(factor, part) and along) and (
+                not of_parameter(factor, part) or of_data(factor, part)
+            ):
                 return None
             if not of_batch(factor, None):
                 return 0
@@ -72,7 +83,26 @@ def tensor_options(
 
     whole = (v for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT))
     given = {structure.number[v]: REPLICATED for v in whole}
-    return Options(structure, allowed, given, pieces, divided=frozenset(vocabulary))
+    spread = _activations(structure, kept, batch) if sequence else frozenset[int]()
+    return Options(structure, allowed, given, pieces, divided=frozenset(vocabulary), spread=spread)
+
+
+def _activations(structure: Structure, data: Marks, batch: Marks) -> frozenset[int]:
+    """Return the groups of what is computed of parameters and has a sequence."""
+    computed = {n for n, group in enumerate(structure.groups) if group.role is Role.PARAMETER}
+    before = 0
+    while len(computed) > before:
+        before = len(computed)
+        for node in structure.nodes:
+            if not computed.isdisjoint(node.inputs):
+                computed.update(node.outputs)
+        computed.update([tie.target for tie in structure.ties if tie.source in computed])
+    found: set[int] = set()
+    for value, number in structure.number.items():
+        along = data.get(value, frozenset()) - batch.get(value, frozenset())
+        if along and number in computed and as_tensor(value.type, value.name).dtype.is_floating:
+            found.add(number)
+    return frozenset(found)
 
 
 def _over_vocabulary(structure: Structure, trained: Marks, data: Marks) -> dict[Op, str]:
@@ -152,15 +182,18 @@ def _repeats(structure: Structure, batch: Decision, dp: int, microbatches: int) 
     """Return how often the whole of each group's values is moved in a step, over all dp ranks.
 
     What is divided over the batch is moved once, a part at a time; a gradient once per rank, after it is
-    summed over microbatches; a weight once per rank and microbatch.
+    summed over microbatches, which is not done within a callee; a weight once per rank and microbatch.
     """
+    top = {number for node in structure.nodes if node.top for number in (*node.inputs, *node.outputs)}
+    top |= {tie.outer for tie in structure.ties if tie.top}
     raw: list[State] = list(batch.groups)
     for node in structure.nodes:
         for number, state in zip(node.outputs, batch.strategies[node.op].outputs, strict=True):
             if structure.groups[number].role is None:
                 raw[number] = state
     found: list[float] = []
-    for state in raw:
+    for number, state in enumerate(raw):
         once = 1.0 if state.sharded else float(dp)
-        found.append(once * microbatches if state is REPLICATED else once)
+        summed = state is PARTIAL and number in top
+        found.append(once if state.sharded or summed else once * microbatches)
     return found

@@ -8,6 +8,7 @@ move, and the matrix flops of a rank at the machine's balance.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -46,6 +47,8 @@ INSISTENT = 1e7
 """How many times undivided flops count then."""
 BATCH_TOUCH_WEIGHT = 1e3
 """The cost of a byte touched, over the batch, of which every op is divided if at all possible."""
+WHOLE = 0
+"""The number of the state REPLICATED."""
 READER_WEIGHT = 1e-9
 """Breaks ties: a collective that one reader asks for is run where the value is made, so early."""
 
@@ -121,6 +124,8 @@ class _Chooser:
                 if divisible(shape, options.states[state], self.axis.ranks)
                 and not (is_input and options.states[state] is PARTIAL)
             ]
+            if number in options.spread and any(options.states[state].sharded for state in kept):
+                kept = [state for state in kept if options.states[state] is not REPLICATED]
             found.append(tuple(kept))
         return found
 
@@ -128,9 +133,10 @@ class _Chooser:
         """Return the least-cost placement when undivided flops count ``insistence`` times."""
         problem = EliminationProblem()
         values = [problem.variable(self._held(number)) for number in range(len(self.domains))]
+        whole = {n: self._gathered(problem, values[n], n) for n in self._read_by_several()}
         ops: list[int] = []
         for number in range(len(self.options)):
-            ops.append(self._add_op(problem, values, number, insistence))
+            ops.append(self._add_op(problem, values, number, insistence, whole))
         for tie in self.structure.ties:
             ends = self.domains[tie.source], self.domains[tie.target]
             table = self._moves(tie.target, tie.top, *ends) * (tie.times * self._repeats(tie.source))
@@ -160,8 +166,29 @@ class _Chooser:
             ]
         return costs
 
+    def _read_by_several(self) -> list[int]:
+        """Return the groups, of those handed on divided, of which several products are made."""
+        readers = Counter([place for node in self.structure.nodes if node.flops for place in node.inputs])
+        return sorted([number for number in self.axis.options.spread if readers[number] > 1])
+
+    def _gathered(self, problem: EliminationProblem, value: int, number: int) -> int:
+        """Return the variable that says whether what is handed on divided is brought together.
+
+        That is done once for all readers: choices 0 and 1 are no and yes.
+        """
+        group, domain = self.structure.groups[number], self.domains[number]
+        found = problem.variable([0.0, 0.0])
+        table = self._moves(number, False, domain, (WHOLE,)) * (group.times * self._repeats(number))
+        problem.pair(value, found, np.concatenate([np.zeros_like(table), table], axis=1))
+        return found
+
     def _add_op(
-        self, problem: EliminationProblem, values: Sequence[int], number: int, insistence: float
+        self,
+        problem: EliminationProblem,
+        values: Sequence[int],
+        number: int,
+        insistence: float,
+        whole: Mapping[int, int],
     ) -> int:
         node, ranks = self.structure.nodes[number], self.axis.ranks
         options = [self.axis.options.of[number][c] for c in self.options[number]]
@@ -193,6 +220,10 @@ class _Chooser:
             table = self._untaken(place, table, self.domains[place], asked)
             if index in taken:
                 table = _unmoved(table, self.domains[place], asked)
+            elif place in whole:
+                read = np.array(asked) == WHOLE
+                table = np.where(read, 0.0, table)
+                problem.pair(whole[place], variable, np.where([read, np.zeros_like(read)], FORBIDDEN, 0.0))
             problem.pair(values[place], variable, table)
         return variable
 

@@ -14,6 +14,7 @@ from distsim.errors import PlanError
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
+from distsim.transforms.op_graph import Numbered
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
 from distsim.transforms.sharding.layout import REPLICATED, Placement, State, local_shape
@@ -45,13 +46,19 @@ def lower(
     microbatches: int,
     batch: Decision,
     tp: Decision,
+    again: bool = False,
 ) -> Lowered:
     """Write out ``function`` for one rank of ``mesh``, which stands for ``dp`` data-parallel ranks.
+
+    ``again``: what backward reads of forward is brought where it is needed in backward again, not kept.
 
     Raises :class:`PlanError` when a sum over microbatches would be needed within one of them, and
     :class:`DegreeNeeded` when the mesh has fewer replicas than there are and a shape depends on it.
     """
     lowering = _ShardLowering(function, known, mesh, Mover(mesh, dp, microbatches), batch, tp)
+    if again:
+        ahead = Numbered(function).forward
+        lowering.ahead = {op for op, forward in zip(function.ops, ahead, strict=True) if forward}
     local = lowering.lower(function)
     return Lowered(
         local,
@@ -74,6 +81,7 @@ class _ShardLowering:
     ) -> None:
         self.function, self.known, self.mesh, self.mover = function, known, mesh, mover
         self.batch, self.tp = batch, tp
+        self.ahead: set[Op] = set()  # the forward pass, where backward is to move what it reads anew
         self.parts, self.ranks = mover.parts, mesh.axis_size("tp")
         self._places: dict[tuple[State, State], Placement] = {}
         whole = (REPLICATED,) * len(batch.groups)
@@ -173,7 +181,8 @@ class _FunctionLowering:
         self.top = function is lowering.function
         self.maker = FunctionMaker(function.name)
         self.home: dict[Value, Value] = {}
-        self.elsewhere: dict[tuple[Value, int], Value] = {}
+        self.elsewhere: dict[tuple[Value, int, bool], Value] = {}
+        self.forward = False
 
     def build(self) -> Function:
         lowering, home = self.lowering, self.home
@@ -181,6 +190,7 @@ class _FunctionLowering:
             role = lowering.known.get(value, value.role)
             home[value] = self.maker.add_input_value(value.name, lowering.home_type(value), role)
         for op in self.function.ops:
+            self.forward = op in lowering.ahead
             if op.is_call:
                 self.call(op)
             else:
@@ -192,7 +202,7 @@ class _FunctionLowering:
         """Record a new value, and bring it at once to the placement in which it is handed on."""
         wanted = self.lowering.placement(value)
         if raw is not wanted:
-            self.elsewhere[value, id(raw)] = local
+            self.elsewhere[value, id(raw), self.forward] = local
             local = self.move(value, local, raw, wanted)
         self.home[value] = local
 
@@ -201,10 +211,10 @@ class _FunctionLowering:
         at = self.lowering.placement(value)
         if at is wanted:
             return self.home[value]
-        found = self.elsewhere.get((value, id(wanted)))
+        found = self.elsewhere.get((value, id(wanted), self.forward))
         if found is None:
             found = self.move(value, self.home[value], at, wanted)
-            self.elsewhere[value, id(wanted)] = found
+            self.elsewhere[value, id(wanted), self.forward] = found
         return found
 
     def move(self, value: Value, local: Value, source: Placement, target: Placement) -> Value:

@@ -77,13 +77,17 @@ class Sharded:
         return "\n".join(lines)
 
 
-def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None = None) -> Sharded:
+def shard(
+    function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None = None, sp: bool = False
+) -> Sharded:
     """Divide ``function`` over ``mesh`` (axes dp and tp) and over ``microbatches``.
 
     ``function`` may be any function: forward, or joint with its backward pass and optimizer. Data
     inputs carry the batch in dimension 0. Ops that no output needs are left out, which is noted. Raises
     :class:`PlanError` naming the numbers when the batch is not divisible or an op needs the whole batch at
     once, and for a function that recomputes already.
+
+    ``sp``: activations between the products are divided over tp in the sequence (:func:`tensor_options`).
 
     With ``dp``, the real number of replicas, the mesh is a pattern whose two data-parallel ranks stand
     for any number: all do the same on parts of the same shape. Everything is decided for the real
@@ -94,10 +98,10 @@ def shard(function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None 
     and functions that come out alike for other degrees are the same function.
     """
     memory = _KNOWN.get(function, (), lambda: _FunctionSharding(function))
-    key = (mesh, microbatches, dp)
+    key = (mesh, microbatches, dp, sp)
     found = memory.results.get(key)
     if found is None:
-        found = memory.shard(function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp)
+        found = memory.shard(function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp, sp)
         memory.results[key] = found
     return found
 
@@ -122,6 +126,19 @@ def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatc
             raise PlanError(
                 f"dp={dp} times microbatches={microbatches} does not divide the batch of {size} "
                 f"(input {value.name!r}); their product must be one of {_divisors(size)}"
+            )
+
+
+def _check_sequence(function: Function, data: tuple[Value, ...], tp: int) -> None:
+    shapes = [(value, as_tensor(value.type, value.name).shape) for value in data]
+    named = [(value, shape[1]) for value, shape in shapes if len(shape) > 1]
+    if not named:
+        raise PlanError(f"{function.name}: sp=on, but no input has a sequence (dimension 1); use sp=off")
+    for value, size in named:
+        if size % tp:
+            raise PlanError(
+                f"sp=on: tp={tp} does not divide the sequence of {size} (input {value.name!r}); tp must be "
+                f"one of {_divisors(size)}"
             )
 
 
@@ -179,27 +196,34 @@ class _FunctionSharding:
         self.known = known | dict.fromkeys(scalars, Role.CONSTANT) | dict.fromkeys(divided, Role.INPUT)
         self.structure = structure_of(function, self.known)
         self.batch_options = batch_options(function, self.structure, divided, marks)
-        self.tensor_options = tensor_options(function, self.structure, known, marks)
+        self.marks, self.roles = marks, known
+        self.tensor_options = {False: tensor_options(function, self.structure, known, marks)}
         self.batch: dict[tuple[int, Balance], Decision] = {}
-        self.tensor: dict[tuple[int, int, int, Balance], Decision] = {}
+        self.tensor: dict[tuple[int, int, int, Balance, bool], Decision] = {}
         self.lowered: dict[tuple[object, ...], Lowered] = {}
-        self.results: dict[tuple[Mesh, int, int | None], Sharded] = {}
+        self.results: dict[tuple[Mesh, int, int | None, bool], Sharded] = {}
 
-    def shard(self, function: Function, mesh: Mesh, microbatches: int, dp: int) -> Sharded:
+    def shard(self, function: Function, mesh: Mesh, microbatches: int, dp: int, sp: bool) -> Sharded:
         function = self.rewritten or function
         tp, shown = mesh.axis_size("tp"), mesh.axis_size("dp")
         if shown not in (dp, min(dp, 2)):
             raise PlanError(f"dp={dp} on a mesh of dp={shown}; give one of dp={min(dp, 2)} or of dp={dp}")
         _check_batch(function, self.data, dp, microbatches)
+        if sp:
+            _check_sequence(function, self.data, tp)
+            if True not in self.tensor_options:
+                self.tensor_options[True] = tensor_options(
+                    function, self.structure, self.roles, self.marks, sequence=True
+                )
         if len(self.results) >= MOST_RESULTS:
             for known in (self.results, self.batch, self.tensor):
                 known.clear()
-        batch, tensor = self._decide(tp, dp, microbatches, mesh.devices[0])
+        batch, tensor = self._decide(tp, dp, microbatches, mesh.devices[0], sp)
         try:
-            lowered = self._lower(function, mesh, dp, microbatches, batch, tensor)
+            lowered = self._lower(function, mesh, dp, microbatches, batch, tensor, sp)
         except DegreeNeeded:
             mesh = logical_mesh(mesh.devices[0], dp, tp)
-            lowered = self._lower(function, mesh, dp, microbatches, batch, tensor)
+            lowered = self._lower(function, mesh, dp, microbatches, batch, tensor, sp)
         return Sharded(
             lowered.function,
             mesh,
@@ -215,28 +239,37 @@ class _FunctionSharding:
             self.made,
         )
 
-    def _decide(self, tp: int, dp: int, microbatches: int, device: Device) -> tuple[Decision, Decision]:
+    def _decide(
+        self, tp: int, dp: int, microbatches: int, device: Device, sp: bool
+    ) -> tuple[Decision, Decision]:
         balance = (device.throughput, device.peaks, device.dram_bandwidth)
         parts = dp * microbatches
         batch = self.batch.get((parts, balance))
         if batch is None:
             batch = decide_batch(self.structure, self.batch_options, parts, device)
             self.batch[parts, balance] = batch
-        tensor = self.tensor.get((tp, dp, microbatches, balance))
+        tensor = self.tensor.get((tp, dp, microbatches, balance, sp))
         if tensor is None:
             degrees = (tp, dp, microbatches)
-            tensor = decide_tensor(self.structure, self.tensor_options, degrees, batch, device)
-            self.tensor[tp, dp, microbatches, balance] = tensor
+            tensor = decide_tensor(self.structure, self.tensor_options[sp], degrees, batch, device)
+            self.tensor[tp, dp, microbatches, balance, sp] = tensor
         return batch, tensor
 
     def _lower(
-        self, function: Function, mesh: Mesh, dp: int, microbatches: int, batch: Decision, tensor: Decision
+        self,
+        function: Function,
+        mesh: Mesh,
+        dp: int,
+        microbatches: int,
+        batch: Decision,
+        tensor: Decision,
+        sp: bool,
     ) -> Lowered:
         """Return the local function; one whose parts and choices are the same is the same function."""
-        key = (mesh, dp * microbatches, batch.choices, tensor.choices)
+        key = (mesh, dp * microbatches, batch.choices, tensor.choices, sp)
         found = self.lowered.get(key)
         if found is None or (found.refusal and microbatches > 1):
-            found = lower(function, self.known, mesh, dp, microbatches, batch, tensor)
+            found = lower(function, self.known, mesh, dp, microbatches, batch, tensor, sp)
             if len(self.lowered) >= MOST_FUNCTIONS:
                 oldest = self.lowered.pop(next(iter(self.lowered))).function
                 self.results = {k: known for k, known in self.results.items() if known.function is not oldest}

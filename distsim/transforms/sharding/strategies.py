@@ -179,7 +179,8 @@ class Option:
 class Options:
     """What every op may do, and the states of groups that are given; both also in numbers of states.
 
-    The ops ``divided`` are divided where they can be. ``decomposed`` is as of :func:`candidates`.
+    The ops ``divided`` are divided where they can be, and the groups ``spread`` are handed on divided.
+    ``decomposed`` is as of :func:`candidates`.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class Options:
         pieces: PiecesBySize,
         decomposed: bool = True,
         divided: Container[Op] = (),
+        spread: frozenset[int] = frozenset(),
     ) -> None:
         self._structure = structure
         self._numbers: dict[State, int] = {REPLICATED: 0, PARTIAL: 1}
@@ -209,7 +211,7 @@ class Options:
         """The options of each op, in the order of the structure."""
         self.given: dict[int, int] = {group: self._number(state) for group, state in given.items()}
         self.states: tuple[State, ...] = tuple(self._numbers)
-        self._divided = divided
+        self._divided, self.spread = divided, spread
 
     def that_fit(self, ranks: int, parts: int) -> list[Ids]:
         """Return per op the options that there are on so many ranks, the batch in so many parts."""
