@@ -33,6 +33,7 @@ from distsim.transforms.pipelining.stage_choice import (
 )
 from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import rematerialize
+from distsim.transforms.recompute.interiors import recompute_interiors
 from distsim.transforms.sharding.shard import Sharded, shard
 
 
@@ -243,7 +244,7 @@ class _KeptCuts:
 
     def _local(self, function: Function, key: Division, costs: DeviceCosts, level: int) -> Sharded:
         """Return what every rank runs, with so many levels of Calls written out."""
-        plain = key.remat == "none" and key.fsdp == "none"
+        plain = key.remat == "none" and key.fsdp == "none" and not key.kernels.interiors
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
@@ -292,10 +293,11 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
     counts = parse_remat(key.remat).counts_layers
     stages = layers_of_stages(local, key.num_stages, costs, key.stages) if counts else ()
     known = _REMATERIALIZED.setdefault(local.function, {})
-    asked = (key.remat, key.fsdp, costs.key, levels, stages)
+    asked = (key.remat, key.fsdp, key.kernels, costs.key, levels, stages)
     found = known.get(asked)
     if found is None:
-        divided = local if key.fsdp == "none" else divide_parameters(local)
+        fused = replace(local, function=recompute_interiors(local.function, key.kernels))
+        divided = fused if key.fsdp == "none" else divide_parameters(fused)
         tags = gathered(divided.function, key.fsdp == "reshard")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         for _ in range(levels):
