@@ -21,6 +21,7 @@ from distsim.schedule.refusals import count as count_of
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
+from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.outline import outline
@@ -249,7 +250,7 @@ class _KeptCuts:
         written = self.written[level - 1] if level and plain else outlined
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
         local = shard(written, logical_mesh(key.figures, shown, key.tp), key.microbatches, key.dp)
-        local = replace(local, kernels=key.kernels)
+        local = replace(local, function=losses_apart(local.function, key.kernels), kernels=key.kernels)
         return local if plain else _rematerialized(local, key, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:

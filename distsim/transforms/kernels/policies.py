@@ -24,7 +24,8 @@ class Kernels:
     that no such kernel adds is added by the kernel of its product. ``multi_tensor``: optimizers and gradient
     clipping launch a kernel for many tensors (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
     kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
-    fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`).
+    fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``apart``: a cross entropy is the two
+    kernels that torch runs for it (:mod:`distsim.transforms.kernels.losses`).
     """
 
     name: str
@@ -32,6 +33,7 @@ class Kernels:
     epilogues: bool = False
     multi_tensor: bool = False
     interiors: bool = False
+    apart: bool = False
 
 
 @cached("whether an op is element by element, by signature", 65536)
@@ -175,7 +177,7 @@ KERNELS = {
     each.name: each
     for each in (
         Kernels("ops"),
-        Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True),
+        Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True, apart=True),
         Kernels("fused", _megatron, epilogues=True, multi_tensor=True, interiors=True),
         Kernels("compiled", _compiled, epilogues=True, multi_tensor=True, interiors=True),
     )
