@@ -67,6 +67,32 @@ def test_a_compiler_joins_chains_with_reductions_along_rows():
     assert "SoftmaxGrad+Mul" in kernels_of("gpt", "compiled", "layer_backward")
 
 
+@pytest.mark.parametrize("name", ["eager", "fused", "compiled"])
+def test_a_transpose_is_a_view_where_strides_are_read(name):
+    """Of heads for attention and element by element; what gives them another shape copies, and a product of
+    many matrices but for rows and columns."""
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (2, 8, 4, 6)))
+    w = maker.add_input_value("w", Tensor(Float(), (5, 32)))
+
+    def turned(value, *perm):
+        return maker.add_op("Transpose", inputs=[value], attributes={"perm": perm})
+
+    scaled = maker.add_op("Tanh", inputs=[turned(x, 0, 2, 1, 3)])
+    maker.add_op("MatMul", inputs=[scaled, turned(scaled, 0, 1, 3, 2)])
+    flat = maker.add_op("Reshape", inputs=[turned(scaled, 0, 2, 1, 3)], attributes={"shape": (12, 32)})
+    maker.add_op("MatMul", inputs=[flat, turned(w, 1, 0)])
+    maker.add_op("MatMul", inputs=[turned(x, 0, 2, 3, 1), turned(x, 0, 2, 1, 3)])
+    function = maker.finalize()
+    fused = fuse(function, KERNELS[name]).function
+    verify(fused)
+    kinds = [op.op_type for op in fused.ops if op.op_type.startswith("Transpose")]
+    assert kinds == ["TransposedView"] * 2 + ["Transpose"] + ["TransposedView"] + ["Transpose"] * 2
+    inputs = random_inputs(function)
+    for one, other in zip(*(SequentialExecutor().compute(f, inputs) for f in (function, fused)), strict=True):
+        assert (one == other).all()
+
+
 @pytest.mark.parametrize("precision", ["bf16", "mixed"])
 def test_eager_mode_takes_a_cross_entropy_apart(precision):
     """log_softmax saves its result, as large as the logits that a fused loss saves; in backward there is the

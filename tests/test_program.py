@@ -127,7 +127,7 @@ def test_what_is_written_out_has_the_layers_of_its_stage():
     found: dict[str, list[str]] = {}
     for op in program.to_function().ops:
         if op.is_call and op.name[0] in "FB":
-            found.setdefault(op.callee.name, [inner.name for inner in op.callee.ops if inner.name])
+            found.setdefault(op.callee.name, [inner.name for inner in op.callee.ops if inner.is_call])
     layers = [found[f"stage{stage}_forward"] for stage in range(4)]
     assert [name for names in layers for name in names] == [f"h{i}" for i in range(8)]
     for stage, names in enumerate(layers):

@@ -23,6 +23,7 @@ from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
+from distsim.transforms.kernels.strides import strided
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     updates = {op for op in function.ops if kernels.multi_tensor and is_update(op)}
     opened = inline(function, updates) if updates else function
     source = [n for n, op in enumerate(function.ops) for _ in (op.callee.ops if op in updates else (op,))]
-    ops = [_with_fused_callee(op, kernels) for op in opened.ops]
+    ops = strided([_with_fused_callee(op, kernels) for op in opened.ops])
     groups = kernel_groups(ops, kernels, kernels.joins)
     if len(groups) == len(ops) and all(map(is_, ops, opened.ops)):
         return None
