@@ -10,11 +10,13 @@ from distsim.ops import op_label, operator, signature_of, work
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import count, seconds_text, table
+from distsim.simulate.memory.origins import grouped
 from distsim.simulate.quantities import bytes_label
 from distsim.simulate.tasks.rank_classes import communicates
 
 _MOST_ROWS = 32
 _MOST_OPS = 10
+_MOST_MODULES = 8
 
 
 def summarize(simulation: Simulation, samples: float | None = None, model_flops: float | None = None) -> str:
@@ -40,7 +42,7 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s{steady}")
     lines += _utilisation(simulation, model_flops)
     lines += [
-        _memory_line(simulation),
+        *_memory_lines(simulation),
         *_host_line(simulation),
         "",
         *_device_table(simulation),
@@ -76,21 +78,32 @@ def _matrix_type(simulation: Simulation) -> str | None:
     return max(flops, key=lambda name: flops[name]) if flops else None
 
 
-def _memory_line(simulation: Simulation) -> str:
+def _memory_lines(simulation: Simulation) -> list[str]:
     over = {d: use.missing(d) for d, use in simulation.memory.items() if not use.fits(d)}
     worst = max(over or simulation.memory, key=lambda d: over.get(d, simulation.memory[d].peak), default=None)
     if worst is None:
-        return "memory        none in use"
+        return ["memory        none in use"]
     use = simulation.memory[worst]
     parts = ", ".join(f"{name} {bytes_label(n)}" for name, n in use.by_kind.items() if n)
     if over:
-        return (
+        memory = (
             f"memory        OUT OF MEMORY on {count(len(over), 'device')}: {worst} needs "
             f"{bytes_label(use.peak)}, {bytes_label(over[worst])} more than {_usable(worst)} ({parts})"
         )
-    return (
-        f"memory        fits; the most is {bytes_label(use.peak)} on {worst}, of {_usable(worst)} ({parts})"
-    )
+    else:
+        most = f"{bytes_label(use.peak)} on {worst}, of {_usable(worst)}"
+        memory = f"memory        fits; the most is {most} ({parts})"
+    return [memory, *_saved_lines(simulation, worst)]
+
+
+def _saved_lines(simulation: Simulation, device: Device) -> list[str]:
+    """Say from which modules the activations at the peak of a device are, if there are any."""
+    total = simulation.memory[device].by_kind["activations"]
+    if not total:
+        return []
+    modules = grouped(simulation.saved_by_module(device), _MOST_MODULES)
+    parts = [f"{name} {bytes_label(nbytes)} ({nbytes / total:.0%})" for name, nbytes in modules.items()]
+    return [f"activations   {', '.join(parts)}"]
 
 
 def _host_line(simulation: Simulation) -> list[str]:

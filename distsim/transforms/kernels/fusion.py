@@ -23,6 +23,7 @@ from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
+from distsim.transforms.kernels.strides import strided
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     updates = {op for op in function.ops if kernels.multi_tensor and is_update(op)}
     opened = inline(function, updates) if updates else function
     source = [n for n, op in enumerate(function.ops) for _ in (op.callee.ops if op in updates else (op,))]
-    ops = [_with_fused_callee(op, kernels) for op in opened.ops]
-    groups = _groups(ops, kernels, kernels.joins)
+    ops = strided([_with_fused_callee(op, kernels) for op in opened.ops])
+    groups = kernel_groups(ops, kernels, kernels.joins)
     if len(groups) == len(ops) and all(map(is_, ops, opened.ops)):
         return None
     of = {place: number for number, group in enumerate(groups) for place in group}
@@ -92,8 +93,8 @@ def _kernel(ops: Sequence[Op], outputs: Sequence[Value]) -> Op:
     return Op(KERNEL, inputs, tuple(outputs), attributes, (body,), name=name)
 
 
-def _groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[list[int]]:
-    """Return the places of the ops of each kernel, in order."""
+def kernel_groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[list[int]]:
+    """Return the places of the ops of each kernel, in order; ``joins`` are those of the policy."""
     maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
     can = [fusible(op) for op in ops]
     before = [sorted({maker[value] for value in op.inputs if value in maker}) for op in ops]

@@ -22,13 +22,18 @@ class Kernels:
 
     ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
     that no such kernel adds is added by the kernel of its product. ``multi_tensor``: optimizers and gradient
-    clipping launch a kernel for many tensors (:mod:`distsim.transforms.kernels.multi_tensor`).
+    clipping launch a kernel for many tensors (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
+    kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
+    fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``apart``: a cross entropy is the two
+    kernels that torch runs for it (:mod:`distsim.transforms.kernels.losses`).
     """
 
     name: str
     joins: Joins | None = None
     epilogues: bool = False
     multi_tensor: bool = False
+    interiors: bool = False
+    apart: bool = False
 
 
 @cached("whether an op is element by element, by signature", 65536)
@@ -105,7 +110,8 @@ _MEGATRON = {
     # bias_gelu, bias_swiglu: megatron/core/fusions/fused_bias_gelu.py, fused_bias_swiglu.py
     "Gelu": ("bias",),
     "Swish": ("bias",),
-    "SwishGrad": ("Mul",),
+    "GeluGrad": ("bias", "Mul"),
+    "SwishGrad": ("bias", "Mul"),
     # bias + dropout + residual: fused_bias_dropout.py
     "Dropout": ("bias",),
     # scale + mask + softmax: fused_softmax.py
@@ -131,7 +137,7 @@ def _megatron(first: Op, second: Op) -> bool:
             return True  # towards the mask of a softmax
         if residual and (first.op_type == "Dropout" or _adds_bias(first)):
             return True
-    if first.op_type == "Swish" and second.op_type == "Mul":
+    if first.op_type in ("Swish", "Gelu") and second.op_type == "Mul":
         return True
     if first.op_type == "Softmax" and second.op_type == "Cast":
         return True
@@ -173,9 +179,9 @@ KERNELS = {
     each.name: each
     for each in (
         Kernels("ops"),
-        Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True),
-        Kernels("fused", _megatron, epilogues=True, multi_tensor=True),
-        Kernels("compiled", _compiled, epilogues=True, multi_tensor=True),
+        Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True, apart=True),
+        Kernels("fused", _megatron, epilogues=True, multi_tensor=True, interiors=True),
+        Kernels("compiled", _compiled, epilogues=True, multi_tensor=True, interiors=True),
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
