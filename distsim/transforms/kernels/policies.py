@@ -21,13 +21,15 @@ class Kernels:
     """A policy under a name: which ops one kernel runs.
 
     ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
-    that no such kernel adds is added by the kernel of its product. ``multi_tensor``: optimizers and gradient
-    clipping launch a kernel for many tensors (:mod:`distsim.transforms.kernels.multi_tensor`).
+    that no such kernel adds is added by the kernel of its product. ``rotary``: a rotary embedding that is
+    written out is a kernel, as of Megatron-LM's fused_rope (:mod:`distsim.transforms.kernels.rotary`). ``multi_tensor``: optimizers and
+    gradient clipping launch a kernel for many tensors (:mod:`distsim.transforms.kernels.multi_tensor`).
     """
 
     name: str
     joins: Joins | None = None
     epilogues: bool = False
+    rotary: bool = False
     multi_tensor: bool = False
 
 
@@ -98,7 +100,9 @@ def _scales(op: Op) -> bool:
 
 def is_epilogue(first: Op, second: Op) -> bool:
     """Whether an op adds the bias of a product (cuBLAS's epilogue, which ``torch.addmm`` uses)."""
-    return first.op_type in ("MatMul", "Gemm") and _adds_bias(second) and second.inputs[0] is first.outputs[0]
+    if first.op_type not in ("MatMul", "Gemm") or not _adds_bias(second):
+        return False
+    return first.outputs[0] in second.inputs and len(_shape(first.outputs[0])) > 1  # not itself the vector
 
 
 _MEGATRON = {
@@ -133,22 +137,7 @@ def _megatron(first: Op, second: Op) -> bool:
             return True
     if first.op_type == "Swish" and second.op_type == "Mul":
         return True
-    if first.op_type == "Softmax" and second.op_type == "Cast":
-        return True
-    return _rotates(first, second)
-
-
-def _rotates(first: Op, second: Op) -> bool:
-    """Rotary embedding, as fused_rope runs it: halves are swapped, one negated, both scaled and added."""
-    return (first.op_type, second.op_type) in (
-        ("Split", "Neg"),
-        ("Neg", "Concat"),
-        ("Split", "Concat"),
-        ("Concat", "Mul"),
-        ("Mul", "Add"),
-        ("Mul", "Split"),  # and backward
-        ("Concat", "Add"),
-    )
+    return first.op_type == "Softmax" and second.op_type == "Cast"
 
 
 def _compiled(first: Op, second: Op) -> bool:
@@ -174,7 +163,7 @@ KERNELS = {
     for each in (
         Kernels("ops"),
         Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True),
-        Kernels("fused", _megatron, epilogues=True, multi_tensor=True),
+        Kernels("fused", _megatron, epilogues=True, rotary=True, multi_tensor=True),
         Kernels("compiled", _compiled, epilogues=True, multi_tensor=True),
     )
 }
