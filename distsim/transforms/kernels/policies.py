@@ -22,8 +22,9 @@ class Kernels:
 
     ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
     that no such kernel adds is added by the kernel of its product. ``rotary``: a rotary embedding that is
-    written out is a kernel, as of Megatron-LM's fused_rope (:mod:`distsim.transforms.kernels.rotary`). ``multi_tensor``: optimizers and
-    gradient clipping launch a kernel for many tensors (:mod:`distsim.transforms.kernels.multi_tensor`).
+    written out is a kernel, as Megatron-LM's fused_rope (:mod:`distsim.transforms.kernels.rotary`).
+    ``multi_tensor``: optimizers and gradient clipping launch a kernel for many tensors
+    (:mod:`distsim.transforms.kernels.multi_tensor`).
     """
 
     name: str
