@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -294,25 +294,7 @@ def register(operator: Operator) -> Operator:
     """Add an operator, or the missing rules of one (each rule may be given once)."""
     known = _OPERATORS.get(operator.name)
     if known is not None:
-        rules = (
-            "types",
-            "compute",
-            "work",
-            "gradient",
-            "sharding",
-            "communication",
-            "formals",
-            "in_place",
-            "overwrites",
-            "view",
-            "waits",
-            "pinned",
-            "host_stream",
-            "part",
-            "buffers",
-            "saved",
-            "bounds",
-        )
+        rules = [each.name for each in fields(Operator) if each.name != "name"]
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
         twice = [name for name in given if getattr(known, name)]
         if twice:
