@@ -52,7 +52,8 @@ def parallelize(
     other, where links are fastest, then data-parallel ones, then pipeline stages. Where stages begin and
     what is computed again depends on ``cost_model``, by default ``CostModel(topology)``. ``schedule``, such
     as a table of one's own, runs in place of the one that the plan names. ``kernels`` says which ops one
-    kernel runs (:mod:`distsim.transforms.kernels`). Raises :class:`PlanError` when the plan does not fit the
+    kernel runs (:mod:`distsim.transforms.kernels`): by default each op of the function as it stands, where
+    the command line has ``eager``. Raises :class:`PlanError` when the plan does not fit the
     topology, the batch or the function, and :class:`CostError` for a cost model of another topology.
     """
     costs = cost_model_of(topology, cost_model)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from cli_cases import (
@@ -94,6 +95,12 @@ def test_builders_and_files_are_simulated(capsys, model, arguments, samples):
     assert out.startswith(f"{model} on dgx-a100, ")
     assert f", batch {samples}\n" in out
     assert step_time(out) > 0
+
+
+def test_the_command_of_the_readme_takes_what_its_python_says(capsys):
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    command = re.search(r"`distsim simulate (mlp:[^`]+)`", text)[1].split()
+    assert f"'{re.search('step time +(.+)', run(capsys, 'simulate', *command)[0])[1]}'\n" in text
 
 
 def test_without_a_plan_one_device_does_everything(capsys):
@@ -216,6 +223,12 @@ def test_attention_is_one_kernel_in_half_precision_unless_asked_otherwise(capsys
         assert "note: attention: as the model writes it (math)\n" in text
     assert note in simulate(capsys, *command, "--attention", "flash")
     assert step_time(flash) < step_time(math) and peak_memory(flash) < 0.7 * peak_memory(math)
+
+
+def test_amp_multiplies_in_half_precision_and_so_has_one_kernel_of_attention(capsys):
+    command = ["gpt:layers=2,hidden=64,heads=4,seq=256,vocab=64", "--batch", 8]
+    assert "2 as one kernel each (flash)" in simulate(capsys, *command, "--precision", "amp")
+    assert "as the model writes it (math)" in simulate(capsys, *command, "--precision", "tf32")
 
 
 def test_show_training_adds_the_backward_pass_and_the_optimizer(capsys):

@@ -53,10 +53,41 @@ def test_megatrons_fusions():
     """bias + GELU, bias + residual, scale + mask + softmax; a bias that none takes is the product's."""
     found = kernels_of("gpt", "fused", "layer")
     assert found == ["MatMul+Add"] * 3 + ["Mul+Add+Softmax", "Add+Add", "Add+Gelu", "Add+Add"]
-    rotary = "Split+Neg+Concat"
+    rotary = "Split+Neg+Concat+Mul+Mul+Add"
     llama = kernels_of("llama", "fused", "layer")
-    assert [label for label in llama if rotary not in label] == ["Mul+Add+Softmax", "Swish+Mul"]
-    assert len(llama) == 4  # of query and of key
+    assert llama == [rotary] * 2 + ["Mul+Add+Softmax", "Swish+Mul"]  # of query and of key
+
+
+@pytest.mark.parametrize("policy", ["eager", "fused", "compiled"])
+@pytest.mark.parametrize("bias_first", [False, True])
+def test_a_bias_is_added_by_the_kernel_of_its_product_on_either_side(policy, bias_first):
+    maker = FunctionMaker("linear")
+    x = maker.add_input_value("x", Tensor(Float(), (4, 8)))
+    w = maker.add_input_value("w", Tensor(Float(), (8, 8)))
+    b = maker.add_input_value("b", Tensor(Float(), (8,)))
+    pair = [maker.add_op("MatMul", inputs=[x, w]), b]
+    maker.add_op("Add", inputs=pair[::-1] if bias_first else pair)
+    (op,) = fuse(maker.finalize(), KERNELS[policy]).function.ops
+    assert op_label(op) == "MatMul+Add"
+
+
+def test_a_vector_that_is_a_product_is_no_bias_of_it():
+    maker = FunctionMaker("vector")
+    x = maker.add_input_value("x", Tensor(Float(), (4, 8)))
+    v = maker.add_input_value("v", Tensor(Float(), (8,)))
+    w = maker.add_input_value("w", Tensor(Float(), (8, 8)))
+    maker.add_op("Add", inputs=[x, maker.add_op("MatMul", inputs=[v, w])])
+    assert len(fuse(maker.finalize(), KERNELS["eager"]).function.ops) == 2
+
+
+def test_policies_of_one_name_are_told_apart():
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (4, 8)))
+    maker.add_op("Tanh", inputs=[maker.add_op("Neg", inputs=[x])])
+    function = maker.finalize()
+    for joins in (False, True, False):
+        policy = Kernels("mine", lambda first, second, joins=joins: joins)
+        assert len(fuse(function, policy).function.ops) == (1 if joins else 2)
 
 
 def test_a_compiler_joins_chains_with_reductions_along_rows():

@@ -16,7 +16,7 @@ from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError
 from distsim.hardware import load_cluster
-from distsim.interpret import count_flops
+from distsim.interpret import count_model_flops
 from distsim.ir import Device, Function, Topology
 from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
@@ -164,7 +164,7 @@ def _tell(
     say(f"{options.model} on {options.cluster}, {way}, batch {samples}\n")
     if about:
         say(about)
-    say(summarize(simulation, samples, count_flops(function)))
+    say(summarize(simulation, samples, count_model_flops(function)))
     if options.explain:
         say(progress.run("explaining", simulation.explain))
     uncosted = ", ".join(cost_model.uncosted)

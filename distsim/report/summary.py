@@ -22,11 +22,12 @@ _MOST_MODULES = 8
 def summarize(simulation: Simulation, samples: float | None = None, model_flops: float | None = None) -> str:
     """Return a text: step time, speed, how each device spends the step, memory, and the top operators.
 
-    ``samples`` is what one step processes; ``model_flops`` the FLOPs that the model itself needs for
-    them, for the model utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B). Both may be left
-    out, and so are then the lines that need them. Of a step without a flush, throughput and utilisation are
-    those of the steady state (:attr:`Simulation.step_period`); all else, as the shares of the devices, is of
-    a single step, in which the pipeline fills and drains.
+    ``samples`` is what one step processes; ``model_flops`` the FLOPs that the model itself needs for them
+    (:func:`distsim.interpret.count_model_flops`), for the model utilisation (MFU). Both may be left out, and
+    so are then the lines that need them. The hardware utilisation (HFU) is of all that kernels do: where they
+    skip the pairs of query and key that a mask hides, it may be the lesser one. Of a step without a flush,
+    throughput and utilisation are those of the steady state (:attr:`Simulation.step_period`); all else, as
+    the shares of the devices, is of a single step, in which the pipeline fills and drains.
     """
     lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}"]
     each = simulation.microbatch_time
@@ -57,11 +58,14 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
     if dtype is None or not simulation.step_period > 0:
         return []
     peak = sum(device.peak(dtype) for device in simulation.timestamps)
-    shares = {"MFU": model_flops, "HFU": simulation.flops}
+    shares = (
+        ("MFU", model_flops, "the model's products, of attention all pairs"),
+        ("HFU", simulation.flops, "all that kernels do"),
+    )
     what = f"{peak / 1e12:.4g} TFLOP/s ({dtype}, {len(simulation.timestamps)} devices)"
     return [
-        f"{name}           {flops / (simulation.step_period * peak):.1%} of {what}"
-        for name, flops in shares.items()
+        f"{name}           {flops / (simulation.step_period * peak):.1%} of {what}: {counted}"
+        for name, flops, counted in shares
         if flops is not None
     ]
 
