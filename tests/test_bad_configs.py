@@ -46,8 +46,8 @@ def refused(config: object, batch: int = 1) -> str:
         ("llama", {"hidden_size": 10**5000}, ("hidden_size=a number of 16610 bits",)),
         ("llama", {"hidden_size": math.nan}, ("hidden_size=nan",)),
         ("llama", {"rms_norm_eps": math.inf}, ("rms_norm_eps=inf",)),
-        ("llama", {"num_hidden_layers": 10**12}, ("num_hidden_layers=1000000000000", "to 500")),
-        ("gpt2", {"n_layer": 501}, ("n_layer=501", "to 500")),
+        ("llama", {"num_hidden_layers": 10**12}, ("num_hidden_layers=1000000000000", "to 250")),
+        ("gpt2", {"n_layer": 251}, ("n_layer=251", "to 250")),
         ("llama", {"num_hidden_layers": 0}, ("num_hidden_layers=0",)),
         (
             "llama",

@@ -2,8 +2,8 @@
 
 Source: ``transformers/models/*/configuration_*.py`` of transformers 5.23.0, and for ``rope_theta`` the
 ``default_theta`` there and in ``modeling_rope_utils.py``. None is null: of ``num_key_value_heads`` as many as
-heads, of ``head_dim`` what heads divide hidden_size into, of ``n_inner`` 4 x n_embd, else none of it. No class
-has ``moe_layer_freq`` and ``scoring_func``: these are as the code that came with the checkpoints has them.
+heads, of ``head_dim`` what heads divide hidden_size into, of ``n_inner`` 4 x n_embd, else none of it. No
+class has ``moe_layer_freq`` and ``scoring_func``: they are as in the code that came with the checkpoints.
 
 Sizes in which the models of a family differ (layers, hidden, heads, vocabulary, experts, ranks) are not in
 here, though the classes have those of some model: a file that does not say them describes none.
