@@ -52,10 +52,12 @@ def test_simulating_gpt2_prints_a_summary_and_writes_a_trace_and_a_timeline(caps
         plot,
         "--strict",
     ]
-    command = ["simulate", "gpt2", "--cluster", "dgx-a100:2", *arguments]
+    command = ["simulate", "gpt2-onnx", "--cluster", "dgx-a100:2", *arguments]
     out, err = run(capsys, *command)
 
-    assert out.startswith(f"gpt2 on dgx-a100:2, {plan},schedule=1f1b, batch 8\n\ngpt2_training: 16 devices\n")
+    assert out.startswith(
+        f"gpt2-onnx on dgx-a100:2, {plan},schedule=1f1b, batch 8\n\ngpt2_training: 16 devices\n"
+    )
     speed = float(re.search(r"^throughput +([\d.]+) samples/s$", out, re.MULTILINE)[1])
     assert speed == pytest.approx(8 / step_time(out), rel=1e-3)
     for expected in ("MFU ", "HFU ", "memory        fits", "MPIAllreduce ", "Send ", "GemmGrad "):
@@ -203,9 +205,12 @@ def test_show_prints_the_forward_function(capsys):
 
 
 def test_bindings_that_are_given_one_by_one_add_up(capsys):
-    joined, _ = run(capsys, "show", "gpt2", "--bind", "batch=2,seq=8")
+    joined, _ = run(capsys, "show", "gpt2-onnx", "--bind", "batch=2,seq=8")
     assert "input_ids: i64[2, 8]" in joined
-    assert run(capsys, "show", "gpt2", "--bind", "batch=2", "--bind", "seq=8", "--bind", "seq=8")[0] == joined
+    assert (
+        run(capsys, "show", "gpt2-onnx", "--bind", "batch=2", "--bind", "seq=8", "--bind", "seq=8")[0]
+        == joined
+    )
 
 
 def test_show_prints_the_precision_it_is_given(capsys):
