@@ -25,6 +25,7 @@ from distsim.models.parts.layer_maker import Norm
 from distsim.plan import Plan
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, differentiate, inline, rematerialize, split_joint
+from distsim.transforms.kernels import KERNELS
 
 B, S, H, A, GROUPS, F = 16, 128, 64, 4, 2, 176
 SBH = S * B * H
@@ -52,18 +53,18 @@ def joint(sizes: DecoderSizes, attention: str) -> Function:
     return differentiate(decoder(sizes, B, S, BFloat16(), attention=attention), SGD(lr=0.1))
 
 
-def peaks(sizes: DecoderSizes, attention: str, plan: Plan) -> dict[str, int]:
+def peaks(sizes: DecoderSizes, attention: str, plan: Plan, kernels: str = "ops") -> dict[str, int]:
     """The bytes at the peak by kind; of all ranks alike."""
-    program = parallelize(joint(sizes, attention), plan, CLUSTER)
+    program = parallelize(joint(sizes, attention), plan, CLUSTER, kernels=KERNELS[kernels])
     first, *rest = program_memory(program).devices.values()
     assert all(each.by_kind == first.by_kind for each in rest)
     return dict(first.by_kind)
 
 
-def layer(sizes: DecoderSizes, attention: str, plan: Plan) -> int:
+def layer(sizes: DecoderSizes, attention: str, plan: Plan, kernels: str = "ops") -> int:
     """The bytes that one layer adds to the activations at the peak."""
     four = replace(sizes, layers=4)
-    more, fewer = (peaks(each, attention, plan) for each in (four, sizes))
+    more, fewer = (peaks(each, attention, plan, kernels) for each in (four, sizes))
     grown = {kind for kind in more if more[kind] != fewer[kind]}
     assert grown == {"parameters", "activations"}, "the peak of both is where backward begins"
     return more["activations"] - fewer["activations"]
@@ -104,6 +105,29 @@ def test_a_layer_with_swiglu_and_grouped_heads() -> None:
     assert layer(LLAMA, "math", Plan(remat="ops:MatMul")) == (2 + 2 + 4 * GROUPS // A + 2 + 2) * SBH + (
         4 * S * B * F + 2 * A * S * S * B
     )
+
+
+@pytest.mark.parametrize(("kernels", "inner"), [("eager", 8), ("fused", 6), ("compiled", 6)])
+def test_a_fused_swiglu_saves_what_it_reads_and_its_product(kernels: str, inner: int) -> None:
+    """Gate, up and product; what the activation makes is made again where it is read (layouts: 6sbf).
+
+    A block that runs again as a whole makes no more than that at once.
+    """
+    heads = (12 + 4 * GROUPS // A) * SBH
+    for t in (1, 2):
+        inputs = heads if t == 1 else 8 * SBH + (4 + 4 * GROUPS // A) * SBH // t
+        assert layer(LLAMA, "flash", Plan(tp=t), kernels) == (inputs + (inner * S * B * F + LOG_SUM_EXP) // t)
+        assert layer(LLAMA, "flash", Plan(tp=t, remat="full"), kernels) == 2 * SBH
+
+
+@pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
+@pytest.mark.parametrize(("sizes", "masks"), [(DROPPING, 2), (GPT, 0)])
+def test_kernels_save_what_the_formulas_say(sizes: DecoderSizes, masks: int, kernels: str) -> None:
+    """A bias that a kernel of a GELU adds is added again: as many bytes are saved, of what came in."""
+    assert layer(sizes, "flash", Plan(), kernels) == (32 + masks) * SBH + LOG_SUM_EXP
+    assert layer(sizes, "flash", Plan(remat="attention"), kernels) == (32 + masks) * SBH
+    if masks:
+        assert layer(sizes, "flash", Plan(tp=2, remat="attention"), kernels) == (10 + 24 // 2) * SBH
 
 
 def test_a_block_that_runs_again_needs_its_own_working_set_once() -> None:

@@ -13,7 +13,7 @@ from distsim.importer import load_model
 from distsim.ir import Role
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.search import remedies
+from distsim.search import PlanTrials, remedies
 from distsim.simulate import Simulator
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.stacks import STACKS
@@ -65,12 +65,10 @@ def test_without_sharding_its_states_alone_do_not_fit():
 
 def test_what_would_make_it_fit_is_said():
     simulator = Simulator(CostModel(A100))
-    found = remedies(
-        Plan(dp=64),
-        64,
-        lambda plan: simulator.simulate(program_of("megatron", plan)),
-        most=1,
+    trials = PlanTrials(
+        llama("megatron"), A100, lambda plan: program_of("megatron", plan), simulator.simulate
     )
+    found = remedies(Plan(dp=64), trials, most=1, seconds=600).fit
     assert [each.change for each in found] == ["fsdp=reshard"]
     assert found[0].peak <= A100.devices[0].usable
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -23,13 +23,15 @@ class Work:
     """What one execution of an op asks of a device.
 
     ``flops`` counts a multiply-add as two; ``bytes_read`` and ``bytes_written`` go to device memory;
-    ``matrix`` says that the flops run on the matrix units (tensor cores).
+    ``matrix`` says that the flops run on the matrix units (tensor cores). ``model_flops`` are those of the
+    products that the op stands for, where its kernel leaves some out or takes some twice (None: ``flops``).
     """
 
     flops: float
     bytes_read: float
     bytes_written: float
     matrix: bool = False
+    model_flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +202,7 @@ ComputeRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 WorkRule = Callable[[Signature], Work]
 GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
-BufferRule = Callable[[Attributes, int], Sequence[int]]
+InputsRule = Callable[[Attributes, int], Sequence[int]]
 """(attributes, number of inputs) -> places of inputs."""
 SavedRule = Callable[[Attributes, int, int], Sequence[str]]
 """(attributes, number of inputs, of outputs) -> what further outputs are called; the attribute ``outputs``
@@ -269,8 +271,10 @@ class Operator:
     part: PartRule | None = None
     """What makes one of several outputs where each is made by work of its own, as the two products of a
     gradient: the parts of all outputs take as many flops as the op."""
-    buffers: BufferRule | None = None
+    buffers: InputsRule | None = None
     """The inputs that hold what training leaves as it is, such as running statistics."""
+    exact: InputsRule | None = None
+    """The inputs that no product reads: they keep their digits where products run at a lower rate."""
     saved: SavedRule | None = None
     """What training has an op make besides, because its gradient reads it: a mask of dropout."""
     view: bool = False
@@ -304,25 +308,7 @@ def register(operator: Operator) -> Operator:
     """Add an operator, or the missing rules of one (each rule may be given once)."""
     known = _OPERATORS.get(operator.name)
     if known is not None:
-        rules = (
-            "types",
-            "compute",
-            "work",
-            "gradient",
-            "sharding",
-            "communication",
-            "formals",
-            "in_place",
-            "overwrites",
-            "view",
-            "waits",
-            "pinned",
-            "host_stream",
-            "part",
-            "buffers",
-            "saved",
-            "bounds",
-        )
+        rules = [each.name for each in fields(Operator) if each.name != "name"]
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
         twice = [name for name in given if getattr(known, name)]
         if twice:
@@ -392,9 +378,13 @@ def bytes_of(tensors: Sequence[Tensor]) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
-def work_of(signature: Signature, flops: float, matrix: bool = False) -> Work:
-    """Return the work of an op of so many flops that reads its inputs once and writes its outputs once."""
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix)
+def work_of(signature: Signature, flops: float, matrix: bool = False, added: float = 0.0) -> Work:
+    """Return the work of an op of so many flops that reads its inputs once and writes its outputs once.
+
+    A bias takes ``added`` flops more, which are none of the model's products.
+    """
+    read, written = bytes_of(signature.inputs), bytes_of(signature.outputs)
+    return Work(flops + added, read, written, matrix, flops if added else None)
 
 
 def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:

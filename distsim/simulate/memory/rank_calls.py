@@ -107,7 +107,7 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     schedule = table.order.schedule
     if schedule.weights != FLUSH:
         raise Irregular
-    roles = _roles(schedule, inputs)
+    roles = roles_of_ranks(schedule, inputs)
     ends = int(table.start[table.tail])
     numbers: list[int] = np.unique(table.block[:ends]).tolist()
     each = max(schedule.num_microbatches, 1)
@@ -136,7 +136,7 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     return tuple([builder.rank() for builder in builders])
 
 
-def _roles(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Value, Role]]:
+def roles_of_ranks(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Value, Role]]:
     """Return per rank the roles of the inputs that it holds."""
     roles: list[dict[Value, Role]] = [{} for _ in range(schedule.num_ranks)]
     for given in inputs:
