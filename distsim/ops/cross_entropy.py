@@ -6,7 +6,8 @@ training the log-sum-exp of each position is made besides, in 32 bits at least, 
 
 Ranks may have classes of their own, as Megatron-LM divides a vocabulary over tensor-parallel ranks
 (``megatron/core/tensor_parallel/cross_entropy.py``): three all-reduces of a number a position bring
-together the largest logit, the sum of the exponentials and the logit of the label; backward needs none.
+together the largest logit, the sum of the exponentials and the logit of the label; backward needs none
+(``own_classes=1``: a label that is one past the classes is another rank's).
 """
 
 from __future__ import annotations
@@ -105,7 +106,6 @@ def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     count = 2 + attributes.get("lse", 0)
     wide = _widened(logits)
     grad: Array = np.exp(wide - (arrays[2] if count > 2 else _log_sum_exp(wide))[..., None])
-    # Labels of other ranks are one past the classes of this one: they take nothing away.
     grad -= np.arange(logits.shape[-1]) == labels[..., None]
     return scaled(attributes, arrays, grad / attributes["N"], count)
 
@@ -140,7 +140,8 @@ def _decomposed_grad(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis
     size = as_tensor(logits.type, logits.name).shape[-1]
     own = maker.add("LocalIndices", [labels], {"axis": axis, "size": size})
     names = [value.name for value in op.outputs]
-    return maker.add("CrossEntropyLossGrad", [logits, *own, *rest], op.attributes, (), names, None, op.name)
+    attributes = {**op.attributes, "own_classes": 1}
+    return maker.add("CrossEntropyLossGrad", [logits, *own, *rest], attributes, (), names, None, op.name)
 
 
 def _sharding(signature: Signature) -> ShardingRule:
@@ -241,5 +242,61 @@ register(
         compute=_grad,
         work=lambda s: memory_bound(s, 5.0),
         sharding=_sharding,
+    )
+)
+
+
+# --- as two kernels ------------------------------------------------------------------------------------
+
+# LogLikelihoodLoss(logs, labels): CrossEntropyLoss of what a LogSoftmax of the logits makes; its gradient is
+# that of the logs, of which it reads the type alone. They are written for kernels, of what a rank runs
+# (transforms/kernels/losses.py): they have no gradient rule and are not divided.
+
+
+def _log_likelihood_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _check_labels("LogLikelihoodLoss", inputs)
+    return (Tensor(inputs[0].dtype, (), common_device("LogLikelihoodLoss", inputs)),)
+
+
+def _log_likelihood_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    check_incoming("LogLikelihoodLossGrad", attributes, inputs)
+    _check_labels("LogLikelihoodLossGrad", inputs[:2])
+    return (inputs[0].on(common_device("LogLikelihoodLossGrad", inputs)),)
+
+
+def _log_likelihood(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logs, labels = arrays
+    picked = np.take_along_axis(logs, labels[..., None].astype(np.int64), axis=-1)
+    return [np.asarray(-picked.sum() / attributes["N"], logs.dtype)]
+
+
+def _log_likelihood_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logs, labels = arrays[:2]
+    grad = np.zeros_like(logs)
+    np.put_along_axis(grad, labels[..., None].astype(np.int64), -1.0 / attributes["N"], axis=-1)
+    return scaled(attributes, arrays, grad)
+
+
+def _log_likelihood_work(signature: Signature) -> Work:
+    """One logarithm a label is read; of a gradient all is written."""
+    logs, labels = signature.inputs[:2]
+    picked = labels.size * logs.dtype.itemsize
+    return Work(float(labels.size), float(labels.nbytes + picked), bytes_of(signature.outputs))
+
+
+register(
+    Operator(
+        "LogLikelihoodLoss",
+        types=_log_likelihood_types,
+        compute=_log_likelihood,
+        work=_log_likelihood_work,
+    )
+)
+register(
+    Operator(
+        "LogLikelihoodLossGrad",
+        types=_log_likelihood_grad_types,
+        compute=_log_likelihood_grad,
+        work=_log_likelihood_work,
     )
 )

@@ -183,58 +183,5 @@ register(
 )
 
 
-# LogLikelihoodLoss(logs, labels): CrossEntropyLoss of what a LogSoftmax of the logits makes; its gradient is
-# that of the logs, of which it reads the type alone. They are written for kernels, of what a rank runs
-# (transforms/kernels/losses.py): they have no gradient rule and are not divided.
-
-
-def _log_likelihood_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _check_labels("LogLikelihoodLoss", inputs)
-    return (Tensor(inputs[0].dtype, (), common_device("LogLikelihoodLoss", inputs)),)
-
-
-def _log_likelihood_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _check_incoming("LogLikelihoodLossGrad", attributes, inputs)
-    _check_labels("LogLikelihoodLossGrad", inputs[:2])
-    return (inputs[0].on(common_device("LogLikelihoodLossGrad", inputs)),)
-
-
-def _log_likelihood(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    logs, labels = arrays
-    picked = np.take_along_axis(logs, labels[..., None].astype(np.int64), axis=-1)
-    return [np.asarray(-picked.sum() / attributes["N"], logs.dtype)]
-
-
-def _log_likelihood_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    logs, labels = arrays[:2]
-    grad = np.zeros_like(logs)
-    np.put_along_axis(grad, labels[..., None].astype(np.int64), -1.0 / attributes["N"], axis=-1)
-    return _scaled(attributes, arrays, grad)
-
-
-def _log_likelihood_work(signature: Signature) -> Work:
-    """One logarithm a label is read; of a gradient all is written."""
-    logs, labels = signature.inputs[:2]
-    picked = labels.size * logs.dtype.itemsize
-    return Work(float(labels.size), float(labels.nbytes + picked), bytes_of(signature.outputs))
-
-
-register(
-    Operator(
-        "LogLikelihoodLoss",
-        types=_log_likelihood_types,
-        compute=_log_likelihood,
-        work=_log_likelihood_work,
-    )
-)
-register(
-    Operator(
-        "LogLikelihoodLossGrad",
-        types=_log_likelihood_grad_types,
-        compute=_log_likelihood_grad,
-        work=_log_likelihood_work,
-    )
-)
-
 LOSSES = ("CrossEntropyLoss", "CrossEntropyLossGrad", "Loss", "LossGrad")
 """Operators whose first two inputs carry the batch in dimension 0 and whose ``N`` counts the global batch."""

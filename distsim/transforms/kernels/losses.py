@@ -24,7 +24,8 @@ def losses_apart(function: Function, kernels: Kernels) -> Function:
     """Return the joint function in which each cross entropy is the ops that torch launches for it.
 
     It is the function itself where there is none, and for policies that run a loss as one kernel. Made once
-    per function, of what a rank runs: the two ops are not divided.
+    per function, of what a rank runs: the two ops are not divided, and a loss that is divided over classes is
+    left as it is.
     """
     if not kernels.apart:
         return function
@@ -51,7 +52,7 @@ class _LossWriter:
 
     def change(self, op: Op, env: Environment) -> Iterator[Op]:
         op = rewire_op(op, env)
-        if op.op_type not in ("CrossEntropyLoss", "CrossEntropyLossGrad"):
+        if op.op_type not in ("CrossEntropyLoss", "CrossEntropyLossGrad") or "own_classes" in op.attributes:
             called = tuple([self.done[each] for each in op.subfunctions])
             yield op if called == op.subfunctions else replace(op, subfunctions=called)
             return
@@ -60,10 +61,13 @@ class _LossWriter:
             self.logs[logits] = logs = Value(f"{logits.name}.logs", logits.type)
             yield Op("LogSoftmax", (logits,), (logs,), Attributes({"axis": -1}), name=op.name)
         logs = self.logs[logits]
+        attributes = Attributes({key: op.attributes[key] for key in op.attributes if key in ("N", "dy")})
         if op.op_type == "CrossEntropyLoss":
-            yield replace(op, op_type="LogLikelihoodLoss", inputs=(logs, *others))
+            yield Op("LogLikelihoodLoss", (logs, *others), op.outputs[:1], attributes, name=op.name)
             return
+        if op.attributes.get("lse", 0):  # which the logarithms are less of already
+            del others[1]
         picked = Value(f"d{logs.name}", logs.type)
         axes = Attributes({"axes": (as_tensor(logs.type, logs.name).rank - 1,)})
-        yield replace(op, op_type="LogLikelihoodLossGrad", inputs=(logs, *others), outputs=(picked,))
+        yield Op("LogLikelihoodLossGrad", (logs, *others), (picked,), attributes, name=op.name)
         yield Op("LogSoftmaxGrad", (logs, picked), op.outputs, axes, name=op.name)
