@@ -108,22 +108,33 @@ def _loss_of(function: Function) -> Value:
 def _summed(maker: FoldingMaker, pairs: Pairs, precision: Precision) -> list[tuple[Value, Value]]:
     """Return the pairs with each gradient cast to the type of its sum, and to that in which it is read.
 
-    A Cast that makes a gradient becomes the one of its sum.
+    A gradient is cast to that of its sum right after the op or Call that completes it: what reduces it over
+    ranks starts while backward goes on, and only the cast one stays. A Cast that makes a gradient becomes
+    that cast.
     """
-    place = {op.outputs[0]: number for number, op in enumerate(maker.ops) if op.op_type == "Cast"}
+    place = {value: number for number, op in enumerate(maker.ops) for value in op.outputs}
+    follows: dict[int, list[Op]] = {}
 
-    def cast(op_type: str, weight: Value, grad: Value, dtype: DType) -> Value:
-        if as_tensor(grad.type, grad.name).dtype == dtype:
-            return grad
-        return maker.add(op_type, [grad], {"to": cast_number(dtype)}, output_names=[f"d{weight.name}"])[0]
+    def summed(weight: Value, grad: Value) -> Value:
+        op = maker.ops[place[grad]] if grad in place else None
+        if as_tensor(grad.type, grad.name).dtype != precision.gradient_sum:
+            made = _cast(maker, "GradientCast", weight, grad, precision.gradient_sum)
+            if op is not None:
+                follows.setdefault(place[grad], []).append(maker.ops.pop())
+            return made
+        if op is not None and op.op_type == "Cast":
+            maker.ops[place[grad]] = replace(op, op_type="GradientCast")
+        return grad
 
-    sums: list[tuple[Value, Value]] = []
-    for weight, grad in pairs:
-        if grad in place and as_tensor(grad.type, grad.name).dtype == precision.gradient_sum:
-            number = place[grad]
-            maker.ops[number] = replace(maker.ops[number], op_type="GradientCast")
-        sums.append((weight, cast("GradientCast", weight, grad, precision.gradient_sum)))
-    return [(weight, cast("Cast", weight, grad, precision.update)) for weight, grad in sums]
+    sums = [(weight, summed(weight, grad)) for weight, grad in pairs]
+    maker.ops = [each for number, op in enumerate(maker.ops) for each in (op, *follows.get(number, ()))]
+    return [(weight, _cast(maker, "Cast", weight, grad, precision.update)) for weight, grad in sums]
+
+
+def _cast(maker: FoldingMaker, op_type: str, weight: Value, grad: Value, dtype: DType) -> Value:
+    if as_tensor(grad.type, grad.name).dtype == dtype:
+        return grad
+    return maker.add(op_type, [grad], {"to": cast_number(dtype)}, output_names=[f"d{weight.name}"])[0]
 
 
 def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tuple[Op, str]]:
