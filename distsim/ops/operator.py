@@ -266,6 +266,8 @@ class Operator:
     """A view that is there only once all inputs are."""
     pinned: bool = False
     """Its operand is handed on as it was made: a sum over ranks or microbatches is taken after the op."""
+    holds: bool = False
+    """What it reads lies in a buffer that stays: it is freed after the function of the op, not before."""
     bounds: Bounds | None = None
     """What is checked before its types are asked for."""
 
@@ -295,6 +297,7 @@ def register(operator: Operator) -> Operator:
             "view",
             "waits",
             "pinned",
+            "holds",
             "part",
             "buffers",
             "saved",

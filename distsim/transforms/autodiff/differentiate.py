@@ -128,7 +128,7 @@ def _summed(maker: FoldingMaker, pairs: Pairs, precision: Precision) -> list[tup
 
     sums = [(weight, summed(weight, grad)) for weight, grad in pairs]
     maker.ops = [each for number, op in enumerate(maker.ops) for each in (op, *follows.get(number, ()))]
-    return [(weight, _cast(maker, "Cast", weight, grad, precision.update)) for weight, grad in sums]
+    return [(weight, _cast(maker, "GradientCopy", weight, grad, precision.update)) for weight, grad in sums]
 
 
 def _cast(maker: FoldingMaker, op_type: str, weight: Value, grad: Value, dtype: DType) -> Value:
