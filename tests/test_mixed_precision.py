@@ -287,6 +287,7 @@ def test_a_policy_of_ones_own_comes_from_a_file(tmp_path):
         ("states = [3]", "states cannot be"),
         ("loss_scale = -1", "must be finite and over 0"),
         ('product_rate = "fast"', "product_rate cannot be 'fast'"),
+        ('wide_ops = ["Softmax", "Sofmax"]', "wide_ops: there is no op Sofmax; did you mean Softmax"),
         ('linear = "float16"', "linear cannot be float16"),
         ("= 3", "is not a TOML file"),
     ],

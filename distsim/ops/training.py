@@ -205,7 +205,7 @@ register(
 # GradientCast(gradient; to): the gradient of a parameter in the type in which it is summed. Wherever the sum
 # is taken, over microbatches or over ranks, it is taken of this: what is cast is handed on as it was made.
 # GradientCopy(sum; to): that sum as the optimizer reads it. The sum stays, as Megatron-LM's buffer of
-# gradients does when its optimizer takes float32 copies (docs dist_optimizer.md: 20 bytes a parameter in fp16).
+# gradients does when its optimizer takes float32 copies (dist_optimizer.md: 20 bytes a parameter in fp16).
 
 
 def _gradient_cast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

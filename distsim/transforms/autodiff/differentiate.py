@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
-from distsim.ir import Attributes, DType, Function, Literal, Op, Tensor, Value, trim
+from distsim.ir import Attributes, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.ops.float8 import EIGHT_BITS
 from distsim.transforms.autodiff.clipping import check_clip, scale_gradients
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
+from distsim.transforms.autodiff.gradient_types import cast_gradients
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
 from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
 from distsim.transforms.autodiff.precision import Precision
-from distsim.transforms.autodiff.set_precision import apply_precision, cast_number, set_product_rate
-from distsim.transforms.autodiff.updates import Pairs, add_updates
+from distsim.transforms.autodiff.set_precision import apply_precision, set_product_rate
+from distsim.transforms.autodiff.updates import add_updates
 
 Mask = tuple[bool, ...]
 
@@ -76,7 +77,7 @@ def differentiate(
     pass_.backward(function, wanted)
     pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
     if precision is not None:
-        pairs = _summed(pass_.maker, pairs, precision)
+        pairs = cast_gradients(pass_.maker, pairs, precision)
     pairs = scale_gradients(pass_.maker, pairs, clip, loss_scale)
     outputs = [pass_.copies[value] for value in function.outputs]
     if optimizer is None:
@@ -103,38 +104,6 @@ def _loss_of(function: Function) -> Value:
             f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
         )
     return loss
-
-
-def _summed(maker: FoldingMaker, pairs: Pairs, precision: Precision) -> list[tuple[Value, Value]]:
-    """Return the pairs with each gradient cast to the type of its sum, and to that in which it is read.
-
-    A gradient is cast to that of its sum right after the op or Call that completes it: what reduces it over
-    ranks starts while backward goes on, and only the cast one stays. A Cast that makes a gradient becomes
-    that cast.
-    """
-    place = {value: number for number, op in enumerate(maker.ops) for value in op.outputs}
-    follows: dict[int, list[Op]] = {}
-
-    def summed(weight: Value, grad: Value) -> Value:
-        op = maker.ops[place[grad]] if grad in place else None
-        if as_tensor(grad.type, grad.name).dtype != precision.gradient_sum:
-            made = _cast(maker, "GradientCast", weight, grad, precision.gradient_sum)
-            if op is not None:
-                follows.setdefault(place[grad], []).append(maker.ops.pop())
-            return made
-        if op is not None and op.op_type == "Cast":
-            maker.ops[place[grad]] = replace(op, op_type="GradientCast")
-        return grad
-
-    sums = [(weight, summed(weight, grad)) for weight, grad in pairs]
-    maker.ops = [each for number, op in enumerate(maker.ops) for each in (op, *follows.get(number, ()))]
-    return [(weight, _cast(maker, "GradientCopy", weight, grad, precision.update)) for weight, grad in sums]
-
-
-def _cast(maker: FoldingMaker, op_type: str, weight: Value, grad: Value, dtype: DType) -> Value:
-    if as_tensor(grad.type, grad.name).dtype == dtype:
-        return grad
-    return maker.add(op_type, [grad], {"to": cast_number(dtype)}, output_names=[f"d{weight.name}"])[0]
 
 
 def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tuple[Op, str]]:
