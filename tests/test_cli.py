@@ -263,6 +263,18 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
     assert times[0] > times[1] > times[2]
 
 
+def test_what_a_stack_recomputes_and_a_model_cannot_is_left_out_with_a_note(capsys):
+    one_layer = ["gpt:layers=1,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8]
+    out = simulate(capsys, *one_layer, "--stack", "torchtitan")
+    assert "remat" not in out.splitlines()[0]
+    said = "note: nothing is recomputed, as the default of torchtitan does not fit: remat=every_early:2"
+    assert said in out
+    for plan, said in (("dp=1,remat=every:2", "nothing would be recomputed"), ("dp=3", "dp=3")):
+        command = ["simulate", *map(str, one_layer), "--cluster", "dgx-a100", "--plan", plan]
+        assert main([*command, "--stack", "torchtitan"]) == 2
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("option", "value", "choices"),
     [("--stack", "jax", "plain, megatron"), ("--kernels", "triton", "ops, eager, fused, compiled")],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
+from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, read_model, training_step
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
@@ -19,6 +20,7 @@ from distsim.hardware import load_cluster
 from distsim.interpret import count_flops
 from distsim.ir import Device, Function, Topology
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
@@ -106,15 +108,19 @@ def run(options: argparse.Namespace) -> int:
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
     function, choices = training_step(options, progress)
-    plan = choices.plan(_plan(options, order))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
-        program = progress.run(
+
+    def build(plan: Plan) -> Program:
+        return progress.run(
             f"parallelizing: {plan}",
             lambda: parallelize(function, plan, topology, cost_model, order, choices.kernels),
         )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
+        plan, program, said = lay_out(_plan(options, order), options.stack, choices, build)
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
+    notes += said
     notes += _idle_devices(options, plan, topology, _samples(function))
     notes += _uneven_ranks(plan, program.schedule, simulation)
     if order is None and not simulation.fits:
