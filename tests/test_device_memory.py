@@ -12,7 +12,7 @@ from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.hardware import load_cluster
 from distsim.importer import load_model
-from distsim.ir import Role
+from distsim.ir import Float32, Mesh, Role, Tensor
 from distsim.plan import Plan
 from distsim.schedule import schedule
 from distsim.search import remedies
@@ -100,6 +100,26 @@ def test_float32_copies_of_gradients_lie_beside_their_sums(loss_scale):
     assert memory.peak > KEPT["mixed_fp16"] * size
     (written,) = peak_memory(program.to_function(steady=True)).values()
     assert written.peak == memory.peak
+
+
+def test_a_tensor_takes_whole_blocks_and_tensors_whole_segments():
+    """PyTorch's allocator: blocks of 512 bytes in segments of 2 MiB."""
+    device = A100.devices[0]
+    assert (device.block, device.segment) == (512, 2**21)
+    given = (device.memory - device.context) / (1 + device.fragmentation)
+    assert device.usable % 2**21 == 0 and 0 <= given - device.usable < 2**21
+    for shape, nbytes, allocated in (((), 4, 512), ((128,), 512, 512), ((43, 3), 516, 1024), ((0,), 0, 0)):
+        assert Tensor(Float32(), shape, device).nbytes == nbytes == Tensor(Float32(), shape).allocated
+        assert Tensor(Float32(), shape, Mesh([device], dp=1)).allocated == allocated
+    joint = joint_of("gpt", "mixed")
+    peaks = []
+    for placed in (device, replace(device, block=1)):
+        program = laid_out(joint, Mesh([placed], pp=1, dp=1, tp=1), schedule("1f1b", 1, 2))
+        (memory,) = program_memory(program).ranks
+        (written,) = peak_memory(program.to_function(steady=True)).values()
+        assert written.peak == memory.peak
+        peaks.append(memory.peak)
+    assert peaks[0] % 512 == 0 and peaks[0] > peaks[1]
 
 
 def kept_of(policy):

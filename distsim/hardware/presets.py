@@ -61,6 +61,8 @@ class _DeviceTable(_Strict, frozen=True):
     bytes_efficiency: _FigureTable
     context: _FigureTable | None = None
     fragmentation: _FigureTable | None = None
+    block: _FigureTable | None = None
+    segment: _FigureTable | None = None
     peaks: dict[str, _FigureTable] = {}
     kind: _Text = "gpu"
 
@@ -138,6 +140,8 @@ def load_cluster(name: str) -> Topology:
             si["device.bytes_efficiency"],
             si.get("device.context", 0.0),
             si.get("device.fragmentation", 0.0),
+            int(si.get("device.block", 1.0)),
+            int(si.get("device.segment", 1.0)),
         )
         levels = tuple(
             Level(
@@ -238,6 +242,8 @@ def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
         ("device.memory", device.memory, _BYTES),
         *([("device.context", device.context, _BYTES)] if device.context else []),
         *([("device.fragmentation", device.fragmentation, _SHARE)] if device.fragmentation else []),
+        *([("device.block", device.block, _BYTES)] if device.block else []),
+        *([("device.segment", device.segment, _BYTES)] if device.segment else []),
         ("device.dram_bandwidth", device.dram_bandwidth, _RATE),
         ("device.bytes_efficiency", device.bytes_efficiency, _SHARE),
         ("device.kernel_launch_overhead", device.kernel_launch_overhead, _SECONDS),
