@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -140,15 +140,15 @@ def load_cluster(name: str) -> Topology:
             si["device.bytes_efficiency"],
             si.get("device.context", 0.0),
             si.get("device.fragmentation", 0.0),
-            int(si.get("device.block", 1.0)),
-            int(si.get("device.segment", 1.0)),
+            _whole_bytes("block", si),
+            _whole_bytes("segment", si),
         )
         levels = tuple(
             Level(
                 level.name,
                 Link(*(si[f"levels.{level.name}.{part}"] for part in ("bandwidth", "latency", "efficiency"))),
                 level.group_size,
-                _whole(origin, level, si.get(f"levels.{level.name}.devices_per_port", 1.0)),
+                _whole(level, si.get(f"levels.{level.name}.devices_per_port", 1.0)),
                 si.get(f"levels.{level.name}.oversubscription", 1.0),
             )
             for level in cluster.levels
@@ -174,9 +174,16 @@ def describe(name: str) -> str:
     return "\n".join([f"{cluster.name}: {cluster.description} ({shape})", *lines])
 
 
-def _whole(origin: str, level: _LevelTable, value: float) -> int:
+def _whole(level: _LevelTable, value: float) -> int:
     if not (value.is_integer() and 1 <= value <= MAX_DEVICES):
-        raise TopologyError(f"{origin}: levels.{level.name}.devices_per_port={value} is no count of devices")
+        raise TopologyError(f"levels.{level.name}.devices_per_port={value} is no count of devices")
+    return int(value)
+
+
+def _whole_bytes(name: str, si: Mapping[str, float]) -> int:
+    value = si.get(f"device.{name}", 1.0)
+    if not (value.is_integer() and 1 <= value <= si["device.memory"]):
+        raise TopologyError(f"device.{name}={value} must be whole bytes, of those that memory has")
     return int(value)
 
 
