@@ -40,8 +40,6 @@ from distsim.ops.operator import (
     GradientContext,
     Operator,
     OutputPart,
-    Pieces,
-    ShardingRule,
     Signature,
     Work,
     operator,
@@ -51,6 +49,7 @@ from distsim.ops.operator import (
     signature_of,
 )
 from distsim.ops.rules import compute, types, work
+from distsim.ops.sharding_rule import Pieces, ShardingRule
 
 __all__ = [
     "OPSET",

@@ -18,16 +18,13 @@ from distsim.ops.operator import (
     Array,
     Bounds,
     ComputeRule,
-    Dim,
     GradientContext,
     Operator,
     Shapes,
-    ShardingRule,
     ShardRule,
     Signature,
     Work,
     bytes_of,
-    letters,
     register,
 )
 from distsim.ops.places import (
@@ -42,6 +39,7 @@ from distsim.ops.places import (
     wanted,
     whole_rule,
 )
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 _DATA = ("data", "indices")
 _GRAD = ("indices", "dy")

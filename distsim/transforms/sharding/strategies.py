@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from distsim.cache import cached
 from distsim.errors import PlanError
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
-from distsim.ops.operator import Dim, factors_of, label_of, labels_of
+from distsim.ops.sharding_rule import Dim, factors_of, label_of, labels_of
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, Ids, State, divisor, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 
