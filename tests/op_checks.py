@@ -28,7 +28,7 @@ from distsim.ops import (
     work,
 )
 from distsim.ops.communication import join_parts, take_part
-from distsim.ops.operator import Label, factors_of, label_of
+from distsim.ops.sharding_rule import Label, factors_of, label_of
 
 RANKS = 2
 REFUSALS = (UnknownOperatorError, TypeRuleError)

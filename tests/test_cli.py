@@ -282,6 +282,34 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
 
 
 @pytest.mark.parametrize(
+    ("policy", "plan", "said"),
+    [
+        ("fp8", "pp=2,microbatches=4", True),
+        ("fp8", "pp=2", False),
+        ("fsdp2", "dp=2,microbatches=2", True),
+        ("fsdp2", "dp=2,microbatches=2,fsdp=reshard", False),
+        ("mixed", "pp=2,microbatches=4", False),
+    ],
+)
+def test_copies_of_weights_that_are_held_too_often_are_noted(capsys, policy, plan, said):
+    command = ["mlp:layers=4,width=64", "--batch", 8, "--precision", policy, "--plan", plan]
+    out = simulate(capsys, *command, cluster="dgx-h100")
+    assert ("microbatches casts weights anew" in out) == said
+
+
+def test_what_a_stack_recomputes_and_a_model_cannot_is_left_out_with_a_note(capsys):
+    one_layer = ["gpt:layers=1,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8]
+    out = simulate(capsys, *one_layer, "--stack", "torchtitan")
+    assert "remat" not in out.splitlines()[0]
+    said = "note: nothing is recomputed, as the default of torchtitan does not fit: remat=every_early:2"
+    assert said in out
+    for plan, said in (("dp=1,remat=every:2", "nothing would be recomputed"), ("dp=3", "dp=3")):
+        command = ["simulate", *map(str, one_layer), "--cluster", "dgx-a100", "--plan", plan]
+        assert main([*command, "--stack", "torchtitan"]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("option", "value", "choices"),
     [("--stack", "jax", "plain, megatron"), ("--kernels", "triton", "ops, eager, fused, compiled")],
 )

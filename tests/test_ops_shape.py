@@ -17,8 +17,8 @@ from distsim.ir.value import Attributes
 from distsim.ops import Signature, compute, operator, registered, sharding_rule, types, work
 from distsim.ops.einsum import parse
 from distsim.ops.onnx_bridge import onnx_compute
-from distsim.ops.operator import Pieces
 from distsim.ops.shape import reshape_labels
+from distsim.ops.sharding_rule import Pieces
 from distsim.ops.windows import windows
 
 RANDOM = np.random.default_rng(7)

@@ -37,11 +37,8 @@ from distsim.ops.matmul import operand_shapes
 from distsim.ops.normalization import widened
 from distsim.ops.operator import (
     Array,
-    Dim,
     GradientContext,
     Operator,
-    Pieces,
-    ShardingRule,
     Signature,
     Work,
     bytes_of,
@@ -49,6 +46,7 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
+from distsim.ops.sharding_rule import Dim, Pieces, ShardingRule
 
 _SAVED = (*ATTENTION_FORMALS, "Y", "lse", "dY")
 

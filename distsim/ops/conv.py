@@ -21,12 +21,10 @@ from distsim.ops.operator import (
     Array,
     Bounds,
     BoundsRule,
-    Dim,
     GradientContext,
     Operator,
     OutputPart,
     Shapes,
-    ShardingRule,
     Signature,
     Work,
     arity,
@@ -35,6 +33,7 @@ from distsim.ops.operator import (
     work_of,
 )
 from distsim.ops.places import Localize, by_place, operands, picked, places, shape_of, wanted
+from distsim.ops.sharding_rule import Dim, ShardingRule
 from distsim.ops.windows import Windows, windows
 
 _CONV = ("X", "W", "B")

@@ -23,22 +23,19 @@ from distsim.ir.type import DType, Float32, Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import (
     Array,
-    Decomposition,
-    Dim,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     TypesRule,
     Work,
     arity,
     bytes_of,
     common_device,
-    letters,
     memory_bound,
     reading_bound,
     register,
 )
+from distsim.ops.sharding_rule import Decomposition, Dim, ShardingRule, letters
 from distsim.ops.training import check_incoming, incoming, scaled
 
 
@@ -102,20 +99,20 @@ def _grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    logits, labels = arrays[:2]
-    count = 2 + attributes.get("lse", 0)
-    wide = _widened(logits)
-    grad: Array = np.exp(wide - (arrays[2] if count > 2 else _log_sum_exp(wide))[..., None])
-    grad -= np.arange(logits.shape[-1]) == labels[..., None]
-    return scaled(attributes, arrays, grad / attributes["N"], count)
+    logits, labels = _widened(arrays[0]), arrays[1]
+    saved: int = attributes.get("lse", 0)
+    lse = arrays[2] if saved else _log_sum_exp(logits)
+    chosen: Array = np.arange(logits.shape[-1]) == labels[..., None]
+    probabilities: Array = np.exp(logits - lse[..., None])
+    return scaled(attributes, arrays, (probabilities - chosen) / attributes["N"], 2 + saved)
 
 
 # --- ranks with classes of their own ------------------------------------------------------------------
 
 
-def _reduced(signature: Signature) -> Sequence[int]:
-    positions = signature.inputs[1].size
-    return (positions * _wide(signature.inputs[0]).itemsize,) * 3
+def _reduced(inputs: Sequence[Tensor]) -> Sequence[int]:
+    logits, labels = inputs
+    return (labels.size * _wide(logits).itemsize,) * 3
 
 
 def _decomposed_loss(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:

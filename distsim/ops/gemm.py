@@ -17,7 +17,6 @@ from distsim.ops.operator import (
     Operator,
     OutputPart,
     Shapes,
-    ShardingRule,
     Signature,
     Work,
     arity,
@@ -28,6 +27,7 @@ from distsim.ops.operator import (
 )
 from distsim.ops.places import by_place, operands, picked, places, select, shape_of, wanted
 from distsim.ops.shape import summed
+from distsim.ops.sharding_rule import ShardingRule
 
 _ABC = ("A", "B", "C")
 

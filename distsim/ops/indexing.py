@@ -22,17 +22,13 @@ from distsim.ops.operator import (
     Array,
     Bounds,
     ComputeRule,
-    Decomposition,
-    Dim,
     GradientContext,
     Operator,
     Shapes,
-    ShardingRule,
     ShardRule,
     Signature,
     Work,
     bytes_of,
-    letters,
     register,
 )
 from distsim.ops.places import (
@@ -47,6 +43,7 @@ from distsim.ops.places import (
     wanted,
     whole_rule,
 )
+from distsim.ops.sharding_rule import Decomposition, Dim, ShardingRule, letters
 
 _DATA = ("data", "indices")
 _GRAD = ("indices", "dy")

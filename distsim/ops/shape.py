@@ -14,21 +14,9 @@ from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import onnx_types
-from distsim.ops.operator import (
-    Array,
-    Bounds,
-    Dim,
-    GradientContext,
-    Label,
-    Operator,
-    Pieces,
-    ShardingRule,
-    Signature,
-    arity,
-    letters,
-    register,
-)
+from distsim.ops.operator import Array, Bounds, GradientContext, Operator, Signature, arity, register
 from distsim.ops.places import Localize, ints, move_work, resizing, shape_of, view_work, whole_rule
+from distsim.ops.sharding_rule import Dim, Label, Pieces, ShardingRule, letters
 
 
 def reshape_labels(

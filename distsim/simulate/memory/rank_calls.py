@@ -96,7 +96,7 @@ class Rank(NamedTuple):
 
 def size_of(type_: Type) -> int:
     """Return the bytes that a value takes on each device that holds it; 0 if none does."""
-    return type_.nbytes if isinstance(type_, Tensor) and type_.device is not None else 0
+    return type_.allocated if isinstance(type_, Tensor) and type_.device is not None else 0
 
 
 def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:

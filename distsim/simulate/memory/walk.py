@@ -108,7 +108,7 @@ class Use:
         place = place_of(value)
         if place is None:
             return
-        nbytes = sign * value.type.nbytes
+        nbytes = sign * value.type.allocated
         for rank_class in self.classes.at(place):
             self.touched[rank_class] = None
             self.total[rank_class] += nbytes

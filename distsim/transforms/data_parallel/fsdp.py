@@ -28,7 +28,7 @@ from distsim.transforms.sharding.shard import Sharded
 
 AXIS = "dp"
 
-_BY_ELEMENT = ("Cast", "ScaleGradient")
+_BY_ELEMENT = ("GradientCopy", "ScaleGradient")
 """What may stand between the sum of a gradient and its update, besides views."""
 
 
