@@ -315,7 +315,7 @@ def test_embedding_gradient_is_partial_over_the_tokens():
     sig = signature("GatherGrad", [np.zeros((4, 6), np.int64), np.empty((4, 6, 8))], shape=(100, 8))
     rule = sharding_rule(sig)
     assert rule.inputs == (("i0", "i1"), ("i0", "i1", "d1"))
-    assert rule.outputs == ((None, "d1"),)
+    assert rule.outputs == (("rows", "d1"),)
 
 
 # Types, and what is refused.
@@ -361,8 +361,8 @@ DIVIDED = {
     "ConvGrad": "ci co g n",
     "ConvTranspose": "ci co g n",
     "DepthToSpace": "c h n w",
-    "Gather": "d0 d1 d2 i0 i1",
-    "GatherGrad": "d0 d1 d2 i0 i1",
+    "Gather": "d0 d1 d2 i0 i1 rows",
+    "GatherGrad": "d0 d1 d2 i0 i1 rows",
     "GatherND": "b0 d0 i0 i1",
     "GlobalAveragePool": "c n s0",
     "MaxPoolGrad": "c n",

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import onnx.helper
 
 from distsim.errors import TypeRuleError
 from distsim.ir.function import Op
@@ -102,9 +103,9 @@ def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     logits, labels = _widened(arrays[0]), arrays[1]
     saved: int = attributes.get("lse", 0)
     lse = arrays[2] if saved else _log_sum_exp(logits)
-    chosen: Array = np.arange(logits.shape[-1]) == labels[..., None]
-    probabilities: Array = np.exp(logits - lse[..., None])
-    return scaled(attributes, arrays, (probabilities - chosen) / attributes["N"], 2 + saved)
+    grad = np.exp(logits - lse[..., None])
+    grad = np.where(np.arange(logits.shape[-1]) == labels[..., None], grad - 1, grad)
+    return scaled(attributes, arrays, grad / attributes["N"], 2 + saved)
 
 
 # --- ranks with classes of their own ------------------------------------------------------------------
@@ -127,8 +128,12 @@ def _decomposed_loss(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis
     total = add("MPIAllreduce", add("SumOfExponentials", logits, largest), axis=axis)
     at_label = add("MPIAllreduce", add("LogitOfLabel", logits, own), axis=axis)
     lse = add("Add", largest, add("Log", total), called=f"{name}_lse")
-    options = {"N": op.attributes["N"], "dtype": logits_type.dtype}
-    loss = maker.add("LossOfPositions", [lse, at_label], options, (), [name], None, op.name)
+    narrow = _wide(logits_type) != logits_type.dtype
+    options, called = {"N": op.attributes["N"]}, f"{name}.wide" if narrow else name
+    loss = maker.add("LossOfPositions", [lse, at_label], options, (), [called], None, op.name)
+    if narrow:
+        to = onnx.helper.np_dtype_to_tensor_dtype(logits_type.dtype.np)
+        loss = maker.add("Cast", loss, {"to": to}, (), [name])
     return (*loss, lse)[: len(op.outputs)]
 
 
@@ -143,21 +148,23 @@ def _decomposed_grad(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis
 
 def _sharding(signature: Signature) -> ShardingRule:
     labels: tuple[Dim, ...] = letters(signature.inputs[1].rank)
+    own: Mapping[str, Decomposition] = {}
     if signature.op_type == "CrossEntropyLoss":
         outputs = ((), labels)[: len(signature.outputs)]
-        own: Mapping[str, Decomposition] = {"classes": Decomposition(_decomposed_loss, _reduced)}
+        own = {"classes": Decomposition(_decomposed_loss, _reduced)}
         return ShardingRule(((*labels, "classes"), labels), outputs, decompositions=own)
     saved = signature.attributes.get("lse", 0)
     classes = "classes" if saved else None
     logits, count = (*labels, classes), 2 + saved
     dy = ((),) * (len(signature.inputs) - count)
-    own = {"classes": Decomposition(_decomposed_grad)} if saved else {}
+    if saved:
+        own = {"classes": Decomposition(_decomposed_grad)}
     given = (logits, labels, *(labels,) * saved, *dy)
     return ShardingRule(given, (logits,), tuple((count,) for _ in dy), decompositions=own)
 
 
 # What it is made of: LargestLogit(logits), SumOfExponentials(logits, largest), LogitOfLabel(logits, labels),
-# 0 for labels of other ranks, each one number a position; LossOfPositions(lse, logit of label; N, dtype).
+# 0 for labels of other ranks, each one number a position; LossOfPositions(lse, logit of label; N).
 
 
 def _of_positions(op_type: str, count: int) -> TypesRule:
@@ -191,12 +198,12 @@ def _of_label_work(signature: Signature) -> Work:
 
 def _loss_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("LossOfPositions", inputs, 2)
-    return (Tensor(attributes["dtype"], (), common_device("LossOfPositions", inputs)),)
+    return (Tensor(inputs[0].dtype, (), common_device("LossOfPositions", inputs)),)
 
 
 def _loss_of_positions(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     lse, at_label = arrays
-    return [np.asarray((lse - at_label).sum() / attributes["N"], attributes["dtype"].np)]
+    return [np.asarray((lse - at_label).sum() / attributes["N"], lse.dtype)]
 
 
 register(
