@@ -15,7 +15,7 @@ EPILOG = """exit status:
   simulated and reported but does not fit in the memory of the devices, 130 for Ctrl-C, 143 for SIGTERM
 
 examples:
-  distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --bind seq=1024
+  distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --seq 1024
   distsim simulate llama3-8b --cluster dgx-h100 --plan tp=8,microbatches=8 --batch 8 --seq 4096
   distsim show gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100 --batch 8 --cluster dgx-a100 --plan tp=2,pp=2
 """

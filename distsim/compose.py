@@ -21,6 +21,7 @@ from distsim.schedule.refusals import count as count_of
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
+from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.outline import outline
@@ -33,6 +34,7 @@ from distsim.transforms.pipelining.stage_choice import (
 )
 from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import layers_of, offload, rematerialize
+from distsim.transforms.recompute.interiors import recompute_interiors
 from distsim.transforms.sharding.shard import Sharded, shard
 
 
@@ -50,7 +52,8 @@ def parallelize(
     other, where links are fastest, then data-parallel ones, then pipeline stages. Where stages begin and
     what is computed again depends on ``cost_model``, by default ``CostModel(topology)``. ``schedule``, such
     as a table of one's own, runs in place of the one that the plan names. ``kernels`` says which ops one
-    kernel runs (:mod:`distsim.transforms.kernels`). Raises :class:`PlanError` when the plan does not fit the
+    kernel runs (:mod:`distsim.transforms.kernels`): by default each op of the function as it stands, where
+    the command line has ``eager``. Raises :class:`PlanError` when the plan does not fit the
     topology, the batch or the function, and :class:`CostError` for a cost model of another topology.
     """
     costs = cost_model_of(topology, cost_model)
@@ -261,13 +264,13 @@ class _KeptCuts:
 
     def _local(self, function: Function, key: Division, costs: DeviceCosts, level: int) -> Sharded:
         """Return what every rank runs, with so many levels of Calls written out."""
-        plain = key.remat == "none" and key.fsdp == "none" and not key.offload
+        plain = key.remat == "none" and key.fsdp == "none" and not (key.offload or key.kernels.interiors)
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
         mesh = logical_mesh(key.figures, shown, key.tp)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp)
-        local = replace(local, kernels=key.kernels)
+        local = replace(local, function=losses_apart(local.function, key.kernels), kernels=key.kernels)
         return local if plain else _rematerialized(local, key, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:
@@ -311,10 +314,11 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
     counts = parse_remat(key.remat).counts_layers or key.offload
     stages = layers_of_stages(local, key.num_stages, costs, key.stages) if counts else ()
     known = _REMATERIALIZED.setdefault(local.function, {})
-    asked = (key.remat, key.offload, key.fsdp, costs.key, levels, stages)
+    asked = (key.remat, key.offload, key.fsdp, key.kernels, costs.key, levels, stages)
     found = known.get(asked)
     if found is None:
-        divided = local if key.fsdp == "none" else divide_parameters(local)
+        fused = replace(local, function=recompute_interiors(local.function, key.kernels))
+        divided = fused if key.fsdp == "none" else divide_parameters(fused)
         tags = gathered(divided.function, key.fsdp == "reshard")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:

@@ -57,7 +57,7 @@ def run(batch: int, sequence: int, chosen: list[Plan]) -> tuple[Function, list[d
     """Return the training function and the rows of the table."""
     topology = load_cluster(CLUSTER)
     cost_model = CostModel(topology)
-    forward = set_precision(load_model("gpt2", batch, f"seq={sequence}"), BFloat16())
+    forward = set_precision(load_model("gpt2-onnx", batch, f"seq={sequence}"), BFloat16())
     function = differentiate(add_loss(forward, "auto"), Adam())
     rows = [evaluate(function, plan, topology, cost_model, batch) for plan in common.progress(chosen)]
     return function, rows

@@ -34,7 +34,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
     },
     "mistral": {"model_type": "mistral", **_LLAMA, "sliding_window": 3},
-    "mixtral": {"model_type": "mixtral", **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {
+        **{"model_type": "mixtral", **_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+    },
     "qwen2": {
         **{"model_type": "qwen2", **_LLAMA, "use_sliding_window": True},
         **{"sliding_window": 2, "max_window_layers": 1},
@@ -46,7 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma": {"model_type": "gemma", **_LLAMA, "num_key_value_heads": 1, "head_dim": 6},
     "gemma2": {
-        **{"model_type": "gemma2", **_LLAMA, "sliding_window": 3, "query_pre_attn_scalar": 9},
+        **{"model_type": "gemma2", **_LLAMA, "sliding_window": 3, "query_pre_attn_scalar": 9, "head_dim": 4},
         **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
     },
     "gpt2": {
@@ -56,10 +59,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_head": 4,
         "n_positions": 8,
         "vocab_size": VOCAB,
+        **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
     },
     "deepseek_v2": {
         **{"model_type": "deepseek_v2", **_LLAMA, **_LATENT, **_EXPERTS, "first_k_dense_replace": 1},
-        "routed_scaling_factor": 3.0,
+        **{"routed_scaling_factor": 3.0, "q_lora_rank": None},
     },
     "deepseek_v3": {
         **{
@@ -69,6 +73,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             **_EXPERTS,
             "q_lora_rank": 8,
             "moe_layer_freq": 2,
+            "first_k_dense_replace": 0,
         },
     },
 }

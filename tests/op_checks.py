@@ -16,7 +16,9 @@ import pytest
 from op_samples import Sample, normal
 
 from distsim.errors import TypeRuleError, UnknownOperatorError
-from distsim.ir import Attributes, FunctionMaker, Op, Value
+from distsim.interpret import SequentialExecutor
+from distsim.ir import Attributes, Device, FunctionMaker, Op, Tensor, Value
+from distsim.ir.device import logical_mesh
 from distsim.ops import (
     GradientContext,
     Pieces,
@@ -28,7 +30,7 @@ from distsim.ops import (
     work,
 )
 from distsim.ops.communication import join_parts, take_part
-from distsim.ops.operator import Label, factors_of, label_of
+from distsim.ops.sharding_rule import Label, factors_of, label_of
 
 RANKS = 2
 REFUSALS = (UnknownOperatorError, TypeRuleError)
@@ -282,6 +284,9 @@ def check_sharding(of: Sample, numbers: bool = True) -> tuple[str, ...]:
         )
         attributes = of.attributes if rule.localize is None else rule.localize(of.attributes, shapes)
         ranks: list[tuple[np.ndarray, ...]] = []
+        if factor in rule.decompositions:
+            check_decomposition(of, replace(of, attributes=attributes), rule, factor)
+            continue
         for rank in range(RANKS):
             arrays = tuple(_part(of, rule, place, factor, rank) for place in range(len(of.arrays)))
             local = Sample(of.op_type, arrays, attributes, of.version)
@@ -294,6 +299,24 @@ def check_sharding(of: Sample, numbers: bool = True) -> tuple[str, ...]:
             if numbers:
                 assert_close(joined, whole[index], f"{of}: output {index}, factor {factor}, rule {rule}")
     return tuple(done)
+
+
+def check_decomposition(of: Sample, local: Sample, rule: ShardingRule, factor: str) -> None:
+    """What an op becomes on ranks that divide a factor computes the same on them."""
+    mesh = logical_mesh(Device(0, "gpu"), 1, RANKS)
+    maker = FunctionMaker("ranks")
+    op = Op(of.op_type, (), tuple([Value("y", t) for t in of.signature.outputs]), local.attributes)
+    inputs = [
+        maker.add_input_value(f"x{i}", Tensor(t.dtype, _local(t.shape, dims, factor), mesh))
+        for i, (t, dims) in enumerate(zip(of.types, rule.inputs, strict=True))
+    ]
+    decomposition = rule.decompositions[factor]
+    maker.set_outputs(decomposition.build(maker, op, inputs, "tp"))
+    arrays = [[_part(of, rule, place, factor, rank) for rank in range(RANKS)] for place in range(len(inputs))]
+    made = SequentialExecutor().compute(maker.finalize(), arrays)
+    for ranks, dims, expected in zip(made, rule.outputs, run(of), strict=True):
+        whole = any(label_of(dim, factor) for dim in dims) or decomposition.reduced is None
+        assert_close(_join(ranks, dims, factor, False) if whole else ranks[1], expected, f"{of}: {factor}")
 
 
 def _part(of: Sample, rule: ShardingRule, place: int, factor: str, rank: int) -> np.ndarray:

@@ -25,6 +25,7 @@ from distsim.models.parts.layer_maker import Norm
 from distsim.plan import Plan
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, differentiate, inline, rematerialize, split_joint
+from distsim.transforms.kernels import KERNELS
 
 B, S, H, A, GROUPS, F = 16, 128, 64, 4, 2, 176
 SBH = S * B * H
@@ -52,18 +53,18 @@ def joint(sizes: DecoderSizes, attention: str) -> Function:
     return differentiate(decoder(sizes, B, S, BFloat16(), attention=attention), SGD(lr=0.1))
 
 
-def peaks(sizes: DecoderSizes, attention: str, plan: Plan) -> dict[str, int]:
+def peaks(sizes: DecoderSizes, attention: str, plan: Plan, kernels: str = "ops") -> dict[str, int]:
     """The bytes at the peak by kind; of all ranks alike."""
-    program = parallelize(joint(sizes, attention), plan, CLUSTER)
+    program = parallelize(joint(sizes, attention), plan, CLUSTER, kernels=KERNELS[kernels])
     first, *rest = program_memory(program).devices.values()
     assert all(each.by_kind == first.by_kind for each in rest)
     return dict(first.by_kind)
 
 
-def layer(sizes: DecoderSizes, attention: str, plan: Plan) -> int:
+def layer(sizes: DecoderSizes, attention: str, plan: Plan, kernels: str = "ops") -> int:
     """The bytes that one layer adds to the activations at the peak."""
     four = replace(sizes, layers=4)
-    more, fewer = (peaks(each, attention, plan) for each in (four, sizes))
+    more, fewer = (peaks(each, attention, plan, kernels) for each in (four, sizes))
     grown = {kind for kind in more if more[kind] != fewer[kind]}
     assert grown == {"parameters", "activations"}, "the peak of both is where backward begins"
     return more["activations"] - fewer["activations"]
@@ -106,6 +107,29 @@ def test_a_layer_with_swiglu_and_grouped_heads() -> None:
     )
 
 
+@pytest.mark.parametrize(("kernels", "inner"), [("eager", 8), ("fused", 6), ("compiled", 6)])
+def test_a_fused_swiglu_saves_what_it_reads_and_its_product(kernels: str, inner: int) -> None:
+    """Gate, up and product; what the activation makes is made again where it is read (layouts: 6sbf).
+
+    A block that runs again as a whole makes no more than that at once.
+    """
+    heads = (12 + 4 * GROUPS // A) * SBH
+    for t in (1, 2):
+        inputs = heads if t == 1 else 8 * SBH + (4 + 4 * GROUPS // A) * SBH // t
+        assert layer(LLAMA, "flash", Plan(tp=t), kernels) == (inputs + (inner * S * B * F + LOG_SUM_EXP) // t)
+        assert layer(LLAMA, "flash", Plan(tp=t, remat="full"), kernels) == 2 * SBH
+
+
+@pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
+@pytest.mark.parametrize(("sizes", "masks"), [(DROPPING, 2), (GPT, 0)])
+def test_kernels_save_what_the_formulas_say(sizes: DecoderSizes, masks: int, kernels: str) -> None:
+    """A bias that a kernel of a GELU adds is added again: as many bytes are saved, of what came in."""
+    assert layer(sizes, "flash", Plan(), kernels) == (32 + masks) * SBH + LOG_SUM_EXP
+    assert layer(sizes, "flash", Plan(remat="attention"), kernels) == (32 + masks) * SBH
+    if masks:
+        assert layer(sizes, "flash", Plan(tp=2, remat="attention"), kernels) == (10 + 24 // 2) * SBH
+
+
 def test_a_block_that_runs_again_needs_its_own_working_set_once() -> None:
     """Of L layers 2sbh each and the embedding's mask; of the one that runs again what it saves but its input,
     beside what the backward pass of a layer takes anyway, however many layers there are.
@@ -114,7 +138,7 @@ def test_a_block_that_runs_again_needs_its_own_working_set_once() -> None:
     none = peaks(DROPPING, "math", Plan())
     for layers in (3, 4):
         full = peaks(replace(DROPPING, layers=layers), "math", Plan(remat="full"))
-        loss = 2  # one number
+        loss = 512  # one number, in a block of its own
         assert full["activations"] == (2 * layers + 1) * SBH + loss
         assert one - 2 * SBH <= full["workspace"] <= one - 2 * SBH + none["workspace"]
 

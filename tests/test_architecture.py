@@ -127,7 +127,7 @@ PUBLIC_NAMES = {
     "distsim.plan": ["Plan"],
     "distsim.compose": ["build_program", "parallelize"],
     "distsim.program": ["Program"],
-    "distsim.interpret": ["SequentialExecutor", "count_flops", "infer_types"],
+    "distsim.interpret": ["SequentialExecutor", "count_flops", "count_model_flops", "infer_types"],
     "distsim.cost": ["CostModel"],
     "distsim.simulate": ["Disturbances", "Explanation", "Simulation", "Simulator"],
     "distsim.device_placement": [

@@ -172,8 +172,22 @@ def test_a_window_counts_the_pairs_that_are_seen(seq: int, kv_seq: int, window: 
     options = AttentionOptions(is_causal=causal, window=window)
     visible = seen(seq, kv_seq, options)
     assert visible is not None
-    expected = visible.sum() - (0.5 * min(seq, kv_seq) if causal and window >= seq else 0)
-    assert pairs_seen(seq, kv_seq, options) == expected
+    own = 0.5 * min(seq, kv_seq) if causal else 0.0
+    assert pairs_seen(seq, kv_seq, options) == visible.sum() - own
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.booleans())
+def test_a_smaller_window_is_never_more_work(seq: int, kv_seq: int, causal: bool) -> None:
+    windows = (*range(1, seq + 3), None)
+    pairs = [pairs_seen(seq, kv_seq, AttentionOptions(is_causal=causal, window=w)) for w in windows]
+    assert pairs == sorted(pairs)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": 1}, {"is_causal": 1, "window": 3}], ids=str)
+def test_the_model_multiplies_all_pairs_and_none_again(options: dict[str, Any]) -> None:
+    ahead, behind = works(demand(10, batch=2, heads=3, size=8, **options))
+    assert ahead.model_flops == 4 * 2 * 3 * 10 * 10 * 8
+    assert behind.model_flops == 2 * ahead.model_flops
 
 
 def test_bytes_are_those_of_operands_results_and_log_sums() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, ImportModelError
 from distsim.importer import import_from_hf, load_model
+from distsim.importer.decoders.class_defaults import CLASS_DEFAULTS
 from distsim.importer.decoders.config_fields import MAX_CONFIG_BYTES
 
 LLAMA = FAMILIES["llama"]
@@ -30,12 +31,13 @@ def refused(config: object, batch: int = 1) -> str:
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("llama", {"model_type": None}, ("model_type is missing", "llama, mistral")),
+        ("llama", {"model_type": None}, ("model_type=null", "llama, mistral")),
         ("llama", {"model_type": "lama"}, ("model_type='lama'", "did you mean llama")),
         ("llama", {"model_type": "bert"}, ("model_type='bert'", "deepseek_v3")),
         ("llama", {"model_type": 3}, ("model_type=3",)),
         ("llama", {"model_type": ["llama"]}, ("model_type=a list of 1",)),
-        ("llama", {"hidden_size": None}, ("hidden_size is missing", "whole number")),
+        ("llama", {"hidden_size": None}, ("hidden_size=null", "whole number")),
+        ("llama", {"rms_norm_eps": None}, ("rms_norm_eps=null", "positive")),
         ("llama", {"hidden_size": "4096"}, ("hidden_size='4096'", "whole number")),
         ("llama", {"hidden_size": -16}, ("hidden_size=-16",)),
         ("llama", {"hidden_size": 16.0}, ("hidden_size=16.0",)),
@@ -44,7 +46,8 @@ def refused(config: object, batch: int = 1) -> str:
         ("llama", {"hidden_size": 10**5000}, ("hidden_size=a number of 16610 bits",)),
         ("llama", {"hidden_size": math.nan}, ("hidden_size=nan",)),
         ("llama", {"rms_norm_eps": math.inf}, ("rms_norm_eps=inf",)),
-        ("llama", {"num_hidden_layers": 10**12}, ("num_hidden_layers=1000000000000", "10000")),
+        ("llama", {"num_hidden_layers": 10**12}, ("num_hidden_layers=1000000000000", "to 250")),
+        ("gpt2", {"n_layer": 251}, ("n_layer=251", "to 250")),
         ("llama", {"num_hidden_layers": 0}, ("num_hidden_layers=0",)),
         (
             "llama",
@@ -65,7 +68,7 @@ def refused(config: object, batch: int = 1) -> str:
         ("llama", {"rope_parameters": {"rope_theta": "big"}}, ("rope_parameters: rope_theta='big'",)),
         ("llama", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor=0.5", "not modelled")),
         ("mistral", {"sliding_window": 0}, ("sliding_window=0",)),
-        ("mixtral", {"num_local_experts": None}, ("num_local_experts is missing",)),
+        ("mixtral", {"num_local_experts": None}, ("num_local_experts=null",)),
         ("mixtral", {"num_experts_per_tok": 5}, ("num_experts_per_tok=5", "from 1 to 4")),
         ("mixtral", {"num_local_experts": 10**9}, ("num_local_experts=1000000000", "65536")),
         ("qwen2", {"layer_types": ["full_attention"]}, ("layer_types=a list of 1", "2 items")),
@@ -73,10 +76,10 @@ def refused(config: object, batch: int = 1) -> str:
         ("qwen3_moe", {"mlp_only_layers": [7]}, ("mlp_only_layers", "0 to 1")),
         ("qwen3_moe", {"decoder_sparse_step": 0}, ("decoder_sparse_step=0",)),
         ("gemma2", {"attn_logit_softcapping": -1.0}, ("attn_logit_softcapping=-1.0",)),
-        ("gpt2", {"n_positions": None}, ("n_positions is missing",)),
+        ("gpt2", {"n_positions": None}, ("n_positions=null",)),
         ("gpt2", {"n_head": 3}, ("n_head=3", "n_embd=16")),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ("scale_attn_by_inverse_layer_idx=True",)),
-        ("deepseek_v2", {"kv_lora_rank": None}, ("kv_lora_rank is missing",)),
+        ("deepseek_v2", {"kv_lora_rank": None}, ("kv_lora_rank=null",)),
         ("deepseek_v2", {"qk_rope_head_dim": 3}, ("qk_rope_head_dim=3", "even")),
         ("deepseek_v3", {"scoring_func": "tanh"}, ("scoring_func='tanh'", "softmax, sigmoid")),
     ],
@@ -84,6 +87,22 @@ def refused(config: object, batch: int = 1) -> str:
 def test_a_field_that_is_not_usable_is_named_with_its_value(family, changes, words):
     reason = refused({**FAMILIES[family], **changes})
     assert [word for word in words if word not in reason] == [], reason
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_that_a_file_leaves_out_are_asked_for(family):
+    """No file is completed with the sizes of some other model, as transformers' classes would."""
+    optional = CLASS_DEFAULTS[FAMILIES[family]["model_type"]].keys() | {"rope_parameters"}
+    for name in FAMILIES[family].keys() - optional:
+        short = {key: value for key, value in FAMILIES[family].items() if key != name}
+        assert f"{name} is missing" in refused(short)
+
+
+def test_what_follows_from_a_missing_field_is_said():
+    reason = refused(
+        {key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"} | {"model_type": "qwen2"}
+    )
+    assert "num_key_value_heads is missing, which makes it 32; it must be a divisor" in reason
 
 
 @pytest.mark.parametrize(
@@ -146,7 +165,7 @@ def test_whatever_fields_hold_is_a_model_or_refused(family, data):
     assert time.perf_counter() - start < 20
 
 
-def test_fields_that_are_null_are_missing_and_unknown_ones_are_of_no_matter():
+def test_null_is_none_of_it_and_unknown_fields_are_of_no_matter():
     plain = import_from_hf(LLAMA, 1, 4)
     more = {
         "head_dim": None,

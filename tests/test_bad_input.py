@@ -138,7 +138,7 @@ def test_names_that_are_not_known_come_with_those_that_are():
         add_loss(training(), "hinge")
     with says(PlanError, "'lion'", "adam, adamw, momentum, sgd"):
         optimizer_named("lion")
-    with says(ImportModelError, "'bert'", "gpt2, gpt:..., llama:..., mlp:..."):
+    with says(ImportModelError, "'bert'", "gpt2-onnx, gpt:..., llama:..., mlp:..."):
         load_model("bert")
 
 

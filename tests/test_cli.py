@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from cli_cases import (
@@ -51,10 +52,12 @@ def test_simulating_gpt2_prints_a_summary_and_writes_a_trace_and_a_timeline(caps
         plot,
         "--strict",
     ]
-    command = ["simulate", "gpt2", "--cluster", "dgx-a100:2", *arguments]
+    command = ["simulate", "gpt2-onnx", "--cluster", "dgx-a100:2", *arguments]
     out, err = run(capsys, *command)
 
-    assert out.startswith(f"gpt2 on dgx-a100:2, {plan},schedule=1f1b, batch 8\n\ngpt2_training: 16 devices\n")
+    assert out.startswith(
+        f"gpt2-onnx on dgx-a100:2, {plan},schedule=1f1b, batch 8\n\ngpt2_training: 16 devices\n"
+    )
     speed = float(re.search(r"^throughput +([\d.]+) samples/s$", out, re.MULTILINE)[1])
     assert speed == pytest.approx(8 / step_time(out), rel=1e-3)
     for expected in ("MFU ", "HFU ", "memory        fits", "MPIAllreduce ", "Send ", "GemmGrad "):
@@ -94,6 +97,12 @@ def test_builders_and_files_are_simulated(capsys, model, arguments, samples):
     assert out.startswith(f"{model} on dgx-a100, ")
     assert f", batch {samples}\n" in out
     assert step_time(out) > 0
+
+
+def test_the_command_of_the_readme_takes_what_its_python_says(capsys):
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    command = re.search(r"`distsim simulate (mlp:[^`]+)`", text)[1].split()
+    assert f"'{re.search('step time +(.+)', run(capsys, 'simulate', *command)[0])[1]}'\n" in text
 
 
 def test_without_a_plan_one_device_does_everything(capsys):
@@ -196,9 +205,12 @@ def test_show_prints_the_forward_function(capsys):
 
 
 def test_bindings_that_are_given_one_by_one_add_up(capsys):
-    joined, _ = run(capsys, "show", "gpt2", "--bind", "batch=2,seq=8")
+    joined, _ = run(capsys, "show", "gpt2-onnx", "--bind", "batch=2,seq=8")
     assert "input_ids: i64[2, 8]" in joined
-    assert run(capsys, "show", "gpt2", "--bind", "batch=2", "--bind", "seq=8", "--bind", "seq=8")[0] == joined
+    assert (
+        run(capsys, "show", "gpt2-onnx", "--bind", "batch=2", "--bind", "seq=8", "--bind", "seq=8")[0]
+        == joined
+    )
 
 
 def test_show_prints_the_precision_it_is_given(capsys):
@@ -216,6 +228,12 @@ def test_attention_is_one_kernel_in_half_precision_unless_asked_otherwise(capsys
         assert "note: attention: as the model writes it (math)\n" in text
     assert note in simulate(capsys, *command, "--attention", "flash")
     assert step_time(flash) < step_time(math) and peak_memory(flash) < 0.7 * peak_memory(math)
+
+
+def test_amp_multiplies_in_half_precision_and_so_has_one_kernel_of_attention(capsys):
+    command = ["gpt:layers=2,hidden=64,heads=4,seq=256,vocab=64", "--batch", 8]
+    assert "2 as one kernel each (flash)" in simulate(capsys, *command, "--precision", "amp")
+    assert "as the model writes it (math)" in simulate(capsys, *command, "--precision", "tf32")
 
 
 def test_show_training_adds_the_backward_pass_and_the_optimizer(capsys):
@@ -261,6 +279,34 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
         step_time(simulate(capsys, *command, "--kernels", name)) for name in ("ops", "eager", "compiled")
     ]
     assert times[0] > times[1] > times[2]
+
+
+@pytest.mark.parametrize(
+    ("policy", "plan", "said"),
+    [
+        ("fp8", "pp=2,microbatches=4", True),
+        ("fp8", "pp=2", False),
+        ("fsdp2", "dp=2,microbatches=2", True),
+        ("fsdp2", "dp=2,microbatches=2,fsdp=reshard", False),
+        ("mixed", "pp=2,microbatches=4", False),
+    ],
+)
+def test_copies_of_weights_that_are_held_too_often_are_noted(capsys, policy, plan, said):
+    command = ["mlp:layers=4,width=64", "--batch", 8, "--precision", policy, "--plan", plan]
+    out = simulate(capsys, *command, cluster="dgx-h100")
+    assert ("microbatches casts weights anew" in out) == said
+
+
+def test_what_a_stack_recomputes_and_a_model_cannot_is_left_out_with_a_note(capsys):
+    one_layer = ["gpt:layers=1,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8]
+    out = simulate(capsys, *one_layer, "--stack", "torchtitan")
+    assert "remat" not in out.splitlines()[0]
+    said = "note: nothing is recomputed, as the default of torchtitan does not fit: remat=every_early:2"
+    assert said in out
+    for plan, said in (("dp=1,remat=every:2", "nothing would be recomputed"), ("dp=3", "dp=3")):
+        command = ["simulate", *map(str, one_layer), "--cluster", "dgx-a100", "--plan", plan]
+        assert main([*command, "--stack", "torchtitan"]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,13 @@ from distsim.cli import main
 SMALL = "mlp:layers=2,width=8,batch=8"
 
 
-GPT2 = ("gpt2", "--cluster", "dgx-a100", "--batch", "4")
+GPT2 = ("gpt2-onnx", "--cluster", "dgx-a100", "--batch", "4")
 BAD = {
-    "unknown model": (("nosuch", "--cluster", "dgx-a100"), "'nosuch'", "gpt2, gpt:..., llama:..., mlp:..."),
+    "unknown model": (
+        ("nosuch", "--cluster", "dgx-a100"),
+        "'nosuch'",
+        "gpt2-onnx, gpt:..., llama:..., mlp:...",
+    ),
     "no model": (("", "--cluster", "dgx-a100"), "model ''"),
     "missing file": (("missing.onnx", "--cluster", "dgx-a100"), "missing.onnx", "No such file"),
     "no option of a builder": (("mlp:depth=3", "--cluster", "dgx-a100"), "'depth'", "layers, width, batch"),

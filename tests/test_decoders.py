@@ -19,6 +19,8 @@ from distsim.importer.decoders import decoder_sizes, named_sizes, sizes_from_hf
 from distsim.interpret import count_flops
 from distsim.ir import Function, Op, all_ops, callees
 from distsim.models.counts import count_parameters
+from distsim.models.decoder_sizes import DropoutRates
+from distsim.models.parts.attention import GroupedHeads
 from distsim.ops import signature_of, work
 from distsim.plan import Plan
 from distsim.transforms import Adam, differentiate
@@ -227,13 +229,14 @@ def test_a_config_is_read_from_its_file_with_options(tmp_path):
         ("llama3-8b:layers=20000", "", ("layers=20000", "10000")),
         ("llama3-8b:experts=4", "", ("'experts'",)),
         ("llama3-8b:capacity=1.5", "", ("no experts", "capacity")),
+        ("mixtral-8x7b:depth=3", "", ("concentration, capacity, seed",)),
         ("mixtral-8x7b:ffn=64", "", ("ffn=64", "expert_ffn")),
         ("mixtral-8x7b:top_k=9", "", ("top_k=9", "8 experts")),
         ("llama3-8b:kv_heads=5", "", ("kv_heads=5", "heads=32")),
         ("llama3-8b:hidden=4100", "", ("heads=32", "hidden=4100")),
         ("llama3-8b:attention_dropout=1", "", ("attention_dropout=1", "below 1")),
         ("llama3-8b:tied=1", "", ("tied=1", "true or false")),
-        ("llama3-8b:seq=8", "seq=16", ("seq is given twice", "8", "16")),
+        ("llama3-8b:seq=8", "seq=16", ("seq is given twice, 8 and 16",)),
         ("llama3-8b", "path=4", ("'path'", "batch and seq")),
         ("gpt2:layers=1", "seq=2048", ("seq=2048", "1024 positions")),
         ("llama3-8b", "seq=99999999", ("seq=99999999", "2^24")),
@@ -244,6 +247,19 @@ def test_what_is_not_usable_is_named(source, bindings, words):
     with pytest.raises((ImportModelError, PlanError)) as caught:
         load_model(source, bindings=bindings)
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_a_batch_that_is_bound_to_another_size_is_named_with_both():
+    with pytest.raises(ImportModelError, match="batch is given twice, 4 and 8"):
+        load_model("llama3-8b", 8, "batch=4")
+    with pytest.raises(ImportModelError, match="batch is given twice, 4 and 8"):
+        load_model("llama3-8b:batch=4", 8, "batch=8")
+
+
+def test_options_that_a_model_does_not_have_are_not_offered():
+    with pytest.raises(ImportModelError) as caught:
+        load_model("gpt2:n_layer=3")
+    assert "seq" in str(caught.value) and "capacity" not in str(caught.value)
 
 
 def test_the_command_lists_names_and_counts(capsys):
@@ -262,6 +278,41 @@ def test_the_command_lists_names_and_counts(capsys):
     }
     assert (second["name"], second["params"]) == (path, 124439808)
     assert main(["models", "nosuch"]) == 2
+    assert main(["models", "llama3-8b:batch=3,seq=99999999"]) == 2
+    assert "do not depend on batch, seq" in capsys.readouterr().err
+
+
+def test_a_field_that_a_file_leaves_out_is_as_transformers_class_has_it():
+    def without(family, *names):
+        return {key: value for key, value in FAMILIES[family].items() if key not in names}
+
+    gemma = sizes_from_hf(without("gemma", "head_dim"))
+    assert gemma.attention.size(gemma.hidden) == 256 and gemma.tied
+    caps = ("attn_logit_softcapping", "final_logit_softcapping")
+    gemma2 = sizes_from_hf(without("gemma2", *caps, "sliding_window"))
+    assert (gemma2.attention.softcap, gemma2.softcap, gemma2.attention.window) == (50, 30, 4096)
+    none = sizes_from_hf(FAMILIES["gemma2"] | dict.fromkeys((*caps, "sliding_window", "head_dim")))
+    assert (none.attention.softcap, none.softcap, none.attention.window) == (0, 0, 0)
+    assert none.attention.size(16) == 4
+    gpt = sizes_from_hf(without("gpt2", "embd_pdrop", "attn_pdrop", "resid_pdrop"))
+    assert gpt.dropout == DropoutRates(0.1, 0.1, 0.1)
+    assert sizes_from_hf(without("deepseek_v2", "q_lora_rank")).attention.q_lora == 1536
+    assert sizes_from_hf(
+        without("mistral", "num_key_value_heads") | {"num_attention_heads": 8}
+    ).attention == (GroupedHeads(8, window=3))
+    mixtral = sizes_from_hf(without("mixtral", "rms_norm_eps", "rope_theta"))
+    assert (mixtral.norm.epsilon, mixtral.positions.theta) == (1e-5, 1e6)
+
+
+def test_windows_of_qwen_are_where_transformers_has_them():
+    qwen = {"model_type": "qwen3", "sliding_window": 3, "use_sliding_window": True}
+    dense = sizes_from_hf({**FAMILIES["qwen3"], **qwen, "max_window_layers": 1})
+    assert dense.attention.windowed == (False, True)
+    experts = sizes_from_hf(
+        {**FAMILIES["qwen3_moe"], **qwen, "model_type": "qwen3_moe", "max_window_layers": 2}
+    )
+    assert experts.attention.window == 3 and all(experts.attention.windowed)
+    assert sizes_from_hf({**FAMILIES["qwen3_moe"], "sliding_window": 3}).attention.window == 0
 
 
 def test_the_command_simulates_a_config(capsys):

@@ -102,8 +102,17 @@ def test_a_cache_and_scores_are_written_out(tmp_path: Path) -> None:
     arrays = {**qkv(*FOUR), "": NOTHING, **cache}
     ops = assert_imports(tmp_path, "Attention", arrays, ("Y", "k", "v"), is_causal=1)
     assert "Attention" not in ops and ops.count("MatMul") == 2
-    ops = assert_imports(tmp_path, "Attention", qkv(*FOUR), ("Y", "", "", "scores"))
-    assert "Attention" not in ops and ops.count("MatMul") == 2
+
+
+def test_scores_that_somebody_reads_are_computed_beside_the_kernel(tmp_path: Path) -> None:
+    for outputs in (("Y", "", "", "scores"), ("Y", "k", "v", "scores")):
+        ops = assert_imports(tmp_path, "Attention", qkv(*FOUR), outputs, is_causal=1)
+        assert ops.count("Attention") == 1 and ops.count("MatMul") == 1
+    (tmp_path / "one.onnx").unlink()
+    model = model_of("Attention", qkv(*FOUR), ["Y", "", "", "scores"])
+    onnx.save(model, tmp_path / "one.onnx")
+    ready = add_loss(import_from_onnx(tmp_path / "one.onnx", parameters=("K", "V")), "mse")
+    assert [op.op_type for op in ready.ops] == ["Attention", "Loss"]
 
 
 def test_a_wider_softmax_than_that_of_the_kernel_is_written_out(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from distsim.models import mlp
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulate.memory.peak import KINDS, peak_memory
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.memory.program_memory import program_memory, program_saved_by_module
 from distsim.simulate.memory.table_changes import changes_of
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
@@ -39,9 +39,11 @@ def assert_same_memory(program: Program) -> None:
         d: described(use) for d, use in expected.items()
     }
     assert found.peaks == tuple(use.peak for use in found.ranks)
-    for use in found.ranks:
+    for use, mesh in zip(found.ranks, program.mesh.slices("pp"), strict=True):
         assert sum(use.by_kind.values()) == use.peak
         assert min(use.by_kind.values()) >= 0
+        modules = program_saved_by_module(program, mesh.devices[0])
+        assert sum(modules.values()) == use.by_kind["activations"]
 
 
 @st.composite

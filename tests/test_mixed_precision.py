@@ -23,7 +23,7 @@ from distsim.ir import (
     all_ops,
     verify,
 )
-from distsim.models import mlp
+from distsim.models import gpt, mlp
 from distsim.ops import compute, signature_of, work
 from distsim.schedule import schedule
 from distsim.simulate.memory.program_memory import program_memory
@@ -160,6 +160,34 @@ def test_a_sum_over_microbatches_adds_what_backward_makes_to_it():
         assert len(stage.backward.accumulating_names) in (0, len(later.ops))
 
 
+@pytest.mark.parametrize("policy", ["mixed", "fsdp2"])
+@pytest.mark.parametrize("model", ["gpt", "tied"])
+def test_a_gradient_is_cast_once_it_is_complete(policy, model):
+    """Only casts of what the same op made are between the two: it is reduced while backward goes on."""
+    ops = joint_of(model, policy).ops
+    maker = {value: number for number, op in enumerate(ops) for value in op.outputs}
+    casts = [number for number, op in enumerate(ops) if op.op_type == "GradientCast"]
+    assert len(casts) > 2
+    for number in casts:
+        made = maker[ops[number].inputs[0]]
+        between = {maker[v] for each in range(made + 1, number) for v in ops[each].inputs}
+        assert between <= {made}, ops[number]
+
+
+@pytest.mark.parametrize("policy", ["mixed", "mixed_bf16_grads", "fsdp2"])
+def test_gradients_of_few_layers_are_whole_at_a_time(policy):
+    """With fsdp=reshard a gradient is divided soon after it is made, however many layers there are."""
+    passing = ("activations", "workspace", "communication")
+    found = []
+    for layers in (4, 8):
+        function = gpt(layers=layers, hidden=64, heads=2, seq=4, batch=2, vocab=16)
+        joint = differentiate(function, SGD(), precision=precision_named(policy))
+        program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), "none", "reshard")
+        (memory,) = program_memory(program).ranks
+        found.append([memory.by_kind[kind] for kind in passing])
+    assert found[0] == found[1]
+
+
 def test_fsdp_gathers_what_is_used_and_reduces_what_is_summed():
     joint = joint_of("gpt", "fsdp2")
     program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), "none", "reshard")
@@ -229,7 +257,8 @@ def test_of_uniform_policies_no_value_is_cast():
     for policy, dtype in (("fp32", Float32()), ("bf16", BFloat16())):
         joint = joint_of("gpt", policy)
         assert not [op for op in all_ops(joint) if op.op_type in ("Cast", "GradientCast")]
-        assert {v.type.dtype for v in values(joint) if v.type.dtype.is_floating} == {dtype}
+        floating = [v for v in values(joint) if v.type.dtype.is_floating]
+        assert {v.type.dtype for v in floating if not v.name.endswith("_lse")} == {dtype}
 
 
 def test_a_note_says_the_policy():
@@ -259,6 +288,7 @@ def test_a_policy_of_ones_own_comes_from_a_file(tmp_path):
         ("states = [3]", "states cannot be"),
         ("loss_scale = -1", "must be finite and over 0"),
         ('product_rate = "fast"', "product_rate cannot be 'fast'"),
+        ('wide_ops = ["Softmax", "Sofmax"]', "wide_ops: there is no op Sofmax; did you mean Softmax"),
         ('linear = "float16"', "linear cannot be float16"),
         ("= 3", "is not a TOML file"),
     ],

@@ -17,8 +17,8 @@ from distsim.ir.value import Attributes
 from distsim.ops import Signature, compute, operator, registered, sharding_rule, types, work
 from distsim.ops.einsum import parse
 from distsim.ops.onnx_bridge import onnx_compute
-from distsim.ops.operator import Pieces
 from distsim.ops.shape import reshape_labels
+from distsim.ops.sharding_rule import Pieces
 from distsim.ops.windows import windows
 
 RANDOM = np.random.default_rng(7)
@@ -315,7 +315,7 @@ def test_embedding_gradient_is_partial_over_the_tokens():
     sig = signature("GatherGrad", [np.zeros((4, 6), np.int64), np.empty((4, 6, 8))], shape=(100, 8))
     rule = sharding_rule(sig)
     assert rule.inputs == (("i0", "i1"), ("i0", "i1", "d1"))
-    assert rule.outputs == ((None, "d1"),)
+    assert rule.outputs == (("rows", "d1"),)
 
 
 # Types, and what is refused.
@@ -361,8 +361,8 @@ DIVIDED = {
     "ConvGrad": "ci co g n",
     "ConvTranspose": "ci co g n",
     "DepthToSpace": "c h n w",
-    "Gather": "d0 d1 d2 i0 i1",
-    "GatherGrad": "d0 d1 d2 i0 i1",
+    "Gather": "d0 d1 d2 i0 i1 rows",
+    "GatherGrad": "d0 d1 d2 i0 i1 rows",
     "GatherND": "b0 d0 i0 i1",
     "GlobalAveragePool": "c n s0",
     "MaxPoolGrad": "c n",

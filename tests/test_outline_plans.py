@@ -104,7 +104,7 @@ def test_a_hundred_thousand_ops_take_seconds():
 
 
 def test_show_outline_prints_the_layers_once_and_how_often_they_are_called(capsys):
-    command = ["show", "gpt2", "--batch", 2, "--bind", "seq=16", "--outline"]
+    command = ["show", "gpt2-onnx", "--batch", 2, "--bind", "seq=16", "--outline"]
     out, err = run(capsys, *command)
     assert out.startswith(
         "# h: 36 ops, called 12 times\n# composites: 12 Gelu, spelled out, as one op each\n"

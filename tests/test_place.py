@@ -18,7 +18,7 @@ from distsim.errors import PartitionError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.ir import Float, FunctionMaker, Role, Tensor, Topology
 from distsim.ir.rewrite import flatten
-from distsim.models import gpt, mlp
+from distsim.models import gpt, llama, mlp
 
 RATE = 25e9
 
@@ -107,7 +107,11 @@ def test_the_heuristic_modes_run_as_their_timetable_says(mode, seed):
 
 @pytest.mark.parametrize(
     "function",
-    [mlp(layers=3, width=16, batch=4), gpt(layers=2, hidden=32, heads=4, seq=8, vocab=50, batch=2)],
+    [
+        mlp(layers=3, width=16, batch=4),
+        gpt(layers=2, hidden=32, heads=4, seq=8, vocab=50, batch=2),
+        llama(layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, seq=6, vocab=20, batch=2),  # ops on constants
+    ],
 )
 @pytest.mark.parametrize("inlined", [False, True])
 def test_models_with_calls_and_views(function, inlined):
@@ -126,6 +130,20 @@ def test_models_with_calls_and_views(function, inlined):
         simulation = Simulator(cost_model).interpret(placed.function, placed.function.inputs)
         assert simulation.step_time <= timetable(each).makespan * (1 + 1e-12) + rounding(placed.function)
         check(function, placed)
+
+
+@pytest.mark.parametrize("mode", HOST_MODES)
+def test_a_constant_is_on_each_device_that_reads_it_and_is_not_sent(mode):
+    function = llama(layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, seq=6, vocab=20, batch=2)
+    topology = machine(3)
+    placed = partition_model(function, topology, mode, time_limit=0.3).placed
+    ops = placed.function.ops
+    made = {value: op.attributes["device"] for op in ops if op.op_type == "Constant" for value in op.outputs}
+    for op in ops:
+        assert op.op_type != "Send" or op.inputs[0] not in made
+        on = op.outputs[0].type.device
+        assert op.op_type == "Send" or all(made.get(value, on) == on for value in op.inputs)
+    check(function, placed)
 
 
 def test_what_cannot_be_placed_is_refused():

@@ -1,5 +1,6 @@
 """Cluster presets: every figure with its unit and source, near measurements, and files of one's own."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,16 @@ class TestOwnFile:
     def test_missing_file(self, tmp_path: Path):
         with pytest.raises(TopologyError, match="is not a file"):
             load_cluster(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize("value", ["inf", "0", "0.3", "1e300"])
+@pytest.mark.parametrize("name", ["block", "segment"])
+def test_blocks_and_segments_are_whole_bytes(tmp_path, name, value):
+    text = (Path(distsim.hardware.__file__).parent / "presets" / "dgx-a100.toml").read_text()
+    path = tmp_path / "odd.toml"
+    path.write_text(re.sub(rf"^{name} = {{ value = \d+", f"{name} = {{ value = {value}", text, flags=re.M))
+    with pytest.raises(TopologyError, match=rf"^[^:]*: device.{name}=.* must be whole bytes"):
+        load_cluster(str(path))
 
 
 def test_a_level_that_straddles_nodes_is_refused(tmp_path):

@@ -5,7 +5,7 @@ from training_models import small_gpt, topology_of
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.plan import Plan
-from distsim.search import remedies
+from distsim.search import PlanTrials, remedies
 from distsim.simulate import Simulator
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
@@ -15,19 +15,23 @@ def advised(plan, memory, count=4, **options):
     topology = topology_of(count, memory=memory)
     joint = differentiate(small_gpt(layers=4, batch=16), Adam())
     simulator = Simulator(CostModel(topology))
-    found = remedies(
-        plan,
-        count,
-        lambda other: simulator.simulate(parallelize(joint, other, topology)),
-        **options,
-    )
+    built = []
+
+    def build(other):
+        built.append(other)
+        return parallelize(joint, other, topology)
+
+    options.setdefault("seconds", 600.0)
+    asked = remedies(plan, PlanTrials(joint, topology, build, simulator.simulate), **options)
+    found = asked.fit
+    assert built or not found
     for remedy in found:
         program = parallelize(joint, remedy.plan, topology)
         assert program_memory(program).missing == 0
         assert simulator.simulate(program).step_time == remedy.step_time
         assert remedy.plan.devices <= count and str(remedy) == remedy.change
     assert [each.step_time for each in found] == sorted(each.step_time for each in found)
-    return [each.change for each in found], found
+    return [each.change for each in found], found, len(built), asked.untried
 
 
 def peak_of(plan, count=4):
@@ -37,7 +41,7 @@ def peak_of(plan, count=4):
 
 def test_one_change_is_enough_where_little_is_missing():
     plan = Plan(dp=4)
-    changes, _ = advised(plan, peak_of(plan) - 1, most=10)
+    changes, *_ = advised(plan, peak_of(plan) - 1, most=10)
     assert {"remat=full", "fsdp=reshard", "microbatches=2", "tp=2, dp=2"} <= set(changes)
     assert len(advised(plan, peak_of(plan) - 1)[0]) == 3
 
@@ -47,10 +51,16 @@ def test_two_changes_where_one_is_not():
     alone = min(peak_of(Plan(tp=2), 2), peak_of(Plan(pp=2), 2), peak_of(Plan(remat="full"), 1))
     together = peak_of(Plan(tp=2, remat="full", microbatches=1), 2)
     assert together < alone
-    changes, found = advised(plan, together, count=2)
+    changes, found, *_ = advised(plan, together, count=2)
     assert changes and all("," in change for change in changes)
     assert all(each.peak <= together for each in found)
 
 
-def test_nothing_fits_where_the_states_do_not():
-    assert advised(Plan(), 1000, count=1)[0] == []
+def test_nothing_fits_where_the_states_do_not_and_nothing_is_built_then():
+    assert advised(Plan(), 1000, count=1) == ([], (), 0, 0)
+
+
+def test_without_time_nothing_is_tried_and_that_is_said():
+    plan = Plan(dp=4)
+    changes, _, built, untried = advised(plan, peak_of(plan) - 1, seconds=-1.0)
+    assert (changes, built) == ([], 0) and untried >= 4

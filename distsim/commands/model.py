@@ -64,7 +64,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--attention",
-        help=f"{' or '.join(ATTENTIONS)}: one kernel each, or op by op (default flash for 16 bits and fewer)",
+        help=f"{' or '.join(ATTENTIONS)}: one kernel each, or op by op (default flash for 16 bits)",
     )
     parser.add_argument(
         "--kernels",
@@ -131,7 +131,7 @@ def _forward(options: argparse.Namespace, choices: Choices) -> Function:
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
     function = merge_composites(load_model(options.model, options.batch, bindings, patterns))
-    dtype = _widest(function) if choices.precision is None else choices.precision.used
+    dtype = _widest(function) if choices.precision is None else choices.precision.compute
     return set_attention(function, choices.attention or default_attention(dtype))
 
 

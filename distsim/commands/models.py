@@ -7,8 +7,10 @@ from dataclasses import asdict
 
 import msgspec
 
+from distsim.errors import ImportModelError
 from distsim.importer.decoders import decoder_sizes, model_names
 from distsim.models.counts import ParameterCount, count_parameters
+from distsim.models.decoder_sizes import DecoderSizes
 from distsim.simulate.explain.text import table
 from distsim.streams import say
 
@@ -26,9 +28,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the models."""
     names: list[str] = options.model or list(model_names())
-    counts = {name: count_parameters(decoder_sizes(name)[0]) for name in names}
+    counts = {name: count_parameters(_sizes(name)) for name in names}
     say(_json(counts) if options.json else _table(counts))
     return 0
+
+
+def _sizes(name: str) -> DecoderSizes:
+    """Return the sizes of a model; an option that is none of them would have no effect here."""
+    sizes, given = decoder_sizes(name)
+    if given:
+        raise ImportModelError(f"{name}: parameters do not depend on {', '.join(given)}; leave it out")
+    return sizes
 
 
 def _json(counts: dict[str, ParameterCount]) -> str:

@@ -6,6 +6,7 @@ import argparse
 import sys
 import warnings
 
+from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, read_model, training_step
 from distsim.compose import parallelize
 from distsim.cost import UncostedOperatorWarning
@@ -48,10 +49,17 @@ def run(options: argparse.Namespace) -> int:
     if options.plan:
         if not options.cluster:
             raise PlanError("--plan needs --cluster: the devices to place the plan on")
-        plan, topology = choices.plan(options.plan), load_cluster(options.cluster)
+        topology = load_cluster(options.cluster)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncostedOperatorWarning)  # what is shown has no times
-            program = parallelize(function, plan, topology, kernels=choices.kernels)
+            _, program, notes = lay_out(
+                options.plan,
+                options.stack,
+                choices,
+                lambda plan: parallelize(function, plan, topology, kernels=choices.kernels),
+            )
+        for note in notes:
+            say(f"# {note}")
         function = steady_state_transform(program.to_function())[0]
     _print_function(function)
     return 0

@@ -6,28 +6,33 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
+from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, read_model, training_step
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError
 from distsim.hardware import load_cluster
-from distsim.interpret import count_flops
+from distsim.interpret import count_model_flops
 from distsim.ir import Device, Function, Topology
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
 from distsim.schedule import TABLE, Schedule, read_csv
-from distsim.search import remedies
+from distsim.schedule.refusals import count as count_of
+from distsim.search import PlanTrials, remedies
+from distsim.search.remedies import SEARCH_SECONDS
 from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.text import seconds_text
 from distsim.simulate.quantities import bytes_label
 from distsim.streams import say
+from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
 MOST_EVENTS = 2_000_000
@@ -112,41 +117,49 @@ def run(options: argparse.Namespace) -> int:
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
     function, choices = training_step(options, progress)
-    plan = choices.plan(_plan(options, order))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
-        program = progress.run(
+
+    def build(plan: Plan) -> Program:
+        return progress.run(
             f"parallelizing: {plan}",
             lambda: parallelize(function, plan, topology, cost_model, order, choices.kernels),
         )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
+        plan, program, said = lay_out(_plan(options, order), options.stack, choices, build)
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
+    notes += said
+    notes += _casts_of_weights(plan, choices.precision)
     notes += _idle_devices(options, plan, topology, _samples(function))
     notes += _uneven_ranks(plan, program.schedule, simulation)
     if order is None and not simulation.fits:
 
-        def simulate(other: Plan) -> Simulation:
-            program = parallelize(function, other, topology, cost_model, None, choices.kernels)
-            return simulator.simulate(program)
+        def build_quietly(other: Plan) -> Program:
+            return parallelize(function, other, topology, cost_model, None, choices.kernels)
 
-        notes += _advice(plan, len(topology.devices), simulate, progress)
+        notes += _advice(plan, PlanTrials(function, topology, build_quietly, simulator.simulate), progress)
     way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
     return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
 
 
-def _advice(
-    plan: Plan, devices: int, simulate: Callable[[Plan], Simulation], progress: Progress
-) -> list[str]:
+def _advice(plan: Plan, trials: PlanTrials, progress: Progress) -> list[str]:
     """Say what would make a plan fit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
-        found = progress.run("looking for plans that fit", lambda: remedies(plan, devices, simulate))
-    if not found:
-        return ["no plan with one or two changes fits"]
-    return [
+        found = progress.run(
+            f"looking for plans that fit, for {SEARCH_SECONDS:g} s at most", lambda: remedies(plan, trials)
+        )
+    notes = [
         f"it would fit with {remedy}: {seconds_text(remedy.step_time)}, at most {bytes_label(remedy.peak)}"
-        for remedy in found
+        for remedy in found.fit
     ]
+    if found.untried:
+        left = (
+            f"{count_of(found.untried, 'plan')} with one or two changes not tried within {SEARCH_SECONDS:g} s"
+        )
+        return [*(notes or ["no plan was found that fits"]), left]
+    return notes or ["no plan with one or two changes fits"]
 
 
 def _tell(
@@ -164,7 +177,7 @@ def _tell(
     say(f"{options.model} on {options.cluster}, {way}, batch {samples}\n")
     if about:
         say(about)
-    say(summarize(simulation, samples, count_flops(function)))
+    say(summarize(simulation, samples, count_model_flops(function)))
     if options.explain:
         say(progress.run("explaining", simulation.explain))
     uncosted = ", ".join(cost_model.uncosted)
@@ -206,6 +219,19 @@ def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, s
         way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
     idle = f"{count - plan.devices} of {count} devices of {options.cluster} are idle"
     return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
+
+
+def _casts_of_weights(plan: Plan, precision: Precision | None) -> list[str]:
+    """Say where weights are cast more often than frameworks cast them."""
+    if precision is None or plan.microbatches == 1:
+        return []
+    whole = precision.parameter != precision.used and (plan.fsdp != "reshard" or plan.dp == 1)
+    if not whole and precision.linear is None:
+        return []
+    return [
+        f"each of the {plan.microbatches} microbatches casts weights anew and holds the copies until its "
+        "backward pass; frameworks hold one for all, so this takes too much memory, and some time"
+    ]
 
 
 UNEVEN = 1.1

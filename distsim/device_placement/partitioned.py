@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distsim.cost import CostModel
-from distsim.cost.cost_model import cost_model_of, runs_kernel
+from distsim.cost.cost_model import cost_model_of
 from distsim.device_placement.optimal import OptimalPartition
 from distsim.device_placement.optimal.timetable import Timetable, timetable
 from distsim.device_placement.partitioner import MODES, ModeOptions, partition
@@ -18,7 +18,7 @@ from distsim.device_placement.parts import Partition
 from distsim.device_placement.problem import PartitionDevice, Problem, problem_of
 from distsim.errors import PartitionError
 from distsim.interpret import infer_types
-from distsim.ir import Attributes, Device, Function, FunctionMaker, Op, Tensor, Topology, Value
+from distsim.ir import Attributes, Device, Function, FunctionMaker, Op, Topology, Value
 from distsim.ir.rewrite import flatten
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
@@ -31,7 +31,8 @@ from distsim.simulate.quantities import bytes_label
 class Placed:
     """``function`` with every op on its device; input k is input ``sources[k]`` of the original.
 
-    An input that several devices read is one input of each: it is there from the start, as parameters are.
+    An input that several devices read is one input of each: it is there from the start, as parameters are. So
+    is a constant, which each of these devices has of its own.
     """
 
     function: Function
@@ -140,11 +141,13 @@ class _Placer:
         return Placed(self.maker.finalize(), tuple(sources))
 
     def _add(self, op: Op) -> None:
+        if op.op_type == "Constant":
+            return self._constant(op)
         device = self.device[op]
         read = {value: self.copies[value, device] for value in op.inputs}
         subfunctions = [self._callee(op, read)] if op.is_call else None
         attributes = op.attributes
-        if not op.inputs and runs_kernel(op.op_type):  # no input says where it runs
+        if not op.inputs:  # none says where it runs
             attributes = Attributes({**attributes, "device": device})
         made = self.maker.copy(op, read, attributes, subfunctions)
         for value, copy in zip(op.outputs, made, strict=True):
@@ -152,6 +155,14 @@ class _Placer:
             for target in self.readers.get(value, {}):
                 if target != device:
                     self.copies[value, target] = self._send(op, copy, device, target)
+
+    def _constant(self, op: Op) -> None:
+        """Put a constant in the memory of each device that reads it: it is never sent."""
+        (value,) = op.outputs
+        for device in self.readers.get(value, {self.device[op]: None}):
+            attributes = Attributes({**op.attributes, "device": device})
+            (self.copies[value, device],) = self.maker.copy(op, {}, attributes)
+            self.copies.setdefault((value, None), self.copies[value, device])
 
     def _callee(self, op: Op, read: dict[Value, Value]) -> Function:
         types = tuple(read[value].type for value in op.inputs)
@@ -162,9 +173,7 @@ class _Placer:
         return found
 
     def _send(self, op: Op, value: Value, source: Device, target: Device) -> Value:
-        """Send on the first channel that is free when the op ends; a constant on no device is everywhere."""
-        if isinstance(value.type, Tensor) and value.type.device is None:
-            return value
+        """Send on the first channel that is free when the op ends."""
         busy = self.channels.setdefault((source, target), [])
         begin = self.end[op]
         channel = next((k for k, until in enumerate(busy) if until <= begin), len(busy))

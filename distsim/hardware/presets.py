@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -68,6 +68,8 @@ class _DeviceTable(_Strict, frozen=True):
     bytes_efficiency: _FigureTable
     context: _FigureTable | None = None
     fragmentation: _FigureTable | None = None
+    block: _FigureTable | None = None
+    segment: _FigureTable | None = None
     peaks: dict[str, _FigureTable] = {}
     host_link: _LinkTable | None = None
     kind: _Text = "gpu"
@@ -143,6 +145,8 @@ def load_cluster(name: str) -> Topology:
             si["device.bytes_efficiency"],
             si.get("device.context", 0.0),
             si.get("device.fragmentation", 0.0),
+            _whole_bytes("block", si),
+            _whole_bytes("segment", si),
             _link(si, "device.host_link") if cluster.device.host_link else None,
         )
         levels = tuple(
@@ -150,7 +154,7 @@ def load_cluster(name: str) -> Topology:
                 level.name,
                 _link(si, f"levels.{level.name}"),
                 level.group_size,
-                _whole(origin, level, si.get(f"levels.{level.name}.devices_per_port", 1.0)),
+                _whole(level, si.get(f"levels.{level.name}.devices_per_port", 1.0)),
                 si.get(f"levels.{level.name}.oversubscription", 1.0),
             )
             for level in cluster.levels
@@ -180,9 +184,16 @@ def _link(si: dict[str, float], name: str) -> Link:
     return Link(*(si[f"{name}.{part}"] for part in ("bandwidth", "latency", "efficiency")))
 
 
-def _whole(origin: str, level: _LevelTable, value: float) -> int:
+def _whole(level: _LevelTable, value: float) -> int:
     if not (value.is_integer() and 1 <= value <= MAX_DEVICES):
-        raise TopologyError(f"{origin}: levels.{level.name}.devices_per_port={value} is no count of devices")
+        raise TopologyError(f"levels.{level.name}.devices_per_port={value} is no count of devices")
+    return int(value)
+
+
+def _whole_bytes(name: str, si: Mapping[str, float]) -> int:
+    value = si.get(f"device.{name}", 1.0)
+    if not (value.is_integer() and 1 <= value <= si["device.memory"]):
+        raise TopologyError(f"device.{name}={value} must be whole bytes, of those that memory has")
     return int(value)
 
 
@@ -256,6 +267,8 @@ def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
         ("device.memory", device.memory, _BYTES),
         *([("device.context", device.context, _BYTES)] if device.context else []),
         *([("device.fragmentation", device.fragmentation, _SHARE)] if device.fragmentation else []),
+        *([("device.block", device.block, _BYTES)] if device.block else []),
+        *([("device.segment", device.segment, _BYTES)] if device.segment else []),
         ("device.dram_bandwidth", device.dram_bandwidth, _RATE),
         ("device.bytes_efficiency", device.bytes_efficiency, _SHARE),
         ("device.kernel_launch_overhead", device.kernel_launch_overhead, _SECONDS),

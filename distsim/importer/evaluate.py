@@ -22,7 +22,7 @@ from distsim.importer.folding import (
     shape_constant,
     without_repeats,
 )
-from distsim.importer.fused import FUSED, add_fused, house_attributes
+from distsim.importer.fused import FUSED, RESULTS, add_fused, house_attributes
 from distsim.importer.limits import FOLD_ELEMENTS, MAX_NAMES
 from distsim.importer.nodes import (
     FunctionKey,
@@ -243,11 +243,12 @@ class PartialEvaluator:
         attributes: dict[str, Any],
         scope: Scope,
     ) -> None:
-        read = [name in scope.used for name in node.output]
-        house = house_attributes(op_type, attributes, inputs, read)
+        house = house_attributes(op_type, attributes, inputs)
+        written = node if house is None else _without_results(node, RESULTS)
+        if any(name in scope.used for name in written.output):
+            self._call(function_body(node, op_type, scope.opsets.get("", 0), inputs), written, scope)
         if house is None:
-            body = function_body(node, op_type, scope.opsets.get("", 0), inputs)
-            return self._call(body, node, scope)
+            return
         entries = [entry for entry in self._folder.shrink(op_type, inputs) if entry is not None]
         given = [name for name in node.input if name]
         values = [self.value_of(e, scope.name(n)) for e, n in zip(entries, given, strict=True)]
@@ -389,3 +390,11 @@ class PartialEvaluator:
             entry = inner.get(formal) if name else None  # a body need not make what nobody asks for
             if entry is not None:
                 scope.define(name, entry)
+
+
+def _without_results(node: Any, count: int) -> Any:
+    """Return the node without its first results, which something else makes."""
+    rest = onnx.NodeProto()
+    rest.CopyFrom(node)
+    rest.output[:count] = [""] * min(count, len(node.output))
+    return rest

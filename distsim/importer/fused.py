@@ -1,7 +1,8 @@
 """ONNX's kernels of attention (operator set 23 and later) as the operators of the house.
 
 Operands with their heads in one dimension, [batch, seq, heads * size], are brought into four. What an
-operator of the house does not do (a cache of keys and values, scores as a result) has to be written out.
+operator of the house does not do (a cache of keys and values) has to be written out; so have the scores,
+beside it, which are no result of the kernel: where nobody needs them, they are left out again.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ FUSED = frozenset({"Attention", "RotaryEmbedding"})
 _HEADS = {"Attention": ("q_num_heads", "kv_num_heads", "kv_num_heads"), "RotaryEmbedding": ("num_heads",)}
 
 
-def house_attributes(
-    op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Entry | None], read: Sequence[bool]
-) -> dict[str, Any] | None:
-    """Return the attributes of the operator of the house; None where it does not do what the node does.
+RESULTS = 3
+"""How many results of a node :func:`add_fused` makes, if there are so many; the scores are another."""
 
-    ``read`` says which results of the node are.
-    """
+
+def house_attributes(
+    op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Entry | None]
+) -> dict[str, Any] | None:
+    """Return the attributes of the operator of the house; None where it does not do what the node does."""
     if op_type == "RotaryEmbedding":
         return {name: value for name, value in attributes.items() if name != "num_heads"}
-    if any(entry is not None for entry in inputs[4:]) or any(read[3:]):
-        return None  # a cache, the number of keys in it, or the scores
+    if any(entry is not None for entry in inputs[4:]):
+        return None  # a cache, or the number of keys in it
     query, key, value, mask = ([*map(_dtype, inputs[:4]), None] * 2)[:4]
     if query is None or query != key or key != value or (mask is not None and mask.kind in "iu"):
         return None
@@ -75,7 +77,7 @@ def add_fused(
     given: Mapping[str, Any],
     names: tuple[str, str],
 ) -> tuple[Value, ...]:
-    """Add the operator of the house; return the results that ONNX's has.
+    """Add the operator of the house; return the results that ONNX's has, up to :data:`RESULTS`.
 
     ``attributes`` are those of the house, ``given`` those of the node, ``names`` that of the op and that of
     its first result. Raises :class:`ImportModelError` where heads do not divide three dimensions.

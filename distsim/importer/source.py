@@ -22,7 +22,8 @@ BUILDERS: dict[str, Callable[..., Function]] = {
     "moe": moe,
     "deepseek": deepseek,
 }
-BUNDLED = ("gpt2",)
+BUNDLED = {"gpt2-onnx": "gpt2.onnx"}
+"""Exports that come with distsim, in ``distsim/models/data``."""
 
 
 def load_model(
@@ -30,8 +31,8 @@ def load_model(
 ) -> Function:
     """Return the forward function of a model.
 
-    ``source``: the path of an ``.onnx`` file; ``gpt2``, the export that comes with distsim; the name of a
-    published model or the path of a Hugging Face ``config.json``, either with options that override its
+    ``source``: the path of an ``.onnx`` file; ``gpt2-onnx``, an export that comes with distsim; the name of
+    a published model or the path of a Hugging Face ``config.json``, either with options that override its
     fields (``llama3-8b:layers=4``); or a builder with its options, ``mlp:layers=16,width=8192``. ``batch``
     binds the symbolic dimension of that name (of an export), the batch of a named model or the builder's
     option; ``bindings`` (``seq=128,...``) binds others. ``parameters`` are patterns of graph inputs that are
@@ -46,7 +47,7 @@ def load_model(
             )
         return _build(name, options, batch, sizes)
     if source in BUNDLED:
-        with as_file(files("distsim.models") / "data" / f"{source}.onnx") as path:
+        with as_file(files("distsim.models") / "data" / BUNDLED[source]) as path:
             return _import(path, batch, sizes, parameters)
     if name.endswith(".onnx") or source.endswith(".onnx"):
         return _import(source, batch, sizes, parameters)
@@ -54,7 +55,7 @@ def load_model(
         known = ", ".join([*BUNDLED, *(f"{builder}:..." for builder in BUILDERS)])
         raise ImportModelError(
             f"model {source!r} is not an .onnx file, a config.json, one of {known} nor a name that "
-            f"`distsim models` lists{did_you_mean(name, [*model_names(), *BUILDERS])}"
+            f"`distsim models` lists{did_you_mean(name, [*model_names(), *BUILDERS, *BUNDLED])}"
         )
     return load_decoder(source, batch, sizes, parameters)
 

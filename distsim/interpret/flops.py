@@ -1,21 +1,47 @@
-"""The floating-point operations of a function."""
+"""The floating-point operations of a function: those that it runs, and those that its model stands for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from distsim.ir import Function, all_ops, trim
 from distsim.ops import signature_of, work
+from distsim.ops.operator import Work
 
 
 def count_flops(function: Function) -> float:
     """Return the FLOPs that the outputs of ``function`` take on one device that does all of it.
 
-    A multiply-add is two. Of a joint function before it is parallelised these are the model's FLOPs, the
-    numerator of MFU (Chowdhery et al. 2022, PaLM, appendix B); unlike there, element-wise work and the
-    optimizer count as well. Ops without a work rule, and those that no output needs, count nothing.
+    A multiply-add is two. All ops count, with what their kernels do: element by element, the optimizer,
+    of attention under a causal mask half of the pairs, and what its backward pass computes again. Ops without
+    a work rule, and those that no output needs, count nothing.
 
     >>> from distsim.models import mlp
     >>> count_flops(mlp(layers=1, width=4, batch=2)) >= 2 * 2 * 4 * 4
     True
     """
-    demands = [work(signature_of(op)) for op in all_ops(trim(function).function)]
-    return sum(demand.flops for demand in demands if demand is not None)
+    return sum(demand.flops for demand in _demands(function))
+
+
+def count_model_flops(function: Function) -> float:
+    """Return the FLOPs of the model that a function computes, before it is parallelised: MFU's numerator.
+
+    As Chowdhery et al. 2022 count them (PaLM, appendix B), and with them Megatron-LM, torchtitan, nanotron
+    and llm-foundry: products only, those of attention over all pairs of query and key, also those that a
+    causal mask or a window hides, and nothing that is computed again. Of a decoder's step that is
+    6 N + 12 L h s a token, N being the weights of its products: however attention runs, in whatever precision
+    and kernels.
+
+    >>> from distsim.models import mlp
+    >>> count_model_flops(mlp(layers=1, width=4, batch=2))
+    64.0
+    """
+    products = [demand for demand in _demands(function) if demand.matrix]
+    return sum(each.flops if each.model_flops is None else each.model_flops for each in products)
+
+
+def _demands(function: Function) -> Iterator[Work]:
+    for op in all_ops(trim(function).function):
+        demand = work(signature_of(op))
+        if demand is not None:
+            yield demand

@@ -23,7 +23,8 @@ class Device:
     FLOP/s of matrix operations by dtype name. ``dram_bandwidth`` is in bytes/s, ``kernel_launch_overhead``
     in seconds, ``memory`` in bytes (infinite: never full), of which ``context`` is what the driver and the
     communication library take, and ``fragmentation`` the share of the bytes in use that the allocator of a
-    framework takes on top. The efficiencies, in (0, 1], are the achieved share of the peak FLOP/s and of
+    framework takes on top; it gives a tensor whole blocks of ``block`` bytes, and has memory in segments of
+    ``segment`` bytes. The efficiencies, in (0, 1], are the achieved share of the peak FLOP/s and of
     the DRAM bandwidth. ``host_link`` is what joins it to the memory of its host, each way: None if that is
     not known. The defaults are those of the DistIR notebooks.
 
@@ -45,6 +46,8 @@ class Device:
     bytes_efficiency: float = 1.0
     context: float = 0.0
     fragmentation: float = 0.0
+    block: int = 1
+    segment: int = 1
     host_link: Link | None = None
     _hash: int = field(init=False, compare=False)
 
@@ -70,6 +73,9 @@ class Device:
             raise TopologyError(
                 f"device {self}: fragmentation={self.fragmentation} must be at least 0 and finite"
             )
+        for name, size in (("block", self.block), ("segment", self.segment)):
+            if size < 1:
+                raise TopologyError(f"device {self}: {name}={size} must be at least a byte")
         # Numbers only: the hash of a string differs between processes, and a pickled device keeps this one.
         object.__setattr__(self, "_hash", hash((self.id, self.throughput, self.dram_bandwidth, self.memory)))
 
@@ -87,8 +93,10 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Bytes that tensors can take: the memory without the context, and with room for fragmentation."""
-        return (self.memory - self.context) / (1.0 + self.fragmentation)
+        """Bytes that tensors can take: whole segments of the memory without the context, and with room for
+        fragmentation."""
+        size = (self.memory - self.context) / (1.0 + self.fragmentation)
+        return size if self.segment == 1 or size == math.inf else size // self.segment * self.segment
 
     def __hash__(self) -> int:
         return self._hash
@@ -141,6 +149,11 @@ class Mesh:
     def devices(self) -> tuple[Device, ...]:
         """The devices in row-major order of the axes."""
         return self._devices
+
+    @property
+    def block(self) -> int:
+        """Bytes of a block of memory on the first device: a mesh is of devices of one kind."""
+        return self._devices[0].block
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

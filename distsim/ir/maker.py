@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from distsim.errors import DistsimError, IRError
@@ -29,6 +30,7 @@ class FunctionMaker:
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
         self.outputs: list[Value] | None = None
+        self.module = ""
         self._defined: set[Value] = set()
 
     def add_input_value(self, name: str, type: Type, role: Role = Role.INPUT) -> Value:
@@ -37,6 +39,19 @@ class FunctionMaker:
         self.inputs.append(value)
         self._defined.add(value)
         return value
+
+    @contextmanager
+    def within(self, module: str) -> Generator[None]:
+        """Within it, ops without a name are named as exporters name them, ``module/output``: an op's origin.
+
+        One inside of another is the module of a module, ``attention.norm``.
+        """
+        outer = self.module
+        self.module = f"{outer}.{module}" if outer else module
+        try:
+            yield
+        finally:
+            self.module = outer
 
     def add_op(
         self,
@@ -84,6 +99,8 @@ class FunctionMaker:
             raise type(error)(f"{self.name}: {op_type}({arguments}): {error}") from error
         names = self._names(op_type, output_names, len(made))
         outputs = tuple([Value(n, t) for n, t in zip(names, made, strict=True)])
+        if self.module and not name and outputs:
+            name = f"{self.module}/{outputs[0].name}"
         self.ops.append(Op(op_type, values, outputs, attrs, callees, version, name))
         self._defined.update(outputs)
         return outputs

@@ -29,6 +29,11 @@ class Type:
         """Bytes that one value of this type takes on each device that holds it."""
         raise TypeError(f"{type(self).__name__} has no size")
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory that one value takes on each device that holds it: whole blocks."""
+        return self.nbytes
+
 
 class DType(Type):
     """An element type; instances of one class are equal, so ``Float() == Float32()``."""
@@ -184,6 +189,12 @@ class Tensor(Type):
         """Bytes that each device that holds it takes of its host's memory."""
         return math.prod(self.shape) * self.dtype.itemsize if self.on_host else 0
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory that one value takes on each device that holds it: whole blocks."""
+        block = 1 if self.device is None else self.device.block
+        return self.nbytes if block == 1 else -(-self.nbytes // block) * block
+
     def on(self, device: Device | Mesh | None) -> Tensor:
         """Return this type on another device or mesh."""
         return self if device is self.device else replace(self, device=device)
@@ -208,6 +219,11 @@ class TupleType(Type):
     def nbytes(self) -> int:
         """Bytes of all members."""
         return sum(member.nbytes for member in self.types)
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of memory that all members take."""
+        return sum(member.allocated for member in self.types)
 
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.types))})"

@@ -61,7 +61,8 @@ def decoder(
         top.maker.add_input_value(data, Tensor(Int64(), (batch, seq), mesh)) for data in ("tokens", "labels")
     )
     table = top.parameter(sizes.names.embed, sizes.vocab, sizes.hidden)
-    x = _embedded(top, sizes, table, tokens)
+    with top.within("embedding"):
+        x = _embedded(top, sizes, table, tokens)
     kinds = _kinds(sizes, seq, loads)
     made = {kind: _layer(sizes, top.like, kind, attention == "math") for kind in dict.fromkeys(kinds)}
     rotations = _rotations(top, sizes.rotary, sizes.positions.theta) if sizes.rotary else {}
@@ -74,8 +75,9 @@ def decoder(
         inputs = [x, *tables.values(), *own]
         x = top.maker.add("Call", inputs, None, (layer,), [f"x{index}"], None, f"h{index}")[0]
     x = top.norm(x, sizes.names.final, sizes.hidden, sizes.norm, "final")
-    logits = top.capped(_logits(top, sizes, x, table), sizes.softcap, "capped_logits")
-    return top.finish(top("CrossEntropyLoss", logits, labels, name="loss", N=batch * seq))
+    with top.within("head"):
+        logits = top.capped(_logits(top, sizes, x, table), sizes.softcap, "capped_logits")
+        return top.finish(top("CrossEntropyLoss", logits, labels, name="loss", N=batch * seq))
 
 
 def _embedded(top: PartMaker, sizes: DecoderSizes, table: Value, tokens: Value) -> Value:
@@ -115,12 +117,16 @@ def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) 
     name = names.dense_layer if kind.load is None else names.expert_layer
     layer = LayerMaker(name, x_type, sizes.rotary, masked)
     normed = layer.norm(layer.x, names.norm1, sizes.hidden, sizes.norm)
-    x = _added(layer, sizes, layer.x, _attention(layer, sizes, normed, kind.window), 1)
+    with layer.within("attention"):
+        made = _attention(layer, sizes, normed, kind.window)
+    x = _added(layer, sizes, layer.x, made, 1)
     normed = layer.norm(x, names.norm2, sizes.hidden, sizes.norm)
     if kind.load is None or sizes.experts is None:
-        made = feed_forward(layer, normed, sizes.feed_forward, (names.gate, names.up, names.down))
+        with layer.within("mlp"):
+            made = feed_forward(layer, normed, sizes.feed_forward, (names.gate, names.up, names.down))
     else:
-        made = mixture(layer, normed, sizes.experts, kind.load)
+        with layer.within("experts"):
+            made = mixture(layer, normed, sizes.experts, kind.load)
     return layer.finish(_added(layer, sizes, x, made, 2))
 
 
@@ -137,8 +143,9 @@ def _added(layer: LayerMaker, sizes: DecoderSizes, x: Value, branch: Value, inde
     """Return x and a branch, added."""
     if sizes.norm.sandwich:
         branch = layer.norm(branch, f"norm{index}_out", sizes.hidden, sizes.norm)
-    branch = layer.dropped(branch, sizes.dropout.residual, f"kept{index}")
-    return layer("Add", x, branch, name=f"x{index}")
+    with layer.within("residual"):
+        branch = layer.dropped(branch, sizes.dropout.residual, f"kept{index}")
+        return layer("Add", x, branch, name=f"x{index}")
 
 
 def _shape(value: Value) -> tuple[int, ...]:

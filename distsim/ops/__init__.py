@@ -41,8 +41,6 @@ from distsim.ops.operator import (
     GradientContext,
     Operator,
     OutputPart,
-    Pieces,
-    ShardingRule,
     Signature,
     Work,
     operator,
@@ -52,6 +50,7 @@ from distsim.ops.operator import (
     signature_of,
 )
 from distsim.ops.rules import compute, types, work
+from distsim.ops.sharding_rule import Pieces, ShardingRule
 
 __all__ = [
     "OPSET",

@@ -37,11 +37,8 @@ from distsim.ops.matmul import operand_shapes
 from distsim.ops.normalization import widened
 from distsim.ops.operator import (
     Array,
-    Dim,
     GradientContext,
     Operator,
-    Pieces,
-    ShardingRule,
     Signature,
     Work,
     bytes_of,
@@ -49,6 +46,7 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
+from distsim.ops.sharding_rule import Dim, Pieces, ShardingRule
 
 _SAVED = (*ATTENTION_FORMALS, "Y", "lse", "dY")
 
@@ -244,18 +242,27 @@ def _joined_output(ctx: GradientContext) -> Value | None:
 # --- work and sharding -------------------------------------------------------------------------------
 
 
-def _work(signature: Signature, by_size: int, by_v_size: int, formals: Sequence[str]) -> Work:
-    """Two flops for each pair seen, each number of a head, and each product over it."""
+def _work(signature: Signature, products: int, again: int, formals: Sequence[str]) -> Work:
+    """Two flops for each pair seen, each number of a head, and each product over it.
+
+    There are as many ``products`` over the size of keys as over that of values, and those of queries and
+    keys ``again``. The model is taken to multiply all pairs, also those that a mask hides, and none again.
+    """
     sizes = _sizes(formals, signature.attributes, signature.inputs)
     pairs = pairs_seen(sizes.seq, sizes.kv_seq, AttentionOptions.of_attributes(signature.attributes))
-    each = by_size * sizes.size + by_v_size * sizes.v_size
-    flops = 2.0 * sizes.batch * sizes.heads * pairs * each
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix=True)
+    each, heads = products * (sizes.size + sizes.v_size), 2.0 * sizes.batch * sizes.heads
+    return Work(
+        heads * pairs * (each + again * sizes.size),
+        bytes_of(signature.inputs),
+        bytes_of(signature.outputs),
+        matrix=True,
+        model_flops=heads * sizes.seq * sizes.kv_seq * each,
+    )
 
 
 def _grad_work(signature: Signature) -> Work:
     """Q K' again, then dV, dP, dQ and dK: five products to the two of forward."""
-    return _work(signature, 3, 2, _formals(signature.attributes, len(signature.inputs), 3))
+    return _work(signature, 2, 1, _formals(signature.attributes, len(signature.inputs), 3))
 
 
 def _labels(
@@ -307,10 +314,11 @@ register(
         "Attention",
         types=_types,
         compute=_compute,
-        work=lambda s: _work(s, 1, 1, ATTENTION_FORMALS),
+        work=lambda s: _work(s, 1, 0, ATTENTION_FORMALS),
         gradient=_gradient,
         sharding=_sharding,
         formals=ATTENTION_FORMALS,
+        exact=lambda attributes, count: range(3, count),
     )
 )
 register(
@@ -320,5 +328,6 @@ register(
         compute=_grad_compute,
         work=_grad_work,
         sharding=_grad_sharding,
+        exact=lambda attributes, count: range(3, count - 1),  # mask, Y and lse
     )
 )

@@ -40,7 +40,7 @@ class AttentionOptions:
     @staticmethod
     def of_attributes(attributes: Mapping[str, Any]) -> AttentionOptions:
         """Return the options that are among the attributes of an op; those of others are refused."""
-        allowed = (*OPTION_NAMES, "attn_mask", "absent", "bias", "joined", "version")
+        allowed = (*OPTION_NAMES, "attn_mask", "absent", "bias", "joined", "version", "rate")
         unknown = [name for name in attributes if name not in allowed]
         if unknown:
             raise TypeRuleError(
@@ -125,21 +125,19 @@ class AttentionSizes:
 def pairs_seen(seq: int, kv_seq: int, options: AttentionOptions) -> float:
     """Return how many pairs of query and key are multiplied for each head.
 
-    Under a causal mask alone half of all pairs of a square, as FlashAttention's figures count (Dao 2023,
-    section 4.1: a key in the query's own place counts half); under a window that hides some exactly those
-    that are seen.
+    Under a causal mask half of all pairs of a square, as FlashAttention's figures count (Dao 2023, section
+    4.1: a key in the query's own place counts half); under a window those of them that it does not hide.
 
     >>> pairs_seen(4, 4, AttentionOptions(is_causal=True))
     8.0
-    >>> pairs_seen(4, 4, AttentionOptions(is_causal=True, window=2))  # 1 + 2 + 2 + 2
-    7.0
+    >>> pairs_seen(4, 4, AttentionOptions(is_causal=True, window=2))  # 0.5 + 1.5 + 1.5 + 1.5
+    5.0
     """
     place = np.arange(seq, dtype=np.int64)
     last = np.minimum(place + 1, kv_seq) if options.is_causal else np.full(seq, kv_seq)
-    if options.window is not None and options.window < seq:
-        return float(np.maximum(last - np.maximum(place + 1 - options.window, 0), 0).sum())
+    first = 0 if options.window is None else np.maximum(place + 1 - options.window, 0)
     own = 0.5 * min(seq, kv_seq) if options.is_causal else 0.0
-    return float(last.sum()) - own
+    return float(np.maximum(last - first, 0).sum()) - own
 
 
 def seen(seq: int, kv_seq: int, options: AttentionOptions) -> Array | None:

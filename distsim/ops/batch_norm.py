@@ -18,17 +18,15 @@ from distsim.ir.value import Attributes, Value
 from distsim.ops.normalization import epsilon_of, normalized, normalized_grad, widened
 from distsim.ops.operator import (
     Array,
-    Dim,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     common_device,
-    letters,
     reading_bound,
     register,
 )
 from distsim.ops.places import operands, picked, places
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 _BATCH = ("X", "scale", "B", "input_mean", "input_var")
 _BATCH_9 = ("X", "scale", "B", "mean", "var")

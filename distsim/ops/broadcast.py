@@ -19,20 +19,18 @@ from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
     ComputeRule,
-    Dim,
     GradientContext,
     GradientRule,
     Operator,
-    ShardingRule,
     Signature,
     arity,
     common_device,
-    letters,
     memory_bound,
     register,
 )
 from distsim.ops.places import by_place, picked, places, refuse, shape_of, wanted
 from distsim.ops.shape import summed
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 Shape = tuple[int, ...]
 Linear = tuple[tuple[str, ...], ...]

@@ -25,17 +25,16 @@ from distsim.ops.operator import (
     Bounds,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     Work,
     arity,
     common_device,
-    letters,
     memory_bound,
     register,
 )
 from distsim.ops.places import by_place, places, refuse, shape_of, wanted
 from distsim.ops.shape import summed
+from distsim.ops.sharding_rule import ShardingRule, letters
 
 # --- Where -------------------------------------------------------------------------------------------
 

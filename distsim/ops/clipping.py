@@ -24,15 +24,14 @@ from distsim.ops.normalization import widened
 from distsim.ops.operator import (
     Array,
     Operator,
-    ShardingRule,
     Signature,
     Work,
     arity,
     common_device,
-    letters,
     memory_bound,
     register,
 )
+from distsim.ops.sharding_rule import ShardingRule, letters
 
 
 def _wide(tensor: Tensor) -> Tensor:

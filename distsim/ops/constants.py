@@ -9,19 +9,9 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor, from_numpy
 from distsim.ir.value import Attributes, Literal
-from distsim.ops.operator import (
-    Array,
-    Bounds,
-    Dim,
-    Operator,
-    ShardingRule,
-    Signature,
-    arity,
-    letters,
-    memory_bound,
-    register,
-)
+from distsim.ops.operator import Array, Bounds, Operator, Signature, arity, memory_bound, register
 from distsim.ops.places import fill_work, ints, move_work, places, resizing, view_work, whole_rule
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 # Constant: a tensor that lies in memory from the start; making it takes no time.
 

@@ -21,12 +21,10 @@ from distsim.ops.operator import (
     Array,
     Bounds,
     BoundsRule,
-    Dim,
     GradientContext,
     Operator,
     OutputPart,
     Shapes,
-    ShardingRule,
     Signature,
     Work,
     arity,
@@ -35,6 +33,7 @@ from distsim.ops.operator import (
     work_of,
 )
 from distsim.ops.places import Localize, by_place, operands, picked, places, shape_of, wanted
+from distsim.ops.sharding_rule import Dim, ShardingRule
 from distsim.ops.windows import Windows, windows
 
 _CONV = ("X", "W", "B")
@@ -116,7 +115,7 @@ def _conv_work(signature: Signature) -> Work:
     elements = signature.outputs[0].size
     flops = 2.0 * elements * math.prod(_weight_shape(signature)[1:])
     bias = elements if "B" in places(_CONV, signature.attributes, len(signature.inputs)) else 0
-    return work_of(signature, flops + bias, matrix=True)
+    return work_of(signature, flops, matrix=True, added=bias)
 
 
 def _channel_labels(group: int, weight: tuple[int, ...]) -> tuple[Dim, tuple[Dim, Dim], Dim]:
@@ -345,8 +344,8 @@ def _transpose_work(signature: Signature) -> Work:
     shapes = signature_shapes(_CONV, signature)
     index = places(_CONV, signature.attributes, len(signature.inputs))
     bias = signature.outputs[0].size if "B" in index else 0
-    flops = 2.0 * math.prod(shapes["X"]) * math.prod(shapes["W"][1:]) + bias
-    return work_of(signature, flops, matrix=True)
+    flops = 2.0 * math.prod(shapes["X"]) * math.prod(shapes["W"][1:])
+    return work_of(signature, flops, matrix=True, added=bias)
 
 
 def _transpose_rule(signature: Signature) -> ShardingRule:

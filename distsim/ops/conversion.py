@@ -15,12 +15,10 @@ from distsim.ops.operator import (
     Array,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     Work,
     bytes_of,
     common_device,
-    letters,
     memory_bound,
     register,
 )
@@ -35,6 +33,7 @@ from distsim.ops.places import (
     wanted,
     whole_rule,
 )
+from distsim.ops.sharding_rule import ShardingRule, letters
 
 register(
     Operator(

@@ -6,7 +6,8 @@ training the log-sum-exp of each position is made besides, in 32 bits at least, 
 
 Ranks may have classes of their own, as Megatron-LM divides a vocabulary over tensor-parallel ranks
 (``megatron/core/tensor_parallel/cross_entropy.py``): three all-reduces of a number a position bring
-together the largest logit, the sum of the exponentials and the logit of the label; backward needs none.
+together the largest logit, the sum of the exponentials and the logit of the label; backward needs none
+(``own_classes=1``: a label that is one past the classes is another rank's).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import onnx.helper
 
 from distsim.errors import TypeRuleError
 from distsim.ir.function import Op
@@ -22,22 +24,19 @@ from distsim.ir.type import DType, Float32, Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import (
     Array,
-    Decomposition,
-    Dim,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     TypesRule,
     Work,
     arity,
     bytes_of,
     common_device,
-    letters,
     memory_bound,
     reading_bound,
     register,
 )
+from distsim.ops.sharding_rule import Decomposition, Dim, ShardingRule, letters
 from distsim.ops.training import check_incoming, incoming, scaled
 
 
@@ -101,21 +100,20 @@ def _grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    logits, labels = arrays[:2]
-    count = 2 + attributes.get("lse", 0)
-    wide = _widened(logits)
-    grad: Array = np.exp(wide - (arrays[2] if count > 2 else _log_sum_exp(wide))[..., None])
-    # Labels of other ranks are one past the classes of this one: they take nothing away.
-    grad -= np.arange(logits.shape[-1]) == labels[..., None]
-    return scaled(attributes, arrays, grad / attributes["N"], count)
+    logits, labels = _widened(arrays[0]), arrays[1]
+    saved: int = attributes.get("lse", 0)
+    lse = arrays[2] if saved else _log_sum_exp(logits)
+    grad = np.exp(logits - lse[..., None])
+    grad = np.where(np.arange(logits.shape[-1]) == labels[..., None], grad - 1, grad)
+    return scaled(attributes, arrays, grad / attributes["N"], 2 + saved)
 
 
 # --- ranks with classes of their own ------------------------------------------------------------------
 
 
-def _reduced(signature: Signature) -> Sequence[int]:
-    positions = signature.inputs[1].size
-    return (positions * _wide(signature.inputs[0]).itemsize,) * 3
+def _reduced(inputs: Sequence[Tensor]) -> Sequence[int]:
+    logits, labels = inputs
+    return (labels.size * _wide(logits).itemsize,) * 3
 
 
 def _decomposed_loss(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
@@ -130,8 +128,12 @@ def _decomposed_loss(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis
     total = add("MPIAllreduce", add("SumOfExponentials", logits, largest), axis=axis)
     at_label = add("MPIAllreduce", add("LogitOfLabel", logits, own), axis=axis)
     lse = add("Add", largest, add("Log", total), called=f"{name}_lse")
-    options = {"N": op.attributes["N"], "dtype": logits_type.dtype}
-    loss = maker.add("LossOfPositions", [lse, at_label], options, (), [name], None, op.name)
+    narrow = _wide(logits_type) != logits_type.dtype
+    options, called = {"N": op.attributes["N"]}, f"{name}.wide" if narrow else name
+    loss = maker.add("LossOfPositions", [lse, at_label], options, (), [called], None, op.name)
+    if narrow:
+        to = onnx.helper.np_dtype_to_tensor_dtype(logits_type.dtype.np)
+        loss = maker.add("Cast", loss, {"to": to}, (), [name])
     return (*loss, lse)[: len(op.outputs)]
 
 
@@ -140,26 +142,29 @@ def _decomposed_grad(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis
     size = as_tensor(logits.type, logits.name).shape[-1]
     own = maker.add("LocalIndices", [labels], {"axis": axis, "size": size})
     names = [value.name for value in op.outputs]
-    return maker.add("CrossEntropyLossGrad", [logits, *own, *rest], op.attributes, (), names, None, op.name)
+    attributes = {**op.attributes, "own_classes": 1}
+    return maker.add("CrossEntropyLossGrad", [logits, *own, *rest], attributes, (), names, None, op.name)
 
 
 def _sharding(signature: Signature) -> ShardingRule:
     labels: tuple[Dim, ...] = letters(signature.inputs[1].rank)
+    own: Mapping[str, Decomposition] = {}
     if signature.op_type == "CrossEntropyLoss":
         outputs = ((), labels)[: len(signature.outputs)]
-        own: Mapping[str, Decomposition] = {"classes": Decomposition(_decomposed_loss, _reduced)}
+        own = {"classes": Decomposition(_decomposed_loss, _reduced)}
         return ShardingRule(((*labels, "classes"), labels), outputs, decompositions=own)
     saved = signature.attributes.get("lse", 0)
     classes = "classes" if saved else None
     logits, count = (*labels, classes), 2 + saved
     dy = ((),) * (len(signature.inputs) - count)
-    own = {"classes": Decomposition(_decomposed_grad)} if saved else {}
+    if saved:
+        own = {"classes": Decomposition(_decomposed_grad)}
     given = (logits, labels, *(labels,) * saved, *dy)
     return ShardingRule(given, (logits,), tuple((count,) for _ in dy), decompositions=own)
 
 
 # What it is made of: LargestLogit(logits), SumOfExponentials(logits, largest), LogitOfLabel(logits, labels),
-# 0 for labels of other ranks, each one number a position; LossOfPositions(lse, logit of label; N, dtype).
+# 0 for labels of other ranks, each one number a position; LossOfPositions(lse, logit of label; N).
 
 
 def _of_positions(op_type: str, count: int) -> TypesRule:
@@ -193,12 +198,12 @@ def _of_label_work(signature: Signature) -> Work:
 
 def _loss_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("LossOfPositions", inputs, 2)
-    return (Tensor(attributes["dtype"], (), common_device("LossOfPositions", inputs)),)
+    return (Tensor(inputs[0].dtype, (), common_device("LossOfPositions", inputs)),)
 
 
 def _loss_of_positions(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     lse, at_label = arrays
-    return [np.asarray((lse - at_label).sum() / attributes["N"], attributes["dtype"].np)]
+    return [np.asarray((lse - at_label).sum() / attributes["N"], lse.dtype)]
 
 
 register(
@@ -241,5 +246,61 @@ register(
         compute=_grad,
         work=lambda s: memory_bound(s, 5.0),
         sharding=_sharding,
+    )
+)
+
+
+# --- as two kernels ------------------------------------------------------------------------------------
+
+# LogLikelihoodLoss(logs, labels): CrossEntropyLoss of what a LogSoftmax of the logits makes; its gradient is
+# that of the logs, of which it reads the type alone. They are written for kernels, of what a rank runs
+# (transforms/kernels/losses.py): they have no gradient rule and are not divided.
+
+
+def _log_likelihood_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    _check_labels("LogLikelihoodLoss", inputs)
+    return (Tensor(inputs[0].dtype, (), common_device("LogLikelihoodLoss", inputs)),)
+
+
+def _log_likelihood_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    check_incoming("LogLikelihoodLossGrad", attributes, inputs)
+    _check_labels("LogLikelihoodLossGrad", inputs[:2])
+    return (inputs[0].on(common_device("LogLikelihoodLossGrad", inputs)),)
+
+
+def _log_likelihood(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logs, labels = arrays
+    picked = np.take_along_axis(logs, labels[..., None].astype(np.int64), axis=-1)
+    return [np.asarray(-picked.sum() / attributes["N"], logs.dtype)]
+
+
+def _log_likelihood_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    logs, labels = arrays[:2]
+    grad = np.zeros_like(logs)
+    np.put_along_axis(grad, labels[..., None].astype(np.int64), -1.0 / attributes["N"], axis=-1)
+    return scaled(attributes, arrays, grad)
+
+
+def _log_likelihood_work(signature: Signature) -> Work:
+    """One logarithm a label is read; of a gradient all is written."""
+    logs, labels = signature.inputs[:2]
+    picked = labels.size * logs.dtype.itemsize
+    return Work(float(labels.size), float(labels.nbytes + picked), bytes_of(signature.outputs))
+
+
+register(
+    Operator(
+        "LogLikelihoodLoss",
+        types=_log_likelihood_types,
+        compute=_log_likelihood,
+        work=_log_likelihood_work,
+    )
+)
+register(
+    Operator(
+        "LogLikelihoodLossGrad",
+        types=_log_likelihood_grad_types,
+        compute=_log_likelihood_grad,
+        work=_log_likelihood_work,
     )
 )

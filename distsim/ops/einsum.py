@@ -12,18 +12,9 @@ from distsim.errors import TypeRuleError, UnknownOperatorError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import onnx_types
-from distsim.ops.operator import (
-    Array,
-    Dim,
-    GradientContext,
-    Operator,
-    ShardingRule,
-    Signature,
-    Work,
-    register,
-    work_of,
-)
+from distsim.ops.operator import Array, GradientContext, Operator, Signature, Work, register, work_of
 from distsim.ops.places import shape_of
+from distsim.ops.sharding_rule import Dim, ShardingRule
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from distsim.ops.operator import (
     Array,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     arity,
     common_device,
@@ -29,6 +28,7 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.places import same_shape_rule
+from distsim.ops.sharding_rule import ShardingRule
 
 Formula = Callable[[Any, Attributes], Any]
 

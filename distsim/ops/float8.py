@@ -24,7 +24,6 @@ from distsim.ops.operator import (
     Array,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     Work,
     arity,
@@ -34,6 +33,7 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.places import resizing, same_shape_rule, shape_of
+from distsim.ops.sharding_rule import ShardingRule
 
 GRADIENT_SCALE = 1024.0
 """Of the gradient of an output: e5m2 has no numbers between 0 and 1.5e-5."""

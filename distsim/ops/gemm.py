@@ -17,7 +17,6 @@ from distsim.ops.operator import (
     Operator,
     OutputPart,
     Shapes,
-    ShardingRule,
     Signature,
     Work,
     arity,
@@ -28,6 +27,7 @@ from distsim.ops.operator import (
 )
 from distsim.ops.places import by_place, operands, picked, places, select, shape_of, wanted
 from distsim.ops.shape import summed
+from distsim.ops.sharding_rule import ShardingRule
 
 _ABC = ("A", "B", "C")
 
@@ -57,8 +57,7 @@ def _gemm_work(signature: Signature) -> Work:
     shapes = signature_shapes(_ABC, signature)
     inner = _gemm_inner(signature.attributes, shapes["A"])
     size = signature.outputs[0].size
-    flops = 2.0 * size * inner + (size if "C" in shapes else 0)
-    return work_of(signature, flops, matrix=True)
+    return work_of(signature, 2.0 * size * inner, matrix=True, added=size if "C" in shapes else 0)
 
 
 def _gemm_labels(attributes: Mapping[str, Any]) -> tuple[Dims, Dims]:
@@ -183,6 +182,10 @@ def _gemm_bounds(attributes: Attributes, shapes: Shapes) -> None:
         fits_to("Gemm", "C", shapes["C"], made)
 
 
+def _gemm_exact(attributes: Attributes, count: int) -> Sequence[int]:
+    return [place for name, place in places(_ABC, attributes, count).items() if name == "C"]
+
+
 register(
     Operator(
         "Gemm",
@@ -191,6 +194,7 @@ register(
         gradient=_gemm_gradient,
         sharding=_gemm_sharding,
         formals=_ABC,
+        exact=_gemm_exact,
         bounds=Bounds(_ABC, _gemm_bounds),
     )
 )

@@ -21,18 +21,16 @@ from distsim.ops.normalization import epsilon_of, normalized, normalized_grad, w
 from distsim.ops.operator import (
     Array,
     Bounds,
-    Dim,
     GradientContext,
     Operator,
     Shapes,
-    ShardingRule,
     Signature,
     common_device,
-    letters,
     reading_bound,
     register,
 )
 from distsim.ops.places import operands, picked
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 Groups = Callable[[Mapping[str, Any], int], int]
 """(attributes, channels) -> number of groups."""

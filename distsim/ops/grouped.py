@@ -17,18 +17,16 @@ from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import (
     Array,
-    Dim,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     Work,
     arity,
     common_device,
-    letters,
     register,
     work_of,
 )
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 
 def _spans(rows: Array, count: int) -> list[slice]:

@@ -22,17 +22,13 @@ from distsim.ops.operator import (
     Array,
     Bounds,
     ComputeRule,
-    Decomposition,
-    Dim,
     GradientContext,
     Operator,
     Shapes,
-    ShardingRule,
     ShardRule,
     Signature,
     Work,
     bytes_of,
-    letters,
     register,
 )
 from distsim.ops.places import (
@@ -47,6 +43,7 @@ from distsim.ops.places import (
     wanted,
     whole_rule,
 )
+from distsim.ops.sharding_rule import Decomposition, Dim, ShardingRule, letters
 
 _DATA = ("data", "indices")
 _GRAD = ("indices", "dy")
@@ -97,8 +94,13 @@ def _gather_labels(
     return tuple(data), indices, (*data[:axis], *indices, *data[axis + 1 :])
 
 
-def _own_rows(op_type: str) -> Mapping[str, Decomposition]:
-    """Return how a Gather or its gradient runs on ranks that have rows of their own of the data."""
+def _own_rows(op_type: str, given: int) -> Mapping[str, Decomposition]:
+    """Return how a Gather or its gradient runs on ranks that have rows of their own of the data.
+
+    Not at all, unless both operands are given as values.
+    """
+    if given < 2:
+        return {}
 
     def build(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
         attributes, names = op.attributes, [value.name for value in op.outputs]
@@ -124,7 +126,8 @@ def _gather_rule(signature: Signature) -> ShardingRule:
     data, indices, output = _gather_labels(attributes, ranks[0], ranks[1])
     inputs = select(_DATA, signature, data=data, indices=indices)
     linear = linear_in(_DATA, signature, "data")
-    return ShardingRule(inputs, (output,), linear, decompositions=_own_rows("Gather"))
+    own = _own_rows("Gather", len(index))
+    return ShardingRule(inputs, (output,), linear, decompositions=own)
 
 
 def _gather(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -164,7 +167,7 @@ def _gather_grad_rule(signature: Signature) -> ShardingRule:
     data, indices, output = _gather_labels(attributes, rank, signature.inputs[-1].rank - rank + 1)
     inputs = select(_GRAD, signature, indices=indices, dy=output)
     linear = linear_in(_GRAD, signature, "dy")
-    own = _own_rows("GatherGrad")
+    own = _own_rows("GatherGrad", len(signature.inputs))
     return ShardingRule(inputs, (data,), linear, localize=resizing("shape"), decompositions=own)
 
 

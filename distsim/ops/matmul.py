@@ -19,21 +19,19 @@ from distsim.ops.broadcast import sum_to
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
-    Dim,
     GradientContext,
     Operator,
     OutputPart,
-    ShardingRule,
     Signature,
     Work,
     arity,
     bytes_of,
     common_device,
-    letters,
     register,
     work_of,
 )
 from distsim.ops.places import by_place, operands, picked, places, resizing, select, shape_of, wanted
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 Shape = tuple[int, ...]
 Dims = tuple[Dim, ...]

@@ -11,18 +11,7 @@ from distsim.errors import TypeRuleError
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.bounds import at_least, require, single_bounds
-from distsim.ops.operator import (
-    Array,
-    Bounds,
-    GradientContext,
-    Operator,
-    Pieces,
-    Shapes,
-    ShardingRule,
-    Signature,
-    letters,
-    register,
-)
+from distsim.ops.operator import Array, Bounds, GradientContext, Operator, Shapes, Signature, register
 from distsim.ops.places import (
     by_place,
     copy_work,
@@ -36,6 +25,7 @@ from distsim.ops.places import (
     shape_of,
     wanted,
 )
+from distsim.ops.sharding_rule import Pieces, ShardingRule, letters
 
 # Concat and Split: every piece of the axis is divided.
 

@@ -22,18 +22,16 @@ from distsim.ops.broadcast import aligned, sum_to, whole_where_static
 from distsim.ops.operator import (
     Array,
     Bounds,
-    Dim,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     common_device,
-    letters,
     reading_bound,
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
 from distsim.ops.shape import summed
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 Axes = tuple[int, ...]
 

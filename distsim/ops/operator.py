@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.sharding_rule import ShardingRule
 
 Array = npt.NDArray[Any]
 
@@ -23,13 +24,15 @@ class Work:
     """What one execution of an op asks of a device.
 
     ``flops`` counts a multiply-add as two; ``bytes_read`` and ``bytes_written`` go to device memory;
-    ``matrix`` says that the flops run on the matrix units (tensor cores).
+    ``matrix`` says that the flops run on the matrix units (tensor cores). ``model_flops`` are those of the
+    products that the op stands for, where its kernel leaves some out or takes some twice (None: ``flops``).
     """
 
     flops: float
     bytes_read: float
     bytes_written: float
     matrix: bool = False
+    model_flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,97 +47,6 @@ class Signature:
 
     def __str__(self) -> str:
         return f"{self.op_type}({', '.join(map(str, self.inputs))})"
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """A dimension that is several pieces side by side, each of which is sharded by ``factor``.
-
-    The input of a ``Split`` is the example: rank 0 of two holds the first half of *each* piece.
-    """
-
-    factor: str
-    sizes: tuple[int, ...]
-
-
-Label = str | Pieces
-Dim = Label | tuple[Label, ...] | None
-"""The factor of a dimension; None: every rank needs (or makes) the whole dimension.
-
-A dimension that merges several has a label for each that can be divided: [batch, heads] merged into one
-is ``("batch", Pieces("heads", (heads,) * batch))``.
-"""
-
-
-def labels_of(dim: Dim) -> tuple[Label, ...]:
-    """Return the labels of a dimension."""
-    if dim is None:
-        return ()
-    return dim if isinstance(dim, tuple) else (dim,)
-
-
-def factors_of(dim: Dim) -> tuple[str, ...]:
-    """Return the factors that a dimension is labelled with."""
-    return tuple(label.factor if isinstance(label, Pieces) else label for label in labels_of(dim))
-
-
-def label_of(dim: Dim, factor: str) -> Label | None:
-    """Return the label by which a dimension carries ``factor``, if it does."""
-    for label in labels_of(dim):
-        if (label.factor if isinstance(label, Pieces) else label) == factor:
-            return label
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Decomposition:
-    """What an op becomes where an axis divides a factor of it and it does not just run on its part.
-
-    ``build(maker, op, inputs, axis)`` adds the ops and returns the outputs, called as those of ``op``, whose
-    attributes are local. ``reduced`` are the bytes of what is all-reduced in it, by signature: outputs
-    without the factor are whole then, not partial.
-    """
-
-    build: Callable[[FunctionMaker, Op, Sequence[Value], str], Sequence[Value]]
-    reduced: Callable[[Signature], Sequence[int]] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ShardingRule:
-    """How an op may be split over ranks, in factors (the notation of XLA's Shardy).
-
-    Each dimension of each input and output is labelled with a factor. When a factor is sharded, so
-    is every dimension labelled with it; an output that lacks the factor comes out *partial*: a sum
-    over the ranks not yet taken. ``MatMul`` of [m, k] and [k, n] is
-    ``ShardingRule((("m", "k"), ("k", "n")), (("m", "n"),))``; sharding k makes the output partial.
-
-    ``linear`` lists sets of inputs in which the op is jointly linear: when exactly the inputs of one
-    set are partial and the others are not, the outputs are partial. ``Add`` has ``((0, 1),)``,
-    ``Mul`` has ``((0,), (1,))``. Every output must be linear in the set.
-    ``mean`` names factors over which the op averages: each rank's result is divided by the number of
-    ranks to make it partial. ``addends`` are inputs that are added to the result (the bias of a
-    ``Gemm``): where dividing a factor makes the outputs partial, they have to be partial as well.
-    ``localize`` rewrites the attributes for the local shapes. ``decompositions`` are by factor.
-    """
-
-    inputs: tuple[tuple[Dim, ...], ...]
-    outputs: tuple[tuple[Dim, ...], ...]
-    linear: tuple[tuple[int, ...], ...] = ()
-    mean: tuple[str, ...] = ()
-    addends: tuple[int, ...] = ()
-    localize: Callable[[Attributes, tuple[tuple[int, ...], ...]], Attributes] | None = None
-    """(attributes, local output shapes) -> local attributes."""
-    decompositions: Mapping[str, Decomposition] = field(default_factory=dict[str, Decomposition])
-
-
-def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:
-    """Return ``rank`` distinct factor names."""
-    return tuple(f"{prefix}{i}" for i in range(rank))
-
-
-def letters_but(rank: int, axes: Container[int]) -> tuple[Dim, ...]:
-    """Return ``rank`` distinct factor names, None for the dimensions that are whole."""
-    return tuple(None if i in axes else name for i, name in enumerate(letters(rank)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +112,7 @@ ComputeRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 WorkRule = Callable[[Signature], Work]
 GradientRule = Callable[[GradientContext], Sequence[Value | None]]
 ShardRule = Callable[[Signature], ShardingRule]
-BufferRule = Callable[[Attributes, int], Sequence[int]]
+InputsRule = Callable[[Attributes, int], Sequence[int]]
 """(attributes, number of inputs) -> places of inputs."""
 SavedRule = Callable[[Attributes, int, int], Sequence[str]]
 """(attributes, number of inputs, of outputs) -> what further outputs are called; the attribute ``outputs``
@@ -269,8 +181,10 @@ class Operator:
     part: PartRule | None = None
     """What makes one of several outputs where each is made by work of its own, as the two products of a
     gradient: the parts of all outputs take as many flops as the op."""
-    buffers: BufferRule | None = None
+    buffers: InputsRule | None = None
     """The inputs that hold what training leaves as it is, such as running statistics."""
+    exact: InputsRule | None = None
+    """The inputs that no product reads: they keep their digits where products run at a lower rate."""
     saved: SavedRule | None = None
     """What training has an op make besides, because its gradient reads it: a mask of dropout."""
     view: bool = False
@@ -283,6 +197,8 @@ class Operator:
     host_stream: str = ""
     """Of a copy to or from the host's memory: the stream on which it runs. No kernel runs; each output is
     the input in its place, in another memory."""
+    holds: bool = False
+    """What it reads lies in a buffer that stays: it is freed after the function of the op, not before."""
     bounds: Bounds | None = None
     """What is checked before its types are asked for."""
 
@@ -304,25 +220,7 @@ def register(operator: Operator) -> Operator:
     """Add an operator, or the missing rules of one (each rule may be given once)."""
     known = _OPERATORS.get(operator.name)
     if known is not None:
-        rules = (
-            "types",
-            "compute",
-            "work",
-            "gradient",
-            "sharding",
-            "communication",
-            "formals",
-            "in_place",
-            "overwrites",
-            "view",
-            "waits",
-            "pinned",
-            "host_stream",
-            "part",
-            "buffers",
-            "saved",
-            "bounds",
-        )
+        rules = [each.name for each in fields(Operator) if each.name != "name"]
         given = {name: getattr(operator, name) for name in rules if getattr(operator, name)}
         twice = [name for name in given if getattr(known, name)]
         if twice:
@@ -392,9 +290,13 @@ def bytes_of(tensors: Sequence[Tensor]) -> float:
     return float(sum(tensor.nbytes for tensor in tensors))
 
 
-def work_of(signature: Signature, flops: float, matrix: bool = False) -> Work:
-    """Return the work of an op of so many flops that reads its inputs once and writes its outputs once."""
-    return Work(flops, bytes_of(signature.inputs), bytes_of(signature.outputs), matrix)
+def work_of(signature: Signature, flops: float, matrix: bool = False, added: float = 0.0) -> Work:
+    """Return the work of an op of so many flops that reads its inputs once and writes its outputs once.
+
+    A bias takes ``added`` flops more, which are none of the model's products.
+    """
+    read, written = bytes_of(signature.inputs), bytes_of(signature.outputs)
+    return Work(flops + added, read, written, matrix, flops if added else None)
 
 
 def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:

@@ -17,17 +17,15 @@ from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
-    Dim,
     GradientContext,
-    ShardingRule,
     Signature,
     Work,
     arity,
     bytes_of,
     common_device,
-    letters,
     work_of,
 )
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 Localize = Callable[[Attributes, tuple[tuple[int, ...], ...]], Attributes]
 

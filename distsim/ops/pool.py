@@ -17,22 +17,20 @@ from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types
 from distsim.ops.operator import (
     Array,
-    Dim,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     TypesRule,
     Work,
     arity,
     common_device,
-    letters,
     memory_bound,
     reading_bound,
     register,
     work_of,
 )
 from distsim.ops.places import Localize, ints, like_shape, picked, resizing, shape_of, whole_rule
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 from distsim.ops.windows import Windows, windows
 
 _OPTIONS = ("auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides")

@@ -19,20 +19,18 @@ from distsim.ops.elementwise import no_gradient
 from distsim.ops.operator import (
     Array,
     Bounds,
-    Dim,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     arity,
     common_device,
-    letters_but,
     memory_bound,
     reading_bound,
     register,
 )
 from distsim.ops.places import ints, operands, picked, shape_of
 from distsim.ops.shape import reshaped
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters_but
 
 Axes = tuple[int, ...]
 

@@ -8,17 +8,9 @@ from __future__ import annotations
 import math
 
 from distsim.ir.value import Attributes
-from distsim.ops.operator import (
-    Dim,
-    Operator,
-    ShardingRule,
-    Signature,
-    Work,
-    letters,
-    register,
-    work_of,
-)
+from distsim.ops.operator import Operator, Signature, Work, register, work_of
 from distsim.ops.places import ints, places
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 _TAPS = {"nearest": 1, "linear": 2, "cubic": 4}
 

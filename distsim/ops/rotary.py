@@ -19,10 +19,8 @@ from distsim.ir.value import Attributes, Value
 from distsim.ops.normalization import widened
 from distsim.ops.operator import (
     Array,
-    Dim,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     Work,
     bytes_of,
@@ -30,6 +28,7 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.places import picked, refuse
+from distsim.ops.sharding_rule import Dim, ShardingRule
 
 _FORMALS = ("X", "cos_cache", "sin_cache", "position_ids")
 _NAMES = ("interleaved", "rotary_embedding_dim", "seq_axis")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 import numpy as np
 
 from distsim.cache import cached
-from distsim.errors import TypeRuleError
+from distsim.errors import PlanError, TypeRuleError
 from distsim.ir.registry import set_type_rule
 from distsim.ir.type import Tensor, Type
 from distsim.ir.value import Attributes
 from distsim.ops.bounds import check_bounds
-from distsim.ops.onnx_bridge import onnx_compute, onnx_types
-from distsim.ops.operator import Array, Signature, Work, operator
+from distsim.ops.onnx_bridge import onnx_compute, onnx_types, schema_of
+from distsim.ops.operator import Array, Signature, Work, operator, registered
 
 
 def types(
@@ -43,11 +44,13 @@ def compute(
     op_type: str, attributes: Attributes, version: int | None, arrays: Sequence[Array], outputs: int
 ) -> tuple[Array, ...]:
     """Compute one op on one device with NumPy; ``outputs`` is how many results are wanted."""
-    rule = operator(op_type).compute
+    meaning = operator(op_type)
+    rule = meaning.compute
     if version is not None:  # rules that changed their meaning ask for it
         attributes = Attributes({**attributes, "version": version})
     if attributes.get("rate") == "tfloat32":
-        arrays = [_tfloat32(array) for array in arrays]
+        exact = () if meaning.exact is None else meaning.exact(attributes, len(arrays))
+        arrays = [array if place in exact else _tfloat32(array) for place, array in enumerate(arrays)]
     if rule is None:
         return onnx_compute(op_type, attributes, version, arrays, outputs)
     return tuple(np.asarray(array) for array in rule(attributes, arrays))
@@ -69,3 +72,16 @@ def work(signature: Signature) -> Work | None:
 
 
 set_type_rule(types)
+
+
+def check_op_types(what: str, op_types: Iterable[str], otherwise: str) -> None:
+    """Raise :class:`PlanError`, which begins with ``what``, if one of these is no operator.
+
+    It names those of like spelling, or else says ``otherwise``.
+    """
+    known = registered()
+    for op_type in op_types:
+        if op_type not in known and schema_of(op_type, None) is None:
+            near = get_close_matches(op_type, known, 3)
+            hint = f"did you mean {' or '.join(near)}?" if near else otherwise
+            raise PlanError(f"{what}: there is no op {op_type}; {hint}")

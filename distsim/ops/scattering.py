@@ -14,20 +14,18 @@ from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
     Bounds,
-    Dim,
     GradientContext,
     Operator,
     Shapes,
-    ShardingRule,
     Signature,
     Work,
     arity,
     bytes_of,
     common_device,
-    letters,
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, select, wanted
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 _SCATTER = ("data", "indices", "updates")
 _GRAD = ("indices", "dy")

@@ -14,21 +14,9 @@ from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.onnx_bridge import onnx_types
-from distsim.ops.operator import (
-    Array,
-    Bounds,
-    Dim,
-    GradientContext,
-    Label,
-    Operator,
-    Pieces,
-    ShardingRule,
-    Signature,
-    arity,
-    letters,
-    register,
-)
+from distsim.ops.operator import Array, Bounds, GradientContext, Operator, Signature, arity, register
 from distsim.ops.places import Localize, ints, move_work, resizing, shape_of, view_work, whole_rule
+from distsim.ops.sharding_rule import Dim, Label, Pieces, ShardingRule, letters
 
 
 def reshape_labels(
@@ -165,6 +153,11 @@ def _transpose_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [ctx.add("Transpose", ctx.grad, perm=inverse)]
 
 
+def _transposed(attributes: Attributes, tensor: Tensor) -> Tensor:
+    perm = _transpose_perm(attributes, tensor.rank)
+    return tensor.with_shape(tuple([tensor.shape[axis] for axis in perm]))
+
+
 def _transpose(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     return [arrays[0].transpose(_transpose_perm(attributes, arrays[0].ndim))]
 
@@ -280,6 +273,15 @@ register(
         work=move_work,
         gradient=_transpose_gradient,
         sharding=_transpose_rule,
+    )
+)
+register(
+    Operator(
+        "TransposedView",  # read where the operand lies: written for kernels, of a finished function
+        types=lambda attributes, inputs: (_transposed(attributes, inputs[0]),),
+        compute=_transpose,
+        work=view_work,
+        view=True,
     )
 )
 register(Operator("Expand", work=move_work, gradient=_expand_gradient, sharding=_expand_rule))

@@ -21,20 +21,17 @@ from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
     Bounds,
-    Dim,
     GradientContext,
     Operator,
     Shapes,
-    ShardingRule,
     Signature,
     common_device,
-    letters,
-    letters_but,
     memory_bound,
     reading_bound,
     register,
 )
 from distsim.ops.places import by_place, operands, picked, places, refuse, shape_of, whole_rule
+from distsim.ops.sharding_rule import Dim, ShardingRule, letters, letters_but
 
 Axes = tuple[int, ...]
 

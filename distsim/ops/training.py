@@ -24,15 +24,14 @@ from distsim.ops.operator import (
     Array,
     GradientContext,
     Operator,
-    ShardingRule,
     Signature,
     arity,
     common_device,
-    letters,
     memory_bound,
     register,
 )
 from distsim.ops.places import move_work, same_shape_rule
+from distsim.ops.sharding_rule import ShardingRule, letters
 
 
 def _same_shapes(op_type: str, inputs: tuple[Tensor, ...], count: int) -> None:
@@ -134,10 +133,12 @@ register(
 
 # GradientCast(gradient; to): the gradient of a parameter in the type in which it is summed. Wherever the sum
 # is taken, over microbatches or over ranks, it is taken of this: what is cast is handed on as it was made.
+# GradientCopy(sum; to): that sum as the optimizer reads it. The sum stays, as Megatron-LM's buffer of
+# gradients does when its optimizer takes float32 copies (dist_optimizer.md: 20 bytes a parameter in fp16).
 
 
 def _gradient_cast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("GradientCast", inputs, 1)
+    arity("a cast of a gradient", inputs, 1)
     to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
     return (replace(inputs[0], dtype=to),)
 
@@ -154,6 +155,16 @@ register(
         work=move_work,
         sharding=lambda s: same_shape_rule(s, ((0,),)),
         pinned=True,
+    )
+)
+register(
+    Operator(
+        "GradientCopy",
+        types=_gradient_cast_types,
+        compute=_gradient_cast,
+        work=move_work,
+        sharding=lambda s: same_shape_rule(s, ()),
+        holds=True,
     )
 )
 
@@ -179,6 +190,7 @@ register(
         in_place={0: 0},
     )
 )
+
 
 LOSSES = ("CrossEntropyLoss", "CrossEntropyLossGrad", "Loss", "LossGrad")
 """Operators whose first two inputs carry the batch in dimension 0 and whose ``N`` counts the global batch."""

@@ -16,8 +16,9 @@ class Block:
     variant for every microbatch but the first: it takes the sums so far as further inputs, after
     ``inputs``, and returns them, in the places of the accumulated outputs, with its part added.
 
-    Stages that do the same share their Functions, in which ops have no names (h3, say, is a layer of one
-    stage only): ``names`` are those of the ops of ``function`` here, ``accumulating_names`` likewise.
+    Stages that do the same share their Functions, in which ops have the names of modules alone (h3, say, is
+    a layer of one stage only): ``names`` are those of the ops of ``function`` here, ``accumulating_names``
+    likewise.
 
     Raises :class:`IRError` when keys and functions do not fit.
     """

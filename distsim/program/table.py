@@ -39,8 +39,8 @@ class BoundBlock:
     of its actions (F, B, I, W; FB for a pair), ``U`` for an update and what runs once a step; or, without a
     function, ``Send``, which brings its key from ``rank`` to ``target``, and ``Concat``, which puts the
     microbatches of its key together along dimension ``dim``. ``stages`` are those of its actions, ``pair``
-    the blocks of the two that overlap. Stages that do the same share their functions, in which ops have no
-    names: ``names`` are those of its ops here.
+    the blocks of the two that overlap. Stages that do the same share their functions, in which ops have the
+    names of modules alone: ``names`` are those of its ops here.
     """
 
     kind: str

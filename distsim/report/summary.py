@@ -10,21 +10,24 @@ from distsim.ops import op_label, operator, signature_of, work
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
 from distsim.simulate.explain.text import count, seconds_text, table
+from distsim.simulate.memory.origins import grouped
 from distsim.simulate.quantities import bytes_label
 from distsim.simulate.tasks.rank_classes import communicates
 
 _MOST_ROWS = 32
 _MOST_OPS = 10
+_MOST_MODULES = 8
 
 
 def summarize(simulation: Simulation, samples: float | None = None, model_flops: float | None = None) -> str:
     """Return a text: step time, speed, how each device spends the step, memory, and the top operators.
 
-    ``samples`` is what one step processes; ``model_flops`` the FLOPs that the model itself needs for
-    them, for the model utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B). Both may be left
-    out, and so are then the lines that need them. Of a step without a flush, throughput and utilisation are
-    those of the steady state (:attr:`Simulation.step_period`); all else, as the shares of the devices, is of
-    a single step, in which the pipeline fills and drains.
+    ``samples`` is what one step processes; ``model_flops`` the FLOPs that the model itself needs for them
+    (:func:`distsim.interpret.count_model_flops`), for the model utilisation (MFU). Both may be left out, and
+    so are then the lines that need them. The hardware utilisation (HFU) is of all that kernels do: where they
+    skip the pairs of query and key that a mask hides, it may be the lesser one. Of a step without a flush,
+    throughput and utilisation are those of the steady state (:attr:`Simulation.step_period`); all else, as
+    the shares of the devices, is of a single step, in which the pipeline fills and drains.
     """
     lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}"]
     each = simulation.microbatch_time
@@ -40,7 +43,7 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s{steady}")
     lines += _utilisation(simulation, model_flops)
     lines += [
-        _memory_line(simulation),
+        *_memory_lines(simulation),
         *_host_line(simulation),
         "",
         *_device_table(simulation),
@@ -55,11 +58,14 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
     if dtype is None or not simulation.step_period > 0:
         return []
     peak = sum(device.peak(dtype) for device in simulation.timestamps)
-    shares = {"MFU": model_flops, "HFU": simulation.flops}
+    shares = (
+        ("MFU", model_flops, "the model's products, of attention all pairs"),
+        ("HFU", simulation.flops, "all that kernels do"),
+    )
     what = f"{peak / 1e12:.4g} TFLOP/s ({dtype}, {len(simulation.timestamps)} devices)"
     return [
-        f"{name}           {flops / (simulation.step_period * peak):.1%} of {what}"
-        for name, flops in shares.items()
+        f"{name}           {flops / (simulation.step_period * peak):.1%} of {what}: {counted}"
+        for name, flops, counted in shares
         if flops is not None
     ]
 
@@ -76,21 +82,32 @@ def _matrix_type(simulation: Simulation) -> str | None:
     return max(flops, key=lambda name: flops[name]) if flops else None
 
 
-def _memory_line(simulation: Simulation) -> str:
+def _memory_lines(simulation: Simulation) -> list[str]:
     over = {d: use.missing(d) for d, use in simulation.memory.items() if not use.fits(d)}
     worst = max(over or simulation.memory, key=lambda d: over.get(d, simulation.memory[d].peak), default=None)
     if worst is None:
-        return "memory        none in use"
+        return ["memory        none in use"]
     use = simulation.memory[worst]
     parts = ", ".join(f"{name} {bytes_label(n)}" for name, n in use.by_kind.items() if n)
     if over:
-        return (
+        memory = (
             f"memory        OUT OF MEMORY on {count(len(over), 'device')}: {worst} needs "
             f"{bytes_label(use.peak)}, {bytes_label(over[worst])} more than {_usable(worst)} ({parts})"
         )
-    return (
-        f"memory        fits; the most is {bytes_label(use.peak)} on {worst}, of {_usable(worst)} ({parts})"
-    )
+    else:
+        most = f"{bytes_label(use.peak)} on {worst}, of {_usable(worst)}"
+        memory = f"memory        fits; the most is {most} ({parts})"
+    return [memory, *_saved_lines(simulation, worst)]
+
+
+def _saved_lines(simulation: Simulation, device: Device) -> list[str]:
+    """Say from which modules the activations at the peak of a device are, if there are any."""
+    total = simulation.memory[device].by_kind["activations"]
+    if not total:
+        return []
+    modules = grouped(simulation.saved_by_module(device), _MOST_MODULES)
+    parts = [f"{name} {bytes_label(nbytes)} ({nbytes / total:.0%})" for name, nbytes in modules.items()]
+    return [f"activations   {', '.join(parts)}"]
 
 
 def _host_line(simulation: Simulation) -> list[str]:

@@ -1,22 +1,29 @@
-"""What would make a plan fit in memory: plans next to one that does not, each simulated."""
+"""What would make a plan fit in memory: plans next to one that does not, those that fit simulated."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 
 from distsim.errors import DistsimError
+from distsim.ir import Function, Role, Topology
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.simulate import Simulation
-
-Simulate = Callable[[Plan], Simulation]
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.steady_state import full_program
 
 Change = dict[str, object]
 """Fields of a plan, and what they become."""
 
 SPLITS = (2, 4, 8)
 """By how much the microbatches of a plan are made smaller."""
+
+SEARCH_SECONDS = 20.0
+"""How long plans are looked for: a few times what the plan itself took, where it was a large one."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +39,45 @@ class Remedy:
         return self.change
 
 
-def remedies(plan: Plan, devices: int, simulate: Simulate, most: int = 3) -> list[Remedy]:
-    """Return up to ``most`` plans that fit on ``devices`` devices and differ little, the fastest first.
+@dataclass(frozen=True)
+class Remedies:
+    """Plans that fit, the fastest first, and how many were not tried as there was no time left."""
+
+    fit: tuple[Remedy, ...]
+    untried: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTrials:
+    """How plans of a function are tried: ``build`` divides and schedules it, ``simulate`` finds its time."""
+
+    function: Function
+    topology: Topology
+    build: Callable[[Plan], Program]
+    simulate: Callable[[Program], Simulation]
+
+
+def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEARCH_SECONDS) -> Remedies:
+    """Return up to ``most`` plans that fit on the devices and differ little.
 
     One change is tried at a time: recomputing, parameters divided over dp, smaller microbatches, and tensor
     or pipeline ranks in the place of data-parallel ones (or on devices that are idle). Where fewer than
     ``most`` of them are enough, two at once. A change that the function or the batch does not allow is left
-    out.
+    out; so is one after which parameters and state alone, divided without a rest, are more than a device has.
+    Of the others memory is counted, and those that fit are simulated. No plan is begun that would end after
+    ``seconds`` if it took as long as the longest so far.
     """
-    changes = list(_changes(plan, devices))
-    found = list(_that_fit(plan, changes, simulate))
+    search = _RemedySearch(plan, trials, seconds)
+    changes = list(_changes(plan, len(trials.topology.devices)))
+    found = search.try_all(changes)
     if len(found) < most:
         pairs = [one | two for one, two in combinations(changes, 2) if one.keys().isdisjoint(two)]
         known = {remedy.plan for remedy in found}
         enough = [change for change in changes if _changed(plan, change) in known]
         pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
-        found += _that_fit(plan, pairs, simulate)
-    return sorted(found, key=lambda remedy: remedy.step_time)[:most]
+        found += search.try_all(pairs)
+    fastest = sorted(found, key=lambda remedy: remedy.step_time)[:most]
+    return Remedies(tuple(fastest), search.untried)
 
 
 def _changes(plan: Plan, devices: int) -> Iterator[Change]:
@@ -76,16 +105,50 @@ def _changed(plan: Plan, change: Change) -> Plan | None:
         return None
 
 
-def _that_fit(plan: Plan, changes: Sequence[Change], simulate: Simulate) -> Iterator[Remedy]:
-    for change in changes:
-        other = _changed(plan, change)
-        if other is None:
-            continue
-        try:
-            simulation = simulate(other)
-            if not simulation.fits:
+@dataclass(eq=False)
+class _RemedySearch:
+    """Tries plans until the time is up."""
+
+    plan: Plan
+    trials: PlanTrials
+    seconds: float
+    begin: float = field(default_factory=time.monotonic)
+    longest: float = 0.0
+    untried: int = 0
+
+    def try_all(self, changes: Sequence[Change]) -> list[Remedy]:
+        found: list[Remedy] = []
+        for change in changes:
+            other = _changed(self.plan, change)
+            if other is None or not self._has_room(other):
                 continue
-            text = ", ".join(f"{name}={value}" for name, value in change.items())
-            yield Remedy(text, other, simulation.step_time, max(simulation.peak_memory.values()))
+            start = time.monotonic()
+            if start + self.longest > self.begin + self.seconds:
+                self.untried += 1
+                continue
+            remedy = self._try(other, ", ".join(f"{name}={value}" for name, value in change.items()))
+            self.longest = max(self.longest, time.monotonic() - start)
+            found += [] if remedy is None else [remedy]
+        return found
+
+    @cached_property
+    def held(self) -> int:
+        """The bytes of parameters and state, which are held all step."""
+        function, roles = self.trials.function, (Role.PARAMETER, Role.STATE)
+        read = {value for op in function.ops for value in op.inputs}
+        return sum(v.type.nbytes for v in function.inputs if v.role in roles and v in read)
+
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether what is held all step fits, if all of it is divided by all that the plan divides it by."""
+        parts = plan.tp * plan.pp * (1 if plan.fsdp == "none" else plan.dp)
+        return self.held / parts <= max(device.usable for device in self.trials.topology.devices)
+
+    def _try(self, plan: Plan, change: str) -> Remedy | None:
+        try:
+            program = self.trials.build(plan)
+            memory = program_memory(full_program(program))
+            if memory.missing:
+                return None
+            return Remedy(change, plan, self.trials.simulate(program).step_time, max(memory.peaks))
         except DistsimError:  # this plan does not suit the function, the batch or the schedule
-            continue
+            return None

@@ -19,11 +19,11 @@ from distsim.simulate.explain.explain import explain
 from distsim.simulate.explain.explanation import Explanation
 from distsim.simulate.explain.walk import critical_path
 from distsim.simulate.memory.host import host_memory, program_host_memory
-from distsim.simulate.memory.peak import MemoryUse, peak_memory
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.memory.peak import MemoryUse, peak_memory, saved_by_module
+from distsim.simulate.memory.program_memory import program_memory, program_saved_by_module
 from distsim.simulate.steady_state import full_program, microbatch_time, short_step_note
 from distsim.simulate.tasks.lower import Stream
-from distsim.simulate.tasks.rank_classes import RankClasses, communicates
+from distsim.simulate.tasks.rank_classes import RankClasses, communicates, placement_classes
 from distsim.simulate.tasks.templates import Floats, Ints
 from distsim.simulate.tasks.timeline import FlatTimeline, Piece, Timeline
 
@@ -210,6 +210,18 @@ class Simulation:
         if isinstance(self.simulated, Program):
             return program_memory(full_program(self.simulated)).devices
         return peak_memory(self.simulated)
+
+    def saved_by_module(self, device: Device) -> Mapping[str, int]:
+        """Return what the activations of :attr:`memory` on a device consist of: bytes by module.
+
+        The modules are those in the names of ops, as ``h.attention``, numbers left out; ``other`` is what ops
+        without such a name compute, gradients on their way among it.
+        """
+        if isinstance(self.simulated, Program):
+            return program_saved_by_module(full_program(self.simulated), device)
+        classes = placement_classes(self.simulated)
+        found = saved_by_module(self.simulated, classes)
+        return next(own for own, members in zip(found, classes.members, strict=True) if device in members)
 
     @property
     def peak_memory(self) -> dict[Device, int]:

@@ -52,98 +52,102 @@ def _shown(value: object) -> str:
         return f"a {kind} of {len(cast(Sequence[object], value))}"
     if isinstance(value, int) and abs(value) > 10**30:
         return f"a number of {value.bit_length()} bits"
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class ConfigFields:
     """The fields of a configuration by name; ``origin`` begins each error.
 
-    A field that is null is one that is missing: that is how defaults are written. A field without a default
-    must be there.
+    A field that is missing is as in ``defaults``, where it may be null (None); one that is in neither must be
+    given. Null, in the file or there, is none of what the field says, or false, or a rate of 0; where none
+    makes no sense it is refused.
     """
 
-    def __init__(self, origin: str, table: Mapping[str, object]) -> None:
-        self.origin, self.table = origin, table
+    def __init__(self, origin: str, table: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+        self.origin, self.table, self.defaults = origin, table, defaults
+
+    def value(self, name: str) -> object:
+        """Return what a field holds, in the file or else by default; None also where it is in neither."""
+        return self.table[name] if name in self.table else self.defaults.get(name)
 
     def refusal(self, name: str, usable: str) -> ImportModelError:
         """Return the error that a field is not usable, and what would be."""
-        if self.table.get(name) is None:
-            return ImportModelError(f"{self.origin}: {name} is missing; it must be {usable}")
-        return ImportModelError(f"{self.origin}: {name}={_shown(self.table[name])} must be {usable}")
+        if name in self.table:
+            said = f"{name}={_shown(self.table[name])}"
+        elif name in self.defaults:
+            said = f"{name} is missing, which makes it {_shown(self.defaults[name])}; it"
+        else:
+            said = f"{name} is missing; it"
+        return ImportModelError(f"{self.origin}: {said} must be {usable}")
 
-    def has(self, name: str) -> bool:
-        """Whether a field is there."""
-        return self.table.get(name) is not None
-
-    def count(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_COUNT) -> int:
+    def count(self, name: str, least: int = 1, most: int = MAX_COUNT) -> int:
         """Return a whole number."""
-        value = self.table.get(name)
-        if value is None and default is not None:
-            return default
+        value = self.value(name)
         if type(value) is not int or not least <= value <= most:
             raise self.refusal(name, f"a whole number from {least} to {most}")
         return value
 
-    def maybe_count(self, name: str) -> int | None:
-        """Return a whole number of at least 1, or None where the field is missing."""
-        return self.count(name) if self.has(name) else None
+    def maybe_count(self, name: str, least: int = 1) -> int | None:
+        """Return a whole number, or None for null."""
+        return None if self._is_null(name) else self.count(name, least)
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str) -> float:
         """Return a positive number."""
-        value = self.table.get(name)
-        if value is None:
-            return default
+        value = self.value(name)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e30:
             raise self.refusal(name, "a positive number")
         return float(value)
 
+    def cap(self, name: str) -> float:
+        """Return a positive number, or 0 for null: no cap."""
+        return 0.0 if self._is_null(name) else self.number(name)
+
     def rate(self, name: str) -> float:
-        """Return a rate of dropout, by default 0."""
-        value = self.table.get(name, 0.0)
-        if value is None:
+        """Return a rate of dropout."""
+        value = self.value(name)
+        if self._is_null(name):
             return 0.0
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
             raise self.refusal(name, "a number from 0 to below 1")
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str) -> bool:
         """Return true or false."""
-        value = self.table.get(name)
-        if value is None:
-            return default
+        value = self.value(name)
+        if self._is_null(name):
+            return False
         if not isinstance(value, bool):
             raise self.refusal(name, "true or false")
         return value
 
-    def choice(self, name: str, meanings: Mapping[str, str], default: str) -> str:
+    def choice(self, name: str, meanings: Mapping[str, str]) -> str:
         """Return the meaning of a word."""
-        value = self.table.get(name)
-        value = default if value is None else value
+        value = self.value(name)
         if not isinstance(value, str) or value not in meanings:
             raise self.refusal(name, f"one of {', '.join(meanings)}")
         return meanings[value]
 
     def items(self, name: str, most: int) -> list[object]:
-        """Return a list of at most ``most`` items, empty where the field is missing."""
-        value = self.table.get(name)
-        if value is None:
+        """Return a list of at most ``most`` items, empty where the field is null."""
+        value = self.value(name)
+        if self._is_null(name):
             return []
         if not isinstance(value, list) or len(cast(list[object], value)) > most:
             raise self.refusal(name, f"a list of at most {most} items")
         return cast(list[object], value)
 
     def part(self, name: str) -> ConfigFields:
-        """Return the fields of a table in the table, which has none where the field is missing."""
+        """Return the fields of a table in the table, which has none where the field is missing or null."""
         value = self.table.get(name)
         if value is None:
             value = {}
         if not isinstance(value, dict):
             raise self.refusal(name, "a table of fields")
-        return ConfigFields(f"{self.origin}: {name}", cast(dict[str, object], value))
+        return ConfigFields(f"{self.origin}: {name}", cast(dict[str, object], value), {})
 
     def refuse_unless(self, name: str, *usable: object) -> None:
-        """Raise unless a field is missing or one of what is usable: something that is not modelled."""
+        """Raise unless a field is missing, null or one of what is usable: something that is not modelled."""
         value = self.table.get(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in usable):
             raise self.refusal(
@@ -155,3 +159,7 @@ class ConfigFields:
         for name, value in self.table.items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise self.refusal(name, "a finite number")
+
+    def _is_null(self, name: str) -> bool:
+        """Whether a field is null, in the file or by default; not one that must be given and is not."""
+        return self.value(name) is None and (name in self.table or name in self.defaults)

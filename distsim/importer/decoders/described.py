@@ -60,7 +60,8 @@ def decoder_sizes(source: str) -> tuple[DecoderSizes, dict[str, Any]]:
     given: dict[str, Any] = {}
     for key, text in split_options(options, name).items():
         if key not in WHERE and key not in _INPUT:
-            known = ", ".join([*options_of(sizes), *_INPUT])
+            inputs = [each for each in _INPUT if sizes.experts is not None or each not in _LOADS]
+            known = ", ".join([*options_of(sizes), *inputs])
             raise ImportModelError(f"{name} has no option {key!r}; it has {known}")
         given[key] = _read(key, text)
     if sizes.experts is None and (unused := [key for key in _LOADS if key in given]):
@@ -88,8 +89,10 @@ def load_decoder(
         if key not in ("batch", "seq"):
             raise ImportModelError(f"{source} has no dimension {key!r} to bind; it has batch and seq")
         read_number(key, str(size))
-        if given.setdefault(key, size) != size or bindings.get(key, size) != size:
-            raise ImportModelError(f"{key} is given twice, {given[key]} and {size}; give it once")
+        other = next((each[key] for each in (given, bindings) if each.get(key, size) != size), None)
+        if other is not None:
+            raise ImportModelError(f"{key} is given twice, {other} and {size}; give it once")
+        given[key] = size
     seq = given.get("seq", default_seq(sizes))
     loads = Loads(**{key: given[key] for key in _LOADS if key in given})
     file = source.rpartition("/")[2].partition(":")[0]

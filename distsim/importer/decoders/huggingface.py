@@ -1,6 +1,7 @@
 """import_from_hf: the decoder that a Hugging Face ``config.json`` describes.
 
-What each field means is what transformers (5.23) makes of it for the family, ``model_type``. Not built, as
+What each field means is what transformers (5.23) makes of it for the family, ``model_type``, and so is what
+one that is left out means (:mod:`.class_defaults`). Not built, as
 none of it changes a step's ops or parameters: rescaled rotary frequencies (``rope_scaling``), the element
 type of the checkpoint and its quantization (the step's precision says what is used), the choice of experts
 by groups (loads are drawn). Not built either: multi-token prediction (``num_nextn_predict_layers``), an
@@ -16,12 +17,12 @@ from dataclasses import replace
 from typing import cast
 
 from distsim.errors import ImportModelError, PlanError
+from distsim.importer.decoders.class_defaults import CLASS_DEFAULTS
 from distsim.importer.decoders.config_fields import ConfigFields, read_config
 from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import (
     GPT_NAMES,
-    MAX_LAYERS,
     MIXED_NAMES,
     DecoderSizes,
     DropoutRates,
@@ -36,6 +37,11 @@ from distsim.models.parts.layer_maker import Norm
 Config = str | os.PathLike[str] | Mapping[str, object]
 
 DEFAULT_BATCH, MAX_DEFAULT_SEQ = 8, 8192
+
+MAX_CONFIG_LAYERS = 250
+"""Twice those of the deepest published models. With as many the whole way from a stranger's file to its step
+takes some five seconds, and half a minute with everything divided and recomputed; a model that is built in
+Python, or whose ``layers=`` is an option, may have :data:`distsim.models.decoder_sizes.MAX_LAYERS`."""
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -86,11 +92,13 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
     ``origin`` begins the errors about a table.
     """
     if isinstance(config, Mapping):
-        fields = ConfigFields(origin or "config", config)
+        origin, table = origin or "config", config
     else:
-        fields = ConfigFields(os.fspath(config), read_config(config))
+        origin, table = os.fspath(config), read_config(config)
+    family = table.get("model_type")
+    defaults = CLASS_DEFAULTS.get(family, {}) if isinstance(family, str) else {}
+    fields = ConfigFields(origin, table, defaults)
     fields.finite()
-    family = fields.table.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
         near = difflib.get_close_matches(family, FAMILIES, 1) if isinstance(family, str) else []
@@ -107,8 +115,8 @@ def _positions(fields: ConfigFields) -> Positions:
     rope = fields.part("rope_parameters")
     for each in (fields, rope):
         each.refuse_unless("partial_rotary_factor", 1, 1.0)
-    theta = (rope if rope.has("rope_theta") else fields).number("rope_theta", 10_000.0)
-    return Positions(fields.count("max_position_embeddings", 8192), theta=theta)
+    theta = (rope if "rope_theta" in rope.table else fields).number("rope_theta")
+    return Positions(fields.count("max_position_embeddings"), theta=theta)
 
 
 def _heads(fields: ConfigFields) -> GroupedHeads:
@@ -131,17 +139,17 @@ def _heads(fields: ConfigFields) -> GroupedHeads:
 
 def _rotary(fields: ConfigFields) -> DecoderSizes:
     """What the families with rotary positions, RMSNorm and a gated feed-forward share."""
-    activation = fields.choice("hidden_act", ACTIVATIONS, "silu")
+    activation = fields.choice("hidden_act", ACTIVATIONS)
     return DecoderSizes(
-        fields.count("num_hidden_layers", most=MAX_LAYERS),
+        fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS),
         fields.count("hidden_size"),
         fields.count("vocab_size"),
         _heads(fields),
         FeedForward(fields.count("intermediate_size"), activation),
-        norm=Norm(epsilon=fields.number("rms_norm_eps", 1e-6)),
+        norm=Norm(epsilon=fields.number("rms_norm_eps")),
         positions=_positions(fields),
         dropout=DropoutRates(attention=fields.rate("attention_dropout")),
-        tied=fields.flag("tie_word_embeddings", False),
+        tied=fields.flag("tie_word_embeddings"),
     )
 
 
@@ -150,9 +158,9 @@ def _with_heads(sizes: DecoderSizes, **changes: object) -> DecoderSizes:
 
 
 def _llama(fields: ConfigFields) -> DecoderSizes:
-    bias = fields.flag("attention_bias", False)
+    bias = fields.flag("attention_bias")
     sizes = _with_heads(_rotary(fields), bias=bias, out_bias=bias)
-    return replace(sizes, feed_forward=replace(sizes.feed_forward, bias=fields.flag("mlp_bias", False)))
+    return replace(sizes, feed_forward=replace(sizes.feed_forward, bias=fields.flag("mlp_bias")))
 
 
 def _mistral(fields: ConfigFields) -> DecoderSizes:
@@ -164,8 +172,8 @@ def _window(fields: ConfigFields) -> int:
 
 
 def _windowed(fields: ConfigFields, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which layers have the window: as ``layer_types`` lists them, if it is there."""
-    layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    """Which layers have the window: as ``layer_types`` lists them, unless it is null."""
+    layers = fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS)
     types = fields.items("layer_types", layers)
     if not types:
         return default
@@ -187,38 +195,46 @@ def _experts(fields: ConfigFields, number: str, width: str) -> Mixture:
         experts,
         fields.count("num_experts_per_tok", most=experts),
         fields.count(width),
-        activation=fields.choice("hidden_act", ACTIVATIONS, "silu"),
+        activation=fields.choice("hidden_act", ACTIVATIONS),
     )
 
 
 def _qwen2(fields: ConfigFields) -> DecoderSizes:
-    return _with_heads(_qwen_windows(fields, _rotary(fields)), bias=True)
+    return _with_heads(_rotary(fields), bias=True, **_qwen_windows(fields))
 
 
-def _qwen_windows(fields: ConfigFields, sizes: DecoderSizes) -> DecoderSizes:
+def _qwen_windows(fields: ConfigFields) -> dict[str, object]:
     """Windows in the layers from ``max_window_layers`` on, if they are used at all."""
-    if not fields.flag("use_sliding_window", False):
-        return sizes
-    first = fields.count("max_window_layers", sizes.layers, least=0)
-    default = tuple(index >= first for index in range(sizes.layers))
-    return _with_heads(sizes, window=_window(fields), windowed=_windowed(fields, default))
+    if not fields.flag("use_sliding_window"):
+        return {}
+    first = fields.count("max_window_layers", least=0)
+    default = tuple(
+        index >= first for index in range(fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS))
+    )
+    return {"window": _window(fields), "windowed": _windowed(fields, default)}
 
 
 def _qwen3(fields: ConfigFields) -> DecoderSizes:
-    bias = fields.flag("attention_bias", False)
-    return _with_heads(_qwen_windows(fields, _rotary(fields)), bias=bias, out_bias=bias, norm=True)
+    return _with_heads(_qwen3_heads(fields), **_qwen_windows(fields))
+
+
+def _qwen3_heads(fields: ConfigFields) -> DecoderSizes:
+    bias = fields.flag("attention_bias")
+    return _with_heads(_rotary(fields), bias=bias, out_bias=bias, norm=True)
 
 
 def _qwen3_moe(fields: ConfigFields) -> DecoderSizes:
-    sizes = _qwen3(fields)
+    """Qwen3 with experts; windows, if they are used, are in all layers."""
+    window = _window(fields) if fields.flag("use_sliding_window") else 0
+    sizes = _with_heads(_qwen3_heads(fields), window=window)
     dense = fields.items("mlp_only_layers", sizes.layers)
     if any(type(each) is not int or not 0 <= each < sizes.layers for each in dense):
         raise fields.refusal("mlp_only_layers", f"a list of layers from 0 to {sizes.layers - 1}")
-    every = fields.count("decoder_sparse_step", 1)
+    every = fields.count("decoder_sparse_step")
     experts = _experts(fields, "num_experts", "moe_intermediate_size")
     return replace(
         sizes,
-        experts=replace(experts, normalized=fields.flag("norm_topk_prob", False)),
+        experts=replace(experts, normalized=fields.flag("norm_topk_prob")),
         expert_layers=ExpertLayers(every=every, phase=every - 1, without=tuple(cast(list[int], dense))),
         names=MIXED_NAMES,
     )
@@ -226,37 +242,36 @@ def _qwen3_moe(fields: ConfigFields) -> DecoderSizes:
 
 def _gemma(fields: ConfigFields) -> DecoderSizes:
     """GeGLU by the tanh form of GELU, also where an older file says ``hidden_act`` gelu."""
-    activation = fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
-    bias = fields.flag("attention_bias", False)
-    fields.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
+    fields.refuse_unless("hidden_activation", "gelu_pytorch_tanh", "gelu")  # of older classes
+    return _with_offsets(fields, fields.choice("hidden_act", {**ACTIVATIONS, "gelu": "gelu_tanh"}))
+
+
+def _with_offsets(fields: ConfigFields, activation: str) -> DecoderSizes:
+    """What both generations of Gemma share: norms that add 1, scaled embeddings."""
+    bias = fields.flag("attention_bias")
     sizes = _with_heads(_rotary(fields), bias=bias, out_bias=bias)
     return replace(
         sizes,
         feed_forward=replace(sizes.feed_forward, activation=activation),
         norm=replace(sizes.norm, offset=1.0),
-        tied=fields.flag("tie_word_embeddings", True),
         embedding_scale=float(sizes.hidden) ** 0.5,
     )
 
 
 def _gemma2(fields: ConfigFields) -> DecoderSizes:
     """Gemma with a second norm behind each branch, caps, and a window in every other layer from the first."""
-    sizes = _gemma(fields)
+    sizes = _with_offsets(fields, fields.choice("hidden_activation", ACTIVATIONS))
     return replace(
         _with_heads(
             sizes,
-            scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-            softcap=_cap(fields, "attn_logit_softcapping"),
+            scale=fields.number("query_pre_attn_scalar") ** -0.5,
+            softcap=fields.cap("attn_logit_softcapping"),
             window=_window(fields),
             windowed=_windowed(fields, (True, False)),
         ),
         norm=replace(sizes.norm, sandwich=True),
-        softcap=_cap(fields, "final_logit_softcapping"),
+        softcap=fields.cap("final_logit_softcapping"),
     )
-
-
-def _cap(fields: ConfigFields, name: str) -> float:
-    return fields.number(name, 1.0) if fields.has(name) else 0.0
 
 
 def _gpt2(fields: ConfigFields) -> DecoderSizes:
@@ -266,38 +281,38 @@ def _gpt2(fields: ConfigFields) -> DecoderSizes:
     hidden, heads = fields.count("n_embd"), fields.count("n_head")
     if hidden % heads:
         raise fields.refusal("n_head", f"a divisor of n_embd={hidden}")
-    activation = fields.choice("activation_function", ACTIVATIONS, "gelu_new")
+    activation = fields.choice("activation_function", ACTIVATIONS)
     rates = (fields.rate(name) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"))
     return DecoderSizes(
-        fields.count("n_layer", most=MAX_LAYERS),
+        fields.count("n_layer", most=MAX_CONFIG_LAYERS),
         hidden,
         fields.count("vocab_size"),
         GroupedHeads(heads, bias=True, out_bias=True),
         FeedForward(fields.maybe_count("n_inner"), activation, gated=False, bias=True),
-        norm=Norm("layer", fields.number("layer_norm_epsilon", 1e-5)),
+        norm=Norm("layer", fields.number("layer_norm_epsilon")),
         positions=Positions(fields.count("n_positions"), learned=True),
         dropout=DropoutRates(*rates),
-        tied=fields.flag("tie_word_embeddings", True),
+        tied=fields.flag("tie_word_embeddings"),
         names=GPT_NAMES,
     )
 
 
-def _deepseek(fields: ConfigFields, score: str, normalized: bool, scale: float) -> DecoderSizes:
-    layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+def _deepseek(fields: ConfigFields) -> DecoderSizes:
+    layers = fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS)
     rope = fields.count("qk_rope_head_dim")
     if rope % 2:
         raise fields.refusal("qk_rope_head_dim", "even, as rotary positions turn pairs")
     experts = None
-    if fields.has("n_routed_experts"):
+    if fields.maybe_count("n_routed_experts") is not None:
         experts = Mixture(
             number := fields.count("n_routed_experts", most=MAX_EXPERTS),
             fields.count("num_experts_per_tok", most=number),
             fields.count("moe_intermediate_size"),
-            fields.count("n_shared_experts", 0, least=0),
-            fields.choice("scoring_func", {"softmax": "softmax", "sigmoid": "sigmoid"}, score),
-            fields.number("routed_scaling_factor", scale),
-            fields.flag("norm_topk_prob", normalized),
-            fields.choice("hidden_act", ACTIVATIONS, "silu"),
+            fields.maybe_count("n_shared_experts", least=0) or 0,
+            fields.choice("scoring_func", {"softmax": "softmax", "sigmoid": "sigmoid"}),
+            fields.number("routed_scaling_factor"),
+            fields.flag("norm_topk_prob"),
+            fields.choice("hidden_act", ACTIVATIONS),
         )
     return DecoderSizes(
         layers,
@@ -310,15 +325,15 @@ def _deepseek(fields: ConfigFields, score: str, normalized: bool, scale: float) 
             fields.count("qk_nope_head_dim"),
             rope,
             fields.count("v_head_dim"),
-            fields.flag("attention_bias", False),
+            fields.flag("attention_bias"),
         ),
-        FeedForward(fields.count("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS, "silu")),
+        FeedForward(fields.count("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS)),
         experts,
-        ExpertLayers(fields.count("first_k_dense_replace", 0, least=0), fields.count("moe_layer_freq", 1)),
-        Norm(epsilon=fields.number("rms_norm_eps", 1e-6)),
+        ExpertLayers(fields.count("first_k_dense_replace", least=0), fields.count("moe_layer_freq")),
+        Norm(epsilon=fields.number("rms_norm_eps")),
         _positions(fields),
         DropoutRates(attention=fields.rate("attention_dropout")),
-        fields.flag("tie_word_embeddings", False),
+        fields.flag("tie_word_embeddings"),
         names=MIXED_NAMES,
     )
 
@@ -333,7 +348,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gpt2": _gpt2,
-    "deepseek_v2": lambda fields: _deepseek(fields, "softmax", False, 1.0),
-    "deepseek_v3": lambda fields: _deepseek(fields, "sigmoid", True, 2.5),
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
 }
 """How each family, ``model_type``, is read."""

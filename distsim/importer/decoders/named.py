@@ -36,7 +36,8 @@ def named_sizes(name: str) -> DecoderSizes:
     """
     if name not in _table():
         raise ImportModelError(f"no model is named {name!r}{did_you_mean(name, model_names())}")
-    return sizes_from_hf(_table()[name], name)
+    fields = _table()[name]
+    return sizes_from_hf(fields | dict.fromkeys(fields.get("null", ())), name)
 
 
 def model_source(name: str) -> str:

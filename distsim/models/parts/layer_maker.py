@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,10 @@ class PartMaker:
         """Add an op with one output, called ``name`` if given."""
         return self.maker.add(op_type, inputs, attributes, output_names=[name] if name else None)[0]
 
+    def within(self, module: str) -> AbstractContextManager[None]:
+        """Within it, ops come from this module of the model."""
+        return self.maker.within(module)
+
     def parameter(self, name: str, *shape: int) -> Value:
         """A parameter; parameters are inputs in the order in which they come."""
         return self.maker.add_input_value(name, self.like.with_shape(shape), Role.PARAMETER)
@@ -73,12 +78,13 @@ class PartMaker:
         """Normalize the last dimension, of size ``width``; the output is called as the norm by default."""
         attributes = {"axis": -1} | ({} if norm.epsilon == RMS.epsilon else {"epsilon": norm.epsilon})
         scale, output = self.parameter(f"{name}.scale", width), output or name
-        if norm.offset:
-            scale = self("Add", scale, name=f"{name}.weight", B=norm.offset)
-        if norm.kind == "rms":
-            return self("RMSNormalization", source, scale, name=output, **attributes)
-        bias = self.parameter(f"{name}.bias", width)
-        return self("LayerNormalization", source, scale, bias, name=output, **attributes)
+        with self.within("norm"):
+            if norm.offset:
+                scale = self("Add", scale, name=f"{name}.weight", B=norm.offset)
+            if norm.kind == "rms":
+                return self("RMSNormalization", source, scale, name=output, **attributes)
+            bias = self.parameter(f"{name}.bias", width)
+            return self("LayerNormalization", source, scale, bias, name=output, **attributes)
 
     def capped(self, source: Value, cap: float, name: str) -> Value:
         """``cap`` tanh(source / cap), or the source where the cap is 0 (Bello et al. 2016; Gemma 2)."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from distsim.ir import Device, Function, Op
 from distsim.ops.replaced import replacements
+from distsim.simulate.memory.origins import origins
 from distsim.simulate.memory.plan import gradient_values
 from distsim.simulate.memory.walk import (
     ACTIVATIONS,
@@ -25,6 +26,7 @@ from distsim.simulate.memory.walk import (
     RESIDENT,
     Argument,
     Frame,
+    MemoryRanks,
     Use,
     Walk,
 )
@@ -68,14 +70,39 @@ def peak_memory(function: Function) -> dict[Device, MemoryUse]:
     1200
     """
     classes = placement_classes(function)
-    first = Use(classes)
-    for value in function.inputs:
-        first.change(value, KIND_OF_ROLE[value.role], +1, ())
-    first.append(Walk(classes).walk(function, whole(function)), ())
+    first = _from_start(function, whole(function), classes)
     found: dict[Device, MemoryUse] = {}
     for use, group in zip(memory_uses(first), classes.members, strict=True):
         found.update(dict.fromkeys(group, use))
     return dict(sorted(found.items(), key=lambda item: item[0].id))
+
+
+def saved_by_module(function: Function, classes: MemoryRanks) -> tuple[dict[str, int], ...]:
+    """Return what the activations at the peak of each rank class consist of, by the module they come from.
+
+    They sum to the kind ``activations`` of :func:`peak_memory`. Modules are those that :func:`origins` tells.
+    """
+    frame = whole(function)
+    made = origins(function)
+    number: dict[str, int] = {}
+    kinds = dict(frame.known)
+    for op in function.ops:
+        for value in op.outputs:
+            if frame.plan.home[value] is value and frame.made(op, value) == ACTIVATIONS:
+                kinds[value] = len(KINDS) + number.setdefault(made[value], len(number))
+    frame.known = kinds
+    use = _from_start(function, frame, classes, len(KINDS) + len(number))
+    each = [[(module, row[len(KINDS) + n]) for module, n in number.items()] for row in use.peak_by_kind]
+    return tuple([{module: nbytes for module, nbytes in row if nbytes} for row in each])
+
+
+def _from_start(function: Function, frame: Frame, classes: MemoryRanks, kinds: int = len(KINDS)) -> Use:
+    """Return the use of memory of a function that nothing calls, what it is given included."""
+    use = Use(classes, kinds)
+    for value in function.inputs:
+        use.change(value, KIND_OF_ROLE[value.role], +1, ())
+    use.append(Walk(classes, kinds).walk(function, frame), ())
+    return use
 
 
 def whole(function: Function) -> Frame:

@@ -39,6 +39,9 @@ Places = tuple[int, ...]
 _PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], MemoryPlan]] = WeakKeyDictionary()
 _GRADIENTS: WeakKeyDictionary[Function, tuple[int, ...]] = WeakKeyDictionary()
 
+_OF_GRADIENTS = frozenset(("Add", "Pad", "GradientCast", "GradientCopy", "ScaleGradient"))
+"""What makes a gradient, besides views and collectives, makes it of gradients."""
+
 
 def plan_of(function: Function, same: Places, held: Places = ()) -> MemoryPlan:
     """Return the plan of a function whose input i is in the memory of its input ``same[i]``.
@@ -63,7 +66,7 @@ def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
 
 def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[Value]:
     """Return the values that in-place ops read, directly or through collectives, views, Pad,
-    GradientCast, ScaleGradient and additions.
+    GradientCast, GradientCopy, ScaleGradient and additions.
 
     In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
     parameters and optimizer state, these values are gradients. So are those that lead to ``returned``.
@@ -82,7 +85,7 @@ def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[V
         if meaning.in_place:
             found.update(op.inputs)
         elif not found.isdisjoint(op.outputs):
-            if op.op_type in ("Add", "Pad", "GradientCast", "ScaleGradient"):
+            if op.op_type in _OF_GRADIENTS:
                 found.update(op.inputs)
             elif meaning.view or (meaning.communication is not None and not meaning.communication.transfers):
                 found.update(op.inputs[:1])
@@ -99,6 +102,16 @@ def gradient_inputs(function: Function) -> tuple[int, ...]:
     return found
 
 
+def _kept_by(op: Op) -> Sequence[Value]:
+    """Return what an op reads, or the kernel's part that it is, that stays until its function ends."""
+    if op.is_call:
+        return ()
+    if not op.subfunctions:
+        return op.inputs if operator(op.op_type).holds else ()
+    kept = {value for part in op.callee.ops for value in _kept_by(part)}
+    return [v for v, own in zip(op.inputs, op.callee.inputs, strict=True) if own in kept]
+
+
 class _Planner:
     """Makes the plan of one function."""
 
@@ -111,6 +124,8 @@ class _Planner:
         self.last_read: dict[Value, int] = {}
         for number, op in enumerate(function.ops):
             self.last_read.update(dict.fromkeys(op.inputs, number))
+        kept = [value for op in function.ops for value in _kept_by(op)]
+        self.last_read.update(dict.fromkeys(kept, len(function.ops) - 1))
         self.last_read.update(dict.fromkeys(function.outputs, len(function.ops)))
         self.last_read.update(dict.fromkeys([function.inputs[place] for place in held], len(function.ops)))
         self.held: dict[Op, Places] = {}

@@ -15,9 +15,10 @@ from functools import cached_property
 from distsim.ir import Device, Op
 from distsim.program.program import Program
 from distsim.program.table import Table
-from distsim.simulate.memory.peak import MemoryUse, peak_memory
+from distsim.simulate.memory.peak import MemoryUse, peak_memory, saved_by_module
+from distsim.simulate.memory.rank_function import rank_function
 from distsim.simulate.memory.table_changes import TableChanges, changes_of
-from distsim.simulate.memory.walk import KINDS
+from distsim.simulate.memory.walk import KINDS, OneRank
 
 
 def program_memory(program: Program) -> ProgramMemory:
@@ -36,6 +37,16 @@ def program_memory(program: Program) -> ProgramMemory:
         return ProgramMemory(program, tuple([use.peak for use in uses]), lambda: uses)
     peaks = changes.levels(1).peak
     return ProgramMemory(program, tuple(peaks[:, 0].tolist()), lambda: _in_use(table, changes))
+
+
+def program_saved_by_module(program: Program, device: Device) -> dict[str, int]:
+    """Return what the activations at the peak of a device consist of, by the module they come from.
+
+    They sum to the kind ``activations``; see :func:`saved_by_module`. The rows of the device's pipeline rank
+    are written out for it.
+    """
+    rank = next(n for n, mesh in enumerate(program.mesh.slices("pp")) if device in mesh.devices)
+    return saved_by_module(rank_function(program, rank), OneRank())[0]
 
 
 @dataclass(frozen=True, eq=False)

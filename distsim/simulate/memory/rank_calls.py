@@ -96,7 +96,7 @@ class Rank(NamedTuple):
 
 def size_of(type_: Type) -> int:
     """Return the bytes that a value takes on each device that holds it; 0 if none does."""
-    return type_.nbytes if isinstance(type_, Tensor) and type_.device is not None else 0
+    return type_.allocated if isinstance(type_, Tensor) and type_.device is not None else 0
 
 
 def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
@@ -107,7 +107,7 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     schedule = table.order.schedule
     if schedule.weights != FLUSH:
         raise Irregular
-    roles = _roles(schedule, inputs)
+    roles = roles_of_ranks(schedule, inputs)
     ends = int(table.start[table.tail])
     numbers: list[int] = np.unique(table.block[:ends]).tolist()
     each = max(schedule.num_microbatches, 1)
@@ -136,7 +136,7 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     return tuple([builder.rank() for builder in builders])
 
 
-def _roles(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Value, Role]]:
+def roles_of_ranks(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Value, Role]]:
     """Return per rank the roles of the inputs that it holds."""
     roles: list[dict[Value, Role]] = [{} for _ in range(schedule.num_ranks)]
     for given in inputs:

@@ -121,7 +121,7 @@ class _Teller:
     def _hold(self, value: Value, kind: int, since: float | None, until: float = 0.0) -> _Held:
         place = place_of(value)
         classes = () if place is None else self.classes.at(place)
-        nbytes = 0 if place is None else value.type.nbytes
+        nbytes = 0 if place is None else value.type.allocated
         piece = _Held(kind, nbytes, dict.fromkeys(classes, since), until)
         if piece.nbytes:
             self.pieces.append(piece)

@@ -91,15 +91,15 @@ def plan_for(function: Function, arguments: Sequence[Argument]) -> MemoryPlan:
 
 
 class Use:
-    """Bytes in use per rank class, relative to the start: now and at the peak."""
+    """Bytes in use per rank class, relative to the start: now and at the peak; of so many ``kinds``."""
 
-    def __init__(self, classes: MemoryRanks) -> None:
+    def __init__(self, classes: MemoryRanks, kinds: int = len(KINDS)) -> None:
         count = len(classes.members)
         self.classes = classes
         self.total = [0] * count
-        self.by_kind = [[0] * len(KINDS) for _ in range(count)]
+        self.by_kind = [[0] * kinds for _ in range(count)]
         self.peak = [0] * count
-        self.peak_by_kind = [[0] * len(KINDS) for _ in range(count)]
+        self.peak_by_kind = [[0] * kinds for _ in range(count)]
         self.at: list[tuple[Op, ...]] = [()] * count
         self.touched: dict[int, None] = {}  # the classes on which anything happened
 
@@ -108,7 +108,7 @@ class Use:
         place = place_of(value)
         if place is None:
             return
-        nbytes = sign * value.type.nbytes
+        nbytes = sign * value.type.allocated
         for rank_class in self.classes.at(place):
             self.touched[rank_class] = None
             self.total[rank_class] += nbytes
@@ -181,10 +181,13 @@ class Frame:
 
 
 class Walk:
-    """Walks functions on these rank classes and remembers the callees, each for as long as it lives."""
+    """Walks functions on these rank classes and remembers the callees, each for as long as it lives.
 
-    def __init__(self, classes: MemoryRanks) -> None:
-        self.classes = classes
+    ``kinds``: how many there are, if the frame of the outermost function has kinds beyond :data:`KINDS`.
+    """
+
+    def __init__(self, classes: MemoryRanks, kinds: int = len(KINDS)) -> None:
+        self.classes, self.kinds = classes, kinds
         self._uses: WeakKeyDictionary[Function, dict[tuple[object, ...], Use]] = WeakKeyDictionary()
 
     def callee(self, function: Function, arguments: tuple[Argument, ...], results: tuple[int, ...]) -> Use:
@@ -204,7 +207,7 @@ class Walk:
 
     def walk(self, function: Function, frame: Frame) -> Use:
         """Return the use of memory of a function from its first op to its last."""
-        use = Use(self.classes)
+        use = Use(self.classes, self.kinds)
         for value in frame.plan.never:
             if value not in frame.kept:
                 use.change(value, frame.kinds[value], -1, ())

@@ -8,17 +8,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
-from distsim.ir import Attributes, DType, Function, Literal, Op, Tensor, Value, trim
+from distsim.ir import Attributes, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.ops.float8 import EIGHT_BITS
 from distsim.transforms.autodiff.clipping import check_clip, scale_gradients
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
+from distsim.transforms.autodiff.gradient_types import cast_gradients
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
 from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
 from distsim.transforms.autodiff.precision import Precision
-from distsim.transforms.autodiff.set_precision import apply_precision, cast_number, set_product_rate
-from distsim.transforms.autodiff.updates import Pairs, add_updates
+from distsim.transforms.autodiff.set_precision import apply_precision, set_product_rate
+from distsim.transforms.autodiff.updates import add_updates
 
 Mask = tuple[bool, ...]
 
@@ -76,7 +77,7 @@ def differentiate(
     pass_.backward(function, wanted)
     pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
     if precision is not None:
-        pairs = _summed(pass_.maker, pairs, precision)
+        pairs = cast_gradients(pass_.maker, pairs, precision)
     pairs = scale_gradients(pass_.maker, pairs, clip, loss_scale)
     outputs = [pass_.copies[value] for value in function.outputs]
     if optimizer is None:
@@ -103,27 +104,6 @@ def _loss_of(function: Function) -> Value:
             f"{function.name} has no input marked as a parameter (Role.PARAMETER); {how_to_mark(function)}"
         )
     return loss
-
-
-def _summed(maker: FoldingMaker, pairs: Pairs, precision: Precision) -> list[tuple[Value, Value]]:
-    """Return the pairs with each gradient cast to the type of its sum, and to that in which it is read.
-
-    A Cast that makes a gradient becomes the one of its sum.
-    """
-    place = {op.outputs[0]: number for number, op in enumerate(maker.ops) if op.op_type == "Cast"}
-
-    def cast(op_type: str, weight: Value, grad: Value, dtype: DType) -> Value:
-        if as_tensor(grad.type, grad.name).dtype == dtype:
-            return grad
-        return maker.add(op_type, [grad], {"to": cast_number(dtype)}, output_names=[f"d{weight.name}"])[0]
-
-    sums: list[tuple[Value, Value]] = []
-    for weight, grad in pairs:
-        if grad in place and as_tensor(grad.type, grad.name).dtype == precision.gradient_sum:
-            number = place[grad]
-            maker.ops[number] = replace(maker.ops[number], op_type="GradientCast")
-        sums.append((weight, cast("GradientCast", weight, grad, precision.gradient_sum)))
-    return [(weight, cast("Cast", weight, grad, precision.update)) for weight, grad in sums]
 
 
 def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tuple[Op, str]]:

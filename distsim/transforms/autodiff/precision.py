@@ -27,6 +27,7 @@ from typing import Any, cast
 from distsim.errors import PlanError, TypeRuleError
 from distsim.ir import BFloat16, DType, Float8E4M3FN, Float16, Float32
 from distsim.ir.type import DTYPES, dtype_named
+from distsim.ops.rules import check_op_types
 
 NORMS = (
     "LayerNormalization",
@@ -60,7 +61,8 @@ class Precision:
     gradients divided before the update (None: not at all); that of a step somewhere in training.
 
     What travels between ranks is of the type ``gradient_sum``, and gathered as ``used``. Raises
-    :class:`PlanError` for a type that is none of those that a field may have.
+    :class:`PlanError` for a type that is none of those that a field may have, and for an op that does not
+    exist.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Precision:
                 f"precision {self.name}: product_rate cannot be {self.product_rate!r}; choose tfloat32, or "
                 "leave it out"
             )
+        check_op_types(f"precision {self.name}: wide_ops", self.wide_ops, "give types, as Softmax")
         for name in ("parameter", "used", "compute", "gradient_sum", "update", "wide"):
             self._check(name, getattr(self, name), (_F16, _BF16, _F32))
         kept = [("states", dtype) for dtype in self.states]

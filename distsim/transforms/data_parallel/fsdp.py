@@ -28,7 +28,7 @@ from distsim.transforms.sharding.shard import Sharded
 
 AXIS = "dp"
 
-_BY_ELEMENT = ("Cast", "ScaleGradient")
+_BY_ELEMENT = ("GradientCopy", "ScaleGradient")
 """What may stand between the sum of a gradient and its update, besides views."""
 
 
@@ -189,7 +189,8 @@ class _Divider:
         self.updating: set[Op] = set()
         self.by_part: set[Op] = set()  # ops between a gradient and its update
         self.partial: set[Value] = set()  # sums over the parts of all ranks, not yet taken
-        self.sliced: list[Value] = []
+        self.sliced: dict[Value, None] = {}
+        self.returned = frozenset(self.function.outputs)
         for op in self.function.ops:
             self._plan(op)
         self.maker = FunctionMaker(self.function.name)
@@ -226,7 +227,7 @@ class _Divider:
             self.by_part.update(between)
             self.divided |= dict.fromkeys([source, *[op.outputs[0] for op in between]])
         else:
-            self.sliced.append(gradient)
+            self.sliced[gradient] = None
             self.divided[gradient] = None
 
     def _plan_sum(self, gradient: Value) -> None:
@@ -236,9 +237,7 @@ class _Divider:
         """
         found: list[Op] = []
         value = gradient
-        while (
-            value in self.producer and self.readers.get(value, 0) == 1 and value not in self.function.outputs
-        ):
+        while value in self.producer and self.readers.get(value, 0) == 1 and value not in self.returned:
             op = self.producer[value]
             if not (operator(op.op_type).view or op.op_type == "MPIAllreduce"):
                 break
@@ -325,7 +324,7 @@ class _Divider:
 
     def _partial(self, op: Op) -> None:
         """Sum squares of parts, or sums of them: of what all ranks have each adds an equal share."""
-        values = dict(self.env)
+        values = {value: self.env[value] for value in op.inputs}
         if op.op_type == "Add":
             for value in op.inputs:
                 if value not in self.partial:

@@ -23,6 +23,8 @@ from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
+from distsim.transforms.kernels.rotary import rotations
+from distsim.transforms.kernels.strides import strided
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def fuse(function: Function, kernels: Kernels) -> Fused:
     It is the function itself where nothing is joined. Other ops keep their order as far as kernels, which
     run when the last of their inputs is there, allow it. Made once per function and policy.
     """
-    found = _FUSED.get(function, kernels.name, lambda: _fused(function, kernels))
+    found = _FUSED.get(function, kernels, lambda: _fused(function, kernels))
     return (
         Fused(function, tuple([(place,) for place in range(len(function.ops))])) if found is None else found
     )
@@ -57,8 +59,8 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     updates = {op for op in function.ops if kernels.multi_tensor and is_update(op)}
     opened = inline(function, updates) if updates else function
     source = [n for n, op in enumerate(function.ops) for _ in (op.callee.ops if op in updates else (op,))]
-    ops = [_with_fused_callee(op, kernels) for op in opened.ops]
-    groups = _groups(ops, kernels, kernels.joins)
+    ops = strided([_with_fused_callee(op, kernels) for op in opened.ops])
+    groups = kernel_groups(ops, kernels, kernels.joins)
     if len(groups) == len(ops) and all(map(is_, ops, opened.ops)):
         return None
     of = {place: number for number, group in enumerate(groups) for place in group}
@@ -92,10 +94,13 @@ def _kernel(ops: Sequence[Op], outputs: Sequence[Value]) -> Op:
     return Op(KERNEL, inputs, tuple(outputs), attributes, (body,), name=name)
 
 
-def _groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[list[int]]:
-    """Return the places of the ops of each kernel, in order."""
+def kernel_groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[list[int]]:
+    """Return the places of the ops of each kernel, in order; ``joins`` are those of the policy."""
     maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
-    can = [fusible(op) for op in ops]
+    # Nothing else reads what is inside a rotary embedding: it is a kernel as if it were one op, its last.
+    turns = {region[-1]: region for region in (rotations(ops) if kernels.rotary else ())}
+    turned = {place: last for last, region in turns.items() for place in region}
+    can = [fusible(op) and place not in turned for place, op in enumerate(ops)]
     before = [sorted({maker[value] for value in op.inputs if value in maker}) for op in ops]
     pairs = {
         (first, place)
@@ -104,6 +109,9 @@ def _groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[list[int]
         for first in before[place]
         if can[first] and joins(ops[first], op)
     }
+    pairs.update(
+        [(first, n) for n, last in turned.items() for first in before[n] if turned.get(first) == last]
+    )
     if kernels.multi_tensor:
         sums = sums_of_squares(ops)
         pairs.update([(first, place) for place in sums for first in before[place] if first in sums])
@@ -131,6 +139,9 @@ def _groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[list[int]
         for first in before[place]:
             if (first, place) in pairs and level[first] == level[place]:
                 group[find(place)] = find(first)
+        for part in turns.get(place, ()):
+            level[part] = level[place]
+            group[find(part)] = find(place)
     if kernels.multi_tensor:
         alone = Counter([find(place) for place in range(len(ops))])
         kinds: dict[Hashable, list[tuple[int, Op]]] = {}

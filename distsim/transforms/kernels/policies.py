@@ -21,14 +21,22 @@ class Kernels:
     """A policy under a name: which ops one kernel runs.
 
     ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
-    that no such kernel adds is added by the kernel of its product. ``multi_tensor``: optimizers and gradient
-    clipping launch a kernel for many tensors (:mod:`distsim.transforms.kernels.multi_tensor`).
+    that no such kernel adds is added by the kernel of its product. ``rotary``: a rotary embedding that is
+    written out is a kernel, as Megatron-LM's fused_rope (:mod:`distsim.transforms.kernels.rotary`).
+    ``multi_tensor``: optimizers and gradient clipping launch a kernel for many tensors
+    (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
+    kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
+    fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``apart``: a cross entropy is the two
+    kernels that torch runs for it (:mod:`distsim.transforms.kernels.losses`).
     """
 
     name: str
     joins: Joins | None = None
     epilogues: bool = False
+    rotary: bool = False
     multi_tensor: bool = False
+    interiors: bool = False
+    apart: bool = False
 
 
 @cached("whether an op is element by element, by signature", 65536)
@@ -98,14 +106,17 @@ def _scales(op: Op) -> bool:
 
 def is_epilogue(first: Op, second: Op) -> bool:
     """Whether an op adds the bias of a product (cuBLAS's epilogue, which ``torch.addmm`` uses)."""
-    return first.op_type in ("MatMul", "Gemm") and _adds_bias(second) and second.inputs[0] is first.outputs[0]
+    if first.op_type not in ("MatMul", "Gemm") or not _adds_bias(second):
+        return False
+    return first.outputs[0] in second.inputs and len(_shape(first.outputs[0])) > 1  # not itself the vector
 
 
 _MEGATRON = {
     # bias_gelu, bias_swiglu: megatron/core/fusions/fused_bias_gelu.py, fused_bias_swiglu.py
     "Gelu": ("bias",),
     "Swish": ("bias",),
-    "SwishGrad": ("Mul",),
+    "GeluGrad": ("bias", "Mul"),
+    "SwishGrad": ("bias", "Mul"),
     # bias + dropout + residual: fused_bias_dropout.py
     "Dropout": ("bias",),
     # scale + mask + softmax: fused_softmax.py
@@ -131,24 +142,9 @@ def _megatron(first: Op, second: Op) -> bool:
             return True  # towards the mask of a softmax
         if residual and (first.op_type == "Dropout" or _adds_bias(first)):
             return True
-    if first.op_type == "Swish" and second.op_type == "Mul":
+    if first.op_type in ("Swish", "Gelu") and second.op_type == "Mul":
         return True
-    if first.op_type == "Softmax" and second.op_type == "Cast":
-        return True
-    return _rotates(first, second)
-
-
-def _rotates(first: Op, second: Op) -> bool:
-    """Rotary embedding, as fused_rope runs it: halves are swapped, one negated, both scaled and added."""
-    return (first.op_type, second.op_type) in (
-        ("Split", "Neg"),
-        ("Neg", "Concat"),
-        ("Split", "Concat"),
-        ("Concat", "Mul"),
-        ("Mul", "Add"),
-        ("Mul", "Split"),  # and backward
-        ("Concat", "Add"),
-    )
+    return first.op_type == "Softmax" and second.op_type == "Cast"
 
 
 def _compiled(first: Op, second: Op) -> bool:
@@ -173,9 +169,9 @@ KERNELS = {
     each.name: each
     for each in (
         Kernels("ops"),
-        Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True),
-        Kernels("fused", _megatron, epilogues=True, multi_tensor=True),
-        Kernels("compiled", _compiled, epilogues=True, multi_tensor=True),
+        Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True, apart=True),
+        Kernels("fused", _megatron, epilogues=True, rotary=True, multi_tensor=True, interiors=True),
+        Kernels("compiled", _compiled, epilogues=True, multi_tensor=True, interiors=True),
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op

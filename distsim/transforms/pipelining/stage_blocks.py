@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from distsim.ir import Function, Op, Value
+from distsim.ir.module_names import shared_name
 from distsim.program.block import Block
 from distsim.transforms.op_graph import Numbered, is_sum
 
@@ -106,9 +107,10 @@ def _write(
             env[op.outputs[0]] = env.get(op.inputs[0], op.inputs[0])
             continue
         if not is_sum(op):
-            if op.name or not env.keys().isdisjoint(op.inputs):
+            shared = shared_name(op)
+            if op.name != shared or not env.keys().isdisjoint(op.inputs):
                 read = tuple([env.get(value, value) for value in op.inputs])
-                op = Op(op.op_type, read, op.outputs, op.attributes, op.subfunctions, op.version)
+                op = Op(op.op_type, read, op.outputs, op.attributes, op.subfunctions, op.version, shared)
             written.append(op)
             continue
         part, key = env.get(op.inputs[0], op.inputs[0]), op.outputs[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
@@ -241,6 +241,31 @@ def rewritten(pair: Pair, before: Joint, joint: Joint) -> Rewritten:
     forward = replace(split.forward, name=pair.forward.callee.name, inputs=before.function.inputs[:count])
     backward = replace(split.backward, name=pair.backward.callee.name)
     return Rewritten(forward, _with_own_inputs(backward), pair.required, split.saved, reads)
+
+
+class PairRewriter:
+    """Rewrites pairs, those of which the same becomes once."""
+
+    def __init__(self) -> None:
+        self._done: dict[tuple[object, ...], Rewritten | None] = {}
+
+    def calls(self, pair: Pair, how: Hashable, change: Callable[[Joint], Joint]) -> dict[Op, Op]:
+        """Return the Calls that replace those of a pair of which ``change``, called ``how``, makes another
+        joint function; none where it makes the same."""
+        key = (*pair.key, how)
+        if key not in self._done:
+            before = joint_of(pair)
+            after = change(before)
+            self._done[key] = None if after is before else rewritten(pair, before, after)
+        found = self._done[key]
+        return (
+            {} if found is None else dict(zip((pair.forward, pair.backward), found.calls(pair), strict=True))
+        )
+
+
+def with_calls(function: Function, calls: Mapping[Op, Op]) -> Function:
+    """Return the function with other Calls in the place of some."""
+    return replace(function, ops=tuple([calls.get(op, op) for op in function.ops])) if calls else function
 
 
 def _with_own_inputs(function: Function) -> Function:

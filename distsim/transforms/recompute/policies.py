@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from difflib import get_close_matches
 from enum import Enum
 from functools import partial
 
-from distsim.errors import PlanError
-from distsim.ops import registered
-from distsim.ops.onnx_bridge import schema_of
+from distsim.ops.rules import check_op_types
 from distsim.plan import parse_remat
 from distsim.transforms.recompute.core_attention import core_attention
 from distsim.transforms.recompute.saves import (
@@ -123,7 +120,7 @@ def policy_named(text: str) -> Policy:
         share = partial(_within_budget, share=figure)
         return Policy(text, share, share)
     if name == "ops":
-        _check_ops(text, ops)
+        check_op_types(f"remat={text}", ops, "give types as in ops:MatMul+Attention")
         return Policy(text, partial(only_ops, types=frozenset(ops)), run=Run.EARLY)
     if name == "block":
         return Policy(text, checkpoint, run=Run.WHOLE, first=int(figure))
@@ -142,15 +139,6 @@ def checkpoint(graph: JointGraph) -> list[int]:
 def only_ops(graph: JointGraph, types: AbstractSet[str]) -> list[int]:
     """Save the results of ops of these types, and what is tagged to be."""
     return _kept(graph, lambda node: node.op in types and not node.wants_recompute, collectives=False)
-
-
-def _check_ops(text: str, types: Iterable[str]) -> None:
-    known = registered()
-    for op_type in types:
-        if op_type not in known and schema_of(op_type, None) is None:
-            near = get_close_matches(op_type, known, 3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "give types as in ops:MatMul+Attention"
-            raise PlanError(f"remat={text}: there is no op {op_type}; {hint}")
 
 
 def matmuls(graph: JointGraph) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from functools import partial
 
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
@@ -12,7 +12,7 @@ from distsim.ir import Device, Function, Op, Topology, Value, trim
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.transforms.recompute.graph import Marks, graph_of
-from distsim.transforms.recompute.joint import Joint, Pair, Rewritten, find_pairs, joint_of, rewritten
+from distsim.transforms.recompute.joint import Joint, Pair, PairRewriter, find_pairs, with_calls
 from distsim.transforms.recompute.policies import Policy, Rule, Run, as_read, by_region, policy_named
 from distsim.transforms.recompute.recompute import recompute
 from distsim.transforms.recompute.saves import Tag
@@ -57,7 +57,7 @@ def rematerialize(
 class _Rematerializer:
     def __init__(self, policy: Policy, marks: Marks, costs: DeviceCosts) -> None:
         self.policy, self.marks, self.costs = policy, marks, costs
-        self.done: dict[tuple[object, ...], Rewritten | None] = {}
+        self.pairs = PairRewriter()
         self.found = False  # a part that runs again
 
     def run(self, function: Function, stages: Sequence[int]) -> Function:
@@ -73,17 +73,10 @@ class _Rematerializer:
             rule = self.rule(self.policy.rule(number, places[number]))
             if rule is None:
                 continue
-            key = (*pair.key, rule)
-            if key not in self.done:
-                before = joint_of(pair)
-                after = self.rewrite(before, rule, self.policy.run)
-                self.done[key] = None if after is before else rewritten(pair, before, after)
-            found = self.done[key]
-            if found is not None:
-                calls.update(zip((pair.forward, pair.backward), found.calls(pair), strict=True))
+            change = partial(self.rewrite, rule=rule, run=self.policy.run)
+            calls.update(self.pairs.calls(pair, rule, change))
         if calls:
-            ops = tuple([calls.get(op, op) for op in function.ops])
-            function = replace(function, ops=ops)
+            function = with_calls(function, calls)
             joint = Joint.of(function)
         rule = self.rule(self.policy.rest)
         if rule is None:

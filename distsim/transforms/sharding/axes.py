@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
-from distsim.ops.operator import factors_of
+from distsim.ops.sharding_rule import factors_of
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure

@@ -234,7 +234,7 @@ class _Chooser:
         if decomposition is None or decomposition.reduced is None:
             return 0.0
         share = 2 * (self.axis.ranks - 1) / self.axis.ranks
-        return sum(share * nbytes + START_BYTES for nbytes in decomposition.reduced(node.signature))
+        return sum(share * nbytes + START_BYTES for nbytes in decomposition.reduced(node.signature.inputs))
 
     def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
         return self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)

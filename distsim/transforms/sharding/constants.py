@@ -31,8 +31,9 @@ from distsim.ir.registry import output_types
 from distsim.ir.type import as_tensor, from_numpy
 from distsim.ops import operator, signature_of
 from distsim.ops.onnx_bridge import static_array
-from distsim.ops.operator import Array, Dim, label_of, labels_of
+from distsim.ops.operator import Array
 from distsim.ops.places import places
+from distsim.ops.sharding_rule import Dim, label_of, labels_of
 from distsim.transforms.sharding.roles import Marks
 from distsim.transforms.sharding.strategies import rule_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Tensor, Value, all_ops
 from distsim.ops import signature_of
-from distsim.ops.operator import Dim, labels_of
+from distsim.ops.sharding_rule import Dim, labels_of
 from distsim.ops.training import LOSSES
 from distsim.transforms.autodiff.outputs import how_to_mark
 from distsim.transforms.sharding.strategies import rule_of

@@ -10,7 +10,7 @@ from distsim.cache import cached
 from distsim.errors import PlanError
 from distsim.ir import Op
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
-from distsim.ops.operator import Dim, factors_of, label_of, labels_of
+from distsim.ops.sharding_rule import Dim, factors_of, label_of, labels_of
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, Ids, State, divisor, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 

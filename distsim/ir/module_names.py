@@ -1,0 +1,36 @@
+"""Modules of the model that ops come from, by their names as exporters write them: ``layers.3.attention/q``.
+
+What precedes the last slash is the module; a Call is named like one itself. Transforms hand names on.
+"""
+
+from __future__ import annotations
+
+import re
+
+from distsim.cache import cached
+from distsim.ir.function import Op
+
+
+def module_of(op: Op) -> str:
+    """Return the module that an op comes from, or that a Call is, without numbers; "" if its name says none.
+
+    Layers that are alike have one module so. A Call that is named like an action, ``F3@1``, is none.
+
+    >>> module_of(Op("Add", (), (), name="model.layers.3.attention/q"))
+    'model.layers.attention'
+    >>> module_of(Op("Add", (), (), name="/h.0/mlp/Add_1")), module_of(Op("Call", (), (), name="h3"))
+    ('h.mlp', 'h')
+    """
+    return _without_numbers(op.name if op.is_call and "@" not in op.name else op.name.rpartition("/")[0])
+
+
+@cached("modules without numbers, by path", 65536)
+def _without_numbers(path: str) -> str:
+    parts = [re.sub(r"[_\d]+$", "", part) for part in re.split(r"[./]", path)]
+    return ".".join([part for part in parts if part])
+
+
+def shared_name(op: Op) -> str:
+    """Return the name of an op where layers that are alike share it: of its module alone."""
+    module = module_of(op)
+    return module if op.is_call or not module else f"{module}/"
