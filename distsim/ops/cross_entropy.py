@@ -104,7 +104,8 @@ def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     saved: int = attributes.get("lse", 0)
     lse = arrays[2] if saved else _log_sum_exp(logits)
     grad = np.exp(logits - lse[..., None])
-    grad = np.where(np.arange(logits.shape[-1]) == labels[..., None], grad - 1, grad)
+    classes: Array = np.arange(logits.shape[-1])
+    grad = np.where(classes == labels[..., None], grad - 1, grad)
     return scaled(attributes, arrays, grad / attributes["N"], 2 + saved)
 
 
