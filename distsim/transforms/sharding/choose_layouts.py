@@ -237,7 +237,13 @@ class _Chooser:
         return sum(share * nbytes + START_BYTES for nbytes in decomposition.reduced(node.signature.inputs))
 
     def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
-        return self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)
+        table = self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)
+        if number not in self.axis.options.spread:
+            return table
+        # What is handed on divided is reduce-scattered once, not summed on all ranks by who reads it.
+        states = self.axis.options.states
+        summed = [[states[s] is PARTIAL and states[t] is REPLICATED for t in targets] for s in sources]
+        return np.where(np.array(summed), FORBIDDEN, table)
 
     def _untaken(self, number: int, table: Table, sources: Ids, targets: Ids) -> Table:
         """Make it dear to take the sum of what is pinned; that is done where nothing else is possible."""
