@@ -70,6 +70,11 @@ def _log_sum_exp(logits: Array) -> Array:
     return top + np.log(np.exp(logits - top[..., None]).sum(axis=-1))
 
 
+def _with_others(array: Array) -> Array:
+    """Return an array of classes with one more, of zeros: that of the labels of other ranks."""
+    return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, 1)])
+
+
 def _at_labels(logits: Array, labels: Array) -> Array:
     return np.take_along_axis(logits, labels[..., None].astype(np.int64), axis=-1)[..., 0]
 
@@ -103,10 +108,10 @@ def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     logits, labels = _widened(arrays[0]), arrays[1]
     saved: int = attributes.get("lse", 0)
     lse = arrays[2] if saved else _log_sum_exp(logits)
-    grad = np.exp(logits - lse[..., None])
-    classes: Array = np.arange(logits.shape[-1])
-    grad = np.where(classes == labels[..., None], grad - 1, grad)
-    return scaled(attributes, arrays, grad / attributes["N"], 2 + saved)
+    grad = _with_others(np.exp(logits - lse[..., None]))
+    index = labels[..., None].astype(np.int64)
+    np.put_along_axis(grad, index, np.take_along_axis(grad, index, axis=-1) - 1, axis=-1)
+    return scaled(attributes, arrays, grad[..., :-1] / attributes["N"], 2 + saved)
 
 
 # --- ranks with classes of their own ------------------------------------------------------------------
@@ -187,8 +192,7 @@ def _exponentials(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[A
 
 def _of_label(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     logits, labels = arrays
-    padded = np.pad(_widened(logits), [*[(0, 0)] * labels.ndim, (0, 1)])
-    return [_at_labels(padded, labels)]
+    return [_at_labels(_with_others(_widened(logits)), labels)]
 
 
 def _of_label_work(signature: Signature) -> Work:

@@ -57,7 +57,7 @@ def tensor_options(
     trained = [v for v in function.inputs if known[v] in (Role.PARAMETER, Role.STATE)]
     fed = [v for v in function.inputs if known[v] is Role.INPUT]
     marks = propagate(function, {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained})
-    kept = propagate(function, {v: dims(v, _kept_whole(as_tensor(v.type, v.name))) for v in fed})
+    kept = propagate(function, {v: dims(v, kept_whole(as_tensor(v.type, v.name))) for v in fed})
     vocabulary = _over_vocabulary(structure, marks, kept)
 
     def allowed(node: Node) -> Allowed:
@@ -84,7 +84,7 @@ def tensor_options(
     whole = (v for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT))
     given = {structure.number[v]: REPLICATED for v in whole}
     spread = _activations(structure, kept, batch) if sequence else frozenset[int]()
-    return Options(structure, allowed, given, pieces, divided=frozenset(vocabulary), spread=spread)
+    return Options(structure, allowed, given, pieces, divided=vocabulary, spread=spread)
 
 
 def _activations(structure: Structure, data: Marks, batch: Marks) -> frozenset[int]:
@@ -170,7 +170,7 @@ def _can_divide(structure: Structure, options: Options, ranks: int, parts: int) 
     )
 
 
-def _kept_whole(data: Tensor) -> int:
+def kept_whole(data: Tensor) -> int:
     """Return how many leading dimensions of a data input tp does not divide: all that are not features.
 
     Dividing the sequence is another kind of parallelism; a table of positions has that dimension too.
@@ -178,22 +178,21 @@ def _kept_whole(data: Tensor) -> int:
     return data.rank if not data.dtype.is_floating else max(data.rank - 1, 1)
 
 
-def _repeats(structure: Structure, batch: Decision, dp: int, microbatches: int) -> list[float]:
+def _repeats(structure: Structure, batch: Decision, dp: int, microbatches: int) -> list[tuple[float, float]]:
     """Return how often the whole of each group's values is moved in a step, over all dp ranks.
 
+    That is within a callee, and in the whole function.
     What is divided over the batch is moved once, a part at a time; a gradient once per rank, after it is
     summed over microbatches, which is not done within a callee; a weight once per rank and microbatch.
     """
-    top = {number for node in structure.nodes if node.top for number in (*node.inputs, *node.outputs)}
-    top |= {tie.outer for tie in structure.ties if tie.top}
     raw: list[State] = list(batch.groups)
     for node in structure.nodes:
         for number, state in zip(node.outputs, batch.strategies[node.op].outputs, strict=True):
             if structure.groups[number].role is None:
                 raw[number] = state
-    found: list[float] = []
-    for number, state in enumerate(raw):
+    found: list[tuple[float, float]] = []
+    for state in raw:
         once = 1.0 if state.sharded else float(dp)
-        summed = state is PARTIAL and number in top
-        found.append(once if state.sharded or summed else once * microbatches)
+        every = once if state.sharded else once * microbatches
+        found.append((every, once if state is PARTIAL else every))
     return found

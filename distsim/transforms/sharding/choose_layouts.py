@@ -31,7 +31,7 @@ from distsim.transforms.sharding.layout import (
     moved_bytes,
 )
 from distsim.transforms.sharding.problem_graph import Node, Structure, overwritten
-from distsim.transforms.sharding.strategies import Option, Options, Strategy, rule_of
+from distsim.transforms.sharding.strategies import Option, Options, Strategy, rule_of, size_of
 from distsim.transforms.sharding.variable_elimination import EliminationProblem, Table, solve
 
 LINK_SHARE = 1 / 7
@@ -61,6 +61,7 @@ class Decision:
     handed on, ``number`` the group of each value. ``moved`` is the bytes sent per rank and step,
     ``divided`` the share of the matrix flops that is divided over the ranks, ``proven`` whether no
     placement costs less than ``cost``. Decisions of one function with the same ``choices`` are the same.
+    ``undivided`` are the sizes of the vocabularies that the ranks do not divide.
     """
 
     strategies: Mapping[Op, Strategy] = field(default_factory=dict[Op, Strategy])
@@ -71,6 +72,7 @@ class Decision:
     divided: float = 1.0
     cost: float = 0.0
     choices: tuple[int, ...] = ()
+    undivided: tuple[int, ...] = ()
 
     def state(self, value: Value) -> State:
         """Return the state in which a value is handed on."""
@@ -87,8 +89,9 @@ class Axis:
     parts: int
     over_time: bool = False
     """The axis is the batch, which is divided over microbatches as well."""
-    repeats: Sequence[float] | None = None
-    """How often a group's value is moved: in parts of the batch once in all, a weight every time anew."""
+    repeats: Sequence[tuple[float, float]] | None = None
+    """How often a group's value is moved, within a callee and in the whole function: in parts of the batch
+    once in all, a weight every time anew."""
 
 
 def decide(structure: Structure, axis: Axis) -> Decision:
@@ -139,7 +142,7 @@ class _Chooser:
             ops.append(self._add_op(problem, values, number, insistence, whole))
         for tie in self.structure.ties:
             ends = self.domains[tie.source], self.domains[tie.target]
-            table = self._moves(tie.target, tie.top, *ends) * (tie.times * self._repeats(tie.source))
+            table = self._moves(tie.target, tie.top, *ends) * (tie.times * self._repeats(tie.source, tie.top))
             table = self._untaken(tie.source, table, *ends)
             problem.pair(
                 values[tie.source], values[tie.target], _unmoved(table, *ends) if tie.in_place else table
@@ -178,7 +181,7 @@ class _Chooser:
         """
         group, domain = self.structure.groups[number], self.domains[number]
         found = problem.variable([0.0, 0.0])
-        table = self._moves(number, False, domain, (WHOLE,)) * (group.times * self._repeats(number))
+        table = self._moves(number, False, domain, (WHOLE,)) * (group.times * self._repeats(number, False))
         problem.pair(value, found, np.concatenate([np.zeros_like(table), table], axis=1))
         return found
 
@@ -201,7 +204,7 @@ class _Chooser:
                 if option.strategy.factor is not None
                 else insistence * flops + touched
             )
-            + node.times * self._reduced(node, option)
+            + node.times * sum([sent + START_BYTES for sent in self._reduced(node, option)])
             for option in options
         ]
         variable = problem.variable(costs)
@@ -209,14 +212,14 @@ class _Chooser:
             raw = tuple([option.outputs[index] for option in options])
             table = self._moves(place, node.top, raw, self.domains[place])
             table = self._untaken(
-                place, table * (node.times * self._repeats(place)), raw, self.domains[place]
+                place, table * (node.times * self._repeats(place, node.top)), raw, self.domains[place]
             )
             problem.pair(variable, values[place], table)
         taken = overwritten(node.op)
         for index, place in enumerate(node.inputs):
             asked = tuple([option.inputs[index] for option in options])
             table = self._moves(place, node.top, self.domains[place], asked)
-            table *= node.times * self._repeats(place) * (1 + READER_WEIGHT)
+            table *= node.times * self._repeats(place, node.top) * (1 + READER_WEIGHT)
             table = self._untaken(place, table, self.domains[place], asked)
             if index in taken:
                 table = _unmoved(table, self.domains[place], asked)
@@ -227,14 +230,14 @@ class _Chooser:
             problem.pair(values[place], variable, table)
         return variable
 
-    def _reduced(self, node: Node, option: Option) -> float:
-        """What is all-reduced within an op, in bytes sent."""
+    def _reduced(self, node: Node, option: Option) -> list[float]:
+        """Return the bytes sent by each all-reduce within an op."""
         rule = rule_of(node.signature)
         decomposition = rule.decompositions.get(option.strategy.factor or "") if rule else None
         if decomposition is None or decomposition.reduced is None:
-            return 0.0
+            return []
         share = 2 * (self.axis.ranks - 1) / self.axis.ranks
-        return sum(share * nbytes + START_BYTES for nbytes in decomposition.reduced(node.signature.inputs))
+        return [share * nbytes for nbytes in decomposition.reduced(node.signature.inputs)]
 
     def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
         table = self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)
@@ -258,8 +261,8 @@ class _Chooser:
         device = self.axis.device
         return device.peak(element_type(node.signature)) / (LINK_SHARE * device.dram_bandwidth)
 
-    def _repeats(self, number: int) -> float:
-        return 1.0 if self.axis.repeats is None else self.axis.repeats[number]
+    def _repeats(self, number: int, top: bool) -> float:
+        return 1.0 if self.axis.repeats is None else self.axis.repeats[number][top]
 
     def _result(self, picked: list[int], states: list[int], cost: float, proven: bool) -> Decision:
         nodes, options = self.structure.nodes, self.axis.options
@@ -279,20 +282,32 @@ class _Chooser:
             done / total if total else 1.0,
             cost,
             (*picked, *states),
+            self._undivided(chosen),
         )
+
+    def _undivided(self, chosen: Sequence[Option]) -> tuple[int, ...]:
+        """Return the sizes of vocabularies that stay whole."""
+        found: dict[int, None] = {}
+        for node, option in zip(self.structure.nodes, chosen, strict=True):
+            factor = self.axis.options.divided.get(node.op)
+            rule = rule_of(node.signature)
+            if factor is not None and rule is not None and option.strategy.factor is None:
+                found[size_of(node.signature, rule, factor)] = None
+        return tuple(found)
 
     def _moved(self, chosen: Sequence[Option], states: Sequence[int]) -> float:
         """Return the bytes sent per rank; a state that several readers ask for is made once."""
-        moves: dict[tuple[int, int, int], None] = {}
-        for node, option in zip(self.structure.nodes, chosen, strict=True):
-            moves |= {(v, s, states[v]): None for v, s in zip(node.outputs, option.outputs, strict=True)}
-            moves |= {(v, states[v], s): None for v, s in zip(node.inputs, option.inputs, strict=True)}
-        moves |= {(t.outer, states[t.source], states[t.target]): None for t in self.structure.ties}
+        moves: dict[tuple[int, int, int], bool] = {}  # and whether in the whole function
         moved, names = 0.0, self.axis.options.states
-        for number, source, target in moves:
+        for node, option in zip(self.structure.nodes, chosen, strict=True):
+            moves |= {(v, s, states[v]): node.top for v, s in zip(node.outputs, option.outputs, strict=True)}
+            moves |= {(v, states[v], s): node.top for v, s in zip(node.inputs, option.inputs, strict=True)}
+            moved += node.times * sum(self._reduced(node, option))
+        moves |= {(t.outer, states[t.source], states[t.target]): t.top for t in self.structure.ties}
+        for (number, source, target), top in moves.items():
             if source != target:
                 group = self.structure.groups[number]
-                times = group.times * group.count * self._repeats(number)
+                times = group.times * group.count * self._repeats(number, top)
                 moved += times * moved_bytes(group.type, names[source], names[target], self.axis.ranks)
         return moved
 

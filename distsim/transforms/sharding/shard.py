@@ -19,7 +19,13 @@ from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels
-from distsim.transforms.sharding.axes import batch_options, decide_batch, decide_tensor, tensor_options
+from distsim.transforms.sharding.axes import (
+    batch_options,
+    decide_batch,
+    decide_tensor,
+    kept_whole,
+    tensor_options,
+)
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.constants import as_inputs, as_values
 from distsim.transforms.sharding.layout import Placement
@@ -63,6 +69,11 @@ class Sharded:
         if self.tp.divided < REPLICATION_NOTED:
             share = f"{1 - self.tp.divided:.0%}"
             found.append(f"tp={tp}: {share} of the matrix FLOPs are not divided, every tp rank does them all")
+        found += [
+            f"tp={tp} does not divide the vocabulary of {size}, which every tp rank holds whole; pad it to "
+            f"{-(-size // tp) * tp}"
+            for size in self.tp.undivided
+        ]
         if not (self.batch.proven and self.tp.proven):
             found.append("the placement is not proven to be the least-cost one")
         return tuple(found)
@@ -130,11 +141,11 @@ def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatc
 
 
 def _check_sequence(function: Function, data: tuple[Value, ...], tp: int) -> None:
-    shapes = [(value, as_tensor(value.type, value.name).shape) for value in data]
-    named = [(value, shape[1]) for value, shape in shapes if len(shape) > 1]
-    if not named:
-        raise PlanError(f"{function.name}: sp=on, but no input has a sequence (dimension 1); use sp=off")
-    for value, size in named:
+    types = [(value, as_tensor(value.type, value.name)) for value in data]
+    along = [(value, type_.shape[1]) for value, type_ in types if kept_whole(type_) > 1]
+    if not along:
+        raise PlanError(f"sp=on, but no input of {function.name} has a sequence (dimension 1); use sp=off")
+    for value, size in along:
         if size % tp:
             raise PlanError(
                 f"sp=on: tp={tp} does not divide the sequence of {size} (input {value.name!r}); tp must be "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from distsim.cache import cached
 from distsim.errors import PlanError
@@ -115,7 +116,7 @@ def _by_factor(
     decomposition = rule.decompositions.get(factor)
     whole = REPLICATED if decomposition and decomposition.reduced else PARTIAL
     if decomposition is None and not any(isinstance(label, Pieces) for label in labels):
-        size = _size_of(signature, rule, factor)
+        size = size_of(signature, rule, factor)
         choices += pieces.get(size, ())
     for choice in choices:
         parts = allowed(factor, choice)
@@ -132,7 +133,8 @@ def _by_factor(
             yield Candidate(Strategy(inputs, outputs, factor, factor in rule.mean), ranks, parts)
 
 
-def _size_of(signature: Signature, rule: ShardingRule, factor: str) -> int:
+def size_of(signature: Signature, rule: ShardingRule, factor: str) -> int:
+    """Return the size of a dimension that a factor labels, 0 if it labels none."""
     for tensors, groups in ((signature.inputs, rule.inputs), (signature.outputs, rule.outputs)):
         for tensor, dims in zip(tensors, groups, strict=True):
             for size, dim in zip(tensor.shape, dims, strict=True):
@@ -179,7 +181,8 @@ class Option:
 class Options:
     """What every op may do, and the states of groups that are given; both also in numbers of states.
 
-    The ops ``divided`` are divided where they can be, and the groups ``spread`` are handed on divided.
+    The ops ``divided`` are divided in a factor of theirs where they can be, and the groups ``spread`` are
+    handed on divided.
     ``decomposed`` is as of :func:`candidates`.
     """
 
@@ -190,7 +193,7 @@ class Options:
         given: Mapping[int, State],
         pieces: PiecesBySize,
         decomposed: bool = True,
-        divided: Container[Op] = (),
+        divided: Mapping[Op, str] = MappingProxyType({}),
         spread: frozenset[int] = frozenset(),
     ) -> None:
         self._structure = structure
@@ -211,7 +214,7 @@ class Options:
         """The options of each op, in the order of the structure."""
         self.given: dict[int, int] = {group: self._number(state) for group, state in given.items()}
         self.states: tuple[State, ...] = tuple(self._numbers)
-        self._divided, self.spread = divided, spread
+        self.divided, self.spread = divided, spread
 
     def that_fit(self, ranks: int, parts: int) -> list[Ids]:
         """Return per op the options that there are on so many ranks, the batch in so many parts."""
@@ -219,7 +222,7 @@ class Options:
         for node, options in zip(self._structure.nodes, self.of, strict=True):
             fitting = [i for i, option in enumerate(options) if option.candidate.fits(ranks, parts)]
             divided = [i for i in fitting if options[i].strategy.factor is not None]
-            found.append(tuple(divided if divided and node.op in self._divided else fitting))
+            found.append(tuple(divided if divided and node.op in self.divided else fitting))
         return found
 
     def reachable(self, fitting: Sequence[Ids]) -> list[Ids]:

@@ -1,0 +1,216 @@
+"""Tensor parallelism as frameworks run it: the vocabulary divided, with sp=on the sequence between products.
+
+Collectives and memory are those of the tables of Megatron-LM (layers.py, mappings.py, cross_entropy.py;
+Korthikanti et al. 2022, 2205.05198): s tokens, b samples, h width, t ranks, V vocabulary, 2 bytes an element.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from test_activation_memory import CLUSTER, DROPPING, GROUPS, LLAMA, LOG_SUM_EXP, SBH, A, B, F, S, layer
+from training_models import (
+    assert_same_step,
+    bert,
+    laid_out,
+    mesh_of,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    small_mlp,
+    tied,
+)
+
+from distsim.compose import parallelize
+from distsim.errors import PlanError
+from distsim.executor import CostModel, SequentialExecutor, Simulator, infer_types
+from distsim.ir import BFloat16, Function, Op, Role, all_ops
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import DecoderSizes
+from distsim.models.parts.attention import GroupedHeads
+from distsim.ops import operator, signature_of
+from distsim.plan import Plan
+from distsim.schedule import schedule
+from distsim.simulate.memory.peak import peak_memory
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import SGD, Adam, differentiate
+
+MODELS = {
+    "llama": lambda: small_llama(batch=4),
+    "gpt": lambda: small_gpt(batch=4),
+    "tied": lambda: tied(batch=4),
+    "bert": lambda: bert(batch=4),
+}
+LAYOUTS = [
+    ("llama", (1, 2, 1), 1, {}),
+    ("llama", (2, 2, 2), 2, {"remat": "full"}),
+    ("llama", (2, 2, 1), 1, {"fsdp": "reshard"}),
+    ("gpt", (1, 4, 1), 2, {}),
+    ("gpt", (1, 2, 2), 2, {"fsdp": "none", "remat": "every:2"}),
+    ("tied", (1, 2, 2), 2, {}),
+    ("bert", (2, 2, 1), 1, {}),
+]
+
+
+@pytest.mark.parametrize("sp", ["off", "on"])
+@pytest.mark.parametrize(("name", "degrees", "microbatches", "options"), LAYOUTS, ids=str)
+def test_every_rank_computes_the_same_step(name, degrees, microbatches, options, sp):
+    joint = differentiate(MODELS[name](), Adam())
+    inputs = random_inputs(joint)
+    order = schedule("1f1b", degrees[2], microbatches)
+    program = laid_out(joint, mesh_of(*degrees), order, sp=sp, **options)
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    table = {"embed", "wte", "table", "words"} & {given.source.name for given in program.inputs}
+    divided = [given.shards for given in program.inputs if given.source.name in table]
+    assert divided and all((0, "tp", None) in shards for shards in divided), "rows of the vocabulary"
+
+
+# --- what is sent ---------------------------------------------------------------------------------------
+
+
+def collectives(sizes: DecoderSizes, plan: Plan) -> Counter[tuple[str, int]]:
+    """The collectives of a step over tp: kind and full size in bytes."""
+    joint = differentiate(decoder(sizes, B, S, BFloat16()), SGD(lr=0.1))
+    function = parallelize(joint, plan, CLUSTER).to_function(steady=True)
+    found: Counter[tuple[str, int]] = Counter()
+
+    def count(current: Function) -> None:
+        for op in current.ops:
+            if op.is_call:
+                count(op.callee)
+            elif (moved := operator(op.op_type).communication) is not None and operator(op.op_type).moves:
+                found[moved.kind, moved.nbytes(signature_of(op))] += 1
+
+    count(function)
+    return found
+
+
+def of_a_layer(sizes: DecoderSizes, plan: Plan) -> dict[tuple[str, int], int]:
+    more, fewer = collectives(replace(sizes, layers=4), plan), collectives(sizes, plan)
+    return {key: more[key] - fewer[key] for key in more if more[key] != fewer[key]}
+
+
+@pytest.mark.parametrize("t", [2, 4])
+def test_collectives_of_a_layer(t):
+    """tp: two all-reduces forward and two backward. With sp: two all-gathers and two reduce-scatters in each
+    pass, and the two saved inputs gathered again; gradients of the two norms are summed over the ranks.
+    """
+    sizes = replace(LLAMA, attention=GroupedHeads(A))  # as many key heads, which four ranks divide as well
+    assert of_a_layer(sizes, Plan(tp=t)) == {("all_reduce", 2 * SBH): 4}
+    norms = {("all_reduce", 2 * LLAMA.hidden): 2}
+    divided = of_a_layer(sizes, Plan(tp=t, sp="on"))
+    assert divided == {("all_gather", 2 * SBH): 6, ("reduce_scatter", 2 * SBH): 4} | norms
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_what_stays_whole_is_summed_once_a_step(microbatches):
+    plan = Plan(tp=2, sp="on", microbatches=microbatches)
+    found = of_a_layer(LLAMA, plan)
+    assert found["all_reduce", 2 * LLAMA.hidden] == 2
+    assert found["reduce_scatter", 2 * SBH // microbatches] == 4 * microbatches
+
+
+@pytest.mark.parametrize("sp", ["off", "on"])
+def test_collectives_outside_the_layers(sp):
+    """Of the embedding one sum, of the loss three of a number a position in float32, of the head one more.
+
+    With sp the input of the head is gathered in both passes, as the gradient of the embedding is in backward.
+    """
+    plan = Plan(tp=2, sp=sp)
+    every, each = collectives(LLAMA, plan), of_a_layer(LLAMA, plan)
+    outside = {key: n - LLAMA.layers * each.get(key, 0) for key, n in every.items()}
+    loss = {("all_reduce", 4 * S * B): 3}
+    if sp == "off":
+        expected = {("all_reduce", 2 * SBH): 2} | loss
+    else:
+        norm = {("all_reduce", 2 * LLAMA.hidden): 1}
+        expected = {("reduce_scatter", 2 * SBH): 2, ("all_gather", 2 * SBH): 3} | loss | norm
+    assert {key: n for key, n in outside.items() if n} == expected
+
+
+def test_logits_are_never_whole():
+    sizes = replace(LLAMA, vocab=96)
+    joint = differentiate(decoder(sizes, B, S, BFloat16()), SGD(lr=0.1))
+    program = parallelize(joint, Plan(tp=4), CLUSTER)
+    widths = [v.type.shape[-1] for op in all_ops(program.to_function()) for v in op.outputs if v.type.shape]
+    assert 96 // 4 in widths and 96 not in widths
+
+
+# --- what is kept ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize(
+    ("remat", "divided", "scores"), [("none", 34, 5), ("attention", 34, 0), ("full", 2, 0)]
+)
+def test_activations_of_a_layer_are_divided(remat, divided, scores, t):
+    """sbh/t (34 + 5as/h); 34sbh/t if selective; the input alone if full."""
+    expected = (divided * SBH + scores * A * S * S * B) // t
+    assert layer(DROPPING, "math", Plan(tp=t, remat=remat, sp="on")) == expected
+
+
+def test_activations_of_a_layer_of_llama_are_divided():
+    heads = (12 + 4 * GROUPS // A) * SBH
+    expected = (heads + 6 * S * B * F + LOG_SUM_EXP) // 2
+    assert layer(LLAMA, "flash", Plan(tp=2, sp="on"), "fused") == expected
+
+
+# --- as any other program --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=2,pp=2,microbatches=4,sp=on",
+        "dp=2,tp=2,microbatches=2,sp=on,fsdp=reshard,remat=full",
+        "tp=2,pp=2,microbatches=4,sp=on,schedule=zb_h1",
+    ],
+)
+def test_engines_and_memories_agree(text):
+    costs = CostModel(CLUSTER)
+    joint = differentiate(small_llama(batch=8), Adam())
+    program = parallelize(joint, Plan.parse(text), CLUSTER, costs)
+    flat = program.to_function(steady=True)
+    one, other = (Simulator(costs, engine=engine).simulate(program) for engine in ("maxplus", "events"))
+    written = Simulator(costs).interpret(flat, infer_types(flat, flat.inputs).inputs)
+    assert one.step_time == other.step_time == written.step_time
+    found = {device: use.peak for device, use in program_memory(program).devices.items()}
+    assert found == {device: use.peak for device, use in peak_memory(flat).items()}
+
+
+def test_pipelines_send_the_part_of_a_rank():
+    joint = differentiate(small_llama(batch=8), None)
+    sent = {}
+    for sp in ("off", "on"):
+        program = parallelize(joint, Plan(tp=2, pp=2, microbatches=2, sp=sp), CLUSTER)
+        sends: list[Op] = [op for op in all_ops(program.to_function(steady=True)) if op.op_type == "Send"]
+        sent[sp] = sorted({op.inputs[0].type.nbytes for op in sends})
+    assert [2 * nbytes for nbytes in sent["on"]] == sent["off"]
+
+
+# --- what does not go ------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_divided_is_refused_with_the_numbers():
+    with pytest.raises(
+        PlanError, match="sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2"
+    ):
+        Plan(sp="on")
+    with pytest.raises(PlanError, match="sp='yes' is unknown; choose one of off, on"):
+        Plan(tp=2, sp="yes")
+    odd = differentiate(small_gpt(seq=3), None)
+    with pytest.raises(PlanError, match=r"tp=2 does not divide the sequence of 3 \(input 'tokens'\)"):
+        parallelize(odd, Plan(tp=2, sp="on"), CLUSTER)
+    flat = differentiate(small_mlp(), None)
+    with pytest.raises(PlanError, match="no input of mlp.* has a sequence"):
+        parallelize(flat, Plan(tp=2, sp="on"), CLUSTER)
+
+
+def test_a_vocabulary_that_does_not_divide_stays_whole():
+    joint = differentiate(decoder(replace(LLAMA, vocab=63), B, S, BFloat16()), SGD(lr=0.1))
+    program = parallelize(joint, Plan(tp=2), CLUSTER)
+    shards = {
+        given.source.name: given.shards for given in program.inputs if given.source.role is Role.PARAMETER
+    }
+    assert not shards["embed"]
+    assert any("tp=2 does not divide the vocabulary of 63" in note for note in program.notes)
