@@ -17,8 +17,8 @@ class Stack:
     ``precision``: a policy of :data:`distsim.transforms.autodiff.precision.POLICIES` (None: as the model is
     written); ``attention``: ``flash`` or ``math`` (None: by the element type); ``kernels``: of
     :data:`distsim.transforms.kernels.KERNELS`; ``remat``: what a plan recomputes that does not say;
-    ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not). ``source`` says
-    where these are from.
+    ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not); ``sp``: whether
+    tensor-parallel ranks divide the sequence as well. ``source`` says where these are from.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Stack:
     optimizer: str
     clip: float | None
     source: str
+    sp: bool = False
 
 
 STACKS = {
@@ -50,7 +51,9 @@ STACKS = {
             *("torchtitan", "fsdp2", "flash", "eager", "every_early:2", "adamw", 1.0),
             source="torchtitan 238fa995, config/job_config.py: mixed_precision_param bfloat16, "
             "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
-            "compile off, max_norm 1.0",
+            "compile off, max_norm 1.0; models/llama3/infra/parallelize.py: norms are SequenceParallel "
+            "wherever there is tensor parallelism",
+            sp=True,
         ),
         Stack(
             *("deepspeed", "mixed_bf16_grads", "flash", "eager", "none", "adamw", None),

@@ -189,21 +189,20 @@ def _plan(row: Row, stack: Stack) -> Plan:
     for axis in ("cp", "ep"):
         if _number(row, axis, 1) > 1:
             raise MissingFeature(f"{axis} > 1")
-    if row["sp"].startswith("yes"):
-        raise MissingFeature("sequence parallelism (sp)")
     if dp > 1 and zero in (1, 2):
         raise MissingFeature(f"ZeRO stage {zero}")
     microbatches = _number(row, "global_batch") // (dp * _number(row, "micro_batch"))
     schedule = _by_text(SCHEDULES, row["schedule"].rstrip("?"), "the schedule")
-    pp, chunks = _number(row, "pp"), _number(row, "vpp", 1)
+    tp, pp, chunks = _number(row, "tp"), _number(row, "pp"), _number(row, "vpp", 1)
     remat = _by_text(RECOMPUTED, row["recompute"].rstrip("?"), "recompute")
     if remat == "full" and stack.name in ("torchtitan", "plain"):
         remat = "full_early"  # torch.utils.checkpoint without reentrance
     items = {
-        **{"dp": dp, "tp": _number(row, "tp"), "pp": pp, "microbatches": microbatches},
+        **{"dp": dp, "tp": tp, "pp": pp, "microbatches": microbatches},
         **{"schedule": schedule, "chunks": chunks, "remat": remat},
         **({"stages": _stages(_number(row, "n_layers"), pp * chunks)} if pp > 1 else {}),
         **({"fsdp": "reshard"} if zero == 3 else {}),
+        **({"sp": "on"} if tp > 1 and row["sp"].startswith("yes") else {}),
     }
     try:
         return Plan.parse(",".join(f"{name}={value}" for name, value in items.items()))

@@ -297,6 +297,18 @@ def test_copies_of_weights_that_are_held_too_often_are_noted(capsys, policy, pla
     assert ("microbatches casts weights anew" in out) == said
 
 
+def test_a_stack_divides_the_sequence_where_there_are_ranks_to(capsys):
+    command = ["gpt:layers=2,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8, "--stack"]
+    for stack, plan, said in (
+        ("torchtitan", "tp=2", ",sp=on,"),
+        ("torchtitan", "tp=2,sp=off", "tp=2"),
+        ("torchtitan", "dp=2", "dp=2"),
+        ("megatron", "tp=2", "tp=2"),
+    ):
+        first = simulate(capsys, *command, stack, "--plan", plan).splitlines()[0]
+        assert said in first and ("sp=on" in first) == ("sp=on" in said)
+
+
 def test_what_a_stack_recomputes_and_a_model_cannot_is_left_out_with_a_note(capsys):
     one_layer = ["gpt:layers=1,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8]
     out = simulate(capsys, *one_layer, "--stack", "torchtitan")

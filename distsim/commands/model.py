@@ -87,7 +87,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 class Choices:
     """How a model is trained: what was asked for, and for the rest what the stack has.
 
-    ``remat`` is for a plan that does not say. ``assumed`` lists what was not asked for, as text.
+    ``remat`` and ``sp`` are for a plan that does not say. ``assumed`` lists what was not asked for, as text.
     """
 
     precision: Precision | None
@@ -96,6 +96,7 @@ class Choices:
     optimizer: str
     clip: float | None
     remat: str
+    sp: bool
     assumed: tuple[str, ...]
 
     @staticmethod
@@ -118,12 +119,14 @@ class Choices:
             choice("optimizer"),
             choice("clip"),
             stack.remat,
+            stack.sp,
             tuple(assumed),
         )
 
     def plan(self, text: str) -> Plan:
-        """Return the plan of a text; where that does not say what is recomputed, the stack does."""
-        return Plan.parse(text if "remat=" in text else f"{text},remat={self.remat}")
+        """Return the plan of a text; what it leaves open of recomputation and sequence, the stack says."""
+        plan = Plan.parse(text if "remat=" in text else f"{text},remat={self.remat}")
+        return replace(plan, sp="on") if self.sp and plan.tp > 1 and "sp=" not in text else plan
 
 
 def _forward(options: argparse.Namespace, choices: Choices) -> Function:
