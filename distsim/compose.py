@@ -21,6 +21,7 @@ from distsim.schedule.refusals import count as count_of
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
 from distsim.transforms.data_parallel.fsdp import gathered
+from distsim.transforms.kernels.gradients import gradients_apart
 from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.op_graph import Numbered, is_sum
@@ -270,7 +271,8 @@ class _KeptCuts:
         shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
         mesh = logical_mesh(key.figures, shown, key.tp)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp)
-        local = replace(local, function=losses_apart(local.function, key.kernels), kernels=key.kernels)
+        apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels)
+        local = replace(local, function=apart, kernels=key.kernels)
         return local if plain else _rematerialized(local, key, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:

@@ -51,6 +51,10 @@ def test_a_row_of_torchtitan():
     assert rows.case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled"
 
 
+def test_a_row_divides_the_sequence_where_it_divides_tensors():
+    assert [rows.case_of(GPT | {"sp": "yes", "tp": tp}).plan.sp for tp in ("1", "2")] == ["off", "on"]
+
+
 @pytest.mark.parametrize("column", ["source", "id", "peak_mem_gb"])
 def test_who_measured_and_what_does_not_matter(column):
     assert rows.case_of(GPT | {column: "another"}) == rows.case_of(GPT)
@@ -59,7 +63,6 @@ def test_who_measured_and_what_does_not_matter(column):
 @pytest.mark.parametrize(
     ("changed", "missing"),
     [
-        ({"sp": "yes"}, "sequence parallelism"),
         ({"cp": "2"}, "cp > 1"),
         ({"zero": "1", "dp": "2"}, "ZeRO stage 1"),
         ({"schedule": "of my own"}, "the schedule 'of my own'"),

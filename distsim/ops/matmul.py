@@ -194,7 +194,8 @@ def _matmul_grad_sharding(signature: Signature) -> ShardingRule:
 
 def _matmul_grad_part(signature: Signature, output: int) -> OutputPart:
     name, shape = _AB[output], signature.inputs[output].shape
-    return OutputPart(f"MatMulGrad{name}", (1 - output, 2), Attributes({"shape": shape}))
+    kept = picked(signature.attributes, "rate")
+    return OutputPart(f"MatMulGrad{name}", (1 - output, 2), Attributes({"shape": shape, **kept}))
 
 
 register(

@@ -27,7 +27,8 @@ class Kernels:
     (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
     kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
     fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``apart``: a cross entropy is the two
-    kernels that torch runs for it (:mod:`distsim.transforms.kernels.losses`).
+    kernels that torch runs for it (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: so are the
+    gradients of the operands of a product (:mod:`distsim.transforms.kernels.gradients`).
     """
 
     name: str
@@ -37,6 +38,7 @@ class Kernels:
     multi_tensor: bool = False
     interiors: bool = False
     apart: bool = False
+    gradients_apart: bool = False
 
 
 @cached("whether an op is element by element, by signature", 65536)
@@ -165,13 +167,15 @@ def _elements(op: Op) -> int:
     return max([value.type.size for value in values if isinstance(value.type, Tensor)], default=0)
 
 
+_TORCH = {"epilogues": True, "multi_tensor": True, "gradients_apart": True}
+
 KERNELS = {
     each.name: each
     for each in (
         Kernels("ops"),
-        Kernels("eager", lambda first, second: False, epilogues=True, multi_tensor=True, apart=True),
-        Kernels("fused", _megatron, epilogues=True, rotary=True, multi_tensor=True, interiors=True),
-        Kernels("compiled", _compiled, epilogues=True, multi_tensor=True, interiors=True),
+        Kernels("eager", lambda first, second: False, apart=True, **_TORCH),
+        Kernels("fused", _megatron, rotary=True, interiors=True, **_TORCH),
+        Kernels("compiled", _compiled, interiors=True, **_TORCH),
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op

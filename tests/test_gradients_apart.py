@@ -1,0 +1,93 @@
+"""Gradients of products as kernels of their own: what ranks wait for first, then the collective, the rest."""
+
+from dataclasses import replace
+
+import pytest
+from training_models import F64, assert_same_step, random_inputs, small_gpt, small_llama, topology_of
+
+from distsim.compose import parallelize
+from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.ir import Function, FunctionMaker, Role, Tensor, all_ops, callees
+from distsim.plan import Plan
+from distsim.schedule import SCHEDULES
+from distsim.simulate.memory.peak import peak_memory
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms.kernels.policies import KERNELS
+
+PLAIN = replace(KERNELS["ops"], name="apart", gradients_apart=True)
+
+
+def product(rows: int, width: int) -> Function:
+    """Four products, each with a Relu behind it, and the squares of what they miss the target by."""
+    maker = FunctionMaker("products")
+    x = maker.add_input_value("x", Tensor(F64, (rows, width)), Role.INPUT)
+    target = maker.add_input_value("target", Tensor(F64, (rows, width)), Role.INPUT)
+    for name in "abcd":
+        weight = maker.add_input_value(name, Tensor(F64, (width, width)), Role.PARAMETER)
+        x = maker.add("MatMul", [x, weight], output_names=[f"x{name}"])[0]
+        x = maker.add("Relu", [x], output_names=[f"r{name}"])[0]
+    loss = maker.add("Loss", [x, target], {"N": rows}, output_names=["loss"])
+    maker.set_outputs(loss)
+    return maker.finalize()
+
+
+@pytest.mark.parametrize("build", [small_gpt, small_llama])
+@pytest.mark.parametrize(
+    "text", ["tp=2", "dp=2,tp=2,microbatches=2,sp=on,remat=full", "tp=2,pp=2,microbatches=4"]
+)
+@pytest.mark.parametrize("kernels", ["eager", "fused"])
+def test_the_step_is_the_same(build, text, kernels):
+    joint = differentiate(build(batch=8), Adam())
+    inputs = random_inputs(joint)
+    topology = topology_of(4)
+    program = parallelize(joint, Plan.parse(text), topology, kernels=KERNELS[kernels])
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe_v"])
+def test_engines_and_memories_agree(schedule):
+    chunks = SCHEDULES[schedule].stages_a_rank or 1
+    costs = CostModel(topology_of(4))
+    plan = Plan(tp=2, pp=2, microbatches=4, schedule=schedule, chunks=chunks, sp="on")
+    program = parallelize(
+        differentiate(small_llama(4, batch=8), Adam()), plan, costs.topology, costs, None, PLAIN
+    )
+    one, other = (Simulator(costs, engine=engine).simulate(program) for engine in ("maxplus", "events"))
+    assert one.step_time == other.step_time
+    flat = program.to_function(steady=True)
+    found = {device: use.peak for device, use in program_memory(program).devices.items()}
+    assert found == {device: use.peak for device, use in peak_memory(flat).items()}
+
+
+def test_an_all_reduce_of_inputs_runs_beside_the_gradients_of_weights():
+    """Of four products two are divided by columns: one's gradient of the input is summed over the ranks.
+
+    The first one's input is data.
+    """
+    topology = topology_of(2, gbps=1.0, throughput=1e12, kernel_launch_overhead=0.0)
+    joint = differentiate(product(512, 512), SGD(lr=0.1))
+    costs = CostModel(topology)
+    programs = [
+        parallelize(joint, Plan(tp=2), topology, costs, None, each) for each in (KERNELS["ops"], PLAIN)
+    ]
+    ops = [op.op_type for op in all_ops(programs[1].to_function(steady=True))]
+    assert "MatMulGrad" not in ops and ops.count("MatMulGradA") + ops.count("MatMulGradB") == 7
+    together, apart = (Simulator(costs).simulate(program).step_time for program in programs)
+    hidden = together - apart
+    weight = 2 * 512 * 512 * 256 / 1e12  # what one gradient of a divided weight takes
+    assert hidden == pytest.approx(weight, rel=1e-3)
+
+
+def test_every_product_of_one_collective_is_ahead_of_the_weights():
+    """Queries, keys, values: three gradients of the input, their sum, its collective, then the weights'."""
+    program = parallelize(
+        differentiate(small_llama(batch=8), None), Plan(tp=2), topology_of(2), kernels=KERNELS["eager"]
+    )
+    function = program.to_function(steady=True)
+    bodies = [each for each in callees(function) if "backward" in each.name and len(each.ops) > 30]
+    assert bodies
+    for body in bodies:
+        kinds = [op.op_type for op in body.ops]
+        last = max(place for place, kind in enumerate(kinds) if kind == "MPIAllreduce")
+        assert kinds[last + 1 : last + 4] == ["MatMulGradB"] * 3
