@@ -136,7 +136,8 @@ def model_blocks(local: Sharded, costs: DeviceCosts, most: int = MOST_BLOCKS) ->
         work[lightest : lightest + 2] = [pairs[lightest]]
         del starts[lightest + 1]
     ops = [function.ops[timed[place][0]] for place in starts]
-    names = tuple([op.name or op.outputs[0].name for op in ops])
+    # A layer is called as people call it, what lies around layers by what it makes: the module would be longer.
+    names = tuple([op.name if op.is_call and op.name else op.outputs[0].name for op in ops])
     return ModelBlocks(tuple(starts), names, tuple([op.is_call for op in ops]))
 
 
