@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import common
-from scipy.stats import spearmanr
 
 from distsim.executor.cost_model import CostModel
 from distsim.ir import Device
@@ -92,6 +91,8 @@ def error(row: dict[str, Any]) -> float:
 
 def rank_correlation(rows: Sequence[dict[str, Any]]) -> float:
     """Spearman's rank correlation of the two throughputs."""
+    from scipy.stats import spearmanr  # takes a second to import, and a test imports this file for the rows
+
     pairs = [(row["throughput"], row["distir_throughput"]) for row in rows]
     return float(spearmanr(*zip(*pairs, strict=True)).statistic)
 

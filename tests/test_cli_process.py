@@ -93,7 +93,7 @@ def test_an_error_without_a_signal_is_raised(monkeypatch, own_signals):
 def test_a_signal_while_libraries_are_imported_ends_the_command_with_a_line():
     code = """
 import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background is born without
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's &
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "numpy":

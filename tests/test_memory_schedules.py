@@ -86,9 +86,10 @@ def test_any_program_on_any_ranks(first):
 
 
 def test_any_program_with_a_stage_a_rank():
-    assert sum(composed(invent(seed).program) for seed in range(40)) >= 25
-    for seed in range(40):
-        assert_same_memory(invent(seed).program, seed)
+    programs = [invent(seed).program for seed in range(40)]
+    assert sum(map(composed, programs)) >= 25
+    for seed, program in enumerate(programs):
+        assert_same_memory(program, seed)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -26,7 +26,8 @@ def test_every_float_of_a_function_and_its_callees_changes(dtype):
     assert dtypes(function) == {Float32()}
     made = set_precision(function, dtype)
     verify(made)
-    assert dtypes(made) == dtypes(differentiate(made)) == {dtype}
+    wide = {Float32()}  # the log-sum-exp of the loss, which backward reads
+    assert dtypes(made) == {dtype} and dtypes(differentiate(made)) == {dtype} | wide
     assert [op.op_type for op in all_ops(made)] == [op.op_type for op in all_ops(function)]
 
 

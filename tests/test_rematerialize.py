@@ -260,7 +260,7 @@ def test_full_runs_every_op_of_a_block_again_and_early_stops(name: str, build, p
         ]
 
     _, (ahead, behind) = simulated("none", 2)
-    assert ahead + behind == 4 * layers + 1  # one for the output head
+    assert ahead + behind == 4 * layers + 5  # one for the embedding and the head each, three for the loss
     for policy, count in (("full", 2), ("full_early", 1), ("every:2", 1), ("every_early:2", 0.5)):
         assert simulated(policy, 2)[1] == [ahead, behind + layers * count]
     again = simulated("full", 1)[0] - simulated("none", 1)[0]

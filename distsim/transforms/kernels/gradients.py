@@ -46,7 +46,7 @@ def _with_callees(op: Op, done: dict[Function, Function]) -> Op:
 
 
 def _issued(ops: Sequence[Op]) -> Iterator[Op]:
-    """Yield the ops, gradients of products apart; a weight's wait till the collectives of inputs are issued."""
+    """Yield the ops, gradients of products apart: of weights after the collectives of those of inputs."""
     readers: dict[Value, list[Op]] = {}
     for op in ops:
         for value in op.inputs:

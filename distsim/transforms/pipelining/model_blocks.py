@@ -136,7 +136,7 @@ def model_blocks(local: Sharded, costs: DeviceCosts, most: int = MOST_BLOCKS) ->
         work[lightest : lightest + 2] = [pairs[lightest]]
         del starts[lightest + 1]
     ops = [function.ops[timed[place][0]] for place in starts]
-    # A layer is called as people call it, what lies around layers by what it makes: the module would be longer.
+    # A layer is called as people call it, what lies around layers by what it makes.
     names = tuple([op.name if op.is_call and op.name else op.outputs[0].name for op in ops])
     return ModelBlocks(tuple(starts), names, tuple([op.is_call for op in ops]))
 

@@ -56,9 +56,13 @@ def tensor_options(
 
     trained = [v for v in function.inputs if known[v] in (Role.PARAMETER, Role.STATE)]
     fed = [v for v in function.inputs if known[v] is Role.INPUT]
-    marks = propagate(function, {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained})
+    seeds: Marks = {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained}
+    marks = propagate(function, seeds)
     kept = propagate(function, {v: dims(v, kept_whole(as_tensor(v.type, v.name))) for v in fed})
     vocabulary = _over_vocabulary(structure, marks, kept)
+    # Of an embedding's gradient the rows follow from none of what it is made of.
+    made = [op.outputs[0] for op in vocabulary if op.op_type == "GatherGrad"]
+    marks = propagate(function, seeds | {v: dims(v, as_tensor(v.type, v.name).rank) for v in made})
 
     def allowed(node: Node) -> Allowed:
         of_parameter, of_data, of_batch = (marked(node.op, m) for m in (marks, kept, batch))
