@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from precision_models import (
     PLANS,
+    SIZES,
     in_float64,
     rounded,
     small_gpt,
@@ -26,10 +27,11 @@ from distsim.ir import (
     Tensor,
     all_ops,
 )
+from distsim.models import gpt
 from distsim.ops import operator
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import SGD, Adam, AdamW, differentiate, precision_named
+from distsim.transforms import SGD, Adam, AdamW, differentiate, precision_named, shard
 
 # --- clipping and loss scaling ---------------------------------------------------------------------------
 
@@ -144,3 +146,16 @@ def test_the_weight_is_what_remains_of_the_master():
     assert w.astype(float) == pytest.approx(0.99, rel=4e-3)
     (alone,) = rule({"lr": 1.0}, [np.ones((4,), BFloat16().np), g])
     assert (alone == 1).all()
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_clipping_divides_no_product_in_another_way(sp):
+    """The squares of all gradients are summed: that must not tie the choices of all of them together."""
+    model = gpt(**{**SIZES, "layers": 6, "hidden": 64, "seq": 16})
+    placed = []
+    for clip in (None, 1.0):
+        joint = differentiate(model, Adam(), precision=precision_named("mixed"), clip=clip)
+        sharded = shard(joint, mesh_of(2, 2), 2, sp=sp)
+        placed.append([str(state) for value, state in zip(joint.inputs, sharded.inputs, strict=True)])
+        assert sharded.tp.proven
+    assert placed[0] == placed[1]

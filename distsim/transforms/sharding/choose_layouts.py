@@ -47,6 +47,8 @@ INSISTENT = 1e7
 """How many times undivided flops count then."""
 BATCH_TOUCH_WEIGHT = 1e3
 """The cost of a byte touched, over the batch, of which every op is divided if at all possible."""
+NARROW, WIDE = 1_000_000, 10_000_000
+"""Entries of the tables of a choice: of one with a sequence to divide ten times as many, which proves it."""
 WHOLE = 0
 """The number of the state REPLICATED."""
 READER_WEIGHT = 1e-9
@@ -112,9 +114,14 @@ class _Chooser:
         self.domains = self._domains()
 
     def _domains(self) -> list[Ids]:
-        """A value may be in any state that its producer makes or that a reader asks for."""
+        """A value may be in any state that its producer makes or that a reader asks for.
+
+        One number that may be a sum over tp ranks, as of the squares of gradients, is one until it is read:
+        what it is the sum of, all gradients of a step, would be chosen together otherwise.
+        """
         options, groups = self.axis.options, self.structure.groups
         found: list[Ids] = []
+        sums = set[int]() if self.axis.over_time else self._sums()
         for number, states in enumerate(options.reachable(self.options)):
             given = options.given.get(number)
             if given is not None:
@@ -127,10 +134,25 @@ class _Chooser:
                 if divisible(shape, options.states[state], self.axis.ranks)
                 and not (is_input and options.states[state] is PARTIAL)
             ]
+            if number in sums:
+                kept = [state for state in kept if options.states[state] is PARTIAL]
             if number in options.spread and any(options.states[state].sharded for state in kept):
                 kept = [state for state in kept if options.states[state] is not REPLICATED]
             found.append(tuple(kept))
         return found
+
+    def _sums(self) -> set[int]:
+        """Return the groups of single numbers within the function that an op may make as partial sums."""
+        groups, states = self.structure.groups, self.axis.options.states
+        return {
+            place
+            for node, every, chosen in zip(
+                self.structure.nodes, self.axis.options.of, self.options, strict=True
+            )
+            for index in chosen
+            for place, state in zip(node.outputs, every[index].outputs, strict=True)
+            if states[state] is PARTIAL and groups[place].type.size == 1 and not groups[place].returned
+        }
 
     def decide(self, insistence: float) -> Decision:
         """Return the least-cost placement when undivided flops count ``insistence`` times."""
@@ -147,7 +169,7 @@ class _Chooser:
             problem.pair(
                 values[tie.source], values[tie.target], _unmoved(table, *ends) if tie.in_place else table
             )
-        solution = solve(problem)
+        solution = solve(problem, WIDE if self.axis.options.spread else NARROW)
         if not np.isfinite(solution.cost):
             raise PlanError(
                 f"{self.structure.name}: no way to run it on {self.axis.ranks} ranks agrees with the "
