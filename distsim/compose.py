@@ -19,8 +19,8 @@ from distsim.schedule import FLUSH, SCHEDULES, TABLE, Schedule
 from distsim.schedule import schedule as schedule_named
 from distsim.schedule.refusals import count as count_of
 from distsim.transforms.autodiff.outputs import only_needed
-from distsim.transforms.data_parallel.fsdp import fsdp as divide_parameters
-from distsim.transforms.data_parallel.fsdp import gathered
+from distsim.transforms.data_parallel.gathers import gathered
+from distsim.transforms.data_parallel.zero import zero
 from distsim.transforms.kernels.gradients import gradients_apart
 from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import KERNELS, Kernels
@@ -80,8 +80,8 @@ def build_program(
     ``plan.remat`` (:func:`distsim.transforms.recompute.policy_named`) says what backward computes again
     in place of saving it. It is applied to what every rank runs, so that collectives are seen, and before
     Calls are written out, so that blocks are; so is ``plan.offload``, which copies what is saved to the host
-    (:func:`distsim.transforms.recompute.offload`). ``plan.fsdp`` divides parameters over dp: ``reshard``
-    gathers them again for backward, ``keep`` keeps what forward gathered (:mod:`fsdp`). ``plan.stages``
+    (:func:`distsim.transforms.recompute.offload`). ``plan.zero`` divides them over dp (:mod:`zero`); with
+    ``reshard=always`` parameters are gathered again for backward. ``plan.stages``
     says where stages begin: so that their work is even; after counting layers or blocks
     (:meth:`ModelBlocks.counted`); or, with ``auto``, so that the simulated step is the fastest that fits in
     memory.
@@ -205,7 +205,8 @@ class Division(NamedTuple):
     microbatches: int
     remat: str
     offload: int
-    fsdp: str
+    zero: int
+    reshard: str
     stages: str
     kernels: Kernels
     basis: Hashable
@@ -214,12 +215,12 @@ class Division(NamedTuple):
     @staticmethod
     def of(plan: Plan, count: int, costs: DeviceCosts, kernels: Kernels) -> Division:
         """Return the division of a plan into so many stages, on devices that cost so."""
-        fsdp = "none" if plan.dp == 1 else plan.fsdp
+        divided = (0, "always") if plan.dp == 1 else (plan.zero, plan.reshard)
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.microbatches
-        return Division(*degrees, plan.remat, plan.offload, fsdp, stages, kernels, *costs.key)
+        return Division(*degrees, plan.remat, plan.offload, *divided, stages, kernels, *costs.key)
 
 
 class _KeptCuts:
@@ -265,10 +266,10 @@ class _KeptCuts:
 
     def _local(self, function: Function, key: Division, costs: DeviceCosts, level: int) -> Sharded:
         """Return what every rank runs, with so many levels of Calls written out."""
-        plain = key.remat == "none" and key.fsdp == "none" and not (key.offload or key.kernels.interiors)
+        plain = key.remat == "none" and not (key.zero or key.offload or key.kernels.interiors)
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
-        shown = min(key.dp, 2) if key.fsdp == "none" else key.dp
+        shown = key.dp if key.zero else min(key.dp, 2)
         mesh = logical_mesh(key.figures, shown, key.tp)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp)
         apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels)
@@ -316,12 +317,12 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
     counts = parse_remat(key.remat).counts_layers or key.offload
     stages = layers_of_stages(local, key.num_stages, costs, key.stages) if counts else ()
     known = _REMATERIALIZED.setdefault(local.function, {})
-    asked = (key.remat, key.offload, key.fsdp, key.kernels, costs.key, levels, stages)
+    asked = (key.remat, key.offload, key.zero, key.reshard, key.kernels, costs.key, levels, stages)
     found = known.get(asked)
     if found is None:
         fused = replace(local, function=recompute_interiors(local.function, key.kernels))
-        divided = fused if key.fsdp == "none" else divide_parameters(fused)
-        tags = gathered(divided.function, key.fsdp == "reshard")
+        divided = zero(fused) if key.zero else fused
+        tags = gathered(divided.function, key.reshard == "always")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:
             made = offload(made, key.offload, layers_of(divided.function), stages)

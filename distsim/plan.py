@@ -43,9 +43,12 @@ what does not fit into the share X, 0 to 1, of the bytes that the minimum cut of
 inputs."""
 
 
-FSDP = ("none", "reshard", "keep")
-"""Whether parameters and optimizer state are divided over dp, and what becomes of a parameter that forward
-gathered: it is gathered again for backward, or kept."""
+ZERO = (0, 3)
+"""What is divided over dp (Rajbhandari et al. 2020): nothing; or optimizer state with master copies,
+gradients and parameters, which are gathered where they are used."""
+
+RESHARD = ("always", "never")
+"""What becomes of a parameter that forward gathered: it is gathered again for backward, or kept."""
 
 
 SWITCH = ("off", "on")
@@ -60,15 +63,15 @@ class Plan:
     searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`), for
     `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`: one that is given
     beside the plan, by which `chunks` and `stages` are verified then;
-    `stages` one of `STAGES`, `remat` of `REMAT`, `fsdp` of `FSDP`; `chunks` are the stages of each
-    pipeline rank; of the layers of each stage, the first `offload` keep what they save for backward on the
-    host; with `sp=on`, sequence parallelism, activations between the products of tensor-parallel ranks are
-    divided over these in the sequence. A plan is verified when made, and its text, in which the last six
-    stand only when they are not the default, parses back to it.
+    `stages` one of `STAGES`, `remat` of `REMAT`, `zero` of `ZERO`, `reshard` of `RESHARD`;
+    `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
+    they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
+    of tensor-parallel ranks are divided over these in the sequence. A plan is verified when made, and its
+    text, in which the last seven stand only when they are not the default, parses back to it.
 
     Raises:
-        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`: from 0), a name is unknown,
-            `stages` are not as many as pp * chunks, or `offload` meets `remat=uniform`.
+        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`: from 0; `zero`: 0..3), a name is
+            unknown, `stages` are not as many as pp * chunks, or `offload` meets `remat=uniform`.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -82,14 +85,15 @@ class Plan:
     schedule: str = "1f1b"
     stages: str = "even"
     remat: str = "none"
-    fsdp: str = "none"
+    zero: int = 0
+    reshard: str = "always"
     chunks: int = 1
     offload: int = 0
     sp: str = "off"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            _check_count(name, getattr(self, name), _LEAST.get(name, 1))
+            _check_count(name, getattr(self, name))
         name = parse_schedule(self.schedule)[0]
         if name != TABLE:
             self._check_chunks(name)
@@ -108,8 +112,13 @@ class Plan:
             raise PlanError(f"sp={_short(self.sp)} is unknown; choose one of {', '.join(SWITCH)}")
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
-        if self.fsdp not in FSDP:
-            raise PlanError(f"fsdp={_short(self.fsdp)} is unknown; choose one of {', '.join(FSDP)}")
+        if self.reshard not in RESHARD:
+            raise PlanError(f"reshard={_short(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}")
+        if self.reshard == "never" and self.zero != 3:
+            raise PlanError(
+                f"reshard=never keeps parameters that forward gathered, and zero={self.zero} gathers none; "
+                "use zero=3, or reshard=always"
+            )
 
     def _check_chunks(self, schedule: str) -> None:
         """Check that a schedule runs so many stages a rank."""
@@ -150,7 +159,8 @@ class Plan:
                     f"plan {_short(text)}: {_short(item)} is not key=value; write for example {cls()}"
                 )
             if key not in _FIELDS:
-                raise PlanError(f"unknown field {_short(key)} in a plan; choose from {', '.join(_FIELDS)}")
+                instead = _REPLACED.get(key, f"choose from {', '.join(_FIELDS)}")
+                raise PlanError(f"unknown field {_short(key)} in a plan; {instead}")
             if key in given:
                 raise PlanError(
                     f"{key} is given twice ({given[key]} and {_short(value)}); give each field once"
@@ -160,8 +170,12 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload")
-_LEAST = {"offload": 0}
+_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero")
+_BOUNDS = {"offload": (0, MAX_DEGREE), "zero": (0, 3)}
+_REPLACED = {
+    "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none"
+}
+"""What to write in place of a field that there was."""
 _ALWAYS = ("dp", "tp", "pp", "microbatches", "schedule")
 
 
@@ -276,7 +290,8 @@ def _parse_ops(text: object, given: str) -> tuple[str, ...]:
 
 def _parse_count(name: str, text: str) -> int:
     # int() also reads "1_0", "+1" and other scripts' digits, and refuses over 4300 digits with its own error.
-    choices = f"choose one of {_LEAST.get(name, 1)}..{MAX_DEGREE}"
+    least, most = _bounds(name)
+    choices = f"choose one of {least}..{most}"
     if not (text.isascii() and text.removeprefix("-").isdigit()):
         raise PlanError(f"{name}={_short(text)} is not an integer; {choices}")
     if len(text) > 20:
@@ -284,11 +299,17 @@ def _parse_count(name: str, text: str) -> int:
     return int(text)
 
 
-def _check_count(name: str, value: object, least: int) -> None:
-    choices = f"choose one of {least}..{MAX_DEGREE}"
+def _bounds(name: str) -> tuple[int, int]:
+    """Return the least and the most that a count may be."""
+    return _BOUNDS.get(name, (1, MAX_DEGREE))
+
+
+def _check_count(name: str, value: object) -> None:
+    least, most = _bounds(name)
+    choices = f"choose one of {least}..{most}"
     if not isinstance(value, int) or isinstance(value, bool):
         raise PlanError(f"{name}={_short(value)} is not an integer; {choices}")
-    if not least <= value <= MAX_DEGREE:
+    if not least <= value <= most:
         shown = value if abs(value) < 10**20 else "an integer of more than 20 digits"
         raise PlanError(f"{name}={shown} is out of range; {choices}")
 

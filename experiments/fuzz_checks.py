@@ -136,7 +136,8 @@ def random_plan(rng: Random, batch: int) -> Plan:
         chunks=SCHEDULES[schedule].stages_a_rank or rng.choice((1, 2, 3)),
         stages=rng.choice(("even",) * 6 + ("default", "auto")),
         remat=rng.choice(REMAT) if rng.random() < 0.6 else "none",
-        fsdp=rng.choice(("none", "none", "reshard", "keep")),
+        zero=(zero := rng.choice((0, 0, 3, 3))),
+        reshard=rng.choice(("always", "never")) if zero == 3 else "always",
     )
 
 

@@ -59,7 +59,7 @@ PLANS = (
     "tp=2",
     "pp=2,microbatches=2",
     "dp=2,tp=2",
-    "dp=2,fsdp=reshard",
+    "dp=2,zero=3",
 )
 
 

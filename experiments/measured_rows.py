@@ -201,7 +201,7 @@ def _plan(row: Row, stack: Stack) -> Plan:
         **{"dp": dp, "tp": tp, "pp": pp, "microbatches": microbatches},
         **{"schedule": schedule, "chunks": chunks, "remat": remat},
         **({"stages": _stages(_number(row, "n_layers"), pp * chunks)} if pp > 1 else {}),
-        **({"fsdp": "reshard"} if zero == 3 else {}),
+        **({"zero": 3} if zero == 3 else {}),
         **({"sp": "on"} if tp > 1 and row["sp"].startswith("yes") else {}),
     }
     try:
@@ -221,7 +221,7 @@ def _stages(layers: int, stages: int) -> str:
 
 def _precision(row: Row, stack: Stack, plan: Plan) -> Precision:
     text = row["precision"]
-    if plan.fsdp != "none":
+    if plan.zero:
         policy = POLICIES["fsdp2"]
     elif "amp" in text:
         policy = POLICIES["amp"]

@@ -34,8 +34,8 @@ from distsim.schedule import schedule
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.memory.timeline import memory_timeline
 from distsim.simulate.memory.walk import KINDS
-from distsim.transforms import Adam, differentiate, fsdp, gathered, pipeline, rematerialize, shard
-from distsim.transforms.data_parallel.fsdp import chains
+from distsim.transforms import Adam, differentiate, gathered, pipeline, rematerialize, shard, zero
+from distsim.transforms.data_parallel.gathers import chains
 from distsim.transforms.recompute.saves import Tag
 
 MIB = 2**20
@@ -138,7 +138,7 @@ def laid_out(case: Case, divided: bool = True) -> Program:
     devices = case.topology.devices
     local = shard(case.function, logical_mesh(devices[0], len(devices), 1))
     if divided:
-        local = fsdp(local, smallest=widest_vector(case.function) + 1)
+        local = zero(local, smallest=widest_vector(case.function) + 1)
     tags = case.tags(local.function) if divided else {}
     function = rematerialize(local.function, case.remat, tags)
     mesh = Mesh(devices, pp=1, dp=len(devices), tp=1)
@@ -172,9 +172,9 @@ def pareto(sizes: Mapping[str, int], small: bool) -> list[dict[str, Any]]:
     joint = differentiate(model, Adam())
     own, simulator = count_flops(joint), Simulator(CostModel(topology))
     rows: list[dict[str, Any]] = []
-    for weights in ("reshard", "keep"):
+    for weights in ("always", "never"):
         for policy in common.progress(POLICIES):
-            program = parallelize(joint, replace(plan, remat=policy, fsdp=weights), topology)
+            program = parallelize(joint, replace(plan, remat=policy, zero=3, reshard=weights), topology)
             simulation = simulator.simulate(program)
             rows.append(
                 {
@@ -205,9 +205,9 @@ def draw(rows: Sequence[dict[str, Any]]) -> Any:
     axis.plot(
         [r["peak_gib"] for r in best], [r["step_s"] for r in best], color="0.6", linewidth=1, label="frontier"
     )
-    for weights, marker in (("reshard", "o"), ("keep", "s")):
+    for weights, marker in (("always", "o"), ("never", "s")):
         own = [row for row in rows if row["weights"] == weights]
-        label = "gathered again" if weights == "reshard" else "kept"
+        label = "gathered again" if weights == "always" else "kept"
         x, y = [row["peak_gib"] for row in own], [row["step_s"] for row in own]
         axis.scatter(x, y, marker=marker, s=22, label=f"weights {label}", zorder=3)
         for row in own:

@@ -57,11 +57,11 @@ def updates(function: Function) -> list:
 
 
 PLANS = [
-    (Plan(2, 1, 1, 2), "none", "none"),
-    (Plan(2, 2, 2, 2), "full", "none"),
-    (Plan(2, 1, 2, 4), "none", "keep"),
-    (Plan(4, 1, 1, 1), "every:2", "reshard"),
-    (Plan(2, 2, 1, 2), "min_cut", "reshard"),
+    (Plan(2, 1, 1, 2), "none", "zero=0"),
+    (Plan(2, 2, 2, 2), "full", "zero=0"),
+    (Plan(2, 1, 2, 4), "none", "zero=3,reshard=never"),
+    (Plan(4, 1, 1, 1), "every:2", "zero=3"),
+    (Plan(2, 2, 1, 2), "min_cut", "zero=3"),
 ]
 
 

@@ -61,16 +61,16 @@ CASES = [
     ("gpt", "pp=2,tp=2,microbatches=2"),
     ("gpt", "pp=4,microbatches=2,remat=full"),
     ("gpt", "pp=3,microbatches=2,remat=matmuls"),
-    ("gpt", "pp=2,dp=2,microbatches=2,fsdp=reshard"),
-    ("gpt", "pp=2,dp=2,microbatches=2,fsdp=reshard,remat=full"),
+    ("gpt", "pp=2,dp=2,microbatches=2,zero=3"),
+    ("gpt", "pp=2,dp=2,microbatches=2,zero=3,remat=full"),
     ("gpt", "pp=3,tp=2,microbatches=2,remat=min_cut"),
     ("llama", "pp=2,tp=2,microbatches=2,remat=full"),
     ("mlp", "pp=4,microbatches=4"),
-    ("mlp", "pp=2,dp=2,microbatches=2,fsdp=keep,remat=matmuls"),
+    ("mlp", "pp=2,dp=2,microbatches=2,zero=3,reshard=never,remat=matmuls"),
     ("tied", "pp=2,microbatches=4,remat=full"),
-    ("tied", "pp=3,dp=2,microbatches=2,fsdp=reshard"),
+    ("tied", "pp=3,dp=2,microbatches=2,zero=3"),
     ("moe", "pp=2,tp=2,microbatches=2"),
-    ("moe", "pp=2,dp=2,microbatches=2,fsdp=reshard,remat=full"),
+    ("moe", "pp=2,dp=2,microbatches=2,zero=3,remat=full"),
     ("deepseek", "pp=3,microbatches=2,remat=matmuls"),
     ("attention", "pp=2,microbatches=2"),
 ]
@@ -270,11 +270,11 @@ def test_a_barrier_on_what_i_reads_keeps_i_back():
     assert_halves(block, (first, second), block.outputs[:1])
 
 
-@pytest.mark.parametrize("fsdp", ["none", "reshard"])
-def test_what_a_checkpointed_block_runs_again_is_in_i(fsdp):
+@pytest.mark.parametrize("zero", ["zero=0", "zero=3"])
+def test_what_a_checkpointed_block_runs_again_is_in_i(zero):
     """The whole block: W has the products of weight gradients and no others, and needs no weights."""
     joint = differentiate(small_gpt(layers=4), SGD())
-    plans = [f"pp=2,dp=2,microbatches=2,fsdp={fsdp},remat={remat}" for remat in ("none", "full")]
+    plans = [f"pp=2,dp=2,microbatches=2,{zero},remat={remat}" for remat in ("none", "full")]
     programs = [parallelize(joint, Plan.parse(plan), topology_of(4)) for plan in plans]
     (_, plain), (_, again) = [stage_halves(blocks_of(program))[1] for program in programs]
     assert flops(plain.function, products=True) == flops(again.function, products=True)

@@ -287,7 +287,7 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
         ("fp8", "pp=2,microbatches=4", True),
         ("fp8", "pp=2", False),
         ("fsdp2", "dp=2,microbatches=2", True),
-        ("fsdp2", "dp=2,microbatches=2,fsdp=reshard", False),
+        ("fsdp2", "dp=2,microbatches=2,zero=3", False),
         ("mixed", "pp=2,microbatches=4", False),
     ],
 )

@@ -45,7 +45,7 @@ def program_of(stack, plan):
 
 def test_llama3_8b_fits_where_it_ran():
     """torchtitan: 64 A100, FSDP, every second layer recomputed; parameters, moments and what is saved."""
-    memory = program_memory(program_of("torchtitan", Plan(dp=64, remat="every_early:2", fsdp="reshard")))
+    memory = program_memory(program_of("torchtitan", Plan(dp=64, remat="every_early:2", zero=3)))
     assert memory.missing == 0
     (use,) = memory.ranks
     kept = use.by_kind["parameters"] + use.by_kind["state"]
@@ -72,7 +72,7 @@ def test_what_would_make_it_fit_is_said():
         llama("megatron"), A100, lambda plan: program_of("megatron", plan), simulator.simulate
     )
     found = remedies(Plan(dp=64), trials, most=1, seconds=600).fit
-    assert [each.change for each in found] == ["fsdp=reshard"]
+    assert [each.change for each in found] == ["zero=3"]
     assert found[0].peak <= A100.devices[0].usable
 
 

@@ -40,8 +40,8 @@ from distsim.simulate.memory.timeline import memory_timeline
 from distsim.simulate.memory.walk import KINDS
 from distsim.simulate.tasks import recurrence
 from distsim.simulate.tasks.task_table import lower
-from distsim.transforms import SGD, Adam, differentiate, fsdp, gathered, pipeline, rematerialize, shard
-from distsim.transforms.data_parallel.fsdp import chains
+from distsim.transforms import SGD, Adam, differentiate, gathered, pipeline, rematerialize, shard, zero
+from distsim.transforms.data_parallel.gathers import chains
 from distsim.transforms.recompute.saves import Tag
 
 MODELS = {
@@ -94,24 +94,29 @@ def case(name: str):
 # --- the same numbers on every rank --------------------------------------------------------------------
 
 CASES = [
-    ("mlp", Plan(2, 1, 1, 1), "none", "keep"),
-    ("mlp", Plan(4, 1, 2, 2, "gpipe"), "full", "reshard"),
-    ("gpt", Plan(2, 2, 2, 2), "min_cut", "reshard"),
-    ("gpt", Plan(4, 1, 1, 2), "every:2", "keep"),
-    ("llama", Plan(2, 1, 3, 2), "none", "reshard"),
-    ("llama", Plan(2, 2, 1, 2), "full", "reshard"),
-    ("llama", Plan(2, 1, 3, 2), "full_early", "reshard"),
-    ("llama", Plan(2, 1, 2, 2), "full", "keep"),
-    ("llama, gradients", Plan(4, 2, 1, 1), "none", "reshard"),
-    ("odd mlp", Plan(3, 1, 1, 2), "none", "keep"),
-    ("odd mlp", Plan(4, 1, 3, 3, "gpipe"), "full", "reshard"),
-    ("odd gpt", Plan(4, 2, 2, 3), "min_cut", "reshard"),
-    ("odd gpt", Plan(12, 1, 1, 1), "budget:0.5", "keep"),  # three ranks have nothing of a bias but padding
-    ("odd gpt", Plan(3, 1, 2, 2), "full", "keep"),
-    ("odd llama", Plan(3, 2, 1, 2), "matmuls", "reshard"),
-    ("tied", Plan(3, 1, 2, 2), "none", "reshard"),
-    ("one scale", Plan(2, 1, 4, 2), "full", "reshard"),
-    ("one scale", Plan(2, 1, 4, 1), "matmuls", "reshard"),
+    ("mlp", Plan(2, 1, 1, 1), "none", "zero=3,reshard=never"),
+    ("mlp", Plan(4, 1, 2, 2, "gpipe"), "full", "zero=3"),
+    ("gpt", Plan(2, 2, 2, 2), "min_cut", "zero=3"),
+    ("gpt", Plan(4, 1, 1, 2), "every:2", "zero=3,reshard=never"),
+    ("llama", Plan(2, 1, 3, 2), "none", "zero=3"),
+    ("llama", Plan(2, 2, 1, 2), "full", "zero=3"),
+    ("llama", Plan(2, 1, 3, 2), "full_early", "zero=3"),
+    ("llama", Plan(2, 1, 2, 2), "full", "zero=3,reshard=never"),
+    ("llama, gradients", Plan(4, 2, 1, 1), "none", "zero=3"),
+    ("odd mlp", Plan(3, 1, 1, 2), "none", "zero=3,reshard=never"),
+    ("odd mlp", Plan(4, 1, 3, 3, "gpipe"), "full", "zero=3"),
+    ("odd gpt", Plan(4, 2, 2, 3), "min_cut", "zero=3"),
+    (
+        "odd gpt",
+        Plan(12, 1, 1, 1),
+        "budget:0.5",
+        "zero=3,reshard=never",
+    ),  # three ranks have nothing of a bias but padding
+    ("odd gpt", Plan(3, 1, 2, 2), "full", "zero=3,reshard=never"),
+    ("odd llama", Plan(3, 2, 1, 2), "matmuls", "zero=3"),
+    ("tied", Plan(3, 1, 2, 2), "none", "zero=3"),
+    ("one scale", Plan(2, 1, 4, 2), "full", "zero=3"),
+    ("one scale", Plan(2, 1, 4, 1), "matmuls", "zero=3"),
 ]
 
 
@@ -149,13 +154,13 @@ def assert_all_divided(program: Program) -> None:
 
 def local_of(name: str, dp: int, smallest: int = 1):
     joint, _, _ = case(name)
-    return fsdp(shard(joint, logical_mesh(mesh_of(1, 1, 1).devices[0], dp, 1)), smallest)
+    return zero(shard(joint, logical_mesh(mesh_of(1, 1, 1).devices[0], dp, 1)), smallest=smallest)
 
 
 def test_parameters_state_and_updates_take_a_part_of_the_memory() -> None:
     joint, _, _ = case("mlp")
     plans = [
-        laid_out(joint, mesh_of(4, 1, 1), schedule("1f1b", 1, 1), "none", f) for f in ("none", "reshard")
+        laid_out(joint, mesh_of(4, 1, 1), schedule("1f1b", 1, 1), "none", f) for f in ("zero=0", "zero=3")
     ]
     whole, part = (program_memory(program).ranks[0].end for program in plans)
     loss = 8
@@ -191,7 +196,7 @@ def test_what_all_tp_ranks_hold_is_divided_over_dp() -> None:
     inputs = random_inputs(joint, 0)
     rng = np.random.default_rng(0)
     inputs[0] = np.stack([rng.permutation(16)[:6] for _ in range(6)])  # equal tokens would be dropped
-    program = laid_out(joint, mesh_of(3, 2, 1), schedule("1f1b", 1, 2), fsdp="reshard")
+    program = laid_out(joint, mesh_of(3, 2, 1), schedule("1f1b", 1, 2), zero="zero=3")
     assert_all_divided(program)
     axes = [{axis for _, axis, _ in given.shards} for given in program.inputs]
     assert {"dp"} in axes and {"dp", "tp"} in axes
@@ -203,7 +208,7 @@ def test_what_is_gathered_and_scattered_has_the_padded_size() -> None:
     joint, ranks = case("odd gpt")[0], 4
     topology = topology_of(ranks)
     group = tuple(topology.devices)
-    local = fsdp(shard(joint, Mesh(group, dp=ranks, tp=1)))
+    local = zero(shard(joint, Mesh(group, dp=ranks, tp=1)))
     padded = Counter([8 * ranks * math.ceil(math.prod(v.type.shape) / ranks) for v in joint.parameters])
     assert {8 * v.type.size for v in joint.parameters} - set(padded) != set(), "some are padded"
     found = {name: Counter[int]() for name in ("MPIAllgather", "MPIReduceScatter")}
@@ -230,7 +235,7 @@ def test_530b_is_divided_over_1120_ranks() -> None:
     assert not any(size % ranks == 0 for v in joint.parameters for size in v.type.shape)
     topology = load_cluster("dgx-a100:140")
     mesh = Mesh(topology.devices, pp=1, dp=ranks, tp=1)
-    program = laid_out(joint, mesh, schedule("1f1b", 1, 1), "full", "reshard")
+    program = laid_out(joint, mesh, schedule("1f1b", 1, 1), "full", "zero=3")
     assert_all_divided(program)
     own = sum(2 * math.ceil(v.type.size / ranks) for v in joint.parameters)
     in_blocks = sum(512 * math.ceil(2 * math.ceil(v.type.size / ranks) / 512) for v in joint.parameters)
@@ -242,11 +247,11 @@ def test_530b_is_divided_over_1120_ranks() -> None:
 
 
 def test_gradients_of_a_table_that_two_stages_read_are_added_once_a_step() -> None:
-    """As without fsdp (test_pipeline): its gradient goes down once, flat, and its new part up."""
+    """As without (test_pipeline): its gradient goes down once, flat, and its new part up."""
     joint = case("tied")[0]
     for microbatches in (1, 4):
         order = schedule("1f1b", 2, microbatches)
-        flat = laid_out(joint, mesh_of(3, 1, 2), order, fsdp="reshard").to_function()
+        flat = laid_out(joint, mesh_of(3, 1, 2), order, zero="zero=3").to_function()
         flats = [op for op in flat.ops if op.op_type == "Send" and op.inputs[0].type.rank == 1]
         part = math.ceil(16 * 7 / 3)
         assert Counter(op.inputs[0].type.shape for op in flats)[part,] == 2
@@ -273,7 +278,7 @@ class Watched(SGD):
 
 
 @pytest.mark.parametrize("name", ["tied", "one scale", "scaled loss"])
-@pytest.mark.parametrize("weights", ["keep", "reshard"])
+@pytest.mark.parametrize("weights", ["zero=3,reshard=never", "zero=3"])
 def test_backward_runs_on_the_stages_on_which_it_does_without(name: str, weights: str) -> None:
     """Of layers too that read what another stage gathers first, and of what the end of the step reads."""
     joint = case(name)[0]
@@ -282,7 +287,7 @@ def test_backward_runs_on_the_stages_on_which_it_does_without(name: str, weights
             sum(op.op_type == "MatMulGrad" for op in all_ops(stage.backward.function))
             for stage in laid_out(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 2), "none", each).stages
         ]
-        for each in ("none", weights)
+        for each in ("zero=0", weights)
     ]
     assert products[0] == products[1] and all(products[0])
 
@@ -292,15 +297,15 @@ def test_an_update_that_needs_whole_operands_is_refused() -> None:
         return shard(differentiate(model, optimizer), logical_mesh(mesh_of().devices[0], 2, 1))
 
     for made in (local(small_gpt(), Watched()), local(small_mlp(), Watched())):
-        with pytest.raises(PlanError, match="needs its operands whole.*use fsdp=none"):
-            fsdp(made)
+        with pytest.raises(PlanError, match="needs its operands whole.*use zero=0"):
+            zero(made)
 
 
 def test_a_gradient_that_is_read_whole_before_the_update_is_divided_for_it() -> None:
     for model in (small_mlp(width=7, batch=6), biased_mlp()):  # updated one by one, and by layers, in Calls
         joint = differentiate(model, Scaled())
         inputs = random_inputs(joint, 0)
-        program = laid_out(joint, mesh_of(3, 1, 1), schedule("1f1b", 1, 2), fsdp="keep")
+        program = laid_out(joint, mesh_of(3, 1, 1), schedule("1f1b", 1, 2), zero="zero=3,reshard=never")
         assert_all_divided(program)
         assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
 
@@ -309,9 +314,9 @@ def test_a_pattern_of_replicas_is_refused() -> None:
     joint, _, _ = case("mlp")
     figures = mesh_of(1, 1, 1).devices[0]
     with pytest.raises(PlanError, match="pattern of 2 of 4 data-parallel ranks"):
-        fsdp(shard(joint, logical_mesh(figures, 2, 1), 1, 4))
-    with pytest.raises(PlanError, match="fsdp='zero' is unknown; choose one of none, reshard, keep"):
-        laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), fsdp="zero")
+        zero(shard(joint, logical_mesh(figures, 2, 1), 1, 4))
+    with pytest.raises(PlanError, match="reshard='keep' is unknown; choose one of always, never"):
+        laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), zero="zero=3,reshard=keep")
 
 
 def test_the_chain_of_a_parameter_is_recognised() -> None:
@@ -346,7 +351,7 @@ def simulated(remat: str, kept: tuple[str, ...] | None) -> Simulation:
     devices = topology.devices
     local, tags = shard(llama3(), logical_mesh(devices[0], RANKS, 1)), {}
     if kept is not None:
-        local = fsdp(local, smallest=4097)
+        local = zero(local, smallest=4097)
         tags = {
             value: Tag.MUST_SAVE if value.name.removesuffix(".w").split(".")[-1] in kept else tag
             for value, tag in gathered(local.function).items()
@@ -369,7 +374,7 @@ def after_forward(simulation: Simulation) -> int:
 def test_a_layer_has_416_mib_of_gathered_weights() -> None:
     assert sum(4096 * width * 2 for width in LAYER.values()) == 416 * MIB
     topology = load_cluster("dgx-h100:16")
-    local = fsdp(shard(llama3(), logical_mesh(topology.devices[0], RANKS, 1)), smallest=4097)
+    local = zero(shard(llama3(), logical_mesh(topology.devices[0], RANKS, 1)), smallest=4097)
     own = [chain[-1].outputs[0] for chain in chains(local.function)]
     assert sum(v.type.nbytes for v in own if v.name.startswith("h2.")) == 416 * MIB
 

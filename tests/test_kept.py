@@ -42,11 +42,11 @@ PLANS = [
     "dp=2,microbatches=2",
     "pp=4",
     "pp=3,tp=2,microbatches=4,schedule=gpipe",
-    "pp=4,dp=2,fsdp=keep",
-    "pp=4,dp=2,fsdp=reshard,microbatches=2",
+    "pp=4,dp=2,zero=3,reshard=never",
+    "pp=4,dp=2,zero=3,microbatches=2",
     "pp=2,dp=2,remat=full",
     "pp=4,remat=min_cut,microbatches=2",
-    "pp=2,dp=2,fsdp=keep,remat=matmuls",
+    "pp=2,dp=2,zero=3,reshard=never,remat=matmuls",
     "pp=2,dp=2,stages=auto",
 ]
 BATCH = WIDTH = 8
@@ -179,7 +179,7 @@ def test_dead_outputs_of_calls_are_taken_out_of_the_callee_once_for_all_calls():
         "left out, as the loss does not need it: 4 outputs (cache0, cache1, cache2, cache3), 8 ops, "
         "4 parameters (v0, v1, v2, v3); keep (--keep NAME) an output to have it computed",
     )
-    for text in ("pp=4,dp=2,fsdp=keep", "pp=2,remat=full"):
+    for text in ("pp=4,dp=2,zero=3,reshard=never", "pp=2,remat=full"):
         program, simulation = simulate(joint, text)
         assert simulation.step_time == simulate(without, text)[1].step_time
         assert_same_step(joint, program, *computed(joint))
@@ -201,7 +201,7 @@ def test_what_every_layer_of_a_flat_model_keeps_is_made_in_forward():
     names = [f"cache{index}" for index in range(4)]
     joint = differentiate(inline(inline(layers(True))), Adam(), names)
     assert any(op.op_type == "ForwardOutput" for callee in callees(outline(joint)) for op in callee.ops)
-    for text in ("pp=4", "pp=4,dp=2,fsdp=keep,microbatches=2", "pp=2,remat=min_cut"):
+    for text in ("pp=4", "pp=4,dp=2,zero=3,reshard=never,microbatches=2", "pp=2,remat=min_cut"):
         program = simulate(joint, text)[0]
         assert_same_step(joint, program, *computed(joint))
         made = [key.name for stage in program.stages for key in stage.forward.outputs]
@@ -227,7 +227,7 @@ def dead_joint() -> tuple[Function, Function]:
 
 def test_a_joint_function_with_dead_ops_is_simulated_without_them_and_says_so():
     dead, plain = dead_joint()
-    for text in ("dp=1", "pp=3", "pp=2,dp=2,fsdp=keep", "pp=2,remat=min_cut"):
+    for text in ("dp=1", "pp=3", "pp=2,dp=2,zero=3,reshard=never", "pp=2,remat=min_cut"):
         program, simulation = simulate(dead, text)
         expected = simulate(plain, text)[1]
         assert simulation.step_time == expected.step_time
@@ -327,7 +327,11 @@ def test_kept_outputs_of_every_kind_are_those_of_one_device():
     function = oddities()
     names = [value.name for value in function.outputs[1:-1]]
     joint = differentiate(function, Adam(), names)
-    for text in ("dp=2,microbatches=4", "pp=2,dp=2,fsdp=keep,remat=min_cut,microbatches=2", "pp=2,tp=2"):
+    for text in (
+        "dp=2,microbatches=4",
+        "pp=2,dp=2,zero=3,reshard=never,remat=min_cut,microbatches=2",
+        "pp=2,tp=2",
+    ):
         program = simulate(joint, text)[0]
         assert_same_step(joint, program, *computed(joint))
         held = {key for stage in program.stages for key in stage.backward.outputs}
@@ -372,7 +376,8 @@ def model(tmp_path):
 
 
 def test_the_command_line_says_what_is_left_out_and_keeps_what_is_asked_for(model, capsys):
-    given = ("simulate", model, "--batch", 8, "--cluster", "dgx-a100", "--plan", "pp=4,dp=2,fsdp=keep")
+    plan = "pp=4,dp=2,zero=3,reshard=never"
+    given = ("simulate", model, "--batch", 8, "--cluster", "dgx-a100", "--plan", plan)
     out, _ = run(capsys, *given)
     assert "\nnote: left out, as the loss does not need it: 1 output (pooled), 1 op, 1 parameter (p)" in out
     kept, _ = run(capsys, *given, "--keep", "pooled", "--keep", "h5")

@@ -192,7 +192,7 @@ def test_kernels_never_wait_for_each_other(seed):
 
 LAYOUTS = (
     *("dp=2,tp=2,pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zb_h1", "tp=2,remat=full"),
-    *("dp=2,fsdp=reshard,remat=matmuls", "pp=2,chunks=2,microbatches=2,schedule=interleaved,stages=even"),
+    *("dp=2,zero=3,remat=matmuls", "pp=2,chunks=2,microbatches=2,schedule=interleaved,stages=even"),
 )
 
 

@@ -53,8 +53,8 @@ PLANS = [
     ("llama", "pp=2,microbatches=4,schedule=interleaved,chunks=2,stages=layers,remat=block:1", 4),
     ("llama", "pp=2,microbatches=4,schedule=interleaved,chunks=2,stages=3-2-2-1,remat=uniform:2", 8),
     ("llama", "dp=2,pp=2,microbatches=2,stages=default,remat=uniform:3", 8),
-    ("llama", "dp=2,microbatches=2,fsdp=reshard,remat=uniform:3", 8),
-    ("llama", "dp=2,microbatches=2,fsdp=keep,remat=block:2", 2),
+    ("llama", "dp=2,microbatches=2,zero=3,remat=uniform:3", 8),
+    ("llama", "dp=2,microbatches=2,zero=3,reshard=never,remat=block:2", 2),
     ("moe", "pp=2,microbatches=2,stages=layers,remat=uniform:1", 2),
 ]
 
@@ -115,13 +115,13 @@ def test_attention_saves_what_the_output_projection_reads(kv_heads: int, plan: s
 
 
 @pytest.mark.parametrize("remat", ["attention", "ops:MatMul", "uniform:4", "block:3"])
-@pytest.mark.parametrize("fsdp", ["reshard", "keep"])
-def test_divided_parameters_are_gathered_as_without(remat: str, fsdp: str) -> None:
+@pytest.mark.parametrize("zero", ["zero=3", "zero=3,reshard=never"])
+def test_divided_parameters_are_gathered_as_without(remat: str, zero: str) -> None:
     """And no more: a layer that runs again reads what backward gathered, or what forward did."""
     joint, inputs, expected = case("llama")
 
     def gathers(remat: str) -> int:
-        program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), remat, fsdp)
+        program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), remat, zero)
         assert_same_step(joint, program, inputs, expected)
         return sum(op.op_type == "MPIAllgather" for op in all_ops(program.to_function()))
 

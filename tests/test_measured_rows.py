@@ -44,7 +44,7 @@ def test_a_row_of_megatron():
 
 def test_a_row_of_torchtitan():
     case = rows.case_of(LLAMA)
-    assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", fsdp="reshard")
+    assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", zero=3)
     assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
     assert (case.attention, case.kernels, case.stack.name) == ("flash", "eager", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated

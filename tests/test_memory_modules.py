@@ -31,7 +31,7 @@ def simulated(sizes: DecoderSizes, plan: str, kernels: str = "ops") -> Simulatio
 
 
 PLANS = (
-    *("dp=2,tp=2,pp=2,microbatches=2", "tp=2,remat=full", "remat=attention", "dp=2,fsdp=reshard"),
+    *("dp=2,tp=2,pp=2,microbatches=2", "tp=2,remat=full", "remat=attention", "dp=2,zero=3"),
     *("pp=2,microbatches=4,schedule=zb_h1", "pp=2,chunks=2,microbatches=2,schedule=interleaved"),
     "pp=2,microbatches=4,schedule=pipedream",
 )

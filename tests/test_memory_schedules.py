@@ -101,7 +101,7 @@ def test_every_schedule(name, model):
 
 
 @pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zb_h2", "interleaved_zb", "zb_v", "dualpipe"])
-@pytest.mark.parametrize("layout", [{"remat": "full"}, {"dp": 2, "fsdp": "keep"}], ids=str)
+@pytest.mark.parametrize("layout", [{"remat": "full"}, {"dp": 2, "zero": 3, "reshard": "never"}], ids=str)
 def test_with_recomputation_and_divided_parameters(name, layout):
     program = program_of("tied", order_of(name, 2, 4), **layout)
     assert_same_memory(program)

@@ -98,12 +98,12 @@ def test_in_float64_every_policy_is_the_same_step(model, policy):
 
 
 @pytest.mark.parametrize("policy", ["mixed", "mixed_fp16", "fsdp2", "amp"])
-@pytest.mark.parametrize(("plan", "remat", "fsdp"), PLANS, ids=str)
-def test_in_float64_every_plan_is_the_same_step(policy, plan, remat, fsdp):
+@pytest.mark.parametrize(("plan", "remat", "zero"), PLANS, ids=str)
+def test_in_float64_every_plan_is_the_same_step(policy, plan, remat, zero):
     """The plan is made of the real types, which say what travels, and is computed without rounding."""
     joint = joint_of("gpt" if plan.tp > 1 else "tied", policy)
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, fsdp)
+    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, zero)
     inputs = random_inputs(joint, 1)
     expected = SequentialExecutor().compute(in_float64(joint), inputs)
     made = assemble(program, SequentialExecutor().compute(in_float64(program.to_function()), inputs))
@@ -176,13 +176,13 @@ def test_a_gradient_is_cast_once_it_is_complete(policy, model):
 
 @pytest.mark.parametrize("policy", ["mixed", "mixed_bf16_grads", "fsdp2"])
 def test_gradients_of_few_layers_are_whole_at_a_time(policy):
-    """With fsdp=reshard a gradient is divided soon after it is made, however many layers there are."""
+    """With zero=3 a gradient is divided soon after it is made, however many layers there are."""
     passing = ("activations", "workspace", "communication")
     found = []
     for layers in (4, 8):
         function = gpt(layers=layers, hidden=64, heads=2, seq=4, batch=2, vocab=16)
         joint = differentiate(function, SGD(), precision=precision_named(policy))
-        program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), "none", "reshard")
+        program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), "none", "zero=3")
         (memory,) = program_memory(program).ranks
         found.append([memory.by_kind[kind] for kind in passing])
     assert found[0] == found[1]
@@ -190,7 +190,7 @@ def test_gradients_of_few_layers_are_whole_at_a_time(policy):
 
 def test_fsdp_gathers_what_is_used_and_reduces_what_is_summed():
     joint = joint_of("gpt", "fsdp2")
-    program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), "none", "reshard")
+    program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), "none", "zero=3")
     flat = program.to_function()
     gathers = {op.inputs[0].type.dtype for op in all_ops(flat) if op.op_type == "MPIAllgather"}
     scatters = {op.inputs[0].type.dtype for op in all_ops(flat) if op.op_type == "MPIReduceScatter"}

@@ -75,7 +75,7 @@ def test_a_clipped_step_computes_the_step(name):
     joint = differentiate(small_gpt(), Adam(), clip=0.1)
     inputs = random_inputs(joint)
     expected = SequentialExecutor().compute(joint, inputs)
-    for text in ("dp=2,pp=2,microbatches=2", "tp=2", "dp=2,fsdp=reshard"):
+    for text in ("dp=2,pp=2,microbatches=2", "tp=2", "dp=2,zero=3"):
         plan = Plan.parse(text)
         program = build_program(joint, mesh_of(plan.dp, plan.tp, plan.pp), plan, kernels=KERNELS[name])
         assert_same_step(joint, program, inputs, expected)

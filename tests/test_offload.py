@@ -168,8 +168,8 @@ PLANS = [
     ("llama", "pp=2,microbatches=4,schedule=gpipe,stages=layers,offload=3,remat=block:2"),
     ("llama", "pp=2,tp=2,microbatches=2,stages=layers,offload=3,remat=attention"),
     ("llama", "pp=2,microbatches=2,stages=default,offload=3,remat=min_cut"),
-    ("llama", "dp=2,microbatches=2,fsdp=reshard,offload=7,remat=full"),
-    ("llama", "dp=2,pp=2,microbatches=2,fsdp=keep,stages=layers,offload=3,remat=every:2"),
+    ("llama", "dp=2,microbatches=2,zero=3,offload=7,remat=full"),
+    ("llama", "dp=2,pp=2,microbatches=2,zero=3,reshard=never,stages=layers,offload=3,remat=every:2"),
 ]
 
 
@@ -213,7 +213,7 @@ def test_no_kernel_swallows_a_copy(kernels: str) -> None:
 
 def test_weights_that_are_gathered_stay() -> None:
     joint = case("llama")[0]
-    program = parallelize(joint, Plan.parse("dp=2,fsdp=keep,offload=8"), CLUSTER)
+    program = parallelize(joint, Plan.parse("dp=2,zero=3,reshard=never,offload=8"), CLUSTER)
     plain = parallelize(joint, Plan.parse("dp=2,offload=8"), CLUSTER)
     one, other = (sum(map(host_bytes, copies(each.to_function(), "Offload"))) for each in (program, plain))
     assert one == other > 0

@@ -126,8 +126,8 @@ def test_every_microbatch_reads_its_version(name, microbatches, options, pp):
         {"tp": 2},
         {"remat": "full"},
         {"remat": "min_cut"},
-        {"dp": 2, "fsdp": "reshard"},
-        {"dp": 2, "fsdp": "keep", "remat": "full"},
+        {"dp": 2, "zero": "zero=3"},
+        {"dp": 2, "zero": "zero=3,reshard=never", "remat": "full"},
     ],
     ids=str,
 )
@@ -199,8 +199,8 @@ def test_versions_held(ranks):
 PLANS = [
     "pp=4,microbatches=8,schedule=pipedream",
     "pp=3,microbatches=16,schedule=pipedream_2bw:4",
-    "dp=2,pp=2,microbatches=8,schedule=pipedream,fsdp=keep",
-    "dp=2,tp=2,pp=2,microbatches=8,schedule=pipedream_2bw,fsdp=reshard,remat=full",
+    "dp=2,pp=2,microbatches=8,schedule=pipedream,zero=3,reshard=never",
+    "dp=2,tp=2,pp=2,microbatches=8,schedule=pipedream_2bw,zero=3,remat=full",
 ]
 
 

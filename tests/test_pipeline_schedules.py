@@ -66,8 +66,8 @@ def test_any_number_of_stages_a_rank(name, chunks):
     [
         {"remat": "full"},
         {"remat": "matmuls"},
-        {"dp": 2, "fsdp": "reshard"},
-        {"dp": 2, "fsdp": "keep", "remat": "full"},
+        {"dp": 2, "zero": 3},
+        {"dp": 2, "zero": 3, "reshard": "never", "remat": "full"},
         {"dp": 2, "tp": 2},
     ],
     ids=str,

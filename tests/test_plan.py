@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, PlanError
-from distsim.plan import FSDP, MAX_DEGREE, REMAT, STAGES, Plan, parse_stages
+from distsim.plan import MAX_DEGREE, REMAT, RESHARD, STAGES, ZERO, Plan, parse_stages
 from distsim.schedule import SCHEDULES
 
 counts = st.integers(1, MAX_DEGREE)
@@ -25,7 +25,8 @@ def named(draw):
         schedule,
         draw(st.sampled_from([s for s in STAGES if "N" not in s])),
         draw(remats),
-        draw(st.sampled_from(FSDP)),
+        zero := draw(st.sampled_from(ZERO)),
+        draw(st.sampled_from(RESHARD)) if zero == 3 else "always",
         SCHEDULES[schedule].stages_a_rank or draw(counts),
     )
 
@@ -128,7 +129,11 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
         ),
         ("chunks=0", ["chunks=0 is out of range"]),
         ("chunks=two", ["chunks='two' is not an integer"]),
-        ("fsdp=on", ["fsdp='on' is unknown", "choose one of none, reshard, keep"]),
+        ("zero=4", ["zero=4 is out of range", "choose one of 0..3"]),
+        ("zero=on", ["zero='on' is not an integer", "choose one of 0..3"]),
+        ("zero=3,reshard=keep", ["reshard='keep' is unknown", "choose one of always, never"]),
+        ("zero=2,reshard=never", ["reshard=never", "zero=2 gathers none", "zero=3"]),
+        ("fsdp=on", ["unknown field 'fsdp'", "zero=3", "zero=3,reshard=never", "zero=0"]),
         (
             "remat=some",
             [

@@ -42,7 +42,7 @@ def peak_of(plan, count=4):
 def test_one_change_is_enough_where_little_is_missing():
     plan = Plan(dp=4)
     changes, *_ = advised(plan, peak_of(plan) - 1, most=10)
-    assert {"remat=full", "fsdp=reshard", "microbatches=2", "tp=2, dp=2"} <= set(changes)
+    assert {"remat=full", "zero=3", "microbatches=2", "tp=2, dp=2"} <= set(changes)
     assert len(advised(plan, peak_of(plan) - 1)[0]) == 3
 
 

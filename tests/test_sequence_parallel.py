@@ -44,9 +44,9 @@ MODELS = {
 LAYOUTS = [
     ("llama", (1, 2, 1), 1, {}),
     ("llama", (2, 2, 2), 2, {"remat": "full"}),
-    ("llama", (2, 2, 1), 1, {"fsdp": "reshard"}),
+    ("llama", (2, 2, 1), 1, {"zero": "zero=3"}),
     ("gpt", (1, 4, 1), 2, {}),
-    ("gpt", (1, 2, 2), 2, {"fsdp": "none", "remat": "every:2"}),
+    ("gpt", (1, 2, 2), 2, {"zero": "zero=0", "remat": "every:2"}),
     ("tied", (1, 2, 2), 2, {}),
     ("bert", (2, 2, 1), 1, {}),
 ]
@@ -162,7 +162,7 @@ def test_activations_of_a_layer_of_llama_are_divided():
     "text",
     [
         "tp=2,pp=2,microbatches=4,sp=on",
-        "dp=2,tp=2,microbatches=2,sp=on,fsdp=reshard,remat=full",
+        "dp=2,tp=2,microbatches=2,sp=on,zero=3,remat=full",
         "tp=2,pp=2,microbatches=4,sp=on,schedule=zb_h1",
     ],
 )

@@ -55,12 +55,12 @@ def test_gradients_are_clipped_to_their_norm_over_all_parameters():
 
 
 @pytest.mark.parametrize("policy", ["fp32", "mixed", "mixed_fp16"])
-@pytest.mark.parametrize(("plan", "remat", "fsdp"), [*PLANS, (Plan(1, 1, 4, 1), "none", "none")], ids=str)
-def test_every_plan_clips_alike(policy, plan, remat, fsdp):
+@pytest.mark.parametrize(("plan", "remat", "zero"), [*PLANS, (Plan(1, 1, 4, 1), "none", "zero=0")], ids=str)
+def test_every_plan_clips_alike(policy, plan, remat, zero):
     """Replicated parameters are counted once, divided ones over their ranks, stages one after the other."""
     joint = clipped(0.05, policy)
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, fsdp)
+    program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, zero)
     inputs = random_inputs(joint, 1)
     expected = SequentialExecutor().compute(in_float64(joint), inputs)
     flat = program.to_function()
@@ -69,7 +69,7 @@ def test_every_plan_clips_alike(policy, plan, remat, fsdp):
         np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
     sent = [op for op in all_ops(flat) if op.op_type == "Send" and not op.inputs[0].type.shape]
     assert len(sent) <= 3 * (plan.pp - 1) * plan.dp * plan.tp + 2  # to the stage before, and to all
-    if fsdp != "none":
+    if zero != "zero=0":
         norms = [op for op in all_ops(flat) if op.op_type == "MPIAllreduce" and not op.inputs[0].type.shape]
         assert len([op for op in norms if "squares" in op.outputs[0].name]) <= 3 * plan.pp
         assert not [

@@ -249,14 +249,18 @@ def laid_out(
     mesh: Mesh,
     order: Schedule,
     remat: str = "none",
-    fsdp: str = "none",
+    zero: str = "zero=0",
     stages: str = "even",
     cost_model: CostModel | None = None,
     sp: str = "off",
 ) -> Program:
-    """The program of a joint function on all of a mesh, in an order of any making."""
+    """The program of a joint function on all of a mesh, in an order of any making.
+
+    ``zero`` are fields of a plan, as in ``zero=3,reshard=never``.
+    """
     pp, dp, tp = (mesh.axis_size(axis) for axis in ("pp", "dp", "tp"))
-    plan = Plan(dp, tp, pp, order.num_microbatches, stages=stages, remat=remat, fsdp=fsdp, sp=sp)
+    degrees = f"dp={dp},tp={tp},pp={pp},microbatches={order.num_microbatches}"
+    plan = Plan.parse(f"{degrees},stages={stages},remat={remat},{zero},sp={sp}")
     return build_program(joint, mesh, plan, cost_model, order)
 
 

@@ -41,7 +41,7 @@ MOST_EVENTS = 2_000_000
 
 _PLAN = (
     "dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b (default dp=1), and stages=layers, chunks=2, remat=full, "
-    "fsdp=reshard, sp=on, offload=3 (to the host, what the first 3 layers of each stage save)"
+    "zero=3, sp=on, offload=3 (to the host, what the first 3 layers of each stage save)"
 )
 
 
@@ -225,7 +225,8 @@ def _casts_of_weights(plan: Plan, precision: Precision | None) -> list[str]:
     """Say where weights are cast more often than frameworks cast them."""
     if precision is None or plan.microbatches == 1:
         return []
-    whole = precision.parameter != precision.used and (plan.fsdp != "reshard" or plan.dp == 1)
+    gathered = plan.dp > 1 and plan.zero == 3 and plan.reshard == "always"
+    whole = precision.parameter != precision.used and not gathered
     if not whole and precision.linear is None:
         return []
     return [

@@ -86,8 +86,10 @@ def _changes(plan: Plan, devices: int) -> Iterator[Change]:
         yield {"remat": "attention"}
     if plan.remat != "full":
         yield {"remat": "full"}
-    if plan.dp > 1 and plan.fsdp != "reshard":
-        yield {"fsdp": "reshard"}
+    if plan.dp > 1 and plan.zero < 3:
+        yield {"zero": 3}
+    elif plan.dp > 1 and plan.reshard == "never":
+        yield {"reshard": "always"}
     for parts in SPLITS:
         yield {"microbatches": plan.microbatches * parts}
     for axis in ("tp", "pp"):
@@ -140,7 +142,7 @@ class _RemedySearch:
 
     def _has_room(self, plan: Plan) -> bool:
         """Whether what is held all step fits, if all of it is divided by all that the plan divides it by."""
-        parts = plan.tp * plan.pp * (1 if plan.fsdp == "none" else plan.dp)
+        parts = plan.tp * plan.pp * (plan.dp if plan.zero == 3 else 1)
         return self.held / parts <= max(device.usable for device in self.trials.topology.devices)
 
     def _try(self, plan: Plan, change: str) -> Remedy | None:

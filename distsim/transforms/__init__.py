@@ -14,7 +14,8 @@ from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import SGD, Adam, AdamW, optimizer_named
 from distsim.transforms.autodiff.precision import Precision, precision_named
 from distsim.transforms.autodiff.set_precision import set_precision
-from distsim.transforms.data_parallel.fsdp import fsdp, gathered
+from distsim.transforms.data_parallel.gathers import gathered
+from distsim.transforms.data_parallel.zero import zero
 from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.kernels.composites import merge_composites
 from distsim.transforms.outlining.outline import describe_blocks, outline
@@ -34,7 +35,6 @@ __all__ = [
     "block_costs",
     "describe_blocks",
     "differentiate",
-    "fsdp",
     "gathered",
     "inline",
     "merge_composites",
@@ -50,4 +50,5 @@ __all__ = [
     "shard",
     "split_joint",
     "steady_state_transform",
+    "zero",
 ]

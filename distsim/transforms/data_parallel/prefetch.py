@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Value
-from distsim.transforms.data_parallel.fsdp import chains, gathers
+from distsim.transforms.data_parallel.gathers import chains, gathers
 from distsim.transforms.op_graph import Numbered, StageMap
 
 

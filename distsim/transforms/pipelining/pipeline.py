@@ -235,7 +235,7 @@ def _untie(
 def _added_before(function: Numbered, sum_: int) -> list[int]:
     """Return the op that makes what is summed over microbatches, and what scatters it over ranks after it."""
     found = [function.producer[function.reads[sum_][0]]]
-    for passed in ("MPIReduceScatter", "Pad", "Reshape"):  # as fsdp writes a gradient flat and scatters it
+    for passed in ("MPIReduceScatter", "Pad", "Reshape"):  # as zero writes a gradient flat and scatters it
         made = found[0]
         if made < 0 or (passed != "MPIReduceScatter" and len(found) == 1):
             break

@@ -1,4 +1,4 @@
-"""fsdp: parameters and optimizer state divided over data-parallel ranks, gathered where they are used.
+"""zero: parameters and optimizer state divided over data-parallel ranks, gathered where they are used.
 
 Fully sharded data parallelism (Zhao et al. 2023; ZeRO stage 3, Rajbhandari et al. 2020): a rank holds an
 equal part of each parameter, of its gradient and of its optimizer state. A parameter is all-gathered before
@@ -10,29 +10,27 @@ ranks, so that any number of ranks divides any parameter.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from distsim.errors import PlanError
 from distsim.interpret import infer_types
-from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value, all_ops
-from distsim.ir.rewrite import inline
+from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.communication import flat_part
+from distsim.transforms.data_parallel.gathers import AXIS
+from distsim.transforms.data_parallel.optimizer_steps import updates_of, whole_needed, with_plain_updates
 from distsim.transforms.op_graph import Numbered, is_sum
-from distsim.transforms.recompute.saves import Tag
 from distsim.transforms.sharding.collectives import share
 from distsim.transforms.sharding.layout import Placement
 from distsim.transforms.sharding.problem_graph import written
 from distsim.transforms.sharding.shard import Sharded
 
-AXIS = "dp"
-
 _BY_ELEMENT = ("GradientCopy", "ScaleGradient")
 """What may stand between the sum of a gradient and its update, besides views."""
 
 
-def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
+def zero(local: Sharded, smallest: int = 1) -> Sharded:
     """Divide the parameters of what :func:`shard` made, and their optimizer state, over the dp ranks.
 
     Of each parameter of at least ``smallest`` elements, as tp leaves it, a rank holds ceil(elements / ranks).
@@ -53,122 +51,9 @@ def fsdp(local: Sharded, smallest: int = 1) -> Sharded:
         )
     if ranks == 1:
         return local
-    local = replace(local, function=_with_plain_updates(local.function))
+    local = replace(local, function=with_plain_updates(local.function))
     divided = [v for v in local.function.parameters if as_tensor(v.type, v.name).size >= max(smallest, 1)]
     return _Divider(local, ranks, divided).run()
-
-
-def gathered(function: Function, reshard: bool = True) -> dict[Value, Tag]:
-    """Return tags that say what becomes of gathered parameters between forward and backward.
-
-    The chain of each parameter is followed through casts, gathers over dp and views. ``reshard``: all of a
-    chain is recomputed, so no gathered weight is held as an activation. Otherwise the last value that is no
-    view is saved, and the rest is recomputed from it or from the parameter: of views, which need what they
-    are views of, those that backward reads.
-    """
-    tags: dict[Value, Tag] = {}
-    numbered = Numbered(function)
-    ahead = zip(function.ops, numbered.forward, strict=True)
-    late = {value for op, forward in ahead if not forward for value in op.inputs}
-    for chain in chains(function):
-        tags |= dict.fromkeys([v for op in chain for v in op.outputs], Tag.MUST_RECOMPUTE)
-        if not reshard:
-            last = max(i for i, op in enumerate(chain) if not operator(op.op_type).view)
-            tags[chain[last].outputs[0]] = Tag.MUST_SAVE
-            if chain[-1].outputs[0] not in late:
-                for op in chain[last + 1 :]:
-                    del tags[op.outputs[0]]
-    return tags
-
-
-def chains(function: Function) -> list[tuple[Op, ...]]:
-    """Return the ops that gather each parameter over dp: casts, the gather, views, in order."""
-    known: dict[Value, tuple[Op, ...]] = dict.fromkeys(function.parameters, ())
-    last: dict[Value, None] = {}
-    for op in function.ops:
-        if len(op.inputs) == 1 and op.inputs[0] in known and _passes(op):
-            before = known[op.inputs[0]]
-            known[op.outputs[0]] = (*before, op)
-            last.pop(op.inputs[0], None)
-            last[op.outputs[0]] = None
-    return [known[value] for value in last if any(gathers(op) for op in known[value])]
-
-
-def gathers(op: Op) -> bool:
-    """Whether an op gathers something over the data-parallel ranks."""
-    return op.op_type == "MPIAllgather" and op.attributes["axis"] == AXIS
-
-
-def _passes(op: Op) -> bool:
-    return gathers(op) or op.op_type == "Cast" or (operator(op.op_type).view and not is_sum(op))
-
-
-def _with_plain_updates(function: Function) -> Function:
-    """Write out the Calls that update parameters and do more: what else they do is done on whole values."""
-    known: dict[Function, bool] = {}
-
-    def mixed(callee: Function) -> bool:
-        if callee not in known:
-            updates = [bool(operator(op.op_type).in_place) for op in all_ops(callee)]
-            known[callee] = any(updates) and not all(updates)
-        return known[callee]
-
-    while calls := {op for op in function.ops if op.is_call and mixed(op.callee)}:
-        function = inline(function, calls)
-    return function
-
-
-@dataclass(frozen=True)
-class _OptimizerStep:
-    """The operands of an optimizer: the parameter, its gradient, its state; and its results."""
-
-    parameter: Value
-    gradient: Value
-    state: tuple[Value, ...]
-    results: tuple[Value, ...]
-
-
-def _updates(op: Op) -> list[_OptimizerStep]:
-    """Return the optimizers that an op is, or that a Call runs, in values of the caller.
-
-    Raises :class:`PlanError` if it does anything else, of which it would need whole operands.
-    """
-    if not op.is_call:
-        return [_update(op)]
-    known = dict(zip(op.callee.inputs, op.inputs, strict=True))
-    known |= dict(zip(op.callee.outputs, op.outputs, strict=True))
-    found: list[_OptimizerStep] = []
-    for part in op.callee.ops:
-        for each in _updates(part):
-            if not all(v in known for v in (each.parameter, each.gradient, *each.state, *each.results)):
-                raise _whole(part)
-            found.append(
-                _OptimizerStep(
-                    known[each.parameter],
-                    known[each.gradient],
-                    tuple([known[v] for v in each.state]),
-                    tuple([known[v] for v in each.results]),
-                )
-            )
-    return found
-
-
-def _update(op: Op) -> _OptimizerStep:
-    held = set(operator(op.op_type).in_place.values())
-    shapes = {as_tensor(v.type, v.name).shape for v in (*op.inputs, *op.outputs)}
-    gradients = [v for i, v in enumerate(op.inputs) if i not in held]
-    if 0 not in held or len(gradients) != 1 or len(shapes) > 1:
-        raise _whole(op)
-    state = tuple([v for i, v in enumerate(op.inputs) if i in held and i > 0])
-    return _OptimizerStep(op.inputs[0], gradients[0], state, op.outputs)
-
-
-def _whole(op: Op) -> PlanError:
-    return PlanError(
-        f"{op!r} is part of an update, or follows one, and needs its operands whole; with fsdp a rank has a "
-        "part of the elements of each parameter, its gradient and its state: use fsdp=none, or an optimizer "
-        "that goes through them element by element"
-    )
 
 
 class _Divider:
@@ -206,7 +91,7 @@ class _Divider:
         if self.parameters.keys().isdisjoint([op.inputs[place] for place in places if place is not None]):
             return
         self.updating.add(op)
-        for update in _updates(op):
+        for update in updates_of(op):
             if update.parameter not in self.parameters:
                 continue
             self.divided |= dict.fromkeys([*update.state, *update.results])
@@ -308,7 +193,7 @@ class _Divider:
             if value in self.parameters:
                 values[value] = self._gathered(value, forward)
             elif value in self.divided and value not in self.sliced:
-                raise _whole(op)
+                raise whole_needed(op)
             else:
                 values[value] = self.env[value]
         self.env.update(zip(op.outputs, self.maker.copy(op, values), strict=True))

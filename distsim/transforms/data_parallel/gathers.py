@@ -1,0 +1,55 @@
+"""The ops that gather parameters over data-parallel ranks, and what becomes of their results."""
+
+from __future__ import annotations
+
+from distsim.ir import Function, Op, Value
+from distsim.ops import operator
+from distsim.transforms.op_graph import Numbered, is_sum
+from distsim.transforms.recompute.saves import Tag
+
+AXIS = "dp"
+
+
+def gathered(function: Function, reshard: bool = True) -> dict[Value, Tag]:
+    """Return tags that say what becomes of gathered parameters between forward and backward.
+
+    The chain of each parameter is followed through casts, gathers over dp and views. ``reshard``: all of a
+    chain is recomputed, so no gathered weight is held as an activation. Otherwise the last value that is no
+    view is saved, and the rest is recomputed from it or from the parameter: of views, which need what they
+    are views of, those that backward reads.
+    """
+    tags: dict[Value, Tag] = {}
+    numbered = Numbered(function)
+    ahead = zip(function.ops, numbered.forward, strict=True)
+    late = {value for op, forward in ahead if not forward for value in op.inputs}
+    for chain in chains(function):
+        tags |= dict.fromkeys([v for op in chain for v in op.outputs], Tag.MUST_RECOMPUTE)
+        if not reshard:
+            last = max(i for i, op in enumerate(chain) if not operator(op.op_type).view)
+            tags[chain[last].outputs[0]] = Tag.MUST_SAVE
+            if chain[-1].outputs[0] not in late:
+                for op in chain[last + 1 :]:
+                    del tags[op.outputs[0]]
+    return tags
+
+
+def chains(function: Function) -> list[tuple[Op, ...]]:
+    """Return the ops that gather each parameter over dp: casts, the gather, views, in order."""
+    known: dict[Value, tuple[Op, ...]] = dict.fromkeys(function.parameters, ())
+    last: dict[Value, None] = {}
+    for op in function.ops:
+        if len(op.inputs) == 1 and op.inputs[0] in known and _passes(op):
+            before = known[op.inputs[0]]
+            known[op.outputs[0]] = (*before, op)
+            last.pop(op.inputs[0], None)
+            last[op.outputs[0]] = None
+    return [known[value] for value in last if any(gathers(op) for op in known[value])]
+
+
+def gathers(op: Op) -> bool:
+    """Whether an op gathers something over the data-parallel ranks."""
+    return op.op_type == "MPIAllgather" and op.attributes["axis"] == AXIS
+
+
+def _passes(op: Op) -> bool:
+    return gathers(op) or op.op_type == "Cast" or (operator(op.op_type).view and not is_sum(op))
