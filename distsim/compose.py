@@ -321,7 +321,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
     found = known.get(asked)
     if found is None:
         fused = replace(local, function=recompute_interiors(local.function, key.kernels))
-        divided = zero(fused) if key.zero else fused
+        divided = zero(fused, key.zero) if key.zero else fused
         tags = gathered(divided.function, key.reshard == "always")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:

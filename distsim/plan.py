@@ -43,9 +43,9 @@ what does not fit into the share X, 0 to 1, of the bytes that the minimum cut of
 inputs."""
 
 
-ZERO = (0, 3)
-"""What is divided over dp (Rajbhandari et al. 2020): nothing; or optimizer state with master copies,
-gradients and parameters, which are gathered where they are used."""
+ZERO = (0, 1, 2, 3)
+"""What is divided over dp (Rajbhandari et al. 2020): nothing; the optimizer's state with master copies;
+gradients too; parameters too, which are gathered where they are used."""
 
 RESHARD = ("always", "never")
 """What becomes of a parameter that forward gathered: it is gathered again for backward, or kept."""

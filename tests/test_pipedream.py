@@ -126,6 +126,8 @@ def test_every_microbatch_reads_its_version(name, microbatches, options, pp):
         {"tp": 2},
         {"remat": "full"},
         {"remat": "min_cut"},
+        {"dp": 2, "zero": "zero=1"},
+        {"dp": 2, "zero": "zero=2"},
         {"dp": 2, "zero": "zero=3"},
         {"dp": 2, "zero": "zero=3,reshard=never", "remat": "full"},
     ],
@@ -200,6 +202,8 @@ PLANS = [
     "pp=4,microbatches=8,schedule=pipedream",
     "pp=3,microbatches=16,schedule=pipedream_2bw:4",
     "dp=2,pp=2,microbatches=8,schedule=pipedream,zero=3,reshard=never",
+    "dp=2,pp=2,microbatches=8,schedule=pipedream,zero=1",
+    "dp=2,tp=2,pp=2,microbatches=8,schedule=pipedream_2bw,zero=2,remat=full",
     "dp=2,tp=2,pp=2,microbatches=8,schedule=pipedream_2bw,zero=3,remat=full",
 ]
 

@@ -41,7 +41,7 @@ MOST_EVENTS = 2_000_000
 
 _PLAN = (
     "dp=2,tp=4,pp=2,microbatches=8,schedule=1f1b (default dp=1), and stages=layers, chunks=2, remat=full, "
-    "zero=3, sp=on, offload=3 (to the host, what the first 3 layers of each stage save)"
+    "zero=1, sp=on, offload=3 (to the host, what the first 3 layers of each stage save)"
 )
 
 

@@ -2,8 +2,11 @@
 
 ``MPIAllreduce(x; axis)``, ``MPIAllgather(x; axis, dim)``, ``MPIReduceScatter(x; axis, dim)``,
 ``MPIAlltoall(x; axis, split, concat)`` run inside a mesh; ``MPIAllreduce`` with ``reduce="max"`` takes
-the largest, not the sum. ``LocalSlice(x; axis, dim)`` keeps the own part and moves nothing, nor does
-``LocalIndices(indices; axis, size)``, which makes indices of all ranks' rows those of the own ``size``.
+the largest, not the sum. ``MPIAllgatherInto(part, old; axis, shape)`` writes the whole of a tensor of a
+``shape`` in the place of the old one, of its flat parts. ``LocalSlice(x; axis, dim)`` keeps the own part and
+moves nothing, nor does ``LocalIndices(indices; axis, size)``, which makes indices of all ranks' rows those of
+the own ``size``, nor ``LocalPart(x, ...; axis)``, the own flat part where it lies, once the further operands
+are there.
 ``Send(x; to, channel)`` goes from a mesh to another of the same axes, rank by
 rank; Sends between the same two devices wait for each other on one channel (0 unless given).
 ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to a mesh,
@@ -33,6 +36,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
+from distsim.ops.places import view_work
 
 Shard = tuple[int | None, str, tuple[int, ...] | None]
 """How a tensor is divided over a mesh axis.
@@ -130,6 +134,21 @@ def _allgather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tupl
     return _resized(tensor, dim, tensor.shape[dim] * count)
 
 
+def _allgather_into_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("MPIAllgatherInto", inputs, 2)
+    _required("MPIAllgatherInto", attributes, "shape")
+    (part, old), shape = inputs, attributes["shape"]
+    (own,) = _local_part_types(attributes, (old,))
+    if (part.shape, part.dtype, old.shape) != (own.shape, own.dtype, shape):
+        raise TypeRuleError(f"MPIAllgatherInto: {part} is no flat part of {old} of shape {shape}")
+    return (old,)
+
+
+def _local_part_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensor, count = _mesh("LocalPart", attributes, inputs[:1])
+    return (tensor.with_shape((flat_part(tensor.size, count),)),)
+
+
 def _slice_types(op_type: str) -> TypesRule:
     def rule(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         tensor, count = _mesh(op_type, attributes, inputs)
@@ -157,6 +176,14 @@ def _allreduce(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array
 
 def _allgather(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
     return [join_parts(ranks, attributes["dim"], attributes.get("pieces"))] * len(ranks)
+
+
+def _allgather_into(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    return [join_parts(ranks, None, attributes["shape"])] * len(ranks)
+
+
+def _local_part(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    return [take_part(array, None, i, len(ranks), None) for i, array in enumerate(ranks)]
 
 
 def _reduce_scatter(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
@@ -283,6 +310,12 @@ def _output_bytes(signature: Signature) -> int:
     return signature.outputs[0].nbytes
 
 
+def _parts_bytes(signature: Signature) -> int:
+    """Return the bytes of the parts of all ranks, padding included."""
+    _, count = _mesh(signature.op_type, signature.attributes, signature.inputs[:1])
+    return signature.inputs[0].nbytes * count
+
+
 def _scatter_group(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
     return scatter(ranks[0], attributes["to"], attributes.get("shards", ()))
 
@@ -313,6 +346,23 @@ def _register(
 
 _register("MPIAllreduce", _allreduce_types, Communication("all_reduce", _allreduce, _input_bytes))
 _register("MPIAllgather", _allgather_types, Communication("all_gather", _allgather, _output_bytes))
+register(
+    Operator(
+        "MPIAllgatherInto",
+        types=_allgather_into_types,
+        communication=Communication("all_gather", _allgather_into, _parts_bytes),
+        in_place={0: 1},
+    )
+)
+register(
+    Operator(
+        "LocalPart",
+        types=_local_part_types,
+        work=view_work,
+        communication=Communication("local", _local_part, lambda _: 0),
+        view=True,
+    )
+)
 _register(
     "MPIReduceScatter",
     _slice_types("MPIReduceScatter"),

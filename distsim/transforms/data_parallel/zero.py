@@ -1,10 +1,14 @@
-"""zero: parameters and optimizer state divided over data-parallel ranks, gathered where they are used.
+"""zero: what data-parallel ranks would hold alike, divided over them (ZeRO, Rajbhandari et al. 2020).
 
-Fully sharded data parallelism (Zhao et al. 2023; ZeRO stage 3, Rajbhandari et al. 2020): a rank holds an
-equal part of each parameter, of its gradient and of its optimizer state. A parameter is all-gathered before
-it is used, its gradient reduce-scattered per microbatch, and each rank updates its part. Parts are flat, as
-those of DeepSpeed and of torch's FlatParameter: the elements in order, padded with zeros to a multiple of the
-ranks, so that any number of ranks divides any parameter.
+Each stage divides more: the optimizer's state, master copies included (1, Megatron-LM's distributed
+optimizer); gradients too (2); parameters too, gathered where they are used (3, fully sharded data
+parallelism, Zhao et al. 2023). Whatever is divided, each rank updates its part of each parameter. Gradients
+are reduce-scattered in place of being all-reduced: in stage 1 once a step, their sum over microbatches; from
+stage 2 on those of each microbatch, whose parts are summed. What parameters are not divided are gathered
+after their update, in their own type, into the place of the old ones.
+
+Parts are flat, as those of DeepSpeed and of torch's FlatParameter: the elements in order, padded with zeros
+to a multiple of the ranks, so that any number of ranks divides any parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +23,12 @@ from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.communication import flat_part
 from distsim.transforms.data_parallel.gathers import AXIS
-from distsim.transforms.data_parallel.optimizer_steps import updates_of, whole_needed, with_plain_updates
+from distsim.transforms.data_parallel.optimizer_steps import (
+    OptimizerStep,
+    updates_of,
+    whole_needed,
+    with_plain_updates,
+)
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.sharding.collectives import share
 from distsim.transforms.sharding.layout import Placement
@@ -30,18 +39,18 @@ _BY_ELEMENT = ("GradientCopy", "ScaleGradient")
 """What may stand between the sum of a gradient and its update, besides views."""
 
 
-def zero(local: Sharded, smallest: int = 1) -> Sharded:
-    """Divide the parameters of what :func:`shard` made, and their optimizer state, over the dp ranks.
+def zero(local: Sharded, stage: int = 3, smallest: int = 1) -> Sharded:
+    """Divide over the dp ranks what a stage of ZeRO divides of what :func:`shard` made.
 
-    Of each parameter of at least ``smallest`` elements, as tp leaves it, a rank holds ceil(elements / ranks).
-    The whole is gathered at the top level, before the first op or Call that reads it: once for each run of
-    ops between Calls, and for each Call, that reads it in forward; backward reads what forward gathered
-    (:func:`gathered` tags it to be gathered again instead). What an optimizer of a divided parameter reads
-    and makes is divided like it.
+    Of each parameter of at least ``smallest`` elements, as tp leaves it, of its gradient or its optimizer
+    state, a rank holds ceil(elements / ranks). What is updated by something else than an optimizer stays.
+    In stage 3 the whole parameter is gathered at the top level, before the first op or Call that reads it:
+    once for each run of ops between Calls, and for each Call, that reads it in forward; backward reads what
+    forward gathered (:func:`gathered` tags it to be gathered again instead).
 
     ``local`` must be on a mesh with all its replicas, since shapes depend on how many there are. Raises
-    :class:`PlanError` if it is not, and for an update of a divided parameter that does more than go through
-    it element by element.
+    :class:`PlanError` if it is not, and for an update that does more than go through a parameter element by
+    element.
     """
     ranks = local.mesh.axis_size(AXIS)
     if ranks != local.dp:
@@ -52,16 +61,17 @@ def zero(local: Sharded, smallest: int = 1) -> Sharded:
     if ranks == 1:
         return local
     local = replace(local, function=with_plain_updates(local.function))
-    divided = [v for v in local.function.parameters if as_tensor(v.type, v.name).size >= max(smallest, 1)]
-    return _Divider(local, ranks, divided).run()
+    chosen = [v for v in local.function.parameters if as_tensor(v.type, v.name).size >= max(smallest, 1)]
+    return _Divider(local, ranks, stage, chosen).run()
 
 
 class _Divider:
     """Rewrites the function of one Sharded."""
 
-    def __init__(self, local: Sharded, ranks: int, parameters: Collection[Value]) -> None:
+    def __init__(self, local: Sharded, ranks: int, stage: int, chosen: Collection[Value]) -> None:
         self.local, self.ranks, self.function = local, ranks, local.function
-        self.parameters = dict.fromkeys(parameters)
+        self.stage, self.chosen = stage, dict.fromkeys(chosen)
+        self.parameters = dict(self.chosen) if stage == 3 else {}  # that are divided, and casts of them
         self.divided = dict(self.parameters)  # and all that is divided like them
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
         self.readers: dict[Value, int] = {}
@@ -72,6 +82,7 @@ class _Divider:
         self.sum_of: dict[Value, list[Op]] = {}
         self.skipped: set[Op] = set()
         self.updating: set[Op] = set()
+        self.updates: dict[Op, list[OptimizerStep]] = {}  # of parameters that are not divided
         self.by_part: set[Op] = set()  # ops between a gradient and its update
         self.partial: set[Value] = set()  # sums over the parts of all ranks, not yet taken
         self.sliced: dict[Value, None] = {}
@@ -88,13 +99,18 @@ class _Divider:
 
     def _plan(self, op: Op) -> None:
         places = [written(op, index) for index in range(len(op.outputs))]
-        if self.parameters.keys().isdisjoint([op.inputs[place] for place in places if place is not None]):
+        if self.chosen.keys().isdisjoint([op.inputs[place] for place in places if place is not None]):
             return
         self.updating.add(op)
         for update in updates_of(op):
-            if update.parameter not in self.parameters:
+            if update.parameter not in self.chosen:
                 continue
-            self.divided |= dict.fromkeys([*update.state, *update.results])
+            new, *others = update.results
+            self.divided |= dict.fromkeys([*update.state, *others])
+            if self.stage == 3:
+                self.divided[new] = None
+            else:
+                self.updates.setdefault(op, []).append(update)
             self._plan_gradient(update.gradient)
 
     def _plan_gradient(self, gradient: Value) -> None:
@@ -242,12 +258,18 @@ class _Divider:
         return self._add("Pad", flat, like, pads=(0, padding)) if padding else flat
 
     def _sum(self, gradient: Value) -> None:
-        """Reduce and scatter what is summed over the ranks, then sum the parts as the whole was."""
+        """Reduce and scatter what is summed over the ranks, then sum the parts as the whole was.
+
+        In stage 1 microbatches are summed before that, as wholes.
+        """
         ops = self.sum_of[gradient]
-        flat = self._flat(self.env[ops[0].inputs[0]], gradient)
-        value = self._add("MPIReduceScatter", flat, gradient, axis=AXIS, dim=0)
+        value = self.env[ops[0].inputs[0]]
+        early = [op for op in ops if is_sum(op)] if self.stage == 1 else []
+        for op in early:
+            value = self._add(op.op_type, value, gradient, **op.attributes)
+        value = self._add("MPIReduceScatter", self._flat(value, gradient), gradient, axis=AXIS, dim=0)
         for op in ops:
-            if is_sum(op) or (op.op_type == "MPIAllreduce" and not _reduces(op)):
+            if op not in early and not _reduces(op) and (is_sum(op) or op.op_type == "MPIAllreduce"):
                 value = self._add(op.op_type, value, gradient, **op.attributes)
         self.env[gradient] = value
 
@@ -257,6 +279,10 @@ class _Divider:
             if value in self.sliced:
                 flat = self._flat(values[value], value)
                 values[value] = self._add("LocalSlice", flat, value, axis=AXIS, dim=0)
+        updates = self.updates.get(op, ())
+        for update in updates:
+            waits = [self.env[update.parameter], values[update.gradient]]
+            values[update.parameter] = self._add("LocalPart", waits, update.parameter, axis=AXIS)
         subfunctions = None
         if op.is_call:
             types = tuple([values[value].type for value in op.inputs])
@@ -265,10 +291,16 @@ class _Divider:
             subfunctions = [self.callees[op.callee, types]]
         made = self.maker.copy(op, values, subfunctions=subfunctions)
         self.env.update(zip(op.outputs, made, strict=True))
+        for update in updates:
+            new, old = update.results[0], self.env[update.parameter]
+            shape = as_tensor(old.type, old.name).shape
+            parts = [self.env[new], old]
+            self.env[new] = self._add("MPIAllgatherInto", parts, new, axis=AXIS, shape=shape)
 
-    def _add(self, op_type: str, value: Value, like: Value, **attributes: object) -> Value:
-        """Add an op of one operand, whose result has the name of ``like``."""
-        return self.maker.add(op_type, [value], attributes, output_names=[like.name])[0]
+    def _add(self, op_type: str, read: Value | Sequence[Value], like: Value, **attributes: object) -> Value:
+        """Add an op of one result, which has the name of ``like``."""
+        operands = [read] if isinstance(read, Value) else read
+        return self.maker.add(op_type, operands, attributes, output_names=[like.name])[0]
 
 
 def _reduces(op: Op) -> bool:

@@ -274,13 +274,22 @@ class _Cutter:
         function, homes = self.function, self.homes
         read = function.reads[op]
         made = [m for m in [function.producer[v] for v in read] if m >= 0 and not function.loose[m]]
-        owned = [homes[v][0] for v in read if v in homes]
+        owned = [homes[v][0] for v in map(self._viewed, read) if v in homes]
         most = max([function.values[v].type.nbytes for v in read], default=0)
         large = [function.producer[v] for v in read if function.values[v].type.nbytes == most]
         with_most = [self.stage[m] for m in large if m in made]
         stage = self.stage[op] = min(owned or with_most or [self.stage[m] for m in made] or [0])
         before = [self.round[m] + (self.stage[m] != stage) for m in made if self.round[m] >= 0]
         self.round[op] = max(before, default=0)
+
+    def _viewed(self, value: int) -> int:
+        """Return what a value is a view of that is taken once per step, such as a rank's part of a weight."""
+        function = self.function
+        op = function.producer[value]
+        while op >= 0 and function.steps[op] and operator(function.ops[op].op_type).view:
+            value = function.reads[op][0]
+            op = function.producer[value]
+        return value
 
     def cut(self) -> Cut:
         groups = self._groups()
