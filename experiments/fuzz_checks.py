@@ -136,7 +136,7 @@ def random_plan(rng: Random, batch: int) -> Plan:
         chunks=SCHEDULES[schedule].stages_a_rank or rng.choice((1, 2, 3)),
         stages=rng.choice(("even",) * 6 + ("default", "auto")),
         remat=rng.choice(REMAT) if rng.random() < 0.6 else "none",
-        zero=(zero := rng.choice((0, 0, 3, 3))),
+        zero=(zero := rng.choice((0, 0, 1, 2, 3, 3))),
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
     )
 

@@ -189,8 +189,6 @@ def _plan(row: Row, stack: Stack) -> Plan:
     for axis in ("cp", "ep"):
         if _number(row, axis, 1) > 1:
             raise MissingFeature(f"{axis} > 1")
-    if dp > 1 and zero in (1, 2):
-        raise MissingFeature(f"ZeRO stage {zero}")
     microbatches = _number(row, "global_batch") // (dp * _number(row, "micro_batch"))
     schedule = _by_text(SCHEDULES, row["schedule"].rstrip("?"), "the schedule")
     tp, pp, chunks = _number(row, "tp"), _number(row, "pp"), _number(row, "vpp", 1)
@@ -201,7 +199,7 @@ def _plan(row: Row, stack: Stack) -> Plan:
         **{"dp": dp, "tp": tp, "pp": pp, "microbatches": microbatches},
         **{"schedule": schedule, "chunks": chunks, "remat": remat},
         **({"stages": _stages(_number(row, "n_layers"), pp * chunks)} if pp > 1 else {}),
-        **({"zero": 3} if zero == 3 else {}),
+        **({"zero": zero} if zero else {}),
         **({"sp": "on"} if tp > 1 and row["sp"].startswith("yes") else {}),
     }
     try:
@@ -221,7 +219,7 @@ def _stages(layers: int, stages: int) -> str:
 
 def _precision(row: Row, stack: Stack, plan: Plan) -> Precision:
     text = row["precision"]
-    if plan.zero:
+    if plan.zero == 3:
         policy = POLICIES["fsdp2"]
     elif "amp" in text:
         policy = POLICIES["amp"]

@@ -55,6 +55,13 @@ def test_a_row_divides_the_sequence_where_it_divides_tensors():
     assert [rows.case_of(GPT | {"sp": "yes", "tp": tp}).plan.sp for tp in ("1", "2")] == ["off", "on"]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_row_that_divides_state_or_gradients(stage):
+    """In the types of the stack: those of torch's FSDP are for rows that divide parameters."""
+    case = rows.case_of(GPT | {"zero": str(stage), "dp": "2", "tp": "2", "sp": "yes", "precision": "bf16"})
+    assert (case.plan.zero, case.plan.sp, case.precision.name) == (stage, "on", "mixed")
+
+
 @pytest.mark.parametrize("column", ["source", "id", "peak_mem_gb"])
 def test_who_measured_and_what_does_not_matter(column):
     assert rows.case_of(GPT | {column: "another"}) == rows.case_of(GPT)
@@ -64,7 +71,7 @@ def test_who_measured_and_what_does_not_matter(column):
     ("changed", "missing"),
     [
         ({"cp": "2"}, "cp > 1"),
-        ({"zero": "1", "dp": "2"}, "ZeRO stage 1"),
+        ({"zero": "4"}, "zero=4 is out of range"),
         ({"schedule": "of my own"}, "the schedule 'of my own'"),
         ({"arch": "deepseek_v2"}, "sizes of a deepseek_v2"),
         ({"moe_experts": "8"}, "experts"),

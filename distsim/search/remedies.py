@@ -134,16 +134,21 @@ class _RemedySearch:
         return found
 
     @cached_property
-    def held(self) -> int:
-        """The bytes of parameters and state, which are held all step."""
-        function, roles = self.trials.function, (Role.PARAMETER, Role.STATE)
+    def held(self) -> tuple[int, int]:
+        """The bytes of parameters, and of state, which are held all step."""
+        function = self.trials.function
         read = {value for op in function.ops for value in op.inputs}
-        return sum(v.type.nbytes for v in function.inputs if v.role in roles and v in read)
+        given = [v for v in function.inputs if v in read]
+        parameters = sum(v.type.nbytes for v in given if v.role is Role.PARAMETER)
+        return parameters, sum(v.type.nbytes for v in given if v.role is Role.STATE)
 
     def _has_room(self, plan: Plan) -> bool:
         """Whether what is held all step fits, if all of it is divided by all that the plan divides it by."""
-        parts = plan.tp * plan.pp * (plan.dp if plan.zero == 3 else 1)
-        return self.held / parts <= max(device.usable for device in self.trials.topology.devices)
+        parameters, state = self.held
+        parameters /= plan.dp if plan.zero == 3 else 1
+        state /= plan.dp if plan.zero else 1
+        room = max(device.usable for device in self.trials.topology.devices)
+        return (parameters + state) / (plan.tp * plan.pp) <= room
 
     def _try(self, plan: Plan, change: str) -> Remedy | None:
         try:
