@@ -248,6 +248,17 @@ def test_what_is_sent_is_padded():
     assert {total for _, total in sent(program).values()} == {padded}
 
 
+def test_beside_tensor_parallelism_every_gradient_is_scattered():
+    """Of what a rank has of it: half of the table, too, whose gradient is cast before it is summed."""
+    for clip in (None, 1.0):
+        joint = trained("mixed", clip)
+        program = laid_out(joint, mesh_of(2, 2, 1), schedule("1f1b", 1, 2), "none", "zero=1")
+        own = sum(v.key.type.size for v in program.inputs if v.source.role is Role.PARAMETER)
+        assert own < 0.6 * sum(v.type.size for v in joint.parameters)
+        count = len(joint.parameters)
+        assert sent(program) == {"reduce_scatter": (count, 4 * own), "all_gather": (count, 2 * own)}
+
+
 def test_a_norm_is_summed_over_the_parts_once():
     joint = joint_of("gpt", "mixed", 0.05)
     for stage in (1, 2):
