@@ -283,6 +283,13 @@ def test_an_update_that_needs_whole_operands_is_refused():
         zero(shard(joint, logical_mesh(mesh_of().devices[0], 2, 1)), 1)
 
 
+def test_without_an_optimizer_there_is_nothing_to_divide():
+    joint = differentiate(small_gpt(), None)
+    for stage in (1, 2):
+        with pytest.raises(PlanError, match=f"zero={stage} divides what an optimizer.*use zero=0"):
+            laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 1), zero=f"zero={stage}")
+
+
 def test_parts_of_another_tensor_are_refused():
     mesh = mesh_of(2)
     maker = FunctionMaker("wrong")

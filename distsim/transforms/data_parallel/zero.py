@@ -43,14 +43,14 @@ def zero(local: Sharded, stage: int = 3, smallest: int = 1) -> Sharded:
     """Divide over the dp ranks what a stage of ZeRO divides of what :func:`shard` made.
 
     Of each parameter of at least ``smallest`` elements, as tp leaves it, of its gradient or its optimizer
-    state, a rank holds ceil(elements / ranks). What is updated by something else than an optimizer stays.
+    state, a rank holds ceil(elements / ranks). Before stage 3 what no optimizer updates stays as it is.
     In stage 3 the whole parameter is gathered at the top level, before the first op or Call that reads it:
     once for each run of ops between Calls, and for each Call, that reads it in forward; backward reads what
     forward gathered (:func:`gathered` tags it to be gathered again instead).
 
     ``local`` must be on a mesh with all its replicas, since shapes depend on how many there are. Raises
-    :class:`PlanError` if it is not, and for an update that does more than go through a parameter element by
-    element.
+    :class:`PlanError` if it is not, for an update that does more than go through a parameter element by
+    element, and before stage 3 where nothing is updated.
     """
     ranks = local.mesh.axis_size(AXIS)
     if ranks != local.dp:
@@ -89,6 +89,11 @@ class _Divider:
         self.returned = frozenset(self.function.outputs)
         for op in self.function.ops:
             self._plan(op)
+        if stage < 3 and chosen and not self.updating:
+            raise PlanError(
+                f"zero={stage} divides what an optimizer updates and keeps, and {self.function.name} updates "
+                "no parameter; use zero=0, or train with an optimizer"
+            )
         self.maker = FunctionMaker(self.function.name)
         self.env: dict[Value, Value] = {}
         self.whole: dict[Value, Value] = {}  # as the latest unit gathered it
