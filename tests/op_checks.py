@@ -219,7 +219,8 @@ def _check_difference(of: Sample, place: int, grad: np.ndarray | None, rtol: flo
 def factors(rule: ShardingRule) -> tuple[str, ...]:
     """The factors of a rule, in order of appearance."""
     dims = (dim for dims in (*rule.inputs, *rule.outputs) for dim in dims)
-    return tuple(dict.fromkeys(factor for dim in dims for factor in factors_of(dim)))
+    found = dict.fromkeys(factor for dim in dims for factor in factors_of(dim))
+    return tuple(factor for factor in found if factor not in rule.whole)
 
 
 def _split(array: np.ndarray, dims: Sequence[Any], factor: str, rank: int) -> np.ndarray:

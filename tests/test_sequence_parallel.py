@@ -102,6 +102,16 @@ def test_collectives_of_a_layer(t):
     assert divided == {("all_gather", 2 * SBH): 6, ("reduce_scatter", 2 * SBH): 4} | norms
 
 
+def test_a_norm_behind_a_product_is_divided():
+    """Gemma 2 has four norms a layer, two of them behind a product: none runs on the whole sequence."""
+    sizes = replace(LLAMA, attention=GroupedHeads(A), norm=replace(LLAMA.norm, sandwich=True))
+    found = of_a_layer(sizes, Plan(tp=2, sp="on"))
+    assert {(kind, nbytes): n for (kind, nbytes), n in found.items() if nbytes == 2 * SBH} == {
+        ("all_gather", 2 * SBH): 6,
+        ("reduce_scatter", 2 * SBH): 4,
+    }
+
+
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_what_stays_whole_is_summed_once_a_step(microbatches):
     plan = Plan(tp=2, sp="on", microbatches=microbatches)
@@ -206,11 +216,16 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers():
         parallelize(flat, Plan(tp=2, sp="on"), CLUSTER)
 
 
-def test_a_vocabulary_that_does_not_divide_stays_whole():
-    joint = differentiate(decoder(replace(LLAMA, vocab=63), B, S, BFloat16()), SGD(lr=0.1))
-    program = parallelize(joint, Plan(tp=2), CLUSTER)
+@pytest.mark.parametrize("tie", [False, True])
+def test_a_vocabulary_that_does_not_divide_is_noted_and_its_logits_are_divided_otherwise(tie):
+    """The loss is taken of parts of the sequence; of logits only the gradient is gathered, for the head's."""
+    sizes = replace(LLAMA, vocab=1023, tied=tie)
+    joint = differentiate(decoder(sizes, B, S, BFloat16()), SGD(lr=0.1))
+    program = parallelize(joint, Plan(tp=2, sp="on"), CLUSTER)
+    logits, sent = 2 * S * B * 1023, collectives(sizes, Plan(tp=2, sp="on"))
+    assert not sent["all_reduce", logits] and sent["all_gather", logits] == 1
     shards = {
         given.source.name: given.shards for given in program.inputs if given.source.role is Role.PARAMETER
     }
-    assert not shards["embed"]
-    assert any("tp=2 does not divide the vocabulary of 63" in note for note in program.notes)
+    assert (0, "tp", None) not in shards["embed"]
+    assert any("tp=2 does not divide the vocabulary of 1023" in note for note in program.notes)

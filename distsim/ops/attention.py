@@ -268,7 +268,7 @@ def _grad_work(signature: Signature) -> Work:
 def _labels(
     sizes: AttentionSizes, formals: Sequence[str], signature: Signature
 ) -> dict[str, tuple[Dim, ...]]:
-    """Return the labels of the operands: batch and heads divide, sequences are whole.
+    """Return the labels of the operands: batch and heads divide, sequences (of queries, ``seq``) are whole.
 
     The heads divide with those of keys and values (``heads``), or inside each group (``group``), of which
     keys and values are then whole. What a mask that is static fills stays whole.
@@ -276,13 +276,13 @@ def _labels(
     group = Pieces("group", (sizes.group,) * sizes.kv_heads)
     heads: Dim = "heads" if sizes.group == 1 else "group" if sizes.kv_heads == 1 else ("heads", group)
     shared = None if sizes.kv_heads == 1 and sizes.group > 1 else "heads"
-    query: tuple[Dim, ...] = ("batch", heads, None, None)
+    query: tuple[Dim, ...] = ("batch", heads, "seq", None)
     keys: tuple[Dim, ...] = ("batch", shared, None, None)
     found: dict[str, tuple[Dim, ...]] = {
         "Q": query,
         "K": keys,
         "V": keys,
-        "Y": ("batch", None, heads) if signature.attributes.get("joined", 0) else query,
+        "Y": ("batch", "seq", heads) if signature.attributes.get("joined", 0) else query,
         "lse": query[:3],
         "dY": query,
     }
@@ -297,7 +297,8 @@ def _sharding(signature: Signature) -> ShardingRule:
     sizes = _sizes(ATTENTION_FORMALS, signature.attributes, signature.inputs)
     labels = _labels(sizes, ATTENTION_FORMALS, signature)
     index = places(ATTENTION_FORMALS, signature.attributes, len(signature.inputs))
-    return ShardingRule(tuple(labels[name] for name in index), (labels["Y"], labels["lse"]))
+    inputs = tuple(labels[name] for name in index)
+    return ShardingRule(inputs, (labels["Y"], labels["lse"]), whole=("seq",))
 
 
 def _grad_sharding(signature: Signature) -> ShardingRule:
@@ -306,7 +307,8 @@ def _grad_sharding(signature: Signature) -> ShardingRule:
     index = places(formals, signature.attributes, len(signature.inputs))
     made = ATTENTION_FORMALS[: len(signature.outputs)]
     linear = ((index["dY"],),)
-    return ShardingRule(tuple(labels[name] for name in index), tuple(labels[name] for name in made), linear)
+    inputs, outputs = (tuple(labels[name] for name in names) for names in (index, made))
+    return ShardingRule(inputs, outputs, linear, whole=("seq",))
 
 
 register(

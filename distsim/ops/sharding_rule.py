@@ -79,7 +79,8 @@ class ShardingRule:
     ``mean`` names factors over which the op averages: each rank's result is divided by the number of
     ranks to make it partial. ``addends`` are inputs that are added to the result (the bias of a
     ``Gemm``): where dividing a factor makes the outputs partial, they have to be partial as well.
-    ``localize`` rewrites the attributes for the local shapes. ``decompositions`` are by factor.
+    ``localize`` rewrites the attributes for the local shapes. ``decompositions`` are by factor. ``whole`` are
+    factors that are not divided: they say which dimensions are of the same.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -90,6 +91,7 @@ class ShardingRule:
     localize: Callable[[Attributes, tuple[tuple[int, ...], ...]], Attributes] | None = None
     """(attributes, local output shapes) -> local attributes."""
     decompositions: Mapping[str, Decomposition] = field(default_factory=dict[str, Decomposition])
+    whole: tuple[str, ...] = ()
 
 
 def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:

@@ -66,14 +66,12 @@ def tensor_options(
 
     def allowed(node: Node) -> Allowed:
         of_parameter, of_data, of_batch = (marked(node.op, m) for m in (marks, kept, batch))
-
         own = vocabulary.get(node.op)
-
         along = sequence and not node.flops
 
         def test(factor: str, part: tuple[int, ...] | None) -> int | None:
-            if own is not None:
-                return 0 if factor == own else None
+            if factor == own:
+                return 0
             if not (of_data(factor, part) and along) and (
                 not of_parameter(factor, part) or of_data(factor, part)
             ):

@@ -313,7 +313,7 @@ class _Chooser:
         for node, option in zip(self.structure.nodes, chosen, strict=True):
             factor = self.axis.options.divided.get(node.op)
             rule = rule_of(node.signature)
-            if factor is not None and rule is not None and option.strategy.factor is None:
+            if factor is not None and rule is not None and option.strategy.factor != factor:
                 found[size_of(node.signature, rule, factor)] = None
         return tuple(found)
 

@@ -23,7 +23,6 @@ from distsim.transforms.sharding.axes import (
     batch_options,
     decide_batch,
     decide_tensor,
-    kept_whole,
     tensor_options,
 )
 from distsim.transforms.sharding.choose_layouts import Decision
@@ -70,7 +69,7 @@ class Sharded:
             share = f"{1 - self.tp.divided:.0%}"
             found.append(f"tp={tp}: {share} of the matrix FLOPs are not divided, every tp rank does them all")
         found += [
-            f"tp={tp} does not divide the vocabulary of {size}, which every tp rank holds whole; pad it to "
+            f"tp={tp} does not divide the vocabulary of {size}, of which each rank has all rows; pad it to "
             f"{-(-size // tp) * tp}"
             for size in self.tp.undivided
         ]
@@ -140,22 +139,26 @@ def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatc
             )
 
 
+SEQUENCES = {False: (2,), True: (3,)}
+"""How many dimensions data with a sequence have: integers [batch, sequence]; numbers, features behind it."""
+
+
 def _check_sequence(function: Function, data: tuple[Value, ...], tp: int) -> None:
     types = [(value, as_tensor(value.type, value.name)) for value in data]
-    along = [(value, type_.shape[1]) for value, type_ in types if kept_whole(type_) > 1]
+    along = [(v, t.shape[1]) for v, t in types if t.rank in SEQUENCES[t.dtype.is_floating]]
     if not along:
         raise PlanError(f"sp=on, but no input of {function.name} has a sequence (dimension 1); use sp=off")
     for value, size in along:
         if size % tp:
             raise PlanError(
-                f"sp=on: tp={tp} does not divide the sequence of {size} (input {value.name!r}); tp must be "
-                f"one of {_divisors(size)}"
+                f"sp=on: tp={tp} does not divide the sequence of {size} (input {value.name!r}); use sp=off, "
+                f"or tp one of {_divisors(size, 2)}"
             )
 
 
-def _divisors(n: int) -> str:
-    found = [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
-    return ", ".join(map(str, found)) or "none (the batch is empty)"
+def _divisors(n: int, least: int = 1) -> str:
+    found = [d for d in range(least, min(n, 4096) + 1) if n % d == 0]
+    return ", ".join(map(str, found)) + (" ..." if n > 4096 else "") or "none (there is nothing to divide)"
 
 
 MOST_FUNCTIONS = 256

@@ -94,7 +94,7 @@ def candidates(
     if rule is None:
         return tuple(found)
     for factor in factors(rule):
-        if factor in rule.decompositions and not decomposed:
+        if factor in rule.whole or (factor in rule.decompositions and not decomposed):
             continue
         found.extend(_by_factor(signature, rule, factor, allowed, pieces))
     if all(tensor.dtype.is_floating for tensor in signature.outputs):
@@ -221,8 +221,9 @@ class Options:
         found: list[Ids] = []
         for node, options in zip(self._structure.nodes, self.of, strict=True):
             fitting = [i for i, option in enumerate(options) if option.candidate.fits(ranks, parts)]
-            divided = [i for i in fitting if options[i].strategy.factor is not None]
-            found.append(tuple(divided if divided and node.op in self.divided else fitting))
+            own = self.divided.get(node.op)
+            divided = [i for i in fitting if own is not None and options[i].strategy.factor == own]
+            found.append(tuple(divided or fitting))
         return found
 
     def reachable(self, fitting: Sequence[Ids]) -> list[Ids]:
