@@ -138,6 +138,7 @@ def random_plan(rng: Random, batch: int) -> Plan:
         remat=rng.choice(REMAT) if rng.random() < 0.6 else "none",
         zero=(zero := rng.choice((0, 0, 1, 2, 3, 3))),
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
+        sp=rng.choice(("off", "off", "on")) if tp > 1 else "off",
     )
 
 
