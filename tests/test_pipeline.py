@@ -4,22 +4,26 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from precision_models import in_float64
 from training_models import (
+    F64,
     SCHEDULES,
     Maker,
+    assemble,
     assert_same_step,
     flat_mlp,
     laid_out,
     mesh_of,
     random_inputs,
     small_gpt,
+    small_llama,
     small_mlp,
     tied,
 )
 
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
-from distsim.ir import Device, Function, Role, all_ops, verify
+from distsim.ir import Device, Float32, Function, Role, all_ops, verify
 from distsim.models import gpt, mlp
 from distsim.ops.communication import scatter
 from distsim.program.program import Program
@@ -30,8 +34,11 @@ from distsim.transforms import (
     PipeDreamScheduler,
     differentiate,
     parallel_transform_3d,
+    precision_named,
+    set_precision,
     steady_state_transform,
 )
+from distsim.transforms.autodiff.precision import POLICIES
 
 
 def program_of(joint: Function, pp: int, microbatches: int = 1, name: str = "1f1b", dp=1, tp=1) -> Program:
@@ -194,6 +201,34 @@ def test_a_tied_gradient_is_sent_once_a_step_however_many_microbatches(m):
     flat = program_of(differentiate(tied(layers=2), SGD()), 2, m).to_function()
     found = Counter((a, b, shape) for a, b, shape in sends(flat) if len(shape) == 2)
     assert found == {(1, 0, (16, 8)): 1, (0, 1, (16, 8)): 1}, "its gradient down, its new value up"
+
+
+@pytest.mark.parametrize("zero", ["zero=0", "zero=3"])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_stage_sends_what_another_makes_of_weights(policy, zero):
+    """Casts of weights, gathers and views belong to the stage that reads them; of tied ones to each."""
+    function = set_precision(tied(batch=8), Float32(), F64)
+    joint = differentiate(function, Adam(), precision=precision_named(policy))
+    program = laid_out(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 4), zero=zero)
+    found = Counter(shape for _, _, shape in sends(program.to_function(steady=True)) if 0 < len(shape) < 3)
+    table = (16, 8) if zero == "zero=0" else (64,)
+    assert found == {table: 2}, "its gradient down and its new value up, once a step"
+    if policy in ("bf16", "fp8"):
+        return  # which cannot be computed without rounding
+    inputs = random_inputs(joint, 1)
+    expected = SequentialExecutor().compute(in_float64(joint), inputs)
+    results = SequentialExecutor().compute(in_float64(program.to_function()), inputs)
+    for placed, array in zip(assemble(program, results), expected, strict=True):
+        np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
+
+
+def test_layers_of_mixed_precision_are_of_one_stage():
+    """FSDP2's casts stand before the layer whose weights they are: a stage begins with those of its own."""
+    joint = differentiate(set_precision(small_llama(layers=4), Float32(), F64), None, (), POLICIES["fsdp2"])
+    for stages in ("even", "layers"):
+        program = laid_out(joint, mesh_of(1, 1, 2), schedule("1f1b", 2, 4), stages=stages)
+        found = Counter(shape for _, _, shape in sends(program.to_function(steady=True)))
+        assert found == {(2, 4, 16): 2 * 4}, "activations up, their gradients down"
 
 
 def test_a_stage_whose_backward_makes_nothing_that_is_read():

@@ -153,7 +153,10 @@ class Numbered:
         return chosen
 
     def seconds(self, costs: DeviceCosts) -> dict[int, float]:
-        """Return how long each forward op keeps the device busy; equal ops are looked at once."""
+        """Return how long each forward op keeps the device busy; equal ops are looked at once.
+
+        What is made of parameters alone, as casts of weights, is work of the op that reads it first.
+        """
         found = self._seconds.get(costs.key)
         if found is None:
             known: dict[int, float] = {}
@@ -164,7 +167,38 @@ class Numbered:
                     if kind not in known:
                         known[kind] = costs.seconds(op)
                     found[index] = known[kind]
+            for index in sorted(self.of_weights & found.keys()):  # before its reader
+                readers = [self._first_reader[v] for v in self.makes[index] if v in self._first_reader]
+                reader = min(readers, default=-1)
+                if reader in found:
+                    found[reader] += found[index]
+                    found[index] = 0.0
             self._seconds[costs.key] = found
+        return found
+
+    @cached_property
+    def of_weights(self) -> set[int]:
+        """The forward ops that read parameters, or what such ops make of them, and else constants at most."""
+        found: set[int] = set()
+        weight = self.held.copy()
+        for index, (op, read) in enumerate(zip(self.ops, self.reads, strict=True)):
+            made = [self.producer[value] for value in read]
+            alone = all(
+                w or (m >= 0 and self.loose[m]) for w, m in zip([weight[v] for v in read], made, strict=True)
+            )
+            if self.forward[index] and not op.is_call and alone and any(weight[value] for value in read):
+                found.add(index)
+                for value in self.makes[index]:
+                    weight[value] = True
+        return found
+
+    @cached_property
+    def _first_reader(self) -> dict[int, int]:
+        """The first op that reads each value."""
+        found: dict[int, int] = {}
+        for index in reversed(range(len(self.ops))):
+            for value in self.reads[index]:
+                found[value] = index
         return found
 
 

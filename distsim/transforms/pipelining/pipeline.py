@@ -32,6 +32,7 @@ from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums
+from distsim.transforms.pipelining.shared_weights import copy_weights
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
 from distsim.transforms.pipelining.stages import assign_stages
@@ -110,10 +111,13 @@ def cut_stages(local: Sharded, num_stages: int, costs: DeviceCosts, starts: Star
     divide the batch into as many parts, share it.
     """
     source = _Source.of(local)
-    key = num_stages, costs.key, starts, local.kernels.name
+    key = num_stages, costs.key, starts, local.kernels
     found = source.cuts.get(key)
     if found is None:
         function, assigned = source.function, assign_stages(source.function, num_stages, costs, starts)
+        own = copy_weights(function, assigned)
+        if own is not function:
+            function, assigned = own, assign_stages(own, num_stages, costs, starts)
         # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
         function, assigned = _untie(function, assigned, num_stages, costs, starts)
         function, assigned = keep_received(function, assigned)
@@ -233,12 +237,15 @@ def _untie(
 
 
 def _added_before(function: Numbered, sum_: int) -> list[int]:
-    """Return the op that makes what is summed over microbatches, and what scatters it over ranks after it."""
+    """Return the op that makes what is summed over microbatches, and what casts and scatters it after it."""
     found = [function.producer[function.reads[sum_][0]]]
-    for passed in ("MPIReduceScatter", "Pad", "Reshape"):  # as zero writes a gradient flat and scatters it
+    # As zero writes a gradient flat and scatters it, and before that precision casts it.
+    for passed in ("MPIReduceScatter", "Pad", "Reshape", "GradientCast"):
         made = found[0]
-        if made < 0 or (passed != "MPIReduceScatter" and len(found) == 1):
+        if made < 0:
             break
+        if passed in ("Pad", "Reshape") and len(found) == 1:
+            continue
         if function.ops[made].op_type == passed and function.uses[function.makes[made][0]] == 1:
             found.insert(0, function.producer[function.reads[made][0]])
     return found if found[0] >= 0 else []
