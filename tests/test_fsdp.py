@@ -10,6 +10,7 @@ import pytest
 from training_models import (
     F64,
     Maker,
+    assert_all_readers_agree,
     assert_same_step,
     laid_out,
     mesh_of,
@@ -33,13 +34,9 @@ from distsim.ops import signature_of
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import schedule
-from distsim.simulate.events import engine as events
-from distsim.simulate.memory.peak import peak_memory
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.memory.timeline import memory_timeline
 from distsim.simulate.memory.walk import KINDS
-from distsim.simulate.tasks import recurrence
-from distsim.simulate.tasks.task_table import lower
 from distsim.transforms import SGD, Adam, differentiate, gathered, pipeline, rematerialize, shard, zero
 from distsim.transforms.data_parallel.gathers import chains
 from distsim.transforms.recompute.saves import Tag
@@ -127,16 +124,7 @@ def test_every_rank_computes_the_same_step(name: str, plan: Plan, remat: str, we
     program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, weights)
     assert_same_step(joint, program, inputs, expected)
     assert_all_divided(program)
-    flat = program.to_function(steady=True)
-    peaks = peak_memory(flat)
-    for device, use in program_memory(program).devices.items():
-        peak = peaks[device]
-        assert (use.peak, use.end, use.by_kind) == (peak.peak, peak.end, peak.by_kind)
-    model = CostModel(topology_of(len(program.mesh)))
-    found = Simulator(model).simulate(program).step_time
-    tasks = lower(flat, model)
-    for _, end in (recurrence.run(tasks), events.run(tasks)):
-        assert max(end) == pytest.approx(found, rel=1e-9)
+    assert_all_readers_agree(program)
 
 
 def assert_all_divided(program: Program) -> None:

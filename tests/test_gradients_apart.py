@@ -3,15 +3,21 @@
 from dataclasses import replace
 
 import pytest
-from training_models import F64, assert_same_step, random_inputs, small_gpt, small_llama, topology_of
+from training_models import (
+    F64,
+    assert_all_readers_agree,
+    assert_same_step,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    topology_of,
+)
 
 from distsim.compose import parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.ir import Function, FunctionMaker, Role, Tensor, all_ops, callees
 from distsim.plan import Plan
 from distsim.schedule import SCHEDULES
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.kernels.policies import KERNELS
 
@@ -53,11 +59,7 @@ def test_engines_and_memories_agree(schedule):
     program = parallelize(
         differentiate(small_llama(4, batch=8), Adam()), plan, costs.topology, costs, None, PLAIN
     )
-    one, other = (Simulator(costs, engine=engine).simulate(program) for engine in ("maxplus", "events"))
-    assert one.step_time == other.step_time
-    flat = program.to_function(steady=True)
-    found = {device: use.peak for device, use in program_memory(program).devices.items()}
-    assert found == {device: use.peak for device, use in peak_memory(flat).items()}
+    assert_all_readers_agree(program, costs)
 
 
 def test_an_all_reduce_of_inputs_runs_beside_the_gradients_of_weights():

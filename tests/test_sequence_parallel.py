@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from test_activation_memory import CLUSTER, DROPPING, GROUPS, LLAMA, LOG_SUM_EXP, SBH, A, B, F, S, layer
 from training_models import (
+    assert_all_readers_agree,
     assert_same_step,
     bert,
     laid_out,
@@ -23,7 +24,7 @@ from training_models import (
 
 from distsim.compose import parallelize
 from distsim.errors import PlanError
-from distsim.executor import CostModel, SequentialExecutor, Simulator, infer_types
+from distsim.executor import CostModel, SequentialExecutor
 from distsim.ir import BFloat16, Function, Op, Role, all_ops
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
@@ -31,8 +32,6 @@ from distsim.models.parts.attention import GroupedHeads
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 
 MODELS = {
@@ -177,15 +176,8 @@ def test_activations_of_a_layer_of_llama_are_divided():
     ],
 )
 def test_engines_and_memories_agree(text):
-    costs = CostModel(CLUSTER)
     joint = differentiate(small_llama(batch=8), Adam())
-    program = parallelize(joint, Plan.parse(text), CLUSTER, costs)
-    flat = program.to_function(steady=True)
-    one, other = (Simulator(costs, engine=engine).simulate(program) for engine in ("maxplus", "events"))
-    written = Simulator(costs).interpret(flat, infer_types(flat, flat.inputs).inputs)
-    assert one.step_time == other.step_time == written.step_time
-    found = {device: use.peak for device, use in program_memory(program).devices.items()}
-    assert found == {device: use.peak for device, use in peak_memory(flat).items()}
+    assert_all_readers_agree(parallelize(joint, Plan.parse(text), CLUSTER), CostModel(CLUSTER))
 
 
 def test_pipelines_send_the_part_of_a_rank():

@@ -10,6 +10,7 @@ from precision_models import in_float64
 from training_models import (
     F64,
     assemble,
+    assert_all_readers_agree,
     laid_out,
     mesh_of,
     random_inputs,
@@ -23,7 +24,7 @@ from training_models import (
 from distsim.compose import build_program
 from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError, TypeRuleError
-from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.executor import CostModel, SequentialExecutor
 from distsim.ir import Float32, Function, FunctionMaker, Role, Tensor, all_ops
 from distsim.ir.device import logical_mesh
 from distsim.models import gpt
@@ -32,11 +33,7 @@ from distsim.ops.communication import flat_part
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule
-from distsim.simulate.events import engine as events
-from distsim.simulate.memory.peak import peak_memory
 from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.tasks import recurrence
-from distsim.simulate.tasks.task_table import lower
 from distsim.transforms import SGD, Adam, differentiate, precision_named, set_precision, shard, zero
 
 # --- the same numbers on every rank ----------------------------------------------------------------------
@@ -69,21 +66,6 @@ def assert_same_step(program: Program, inputs, expected) -> None:
     results = SequentialExecutor().compute(in_float64(program.to_function()), inputs)
     for placed, array in zip(assemble(program, results), expected, strict=True):
         np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
-
-
-def assert_all_readers_agree(program: Program) -> None:
-    """Max-plus, events and the step written out take the same time, and the same memory."""
-    flat = program.to_function(steady=True)
-    peaks = peak_memory(flat)
-    for device, use in program_memory(program).devices.items():
-        peak = peaks[device]
-        assert (use.peak, use.end, use.by_kind) == (peak.peak, peak.end, peak.by_kind)
-    costs = CostModel(topology_of(len(program.mesh)))
-    found = Simulator(costs).simulate(program).step_time
-    assert Simulator(costs, engine="events").simulate(program).step_time == found
-    tasks = lower(flat, costs)
-    for _, end in (recurrence.run(tasks), events.run(tasks)):
-        assert max(end) == pytest.approx(found, rel=1e-9)
 
 
 CASES = [

@@ -9,7 +9,7 @@ import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
 
 from distsim.compose import build_program
-from distsim.executor import CostModel, SequentialExecutor
+from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.importer import import_from_onnx
 from distsim.ir import (
     Device,
@@ -29,6 +29,11 @@ from distsim.ops.communication import gather, scatter
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import Schedule
+from distsim.simulate.events import engine as events
+from distsim.simulate.memory.peak import peak_memory
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.tasks import recurrence
+from distsim.simulate.tasks.task_table import lower
 from distsim.transforms import add_loss, set_precision
 
 F64 = Float64()
@@ -336,3 +341,18 @@ def assert_same_step(joint: Function, program: Program, inputs: Inputs, expected
         np.testing.assert_allclose(
             placed.array, array, rtol=1e-9, atol=1e-11, err_msg=f"output {value.name} of {program.mesh}"
         )
+
+
+def assert_all_readers_agree(program: Program, cost_model: CostModel | None = None) -> None:
+    """Max-plus, events and the step written out take the same time, to the bit, and the same memory."""
+    flat = program.to_function(steady=True)
+    peaks = peak_memory(flat)
+    for device, use in program_memory(program).devices.items():
+        peak = peaks[device]
+        assert (use.peak, use.end, use.by_kind) == (peak.peak, peak.end, peak.by_kind)
+    costs = cost_model or CostModel(topology_of(len(program.mesh)))
+    found = Simulator(costs).simulate(program).step_time
+    assert Simulator(costs, engine="events").simulate(program).step_time == found
+    tasks = lower(flat, costs)
+    for _, end in (recurrence.run(tasks), events.run(tasks)):
+        assert max(end) == found
