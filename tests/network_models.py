@@ -1,13 +1,20 @@
 """What the tests of the network share: clusters whose devices share ports, and functions that only move."""
 
-from distsim.executor import CostModel
+from functools import cache
+
+from distsim.compose import parallelize
+from distsim.executor import CostModel, infer_types
 from distsim.ir import Device, Float, FunctionMaker, Tensor, Topology
 from distsim.ir.link import Link
 from distsim.ir.topology import Level
+from distsim.models import mlp
+from distsim.plan import Plan
 from distsim.simulate.events.engine import run
 from distsim.simulate.events.network import Network
 from distsim.simulate.tasks.task_table import lower
+from distsim.transforms import differentiate, steady_state_transform
 
+GB = 10**9
 INSIDE, ACROSS = 1e11, 1e10
 """Bytes/s of a port inside a node, and of a NIC."""
 
@@ -44,3 +51,14 @@ def seconds(tasks, topology, disturbances=None):
     """How long each task takes on the network."""
     start, end = run(tasks, Network(topology), disturbances)
     return (end - start).tolist()
+
+
+@cache
+def step(per_port, **sizes):
+    """A training step over four nodes of two devices: dp all-reduces and pipeline sends on the NICs."""
+    topology = nodes(4, per_port=per_port)
+    joint = differentiate(mlp(**(sizes or {"layers": 8, "width": 512, "batch": 64})))
+    function = parallelize(joint, Plan(dp=4, tp=1, pp=2, microbatches=4), topology).to_function()
+    types = [v.type.on(topology.devices[0]) if v.type.device is None else v.type for v in function.inputs]
+    function, inputs = steady_state_transform(infer_types(function, types))
+    return lower(infer_types(function, inputs), CostModel(topology), lockstep=False), topology
