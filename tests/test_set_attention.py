@@ -9,6 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention_models import (
+    BAND,
+    BATCH,
+    CAUSAL,
+    HIDDEN,
+    SEQ,
+    SIZE,
+    Spelling,
+    assert_not_recognised,
+    assert_recognised,
+    assert_same,
+    attentions,
+    kinds,
+    spellings,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
@@ -32,11 +47,8 @@ from distsim.ir import (
     Float32,
     Float64,
     Function,
-    Int64,
     Literal,
-    Op,
     Role,
-    Tensor,
     Value,
     all_ops,
     trim,
@@ -48,43 +60,7 @@ from distsim.transforms import SGD, differentiate
 from distsim.transforms.kernels.attention import default_attention, set_attention
 from distsim.transforms.kernels.fused_attention import as_options
 
-BATCH, HEADS, SEQ, SIZE = 2, 4, 6, 4
-HIDDEN = HEADS * SIZE
 REFERENCE = Path(os.environ.get("DISTSIM_REFERENCE", "/nonexistent")) / "onnx"
-
-
-def attentions(function: Function) -> list[Op]:
-    return [op for op in all_ops(function) if op.op_type == "Attention"]
-
-
-def kinds(function: Function) -> set[str]:
-    return {op.op_type for op in all_ops(function)}
-
-
-def assert_same(one: Function, other: Function, rtol: float = 1e-9) -> None:
-    inputs = random_inputs(one)
-    assert [v.type for v in one.outputs] == [v.type for v in other.outputs]
-    pair = (SequentialExecutor().compute(function, inputs) for function in (one, other))
-    for a, b in zip(*pair, strict=True):
-        np.testing.assert_allclose(np.asarray(b, np.float64), np.asarray(a, np.float64), rtol=rtol, atol=rtol)
-
-
-def recognised(function: Function, count: int = 1) -> Op:
-    """What is recognised computes the same, and nothing of what was written is left."""
-    others = sum(op.op_type == "Softmax" for op in all_ops(function)) - count  # routers of experts
-    made = set_attention(function, "flash")
-    assert len(attentions(made)) == count, made.notes
-    assert made.notes == (f"attention: {count} as one kernel each (flash)",)
-    assert sum(op.op_type == "Softmax" for op in all_ops(made)) == others
-    assert_same(function, made)
-    return attentions(made)[0]
-
-
-def not_recognised(function: Function, why: str) -> None:
-    made = set_attention(function, "flash")
-    assert made.ops == function.ops
-    assert made.notes[0] == "attention: none recognised (flash)"
-    assert why in made.notes[1]
 
 
 # --- the builders of the house ---------------------------------------------------------------------
@@ -105,7 +81,7 @@ def small_moe() -> Function:
 def test_decoders_are_causal_without_a_table(build: Any) -> None:
     """The mask is a table that the decoder hands to its layers: it is known there, and goes."""
     function = build()
-    op = recognised(function, 2)
+    op = assert_recognised(function, 2)
     assert dict(op.attributes) == {"is_causal": 1} and len(op.inputs) == 3
     flash = set_attention(function, "flash")
     assert not {"Trilu", "ConstantOfShape"} & kinds(flash)
@@ -166,123 +142,11 @@ def test_backward_of_attention_is_all_of_the_half_that_others_wait_for() -> None
 # --- spellings -------------------------------------------------------------------------------------
 
 
-class Spelling:
-    """One way to write attention of [batch, heads, seq, size] out of projections."""
-
-    def __init__(self, kv_heads: int = HEADS, dtype: Any = Float64) -> None:
-        self.make = Maker("spelled")
-        self.dtype = dtype()
-        group = HEADS // kv_heads
-        self.kv_heads, self.group = kv_heads, group
-        self.q, self.k, self.v = (
-            self.projected(name, count) for name, count in (("q", HEADS), ("k", kv_heads), ("v", kv_heads))
-        )
-
-    def projected(self, name: str, heads: int) -> Value:
-        flat = self.value(name, BATCH, SEQ, heads * SIZE)
-        apart = self.make("Reshape", flat, shape=(BATCH, SEQ, heads, SIZE))
-        return self.make("Transpose", apart, perm=(0, 2, 1, 3))
-
-    def value(self, name: str, *shape: int, dtype: Any = None) -> Value:
-        return self.make.add_input_value(name, Tensor(dtype or self.dtype, shape))
-
-    def constant(self, array: Any) -> Value:
-        return self.make("Constant", value=Literal(array))
-
-    def repeated(self, x: Value) -> Value:
-        if self.group == 1:
-            return x
-        x = self.make("Unsqueeze", x, axes=(2,))
-        x = self.make("Expand", x, shape=(BATCH, self.kv_heads, self.group, SEQ, SIZE))
-        return self.make("Reshape", x, shape=(BATCH, HEADS, SEQ, SIZE))
-
-    def turned(self, k: Value, folded: bool) -> Value:
-        """The keys transposed, in one step or as torch's exporter does."""
-        if not folded:
-            return self.make("Transpose", k, perm=(0, 1, 3, 2))
-        k = self.make("Reshape", k, shape=(-1, SEQ, SIZE))
-        k = self.make("Transpose", k, perm=(0, 2, 1))
-        return self.make("Reshape", k, shape=(BATCH, HEADS, SIZE, SEQ))
-
-    def end(self, weights: Value, v: Value | None = None) -> Function:
-        mixed = self.make("MatMul", weights, self.repeated(self.v) if v is None else v)
-        back = self.make("Transpose", mixed, perm=(0, 2, 1, 3))
-        return self.make.end(self.make("Reshape", back, shape=(BATCH, SEQ, HIDDEN)))
-
-
-CAUSAL = np.tri(SEQ, dtype=bool)
-BAND = CAUSAL & ~np.tri(SEQ, k=-3, dtype=bool)
-
-
-MASKS = ("table", "band", "where", "fill", "given", "padding")
-SHAPES = ((BATCH, 1, SEQ, SEQ), (SEQ, SEQ), (HEADS, 1, 1))
-
-
-@st.composite
-def spellings(draw: st.DrawFn) -> tuple[Function, dict[str, Any], bool]:
-    """A function, the attributes expected of its attention, and whether it keeps a mask."""
-    at = Spelling(draw(st.sampled_from([1, 2, HEADS])))
-    make, expected, kept = at.make, {}, False
-    q, k = at.q, at.repeated(at.k)
-    scale = draw(st.sampled_from(["none", "query", "both", "scores", "divided", "constant"]))
-    if scale in ("query", "both"):
-        q = make("Mul", q, B=0.7)
-    turned = at.turned(k, draw(st.booleans()))
-    if scale == "both":
-        turned = make("Div", turned, B=2.0)
-    total = {"query": 0.7, "both": 0.35, "none": 1.0}.get(scale, 0.25)
-    merged = draw(st.booleans())  # batch and heads in one dimension, as torch.bmm has them
-    if merged:
-        q = make("Reshape", q, shape=(BATCH * HEADS, SEQ, SIZE))
-        turned = make("Reshape", turned, shape=(BATCH * HEADS, SIZE, SEQ))
-    scores = make("MatMul", q, turned)
-    if scale == "scores":
-        scores = make("Mul", scores, B=0.25)
-    elif scale == "divided":
-        scores = make("Div", scores, B=4.0)
-    elif scale == "constant":
-        scores = make("Mul", at.constant(np.array(0.25)), scores)
-    if draw(st.booleans()):
-        scores = make("Mul", make("Tanh", make("Div", scores, B=3.0)), B=3.0)
-        expected["softcap"] = 3.0
-    if merged:
-        scores = make("Reshape", scores, shape=(BATCH, HEADS, SEQ, SEQ))
-    expected["scale"] = total
-    for mask in draw(st.lists(st.sampled_from(MASKS), max_size=2)):
-        fill = draw(st.sampled_from([-1e4, -np.inf, float(np.finfo(np.float64).min) / 8]))
-        if mask in ("table", "band"):
-            visible = CAUSAL if mask == "table" else BAND
-            table = at.constant(np.where(visible, 0, fill).reshape(1, 1, SEQ, SEQ))
-            scores = make("Add", *draw(st.permutations([scores, table])))
-        elif mask == "where":
-            scores = make("Where", at.constant(CAUSAL), scores, Y=np.array(fill))
-        elif mask == "fill":
-            scores = make("Where", at.constant(~CAUSAL), at.constant(np.array(fill)), scores)
-        elif mask == "given":
-            kept, name = True, f"mask{len(make.ops)}"
-            scores = make("Add", scores, at.value(name, *draw(st.sampled_from(SHAPES))))
-        else:
-            kept = True
-            padding = make("Equal", at.value(f"ids{len(make.ops)}", BATCH, 1, 1, SEQ, dtype=Int64()), B=7)
-            scores = make("Where", padding, at.constant(np.array(fill)), scores)
-        if mask != "given" and mask != "padding":
-            expected["is_causal"] = 1
-        if mask == "band":
-            expected["window"] = 3
-    weights = make("Softmax", scores, axis=-1)
-    if draw(st.booleans()):
-        weights = make("Where", make("IsNaN", weights), weights, X=np.array(0.0))
-    if draw(st.booleans()):
-        weights = make("Dropout", weights, ratio=np.array(0.25), training_mode=np.array(True), seed=5)
-        expected |= {"dropout": 0.25, "seed": 5}
-    return at.end(weights), expected, kept
-
-
 @given(spellings())
 @settings(max_examples=80)
 def test_every_spelling_is_recognised(case: tuple[Function, dict[str, Any], bool]) -> None:
     function, expected, kept = case
-    op = recognised(function)
+    op = assert_recognised(function)
     attributes = dict(op.attributes)
     assert attributes.pop("scale", 0.5) == pytest.approx(expected.pop("scale"))
     assert attributes == expected
@@ -299,7 +163,7 @@ def test_groups_as_one_broadcast_product() -> None:
     mask = at.value("mask", BATCH, 2, 2, SEQ, SEQ)
     weights = at.make("Softmax", at.make("Add", at.make("MatMul", q, k), mask), axis=-1)
     mixed = at.make("MatMul", weights, at.make("Unsqueeze", at.v, axes=(2,)))
-    op = recognised(at.make.end(mixed))
+    op = assert_recognised(at.make.end(mixed))
     assert [v.type.shape[1] for v in op.inputs] == [4, 2, 2, 4]
 
 
@@ -349,7 +213,7 @@ def test_a_mask_that_adds_something_else_is_kept() -> None:
     for visible, shown, hidden in ((CAUSAL, 0.1, -np.inf), (CAUSAL, 0, -100.0), (CAUSAL[::-1], 0, -np.inf)):
         at, table = Spelling(), np.where(visible, shown, hidden)
         scores = at.make("Add", at.make("MatMul", at.q, at.turned(at.k, False)), at.constant(table))
-        op = recognised(at.end(at.make("Softmax", scores, axis=-1)))
+        op = assert_recognised(at.end(at.make("Softmax", scores, axis=-1)))
         assert len(op.inputs) == 4 and "is_causal" not in op.attributes
 
 
@@ -365,7 +229,7 @@ def test_a_table_that_differs_from_call_to_call_is_kept() -> None:
         for visible in tables:
             known = make("Constant", value=Literal(np.where(visible, 0, -1e4)))
             x = make.call(layer, x, x, x, known)
-        op = recognised(make.end(x), 2)
+        op = assert_recognised(make.end(x), 2)
         assert (len(op.inputs) == 3) == folded
         assert op.attributes.get("window") == (3 if folded else None)
 
@@ -386,19 +250,19 @@ def test_what_is_left_as_written_says_why() -> None:
         at.make.set_outputs([at.make("MatMul", weights, at.v), weights])
         return at.make.finalize()
 
-    not_recognised(spelled(returned), "its scores or probabilities are returned")
-    not_recognised(
+    assert_not_recognised(spelled(returned), "its scores or probabilities are returned")
+    assert_not_recognised(
         spelled(lambda at, s: at.end(at.make("Softmax", s, axis=1))), "Softmax is not over the last dimension"
     )
-    not_recognised(
+    assert_not_recognised(
         spelled(lambda at, s: at.make.end(at.make("ReduceMax", softmax(at, s), axes=(-1,)))),
         "its probabilities go to an op ReduceMax",
     )
-    not_recognised(
+    assert_not_recognised(
         spelled(lambda at, s: at.end(softmax(at, at.make("Where", at.constant(CAUSAL), s, Y=np.array(0.0))))),
         "a Where that hides none of them",
     )
-    not_recognised(
+    assert_not_recognised(
         spelled(lambda at, s: at.end(softmax(at, at.make("Exp", s)))),
         "its scores come from an op Exp",
     )
@@ -408,7 +272,7 @@ def test_a_router_is_no_attention() -> None:
     make = Maker("router")
     x = make.data("x", 8, HIDDEN)
     weights = make("Softmax", make("MatMul", x, make.parameter("w", HIDDEN, 4)), axis=-1)
-    not_recognised(
+    assert_not_recognised(
         make.end(make("MatMul", weights, make.parameter("v", 4, HIDDEN))), "keys or values are weights"
     )
 
