@@ -5,11 +5,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from cli_cases import run
-from onnx import TensorProto, helper, numpy_helper, save
 from training_models import F64, Maker, assert_same_step, flat_mlp, random_inputs, topology_of
 
-from distsim.cli import main
 from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
@@ -38,15 +35,16 @@ from distsim.transforms import (
 
 TOPOLOGY = topology_of(8)
 COSTS = CostModel(TOPOLOGY)
+GATHERED_ONCE = "zero=3,reshard=never"
 PLANS = [
     "dp=2,microbatches=2",
     "pp=4",
     "pp=3,tp=2,microbatches=4,schedule=gpipe",
-    "pp=4,dp=2,zero=3,reshard=never",
+    f"pp=4,dp=2,{GATHERED_ONCE}",
     "pp=4,dp=2,zero=3,microbatches=2",
     "pp=2,dp=2,remat=full",
     "pp=4,remat=min_cut,microbatches=2",
-    "pp=2,dp=2,zero=3,reshard=never,remat=matmuls",
+    f"pp=2,dp=2,{GATHERED_ONCE},remat=matmuls",
     "pp=2,dp=2,stages=auto",
 ]
 BATCH = WIDTH = 8
@@ -179,7 +177,7 @@ def test_dead_outputs_of_calls_are_taken_out_of_the_callee_once_for_all_calls():
         "left out, as the loss does not need it: 4 outputs (cache0, cache1, cache2, cache3), 8 ops, "
         "4 parameters (v0, v1, v2, v3); keep (--keep NAME) an output to have it computed",
     )
-    for text in ("pp=4,dp=2,zero=3,reshard=never", "pp=2,remat=full"):
+    for text in (f"pp=4,dp=2,{GATHERED_ONCE}", "pp=2,remat=full"):
         program, simulation = simulate(joint, text)
         assert simulation.step_time == simulate(without, text)[1].step_time
         assert_same_step(joint, program, *computed(joint))
@@ -201,7 +199,7 @@ def test_what_every_layer_of_a_flat_model_keeps_is_made_in_forward():
     names = [f"cache{index}" for index in range(4)]
     joint = differentiate(inline(inline(layers(True))), Adam(), names)
     assert any(op.op_type == "ForwardOutput" for callee in callees(outline(joint)) for op in callee.ops)
-    for text in ("pp=4", "pp=4,dp=2,zero=3,reshard=never,microbatches=2", "pp=2,remat=min_cut"):
+    for text in ("pp=4", f"pp=4,dp=2,{GATHERED_ONCE},microbatches=2", "pp=2,remat=min_cut"):
         program = simulate(joint, text)[0]
         assert_same_step(joint, program, *computed(joint))
         made = [key.name for stage in program.stages for key in stage.forward.outputs]
@@ -227,7 +225,7 @@ def dead_joint() -> tuple[Function, Function]:
 
 def test_a_joint_function_with_dead_ops_is_simulated_without_them_and_says_so():
     dead, plain = dead_joint()
-    for text in ("dp=1", "pp=3", "pp=2,dp=2,zero=3,reshard=never", "pp=2,remat=min_cut"):
+    for text in ("dp=1", "pp=3", f"pp=2,dp=2,{GATHERED_ONCE}", "pp=2,remat=min_cut"):
         program, simulation = simulate(dead, text)
         expected = simulate(plain, text)[1]
         assert simulation.step_time == expected.step_time
@@ -329,7 +327,7 @@ def test_kept_outputs_of_every_kind_are_those_of_one_device():
     joint = differentiate(function, Adam(), names)
     for text in (
         "dp=2,microbatches=4",
-        "pp=2,dp=2,zero=3,reshard=never,remat=min_cut,microbatches=2",
+        f"pp=2,dp=2,{GATHERED_ONCE},remat=min_cut,microbatches=2",
         "pp=2,tp=2",
     ):
         program = simulate(joint, text)[0]
@@ -353,53 +351,3 @@ def test_unknown_names_are_refused_with_those_that_there_are():
             ask()
     with pytest.raises(PlanError, match="list of names"):
         add_loss(stack(True), keep="pooled")
-
-
-# --- the command line -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model(tmp_path):
-    """The stack as an ONNX file."""
-    shapes = {f"w{index}": (16, 16) for index in range(6)} | {"p": (16, 16)}
-    stored = [numpy_helper.from_array(np.ones(s, np.float32), name) for name, s in shapes.items()]
-    nodes, x = [], "x"
-    for index in range(6):
-        nodes.append(helper.make_node("MatMul", [x, f"w{index}"], [f"a{index}"]))
-        nodes.append(helper.make_node("Relu", [f"a{index}"], [x := f"h{index}"]))
-    nodes.append(helper.make_node("MatMul", ["h0", "p"], ["pooled"]))
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", 16]) for n in ("x", "h5", "pooled")]
-    graph = helper.make_graph(nodes, "two", ends[:1], ends[1:], stored)
-    path = tmp_path / "two.onnx"
-    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
-    return path
-
-
-def test_the_command_line_says_what_is_left_out_and_keeps_what_is_asked_for(model, capsys):
-    plan = "pp=4,dp=2,zero=3,reshard=never"
-    given = ("simulate", model, "--batch", 8, "--cluster", "dgx-a100", "--plan", plan)
-    out, _ = run(capsys, *given)
-    assert "\nnote: left out, as the loss does not need it: 1 output (pooled), 1 op, 1 parameter (p)" in out
-    kept, _ = run(capsys, *given, "--keep", "pooled", "--keep", "h5")
-    assert "left out" not in kept
-    rows = [line.split() for text in (out, kept) for line in text.splitlines()]
-    assert [row[2] for row in rows if row[:1] == ["MatMul"]] == ["12", "14"]  # of two ranks
-    shown, _ = run(capsys, "show", model, "--batch", 8, "--training")
-    assert shown.startswith("# left out, as the loss does not need it: 1 output (pooled)")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--plan", "pp=2", "--keep", "pool"), "has no output 'pool'; it has h5, pooled"),
-        (("--partition", "single", "--keep", "pooled"), "--keep is for training"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused(model, capsys, options, said):
-    assert main(["simulate", str(model), "--batch", "8", "--cluster", "dgx-a100", *options]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_keep_without_training_is_refused(model, capsys):
-    assert main(["show", str(model), "--batch", "8", "--keep", "pooled"]) == 2
-    assert "--keep has no effect" in capsys.readouterr().err
