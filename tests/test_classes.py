@@ -279,8 +279,9 @@ def asymmetric(draw):
         Mesh(devices[2:10], dp=4, tp=2),
         Mesh(devices[4:12], dp=4, tp=2),
         Mesh([devices[i] for i in (5, 4, 7, 6)], dp=2, tp=2),
+        Mesh(devices[2:10], {"dp": ("ep", "cp")}, cp=2, tp=2, ep=2),
     ]
-    meshes = [meshes[i] for i in sorted(draw(st.sets(st.integers(0, 6), min_size=1)))]
+    meshes = [meshes[i] for i in sorted(draw(st.sets(st.integers(0, 7), min_size=1)))]
     maker = FunctionMaker("random")
     values = [maker.add_input_value(f"x{i}", f32(8, 512, on=mesh)) for i, mesh in enumerate(meshes)]
     for _ in range(draw(st.integers(1, 20))):

@@ -82,6 +82,20 @@ class TestDevice:
 
 
 class TestMesh:
+    def test_a_view_is_several_axes_together(self):
+        mesh = Mesh(gpus(16), {"dp": ("outer", "ep"), "all": ("ep", "tp")}, outer=2, pp=2, ep=2, tp=2)
+        assert (mesh.axis_size("dp"), mesh.axis_size("all"), mesh.axes_of("tp")) == (4, 4, ("tp",))
+        assert mesh.groups("dp") == mesh.groups("outer", "ep")
+        assert mesh.at(pp=1).groups("dp") == mesh.groups("dp")[2:]
+        assert mesh.at(dp=3) == mesh.at(outer=1, ep=1) and not mesh.at(dp=3).views
+        assert [mesh.coordinate(device, "dp") for device in mesh.groups("dp")[0]] == [0, 1, 2, 3]
+        assert pickle.loads(pickle.dumps(mesh)) == mesh != Mesh(gpus(16), outer=2, pp=2, ep=2, tp=2)
+
+    @pytest.mark.parametrize("members", [(), ("cp",), ("dp", "dp")])
+    def test_a_view_is_of_axes_of_the_mesh(self, members):
+        with pytest.raises(TopologyError, match="view both of axes"):
+            Mesh(gpus(4), {"both": members}, dp=2, tp=2)
+
     def test_row_major_last_axis_fastest(self):
         mesh = Mesh(gpus(16), dp=2, pp=2, tp=4)
         assert mesh.coordinates(mesh.devices[13]) == {"dp": 1, "pp": 1, "tp": 1}

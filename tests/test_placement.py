@@ -112,7 +112,10 @@ def scattered(draw):
     """(whole array, mesh, shards): each dimension divided by at most one axis, perhaps in pieces; what that
     leaves perhaps divided flat by another axis."""
     sizes = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
-    mesh = Mesh([Device(i, "gpu") for i in range(math.prod(sizes))], dp=sizes[0], tp=sizes[1])
+    devices = [Device(i, "gpu") for i in range(math.prod(sizes))]
+    mesh = Mesh(devices, dp=sizes[0], tp=sizes[1])
+    if draw(st.booleans()):  # ranks of an axis in another order than the devices', by a view
+        mesh = Mesh(devices, {"dp": ("inner", "outer")}, outer=1, tp=sizes[1], inner=sizes[0])
     dims = draw(st.permutations(range(3)))[: draw(st.integers(0, 2))]
     shape, shards = [draw(st.integers(1, 3)) for _ in range(3)], []
     for dim, axis in zip(dims, draw(st.permutations(["dp", "tp"])), strict=False):

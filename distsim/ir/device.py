@@ -7,8 +7,9 @@ which rank along the axes ``dp``, ``pp``, ``tp``, ...). Both are values: equal c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from distsim.cache import cached
 from distsim.errors import TopologyError
@@ -105,11 +106,17 @@ class Device:
         return f"{self.kind}:{self.id}"
 
 
+NO_VIEWS: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
 class Mesh:
     """Devices with named axes, in row-major order: the last axis varies fastest.
 
+    A *view* is a name for several axes together, the last fastest: groups of experts, say, are some of the
+    data-parallel ranks (``views={"dp": ("edp", "ep")}``). Views are named where axes are.
+
     Immutable, compared and hashed by value. Raises :class:`TopologyError` when the axis sizes do not
-    multiply to the number of devices, or when a device occurs twice.
+    multiply to the number of devices, when a device occurs twice, or for a view of no axes of the mesh.
 
     >>> mesh = Mesh([Device(i, "gpu") for i in range(8)], dp=2, tp=4)
     >>> mesh
@@ -118,13 +125,19 @@ class Mesh:
     Mesh(dp=2)[gpu:1, gpu:5]
     >>> mesh.groups("dp")[0]
     (gpu:0, gpu:4)
+    >>> experts = Mesh(mesh.devices, {"dp": ("edp", "ep")}, edp=2, ep=2, tp=2)
+    >>> experts.axis_size("dp"), experts.groups("ep")[0], experts.groups("dp")[0]
+    (4, (gpu:0, gpu:2), (gpu:0, gpu:2, gpu:4, gpu:6))
     """
 
-    __slots__ = ("_along", "_axes", "_devices", "_groups", "_hash", "_index", "_slices", "_strides")
+    __slots__ = ("_along", "_axes", "_devices", "_groups", "_hash", "_index", "_slices", "_strides", "_views")
 
-    def __init__(self, devices: Sequence[Device], /, **axes: int) -> None:
+    def __init__(
+        self, devices: Sequence[Device], views: Mapping[str, tuple[str, ...]] = NO_VIEWS, /, **axes: int
+    ) -> None:
         self._devices = tuple(devices)
         self._axes = tuple(axes.items())
+        self._views = dict(views)
         self._index = {device: position for position, device in enumerate(self._devices)}
         self._groups: dict[tuple[str, ...], tuple[tuple[Device, ...], ...]] = {}
         self._slices: dict[tuple[tuple[str, int], ...], Mesh] = {}
@@ -142,6 +155,9 @@ class Mesh:
         if len(self._index) != len(self._devices):
             twice = next(d for i, d in enumerate(self._devices) if self._index[d] != i)
             raise TopologyError(f"{twice} occurs twice in a mesh; each device has one place in it")
+        for name, members in self._views.items():
+            if not members or name in axes or len({*members} & {*axes}) != len(members):
+                raise TopologyError(f"view {name} of axes {list(members)}: the axes are {', '.join(axes)}")
         # Numbers only, for the reason given in Device.
         self._hash = hash((self._devices, tuple(size for _, size in self._axes)))
 
@@ -160,15 +176,26 @@ class Mesh:
         """Names and sizes of the axes, slowest first."""
         return self._axes
 
+    @property
+    def views(self) -> Mapping[str, tuple[str, ...]]:
+        """The axes that each view stands for."""
+        return self._views
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """The axes that a name stands for: one, or those of a view."""
+        return self._views.get(name, (name,))
+
     def axis_size(self, name: str) -> int:
-        """The size of an axis; :class:`TopologyError` if the mesh has none of this name."""
+        """The size of an axis or a view; :class:`TopologyError` if the mesh has none of this name."""
+        if name in self._views:
+            return math.prod([self.axis_size(axis) for axis in self._views[name]])
         for axis, size in self._axes:
             if axis == name:
                 return size
         raise self._no_axis(name)
 
     def at(self, **coordinates: int) -> Mesh:
-        """The slice at these coordinates: a mesh without those axes."""
+        """The slice at these coordinates: a mesh without those axes, and views of them."""
         key = tuple(sorted(coordinates.items()))
         found = self._slices.get(key)
         if found is not None:
@@ -178,9 +205,12 @@ class Mesh:
             size = self.axis_size(name)
             if not 0 <= coordinate < size:
                 raise TopologyError(f"{name}={coordinate} lies outside of the mesh axis {name}={size}")
-            base += coordinate * self._strides[name]
-        rest = {name: size for name, size in self._axes if name not in coordinates}
-        made = Mesh([self._devices[base + offset] for offset in self._offsets(tuple(rest))], **rest)
+            for axis, own in self.split(name, coordinate).items():
+                base += own * self._strides[axis]
+        gone = {axis for name in coordinates for axis in self.axes_of(name)}
+        rest = {name: size for name, size in self._axes if name not in gone}
+        views = {name: members for name, members in self._views.items() if gone.isdisjoint(members)}
+        made = Mesh([self._devices[base + offset] for offset in self._offsets(tuple(rest))], views, **rest)
         self._slices[key] = made
         return made
 
@@ -201,10 +231,11 @@ class Mesh:
         found = self._groups.get(axis_names)
         if found is not None:
             return found
-        if len(dict.fromkeys(axis_names)) != len(axis_names):
+        names = tuple([axis for name in axis_names for axis in self.axes_of(name)])
+        if len(dict.fromkeys(names)) != len(names):
             raise TopologyError(f"mesh axes {list(axis_names)} name an axis twice")
-        along = self._offsets(axis_names)
-        rest = self._offsets(tuple(name for name, _ in self._axes if name not in axis_names))
+        along = self._offsets(names)
+        rest = self._offsets(tuple(name for name, _ in self._axes if name not in names))
         made = tuple(tuple(self._devices[base + offset] for offset in along) for base in rest)
         self._groups[axis_names] = made
         return made
@@ -216,6 +247,24 @@ class Mesh:
             raise TopologyError(f"{device} is not in {self}")
         return {name: position // self._strides[name] % size for name, size in self._axes}
 
+    def split(self, name: str, coordinate: int) -> dict[str, int]:
+        """The coordinates on the axes of a view that are one coordinate on it.
+
+        >>> Mesh([Device(i, "gpu") for i in range(6)], {"dp": ("outer", "ep")}, outer=3, ep=2).split("dp", 3)
+        {'outer': 1, 'ep': 1}
+        """
+        found: dict[str, int] = {}
+        for axis in reversed(self.axes_of(name)):
+            coordinate, found[axis] = divmod(coordinate, self.axis_size(axis))
+        return dict(reversed(found.items()))
+
+    def coordinate(self, device: Device, name: str) -> int:
+        """Where a device stands on an axis or a view (see :meth:`coordinates`)."""
+        place, found = self.coordinates(device), 0
+        for axis in self.axes_of(name):
+            found = found * self.axis_size(axis) + place[axis]
+        return found
+
     def _offsets(self, names: tuple[str, ...]) -> list[int]:
         offsets = [0]
         for name in names:
@@ -224,7 +273,7 @@ class Mesh:
         return offsets
 
     def _no_axis(self, name: str) -> TopologyError:
-        names = ", ".join(axis for axis, _ in self._axes) or "none"
+        names = ", ".join([*(axis for axis, _ in self._axes), *self._views]) or "none"
         return TopologyError(f"{self} has no axis {name!r}; its axes: {names}")
 
     def __len__(self) -> int:
@@ -241,13 +290,18 @@ class Mesh:
             return True
         if not isinstance(other, Mesh):
             return NotImplemented
-        return self._hash == other._hash and self._axes == other._axes and self._devices == other._devices
+        return (
+            self._hash == other._hash
+            and self._axes == other._axes
+            and self._views == other._views
+            and self._devices == other._devices
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _mesh, (self._devices, self._axes)
+        return _mesh, (self._devices, self._views, self._axes)
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in self._axes)
@@ -271,8 +325,10 @@ def logical_mesh(device: Device, dp: int, tp: int) -> Mesh:
     return Mesh([replace(device, id=i) for i in range(dp * tp)], dp=dp, tp=tp)
 
 
-def _mesh(devices: tuple[Device, ...], axes: tuple[tuple[str, int], ...]) -> Mesh:
-    return Mesh(devices, **dict(axes))
+def _mesh(
+    devices: tuple[Device, ...], views: Mapping[str, tuple[str, ...]], axes: tuple[tuple[str, int], ...]
+) -> Mesh:
+    return Mesh(devices, views, **dict(axes))
 
 
 def _span(devices: tuple[Device, ...]) -> str:

@@ -276,9 +276,9 @@ def scatter(array: Array, mesh: Mesh, shards: Sequence[Shard]) -> list[Array]:
     """Return the local array of every device of ``mesh``, in the order of its devices."""
     made: list[Array] = []
     for device in mesh.devices:
-        place, local = mesh.coordinates(device), array
+        local = array
         for dim, axis, pieces in shards:
-            local = take_part(local, dim, place[axis], mesh.axis_size(axis), pieces)
+            local = take_part(local, dim, mesh.coordinate(device, axis), mesh.axis_size(axis), pieces)
         made.append(local)
     return made
 
@@ -294,9 +294,9 @@ def gather(ranks: Sequence[Array], mesh: Mesh, shards: Sequence[Shard]) -> Array
         dim, axis, pieces = remaining[0]
         parts: list[Array] = []
         for index in range(mesh.axis_size(axis)):
-            place[axis] = index
+            place.update(mesh.split(axis, index))
             parts.append(assemble(remaining[1:]))
-        place[axis] = 0
+        place.update(mesh.split(axis, 0))
         return join_parts(parts, dim, pieces)
 
     return assemble(shards)

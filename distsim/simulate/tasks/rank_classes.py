@@ -142,7 +142,7 @@ def _off_mesh(op: Op, place: Placement) -> SimulationError:
 
 
 def _distinct_parts(mesh: Mesh, op: Op) -> Group:
-    sharded = {axis for _, axis, _ in op.attributes.get("shards", ())}
+    sharded = {axis for _, name, _ in op.attributes.get("shards", ()) for axis in mesh.axes_of(name)}
     along = [name for name, _ in mesh.axes if name in sharded]
     return mesh.groups(*along)[0]
 
@@ -260,7 +260,8 @@ class _Meetings:
             members = np.column_stack([self._of(source), self._of(other)])
         elif isinstance(source, Mesh):
             names, sizes = [name for name, _ in source.axes], [size for _, size in source.axes]
-            grid = np.moveaxis(self._of(source).reshape(sizes), names.index(other), -1)
+            along = [names.index(axis) for axis in source.axes_of(other)]
+            grid = np.moveaxis(self._of(source).reshape(sizes), along, range(-len(along), 0))
             members = grid.reshape(-1, source.axis_size(other))
         else:
             raise _off_mesh(op, source)

@@ -159,7 +159,7 @@ def costs_of(
     cut = cut_stages(local, count, cost_model.on(slice_.devices[0]), blocks.starts)
     # Each block is a stage on ranks of its own, which lie nowhere; all are timed on the slice.
     devices = [replace(slice_.devices[0], id=number) for number in range(count * len(slice_))]
-    program = cut.program(Mesh(devices, pp=count, **dict(slice_.axes)), gpipe(count, 2))
+    program = cut.program(Mesh(devices, slice_.views, pp=count, **dict(slice_.axes)), gpipe(count, 2))
     return program_costs(program, cost_model, blocks.names, slice_, halves)
 
 
