@@ -10,10 +10,11 @@ from weakref import WeakKeyDictionary
 
 from distsim.cost.cost_model import CostModel, DeviceCosts, cost_model_of
 from distsim.errors import PlanError, ScheduleError
+from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.ir import Device, Function, Mesh, Op, Topology
 from distsim.ir.device import logical_mesh
 from distsim.ir.rewrite import inline
-from distsim.plan import Plan, parse_remat, parse_schedule, parse_stages
+from distsim.plan import Plan, parse_cp_kind, parse_remat, parse_schedule, parse_stages
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, SCHEDULES, TABLE, Schedule
 from distsim.schedule import schedule as schedule_named
@@ -58,7 +59,7 @@ def parallelize(
     topology, the batch or the function, and :class:`CostError` for a cost model of another topology.
     """
     costs = cost_model_of(topology, cost_model)
-    return build_program(function, _mesh(plan, topology), plan, costs, schedule, kernels)
+    return build_program(function, plan_mesh(plan, topology), plan, costs, schedule, kernels)
 
 
 def build_program(
@@ -95,8 +96,7 @@ def build_program(
     function or the batch, one that offloads from devices without a link to their host, and for ``auto``
     without a cost model.
     """
-    degrees = (mesh.axis_size("pp"), mesh.axis_size("dp"), mesh.axis_size("tp"))
-    if degrees != (plan.pp, plan.dp, plan.tp):
+    if mesh.axes != (("pp", plan.pp), *rank_axes(plan).sizes.items()):
         raise PlanError(f"plan {plan} is for a mesh of other degrees than {mesh}; make them agree")
     if plan.offload:
         _check_host_links(plan, mesh)
@@ -202,6 +202,8 @@ class Division(NamedTuple):
     dp: int
     tp: int
     sp: bool
+    cp: int
+    cp_kind: str
     microbatches: int
     remat: str
     offload: int
@@ -219,7 +221,8 @@ class Division(NamedTuple):
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
-        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.microbatches
+        kind = plan.cp_kind if plan.cp > 1 else "allgather"
+        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.microbatches
         return Division(*degrees, plan.remat, plan.offload, *divided, stages, kernels, *costs.key)
 
 
@@ -270,8 +273,9 @@ class _KeptCuts:
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
         shown = key.dp if key.zero else min(key.dp, 2)
-        mesh = logical_mesh(key.figures, shown, key.tp)
-        local = shard(written, mesh, key.microbatches, key.dp, key.sp)
+        kind, ulysses = parse_cp_kind(key.cp_kind)
+        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses)
+        local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
         apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels)
         local = replace(local, function=apart, kernels=key.kernels)
         return local if plain else _rematerialized(local, key, costs, level)
@@ -372,28 +376,3 @@ _MEMORIES: WeakKeyDictionary[Function, _KeptCuts] = WeakKeyDictionary()
 
 _REMATERIALIZED: WeakKeyDictionary[Function, dict[tuple[object, ...], Sharded]] = WeakKeyDictionary()
 """By local function what recomputes: cuts of it are shared as those of the local function are."""
-
-
-Degrees = tuple[int, int, int]
-
-_MESHES: WeakKeyDictionary[Topology, tuple[int, dict[Degrees, Mesh]]] = WeakKeyDictionary()
-"""The meshes of a topology in its present version, by pp, dp and tp."""
-
-
-def _mesh(plan: Plan, topology: Topology) -> Mesh:
-    version, meshes = _MESHES.get(topology, (-1, dict[Degrees, Mesh]()))
-    if version != topology.version:
-        meshes = dict[Degrees, Mesh]()
-        _MESHES[topology] = topology.version, meshes
-    degrees = (plan.pp, plan.dp, plan.tp)
-    found = meshes.get(degrees)
-    if found is None:
-        devices = topology.devices
-        if len(devices) < plan.devices:
-            raise PlanError(
-                f"plan {plan} needs {plan.devices} devices, the topology has {len(devices)}; "
-                "use a larger cluster or smaller degrees"
-            )
-        found = Mesh(devices[: plan.devices], pp=plan.pp, dp=plan.dp, tp=plan.tp)
-        meshes[degrees] = found
-    return found

@@ -53,12 +53,18 @@ RESHARD = ("always", "never")
 
 SWITCH = ("off", "on")
 
+CP_KINDS = ("allgather", "ring", "ulysses", "usp:U")
+"""How ranks of a context divide attention (:mod:`distsim.ops.attention_sharding`): keys and values of all
+are brought together; they pass around a ring; heads are divided, by all-to-alls; U ranks exchange heads,
+rings are of the others (Fang and Zhao 2024, USP)."""
+
 
 @dataclass(frozen=True)
 class Plan:
     """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
 
-    `dp` data parallel, `tp` tensor parallel and `pp` pipeline parallel ranks; `microbatches` per
+    `dp` data parallel, `tp` tensor parallel, `cp` context parallel (the sequence is divided, by one of
+    `CP_KINDS`) and `pp` pipeline parallel ranks; `microbatches` per
     data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`, for one that is
     searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`), for
     `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`: one that is given
@@ -67,7 +73,7 @@ class Plan:
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
     of tensor-parallel ranks are divided over these in the sequence. A plan is verified when made, and its
-    text, in which the last seven stand only when they are not the default, parses back to it.
+    text, in which the fields after `schedule` stand only when they are not the default, parses back to it.
 
     Raises:
         PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`: from 0; `zero`: 0..3), a name is
@@ -90,6 +96,8 @@ class Plan:
     chunks: int = 1
     offload: int = 0
     sp: str = "off"
+    cp: int = 1
+    cp_kind: str = "allgather"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -112,6 +120,12 @@ class Plan:
             raise PlanError(f"sp={_short(self.sp)} is unknown; choose one of {', '.join(SWITCH)}")
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
+        ulysses = parse_cp_kind(self.cp_kind)[1]
+        if self.cp % ulysses:
+            raise PlanError(
+                f"cp_kind={self.cp_kind}: {ulysses} ranks that exchange heads do not divide cp={self.cp}; "
+                "use usp:U with a U that does"
+            )
         if self.reshard not in RESHARD:
             raise PlanError(f"reshard={_short(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}")
         if self.reshard == "never" and self.zero != 3:
@@ -131,8 +145,8 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """Number of devices that the plan occupies: dp * tp * pp."""
-        return math.prod((self.dp, self.tp, self.pp))
+        """Number of devices that the plan occupies: dp * tp * pp * cp."""
+        return math.prod((self.dp, self.tp, self.pp, self.cp))
 
     @property
     def num_stages(self) -> int:
@@ -170,7 +184,7 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero")
+_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp")
 _BOUNDS = {"offload": (0, MAX_DEGREE), "zero": (0, 3)}
 _REPLACED = {
     "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none"
@@ -213,6 +227,24 @@ def parse_schedule(text: object) -> tuple[str, float | None]:
         )
         raise PlanError(f"schedule={_short(text)}: {name} takes {what}")
     return name, float(number)
+
+
+def parse_cp_kind(text: object) -> tuple[str, int]:
+    """Return the kind of context parallelism and how many ranks exchange heads; 1 if not some of them do.
+
+    Raises :class:`PlanError` for one that is unknown.
+
+    >>> parse_cp_kind("ring"), parse_cp_kind("usp:4")
+    (('ring', 1), ('ring', 4))
+    """
+    name, _, count = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if name == "usp" and re.fullmatch(r"[1-9][0-9]{0,6}", count, re.ASCII):
+        return "ring", int(count)
+    if text not in CP_KINDS[:-1]:
+        raise PlanError(
+            f"cp_kind={_short(text)} is unknown; choose one of {', '.join(CP_KINDS)}, as in usp:4"
+        )
+    return str(text), 1
 
 
 def parse_stages(text: object) -> tuple[int, ...]:

@@ -167,7 +167,10 @@ def test_a_pattern_says_what_the_whole_mesh_says(build, dp):
     verify(pattern.function)
     assert text(pattern.function) == text(whole.function)
     assert (pattern.inputs, pattern.outputs) == (whole.inputs, whole.outputs)
-    assert (pattern.tp.cost, pattern.batch.cost) == (whole.tp.cost, whole.batch.cost)
+    assert (pattern.decisions["tp"].cost, pattern.decisions["dp"].cost) == (
+        whole.decisions["tp"].cost,
+        whole.decisions["dp"].cost,
+    )
 
 
 def needs_the_whole_batch() -> Function:
@@ -221,7 +224,7 @@ def test_another_device_is_another_question():
     joint = differentiate(small_mlp())
     slow = mesh_of(tp=2)
     fast = type(slow)([Device(i, "gpu", dram_bandwidth=9e12) for i in range(2)], dp=1, tp=2)
-    assert shard(joint, slow).tp.cost != shard(joint, fast).tp.cost
+    assert shard(joint, slow).decisions["tp"].cost != shard(joint, fast).decisions["tp"].cost
 
 
 def test_only_the_last_functions_are_remembered(monkeypatch):

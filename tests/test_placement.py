@@ -16,6 +16,7 @@ from distsim.ops.communication import gather, join_parts, scatter, take_part
 from distsim.transforms.sharding.layout import (
     PARTIAL,
     REPLICATED,
+    DividedAxis,
     Placement,
     State,
     divisible,
@@ -25,6 +26,7 @@ from distsim.transforms.sharding.layout import (
 )
 from distsim.transforms.sharding.variable_elimination import EliminationProblem, solve
 
+AXES = (DividedAxis("dp", 2), DividedAxis("tp", 4))
 TENSOR = Tensor(Float(), (8, 24))
 STATES = [REPLICATED, PARTIAL, sharded(0), sharded(1), sharded(1, (8, 16))]
 
@@ -34,15 +36,19 @@ STATES = [REPLICATED, PARTIAL, sharded(0), sharded(1), sharded(1, (8, 16))]
 
 def test_states_print_short():
     assert [str(state) for state in STATES] == ["R", "P", "S0", "S1", "S1[8, 16]"]
-    assert str(Placement(sharded(0), PARTIAL)) == "dp:S0 tp:P"
+    assert str(Placement(AXES, (sharded(0), PARTIAL))) == "dp:S0 tp:P"
 
 
 def test_a_placement_says_what_is_scattered():
-    assert Placement().shards() == Placement(PARTIAL, PARTIAL).shards() == ()
-    placed = Placement(sharded(0), sharded(1, (8, 16)))
-    assert placed.shards() == ((0, "dp", None), (1, "tp", (8, 16)))
-    assert Placement(tp=sharded(0), flat=(4, 24)).shards() == ((0, "tp", None), (None, "dp", (4, 24)))
-    assert str(Placement(tp=sharded(0), flat=(4, 24))) == "dp:R tp:S0 dp:flat[4, 24]"
+    for state in (REPLICATED, PARTIAL):
+        assert Placement(AXES, (state, state)).shards((2, 3)) == ()
+    placed = Placement(AXES, (sharded(0), sharded(1, (8, 16))))
+    assert placed.shards((4, 6)) == ((0, "dp", None), (1, "tp", (8, 16)))
+    flat = Placement(AXES, (REPLICATED, sharded(0)), flat=(4, 24))
+    assert flat.shards((48,)) == ((0, "tp", None), (None, "dp", (4, 24)))
+    assert str(flat) == "dp:R tp:S0 dp:flat[4, 24]"
+    context = Placement((DividedAxis("cp", 2, zigzag=True), DividedAxis("tp", 3)), (sharded(0), sharded(0)))
+    assert context.shards((4, 5)) == ((0, "cp", (12, -12)), (0, "tp", None))
 
 
 @pytest.mark.parametrize(

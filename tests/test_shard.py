@@ -34,7 +34,7 @@ def collectives(function: Function, axis: str | None = None) -> Counter:
 
 def placements(sharded) -> dict[str, str]:
     """Name of each input -> its placement over the tensor-parallel axis."""
-    return {v.name: str(p.tp) for v, p in zip(sharded.sources, sharded.inputs, strict=True)}
+    return {v.name: str(p.along("tp")) for v, p in zip(sharded.sources, sharded.inputs, strict=True)}
 
 
 def callee_named(function: Function, name: str) -> Function:
@@ -76,7 +76,7 @@ def test_a_gpt_layer_takes_two_all_reduces_forward_and_two_backward(tp):
     assert biases == dict.fromkeys(("q.b", "k.b", "v.b", "fc.b"), "S0") | dict.fromkeys(
         ("proj.b", "out.b"), "R"
     )
-    assert made.tp.proven
+    assert made.decisions["tp"].proven
 
 
 def test_a_gpt_of_real_size_is_divided_in_the_same_way():
@@ -84,7 +84,7 @@ def test_a_gpt_of_real_size_is_divided_in_the_same_way():
     made = shard(joint, mesh_of(tp=4))
     assert collectives(callee_named(made.function, "layer")) == {"MPIAllreduce": 2}
     assert collectives(callee_named(made.function, "layer_backward")) == {"MPIAllreduce": 2}
-    assert made.tp.proven
+    assert made.decisions["tp"].proven
 
 
 def test_all_layers_are_placed_alike():
@@ -107,7 +107,7 @@ def test_optimizer_state_lies_where_its_parameter_lies():
     found = placements(made)
     names = [v.name for v in made.sources if v.role is Role.PARAMETER]
     assert {n: (found[f"{n}.m"], found[f"{n}.v"]) for n in names} == {n: (found[n],) * 2 for n in names}
-    outputs = {v.name: str(p.tp) for v, p in zip(made.function.outputs, made.outputs, strict=True)}
+    outputs = {v.name: str(p.along("tp")) for v, p in zip(made.function.outputs, made.outputs, strict=True)}
     assert {n: outputs[f"{n}.new"] for n in names if f"{n}.new" in outputs} == {n: found[n] for n in names}
 
 
@@ -209,8 +209,8 @@ def test_moved_bytes_are_those_of_the_collectives():
     """Ring all-reduces: 2 (n-1)/n of the bytes of each value, local in the other axis."""
     made = shard(differentiate(small_mlp(layers=6)), mesh_of(tp=4))
     sizes = [op.inputs[0].type.nbytes for op in all_ops(made.function) if op.op_type == "MPIAllreduce"]
-    assert made.tp.moved == pytest.approx(sum(2 * 3 / 4 * size for size in sizes))
-    assert made.batch.moved == 0 or mesh_of(dp=1)
+    assert made.decisions["tp"].moved == pytest.approx(sum(2 * 3 / 4 * size for size in sizes))
+    assert made.decisions["dp"].moved == 0 or mesh_of(dp=1)
 
 
 def test_sharding_is_deterministic():
@@ -250,7 +250,7 @@ def test_a_batch_of_the_size_of_the_model_is_not_taken_for_it():
     """All sizes are 8: roles follow from how values are used, not from their sizes."""
     made = shard(flat_mlp(layers=2, width=8, batch=8), mesh_of(dp=4, tp=2))
     assert [str(p.batch) for p in made.inputs] == ["S0", "S0", "R", "R"]
-    assert [str(p.tp) for p in made.inputs[:2]] == ["R", "R"]
+    assert [str(p.along("tp")) for p in made.inputs[:2]] == ["R", "R"]
 
 
 def test_data_inputs_that_disagree_about_the_batch_are_named():
@@ -292,5 +292,7 @@ def test_a_mesh_without_the_axes_is_refused():
 
 def test_gradients_without_an_optimizer_come_out_whole():
     made = shard(differentiate(small_mlp(), None), mesh_of(dp=2, tp=2))
-    assert {p.tp.kind for p in made.outputs} <= {"R", "S"} and {p.batch.kind for p in made.outputs} == {"R"}
+    assert {p.along("tp").kind for p in made.outputs} <= {"R", "S"} and {
+        p.batch.kind for p in made.outputs
+    } == {"R"}
     assert differentiate(small_mlp(), SGD()).outputs[0].type.shape == ()

@@ -157,5 +157,5 @@ def test_clipping_divides_no_product_in_another_way(sp):
         joint = differentiate(model, Adam(), precision=precision_named("mixed"), clip=clip)
         sharded = shard(joint, mesh_of(2, 2), 2, sp=sp)
         placed.append([str(state) for value, state in zip(joint.inputs, sharded.inputs, strict=True)])
-        assert sharded.tp.proven
+        assert sharded.decisions["tp"].proven
     assert placed[0] == placed[1]

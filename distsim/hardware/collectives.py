@@ -14,10 +14,13 @@ kind               S is the bytes of                                       ring 
 ``scatter``        the full tensor on the first rank; each gets S/n        (n-1)/n S/B + (n-1) a
 ``gather``         the full result on the first rank                       (n-1)/n S/B + (n-1) a
 ``send``           the message; the group is (source, destination)         S/B + a
+``shift``          the message of each rank to the next, of the last to    S/B + a
+                   the first
 ================== ======================================================= ===========================
 
 One rank has nothing to send: zero. Where ranks of the group share a port or an uplink, B is what each
-gets. In the last four kinds B and a are those of the links between the pairs that talk, and a rank serves
+gets. In ``all_to_all``, ``scatter``,
+``gather`` and ``send`` B and a are those of the links between the pairs that talk, and a rank serves
 its peers one after the other.
 
 Where a group has k ranks in each of m groups of a level (k GPUs in each of m nodes, n = k m), three more
@@ -39,7 +42,8 @@ in which nothing is moved, and a transfer. The bytes on each hop follow from the
 - ``hierarchical``: those of its steps;
 - ``tree``: 2 S leave and reach each rank (two trees with half of the bytes, inner node in one and leaf in
   the other), put on the hops of the ring;
-- ``pairwise``, ``direct``: S/n from each rank, or the first only, to each peer; S for a send.
+- ``pairwise``, ``direct``: S/n from each rank, or the first only, to each peer; S for a send, and on each hop
+  around the ring for a shift.
 
 No channel is asked for more than its capacity during the transfer: the same figures set its time. (One
 exception: ``rails`` between uneven parts, whose time does not look at links that were set for pairs.)
@@ -75,7 +79,7 @@ from distsim.ir.topology import Topology
 
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 PAIRWISE = ("all_to_all", "scatter", "gather")
-COLLECTIVES: tuple[str, ...] = (*_RINGS, *PAIRWISE, "send")
+COLLECTIVES: tuple[str, ...] = (*_RINGS, *PAIRWISE, "send", "shift")
 
 
 def collective_time(kind: str, nbytes: float, group: Group, topology: Topology) -> float:
@@ -113,6 +117,8 @@ def collective_algorithms(kind: str, nbytes: float, group: Group, topology: Topo
         if len(group) != 2:
             raise CostError(f"send goes from one device to another; the group has {len(group)}")
         return {"direct": nbytes / route.bandwidth + route.latency}
+    if kind == "shift":
+        return {"ring": nbytes / route.bandwidth + route.latency}
     if kind in PAIRWISE:
         return pairwise_algorithms(kind, nbytes, route, find_exchange(group, topology))
     return ring_algorithms(kind, nbytes, route)
@@ -219,6 +225,8 @@ def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topolo
     if kind == "send":
         latency = route.latency
         loads: list[Load] = [(((group[0], group[1]),), nbytes)]
+    elif kind == "shift":
+        latency, loads = route.latency, [(ring_hops(route.family), nbytes)]
     elif kind in PAIRWISE:
         exchange = find_exchange(group, topology)
         latency = pairwise_algorithms(kind, 0.0, route, exchange)[algorithm]

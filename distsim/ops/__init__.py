@@ -2,6 +2,7 @@
 
 from distsim.ops import (
     attention,
+    attention_sharding,
     batch_norm,
     broadcast,
     choice,
@@ -28,6 +29,7 @@ from distsim.ops import (
     pool,
     reduction,
     resize,
+    ring_attention,
     rotary,
     scattering,
     shape,
@@ -63,6 +65,7 @@ __all__ = [
     "Signature",
     "Work",
     "attention",
+    "attention_sharding",
     "batch_norm",
     "broadcast",
     "choice",
@@ -94,6 +97,7 @@ __all__ = [
     "register",
     "registered",
     "resize",
+    "ring_attention",
     "rotary",
     "scattering",
     "shape",

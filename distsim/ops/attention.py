@@ -32,7 +32,7 @@ from distsim.ops.attention_options import (
     pairs_seen,
     seen,
 )
-from distsim.ops.broadcast import aligned, sum_to
+from distsim.ops.broadcast import sum_to
 from distsim.ops.matmul import operand_shapes
 from distsim.ops.normalization import widened
 from distsim.ops.operator import (
@@ -45,8 +45,7 @@ from distsim.ops.operator import (
     common_device,
     register,
 )
-from distsim.ops.places import by_place, operands, picked, places, shape_of, wanted
-from distsim.ops.sharding_rule import Dim, Pieces, ShardingRule
+from distsim.ops.places import by_place, operands, picked, shape_of, wanted
 
 _SAVED = (*ATTENTION_FORMALS, "Y", "lse", "dY")
 
@@ -54,7 +53,10 @@ _SAVED = (*ATTENTION_FORMALS, "Y", "lse", "dY")
 # --- types and meaning -------------------------------------------------------------------------------
 
 
-def _sizes(formals: Sequence[str], attributes: Mapping[str, Any], inputs: Sequence[Tensor]) -> AttentionSizes:
+def sizes_of(
+    formals: Sequence[str], attributes: Mapping[str, Any], inputs: Sequence[Tensor]
+) -> AttentionSizes:
+    """Return the sizes of the operands, by ``formals``; such as do not fit each other are refused."""
     shapes = operand_shapes(formals, attributes, [tensor.shape for tensor in inputs])
     missing = [name for name in formals if name not in shapes and name != "attn_mask"]
     if missing:
@@ -67,7 +69,7 @@ def _sizes(formals: Sequence[str], attributes: Mapping[str, Any], inputs: Sequen
     return sizes
 
 
-def _formals(attributes: Mapping[str, Any], count: int, others: int) -> tuple[str, ...]:
+def formals_of(attributes: Mapping[str, Any], count: int, others: int) -> tuple[str, ...]:
     """Return the formals of an op whose mask is left out when there are too few values for one."""
     given = count == others + 4 or "attn_mask" in attributes
     formals = _SAVED if others else ATTENTION_FORMALS
@@ -78,7 +80,7 @@ def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
     if len(inputs) + ("attn_mask" in attributes) not in (3, 4):
         raise TypeRuleError(f"Attention takes Q, K, V and maybe attn_mask, {len(inputs)} values given")
     AttentionOptions.of_attributes(attributes)
-    sizes = _sizes(ATTENTION_FORMALS, attributes, inputs)
+    sizes = sizes_of(ATTENTION_FORMALS, attributes, inputs)
     query = inputs[0]
     if not query.dtype.is_floating or any(tensor.dtype != query.dtype for tensor in inputs[1:3]):
         raise TypeRuleError(f"Attention: {', '.join(map(str, inputs[:3]))} must be real and of one type")
@@ -111,7 +113,9 @@ def _masked(
     capped: Array, given: Mapping[str, Array], sizes: AttentionSizes, options: AttentionOptions
 ) -> Array:
     """Return the scores, -inf where a key is not seen."""
-    visible, mask = seen(sizes.seq, sizes.kv_seq, options), given.get("attn_mask")
+    queries = given["q_places"] if "q_places" in given else np.arange(sizes.seq)
+    keys = given["k_places"] if "k_places" in given else np.arange(sizes.kv_seq)
+    visible, mask = seen(queries, keys, options), given.get("attn_mask")
     if mask is not None and mask.dtype == np.bool_:
         visible = mask if visible is None else visible & mask
     elif mask is not None:
@@ -127,11 +131,8 @@ def _kept(sizes: AttentionSizes, options: AttentionOptions, like: Array) -> Arra
     return ((drawn >= options.dropout) / (1.0 - options.dropout)).astype(like.dtype)
 
 
-def _compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    given, options = (
-        operands(ATTENTION_FORMALS, attributes, arrays),
-        AttentionOptions.of_attributes(attributes),
-    )
+def attend(given: Mapping[str, Array], options: AttentionOptions) -> Sequence[Array]:
+    """Return Y and lse of the operands, by name; ``q_places`` and ``k_places`` are places in the sequence."""
     sizes = _array_sizes(given)
     scores = _masked(_capped(given, sizes, options), given, sizes, options)
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
@@ -152,16 +153,25 @@ def _grouped_sum(x: Array, sizes: AttentionSizes) -> Array:
     return x.reshape(sizes.batch, sizes.kv_heads, sizes.group, *x.shape[2:]).sum(axis=2)
 
 
-def _joined_shape(sizes: AttentionSizes) -> tuple[int, ...]:
+def _compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    options = AttentionOptions.of_attributes(attributes)
+    return attend(operands(ATTENTION_FORMALS, attributes, arrays), options)
+
+
+def _grad_compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    formals = formals_of(attributes, len(arrays), 3)
+    return attend_backward(operands(formals, attributes, arrays), attributes)
+
+
+def joined_shape(sizes: AttentionSizes) -> tuple[int, ...]:
     """The shape of Y as kernels write it and output projections read it: [batch, seq, heads x v_size]."""
     return (sizes.batch, sizes.seq, sizes.heads * sizes.v_size)
 
 
-def _grad_compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    """FlashAttention-2's backward (Dao 2023, algorithm 2), all blocks at once."""
-    formals = _formals(attributes, len(arrays), 3)
-    given, options = operands(formals, attributes, arrays), AttentionOptions.of_attributes(attributes)
-    sizes = _array_sizes(given)
+def attend_backward(given: Mapping[str, Array], attributes: Attributes) -> Sequence[Array]:
+    """Return the gradients of Q, K, V and maybe of the mask: FlashAttention-2's backward (Dao 2023,
+    algorithm 2), all blocks at once."""
+    options, sizes = AttentionOptions.of_attributes(attributes), _array_sizes(given)
     query, key, value = widened(given["Q"]), _repeated(given["K"], sizes), _repeated(given["V"], sizes)
     y, dy = widened(given["Y"]), widened(given["dY"])
     if attributes.get("joined", 0):
@@ -187,14 +197,14 @@ def _grad_compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[A
 
 
 def _grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    formals = _formals(attributes, len(inputs), 3)
+    formals = formals_of(attributes, len(inputs), 3)
     count = len(formals) - ("attn_mask" in attributes)
     if len(inputs) != count:
         raise TypeRuleError(f"AttentionGrad takes {', '.join(formals)}, {len(inputs)} values given")
     AttentionOptions.of_attributes(attributes)
-    sizes = _sizes(formals, attributes, inputs)
+    sizes = sizes_of(formals, attributes, inputs)
     y, lse, dy = inputs[-3:]
-    whole = _joined_shape(sizes) if attributes.get("joined", 0) else sizes.output
+    whole = joined_shape(sizes) if attributes.get("joined", 0) else sizes.output
     if (y.shape, lse.shape, dy.shape) != (whole, sizes.output[:3], sizes.output):
         raise TypeRuleError(f"AttentionGrad: Y {y}, lse {lse} and dY {dy} are not of {sizes.output}")
     device = common_device("AttentionGrad", inputs)
@@ -239,17 +249,19 @@ def _joined_output(ctx: GradientContext) -> Value | None:
     return ctx.copies[value]
 
 
-# --- work and sharding -------------------------------------------------------------------------------
+# --- work -------------------------------------------------------------------------------
 
 
-def _work(signature: Signature, products: int, again: int, formals: Sequence[str]) -> Work:
+def attention_work(signature: Signature, products: int, again: int, formals: Sequence[str]) -> Work:
     """Two flops for each pair seen, each number of a head, and each product over it.
 
     There are as many ``products`` over the size of keys as over that of values, and those of queries and
     keys ``again``. The model is taken to multiply all pairs, also those that a mask hides, and none again.
     """
-    sizes = _sizes(formals, signature.attributes, signature.inputs)
-    pairs = pairs_seen(sizes.seq, sizes.kv_seq, AttentionOptions.of_attributes(signature.attributes))
+    sizes = sizes_of(formals, signature.attributes, signature.inputs)
+    options, pairs = AttentionOptions.of_attributes(signature.attributes), signature.attributes.get("pairs")
+    if pairs is None:
+        pairs = pairs_seen(sizes.seq, sizes.kv_seq, options)
     each, heads = products * (sizes.size + sizes.v_size), 2.0 * sizes.batch * sizes.heads
     return Work(
         heads * pairs * (each + again * sizes.size),
@@ -262,53 +274,7 @@ def _work(signature: Signature, products: int, again: int, formals: Sequence[str
 
 def _grad_work(signature: Signature) -> Work:
     """Q K' again, then dV, dP, dQ and dK: five products to the two of forward."""
-    return _work(signature, 2, 1, _formals(signature.attributes, len(signature.inputs), 3))
-
-
-def _labels(
-    sizes: AttentionSizes, formals: Sequence[str], signature: Signature
-) -> dict[str, tuple[Dim, ...]]:
-    """Return the labels of the operands: batch and heads divide, sequences (of queries, ``seq``) are whole.
-
-    The heads divide with those of keys and values (``heads``), or inside each group (``group``), of which
-    keys and values are then whole. What a mask that is static fills stays whole.
-    """
-    group = Pieces("group", (sizes.group,) * sizes.kv_heads)
-    heads: Dim = "heads" if sizes.group == 1 else "group" if sizes.kv_heads == 1 else ("heads", group)
-    shared = None if sizes.kv_heads == 1 and sizes.group > 1 else "heads"
-    query: tuple[Dim, ...] = ("batch", heads, "seq", None)
-    keys: tuple[Dim, ...] = ("batch", shared, None, None)
-    found: dict[str, tuple[Dim, ...]] = {
-        "Q": query,
-        "K": keys,
-        "V": keys,
-        "Y": ("batch", "seq", heads) if signature.attributes.get("joined", 0) else query,
-        "lse": query[:3],
-        "dY": query,
-    }
-    index = places(formals, signature.attributes, len(signature.inputs))
-    if "attn_mask" in index:
-        shape = signature.inputs[index["attn_mask"]].shape
-        found["attn_mask"] = aligned(shape, sizes.scores, query)
-    return found
-
-
-def _sharding(signature: Signature) -> ShardingRule:
-    sizes = _sizes(ATTENTION_FORMALS, signature.attributes, signature.inputs)
-    labels = _labels(sizes, ATTENTION_FORMALS, signature)
-    index = places(ATTENTION_FORMALS, signature.attributes, len(signature.inputs))
-    inputs = tuple(labels[name] for name in index)
-    return ShardingRule(inputs, (labels["Y"], labels["lse"]), whole=("seq",))
-
-
-def _grad_sharding(signature: Signature) -> ShardingRule:
-    formals = _formals(signature.attributes, len(signature.inputs), 3)
-    labels = _labels(_sizes(formals, signature.attributes, signature.inputs), formals, signature)
-    index = places(formals, signature.attributes, len(signature.inputs))
-    made = ATTENTION_FORMALS[: len(signature.outputs)]
-    linear = ((index["dY"],),)
-    inputs, outputs = (tuple(labels[name] for name in names) for names in (index, made))
-    return ShardingRule(inputs, outputs, linear, whole=("seq",))
+    return attention_work(signature, 2, 1, formals_of(signature.attributes, len(signature.inputs), 3))
 
 
 register(
@@ -316,9 +282,8 @@ register(
         "Attention",
         types=_types,
         compute=_compute,
-        work=lambda s: _work(s, 1, 0, ATTENTION_FORMALS),
+        work=lambda s: attention_work(s, 1, 0, ATTENTION_FORMALS),
         gradient=_gradient,
-        sharding=_sharding,
         formals=ATTENTION_FORMALS,
         exact=lambda attributes, count: range(3, count),
     )
@@ -329,7 +294,6 @@ register(
         types=_grad_types,
         compute=_grad_compute,
         work=_grad_work,
-        sharding=_grad_sharding,
         exact=lambda attributes, count: range(3, count - 1),  # mask, Y and lse
     )
 )

@@ -40,7 +40,7 @@ class AttentionOptions:
     @staticmethod
     def of_attributes(attributes: Mapping[str, Any]) -> AttentionOptions:
         """Return the options that are among the attributes of an op; those of others are refused."""
-        allowed = (*OPTION_NAMES, "attn_mask", "absent", "bias", "joined", "version", "rate")
+        allowed = (*OPTION_NAMES, "attn_mask", "absent", "bias", "joined", "pairs", "version", "rate")
         unknown = [name for name in attributes if name not in allowed]
         if unknown:
             raise TypeRuleError(
@@ -140,9 +140,13 @@ def pairs_seen(seq: int, kv_seq: int, options: AttentionOptions) -> float:
     return float(np.maximum(last - first, 0).sum()) - own
 
 
-def seen(seq: int, kv_seq: int, options: AttentionOptions) -> Array | None:
-    """Return which keys a query sees by the causal mask and the window, [seq, kv_seq]; None: all."""
+def seen(queries: Array, keys: Array, options: AttentionOptions) -> Array | None:
+    """Return which keys a query sees by the causal mask and the window, [seq, kv_seq]; None: all.
+
+    ``queries`` [seq] and ``keys`` [kv_seq] are their places in the sequence.
+    """
     if not options.is_causal and options.window is None:
         return None
-    found = np.tri(seq, kv_seq, 0, bool) if options.is_causal else np.ones((seq, kv_seq), bool)
-    return found if options.window is None else found & ~np.tri(seq, kv_seq, -options.window, bool)
+    behind = queries[:, None] - keys[None, :]
+    found = behind >= 0 if options.is_causal else np.ones(behind.shape, bool)
+    return found if options.window is None else found & (behind < options.window)

@@ -41,8 +41,9 @@ from distsim.ops.places import view_work
 Shard = tuple[int | None, str, tuple[int, ...] | None]
 """How a tensor is divided over a mesh axis.
 
-(dim, axis, pieces): dimension ``dim`` is, with ``pieces`` each of them. (None, axis, shape): all of a tensor
-of this shape is, flat: its elements in order, with zeros behind them up to a multiple of the ranks.
+(dim, axis, pieces): dimension ``dim`` is, with ``pieces`` each of them, one of negative size in the reverse
+order of the ranks. (None, axis, shape): all of a tensor of this shape is, flat: its elements in order, with
+zeros behind them up to a multiple of the ranks.
 """
 
 
@@ -61,11 +62,12 @@ def take_part(array: Array, dim: int | None, index: int, count: int, pieces: tup
         size = flat_part(array.size, count)
         part = array.reshape(-1)[index * size : (index + 1) * size]
         return np.pad(part, (0, size - part.size))
-    sizes = pieces or (array.shape[dim],)
-    starts = np.cumsum((0, *sizes[:-1]))
-    picks = [
-        np.arange(n // count) + start + index * (n // count) for n, start in zip(sizes, starts, strict=True)
-    ]
+    picks: list[Array] = []
+    start = 0
+    for n in pieces or (array.shape[dim],):
+        place = index if n > 0 else count - 1 - index
+        picks.append(np.arange(abs(n) // count) + start + place * (abs(n) // count))
+        start += abs(n)
     return np.take(array, np.concatenate(picks), axis=dim)
 
 
@@ -76,9 +78,10 @@ def join_parts(parts: Sequence[Array], dim: int | None, pieces: tuple[int, ...] 
         return np.concatenate(parts)[: math.prod(shape)].reshape(shape)
     if not pieces:
         return np.concatenate(parts, axis=dim)
-    ends = np.cumsum([n // len(parts) for n in pieces])[:-1]
+    ends = np.cumsum([abs(n) // len(parts) for n in pieces])[:-1]
     split = [np.split(part, ends, axis=dim) for part in parts]
-    return np.concatenate([part[i] for i in range(len(pieces)) for part in split], axis=dim)
+    joined = [part[i] for i, n in enumerate(pieces) for part in (split if n > 0 else reversed(split))]
+    return np.concatenate(joined, axis=dim)
 
 
 def _required(op_type: str, attributes: Attributes, *names: str) -> None:
@@ -89,7 +92,8 @@ def _required(op_type: str, attributes: Attributes, *names: str) -> None:
             )
 
 
-def _mesh(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+def mesh_and_ranks(op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+    """Return the one input of an op over a mesh axis, and how many ranks the axis has."""
     arity(op_type, inputs, 1)
     _required(op_type, attributes, "axis")
     tensor = inputs[0]
@@ -110,11 +114,12 @@ def _resized(tensor: Tensor, dim: int, size: int) -> tuple[Tensor, ...]:
     return (tensor.with_shape((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])),)
 
 
-def _part(op_type: str, tensor: Tensor, dim: int, count: int, pieces: tuple[int, ...] | None) -> int:
+def divided_size(op_type: str, tensor: Tensor, dim: int, count: int, pieces: tuple[int, ...] | None) -> int:
+    """Return the size of a rank's part of a dimension; one that ranks do not divide is refused."""
     if not 0 <= dim < tensor.rank:
         raise TypeRuleError(f"{op_type}: there is no dimension {dim} in {tensor}")
     sizes = pieces or (tensor.shape[dim],)
-    if any(size % count for size in sizes) or sum(sizes) != tensor.shape[dim]:
+    if any(size % count for size in sizes) or sum(map(abs, sizes)) != tensor.shape[dim]:
         raise TypeRuleError(
             f"{op_type}: {count} ranks do not divide dimension {dim} of {tensor} (pieces {sizes})"
         )
@@ -122,14 +127,14 @@ def _part(op_type: str, tensor: Tensor, dim: int, count: int, pieces: tuple[int,
 
 
 def _allreduce_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    tensor, _ = _mesh("MPIAllreduce", attributes, inputs)
+    tensor, _ = mesh_and_ranks("MPIAllreduce", attributes, inputs)
     if attributes.get("reduce", "sum") not in ("sum", "max"):
         raise TypeRuleError(f"MPIAllreduce: reduce={attributes['reduce']!r} is neither 'sum' nor 'max'")
     return (tensor,)
 
 
 def _allgather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    tensor, count = _mesh("MPIAllgather", attributes, inputs)
+    tensor, count = mesh_and_ranks("MPIAllgather", attributes, inputs)
     dim = _dim("MPIAllgather", tensor, attributes, "dim")
     return _resized(tensor, dim, tensor.shape[dim] * count)
 
@@ -145,24 +150,24 @@ def _allgather_into_types(attributes: Attributes, inputs: tuple[Tensor, ...]) ->
 
 
 def _local_part_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    tensor, count = _mesh("LocalPart", attributes, inputs[:1])
+    tensor, count = mesh_and_ranks("LocalPart", attributes, inputs[:1])
     return (tensor.with_shape((flat_part(tensor.size, count),)),)
 
 
 def _slice_types(op_type: str) -> TypesRule:
     def rule(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        tensor, count = _mesh(op_type, attributes, inputs)
+        tensor, count = mesh_and_ranks(op_type, attributes, inputs)
         dim = _dim(op_type, tensor, attributes, "dim")
-        return _resized(tensor, dim, _part(op_type, tensor, dim, count, attributes.get("pieces")))
+        return _resized(tensor, dim, divided_size(op_type, tensor, dim, count, attributes.get("pieces")))
 
     return rule
 
 
 def _alltoall_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    tensor, count = _mesh("MPIAlltoall", attributes, inputs)
+    tensor, count = mesh_and_ranks("MPIAlltoall", attributes, inputs)
     split = _dim("MPIAlltoall", tensor, attributes, "split")
     concat = _dim("MPIAlltoall", tensor, attributes, "concat")
-    part = _part("MPIAlltoall", tensor, split, count, None)
+    part = divided_size("MPIAlltoall", tensor, split, count, None)
     (half,) = _resized(tensor, split, part)
     return _resized(half, concat, half.shape[concat] * count)
 
@@ -196,7 +201,7 @@ def _local_slice(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Arr
 
 
 def _local_indices_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    tensor, _ = _mesh("LocalIndices", attributes, inputs)
+    tensor, _ = mesh_and_ranks("LocalIndices", attributes, inputs)
     _required("LocalIndices", attributes, "size")
     return (tensor,)
 
@@ -254,7 +259,7 @@ def _scatter_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[
                 raise TypeRuleError(f"MPIScatter: {tensor} is divided flat as a tensor of shape {pieces}")
             tensor = tensor.with_shape((flat_part(tensor.size, count),))
         else:
-            (tensor,) = _resized(tensor, dim, _part("MPIScatter", tensor, dim, count, pieces))
+            (tensor,) = _resized(tensor, dim, divided_size("MPIScatter", tensor, dim, count, pieces))
     return (tensor.on(target),)
 
 
@@ -312,7 +317,7 @@ def _output_bytes(signature: Signature) -> int:
 
 def _parts_bytes(signature: Signature) -> int:
     """Return the bytes of the parts of all ranks, padding included."""
-    _, count = _mesh(signature.op_type, signature.attributes, signature.inputs[:1])
+    _, count = mesh_and_ranks(signature.op_type, signature.attributes, signature.inputs[:1])
     return signature.inputs[0].nbytes * count
 
 

@@ -80,7 +80,8 @@ class ShardingRule:
     ranks to make it partial. ``addends`` are inputs that are added to the result (the bias of a
     ``Gemm``): where dividing a factor makes the outputs partial, they have to be partial as well.
     ``localize`` rewrites the attributes for the local shapes. ``decompositions`` are by factor. ``whole`` are
-    factors that are not divided: they say which dimensions are of the same.
+    factors that are not divided: they say which dimensions are of the same. ``context``: by kind of context
+    parallelism the factor, maybe one of those, that its ranks divide where others divide the sequence.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -92,6 +93,7 @@ class ShardingRule:
     """(attributes, local output shapes) -> local attributes."""
     decompositions: Mapping[str, Decomposition] = field(default_factory=dict[str, Decomposition])
     whole: tuple[str, ...] = ()
+    context: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:

@@ -43,6 +43,7 @@ _KERNELS = {
     "scatter": ("SendRecv", "scatter"),
     "gather": ("SendRecv", "gather"),
     "send": ("SendRecv", "send"),
+    "shift": ("SendRecv", "send"),
 }
 # The names that PyTorch's profiler gives element types.
 _DTYPES = {

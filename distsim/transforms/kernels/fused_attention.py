@@ -70,7 +70,7 @@ def as_options(mask: Array, scores: tuple[int, int]) -> AttentionOptions | None:
     first = int(np.argmax(visible[-1]))
     window = None if first == 0 else max(seq - first, 1)
     for options in (AttentionOptions(is_causal=True, window=window), AttentionOptions(window=window)):
-        expected = seen(seq, kv_seq, options)
+        expected = seen(np.arange(seq), np.arange(kv_seq), options)
         if expected is not None and np.array_equal(visible, expected):
             return options
     return None

@@ -16,7 +16,18 @@ from distsim.ops import signature_of
 from distsim.ops.places import shape_of
 from distsim.transforms.kernels.policies import is_pointwise
 
-_STRIDED = frozenset(("Attention", "AttentionGrad", "Concat", "ReduceSum", "Slice", "Split"))
+_STRIDED = frozenset(
+    (
+        "Attention",
+        "AttentionGrad",
+        "AttentionPart",
+        "AttentionPartGrad",
+        "Concat",
+        "ReduceSum",
+        "Slice",
+        "Split",
+    )
+)
 """Kernels, besides those that work element by element, that take strides."""
 _PRODUCTS = frozenset(("MatMul", "MatMulGrad", "MatMulGradA", "MatMulGradB", "Gemm"))
 

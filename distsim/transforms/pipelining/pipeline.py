@@ -24,7 +24,9 @@ from distsim.ir import (
     substitute,
 )
 from distsim.ir.rewrite import inline
+from distsim.ir.type import as_tensor
 from distsim.ops import operator
+from distsim.ops.communication import Shard
 from distsim.program.block import StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
@@ -36,6 +38,7 @@ from distsim.transforms.pipelining.shared_weights import copy_weights
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
 from distsim.transforms.pipelining.stages import assign_stages
+from distsim.transforms.sharding.layout import Placement
 from distsim.transforms.sharding.shard import Sharded
 
 Starts = tuple[int, ...]
@@ -138,24 +141,40 @@ class _Source:
     def __init__(self, local: Sharded) -> None:
         self.function = function = _without_early_sums(local.function, local.microbatches)
         self.inputs: list[Value] = []
-        places = {id(place): place for place in (*local.inputs, *local.outputs)}
-        divided = {
-            key: (place.shards(), place.batch.sharded, max(place.batch.dim, 0))
-            for key, place in places.items()
-        }
         for key, source in zip(function.inputs, local.sources, strict=True):
             same = source.role is key.role
             self.inputs.append(source if same else Value(source.name, source.type, key.role))
-        self.divided = [divided[id(place)] for place in local.inputs]
+        divided = _Divisions()
+        self.divided = [
+            (divided.of(place, value), place.batch.sharded, max(place.batch.dim, 0))
+            for place, value in zip(local.inputs, function.inputs, strict=True)
+        ]
         given: list[Function | None] = [None] * (len(self.inputs) - len(local.made))
         self.made = [*given, *local.made]
-        self.outputs = [(divided[id(place)][0], place.batch) for place in local.outputs]
+        self.outputs = [
+            (divided.of(place, value), place.batch)
+            for place, value in zip(local.outputs, local.function.outputs, strict=True)
+        ]
         # No cache: the cuts that are in use.
         self.cuts: WeakValueDictionary[Hashable, Cut] = WeakValueDictionary()
 
     @staticmethod
     def of(local: Sharded) -> _Source:
         return _SOURCES.get(local.function, local.microbatches > 1, lambda: _Source(local))
+
+
+class _Divisions:
+    """How values are divided, each way made once: many parameters are divided alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[Shard, ...]] = {}
+
+    def of(self, place: Placement, value: Value) -> tuple[Shard, ...]:
+        shape = as_tensor(value.type, value.name).shape
+        found = self._known.get((id(place), shape))
+        if found is None:
+            found = self._known[id(place), shape] = place.shards(shape)
+        return found
 
 
 _SOURCES = Cache[Function, _Source]("what is cut, by local function and whether it has microbatches", 2)

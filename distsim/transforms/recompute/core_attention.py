@@ -11,7 +11,8 @@ from distsim.transforms.recompute.saves import JointGraph, NodeKind, NodeRole, P
 def core_attention(graph: JointGraph) -> list[frozenset[int]]:
     """Return, per attention of the forward pass, the values that it makes before its result.
 
-    Of the op ``Attention`` these are its statistics. Written out they are all from the product of two
+    Of the op ``Attention`` these are its statistics; of ranks that have parts of a sequence, all that the
+    steps make and send before the last. Written out they are all from the product of two
     activations on which a softmax depends (the scores) up to the product of two activations that depends
     on it (the result, which is none of them): masks, softcaps, dropout and its mask lie between. A softmax
     without these products, as that of a router, is no attention.
@@ -24,13 +25,17 @@ def core_attention(graph: JointGraph) -> list[frozenset[int]]:
     for position, node in enumerate(graph.nodes):
         if node.phase is not Phase.FORWARD or node.item is not None:
             continue
-        if node.op == "Attention":
-            found.append(frozenset([each for each in search.items(position) if graph.nodes[each].item]))
+        if node.op in _KERNELS and not search.is_a_step(position):
+            found.append(search.steps(position))
         elif node.op == "Softmax":
             inside = search.around(position)
             if inside and not any(inside & other for other in found):
                 found.append(inside)
     return [each for each in found if each]
+
+
+_KERNELS = ("Attention", "AttentionPart", "MergeAttention")
+_STEPS = (*_KERNELS, "MPIShift")
 
 
 class _CoreSearch:
@@ -50,6 +55,28 @@ class _CoreSearch:
         if self.graph.nodes[position].kind is not NodeKind.TUPLE:
             return frozenset((position,))
         return frozenset(self.graph.users[position])
+
+    def is_a_step(self, position: int) -> bool:
+        """Whether another step of the same attention reads what a kernel makes."""
+        users = [user for each in self.items(position) for user in self.graph.users[each]]
+        return any(self.graph.nodes[user].op == "MergeAttention" for user in users)
+
+    def steps(self, last: int) -> frozenset[int]:
+        """Return the values made by an attention's steps up to the last, of which all but the result."""
+        nodes = self.graph.nodes
+        found = {each for each in self.items(last) if nodes[each].item}
+        visited, todo = {last}, list(nodes[last].inputs)
+        while todo:
+            each = todo.pop()
+            node = nodes[each]
+            maker = node if node.item is None else nodes[node.inputs[0]]
+            if each in visited or maker.op not in _STEPS or node.phase is not Phase.FORWARD:
+                continue
+            visited.add(each)
+            if node.kind is not NodeKind.TUPLE:
+                found.add(each)
+            todo += node.inputs
+        return frozenset(found)
 
     def multiplies(self, position: int) -> bool:
         """Whether a node is on the matrix units, of activations or of weights."""

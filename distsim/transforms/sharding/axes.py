@@ -9,7 +9,7 @@ from distsim.ir import Device, Function, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ops.sharding_rule import factors_of
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
-from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, State, sharded
+from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, DividedAxis, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
 from distsim.transforms.sharding.strategies import Allowed, Options, pieces_of, rule_of
@@ -89,6 +89,37 @@ def tensor_options(
     return Options(structure, allowed, given, pieces, divided=vocabulary, spread=spread)
 
 
+def context_options(
+    function: Function, structure: Structure, divided: Mapping[Value, int], batch: Marks, kind: str
+) -> Options:
+    """Return the choice over the ranks of a context: these inputs are ``divided`` in their sequence.
+
+    ``batch`` are the dimensions that carry the batch. All that has a sequence is divided in it, attention as
+    the ``kind`` says (:class:`distsim.ops.sharding_rule.ShardingRule`).
+    """
+    number = structure.number
+    given = {number[v]: REPLICATED for v in function.inputs}
+    given |= {number[v]: sharded(dim) for v, dim in divided.items()}
+    marks = propagate(function, {v: frozenset({(dim, None)}) for v, dim in divided.items()})
+
+    def allowed(node: Node) -> Allowed:
+        rule = rule_of(node.signature)
+        if rule is not None and rule.context:
+            return lambda factor, pieces: 0
+        of_sequence, of_batch = marked(node.op, marks), marked(node.op, batch)
+
+        def test(factor: str, part: tuple[int, ...] | None) -> int | None:
+            if not of_sequence(factor, part):
+                return None
+            if not of_batch(factor, None):
+                return 0
+            return None if part is None else len(part)  # behind the batch, in a dimension that merges both
+
+        return test
+
+    return Options(structure, allowed, given, pieces_of(structure), context=kind)
+
+
 def _activations(structure: Structure, data: Marks, batch: Marks) -> frozenset[int]:
     """Return the groups of what is computed of parameters and has a sequence."""
     computed = {n for n, group in enumerate(structure.groups) if group.role is Role.PARAMETER}
@@ -119,7 +150,7 @@ def _over_vocabulary(structure: Structure, trained: Marks, data: Marks) -> dict[
     for gradient in (False, True):
         for node in structure.nodes:
             rule = rule_of(node.signature)
-            factors = [*rule.decompositions] if rule else []
+            factors = [*rule.decompositions] if rule and not rule.context else []
             if rule is None or not factors or (node.op.op_type == "GatherGrad") != gradient:
                 continue
             (factor,), of_trained, of_data = factors, marked(node.op, trained), marked(node.op, data)
@@ -135,6 +166,43 @@ def _over_vocabulary(structure: Structure, trained: Marks, data: Marks) -> dict[
 def decide_batch(structure: Structure, options: Options, parts: int, device: Device) -> Decision:
     """Return how the batch is divided into ``parts``, over dp ranks and microbatches."""
     return decide(structure, Axis(parts, device, options, parts, over_time=True))
+
+
+def decide_context(
+    structure: Structure, options: Options, degrees: tuple[int, int, int], batch: Decision, device: Device
+) -> Decision:
+    """Return how the ranks of a context divide the work; ``degrees`` are (ranks, dp, microbatches)."""
+    ranks, dp, microbatches = degrees
+    repeats = _repeats(structure, batch, dp, microbatches)
+    return decide(structure, Axis(ranks, device, options, dp * microbatches, repeats=repeats, all_ops=True))
+
+
+_TAKES = {
+    "ulysses": "ulysses takes ranks that divide the heads of both",
+    "ring": "a ring takes as many keys as queries, and no mask",
+    "allgather": "allgather takes no mask beside a causal one",
+}
+
+
+def check_context(structure: Structure, decision: Decision, axis: DividedAxis, kind: str) -> None:
+    """Raise for attention that a kind of context parallelism does not divide over its ranks."""
+    divided = False
+    for node in structure.nodes:
+        rule = rule_of(node.signature)
+        if rule is None or not rule.context:
+            continue
+        divided = True
+        if decision.strategies[node.op].factor is None:
+            query, key = node.signature.inputs[:2]
+            raise PlanError(
+                f"{axis.name}={axis.parts} does not divide {node.op!r} by {kind}: its queries are {query}, "
+                f"its keys {key} ([batch, heads, sequence, size]); {_TAKES[kind]}"
+            )
+    if not divided:
+        raise PlanError(
+            f"{axis.name}={axis.parts}, but {structure.name} has no attention that is one op; say "
+            "--attention flash, or cp=1"
+        )
 
 
 def decide_tensor(

@@ -46,7 +46,7 @@ pass alone is two thirds) is given up for one that divides all it can, as the ba
 INSISTENT = 1e7
 """How many times undivided flops count then."""
 BATCH_TOUCH_WEIGHT = 1e3
-"""The cost of a byte touched, over the batch, of which every op is divided if at all possible."""
+"""The cost of a byte touched, over the batch and a sequence, of which every op is divided if it can be."""
 NARROW, WIDE = 1_000_000, 10_000_000
 """Entries of the tables of a choice: of one with a sequence to divide ten times as many, which proves it."""
 WHOLE = 0
@@ -91,6 +91,8 @@ class Axis:
     parts: int
     over_time: bool = False
     """The axis is the batch, which is divided over microbatches as well."""
+    all_ops: bool = False
+    """Every op is divided if at all possible, whatever the others are."""
     repeats: Sequence[tuple[float, float]] | None = None
     """How often a group's value is moved, within a callee and in the whole function: in parts of the batch
     once in all, a weight every time anew."""
@@ -99,7 +101,7 @@ class Axis:
 def decide(structure: Structure, axis: Axis) -> Decision:
     """Return the least-cost placement of every op and value."""
     chooser = _Chooser(structure, axis)
-    if not axis.over_time:
+    if not (axis.over_time or axis.all_ops):
         found = chooser.decide(UNDIVIDED)
         if found.divided >= DIVIDED_SHARE:
             return found
@@ -218,7 +220,8 @@ class _Chooser:
         node, ranks = self.structure.nodes[number], self.axis.ranks
         options = [self.axis.options.of[number][c] for c in self.options[number]]
         flops = node.flops / self._flops_per_byte(node) if node.flops else 0.0
-        touched = (BATCH_TOUCH_WEIGHT if self.axis.over_time else TOUCH_WEIGHT) * node.touched
+        every = self.axis.over_time or self.axis.all_ops
+        touched = (BATCH_TOUCH_WEIGHT if every else TOUCH_WEIGHT) * node.touched
         costs = [
             node.times
             * (

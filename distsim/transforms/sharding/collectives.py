@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from distsim.errors import PlanError
 from distsim.ir import FunctionMaker, Literal, Mesh, Tensor, Value
+from distsim.ir.device import joined_axes
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
-from distsim.transforms.sharding.layout import PARTIAL, Placement, State, exchangeable, sharded
+from distsim.transforms.sharding.layout import (
+    PARTIAL,
+    REPLICATED,
+    DividedAxis,
+    Placement,
+    State,
+    exchangeable,
+    sharded,
+)
+
+TENSOR = "tp"
+"""The axis along which parameters are divided, with the work on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +44,14 @@ class DegreeNeeded(Exception):
 
 
 class Mover:
-    """Works out recipes for ``dp`` replicas, of which ``mesh`` may show fewer, and ``microbatches``."""
+    """Works out recipes along ``axes``, the batch's first, of ranks of which ``mesh`` may show fewer."""
 
-    def __init__(self, mesh: Mesh, dp: int, microbatches: int) -> None:
-        self.mesh, self.microbatches = mesh, microbatches
-        self.parts = dp * microbatches
+    def __init__(self, mesh: Mesh, axes: tuple[DividedAxis, ...], microbatches: int) -> None:
+        self.mesh, self.axes, self.microbatches = mesh, axes, microbatches
         self.needs_dp = False
         self.refusal = ""
-        self._shown = mesh.axis_size("dp")
-        self._pattern = self._shown != dp
+        self._shown = [mesh.axis_size(axis.name) for axis in axes]
+        self._pattern = self._shown[0] * microbatches != axes[0].parts
 
     def recipe(self, name: str, local: Tensor, source: Placement, target: Placement, top: bool) -> Recipe:
         """Return the ops that bring a value of type ``local``; ``top``: in the whole function.
@@ -57,21 +69,70 @@ class Mover:
     def _move(
         self, maker: FunctionMaker, local: Value, name: str, ends: tuple[Placement, Placement], top: bool
     ) -> None:
-        """Sum over microbatches first, so that what crosses the ranks does so once per step."""
-        source, target = ends
-        if target.batch is PARTIAL and source.batch is not PARTIAL:
-            local = share(maker, local, self.parts)
-            source = Placement(PARTIAL, source.tp)
-        if source.batch != target.batch:
-            local = self._in_time(maker, local, name, source.batch, top)
-        within = [_within(state, source.batch, self.parts) for state in (source.tp, target.tp)]
-        local = _collective(maker, local, within[0], within[1], "tp")
-        if self._shown > 1 and source.batch != target.batch:
-            if source.batch.sharded or target.batch.sharded:
-                self.needs_dp = True
-                if self._pattern:
-                    raise DegreeNeeded
-            _collective(maker, local, source.batch, target.batch, "dp")
+        """Sum over microbatches first, so that what crosses the ranks does so once per step.
+
+        Of axes that divide a dimension together the last is the inner one: gathered first, divided last. A
+        sum over several axes of which none divides parameters is taken once, over all of them.
+        """
+        (source, *inner), target = ends[0].states, ends[1].states
+        if target[0] is PARTIAL and source is not PARTIAL:
+            local = share(maker, local, self.axes[0].parts)
+            source = PARTIAL
+        if source != target[0]:
+            local = self._in_time(maker, local, name, source, top)
+        states, summed = [source, *inner], list[str]()
+        for place in reversed(range(len(states))):
+            state, wanted = states[place], target[place]
+            if state.sharded and self._is_within_a_move(place, states, target):
+                wanted = REPLICATED
+            elif state == wanted or state is REPLICATED or (state is PARTIAL and wanted.sharded):
+                continue
+            if state is PARTIAL and self.axes[place].name != TENSOR:
+                summed += [self.axes[place].name] if self._shown[place] > 1 else []
+            else:
+                local = self._step(maker, local, place, states, wanted)
+            states[place] = wanted
+        if summed:
+            local = _add(maker, local, "MPIAllreduce", joined_axes(summed[::-1]))
+        for place, wanted in enumerate(target):
+            if states[place] != wanted:
+                local = self._step(maker, local, place, states, wanted)
+                states[place] = wanted
+
+    def _is_within_a_move(self, place: int, states: Sequence[State], target: Sequence[State]) -> bool:
+        """Whether an outer axis that divides the same dimension is gathered, or begins to divide it."""
+        dim = states[place].dim
+        for now, then in zip(states[:place], target[:place], strict=True):
+            exchanged = now.sharded and then.sharded
+            if now != then and not exchanged and dim in (now.dim, then.dim):
+                return True
+        return False
+
+    def _step(
+        self, maker: FunctionMaker, local: Value, place: int, states: Sequence[State], wanted: State
+    ) -> Value:
+        """Bring a value, divided as ``states`` say, to the state that is wanted along one axis."""
+        if self._shown[place] == 1:
+            return local
+        if place == 0 and (states[0].sharded or wanted.sharded):
+            self.needs_dp = True
+            if self._pattern:
+                raise DegreeNeeded
+        within = [self._within(state, place, states) for state in (states[place], wanted)]
+        return _collective(maker, local, within[0], within[1], self.axes[place])
+
+    def _within(self, state: State, place: int, states: Sequence[State]) -> State:
+        """Return the state of what outer axes leave of a merged dimension: fewer pieces, or smaller ones."""
+        if not state.pieces:
+            return state
+        pieces = state.pieces
+        for axis, outer in zip(self.axes[:place], states[:place], strict=True):
+            if outer.sharded and outer.dim == state.dim:
+                if outer.pieces:
+                    pieces = tuple([n // axis.parts for n in pieces])
+                else:
+                    pieces = pieces[: len(pieces) // axis.parts]
+        return sharded(state.dim, pieces)
 
     def _in_time(self, maker: FunctionMaker, local: Value, name: str, source: State, top: bool) -> Value:
         """Bring a value together over microbatches: mark the sum of what is partial, refuse the rest."""
@@ -102,33 +163,33 @@ def share(maker: FunctionMaker, local: Value, ranks: int) -> Value:
     return maker.add("Mul", [local], {"B": scale}, output_names=[f"{local.name}.share"])[0]
 
 
-def _within(state: State, batch: State, parts: int) -> State:
-    """Return the state of one rank's part of the batch: of a merged dimension it has fewer pieces."""
-    if not (state.pieces and batch.sharded and batch.dim == state.dim):
-        return state
-    return sharded(state.dim, state.pieces[: len(state.pieces) // parts])
+def _add(maker: FunctionMaker, local: Value, op_type: str, axis: str, **attributes: object) -> Value:
+    """Add an op over an axis that makes another state of the same value, under its name."""
+    given = {key: item for key, item in attributes.items() if item is not None}
+    return maker.add(op_type, [local], {"axis": axis, **given}, output_names=[local.name])[0]
 
 
-def _collective(maker: FunctionMaker, local: Value, source: State, target: State, axis: str) -> Value:
-    """Add what brings a value from one state to another along a mesh axis."""
+def _collective(maker: FunctionMaker, local: Value, source: State, target: State, axis: DividedAxis) -> Value:
+    """Add what brings a value from one state to another along an axis of the mesh."""
     if source == target:
         return local
+    type_ = as_tensor(local.type, local.name)
+    ranks = type_.device.axis_size(axis.name) if isinstance(type_.device, Mesh) else 1
 
-    def add(op_type: str, value: Value, **attributes: object) -> Value:
-        attributes = {key: item for key, item in attributes.items() if item is not None}
-        return maker.add(op_type, [value], {"axis": axis, **attributes}, output_names=[local.name])[0]
+    def divide(op_type: str, value: Value, state: State, size: int) -> Value:
+        pieces = axis.pieces(state, size)
+        return _add(maker, value, op_type, axis.name, dim=state.dim, pieces=pieces)
 
     if target is PARTIAL:
-        ranks = as_tensor(local.type, local.name).device
-        return share(maker, local, ranks.axis_size(axis) if isinstance(ranks, Mesh) else 1)
+        return share(maker, local, ranks)
     if source is PARTIAL:
         if not target.sharded:
-            return add("MPIAllreduce", local)
-        return add("MPIReduceScatter", local, dim=target.dim, pieces=target.pieces)
-    if source.sharded and target.sharded and exchangeable(source, target):
-        return add("MPIAlltoall", local, split=target.dim, concat=source.dim)
+            return _add(maker, local, "MPIAllreduce", axis.name)
+        return divide("MPIReduceScatter", local, target, type_.shape[target.dim])
+    if source.sharded and target.sharded and exchangeable(source, target) and not axis.zigzag:
+        return _add(maker, local, "MPIAlltoall", axis.name, split=target.dim, concat=source.dim)
     if source.sharded:
-        local = add("MPIAllgather", local, dim=source.dim, pieces=source.pieces)
+        local = divide("MPIAllgather", local, source, type_.shape[source.dim] * ranks)
     if target.sharded:
-        local = add("LocalSlice", local, dim=target.dim, pieces=target.pieces)
+        local = divide("LocalSlice", local, target, as_tensor(local.type, local.name).shape[target.dim])
     return local

@@ -49,26 +49,61 @@ def sharded(dim: int, pieces: tuple[int, ...] | None = None) -> State:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """The states of a value along the batch axis (microbatches and dp) and along the tp axis.
+class DividedAxis:
+    """An axis of a mesh along which values are divided into ``parts``: as many as ranks, or, of the batch,
+    ranks and microbatches.
 
-    ``flat``: the shape of what tp leaves of a parameter, or of its state, that is divided over dp as well:
+    ``zigzag``: what is divided is in twice as many parts, of which rank r has the r-th and the r-th from the
+    end, so that a causal mask leaves all ranks the same work (Brandon et al. 2023, striped attention, and the
+    "2cp chunks" of TransformerEngine, ``context_parallel.py``).
+    """
+
+    name: str
+    parts: int
+    zigzag: bool = False
+
+    def pieces(self, state: State, size: int) -> tuple[int, ...] | None:
+        """Return the pieces in which a dimension of ``size`` is divided, for ``MPIScatter`` and the like."""
+        if not self.zigzag:
+            return state.pieces
+        return tuple([half for n in state.pieces or (size,) for half in (n // 2, -(n // 2))])
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The states of a value along the axes of ranks, the batch (microbatches and dp) first.
+
+    ``flat``: the shape of what these leave of a parameter, or of its state, that is divided over dp as well:
     flat and padded, for it stays over microbatches. None: it is not.
     """
 
-    batch: State = REPLICATED
-    tp: State = REPLICATED
+    axes: tuple[DividedAxis, ...]
+    states: tuple[State, ...]
     flat: tuple[int, ...] | None = None
 
-    def shards(self) -> tuple[Shard, ...]:
-        """Return how it is divided, for ``MPIScatter`` and ``MPIGather``."""
-        states = (("dp", self.batch), ("tp", self.tp))
-        found: tuple[Shard, ...] = tuple([(s.dim, axis, s.pieces) for axis, s in states if s.sharded])
-        return found if self.flat is None else (*found, (None, "dp", self.flat))
+    @property
+    def batch(self) -> State:
+        """The state along the batch."""
+        return self.states[0]
+
+    def along(self, name: str) -> State:
+        """Return the state along an axis; whole where there is no such axis."""
+        return next((s for a, s in zip(self.axes, self.states, strict=True) if a.name == name), REPLICATED)
+
+    def shards(self, local: tuple[int, ...]) -> tuple[Shard, ...]:
+        """Return how a value is divided of which a rank's part has this shape, for ``MPIScatter`` and
+        ``MPIGather``."""
+        shape = list(local if self.flat is None else self.flat)
+        found: list[Shard] = []
+        for axis, state in reversed(tuple(zip(self.axes, self.states, strict=True))):
+            if state.sharded:
+                shape[state.dim] *= axis.parts
+                found.insert(0, (state.dim, axis.name, axis.pieces(state, shape[state.dim])))
+        return tuple(found) if self.flat is None else (*found, (None, "dp", self.flat))
 
     def __str__(self) -> str:
-        flat = "" if self.flat is None else f" dp:flat{list(self.flat)}"
-        return f"dp:{self.batch} tp:{self.tp}{flat}"
+        flat = [] if self.flat is None else [f"dp:flat{list(self.flat)}"]
+        return " ".join([*(f"{a.name}:{s}" for a, s in zip(self.axes, self.states, strict=True)), *flat])
 
 
 @cached("what the ranks must divide, by shape and state", 65536)

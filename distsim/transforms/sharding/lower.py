@@ -7,7 +7,8 @@ with the types of all it makes, and then only repeated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
@@ -17,7 +18,7 @@ from distsim.ops import signature_of
 from distsim.transforms.op_graph import Numbered
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
-from distsim.transforms.sharding.layout import REPLICATED, Placement, State, local_shape
+from distsim.transforms.sharding.layout import REPLICATED, DividedAxis, Placement, State, local_shape
 from distsim.transforms.sharding.strategies import Strategy, rule_of
 
 __all__ = ["DegreeNeeded", "Lowered", "lower"]
@@ -42,20 +43,18 @@ def lower(
     function: Function,
     known: Mapping[Value, Role],
     mesh: Mesh,
-    dp: int,
     microbatches: int,
-    batch: Decision,
-    tp: Decision,
+    axes: Mapping[DividedAxis, Decision],
     again: bool = False,
 ) -> Lowered:
-    """Write out ``function`` for one rank of ``mesh``, which stands for ``dp`` data-parallel ranks.
+    """Write out ``function`` for one rank of ``mesh``, as decided along each of ``axes``, the batch's first.
 
     ``again``: what backward reads of forward is brought where it is needed in backward again, not kept.
 
     Raises :class:`PlanError` when a sum over microbatches would be needed within one of them, and
     :class:`DegreeNeeded` when the mesh has fewer replicas than there are and a shape depends on it.
     """
-    lowering = _ShardLowering(function, known, mesh, Mover(mesh, dp, microbatches), batch, tp)
+    lowering = _ShardLowering(function, known, mesh, microbatches, axes)
     if again:
         ahead = Numbered(function).forward
         lowering.ahead = {op for op, forward in zip(function.ops, ahead, strict=True) if forward}
@@ -75,17 +74,18 @@ class _ShardLowering:
         function: Function,
         known: Mapping[Value, Role],
         mesh: Mesh,
-        mover: Mover,
-        batch: Decision,
-        tp: Decision,
+        microbatches: int,
+        axes: Mapping[DividedAxis, Decision],
     ) -> None:
-        self.function, self.known, self.mesh, self.mover = function, known, mesh, mover
-        self.batch, self.tp = batch, tp
+        self.function, self.known, self.mesh = function, known, mesh
+        self.axes, self.decisions = tuple(axes), tuple(axes.values())
+        self.mover = Mover(mesh, self.axes, microbatches)
         self.ahead: set[Op] = set()  # the forward pass, where backward is to move what it reads anew
-        self.parts, self.ranks = mover.parts, mesh.axis_size("tp")
-        self._places: dict[tuple[State, State], Placement] = {}
+        self._places: dict[tuple[State, ...], Placement] = {}
+        batch = self.decisions[0]
         whole = (REPLICATED,) * len(batch.groups)
-        self._homes = [self.place(b, t) for b, t in zip(batch.groups, tp.groups or whole, strict=True)]
+        every = zip(*[decision.groups or whole for decision in self.decisions], strict=True)
+        self._homes = [self.place(states) for states in every]
         self._number = batch.number
         self._types: dict[tuple[Tensor, Placement], Tensor] = {}
         self._recipes: dict[tuple[int, int, int, bool], Recipe] = {}
@@ -93,12 +93,17 @@ class _ShardLowering:
         self._done: dict[Function, Function] = {}
         self._calls: dict[tuple[Function | int, ...], _ShardedCall] = {}
 
-    def place(self, batch: State, tp: State) -> Placement:
+    def place(self, states: tuple[State, ...]) -> Placement:
         """Return the placement of these states, the same object every time."""
-        found = self._places.get((batch, tp))
+        found = self._places.get(states)
         if found is None:
-            found = self._places[batch, tp] = Placement(batch, tp)
+            found = self._places[states] = Placement(self.axes, states)
         return found
+
+    def places(self, along: Sequence[tuple[State, ...]], count: int) -> list[Placement]:
+        """Return the placements of ``count`` values; ``along`` each axis their states, none: all whole."""
+        whole = (REPLICATED,) * count
+        return [self.place(states) for states in zip(*[states or whole for states in along], strict=True)]
 
     def placement(self, value: Value) -> Placement:
         """Return the placement in which a value is handed on."""
@@ -108,9 +113,16 @@ class _ShardLowering:
         whole = as_tensor(value.type, value.name)
         found = self._types.get((whole, placement))
         if found is None:
-            shape = local_shape(whole.shape, placement.batch, self.parts)
-            found = Tensor(whole.dtype, local_shape(shape, placement.tp, self.ranks), self.mesh)
-            self._types[whole, placement] = found
+            shape = whole.shape
+            for axis, state in zip(self.axes, placement.states, strict=True):
+                if state.sharded and not state.pieces and shape[state.dim] % axis.parts:
+                    raise PlanError(
+                        f"{value.name}, {whole}: {axis.name}={axis.parts} does not divide the "
+                        f"{shape[state.dim]} that other axes leave of dimension {state.dim} ({placement}); "
+                        "use smaller degrees"
+                    )
+                shape = local_shape(shape, state, axis.parts)
+            found = self._types[whole, placement] = Tensor(whole.dtype, shape, self.mesh)
         return found
 
     def home_type(self, value: Value) -> Tensor:
@@ -125,9 +137,8 @@ class _ShardLowering:
         key = (self._number[value], id(source), id(target), top)
         found = self._recipes.get(key)
         if found is None:
-            local = self.local_type(value, source)
+            local, expected = self.local_type(value, source), self.local_type(value, target)
             found = self.mover.recipe(value.name, local, source, target, top)
-            expected = self.local_type(value, target)
             made = found[-1].type if found else local  # nothing moves over a single rank
             if made != expected:
                 raise PlanError(
@@ -226,12 +237,10 @@ class _FunctionLowering:
 
     def op(self, op: Op) -> None:
         lowering = self.lowering
-        batch, tp = lowering.batch.strategies[op], lowering.tp.strategies.get(op)
-        ins = tp.inputs if tp else (REPLICATED,) * len(op.inputs)
-        outs = tp.outputs if tp else (REPLICATED,) * len(op.outputs)
-        places = [lowering.place(b, t) for b, t in zip(batch.inputs, ins, strict=True)]
+        along = [decision.strategies.get(op) for decision in lowering.decisions]
+        places = lowering.places([each.inputs if each else () for each in along], len(op.inputs))
         inputs = [self.read(v, place) for v, place in zip(op.inputs, places, strict=True)]
-        raw = [lowering.place(b, t) for b, t in zip(batch.outputs, outs, strict=True)]
+        raw = lowering.places([each.outputs if each else () for each in along], len(op.outputs))
         expected = [lowering.local_type(v, p) for v, p in zip(op.outputs, raw, strict=True)]
         attributes = op.attributes
         rule = rule_of(signature_of(op))
@@ -239,25 +248,29 @@ class _FunctionLowering:
             attributes = rule.localize(attributes, tuple(t.shape for t in expected))
         if not op.inputs:
             attributes = {**attributes, "device": lowering.mesh}
-        decomposition = rule.decompositions.get(tp.factor or "") if rule and tp else None
-        if decomposition is None:
+        decomposed = [
+            (rule.decompositions[each.factor], axis)
+            for each, axis in zip(along, lowering.axes, strict=True)
+            if rule and each and each.factor is not None and each.factor in rule.decompositions
+        ]
+        if not decomposed:
             names = [value.name for value in op.outputs]
             made = self.maker.add(op.op_type, inputs, attributes, (), names, op.version, op.name)
         else:
-            made = decomposition.build(self.maker, replace(op, attributes=attributes), inputs, "tp")
+            ((decomposition, axis),) = decomposed
+            made = decomposition.build(self.maker, replace(op, attributes=attributes), inputs, axis.name)
         for value, local, type_, place in zip(op.outputs, made, expected, raw, strict=True):
             if local.type != type_:
                 raise PlanError(
                     f"sharding {op!r} made {local.type} where {type_} was expected: the sharding rule of "
                     f"{op.op_type} is wrong for these shapes"
                 )
-            self.define(value, place, self.averaged(local, batch, tp))
+            self.define(value, place, self.averaged(local, along))
 
-    def averaged(self, local: Value, batch: Strategy, tp: Strategy | None) -> Value:
+    def averaged(self, local: Value, along: Sequence[Strategy | None]) -> Value:
         """A mean over one rank's part is divided by the ranks, so that the parts sum to the mean."""
-        ranks = self.lowering.parts if batch.mean else 1
-        ranks *= self.lowering.ranks if tp and tp.mean else 1
-        return share(self.maker, local, ranks)
+        axes = zip(self.lowering.axes, along, strict=True)
+        return share(self.maker, local, math.prod([axis.parts for axis, each in axes if each and each.mean]))
 
     def call(self, op: Op) -> None:
         plan, home = self.lowering.call(op), self.home

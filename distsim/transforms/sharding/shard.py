@@ -8,29 +8,34 @@ the fewest bytes; the column-then-row pattern of Megatron-LM (Shoeybi et al. 201
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distsim.cache import Cache
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Role, Value, callees
-from distsim.ir.device import logical_mesh
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.sharding.axes import (
     batch_options,
+    check_context,
+    context_options,
     decide_batch,
+    decide_context,
     decide_tensor,
     tensor_options,
 )
 from distsim.transforms.sharding.choose_layouts import Decision
+from distsim.transforms.sharding.collectives import TENSOR
 from distsim.transforms.sharding.constants import as_inputs, as_values
-from distsim.transforms.sharding.layout import Placement
+from distsim.transforms.sharding.layout import DividedAxis, Placement
 from distsim.transforms.sharding.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.sharding.problem_graph import structure_of
 from distsim.transforms.sharding.roles import WHOLE_BATCH, Marks, batch_inputs, propagate_both, roles
+from distsim.transforms.sharding.strategies import Options
 
 REPLICATION_NOTED = 0.95
 """Less than this share of the matrix flops divided over tp is worth a note."""
@@ -45,6 +50,7 @@ class Sharded:
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
     not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are the
     notes of the function that was sharded. ``kernels``: which of its ops one kernel runs, once it is cut.
+    ``decisions`` are by axis of the mesh, the batch's first.
     """
 
     function: Function
@@ -53,8 +59,7 @@ class Sharded:
     sources: tuple[Value, ...]
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    batch: Decision
-    tp: Decision
+    decisions: Mapping[str, Decision]
     dp: int
     needs_dp: bool
     remarks: tuple[str, ...] = ()
@@ -64,33 +69,47 @@ class Sharded:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of the placement: work that is replicated, a choice not proven best."""
-        tp, found = self.mesh.axis_size("tp"), list(self.remarks)
-        if self.tp.divided < REPLICATION_NOTED:
-            share = f"{1 - self.tp.divided:.0%}"
-            found.append(f"tp={tp}: {share} of the matrix FLOPs are not divided, every tp rank does them all")
+        tp, found = self.mesh.axis_size(TENSOR), list(self.remarks)
+        for axis, decision in self.decisions.items():
+            if axis not in BATCH and decision.divided < REPLICATION_NOTED:
+                share = f"{1 - decision.divided:.0%}"
+                found.append(
+                    f"{axis}={self.mesh.axis_size(axis)}: {share} of the matrix FLOPs are not divided, every "
+                    f"{axis} rank does them all"
+                )
         found += [
             f"tp={tp} does not divide the vocabulary of {size}, of which each rank has all rows; pad it to "
             f"{-(-size // tp) * tp}"
-            for size in self.tp.undivided
+            for size in self.decisions[TENSOR].undivided
         ]
-        if not (self.batch.proven and self.tp.proven):
+        if not self._proven:
             found.append("the placement is not proven to be the least-cost one")
         return tuple(found)
+
+    @property
+    def _proven(self) -> bool:
+        return all(decision.proven for decision in self.decisions.values())
 
     def describe(self) -> str:
         """Return what was chosen for every input, and the bytes that each rank sends for it."""
         lines = [f"{self.function.name} on {self.mesh}, {self.microbatches} microbatches"]
         for value, placement in zip(self.sources, self.inputs, strict=True):
             lines.append(f"  {value.name}: {placement}")
-        proof = "least" if self.batch.proven and self.tp.proven else "not proven least"
-        lines.append(f"  bytes sent per rank ({proof}): dp {self.batch.moved:.3g}, tp {self.tp.moved:.3g}")
+        sent = ", ".join(f"{axis} {decision.moved:.3g}" for axis, decision in self.decisions.items())
+        lines.append(f"  bytes sent per rank ({'least' if self._proven else 'not proven least'}): {sent}")
         return "\n".join(lines)
 
 
 def shard(
-    function: Function, mesh: Mesh, microbatches: int = 1, dp: int | None = None, sp: bool = False
+    function: Function,
+    mesh: Mesh,
+    microbatches: int = 1,
+    dp: int | None = None,
+    sp: bool = False,
+    context: str = "allgather",
 ) -> Sharded:
-    """Divide ``function`` over ``mesh`` (axes dp and tp) and over ``microbatches``.
+    """Divide ``function`` over ``mesh`` (axes dp and tp, maybe others of :class:`RankAxes`) and over
+    ``microbatches``.
 
     ``function`` may be any function: forward, or joint with its backward pass and optimizer. Data
     inputs carry the batch in dimension 0. Ops that no output needs are left out, which is noted. Raises
@@ -98,6 +117,8 @@ def shard(
     once, and for a function that recomputes already.
 
     ``sp``: activations between the products are divided over tp in the sequence (:func:`tensor_options`).
+    ``context``: the kind of context parallelism of the axis cp (:mod:`distsim.ops.attention_sharding`); of
+    cp_ring and cp_heads it is ring and ulysses.
 
     With ``dp``, the real number of replicas, the mesh is a pattern whose two data-parallel ranks stand
     for any number: all do the same on parts of the same shape. Everything is decided for the real
@@ -108,10 +129,11 @@ def shard(
     and functions that come out alike for other degrees are the same function.
     """
     memory = _KNOWN.get(function, (), lambda: _FunctionSharding(function))
-    key = (mesh, microbatches, dp, sp)
+    key = (mesh, microbatches, dp, sp, context)
     found = memory.results.get(key)
     if found is None:
-        found = memory.shard(function, mesh, microbatches, mesh.axis_size("dp") if dp is None else dp, sp)
+        count = mesh.axis_size(BATCH[0]) if dp is None else dp
+        found = memory.shard(function, mesh, microbatches, count, sp, context)
         memory.results[key] = found
     return found
 
@@ -139,21 +161,52 @@ def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatc
             )
 
 
+BATCH = ("dp",)
+"""The axis that divides the batch."""
+CONTEXT = {"cp": "", "cp_ring": "ring", "cp_heads": "ulysses"}
+"""The axes that divide sequences, and of which kind each is, where that is not given."""
+ZIGZAG = ("allgather", "ring")
+"""The kinds of context parallelism whose ranks have two parts of a sequence each."""
+
 SEQUENCES = {False: (2,), True: (3,)}
 """How many dimensions data with a sequence have: integers [batch, sequence]; numbers, features behind it."""
 
 
-def _check_sequence(function: Function, data: tuple[Value, ...], tp: int) -> None:
+def _with_sequence(data: tuple[Value, ...]) -> dict[Value, int]:
+    """Return the data that have a sequence, and how long it is; it is their dimension 1."""
     types = [(value, as_tensor(value.type, value.name)) for value in data]
-    along = [(v, t.shape[1]) for v, t in types if t.rank in SEQUENCES[t.dtype.is_floating]]
+    return {
+        value: type_.shape[1] for value, type_ in types if type_.rank in SEQUENCES[type_.dtype.is_floating]
+    }
+
+
+def _check_sequence(function: Function, data: tuple[Value, ...], mesh: Mesh, sp: bool, halves: bool) -> None:
+    """Check that cp ranks, each of which has ``halves``, and with ``sp`` tp ranks divide the sequence."""
+    tp, cp = mesh.axis_size(TENSOR), math.prod([mesh.axis_size(axis) for axis in _contexts(mesh)])
+    if not sp and cp == 1:
+        return
+    asked, without = ("sp=on", "sp=off") if cp == 1 else (f"cp={cp}", "cp=1")
+    along = _with_sequence(data)
     if not along:
-        raise PlanError(f"sp=on, but no input of {function.name} has a sequence (dimension 1); use sp=off")
-    for value, size in along:
-        if size % tp:
-            raise PlanError(
-                f"sp=on: tp={tp} does not divide the sequence of {size} (input {value.name!r}); use sp=off, "
-                f"or tp one of {_divisors(size, 2)}"
+        raise PlanError(
+            f"{asked}, but no input of {function.name} has a sequence (dimension 1); use {without}"
+        )
+    parts = [f"tp={tp}"] * sp + [f"cp={cp}"] * (cp > 1) + ["2 halves"] * halves
+    count = (tp if sp else 1) * cp * (2 if halves else 1)
+    for value, size in along.items():
+        if size % count:
+            usable = (
+                f"or tp one of {_divisors(size, 2)}" if cp == 1 else f"or cp of which {size} is a multiple"
             )
+            raise PlanError(
+                f"{asked}: {' times '.join(parts)} does not divide the sequence of {size} (input "
+                f"{value.name!r}); use {without}, {usable}"
+            )
+
+
+def _contexts(mesh: Mesh) -> list[str]:
+    """Return the axes of context parallelism that a mesh has."""
+    return [axis for axis, _ in mesh.axes if axis in CONTEXT]
 
 
 def _divisors(n: int, least: int = 1) -> str:
@@ -211,33 +264,35 @@ class _FunctionSharding:
         self.structure = structure_of(function, self.known)
         self.batch_options = batch_options(function, self.structure, divided, marks)
         self.marks, self.roles = marks, known
-        self.tensor_options = {False: tensor_options(function, self.structure, known, marks)}
-        self.batch: dict[tuple[int, Balance], Decision] = {}
-        self.tensor: dict[tuple[int, int, int, Balance, bool], Decision] = {}
+        self.options: dict[bool | str, Options] = {}
+        self.decided: dict[tuple[object, ...], Decision] = {}
         self.lowered: dict[tuple[object, ...], Lowered] = {}
-        self.results: dict[tuple[Mesh, int, int | None, bool], Sharded] = {}
+        self.results: dict[tuple[Mesh, int, int | None, bool, str], Sharded] = {}
 
-    def shard(self, function: Function, mesh: Mesh, microbatches: int, dp: int, sp: bool) -> Sharded:
+    def shard(
+        self, function: Function, mesh: Mesh, microbatches: int, dp: int, sp: bool, context: str
+    ) -> Sharded:
         function = self.rewritten or function
-        tp, shown = mesh.axis_size("tp"), mesh.axis_size("dp")
+        batch = next(axis for axis, _ in mesh.axes if axis in BATCH)
+        shown = mesh.axis_size(batch)
         if shown not in (dp, min(dp, 2)):
             raise PlanError(f"dp={dp} on a mesh of dp={shown}; give one of dp={min(dp, 2)} or of dp={dp}")
+        kinds = {axis: CONTEXT[axis] or context for axis in _contexts(mesh)}
         _check_batch(function, self.data, dp, microbatches)
-        if sp:
-            _check_sequence(function, self.data, tp)
-            if True not in self.tensor_options:
-                self.tensor_options[True] = tensor_options(
-                    function, self.structure, self.roles, self.marks, sequence=True
-                )
+        _check_sequence(function, self.data, mesh, sp, any(kind in ZIGZAG for kind in kinds.values()))
         if len(self.results) >= MOST_RESULTS:
-            for known in (self.results, self.batch, self.tensor):
-                known.clear()
-        batch, tensor = self._decide(tp, dp, microbatches, mesh.devices[0], sp)
+            self.results.clear()
+            self.decided.clear()
+        axes = [DividedAxis(batch, dp * microbatches)]
+        axes += [DividedAxis(axis, mesh.axis_size(axis), kind in ZIGZAG) for axis, kind in kinds.items()]
+        axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR)))
+        ways = dict(zip(axes, [None, *kinds.values(), sp], strict=True))
+        decided = self._decide(function, ways, dp, microbatches, mesh.devices[0])
         try:
-            lowered = self._lower(function, mesh, dp, microbatches, batch, tensor, sp)
+            lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
         except DegreeNeeded:
-            mesh = logical_mesh(mesh.devices[0], dp, tp)
-            lowered = self._lower(function, mesh, dp, microbatches, batch, tensor, sp)
+            mesh = mesh.resized(mesh.devices[0], {batch: dp})
+            lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
         return Sharded(
             lowered.function,
             mesh,
@@ -245,8 +300,7 @@ class _FunctionSharding:
             function.inputs,
             lowered.inputs,
             lowered.outputs,
-            batch,
-            tensor,
+            {axis.name: decision for axis, decision in decided.items()},
             dp,
             lowered.needs_dp,
             function.notes,
@@ -254,36 +308,60 @@ class _FunctionSharding:
         )
 
     def _decide(
-        self, tp: int, dp: int, microbatches: int, device: Device, sp: bool
-    ) -> tuple[Decision, Decision]:
+        self,
+        function: Function,
+        ways: Mapping[DividedAxis, bool | str | None],
+        dp: int,
+        microbatches: int,
+        device: Device,
+    ) -> dict[DividedAxis, Decision]:
+        """Return what is decided along each axis: the batch's first, for the others depend on it."""
         balance = (device.throughput, device.peaks, device.dram_bandwidth)
-        parts = dp * microbatches
-        batch = self.batch.get((parts, balance))
-        if batch is None:
-            batch = decide_batch(self.structure, self.batch_options, parts, device)
-            self.batch[parts, balance] = batch
-        tensor = self.tensor.get((tp, dp, microbatches, balance, sp))
-        if tensor is None:
-            degrees = (tp, dp, microbatches)
-            tensor = decide_tensor(self.structure, self.tensor_options[sp], degrees, batch, device)
-            self.tensor[tp, dp, microbatches, balance, sp] = tensor
-        return batch, tensor
+        found: dict[DividedAxis, Decision] = {}
+        for axis, way in ways.items():
+            # Along the batch ranks and microbatches are all the same.
+            key = (axis.parts, balance) if way is None else (axis.parts, dp, microbatches, balance, way)
+            decision = self.decided.get(key)
+            if decision is None:
+                degrees = (axis.parts, dp, microbatches)
+                if way is None:
+                    decision = decide_batch(self.structure, self.batch_options, axis.parts, device)
+                elif isinstance(way, str):
+                    batch, options = next(iter(found.values())), self._options(function, way)
+                    decision = decide_context(self.structure, options, degrees, batch, device)
+                    check_context(self.structure, decision, axis, way)
+                else:
+                    batch, options = next(iter(found.values())), self._options(function, way)
+                    decision = decide_tensor(self.structure, options, degrees, batch, device)
+                self.decided[key] = decision
+            found[axis] = decision
+        return found
+
+    def _options(self, function: Function, way: bool | str) -> Options:
+        """Return what may be chosen over tp, with sequence parallelism or without, or over a context."""
+        found = self.options.get(way)
+        if found is None:
+            if isinstance(way, str):
+                along = dict.fromkeys(_with_sequence(self.data), 1)
+                found = context_options(function, self.structure, along, self.marks, way)
+            else:
+                found = tensor_options(function, self.structure, self.roles, self.marks, way)
+            self.options[way] = found
+        return found
 
     def _lower(
         self,
         function: Function,
         mesh: Mesh,
-        dp: int,
         microbatches: int,
-        batch: Decision,
-        tensor: Decision,
-        sp: bool,
+        decided: Mapping[DividedAxis, Decision],
+        again: bool,
     ) -> Lowered:
         """Return the local function; one whose parts and choices are the same is the same function."""
-        key = (mesh, dp * microbatches, batch.choices, tensor.choices, sp)
+        key = (mesh, *[(axis, decision.choices) for axis, decision in decided.items()], again)
         found = self.lowered.get(key)
         if found is None or (found.refusal and microbatches > 1):
-            found = lower(function, self.known, mesh, dp, microbatches, batch, tensor, sp)
+            found = lower(function, self.known, mesh, microbatches, decided, again)
             if len(self.lowered) >= MOST_FUNCTIONS:
                 oldest = self.lowered.pop(next(iter(self.lowered))).function
                 self.results = {k: known for k, known in self.results.items() if known.function is not oldest}

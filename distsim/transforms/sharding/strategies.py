@@ -82,19 +82,24 @@ def candidates(
     allowed: Allowed,
     pieces: dict[int, tuple[tuple[int, ...], ...]],
     decomposed: bool = True,
+    context: str = "",
 ) -> tuple[Candidate, ...]:
     """Return the ways to run an op on some number of ranks: replicated, by factor, and on partial sums.
 
     ``allowed`` tells which factors may be divided, and into which pieces; ``pieces`` lists, by size of
     a dimension, the pieces that some op makes of such a dimension. ``decomposed``: also by factors by which
-    an op becomes several, which know the rank they run on.
+    an op becomes several, which know the rank they run on. ``context``: the ranks are of this kind of context
+    parallelism (see :class:`ShardingRule`).
     """
     found = [Candidate(replicated(signature))]
     rule = rule_of(signature)
     if rule is None:
         return tuple(found)
     for factor in factors(rule):
-        if factor in rule.whole or (factor in rule.decompositions and not decomposed):
+        if context and rule.context:
+            if factor != rule.context.get(context):
+                continue
+        elif factor in rule.whole or (factor in rule.decompositions and not decomposed):
             continue
         found.extend(_by_factor(signature, rule, factor, allowed, pieces))
     if all(tensor.dtype.is_floating for tensor in signature.outputs):
@@ -183,7 +188,7 @@ class Options:
 
     The ops ``divided`` are divided in a factor of theirs where they can be, and the groups ``spread`` are
     handed on divided.
-    ``decomposed`` is as of :func:`candidates`.
+    ``decomposed`` and ``context`` are as of :func:`candidates`.
     """
 
     def __init__(
@@ -193,6 +198,7 @@ class Options:
         given: Mapping[int, State],
         pieces: PiecesBySize,
         decomposed: bool = True,
+        context: str = "",
         divided: Mapping[Op, str] = MappingProxyType({}),
         spread: frozenset[int] = frozenset(),
     ) -> None:
@@ -204,7 +210,7 @@ class Options:
                     [
                         self._option(candidate)
                         for candidate in candidates(
-                            node.signature, _where_made(node, allowed(node)), pieces, decomposed
+                            node.signature, _where_made(node, allowed(node)), pieces, decomposed, context
                         )
                     ]
                 )

@@ -1,0 +1,277 @@
+"""Attention of ranks that have parts of a sequence: of their queries over all keys, or in steps of a ring.
+
+``AttentionPart`` is ``Attention`` of queries and keys that lie at given places of the sequence, q_places
+[seq] and k_places [kv_seq]. ``pairs`` is how many pairs of query and key it multiplies for each head: the
+mean over the ranks, which is that of each rank where the sequence is divided in zigzag.
+
+Around a ring of c ranks each has a part of queries, keys and values. In step i it attends to the keys of the
+rank i places before it, which pass on while it computes (Liu et al. 2023, Ring Attention); what the steps
+make is joined by the logarithms of the softmax's sums (``MergeAttention``). Backward keys and values go
+around again; the gradients of the others' follow them, and the last step brings them home: c-1 messages
+each, as in TransformerEngine (``context_parallel.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from distsim.cache import cached
+from distsim.errors import TypeRuleError
+from distsim.ir.device import Mesh
+from distsim.ir.function import Op
+from distsim.ir.maker import FunctionMaker
+from distsim.ir.type import Float32, Int64, Tensor, as_tensor
+from distsim.ir.value import Attributes, Literal, Value
+from distsim.ops.attention import attend, attend_backward, attention_work, joined_shape, sizes_of
+from distsim.ops.attention_options import OPTION_NAMES, AttentionOptions, pairs_seen, seen
+from distsim.ops.communication import divided_size, mesh_and_ranks, take_part
+from distsim.ops.normalization import widened
+from distsim.ops.operator import (
+    Array,
+    Communication,
+    Operator,
+    arity,
+    common_device,
+    memory_bound,
+    register,
+)
+from distsim.ops.places import operands, picked, view_work
+
+_PART = ("Q", "K", "V", "q_places", "k_places")
+_PART_GRAD = (*_PART, "Y", "lse", "dY")
+
+
+# --- what ranks do ------------------------------------------------------------------------------------
+
+
+def _places_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    tensor, count = mesh_and_ranks("LocalPlaces", attributes, inputs)
+    return (tensor.with_shape((divided_size("LocalPlaces", tensor, 0, count, attributes["pieces"]),)),)
+
+
+def _local_places(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    count, back = len(ranks), attributes["back"]
+    return [
+        take_part(array, 0, (i - back) % count, count, attributes["pieces"]) for i, array in enumerate(ranks)
+    ]
+
+
+def _shifted(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
+    return [ranks[-1], *ranks[:-1]]
+
+
+def _shift_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    mesh_and_ranks("MPIShift", attributes, inputs)
+    return inputs
+
+
+register(
+    Operator(
+        "MPIShift",  # from each rank to the next
+        types=_shift_types,
+        communication=Communication("shift", _shifted, lambda s: s.inputs[0].nbytes),
+    )
+)
+register(
+    Operator(
+        "LocalPlaces",  # those of the rank ``back`` places before: a kernel has them as arguments
+        types=_places_types,
+        work=view_work,
+        communication=Communication("local", _local_places, lambda _: 0),
+        view=True,
+    )
+)
+
+
+def _check_places(op_type: str, inputs: Sequence[Tensor]) -> None:
+    for tensor, size in ((inputs[3], inputs[0].shape[2]), (inputs[4], inputs[1].shape[2])):
+        if (tensor.dtype, tensor.shape) != (Int64(), (size,)):
+            raise TypeRuleError(f"{op_type}: {tensor} does not say where {size} of a sequence are")
+
+
+def _part_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("AttentionPart", inputs, 5)
+    sizes = sizes_of(_PART, attributes, inputs)
+    _check_places("AttentionPart", inputs)
+    device = common_device("AttentionPart", inputs)
+    wide = inputs[0].dtype if inputs[0].dtype.itemsize >= 4 else Float32()
+    return Tensor(inputs[0].dtype, sizes.output, device), Tensor(wide, sizes.output[:3], device)
+
+
+def _part_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("AttentionPartGrad", inputs, 8)
+    sizes = sizes_of(_PART_GRAD, attributes, inputs)
+    _check_places("AttentionPartGrad", inputs)
+    whole = joined_shape(sizes) if attributes.get("joined", 0) else sizes.output
+    if tuple(t.shape for t in inputs[5:]) != (whole, sizes.output[:3], sizes.output):
+        raise TypeRuleError(f"AttentionPartGrad: {inputs[5:]} are not of {sizes.output}")
+    return inputs[:3]
+
+
+def _part(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return attend(operands(_PART, attributes, arrays), AttentionOptions.of_attributes(attributes))
+
+
+def _part_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return attend_backward(operands(_PART_GRAD, attributes, arrays), attributes)
+
+
+register(
+    Operator(
+        "AttentionPart",
+        types=_part_types,
+        compute=_part,
+        work=lambda s: attention_work(s, 1, 0, _PART),
+        formals=_PART,
+        exact=lambda attributes, count: range(3, count),
+    )
+)
+register(
+    Operator(
+        "AttentionPartGrad",
+        types=_part_grad_types,
+        compute=_part_grad,
+        work=lambda s: attention_work(s, 2, 1, _PART_GRAD),
+        formals=_PART_GRAD,
+        exact=lambda attributes, count: range(3, count - 1),  # places, Y and lse
+    )
+)
+
+
+def _merge_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("MergeAttention", inputs, 4)
+    y, lse = inputs[:2]
+    if inputs[2:] != inputs[:2] or lse.shape != y.shape[:3]:
+        raise TypeRuleError(f"MergeAttention joins two pairs of Y and lse, not {', '.join(map(str, inputs))}")
+    return y, lse
+
+
+def _merge(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    """Where nothing is seen, lse is infinite: that part weighs nothing."""
+    (one, of_one), (other, of_other) = arrays[:2], arrays[2:]
+    top = np.maximum(
+        np.where(of_one == np.inf, -np.inf, of_one), np.where(of_other == np.inf, -np.inf, of_other)
+    )
+    top = np.where(np.isfinite(top), top, 0)
+    weights = [np.where(lse == np.inf, 0, np.exp(lse - top)) for lse in (of_one, of_other)]
+    total = weights[0] + weights[1]
+    blind = total == 0
+    share = [(weight / np.where(blind, 1, total))[..., None] for weight in weights]
+    merged = widened(one) * share[0] + widened(other) * share[1]
+    lse = np.where(blind, np.inf, top + np.log(np.where(blind, 1, total)))
+    return [merged.astype(one.dtype, copy=False), lse.astype(of_one.dtype, copy=False)]
+
+
+register(
+    Operator(
+        "MergeAttention",
+        types=_merge_types,
+        compute=_merge,
+        work=lambda s: memory_bound(s, 3.0),
+        overwrites={0: 0, 1: 1},
+    )
+)
+
+
+# --- what an attention becomes ------------------------------------------------------------------------
+
+
+@cached("pairs of query and key of the ranks of a sequence", 4096)
+def _pairs(seq: int, parts: int, ring: bool, step: int, options: AttentionOptions) -> float:
+    """Return the pairs that a rank multiplies for each head, in a step or at once: the mean of the ranks."""
+    if not ring:
+        return pairs_seen(seq, seq, options) / parts
+    if options.window is None:
+        return (0.5 if options.is_causal else 1.0) * (seq // parts) ** 2
+    own = [_zigzag(seq, rank, parts) for rank in range(parts)]
+    found = [seen(own[rank], own[(rank - step) % parts], options) for rank in range(parts)]
+    return float(np.mean([np.sum(visible) for visible in found if visible is not None]))
+
+
+def _zigzag(seq: int, rank: int, parts: int) -> Array:
+    return take_part(np.arange(seq), 0, rank, parts, _pieces(seq))
+
+
+def _pieces(seq: int) -> tuple[int, int]:
+    return (seq // 2, -(seq // 2))
+
+
+class _Ring:
+    """Writes attention of the ranks of one axis."""
+
+    def __init__(self, maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> None:
+        self.maker, self.op, self.axis = maker, op, axis
+        query = as_tensor(inputs[0].type, inputs[0].name)
+        if not isinstance(query.device, Mesh):
+            raise TypeRuleError(f"{op!r} is divided over a mesh axis; its input is on {query.device}")
+        self.mesh, self.ranks = query.device, query.device.axis_size(axis)
+        self.seq = query.shape[2] * self.ranks
+        self.options = AttentionOptions.of_attributes(op.attributes)
+        self.shared = picked(op.attributes, *OPTION_NAMES, "joined")
+
+    def all_places(self) -> Value:
+        value = Literal(np.arange(self.seq))
+        return self.maker.add("Constant", (), {"value": value, "device": self.mesh})[0]
+
+    def places(self, back: int = 0) -> Value:
+        attributes = {"axis": self.axis, "pieces": _pieces(self.seq), "back": back}
+        return self.maker.add("LocalPlaces", (self.all_places(),), attributes)[0]
+
+    def shift(self, value: Value) -> Value:
+        return self.maker.add("MPIShift", (value,), {"axis": self.axis})[0]
+
+    def steps(self, passing: Sequence[Value]) -> Iterator[tuple[int, Sequence[Value]]]:
+        """Yield each step with what has come; it is sent on before the step computes."""
+        for step in range(self.ranks):
+            following = [self.shift(value) for value in passing] if step + 1 < self.ranks else []
+            yield step, passing
+            passing = following
+
+    def add(self, *values: Value) -> Value:
+        return values[0] if len(values) == 1 else self.maker.add("Add", values)[0]
+
+    def attend(self, op_type: str, operands: Sequence[Value], ring: bool, step: int = 0) -> tuple[Value, ...]:
+        pairs = _pairs(self.seq, self.ranks, ring, step, self.options)
+        return self.maker.add(op_type, operands, {**self.shared, "pairs": pairs}, name=self.op.name)
+
+
+def attend_part(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
+    """Add the attention of a rank's queries over the keys of all ranks, which are in their order."""
+    ring = _Ring(maker, op, inputs, axis)
+    return ring.attend("AttentionPart", (*inputs[:3], ring.places(), ring.all_places()), False)
+
+
+def attend_part_backward(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
+    """Add its gradients: those of keys and values are sums over the ranks."""
+    ring = _Ring(maker, op, inputs, axis)
+    operands = (*inputs[:3], ring.places(), ring.all_places(), *inputs[3:])
+    return ring.attend("AttentionPartGrad", operands, False)
+
+
+def attend_ring(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
+    """Add the steps of a ring: each attends to what the one before has sent, and sends it on."""
+    ring = _Ring(maker, op, inputs, axis)
+    (query, *passing), own = inputs[:3], ring.places()
+    made: tuple[Value, ...] = ()
+    for step, passed in ring.steps(passing):
+        found = ring.attend("AttentionPart", (query, *passed, own, ring.places(step)), True, step)
+        made = maker.add("MergeAttention", (*made, *found)) if made else found
+    return made
+
+
+def attend_ring_backward(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
+    """Add the steps of its gradients: those of keys and values follow these around, the rank's own stay."""
+    ring = _Ring(maker, op, inputs, axis)
+    (query, *passing), own = inputs[:3], ring.places()
+    of_query, kept, moving = list[Value](), list[Value](), [list[Value]() for _ in passing]
+    for step, passed in ring.steps(passing):
+        operands = (query, *passed, own, ring.places(step), *inputs[3:])
+        grad, *grads = ring.attend("AttentionPartGrad", operands, True, step)
+        of_query = [ring.add(*of_query, grad)]
+        if step == 0:
+            kept = grads
+        else:
+            moving = [[ring.shift(ring.add(*m, each))] for m, each in zip(moving, grads, strict=True)]
+    return [*of_query, *[ring.add(*m, each) for m, each in zip(moving, kept, strict=True)]]
