@@ -187,7 +187,8 @@ def _pairs(seq: int, parts: int, ring: bool, step: int, options: AttentionOption
         return (0.5 if options.is_causal else 1.0) * (seq // parts) ** 2
     own = [_zigzag(seq, rank, parts) for rank in range(parts)]
     found = [seen(own[rank], own[(rank - step) % parts], options) for rank in range(parts)]
-    return float(np.mean([np.sum(visible) for visible in found if visible is not None]))
+    whole = float(np.mean([np.sum(visible) for visible in found if visible is not None]))
+    return whole - (0.5 * seq / parts if options.is_causal and step == 0 else 0.0)  # as pairs_seen counts
 
 
 def _zigzag(seq: int, rank: int, parts: int) -> Array:

@@ -24,9 +24,7 @@ from distsim.ir import (
     substitute,
 )
 from distsim.ir.rewrite import inline
-from distsim.ir.type import as_tensor
 from distsim.ops import operator
-from distsim.ops.communication import Shard
 from distsim.program.block import StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
@@ -38,7 +36,7 @@ from distsim.transforms.pipelining.shared_weights import copy_weights
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
 from distsim.transforms.pipelining.stages import assign_stages
-from distsim.transforms.sharding.layout import Placement
+from distsim.transforms.sharding.layout import Divisions
 from distsim.transforms.sharding.shard import Sharded
 
 Starts = tuple[int, ...]
@@ -144,7 +142,7 @@ class _Source:
         for key, source in zip(function.inputs, local.sources, strict=True):
             same = source.role is key.role
             self.inputs.append(source if same else Value(source.name, source.type, key.role))
-        divided = _Divisions()
+        divided = Divisions()
         self.divided = [
             (divided.of(place, value), place.batch.sharded, max(place.batch.dim, 0))
             for place, value in zip(local.inputs, function.inputs, strict=True)
@@ -161,20 +159,6 @@ class _Source:
     @staticmethod
     def of(local: Sharded) -> _Source:
         return _SOURCES.get(local.function, local.microbatches > 1, lambda: _Source(local))
-
-
-class _Divisions:
-    """How values are divided, each way made once: many parameters are divided alike."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[Shard, ...]] = {}
-
-    def of(self, place: Placement, value: Value) -> tuple[Shard, ...]:
-        shape = as_tensor(value.type, value.name).shape
-        found = self._known.get((id(place), shape))
-        if found is None:
-            found = self._known[id(place), shape] = place.shards(shape)
-        return found
 
 
 _SOURCES = Cache[Function, _Source]("what is cut, by local function and whether it has microbatches", 2)

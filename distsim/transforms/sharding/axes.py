@@ -94,8 +94,8 @@ def context_options(
 ) -> Options:
     """Return the choice over the ranks of a context: these inputs are ``divided`` in their sequence.
 
-    ``batch`` are the dimensions that carry the batch. All that has a sequence is divided in it, attention as
-    the ``kind`` says (:class:`distsim.ops.sharding_rule.ShardingRule`).
+    ``batch`` are the dimensions that carry the batch. All that has a sequence is divided in it, and handed on
+    so, attention as the ``kind`` says (:class:`distsim.ops.sharding_rule.ShardingRule`).
     """
     number = structure.number
     given = {number[v]: REPLICATED for v in function.inputs}
@@ -117,7 +117,10 @@ def context_options(
 
         return test
 
-    return Options(structure, allowed, given, pieces_of(structure), context=kind)
+    groups = structure.groups
+    spread = frozenset([n for v, n in number.items() if v in marks and groups[n].role is None])
+    pieces = pieces_of(structure)
+    return Options(structure, allowed, given, pieces, decomposed=False, context=kind, spread=spread)
 
 
 def _activations(structure: Structure, data: Marks, batch: Marks) -> frozenset[int]:

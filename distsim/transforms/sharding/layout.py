@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.cache import cached
-from distsim.ir.type import Tensor, UInt8
+from distsim.ir.type import Tensor, UInt8, as_tensor
+from distsim.ir.value import Value
 from distsim.ops.communication import Shard
 from distsim.transforms.sharding.variable_elimination import Table
 
@@ -104,6 +105,21 @@ class Placement:
     def __str__(self) -> str:
         flat = [] if self.flat is None else [f"dp:flat{list(self.flat)}"]
         return " ".join([*(f"{a.name}:{s}" for a, s in zip(self.axes, self.states, strict=True)), *flat])
+
+
+class Divisions:
+    """How values are divided, each way made once: many parameters are divided alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[Shard, ...]] = {}
+
+    def of(self, place: Placement, value: Value) -> tuple[Shard, ...]:
+        """Return how a value is divided of which a rank has this part."""
+        shape = as_tensor(value.type, value.name).shape
+        found = self._known.get((id(place), shape))
+        if found is None:
+            found = self._known[id(place), shape] = place.shards(shape)
+        return found
 
 
 @cached("what the ranks must divide, by shape and state", 65536)

@@ -8,14 +8,12 @@ the fewest bytes; the column-then-row pattern of Megatron-LM (Shoeybi et al. 201
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distsim.cache import Cache
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Role, Value, callees
-from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels
@@ -31,6 +29,15 @@ from distsim.transforms.sharding.axes import (
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.collectives import TENSOR
 from distsim.transforms.sharding.constants import as_inputs, as_values
+from distsim.transforms.sharding.degrees import (
+    BATCH,
+    CONTEXT,
+    ZIGZAG,
+    check_batch,
+    check_sequence,
+    context_axes,
+    sequences,
+)
 from distsim.transforms.sharding.layout import DividedAxis, Placement
 from distsim.transforms.sharding.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.sharding.problem_graph import structure_of
@@ -148,72 +155,6 @@ def _check_order(function: Function) -> None:
             )
 
 
-def _check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatches: int) -> None:
-    parts = dp * microbatches
-    if not data and parts > 1:
-        raise PlanError(f"{function.name}: dp={dp}, microbatches={microbatches}, but no input has a batch")
-    for value in data[:1]:
-        size = as_tensor(value.type, value.name).shape[0]
-        if size % parts or size == 0:
-            raise PlanError(
-                f"dp={dp} times microbatches={microbatches} does not divide the batch of {size} "
-                f"(input {value.name!r}); their product must be one of {_divisors(size)}"
-            )
-
-
-BATCH = ("dp",)
-"""The axis that divides the batch."""
-CONTEXT = {"cp": "", "cp_ring": "ring", "cp_heads": "ulysses"}
-"""The axes that divide sequences, and of which kind each is, where that is not given."""
-ZIGZAG = ("allgather", "ring")
-"""The kinds of context parallelism whose ranks have two parts of a sequence each."""
-
-SEQUENCES = {False: (2,), True: (3,)}
-"""How many dimensions data with a sequence have: integers [batch, sequence]; numbers, features behind it."""
-
-
-def _with_sequence(data: tuple[Value, ...]) -> dict[Value, int]:
-    """Return the data that have a sequence, and how long it is; it is their dimension 1."""
-    types = [(value, as_tensor(value.type, value.name)) for value in data]
-    return {
-        value: type_.shape[1] for value, type_ in types if type_.rank in SEQUENCES[type_.dtype.is_floating]
-    }
-
-
-def _check_sequence(function: Function, data: tuple[Value, ...], mesh: Mesh, sp: bool, halves: bool) -> None:
-    """Check that cp ranks, each of which has ``halves``, and with ``sp`` tp ranks divide the sequence."""
-    tp, cp = mesh.axis_size(TENSOR), math.prod([mesh.axis_size(axis) for axis in _contexts(mesh)])
-    if not sp and cp == 1:
-        return
-    asked, without = ("sp=on", "sp=off") if cp == 1 else (f"cp={cp}", "cp=1")
-    along = _with_sequence(data)
-    if not along:
-        raise PlanError(
-            f"{asked}, but no input of {function.name} has a sequence (dimension 1); use {without}"
-        )
-    parts = [f"tp={tp}"] * sp + [f"cp={cp}"] * (cp > 1) + ["2 halves"] * halves
-    count = (tp if sp else 1) * cp * (2 if halves else 1)
-    for value, size in along.items():
-        if size % count:
-            usable = (
-                f"or tp one of {_divisors(size, 2)}" if cp == 1 else f"or cp of which {size} is a multiple"
-            )
-            raise PlanError(
-                f"{asked}: {' times '.join(parts)} does not divide the sequence of {size} (input "
-                f"{value.name!r}); use {without}, {usable}"
-            )
-
-
-def _contexts(mesh: Mesh) -> list[str]:
-    """Return the axes of context parallelism that a mesh has."""
-    return [axis for axis, _ in mesh.axes if axis in CONTEXT]
-
-
-def _divisors(n: int, least: int = 1) -> str:
-    found = [d for d in range(least, min(n, 4096) + 1) if n % d == 0]
-    return ", ".join(map(str, found)) + (" ..." if n > 4096 else "") or "none (there is nothing to divide)"
-
-
 MOST_FUNCTIONS = 256
 """How many local functions of one function are remembered: the last ones made. One of a GPT of 96 layers
 under Adam takes 2 MB."""
@@ -277,9 +218,9 @@ class _FunctionSharding:
         shown = mesh.axis_size(batch)
         if shown not in (dp, min(dp, 2)):
             raise PlanError(f"dp={dp} on a mesh of dp={shown}; give one of dp={min(dp, 2)} or of dp={dp}")
-        kinds = {axis: CONTEXT[axis] or context for axis in _contexts(mesh)}
-        _check_batch(function, self.data, dp, microbatches)
-        _check_sequence(function, self.data, mesh, sp, any(kind in ZIGZAG for kind in kinds.values()))
+        kinds = {axis: CONTEXT[axis] or context for axis in context_axes(mesh)}
+        check_batch(function, self.data, dp, microbatches)
+        check_sequence(function, self.data, mesh, sp, any(kind in ZIGZAG for kind in kinds.values()))
         if len(self.results) >= MOST_RESULTS:
             self.results.clear()
             self.decided.clear()
@@ -342,7 +283,7 @@ class _FunctionSharding:
         found = self.options.get(way)
         if found is None:
             if isinstance(way, str):
-                along = dict.fromkeys(_with_sequence(self.data), 1)
+                along = dict.fromkeys(sequences(self.data), 1)
                 found = context_options(function, self.structure, along, self.marks, way)
             else:
                 found = tensor_options(function, self.structure, self.roles, self.marks, way)

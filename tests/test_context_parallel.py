@@ -1,0 +1,189 @@
+"""Context parallelism: every rank computes the step, sends what is published, keeps its part of a sequence.
+
+Rules: TransformerEngine, ``context_parallel.py`` (ring "p2p", "all_gather", "a2a"); DeepSpeed-Ulysses, blogs/
+deepspeed-ulysses; Llama 3 (Dubey et al. 2024), section 3.3.2. s tokens, b samples, h width, a heads, g key
+heads of d numbers, c ranks, 2 bytes an element.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_activation_memory import GROUPS, LLAMA, LOG_SUM_EXP, SBH, A, B, F, H, S, layer
+from test_moe import small_deepseek
+from test_sequence_parallel import of_a_layer
+from training_models import (
+    Maker,
+    assert_all_readers_agree,
+    assert_same_step,
+    bert,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    topology_of,
+)
+
+from distsim.compose import parallelize
+from distsim.errors import PlanError
+from distsim.executor import SequentialExecutor
+from distsim.ir import Literal, all_ops
+from distsim.models.parts.attention import GroupedHeads
+from distsim.ops import signature_of, work
+from distsim.plan import Plan
+from distsim.transforms import Adam, differentiate
+from distsim.transforms.kernels.attention import set_attention
+
+D = H // A
+KV = 2 * GROUPS * D * S * B
+"""Bytes of the keys, or the values, of a sequence."""
+
+
+def attending(masked: bool = False, **attributes):
+    """Attention of 4 query and 2 key heads to 8 tokens of 16 numbers, and a loss."""
+    make = Maker("attending")
+    x, target = make.data("x", 4, 8, 16), make.data("target", 4, 8, 16)
+    heads = []
+    for name, count in (("q", 4), ("k", 2), ("v", 2)):
+        y = make.linear(x, name, 16, 4 * count)
+        heads.append(make("Transpose", make("Reshape", y, shape=(4, 8, count, 4)), perm=(0, 2, 1, 3)))
+    if masked:
+        heads.append(make("Constant", value=Literal(np.random.default_rng(0).standard_normal((1, 1, 8, 8)))))
+    y, _ = make.add("Attention", heads, attributes)
+    y = make("Reshape", make("Transpose", y, perm=(0, 2, 1, 3)), shape=(4, 8, 16))
+    return make.end(make("Loss", y, target, N=4))
+
+
+MODELS = {
+    "llama": lambda: set_attention(small_llama(batch=4, seq=8), "flash"),
+    "gpt": lambda: set_attention(small_gpt(batch=4, seq=8), "flash"),
+    "latent": lambda: set_attention(small_deepseek(batch=4, seq=8, dense=3), "flash"),
+    "all pairs": attending,
+    "window": lambda: attending(is_causal=1, window=3, softcap=5.0),
+    "band": lambda: attending(window=5, scale=0.3),
+    "mask": lambda: attending(masked=True),
+}
+LAYOUTS = [
+    ("llama", "cp=2"),
+    ("llama", "cp=4,cp_kind=ring"),
+    ("llama", "cp=4,cp_kind=usp:2"),
+    ("llama", "cp=2,tp=2,sp=on"),
+    ("llama", "dp=2,cp=2,tp=2,pp=2,microbatches=2,cp_kind=ring,sp=on,remat=full"),
+    ("llama", "cp=2,remat=attention,cp_kind=ring,pp=2,microbatches=4"),
+    ("gpt", "dp=2,cp=2,microbatches=2,cp_kind=ulysses"),
+    ("gpt", "cp=2,tp=2,cp_kind=ulysses,remat=attention"),
+    ("gpt", "cp=2,pp=2,microbatches=2,schedule=zb_h1,cp_kind=ring"),
+    ("latent", "cp=2,pp=2,microbatches=2,cp_kind=ring"),
+    ("all pairs", "cp=4,cp_kind=ring"),
+    ("window", "cp=4,cp_kind=ring,microbatches=2"),
+    ("window", "cp=2"),
+    ("band", "cp=4,cp_kind=ring"),
+    ("band", "cp=2,dp=2"),
+    ("mask", "cp=4"),
+    ("mask", "cp=2,cp_kind=ulysses"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), LAYOUTS)
+def test_every_rank_computes_the_same_step(name, text):
+    joint, plan = differentiate(MODELS[name](), Adam()), Plan.parse(text)
+    inputs = random_inputs(joint)
+    program = parallelize(joint, plan, topology_of(plan.devices))
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    assert_all_readers_agree(program)
+
+
+# --- what is sent and done -------------------------------------------------------------------------------
+
+
+def exchanged(sizes, plan):
+    """The collectives of a layer but the sums of its gradients, one a parameter."""
+    found = of_a_layer(sizes, plan)
+    weights = 2 * H * H + 2 * H * GROUPS * D + 3 * H * F + 2 * H
+    assert sum(n * size for (kind, size), n in found.items() if kind == "all_reduce") == 2 * weights
+    return {key: n for key, n in found.items() if key[0] != "all_reduce"}
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_a_ring_passes_keys_and_values_and_brings_their_gradients_home(c):
+    """c-1 messages of each of K and V in forward; in backward again, and as many of their gradients."""
+    assert exchanged(LLAMA, Plan(cp=c, cp_kind="ring")) == {("shift", KV // c): 6 * (c - 1)}
+
+
+@pytest.mark.parametrize("c", [2, 4])
+def test_keys_and_values_are_gathered_in_both_passes_and_their_gradients_scattered(c):
+    assert exchanged(LLAMA, Plan(cp=c)) == {("all_gather", KV): 4, ("reduce_scatter", KV): 2}
+
+
+def test_heads_are_exchanged_for_sequence():
+    """Queries, keys, values and what comes out, a rank's part of each; backward the same of their gradients,
+    and what came out once more, which is saved as the output projection reads it."""
+    found = exchanged(LLAMA, Plan(cp=2, cp_kind="ulysses"))
+    assert found == {("all_to_all", SBH): 2 * 2 + 1, ("all_to_all", KV // 2): 2 * 2}
+
+
+def product_flops(program):
+    """Those of the matrix products of a rank."""
+    demands = [work(signature_of(op)) for op in all_ops(program.to_function())]
+    return sum(demand.flops for demand in demands if demand and demand.matrix)
+
+
+@pytest.mark.parametrize("kind", ["allgather", "ring", "ulysses"])
+@pytest.mark.parametrize("name", ["llama", "window"])
+def test_ranks_do_equal_parts_of_the_work(name, kind):
+    """No pair of query and key is multiplied twice: matrix flops of two ranks are those of one."""
+    joint = differentiate(MODELS[name](), None)
+    plan = Plan(cp=2, cp_kind=kind)
+    program = parallelize(joint, plan, topology_of(2))
+    whole = parallelize(joint, Plan(), topology_of(1))
+    assert 2 * product_flops(program) == pytest.approx(product_flops(whole), rel=1e-12)
+
+
+# --- what is kept ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["allgather", "ring", "ulysses"])
+@pytest.mark.parametrize("c", [2, 4])
+def test_activations_of_a_layer_are_those_of_a_part_of_the_sequence(kind, c):
+    """s becomes s/c everywhere; with two heads of keys four ranks exchange none."""
+    sizes = LLAMA if kind != "ulysses" else replace(LLAMA, attention=GroupedHeads(A))
+    heads = (12 + 4 * (GROUPS if kind != "ulysses" else A) // A) * SBH
+    expected = (heads + 6 * S * B * F + LOG_SUM_EXP) // c
+    assert layer(sizes, "flash", Plan(cp=c, cp_kind=kind), "fused") == expected
+
+
+# --- what does not go ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("build", "text", "message"),
+    [
+        (MODELS["llama"], "cp=8", "cp=8 times 2 halves does not divide the sequence of 8 .*cp one of 2, 4"),
+        (MODELS["llama"], "cp=4,cp_kind=ulysses", "cp=4 does not divide .* by ulysses: .* divide the heads"),
+        (MODELS["llama"], "cp=2,tp=2,cp_kind=ulysses", "tp=2 does not divide the 1 that other axes leave"),
+        (
+            MODELS["mask"],
+            "cp=2,cp_kind=ring",
+            "by ring: .* a ring takes as many keys as queries, and no mask",
+        ),
+        (lambda: attending(masked=True, is_causal=1), "cp=2", "allgather takes no mask beside a causal one"),
+        (small_llama, "cp=2", "has no attention that is one op; say --attention flash, or cp=1"),
+        (bert, "cp=3", "cp=3 times 2 halves does not divide the sequence of 4"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_the_numbers(build, text, message):
+    plan = Plan.parse(text)
+    with pytest.raises(PlanError, match=message):
+        parallelize(differentiate(build(), None), plan, topology_of(plan.devices))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cp=0", "cp=0 is out of range"),
+        ("cp=2,cp_kind=star", "cp_kind='star' is unknown; choose one of allgather, ring, ulysses, usp:U"),
+        ("cp=4,cp_kind=usp:3", "3 ranks that exchange heads do not divide cp=4"),
+    ],
+)
+def test_plans_of_no_context_are_refused(text, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.parse(text)
