@@ -1,4 +1,4 @@
-"""What of the data degrees divide: the batch over dp and time, sequences over cp, between products over tp."""
+"""What of the data degrees divide: the batch over dp and time, sequences over cp, and over tp (sp=on)."""
 
 from __future__ import annotations
 
