@@ -217,7 +217,7 @@ class Division(NamedTuple):
     @staticmethod
     def of(plan: Plan, count: int, costs: DeviceCosts, kernels: Kernels) -> Division:
         """Return the division of a plan into so many stages, on devices that cost so."""
-        divided = (0, "always") if plan.dp == 1 else (plan.zero, plan.reshard)
+        divided = (0, "always") if plan.dp * plan.cp == 1 else (plan.zero, plan.reshard)
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages

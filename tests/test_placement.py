@@ -44,7 +44,7 @@ def test_a_placement_says_what_is_scattered():
         assert Placement(AXES, (state, state)).shards((2, 3)) == ()
     placed = Placement(AXES, (sharded(0), sharded(1, (8, 16))))
     assert placed.shards((4, 6)) == ((0, "dp", None), (1, "tp", (8, 16)))
-    flat = Placement(AXES, (REPLICATED, sharded(0)), flat=(4, 24))
+    flat = Placement(AXES, (REPLICATED, sharded(0)), flat=("dp", (4, 24)))
     assert flat.shards((48,)) == ((0, "tp", None), (None, "dp", (4, 24)))
     assert str(flat) == "dp:R tp:S0 dp:flat[4, 24]"
     context = Placement((DividedAxis("cp", 2, zigzag=True), DividedAxis("tp", 3)), (sharded(0), sharded(0)))

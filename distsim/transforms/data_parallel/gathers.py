@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from distsim.ir import Function, Op, Value
+from distsim.ir import Function, Mesh, Op, Value
+from distsim.ir.device import joined_axes
 from distsim.ops import operator
+from distsim.ops.places import shape_of
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.recompute.saves import Tag
+from distsim.transforms.sharding.collectives import TENSOR
 
-AXIS = "dp"
+
+def data_axis(mesh: Mesh) -> str:
+    """Return the name of all the axes together over which a batch and its sequences are divided."""
+    return joined_axes([axis for axis, _ in mesh.axes if axis not in ("pp", TENSOR)])
+
+
+def reduces(op: Op) -> bool:
+    """Whether an op sums over ranks that have other parts of the data."""
+    return op.op_type == "MPIAllreduce" and op.attributes["axis"] != TENSOR
 
 
 def gathered(function: Function, reshard: bool = True) -> dict[Value, Tag]:
@@ -47,8 +58,9 @@ def chains(function: Function) -> list[tuple[Op, ...]]:
 
 
 def gathers(op: Op) -> bool:
-    """Whether an op gathers something over the data-parallel ranks."""
-    return op.op_type == "MPIAllgather" and op.attributes["axis"] == AXIS
+    """Whether an op gathers something flat over ranks that have other parts of the data: a parameter."""
+    flat = op.op_type == "MPIAllgather" and len(shape_of(op.inputs[0])) == 1
+    return flat and op.attributes["axis"] != TENSOR
 
 
 def _passes(op: Op) -> bool:

@@ -22,7 +22,7 @@ from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.communication import flat_part
-from distsim.transforms.data_parallel.gathers import AXIS
+from distsim.transforms.data_parallel.gathers import data_axis, reduces
 from distsim.transforms.data_parallel.optimizer_steps import (
     OptimizerStep,
     updates_of,
@@ -52,27 +52,33 @@ def zero(local: Sharded, stage: int = 3, smallest: int = 1) -> Sharded:
     :class:`PlanError` if it is not, for an update that does more than go through a parameter element by
     element, and before stage 3 where nothing is updated.
     """
-    ranks = local.mesh.axis_size(AXIS)
-    if ranks != local.dp:
+    shown = local.mesh.axis_size(next(iter(local.decisions)))
+    if shown != local.dp:
         raise PlanError(
-            f"{local.function.name} is on a pattern of {ranks} of {local.dp} data-parallel ranks; shard it "
+            f"{local.function.name} is on a pattern of {shown} of {local.dp} data-parallel ranks; shard it "
             f"on a mesh of dp={local.dp}, for the shapes depend on it"
         )
-    if ranks == 1:
+    axis = data_axis(local.mesh)
+    if local.mesh.axis_size(axis) == 1:
         return local
     local = replace(local, function=with_plain_updates(local.function))
     chosen = [v for v in local.function.parameters if as_tensor(v.type, v.name).size >= max(smallest, 1)]
-    return _Divider(local, ranks, stage, chosen).run()
+    return _Divider(local, axis, stage, chosen).run()
 
 
 class _Divider:
-    """Rewrites the function of one Sharded."""
+    """Rewrites the function of one Sharded.
 
-    def __init__(self, local: Sharded, ranks: int, stage: int, chosen: Collection[Value]) -> None:
-        self.local, self.ranks, self.function = local, ranks, local.function
-        self.stage, self.chosen = stage, dict.fromkeys(chosen)
+    A parameter and what belongs to it are divided over the axis over which its gradient is summed: ``axis``,
+    all that a batch and its sequences are divided over, where nothing else is said.
+    """
+
+    def __init__(self, local: Sharded, axis: str, stage: int, chosen: Collection[Value]) -> None:
+        self.local, self.axis, self.function = local, axis, local.function
+        self.stage = stage
+        self.chosen: dict[Value, str] = dict.fromkeys(chosen, axis)
         self.parameters = dict(self.chosen) if stage == 3 else {}  # that are divided, and casts of them
-        self.divided = dict(self.parameters)  # and all that is divided like them
+        self.divided = dict(self.parameters)  # and all that is divided like them: over which axis
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
         self.readers: dict[Value, int] = {}
         for op in self.function.ops:
@@ -84,8 +90,8 @@ class _Divider:
         self.updating: set[Op] = set()
         self.updates: dict[Op, list[OptimizerStep]] = {}  # of parameters that are not divided
         self.by_part: set[Op] = set()  # ops between a gradient and its update
-        self.partial: set[Value] = set()  # sums over the parts of all ranks, not yet taken
-        self.sliced: dict[Value, None] = {}
+        self.partial: dict[Value, str] = {}  # sums over the parts of an axis, not yet taken
+        self.sliced: set[Value] = set()
         self.returned = frozenset(self.function.outputs)
         for op in self.function.ops:
             self._plan(op)
@@ -110,16 +116,18 @@ class _Divider:
         for update in updates_of(op):
             if update.parameter not in self.chosen:
                 continue
+            axis = self._plan_gradient(update.gradient)
             new, *others = update.results
-            self.divided |= dict.fromkeys([*update.state, *others])
+            self.divided |= dict.fromkeys([*update.state, *others], axis)
+            self.chosen[update.parameter] = axis
             if self.stage == 3:
-                self.divided[new] = None
+                self.divided |= {new: axis, update.parameter: axis}
+                self.parameters[update.parameter] = axis
             else:
                 self.updates.setdefault(op, []).append(update)
-            self._plan_gradient(update.gradient)
 
-    def _plan_gradient(self, gradient: Value) -> None:
-        """Divide a gradient where it is summed, and what is made of it before the update."""
+    def _plan_gradient(self, gradient: Value) -> str:
+        """Divide a gradient where it is summed, and what is made of it before the update; return the axis."""
         source, between = gradient, list[Op]()
         while self.readers.get(source, 0) == 1 and source in self.producer:
             op = self.producer[source]
@@ -130,11 +138,13 @@ class _Divider:
         if source in self.producer:
             self._plan_sum(source)
         if source in self.sum_of:
+            axis: str = next(op.attributes["axis"] for op in self.sum_of[source] if reduces(op))
             self.by_part.update(between)
-            self.divided |= dict.fromkeys([source, *[op.outputs[0] for op in between]])
-        else:
-            self.sliced[gradient] = None
-            self.divided[gradient] = None
+            self.divided |= dict.fromkeys([source, *[op.outputs[0] for op in between]], axis)
+            return axis
+        self.sliced.add(gradient)
+        self.divided[gradient] = self.axis
+        return self.axis
 
     def _plan_sum(self, gradient: Value) -> None:
         """Find the ops that sum a gradient over microbatches and ranks, the last ones that make it.
@@ -149,7 +159,7 @@ class _Divider:
                 break
             found.insert(0, op)
             value = op.inputs[0]
-        if [op for op in found if _reduces(op)]:
+        if [op for op in found if reduces(op)]:
             self.sum_of[gradient] = found
             self.sums[found[0]] = gradient
             self.skipped.update(found)
@@ -160,7 +170,8 @@ class _Divider:
         function, maker = self.function, self.maker
         numbered = Numbered(function)
         for value in function.inputs:
-            type_ = self._type(value) if value in self.divided and value not in self.sliced else value.type
+            apart = value in self.divided and value not in self.sliced
+            type_ = self._type(value, self.divided[value]) if apart else value.type
             self.env[value] = maker.add_input_value(value.name, type_, value.role)
         for number, op in enumerate(function.ops):
             if op in self.updating:
@@ -168,7 +179,8 @@ class _Divider:
             elif op in self.sums:
                 self._sum(self.sums[op])
             elif op in self.by_part:
-                self.env.update(zip(op.outputs, maker.copy(op, self._taken(op)), strict=True))
+                self._take(op.inputs)
+                self.env.update(zip(op.outputs, maker.copy(op, self.env), strict=True))
             elif self._adds_parts(op):
                 self._partial(op)
             elif op not in self.skipped:
@@ -183,14 +195,17 @@ class _Divider:
             needs_dp=True,
         )
 
-    def _type(self, value: Value) -> Tensor:
+    def _ranks(self, axis: str) -> int:
+        return self.local.mesh.axis_size(axis)
+
+    def _type(self, value: Value, axis: str) -> Tensor:
         whole = as_tensor(value.type, value.name)
-        return whole.with_shape((flat_part(whole.size, self.ranks),))
+        return whole.with_shape((flat_part(whole.size, self._ranks(axis)),))
 
     def _places(self, values: Sequence[Value], places: Sequence[Placement]) -> tuple[Placement, ...]:
         return tuple(
             [
-                replace(place, flat=as_tensor(v.type, v.name).shape)
+                replace(place, flat=(self.divided[v], as_tensor(v.type, v.name).shape))
                 if v in self.divided and v not in self.sliced
                 else place
                 for v, place in zip(values, places, strict=True)
@@ -202,11 +217,10 @@ class _Divider:
         if op.op_type == "Cast" and op.inputs[0] in self.parameters:
             (made,) = self.maker.copy(op, self.env)
             self.env[op.outputs[0]] = made
-            self.parameters[op.outputs[0]] = None
+            self.parameters[op.outputs[0]] = self.parameters[op.inputs[0]]
             return
         call = op.is_call
-        if not self.partial.isdisjoint(op.inputs):
-            self._taken(op)
+        self._take(op.inputs)
         if forward and call:
             self.whole.clear()
         values: dict[Value, Value] = {}
@@ -226,40 +240,47 @@ class _Divider:
         if op.op_type == "SquareSum":
             return op.inputs[0] in self.divided and op.inputs[0] not in self.sliced
         linear = op.op_type == "Add" or (op.op_type == "Mul" and len(op.inputs) == 1)
-        return linear and not self.partial.isdisjoint(op.inputs)
+        return linear and not self.partial.keys().isdisjoint(op.inputs)
 
     def _partial(self, op: Op) -> None:
-        """Sum squares of parts, or sums of them: of what all ranks have each adds an equal share."""
+        """Sum squares of parts, or sums of them: of what all ranks have each adds an equal share.
+
+        Of two sums over unlike axes the one over all ranks of the data stays partial.
+        """
+        axes = [self.partial.get(value) or self.divided.get(value) for value in op.inputs]
+        axis = self.axis if self.axis in axes else next(each for each in axes if each)
+        self._take([value for value in op.inputs if self.partial.get(value) != axis])
         values = {value: self.env[value] for value in op.inputs}
         if op.op_type == "Add":
             for value in op.inputs:
                 if value not in self.partial:
-                    values[value] = share(self.maker, self.env[value], self.ranks)
+                    values[value] = share(self.maker, self.env[value], self._ranks(axis))
         self.env.update(zip(op.outputs, self.maker.copy(op, values), strict=True))
-        self.partial.update(op.outputs)
+        self.partial |= dict.fromkeys(op.outputs, axis)
 
-    def _taken(self, op: Op) -> dict[Value, Value]:
-        """Return what an op reads, the sum over the ranks taken of what is partial."""
-        for value in op.inputs:
+    def _take(self, values: Sequence[Value]) -> None:
+        """Take the sums over ranks of those values that are partial."""
+        for value in values:
             if value in self.partial:
-                self.env[value] = self._add("MPIAllreduce", self.env[value], value, axis=AXIS)
-                self.partial.remove(value)
-        return {value: self.env[value] for value in op.inputs}
+                axis = self.partial.pop(value)
+                self.env[value] = self._add("MPIAllreduce", self.env[value], value, axis=axis)
 
     def _gathered(self, value: Value, forward: bool) -> Value:
         known = self.whole if forward else self.first
         if value not in known:
-            padded = self._add("MPIAllgather", self.env[value], value, axis=AXIS, dim=0)
+            axis = self.parameters[value]
+            padded = self._add("MPIAllgather", self.env[value], value, axis=axis, dim=0)
             made = self._add("Unflatten", padded, value, shape=as_tensor(value.type, value.name).shape)
             known[value] = made
             self.first.setdefault(value, made)
         return known[value]
 
-    def _flat(self, value: Value, like: Value) -> Value:
-        """Write a whole value flat, padded so that the ranks divide it."""
+    def _flat(self, value: Value, like: Value, axis: str) -> Value:
+        """Write a whole value flat, padded so that the ranks of an axis divide it."""
         size = as_tensor(value.type, value.name).size
         flat = self._add("Reshape", value, like, shape=(size,))
-        padding = flat_part(size, self.ranks) * self.ranks - size
+        ranks = self._ranks(axis)
+        padding = flat_part(size, ranks) * ranks - size
         return self._add("Pad", flat, like, pads=(0, padding)) if padding else flat
 
     def _sum(self, gradient: Value) -> None:
@@ -272,9 +293,10 @@ class _Divider:
         early = [op for op in ops if is_sum(op)] if self.stage == 1 else []
         for op in early:
             value = self._add(op.op_type, value, gradient, **op.attributes)
-        value = self._add("MPIReduceScatter", self._flat(value, gradient), gradient, axis=AXIS, dim=0)
+        axis = self.divided[gradient]
+        value = self._add("MPIReduceScatter", self._flat(value, gradient, axis), gradient, axis=axis, dim=0)
         for op in ops:
-            if op not in early and not _reduces(op) and (is_sum(op) or op.op_type == "MPIAllreduce"):
+            if op not in early and not reduces(op) and (is_sum(op) or op.op_type == "MPIAllreduce"):
                 value = self._add(op.op_type, value, gradient, **op.attributes)
         self.env[gradient] = value
 
@@ -282,12 +304,15 @@ class _Divider:
         values = {value: self.env[value] for value in op.inputs}
         for value in values:
             if value in self.sliced:
-                flat = self._flat(values[value], value)
-                values[value] = self._add("LocalSlice", flat, value, axis=AXIS, dim=0)
+                axis = self.divided[value]
+                flat = self._flat(values[value], value, axis)
+                values[value] = self._add("LocalSlice", flat, value, axis=axis, dim=0)
         updates = self.updates.get(op, ())
         for update in updates:
             waits = [self.env[update.parameter], values[update.gradient]]
-            values[update.parameter] = self._add("LocalPart", waits, update.parameter, axis=AXIS)
+            values[update.parameter] = self._add(
+                "LocalPart", waits, update.parameter, axis=self.chosen[update.parameter]
+            )
         subfunctions = None
         if op.is_call:
             types = tuple([values[value].type for value in op.inputs])
@@ -300,13 +325,10 @@ class _Divider:
             new, old = update.results[0], self.env[update.parameter]
             shape = as_tensor(old.type, old.name).shape
             parts = [self.env[new], old]
-            self.env[new] = self._add("MPIAllgatherInto", parts, new, axis=AXIS, shape=shape)
+            axis = self.chosen[update.parameter]
+            self.env[new] = self._add("MPIAllgatherInto", parts, new, axis=axis, shape=shape)
 
     def _add(self, op_type: str, read: Value | Sequence[Value], like: Value, **attributes: object) -> Value:
         """Add an op of one result, which has the name of ``like``."""
         operands = [read] if isinstance(read, Value) else read
         return self.maker.add(op_type, operands, attributes, output_names=[like.name])[0]
-
-
-def _reduces(op: Op) -> bool:
-    return op.op_type == "MPIAllreduce" and op.attributes["axis"] == AXIS

@@ -74,13 +74,13 @@ class DividedAxis:
 class Placement:
     """The states of a value along the axes of ranks, the batch (microbatches and dp) first.
 
-    ``flat``: the shape of what these leave of a parameter, or of its state, that is divided over dp as well:
-    flat and padded, for it stays over microbatches. None: it is not.
+    ``flat``: the axis over which a parameter, or its state, is divided as well, flat and padded, for it stays
+    over microbatches; and the shape of what the others leave of it. None: it is not.
     """
 
     axes: tuple[DividedAxis, ...]
     states: tuple[State, ...]
-    flat: tuple[int, ...] | None = None
+    flat: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def batch(self) -> State:
@@ -94,16 +94,16 @@ class Placement:
     def shards(self, local: tuple[int, ...]) -> tuple[Shard, ...]:
         """Return how a value is divided of which a rank's part has this shape, for ``MPIScatter`` and
         ``MPIGather``."""
-        shape = list(local if self.flat is None else self.flat)
+        shape = list(local if self.flat is None else self.flat[1])
         found: list[Shard] = []
         for axis, state in reversed(tuple(zip(self.axes, self.states, strict=True))):
             if state.sharded:
                 shape[state.dim] *= axis.parts
                 found.insert(0, (state.dim, axis.name, axis.pieces(state, shape[state.dim])))
-        return tuple(found) if self.flat is None else (*found, (None, "dp", self.flat))
+        return tuple(found) if self.flat is None else (*found, (None, *self.flat))
 
     def __str__(self) -> str:
-        flat = [] if self.flat is None else [f"dp:flat{list(self.flat)}"]
+        flat = [] if self.flat is None else [f"{self.flat[0]}:flat{list(self.flat[1])}"]
         return " ".join([*(f"{a.name}:{s}" for a, s in zip(self.axes, self.states, strict=True)), *flat])
 
 
