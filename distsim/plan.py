@@ -53,6 +53,9 @@ RESHARD = ("always", "never")
 
 SWITCH = ("off", "on")
 
+ORDER = "tp-cp-ep-dp-pp"
+"""Which axis of ranks changes fastest over the devices, which next, as in Megatron-LM (parallel_state.py)."""
+
 CP_KINDS = ("allgather", "ring", "ulysses", "usp:U")
 """How ranks of a context divide attention (:mod:`distsim.ops.attention_sharding`): keys and values of all
 are brought together; they pass around a ring; heads are divided, by all-to-alls; U ranks exchange heads,
@@ -72,7 +75,8 @@ class Plan:
     `stages` one of `STAGES`, `remat` of `REMAT`, `zero` of `ZERO`, `reshard` of `RESHARD`;
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
-    of tensor-parallel ranks are divided over these in the sequence. A plan is verified when made, and its
+    of tensor-parallel ranks are divided over these in the sequence; `order` says which axis changes fastest
+    over the devices. A plan is verified when made, and its
     text, in which the fields after `schedule` stand only when they are not the default, parses back to it.
 
     Raises:
@@ -98,6 +102,7 @@ class Plan:
     sp: str = "off"
     cp: int = 1
     cp_kind: str = "allgather"
+    order: str = ORDER
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -120,6 +125,11 @@ class Plan:
             raise PlanError(f"sp={_short(self.sp)} is unknown; choose one of {', '.join(SWITCH)}")
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
+        if sorted(self.order.split("-")) != sorted(ORDER.split("-")):
+            raise PlanError(
+                f"order={_short(self.order)} does not name each axis once, the one that changes fastest over "
+                f"the devices first, as {ORDER} does"
+            )
         ulysses = parse_cp_kind(self.cp_kind)[1]
         if self.cp % ulysses:
             raise PlanError(

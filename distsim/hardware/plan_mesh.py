@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from distsim.cache import Cache
 from distsim.errors import PlanError
 from distsim.ir.device import Mesh, RankAxes
 from distsim.ir.topology import Topology
 from distsim.plan import Plan, parse_cp_kind
+
+DEGREES = {"cp_ring": "cp", "cp_heads": "cp"}
+"""The degree of a plan that an axis is of, where it has another name."""
 
 _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and degrees", 4096)
 
@@ -17,11 +22,11 @@ def rank_axes(plan: Plan) -> RankAxes:
 
 
 def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
-    """Return the mesh of the first devices of a topology: ranks of tp next to each other, then cp, dp, pp.
+    """Return the mesh of the first devices of a topology, on which ranks lie as the order of the plan says.
 
     Raises :class:`PlanError` when there are too few.
     """
-    degrees = (plan.pp, plan.dp, plan.tp, plan.cp, plan.cp_kind)
+    degrees = (plan.pp, plan.dp, plan.tp, plan.cp, plan.cp_kind, plan.order)
     return _MESHES.get(topology, (topology.version, *degrees), lambda: _mesh(plan, topology))
 
 
@@ -32,4 +37,10 @@ def _mesh(plan: Plan, topology: Topology) -> Mesh:
             f"plan {plan} needs {plan.devices} devices, the topology has {len(devices)}; use a larger "
             "cluster or smaller degrees"
         )
-    return rank_axes(plan).mesh(devices[: plan.devices], plan.pp)
+    axes = rank_axes(plan)
+    # The axes of a mesh have one order: it is the devices that are put in another.
+    sizes = {"pp": plan.pp, **axes.sizes}
+    lying = sorted(sizes, key=lambda axis: plan.order.split("-").index(DEGREES.get(axis, axis)), reverse=True)
+    place = np.arange(plan.devices).reshape([sizes[axis] for axis in lying])
+    order = place.transpose([lying.index(axis) for axis in sizes]).reshape(-1)
+    return axes.mesh([devices[i] for i in order.tolist()], plan.pp)
