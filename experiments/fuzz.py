@@ -1,10 +1,11 @@
 """Random functions and plans, and damaged files: what is right, what is refused and why, what is wrong.
 
 ``python experiments/fuzz.py`` checks 5,000 random (function, plan) pairs, computed with NumPy over every rank
-and simulated by every engine; the gradients of 1,000 random functions, held against difference quotients; and
-10,000 damaged ONNX files (:mod:`fuzz_files`). It prints counts by outcome and reason, writes them to
-``results/fuzz.csv``, and exits with 1 if anything is wrong. Pair i has the seed ``--seed`` + i, printed
-where it is wrong: ``--pairs 1 --gradients 0 --files 0 --seed N`` repeats it alone.
+and simulated by every engine; so 5,000 random layouts of random decoders; the gradients of 1,000 random
+functions, held against difference quotients; and 10,000 damaged ONNX files (:mod:`fuzz_files`). It prints
+counts by outcome and reason, writes them to ``results/fuzz.csv``, and exits with 1 if anything is wrong. Case
+i has the seed ``--seed`` + i, printed where it is wrong: ``--pairs 1 --layouts 0 --gradients 0 --files 0
+--seed N`` repeats a pair alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from common import RESULTS, write_csv
 from fuzz_checks import Verdict, check_gradients, check_plan, checked, random_plan
 from fuzz_files import fuzz_files
 from fuzz_functions import invent
+from fuzz_layouts import distinct_tokens, invent_decoder, random_layout
 
 from distsim.ir import pformat
 
@@ -54,13 +56,21 @@ def gradient(seed: int) -> Case:
     return Case(seed, checked(lambda: check_gradients(function, seed)), pformat(function))
 
 
-CHECKS: dict[str, Callable[[int], Case]] = {"pairs": pair, "gradients": gradient}
+def layout(seed: int) -> Case:
+    """Check a random layout of a random decoder."""
+    function, plan, tokens = invent_decoder(seed), random_layout(seed), distinct_tokens(seed)
+    verdict = checked(lambda: check_plan(function, plan, seed, tokens))
+    return Case(seed, verdict, f"{plan}\n{pformat(function)}")
+
+
+CHECKS: dict[str, Callable[[int], Case]] = {"pairs": pair, "layouts": layout, "gradients": gradient}
 
 
 def main() -> int:
     """Run what is asked for; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=5000, help="(function, plan) pairs (default: 5000)")
+    parser.add_argument("--layouts", type=int, default=5000, help="layouts of decoders (default: 5000)")
     parser.add_argument("--gradients", type=int, default=1000, help="functions (default: 1000)")
     parser.add_argument("--files", type=int, default=10_000, help="damaged ONNX files (default: 10000)")
     parser.add_argument("--seed", type=int, default=0, help="of the first case of each kind (default: 0)")

@@ -16,6 +16,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distsim.compose import parallelize
 from distsim.errors import DistsimError, PlanError
@@ -150,8 +151,10 @@ def cluster() -> tuple[Topology, CostModel]:
     return topology, CostModel(topology)
 
 
-def check_plan(function: Function, plan: Plan, seed: int) -> Verdict:
+def check_plan(function: Function, plan: Plan, seed: int, tokens: NDArray[Any] | None = None) -> Verdict:
     """Compare the step of a plan, computed with NumPy over every rank, with one device's.
+
+    ``tokens`` are the first input, which is random otherwise.
 
     Also: max-plus, one event per op, and the step written out take the same time and the same memory; the
     step runs no fewer FLOPs than the model has; and recomputation that saves no memory is noted.
@@ -161,6 +164,8 @@ def check_plan(function: Function, plan: Plan, seed: int) -> Verdict:
         keep = [value.name for value in function.outputs[1:] if rng.random() < 0.5]
         joint = differentiate(function, rng.choice((SGD(lr=0.1), Adam(), None)), keep)
         inputs = random_inputs(joint, seed)
+        if tokens is not None:
+            inputs[0] = tokens
         expected = SequentialExecutor().compute(joint, inputs)
         if not all(np.isfinite(array).all() for array in expected):
             return Verdict("refused", "the function is not finite there")

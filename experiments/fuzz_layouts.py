@@ -1,0 +1,85 @@
+"""Random decoders in random layouts: every field of a plan together, on at most 16 ranks."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+from fuzz_checks import MOST_DEVICES, PROGRAMMED, REMAT
+from numpy.typing import NDArray
+
+from distsim.ir import Float64, Function
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, Positions
+from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import GroupedHeads, Latent
+from distsim.models.parts.feed_forward import FeedForward
+from distsim.models.parts.layer_maker import Norm
+from distsim.plan import ORDER, Plan
+from distsim.schedule import SCHEDULES
+
+BATCH, SEQ, VOCAB = 8, 8, 16
+
+
+def invent_decoder(seed: int) -> Function:
+    """Return a decoder of few layers: dense or of experts, grouped or latent heads, windows, tied or not."""
+    rng = Random(f"decoder {seed}")
+    layers = rng.choice((1, 2, 3, 4))
+    if rng.random() < 0.2:
+        attention = Latent(4, rng.choice((0, 4)), 4, 4, 2, 4)
+    else:
+        window = rng.choice((0, 0, 3))
+        windowed = rng.choice(((True,), (True, False)))
+        softcap = rng.choice((0.0, 0.0, 5.0))
+        attention = GroupedHeads(4, rng.choice((4, 2, 1)), softcap=softcap, window=window, windowed=windowed)
+    experts = Mixture(4, rng.choice((1, 2)), 8, rng.choice((0, 1))) if rng.random() < 0.25 else None
+    plain = experts is None and isinstance(attention, GroupedHeads)
+    learned = plain and rng.random() < 0.3
+    sizes = DecoderSizes(
+        layers,
+        16,
+        VOCAB,
+        attention,
+        FeedForward(None, "gelu", gated=False, bias=True) if learned else FeedForward(24),
+        experts,
+        norm=Norm("layer") if learned else Norm("rms"),
+        positions=Positions(SEQ, learned=learned),
+        tied=rng.random() < 0.3,
+        **({"names": GPT_NAMES} if learned else {}),
+    )
+    return decoder(sizes, BATCH, SEQ, Float64(), attention="flash" if rng.random() < 0.9 else "math")
+
+
+def distinct_tokens(seed: int) -> NDArray[np.int64]:
+    """Return sequences of unlike tokens: rounding would say which of two equal ones an expert drops."""
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(VOCAB)[:SEQ] for _ in range(BATCH)])
+
+
+def random_layout(seed: int) -> Plan:
+    """Return a random plan of at most 16 devices that divides the batch and the sequence."""
+    rng = Random(f"layout {seed}")
+    while True:
+        dp, tp, cp = (rng.choice((1, 1, 2, 2, 4)) for _ in range(3))
+        pp, microbatches = rng.choice((1, 1, 2, 2, 3, 4)), rng.choice((1, 1, 2, 4))
+        if dp * tp * cp * pp <= MOST_DEVICES and BATCH % (dp * microbatches) == 0:
+            break
+    schedule = rng.choice(("1f1b", "gpipe", rng.choice(PROGRAMMED)))
+    order = ORDER.split("-")
+    rng.shuffle(order)
+    zero = rng.choice((0, 0, 1, 2, 3, 3))
+    return Plan(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        cp_kind=rng.choice(("allgather", "ring", "ulysses", "usp:2" if cp % 2 == 0 else "ring")),
+        order="-".join(order),
+        microbatches=microbatches,
+        schedule=schedule,
+        chunks=SCHEDULES[schedule].stages_a_rank or rng.choice((1, 2)),
+        remat=rng.choice(REMAT) if rng.random() < 0.5 else "none",
+        zero=zero,
+        reshard=rng.choice(("always", "never")) if zero == 3 else "always",
+        sp="on" if tp > 1 and rng.random() < 0.5 else "off",
+    )
