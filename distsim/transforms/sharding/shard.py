@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from distsim.cache import Cache
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Role, Value, callees
+from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels
@@ -89,9 +90,24 @@ class Sharded:
             f"{-(-size // tp) * tp}"
             for size in self.decisions[TENSOR].undivided
         ]
+        found += [
+            f"tp={tp} divides no attention of {heads} heads and {kv_heads} of keys and values: every rank "
+            "does all of it; use a tp that divides both, or cp"
+            for heads, kv_heads in self._undivided_heads
+        ]
         if not self._proven:
             found.append("the placement is not proven to be the least-cost one")
         return tuple(found)
+
+    @property
+    def _undivided_heads(self) -> list[tuple[int, int]]:
+        """The heads, of queries and of keys, of attention that tp leaves whole."""
+        found: dict[tuple[int, int], None] = {}
+        for op, strategy in self.decisions[TENSOR].strategies.items():
+            if strategy.factor is None and op.op_type == "Attention":
+                query, key = (as_tensor(value.type, value.name).shape for value in op.inputs[:2])
+                found[query[1], key[1]] = None
+        return list(found)
 
     @property
     def _proven(self) -> bool:
