@@ -7,6 +7,7 @@ import re
 from dataclasses import Field, dataclass, fields
 from typing import Any, NamedTuple
 
+from distsim.buckets import parse_bucket
 from distsim.errors import PlanError
 from distsim.schedule import SCHEDULES, TABLE
 
@@ -90,6 +91,8 @@ class Plan:
     chunks: int = 1
     offload: int = 0
     sp: str = "off"
+    bucket: str = "auto"
+    overlap_grads: str = "on"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -112,6 +115,16 @@ class Plan:
             raise PlanError(f"sp={_short(self.sp)} is unknown; choose one of {', '.join(SWITCH)}")
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
+        parse_bucket(self.bucket)
+        if self.zero == 3 and self.bucket != "auto":
+            raise PlanError(
+                f"bucket={self.bucket} is what a bucket of gradients holds, and with zero=3 those of a layer are "
+                "reduced together; use bucket=auto, or zero=2"
+            )
+        if self.overlap_grads not in SWITCH:
+            raise PlanError(
+                f"overlap_grads={_short(self.overlap_grads)} is unknown; choose one of {', '.join(SWITCH)}"
+            )
         if self.reshard not in RESHARD:
             raise PlanError(f"reshard={_short(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}")
         if self.reshard == "never" and self.zero != 3:

@@ -278,5 +278,5 @@ def test_parts_of_another_tensor_are_refused():
     old = maker.add_input_value("old", Tensor(Float32(), (3, 3), mesh))
     part = maker.add_input_value("part", Tensor(Float32(), (4,), mesh))
     with pytest.raises(TypeRuleError, match="is no flat part of"):
-        maker.add("MPIAllgatherInto", [part, old], {"axis": "dp", "shape": (3, 3)})
+        maker.add("MPIAllgatherInto", [part, old], {"axis": "dp", "shapes": ((3, 3),)})
     assert maker.add("LocalPart", [old], {"axis": "dp"})[0].type.shape == (math.ceil(9 / 2),)

@@ -27,6 +27,9 @@ def replaced_by(op: Op) -> Mapping[int, int]:
         return replaced_inputs(op.callee)
     meaning = operator(op.op_type)
     places = {**meaning.in_place, **meaning.overwrites}
+    if places and meaning.communication is not None and meaning.communication.operand is not None:
+        size = len(op.inputs) // len(op.outputs)
+        return {output: size * output + places[0] for output in range(len(op.outputs))}
     return {output: place for output, place in places.items() if output < len(op.outputs)}
 
 

@@ -300,7 +300,7 @@ class _Divider:
             new, old = update.results[0], self.env[update.parameter]
             shape = as_tensor(old.type, old.name).shape
             parts = [self.env[new], old]
-            self.env[new] = self._add("MPIAllgatherInto", parts, new, axis=AXIS, shape=shape)
+            self.env[new] = self._add("MPIAllgatherInto", parts, new, axis=AXIS, shapes=(shape,))
 
     def _add(self, op_type: str, read: Value | Sequence[Value], like: Value, **attributes: object) -> Value:
         """Add an op of one result, which has the name of ``like``."""
