@@ -40,14 +40,16 @@ BUCKET = ("auto", *BUCKETS, "N", "NMiB", "Np")
 class Buckets:
     """When a bucket is full: once it holds ``limit`` bytes as they are sent, the first one ``first``.
 
-    With ``elements`` both count elements. ``early``: a bucket is reduced while the last backward pass still
-    runs, as soon as its gradients are complete; else after it.
+    With ``elements`` both count elements. ``layers``: each layer's gradients are one bucket in place of that,
+    and its parameters are gathered together. ``early``: a bucket is reduced while the last backward pass, or
+    that of each microbatch, still runs; else after it, or it waits for that.
     """
 
     limit: int
     first: int
     elements: bool = False
     early: bool = True
+    layers: bool = False
 
 
 def parse_bucket(text: object) -> Fill:
@@ -74,13 +76,13 @@ elements=True))
     return Fill(number, elements=True) if unit == "p" else Fill(number * UNITS[unit])
 
 
-def buckets_of(text: str, dp: int, early: bool) -> Buckets:
-    """Return the buckets of ``bucket=`` for so many data-parallel ranks.
+def buckets_of(text: str, dp: int, early: bool, layers: bool) -> Buckets:
+    """Return the buckets of ``bucket=`` for so many data-parallel ranks; or of ``layers``.
 
     Megatron-LM makes no buckets where it does not overlap: one holds all of a rank's gradients.
     """
-    if text == "megatron" and not early:
-        return Buckets(2**62, 2**62, early=False)
+    if layers or (text == "megatron" and not early):
+        return Buckets(2**62, 2**62, early=early, layers=layers)
     fill = parse_bucket(text)
     limit = max(fill.limit, fill.by_rank * dp)
     return Buckets(limit, limit if fill.first is None else fill.first, fill.elements, early)

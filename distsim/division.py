@@ -71,7 +71,7 @@ class Division(NamedTuple):
         """Return the division of a plan into so many stages, on devices that cost so."""
         divided: tuple[int, str, Buckets | None] = (0, "always", None)
         if plan.dp > 1:
-            buckets = buckets_of(plan.bucket, plan.dp, plan.overlap_grads == "on")
+            buckets = buckets_of(plan.bucket, plan.dp, plan.overlap_grads == "on", plan.zero == 3)
             divided = plan.zero, plan.reshard, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)

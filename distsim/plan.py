@@ -118,8 +118,8 @@ class Plan:
         parse_bucket(self.bucket)
         if self.zero == 3 and self.bucket != "auto":
             raise PlanError(
-                f"bucket={self.bucket} is what a bucket of gradients holds, and with zero=3 those of a layer are "
-                "reduced together; use bucket=auto, or zero=2"
+                f"bucket={self.bucket} is what a bucket of gradients holds, and with zero=3 those of a layer "
+                "are reduced together; use bucket=auto, or zero=2"
             )
         if self.overlap_grads not in SWITCH:
             raise PlanError(

@@ -6,11 +6,12 @@ The message starts up once, and has the bytes of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
 from distsim.errors import TypeRuleError
 from distsim.ir.function import Op
-from distsim.ir.type import Tensor
+from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import OperandRule, Signature, TypesRule, operator
 
@@ -55,3 +56,26 @@ def moved_values(op: Op) -> Sequence[Value]:
 def moved_tensors(signature: Signature) -> Sequence[Tensor]:
     """Return the same of a signature."""
     return signature.inputs[:: len(signature.inputs) // len(signature.outputs)]
+
+
+def in_messages(ops: Iterable[Op]) -> list[Op]:
+    """Return ops that each move one tensor as few that move several: those of one kind and element type."""
+    kinds: dict[Hashable, list[Op]] = {}
+    for op in ops:
+        type_ = as_tensor(op.inputs[0].type, op.inputs[0].name)
+        shapeless = {key: item for key, item in op.attributes.items() if key != "shapes"}
+        key = op.op_type, Attributes(shapeless), type_.dtype, type_.device
+        kinds.setdefault(key, []).append(op)
+    return list(map(_as_one, kinds.values()))
+
+
+def _as_one(ops: Sequence[Op]) -> Op:
+    if len(ops) == 1:
+        return ops[0]
+    attributes = ops[0].attributes
+    if "shapes" in attributes:
+        shapes = tuple([shape for op in ops for shape in op.attributes["shapes"]])
+        attributes = Attributes({**attributes, "shapes": shapes})
+    inputs = tuple([value for op in ops for value in op.inputs])
+    outputs = tuple([value for op in ops for value in op.outputs])
+    return replace(ops[0], inputs=inputs, outputs=outputs, attributes=attributes)

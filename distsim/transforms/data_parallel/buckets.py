@@ -2,8 +2,9 @@
 
 Gradients are taken in the order in which the backward pass completes them, which is about the reverse of
 that of the parameters; a bucket is full once it holds so much (torch ``nn/parallel/distributed.py`` and
-``reducer.cpp``, Megatron-LM ``param_and_grad_buffer.py``). One message moves a bucket
-(:mod:`distsim.ops.coalescing`): its tensors lie side by side in one buffer, where backward writes them.
+``reducer.cpp``, Megatron-LM ``param_and_grad_buffer.py``), or holds those of a layer (torch's FSDP). One
+message moves a bucket (:mod:`distsim.ops.coalescing`): its tensors lie side by side in one buffer, where
+backward writes them. New parameters are gathered by the buckets of their gradients.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import NamedTuple, TypeVar
 
 from distsim.buckets import Buckets
 from distsim.ir import Function, Op, Value
+from distsim.ir.module_names import layer_of
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
+from distsim.ops.coalescing import in_messages
 from distsim.transforms.data_parallel.gathers import AXIS
 from distsim.transforms.op_graph import Numbered, StageMap
 
@@ -34,20 +37,23 @@ class Bucketed(NamedTuple):
 
 
 class _Gradient(NamedTuple):
-    """The op that reduces a gradient, the ops before it that follow its sum, the sum; and in which stage."""
+    """An op that reduces a gradient, the ops that write it flat before that, what made it; on which stage.
+
+    Once a step, ``made`` is the sum over microbatches.
+    """
 
     reduction: int
     before: Sequence[int]
-    sum: int
+    made: int
     stage: int
 
 
 def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) -> Bucketed:
     """Return the function, whose stages are assigned, with gradients reduced in buckets.
 
-    Of what is reduced once a step, after the sum over microbatches, those of a stage, of one element type and
-    by one kind of collective are of the same buckets. What else sums a gradient, over tp, does so after the
-    buckets, all at once, as Megatron-LM's ``finalize_model_grads``. Without ``buckets`` the function itself.
+    Those of a stage, of one element type and by one kind of collective are of the same buckets. What is
+    reduced once a step, after the sum over microbatches, is summed over other ranks (tp) after that, all at
+    once, as in Megatron-LM's ``finalize_model_grads``. Without ``buckets`` the function itself.
     """
     found = _gradients(function, assigned) if buckets is not None else []
     if buckets is None or not found:
@@ -58,21 +64,33 @@ def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) ->
 def _gradients(function: Numbered, assigned: StageMap) -> list[_Gradient]:
     found: list[_Gradient] = []
     for number, op in enumerate(function.ops):
-        if not (function.steps[number] and reduces(op)):
+        if not (_reduces(op) and not function.forward[number]):
             continue
+        step, uses, makes = function.steps[number], function.uses, function.makes
         before: list[int] = []
         made = function.producer[function.reads[number][0]]
-        while made >= 0 and function.steps[made] and len(function.reads[made]) == 1:
+        while made >= 0 and _is_before(function, made, step):
             before.insert(0, made)
             made = function.producer[function.reads[made][0]]
-        chain = [made, *before, number]
-        alone = all(made >= 0 and function.uses[function.makes[each][0]] == 1 for each in chain[:-1])
-        if alone and function.sums[made] and not function.forward[made]:
+        alone = all(uses[makes[each][0]] == 1 for each in before)
+        if not alone or made < 0:
+            continue
+        if not step:
+            found.append(_Gradient(number, before, made, assigned.stage[number]))
+        elif function.sums[made] and not function.forward[made] and uses[makes[made][0]] == 1:
             found.append(_Gradient(number, before, made, assigned.stage[made]))
     return found
 
 
-def reduces(op: Op) -> bool:
+def _is_before(function: Numbered, number: int, step: bool) -> bool:
+    """Whether an op may stand between what makes a gradient and what reduces it."""
+    op = function.ops[number]
+    if step:
+        return function.steps[number] and len(function.reads[number]) == 1
+    return op.op_type in ("Pad", "Reshape")
+
+
+def _reduces(op: Op) -> bool:
     """Whether an op sums one tensor over the data-parallel ranks."""
     return (
         op.op_type in REDUCTIONS
@@ -88,26 +106,36 @@ class _Writer:
     def __init__(self, function: Numbered, assigned: StageMap, buckets: Buckets) -> None:
         self.function, self.assigned, self.buckets = function, assigned, buckets
         self.arrivals: dict[Function, dict[Value, tuple[int, ...]]] = {}
+        self.bucket_of: dict[Value, int] = {}  # by the gradient as it is after its reduction
+        self.units: dict[int, int] = {}
         self.ops: list[Op] = []
         self.stages: list[int] = []
 
     def write(self, found: Sequence[_Gradient]) -> Bucketed:
         """Return the function: what runs for each microbatch, the buckets, what else runs once a step."""
         function, ops = self.function, self.function.ops
-        gone = {number for each in found for number in (each.reduction, *each.before)}
-        for number, op in enumerate(ops):
-            if not function.steps[number]:
-                self._add(op, self.assigned.stage[number])
+        if self.buckets.layers:
+            self._find_units()
+        filled_ = [
+            bucket
+            for group in _grouped(found, self._kind)
+            for bucket in _filled(sorted(group, key=self._arrival), self._size, self.buckets)
+        ]
+        once = [bucket for bucket in filled_ if function.steps[bucket[0].reduction]]
+        each = [bucket for bucket in filled_ if not function.steps[bucket[0].reduction]]
+        for number, bucket in enumerate(filled_):
+            self.bucket_of.update({ops[own.reduction].outputs[0]: number for own in bucket})
+        self._write_passes(each)
         first, later = len(self.ops), list[Op]()
-        for group in grouped(found, self._kind):
-            for bucket in filled(sorted(group, key=self._arrival), self._size, self.buckets):
-                later += self._reduce(bucket)
+        for bucket in once:
+            later += self._reduce(bucket)
         early = range(first, len(self.ops)) if self.buckets.early else ()
-        for group in grouped(later, lambda op: (op.op_type, op.attributes, *_kind_of(op.inputs[0]))):
-            self._add(together(group))
-        for number, op in enumerate(ops):
-            if function.steps[number] and number not in gone:
-                self._add(op)
+        for op in in_messages(later):
+            self._add(op)
+        gone = {number for bucket in once for own in bucket for number in (own.reduction, *own.before)}
+        steps = [n for n in range(len(ops)) if function.steps[n] and n not in gone]
+        for op in self._gathered([ops[number] for number in steps]):
+            self._add(op)
         outputs = tuple([function.values[value] for value in function.outputs])
         made = Numbered(Function(function.name, tuple(function.inputs), tuple(self.ops), outputs))
         place = {value: i for i, value in enumerate(made.values)}
@@ -118,22 +146,52 @@ class _Writer:
         self.ops.append(op)
         self.stages.append(stage)
 
+    # --- which gradients are of a bucket --------------------------------------------------------------
+
+    def _find_units(self) -> None:
+        """Number the units of the backward pass: a Call, or a run of ops of one layer between Calls."""
+        count, open_ = 0, dict[int, tuple[int, str]]()
+        for number, op in enumerate(self.function.ops):
+            function, stage = self.function, self.assigned.stage[number]
+            if function.forward[number] or function.steps[number] or function.loose[number]:
+                continue
+            unit, layer = open_.get(stage, (-1, ""))
+            if op.is_call or unit < 0 or (layer_of(op) and layer_of(op) != layer):
+                count, unit, layer = count + 1, count, layer_of(op)
+            self.units[number] = unit
+            open_[stage] = (-1, "") if op.is_call else (unit, layer)
+
     def _kind(self, each: _Gradient) -> Hashable:
         op = self.function.ops[each.reduction]
-        return each.stage, op.op_type, op.attributes, *_kind_of(op.inputs[0])
+        type_ = as_tensor(op.inputs[0].type, op.inputs[0].name)
+        unit = self.units.get(self._source(each)[0], -1) if self.buckets.layers else 0
+        return each.stage, op.op_type, op.attributes, type_.dtype, type_.device, unit
 
     def _size(self, each: _Gradient) -> int:
         sent = self.function.ops[each.reduction].inputs[0]
         type_ = as_tensor(sent.type, sent.name)
         return type_.size if self.buckets.elements else type_.nbytes
 
+    def _source(self, each: _Gradient) -> tuple[int, Value]:
+        """Return the op of the backward pass that makes a gradient, and what it makes; -1 for none."""
+        function = self.function
+        number, value = each.made, function.makes[each.made][0]
+        if function.sums[number]:
+            value = function.reads[number][0]
+            number = function.producer[value]
+        elif each.before:
+            value = function.reads[each.before[0]][0]
+        else:
+            value = function.reads[each.reduction][0]
+        while number >= 0 and function.ops[number].op_type == "GradientCast":
+            value = function.reads[number][0]
+            number = function.producer[value]
+        return number, function.values[value]
+
     def _arrival(self, each: _Gradient) -> tuple[int, ...]:
         """Return when the backward pass completes a gradient: after which op, within a Call after which."""
-        (value,) = self.function.reads[each.sum]
-        made = self.function.producer[value]
-        if made < 0:
-            return ()
-        return made, *self._within(self.function.ops[made], self.function.values[value])
+        number, value = self._source(each)
+        return (number, *self._within(self.function.ops[number], value)) if number >= 0 else ()
 
     def _within(self, op: Op, value: Value) -> tuple[int, ...]:
         if not op.is_call:
@@ -145,11 +203,64 @@ class _Writer:
                 known.update({made: (number, *self._within(inner, made)) for made in inner.outputs})
         return known.get(op.callee.outputs[op.outputs.index(value)], ())
 
+    # --- what runs for each microbatch ----------------------------------------------------------------
+
+    def _write_passes(self, buckets: Sequence[Sequence[_Gradient]]) -> None:
+        """Write these ops, each bucket where its last gradient was reduced."""
+        function, assigned = self.function, self.assigned
+        gone = {own.reduction for bucket in buckets for own in bucket}
+        last = {max(own.reduction for own in bucket): bucket for bucket in buckets}
+        missing = {value for number in gone for value in function.ops[number].outputs}
+        waiting: list[int] = []
+        awaited: dict[int, Value] = {}  # by stage, what is to be done before its next op
+        for number, op in enumerate(function.ops):
+            if function.steps[number]:
+                continue
+            stage = assigned.stage[number]
+            if number in last:
+                sent = [function.ops[own.reduction] for own in last[number]]
+                for message in in_messages(sent):
+                    self._add(message, stage)
+                    missing.difference_update(message.outputs)
+                    if not self.buckets.early:
+                        awaited[stage] = message.outputs[0]
+                left: list[int] = []
+                for before in waiting:
+                    if missing.isdisjoint(function.ops[before].inputs):
+                        self._add(function.ops[before], assigned.stage[before])
+                        missing.difference_update(function.ops[before].outputs)
+                    else:
+                        left.append(before)
+                waiting = left
+            elif number in gone:
+                continue
+            elif not missing.isdisjoint(op.inputs):
+                waiting.append(number)
+                missing.update(op.outputs)
+            else:
+                self._add(self._after(op, number, awaited), stage)
+
+    def _after(self, op: Op, number: int, awaited: dict[int, Value]) -> Op:
+        """Return an op that does not run before what its stage is to wait for."""
+        function, stage = self.function, self.assigned.stage[number]
+        if stage not in awaited or function.forward[number] or function.loose[number] or not op.inputs:
+            return op
+        if function.sums[number] or (not op.is_call and operator(op.op_type).view):
+            return op
+        read = [v for v in op.inputs if v not in function.inputs]
+        if not read:
+            return op
+        late = Value(read[0].name, read[0].type)
+        self._add(Op("OptimizationBarrier", (read[0], awaited.pop(stage)), (late,)), stage)
+        return replace(op, inputs=tuple([late if v is read[0] else v for v in op.inputs]))
+
+    # --- what runs once a step ------------------------------------------------------------------------
+
     def _reduce(self, bucket: Sequence[_Gradient]) -> list[Op]:
         """Add the op that reduces a bucket; return what is to be done to its gradients after that."""
         ops, later, sent = self.function.ops, list[Op](), list[Op]()
         for each in bucket:
-            value = ops[each.sum].outputs[0]
+            value = ops[each.made].outputs[0]
             sums: list[Op] = []
             for number in each.before:
                 op = ops[number]
@@ -167,19 +278,34 @@ class _Writer:
                 later.append(replace(own, inputs=(made,), outputs=(result,)))
                 result = made
             sent.append(replace(op, inputs=(value,), outputs=(result,)))
-        self._add(together(sent))
+        for op in in_messages(sent):
+            self._add(op)
         return later
 
+    def _gathered(self, ops: Sequence[Op]) -> list[Op]:
+        """Return ops of which those that gather new parameters do so by bucket, after all others."""
+        gathers = [op for op in ops if op.op_type == "MPIAllgatherInto" and op.attributes["axis"] == AXIS]
+        if not gathers:
+            return list(ops)
+        producer = {value: op for op in self.function.ops for value in op.outputs}
+        home = {self.function.values[value]: at[0] for value, at in self.assigned.homes.items()}
+        gradient_of = {op.inputs[0]: op.inputs[1] for op in ops if op.op_type == "LocalPart"}
 
-def together(ops: Sequence[Op]) -> Op:
-    """Return the op that moves at once what several of one kind move, each a tensor."""
-    first = ops[0]
-    inputs = tuple([value for op in ops for value in op.inputs])
-    outputs = tuple([value for op in ops for value in op.outputs])
-    return first if len(ops) == 1 else replace(first, inputs=inputs, outputs=outputs)
+        def bucket(op: Op) -> tuple[int, int]:
+            """Return the bucket and the stage; of one whose gradient is in none, itself."""
+            value: Value | None = gradient_of.get(op.inputs[1])
+            while value is not None and value not in self.bucket_of:
+                made = producer.get(value)
+                value = made.inputs[0] if made is not None and made.inputs else None
+            stage = home.get(op.inputs[1], -1)
+            return (self.bucket_of[value], stage) if value is not None else (-1, gathers.index(op))
+
+        gone = {*gathers}
+        rest = [op for op in ops if op not in gone]
+        return [*rest, *[op for group in _grouped(gathers, bucket) for op in in_messages(group)]]
 
 
-def grouped(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
+def _grouped(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
     """Return items of one kind together, kinds in order of appearance."""
     found: dict[Hashable, list[Item]] = {}
     for item in items:
@@ -187,7 +313,7 @@ def grouped(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[lis
     return list(found.values())
 
 
-def filled(items: Iterable[Item], size: Callable[[Item], int], buckets: Buckets) -> Iterator[list[Item]]:
+def _filled(items: Iterable[Item], size: Callable[[Item], int], buckets: Buckets) -> Iterator[list[Item]]:
     """Yield the items of each bucket, in order."""
     bucket, left = list[Item](), buckets.first
     for item in items:
@@ -198,8 +324,3 @@ def filled(items: Iterable[Item], size: Callable[[Item], int], buckets: Buckets)
             bucket, left = [], buckets.limit
     if bucket:
         yield bucket
-
-
-def _kind_of(value: Value) -> tuple[Hashable, ...]:
-    type_ = as_tensor(value.type, value.name)
-    return type_.dtype, type_.device

@@ -123,7 +123,7 @@ def cut_stages(local: Sharded, num_stages: int, costs: DeviceCosts, starts: Star
         # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
         function, assigned = _untie(function, assigned, num_stages, costs, starts)
         function, assigned = keep_received(function, assigned)
-        made = bucketed(*prefetch(function, assigned), local.buckets)
+        made = bucketed(*prefetch(function, assigned, local.buckets is not None), local.buckets)
         found = _Cutter(local, source, made, num_stages).cut()
         source.cuts[key] = found
     return found
