@@ -72,9 +72,9 @@ OWN_CACHES = {  # modules that keep what they made in some way of their own
     "distsim.compose",
     "distsim.cost.cost_model",
     "distsim.device_placement.optimal.search",  # whether the loops are compiled
-    "distsim.program.backward_halves",
+    "distsim.program.passes.backward_halves",
     "distsim.program.bind",
-    "distsim.program.overlap_pairs",
+    "distsim.program.passes.overlap_pairs",
     "distsim.simulate.maxplus.engine",
     "distsim.simulate.memory.plan",
     "distsim.simulate.memory.table_changes",

@@ -1,18 +1,17 @@
 """Communication operators. Each carries the mesh axis it runs over; sizes are per device.
 
 ``MPIAllreduce(x; axis)``, ``MPIAllgather(x; axis, dim)``, ``MPIReduceScatter(x; axis, dim)``,
-``MPIAlltoall(x; axis, split, concat)`` run inside a mesh; ``MPIAllreduce`` with ``reduce="max"`` takes
-the largest, not the sum. ``MPIAllgatherInto(part, old; axis, shapes)`` writes the whole of a tensor of the
-first of ``shapes`` in the place of the old one, of its flat parts. It, ``MPIAllreduce``, ``MPIAllgather`` and
+``MPIAlltoall(x; axis, split, concat)`` run inside a mesh; ``MPIAllreduce`` with ``reduce="max"`` takes the
+largest, not the sum. ``MPIAllgatherInto(part, old; axis, shapes)`` writes the whole of a tensor of the first
+of ``shapes`` in the place of the old one, of its flat parts. It, ``MPIAllreduce``, ``MPIAllgather`` and
 ``MPIReduceScatter`` may be given several tensors, and move them as one message
-(:mod:`distsim.ops.coalescing`). ``LocalSlice(x; axis, dim)`` keeps the own part and
-moves nothing, nor does ``LocalIndices(indices; axis, size)``, which makes indices of all ranks' rows those of
-the own ``size``, nor ``LocalPart(x, ...; axis)``, the own flat part where it lies, once the further operands
-are there.
-``Send(x; to, channel)`` goes from a mesh to another of the same axes, rank by
-rank; Sends between the same two devices wait for each other on one channel (0 unless given).
-``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to a mesh,
-``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`Shard`.
+(:mod:`distsim.ops.coalescing`); with ``in_place`` sums over ranks, or their parts, are where the operands
+were. ``LocalSlice(x; axis, dim)`` keeps the own part and moves nothing, nor does ``LocalIndices(indices;
+axis, size)``, which makes indices of all ranks' rows those of the own ``size``, nor ``LocalPart(x, ...;
+axis)``, the own flat part where it lies, once the further operands are there. ``Send(x; to, channel)`` goes
+from a mesh to another of the same axes, rank by rank; Sends between the same two devices wait for each other
+on one channel (0 unless given). ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to
+a mesh, ``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`Shard`.
 """
 
 from __future__ import annotations
@@ -350,7 +349,6 @@ _register(
     coalesced("MPIAllreduce", _allreduce_types),
     Communication("all_reduce", _allreduce, _input_bytes, operand=alike),
 )
-register(Operator("MPIAllreduce", overwrites={0: 0}))
 _register(
     "MPIAllgather",
     coalesced("MPIAllgather", _allgather_types),

@@ -12,9 +12,9 @@ from distsim.cache import Cache
 from distsim.errors import ScheduleError
 from distsim.ir import Value
 from distsim.program.block import Block
-from distsim.program.early_reductions import ending
-from distsim.program.overlap_pairs import interleave, interleaved_names
 from distsim.program.parts import Parts
+from distsim.program.passes.early_reductions import ending
+from distsim.program.passes.overlap_pairs import interleave, interleaved_names
 from distsim.program.table import (
     FIRST,
     ONCE,
@@ -187,7 +187,8 @@ class Binder:
         """Return the block of two calls that overlap."""
         found = self.pairs.get((one, two))
         if found is None:
-            sums = {key for key in one.makes if key.which == ONCE} & {*two.makes, *two.reads}
+            ended = two.reads if two.ends else ()
+            sums = {key for key in one.makes if key.which == ONCE} & {*two.makes, *ended}
             if sums:
                 raise ScheduleError(
                     f"{one.kind} and {two.kind} of stage {one.stages[0]} are to run together, and both "

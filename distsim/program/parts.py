@@ -9,10 +9,10 @@ from functools import cached_property
 from distsim.errors import IRError
 from distsim.ir import Function, Mesh, Value
 from distsim.ops.communication import Shard
-from distsim.program.backward_halves import stage_halves
 from distsim.program.block import Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
-from distsim.program.overlap_pairs import interleave
+from distsim.program.passes.backward_halves import stage_halves
+from distsim.program.passes.overlap_pairs import interleave
 from distsim.program.weight_versions import WeightVersions, weight_versions
 from distsim.schedule import Kind
 

@@ -130,7 +130,7 @@ class Excerpt:
                 call = self.blocks.get((family, how))
                 started.add(group)
                 if call is not None:
-                    self._write_call(family, label, call)
+                    self._write_call(family, label, call, bool(how & LAST))
                     sends += [(number, label) for number in call.sends]
                     read = self.ops[-1].inputs
                     self.gradients += [read[i] for i in self.pairs.get((family, how, partner), ())]
@@ -138,10 +138,11 @@ class Excerpt:
                 value = self.frame[self.calls.sent[number], label]
                 self._add(Op(SEND, (value,), ()), ("sent", number, label))
 
-    def _write_call(self, family: int, label: int, call: SlotCall) -> None:
+    def _write_call(self, family: int, label: int, call: SlotCall, ends: bool) -> None:
         adding = {slot for slot, which in call.makes if which == ONCE}
         own = self.own_sums.setdefault(_summing(family), set())
         own |= adding
+        own = own if ends else adding
         reads = [self._read(slot, which, label) for slot, which in call.reads]
         self.read_so_far |= {slot for slot, _ in call.reads if slot in self.sums} - own
         makes = self._make(call.makes, call.sizes, label)

@@ -55,7 +55,8 @@ def _origins(function: Function, given: Mapping[Value, Origin]) -> dict[Value, O
             continue
         own = module_of(op)
         if not own and operator(op.op_type).communication is not None:
-            found.update({made: found[v] for v, made in zip(moved_values(op), op.outputs, strict=True)})
+            found.update(dict.fromkeys(op.outputs))
+            found.update({made: found[v] for v, made in zip(moved_values(op), op.outputs, strict=False)})
             continue
         found.update(dict.fromkeys(op.outputs, own or (first if _moves(op) else None)))
     return found

@@ -91,7 +91,7 @@ def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[V
             elif meaning.view:
                 found.update(op.inputs[:1])
             elif meaning.communication is not None and not meaning.communication.transfers:
-                pairs = zip(moved_values(op), op.outputs, strict=True)
+                pairs = zip(moved_values(op), op.outputs, strict=False)  # half a transfer has one
                 found.update([value for value, made in pairs if made in found])
     return found
 

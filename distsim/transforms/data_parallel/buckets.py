@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from distsim.buckets import Buckets
-from distsim.ir import Function, Op, Value
+from distsim.ir import Attributes, Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
@@ -43,7 +43,7 @@ class _Gradient(NamedTuple):
     """
 
     reduction: int
-    before: Sequence[int]
+    before: tuple[int, ...]
     made: int
     stage: int
 
@@ -58,13 +58,18 @@ def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) ->
     found = _gradients(function, assigned) if buckets is not None else []
     if buckets is None or not found:
         return Bucketed(function, assigned, frozenset())
-    return _Writer(function, assigned, buckets).write(found)
+    return _BucketWriter(function, assigned, buckets).write(found)
 
 
 def _gradients(function: Numbered, assigned: StageMap) -> list[_Gradient]:
     found: list[_Gradient] = []
+    within = {  # what a microbatch waits for, which is no gradient of a parameter
+        value
+        for number, read in enumerate(function.reads)
+        for value in (() if function.sums[number] or function.steps[number] else read)
+    }
     for number, op in enumerate(function.ops):
-        if not (_reduces(op) and not function.forward[number]):
+        if not _reduces(op) or function.forward[number] or not within.isdisjoint(function.makes[number]):
             continue
         step, uses, makes = function.steps[number], function.uses, function.makes
         before: list[int] = []
@@ -76,9 +81,9 @@ def _gradients(function: Numbered, assigned: StageMap) -> list[_Gradient]:
         if not alone or made < 0:
             continue
         if not step:
-            found.append(_Gradient(number, before, made, assigned.stage[number]))
+            found.append(_Gradient(number, tuple(before), made, assigned.stage[number]))
         elif function.sums[made] and not function.forward[made] and uses[makes[made][0]] == 1:
-            found.append(_Gradient(number, before, made, assigned.stage[made]))
+            found.append(_Gradient(number, tuple(before), made, assigned.stage[made]))
     return found
 
 
@@ -100,7 +105,7 @@ def _reduces(op: Op) -> bool:
     )
 
 
-class _Writer:
+class _BucketWriter:
     """Writes a function with its gradients in buckets."""
 
     def __init__(self, function: Numbered, assigned: StageMap, buckets: Buckets) -> None:
@@ -108,6 +113,9 @@ class _Writer:
         self.arrivals: dict[Function, dict[Value, tuple[int, ...]]] = {}
         self.bucket_of: dict[Value, int] = {}  # by the gradient as it is after its reduction
         self.units: dict[int, int] = {}
+        self.missing: set[Value] = set()  # what follows from buckets that have not been sent
+        self.waiting: dict[int, list[Op]] = {}
+        self.held: dict[_Gradient, Value] = {}  # those that wait for all others
         self.ops: list[Op] = []
         self.stages: list[int] = []
 
@@ -127,6 +135,8 @@ class _Writer:
             self.bucket_of.update({ops[own.reduction].outputs[0]: number for own in bucket})
         self._write_passes(each)
         first, later = len(self.ops), list[Op]()
+        if not self.buckets.early:
+            self._hold_back(once)
         for bucket in once:
             later += self._reduce(bucket)
         early = range(first, len(self.ops)) if self.buckets.early else ()
@@ -206,39 +216,51 @@ class _Writer:
     # --- what runs for each microbatch ----------------------------------------------------------------
 
     def _write_passes(self, buckets: Sequence[Sequence[_Gradient]]) -> None:
-        """Write these ops, each bucket where its last gradient was reduced."""
+        """Write these ops, each bucket where its last gradient was reduced.
+
+        What reads a bucket, the sum over microbatches, does so when the next one is sent, as torch's FSDP2
+        waits for the reduction before: the compute stream need not wait for it earlier.
+        """
         function, assigned = self.function, self.assigned
         gone = {own.reduction for bucket in buckets for own in bucket}
         last = {max(own.reduction for own in bucket): bucket for bucket in buckets}
-        missing = {value for number in gone for value in function.ops[number].outputs}
-        waiting: list[int] = []
+        self.missing = {value for number in gone for value in function.ops[number].outputs}
         awaited: dict[int, Value] = {}  # by stage, what is to be done before its next op
         for number, op in enumerate(function.ops):
             if function.steps[number]:
                 continue
             stage = assigned.stage[number]
             if number in last:
-                sent = [function.ops[own.reduction] for own in last[number]]
-                for message in in_messages(sent):
+                self._write_waiting(stage)
+                for message in in_messages([function.ops[own.reduction] for own in last[number]]):
                     self._add(message, stage)
-                    missing.difference_update(message.outputs)
-                    if not self.buckets.early:
-                        awaited[stage] = message.outputs[0]
-                left: list[int] = []
-                for before in waiting:
-                    if missing.isdisjoint(function.ops[before].inputs):
-                        self._add(function.ops[before], assigned.stage[before])
-                        missing.difference_update(function.ops[before].outputs)
-                    else:
-                        left.append(before)
-                waiting = left
+                    self.missing.difference_update(message.outputs)
+                    awaited[stage] = message.outputs[0]
+                if self.buckets.early:
+                    awaited.clear()
+                else:
+                    self._write_waiting(stage)
             elif number in gone:
                 continue
-            elif not missing.isdisjoint(op.inputs):
-                waiting.append(number)
-                missing.update(op.outputs)
+            elif not self.missing.isdisjoint(op.inputs):
+                self.waiting.setdefault(stage, []).append(op)
+                self.missing.update(op.outputs)
             else:
                 self._add(self._after(op, number, awaited), stage)
+        for stage in [*self.waiting]:
+            self._write_waiting(stage)
+
+    def _write_waiting(self, stage: int) -> None:
+        """Write what waited on a stage for buckets that have been sent."""
+        left: list[Op] = []
+        for op in self.waiting.pop(stage, ()):
+            if self.missing.isdisjoint(op.inputs):
+                self._add(op, stage)
+                self.missing.difference_update(op.outputs)
+            else:
+                left.append(op)
+        if left:
+            self.waiting[stage] = left
 
     def _after(self, op: Op, number: int, awaited: dict[int, Value]) -> Op:
         """Return an op that does not run before what its stage is to wait for."""
@@ -256,11 +278,24 @@ class _Writer:
 
     # --- what runs once a step ------------------------------------------------------------------------
 
+    def _hold_back(self, buckets: Sequence[Sequence[_Gradient]]) -> None:
+        """Let a gradient of each bucket be there when all of its stage are."""
+        ops = self.function.ops
+        sums: dict[int, list[Value]] = {}
+        for bucket in buckets:
+            sums.setdefault(bucket[0].stage, []).extend([ops[each.made].outputs[0] for each in bucket])
+        for bucket in buckets:
+            first = ops[bucket[0].made].outputs[0]
+            others = [value for value in sums[bucket[0].stage] if value is not first]
+            if others:
+                late = self.held[bucket[0]] = Value(first.name, first.type)
+                self._add(Op("OptimizationBarrier", (first, *others), (late,)))
+
     def _reduce(self, bucket: Sequence[_Gradient]) -> list[Op]:
         """Add the op that reduces a bucket; return what is to be done to its gradients after that."""
         ops, later, sent = self.function.ops, list[Op](), list[Op]()
         for each in bucket:
-            value = ops[each.made].outputs[0]
+            value = self.held.get(each, ops[each.made].outputs[0])
             sums: list[Op] = []
             for number in each.before:
                 op = ops[number]
@@ -279,7 +314,8 @@ class _Writer:
                 result = made
             sent.append(replace(op, inputs=(value,), outputs=(result,)))
         for op in in_messages(sent):
-            self._add(op)
+            # Nobody reads the sums after that, of which the buffer is.
+            self._add(replace(op, attributes=Attributes({**op.attributes, "in_place": True})))
         return later
 
     def _gathered(self, ops: Sequence[Op]) -> list[Op]:

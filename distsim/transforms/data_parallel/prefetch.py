@@ -74,7 +74,8 @@ class _Prefetcher:
             for place, unit in enumerate(units):
                 ahead = units[place - 1] if place else unit
                 anchor = None if forward and not place else ahead.anchor
-                self.before.setdefault(ahead.start, []).append((unit.gathers, anchor))
+                if unit.gathers:
+                    self.before.setdefault(ahead.start, []).append((unit.gathers, anchor))
         ops: list[Op] = []
         stages: list[int] = []
         for number, op in enumerate(self.function.ops):

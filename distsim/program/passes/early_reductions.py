@@ -40,13 +40,15 @@ def ending(function: Function, after: Function, sums: Places, others: frozenset[
     The inputs of ``after`` are the outputs of the pass at ``sums``, which it no longer returns, but those at
     ``others``, which something else reads as well. Made once.
     """
-    return _ENDINGS.get(function, (after, sums, others), lambda: _Writer(function, after, sums).write(others))
+    return _ENDINGS.get(
+        function, (after, sums, others), lambda: _EndingMaker(function, after, sums).write(others)
+    )
 
 
 _ENDINGS = Cache[Function, Ending]("last calls of passes that sum, by what follows from the sums", 8)
 
 
-class _Writer:
+class _EndingMaker:
     def __init__(self, function: Function, after: Function, sums: Places) -> None:
         self.function, self.after, self.sums = function, after, sums
         self.env = {own: function.outputs[place] for own, place in zip(after.inputs, sums, strict=True)}
