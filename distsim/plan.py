@@ -7,6 +7,7 @@ import re
 from dataclasses import Field, dataclass, fields
 from typing import Any, NamedTuple
 
+from distsim.buckets import parse_bucket
 from distsim.errors import PlanError
 from distsim.schedule import SCHEDULES, TABLE
 
@@ -103,6 +104,8 @@ class Plan:
     cp: int = 1
     cp_kind: str = "allgather"
     order: str = ORDER
+    bucket: str = "auto"
+    overlap_grads: str = "on"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -135,6 +138,16 @@ class Plan:
             raise PlanError(
                 f"cp_kind={self.cp_kind}: {ulysses} ranks that exchange heads do not divide cp={self.cp}; "
                 "use usp:U with a U that does"
+            )
+        parse_bucket(self.bucket)
+        if self.zero == 3 and self.bucket != "auto":
+            raise PlanError(
+                f"bucket={self.bucket} is what a bucket of gradients holds, and with zero=3 those of a layer "
+                "are reduced together; use bucket=auto, or zero=2"
+            )
+        if self.overlap_grads not in SWITCH:
+            raise PlanError(
+                f"overlap_grads={_short(self.overlap_grads)} is unknown; choose one of {', '.join(SWITCH)}"
             )
         if self.reshard not in RESHARD:
             raise PlanError(f"reshard={_short(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}")

@@ -29,8 +29,8 @@ from distsim.ir import Device, Function, FunctionMaker, Literal, Topology, Value
 from distsim.ir.device import logical_mesh
 from distsim.models import gpt
 from distsim.plan import Plan
-from distsim.program.backward_halves import split_backward, stage_halves
 from distsim.program.block import Block
+from distsim.program.passes.backward_halves import split_backward, stage_halves
 from distsim.program.program import Program
 from distsim.transforms import SGD, differentiate
 from distsim.transforms.pipelining.pipeline import cut_stages

@@ -164,7 +164,7 @@ def test_parameters_and_state_take_their_bytes_divided_by_tensor_and_pipeline_ra
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_a_data_parallel_step_is_compute_and_ring_all_reduces(n):
-    """Without overlap: the step of one device on its share of the batch, then 2 (n-1)/n S/B each."""
+    """Without overlap: the step of one device on its share of the batch, then 2 (n-1)/n S/B a bucket."""
     gbps, width, batch = 100.0, 256, 64
     cost_model = CostModel(topology(8))
     group = tuple(topology().devices[:n])
@@ -173,7 +173,7 @@ def test_a_data_parallel_step_is_compute_and_ring_all_reduces(n):
     step = simulate(program, cost_model, overlap=False).step_time
     one = parallelize(differentiate(mlp(layers=4, width=width, batch=batch), SGD()), Plan(), topology())
     compute = simulate(one, cost_model, overlap=False).step_time
-    sizes = [value.type.nbytes for value in function.parameters] + [4]  # and the loss
+    sizes = [sum(value.type.nbytes for value in function.parameters), 4]  # one bucket, and the loss
     reduce = sum(on_grid(2 * (n - 1) / n * size / (gbps * 1e9 / 8)) for size in sizes)
     assert step == compute + reduce
     assert reduce == pytest.approx(sum(collective_time("all_reduce", s, group, topology()) for s in sizes))

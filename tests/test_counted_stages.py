@@ -14,7 +14,8 @@ from training_models import (
     topology_of,
 )
 
-from distsim.compose import Division, parallelize
+from distsim.compose import parallelize
+from distsim.division import Division
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor
 from distsim.models import gpt, mlp

@@ -18,7 +18,7 @@ from distsim.ir import Device, Float64, Function, FunctionMaker, Mesh, Tensor, a
 from distsim.models import gpt
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
-from distsim.program.overlap_pairs import interleave, interleaved_names
+from distsim.program.passes.overlap_pairs import interleave, interleaved_names
 from distsim.transforms import SGD, differentiate
 
 

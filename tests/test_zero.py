@@ -141,7 +141,8 @@ def trained(policy: str, clip: float | None = None) -> Function:
 
 def step_on(policy: str, dp: int, stage: int, microbatches: int, tp: int = 1) -> Program:
     order = schedule("1f1b", 1, microbatches)
-    return laid_out(trained(policy), mesh_of(dp, tp, 1), order, "none", f"zero={stage}")
+    bucket = "" if stage == 3 else ",bucket=1"  # each parameter is a bucket
+    return laid_out(trained(policy), mesh_of(dp, tp, 1), order, "none", f"zero={stage}{bucket}")
 
 
 @pytest.mark.parametrize("dp", [2, 4])
@@ -222,7 +223,7 @@ def test_what_is_sent_is_padded():
     """As in stage 3: the bytes of n ceil(size / n) elements."""
     ranks = 4
     program = laid_out(
-        joint_of("odd gpt", "fp32"), mesh_of(ranks, 1, 1), schedule("1f1b", 1, 1), zero="zero=1"
+        joint_of("odd gpt", "fp32"), mesh_of(ranks, 1, 1), schedule("1f1b", 1, 1), zero="zero=1,bucket=1"
     )
     sizes = [v.type.size for v in joint_of("odd gpt", "fp32").parameters]
     padded = sum(4 * ranks * flat_part(size, ranks) for size in sizes)
@@ -234,7 +235,7 @@ def test_beside_tensor_parallelism_every_gradient_is_scattered():
     """Of what a rank has of it: half of the table, too, whose gradient is cast before it is summed."""
     for clip in (None, 1.0):
         joint = trained("mixed", clip)
-        program = laid_out(joint, mesh_of(2, 2, 1), schedule("1f1b", 1, 2), "none", "zero=1")
+        program = laid_out(joint, mesh_of(2, 2, 1), schedule("1f1b", 1, 2), "none", "zero=1,bucket=1")
         own = sum(v.key.type.size for v in program.inputs if v.source.role is Role.PARAMETER)
         assert own < 0.6 * sum(v.type.size for v in joint.parameters)
         count = len(joint.parameters)
@@ -278,5 +279,5 @@ def test_parts_of_another_tensor_are_refused():
     old = maker.add_input_value("old", Tensor(Float32(), (3, 3), mesh))
     part = maker.add_input_value("part", Tensor(Float32(), (4,), mesh))
     with pytest.raises(TypeRuleError, match="is no flat part of"):
-        maker.add("MPIAllgatherInto", [part, old], {"axis": "dp", "shape": (3, 3)})
+        maker.add("MPIAllgatherInto", [part, old], {"axis": "dp", "shapes": ((3, 3),)})
     assert maker.add("LocalPart", [old], {"axis": "dp"})[0].type.shape == (math.ceil(9 / 2),)

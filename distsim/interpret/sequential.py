@@ -12,7 +12,9 @@ import numpy.typing as npt
 from distsim.errors import DistsimError, SimulationError, TypeRuleError
 from distsim.ir import Function, Mesh, Op, Tensor, Value, place_of
 from distsim.ir.type import from_numpy
+from distsim.ir.value import Attributes
 from distsim.ops import compute, operator
+from distsim.ops.operator import Communication
 
 Array = npt.NDArray[Any]
 Ranks = Array | list[Array]
@@ -92,7 +94,7 @@ def _run(function: Function, arguments: list[Ranks], memo: dict[Function, _Last]
 def _compute(function: Function, op: Op, operands: Sequence[Ranks]) -> list[Ranks]:
     try:
         if operator(op.op_type).communication is not None:
-            results = [_communicate(op, operands[0])]
+            results = _communicate(op, operands)
         else:
             results = _compute_ranks(op, operands)
     except DistsimError as error:
@@ -128,21 +130,31 @@ def _arrays(operands: Sequence[Ranks], rank: int) -> list[Array]:
     return [operand[rank] if isinstance(operand, list) else operand for operand in operands]
 
 
-def _communicate(op: Op, operand: Ranks) -> Ranks:
+def _communicate(op: Op, operands: Sequence[Ranks]) -> list[Ranks]:
     meaning = operator(op.op_type).communication
     if meaning is None:
         raise SimulationError(f"{op.op_type} moves nothing")
     if meaning.transfers:
+        operand = operands[0]
         made = meaning.compute(op.attributes, operand if isinstance(operand, list) else [operand])
-        return list(made) if isinstance(place_of(op.outputs[0]), Mesh) else np.asarray(made[0])
+        return [list(made) if isinstance(place_of(op.outputs[0]), Mesh) else np.asarray(made[0])]
+    if meaning.operand is None:
+        return [_over_axis(op, meaning, op.attributes, operands[0])]
+    moved = operands[:: len(operands) // len(op.outputs)]
+    own = [meaning.operand(op.attributes, place) for place in range(len(moved))]
+    return [_over_axis(op, meaning, each, operand) for each, operand in zip(own, moved, strict=True)]
+
+
+def _over_axis(op: Op, meaning: Communication, attributes: Attributes, operand: Ranks) -> Ranks:
+    """Return what the groups of an axis make of a value."""
     mesh = place_of(op.inputs[0])
     if not isinstance(mesh, Mesh) or not isinstance(operand, list):
         raise SimulationError(f"{op.op_type} runs over a mesh axis; its input is on {mesh}")
     index = {device: rank for rank, device in enumerate(mesh.devices)}
     result: list[Array] = list(operand)
-    for group in mesh.groups(op.attributes["axis"]):
+    for group in mesh.groups(attributes["axis"]):
         members = [index[device] for device in group]
-        made = meaning.compute(op.attributes, [operand[rank] for rank in members])
+        made = meaning.compute(attributes, [operand[rank] for rank in members])
         for rank, array in zip(members, made, strict=True):
             result[rank] = array
     return result

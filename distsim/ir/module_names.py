@@ -24,6 +24,16 @@ def module_of(op: Op) -> str:
     return _without_numbers(op.name if op.is_call and "@" not in op.name else op.name.rpartition("/")[0])
 
 
+def layer_of(op: Op) -> str:
+    """Return the layer that an op comes from: its name up to the first number; "" if its name says none.
+
+    >>> layer_of(Op("Add", (), (), name="model.layers.3.attention/q")), layer_of(Op("Add", (), ()))
+    ('model.layers.3', '')
+    """
+    found = re.match(r"\D*\d+(?=[./]|$)", op.name if op.is_call else op.name.rpartition("/")[0])
+    return found[0] if found else ""
+
+
 @cached("modules without numbers, by path", 65536)
 def _without_numbers(path: str) -> str:
     parts = [re.sub(r"[_\d]+$", "", part) for part in re.split(r"[./]", path)]

@@ -1,16 +1,17 @@
 """Communication operators. Each carries the mesh axis it runs over; sizes are per device.
 
 ``MPIAllreduce(x; axis)``, ``MPIAllgather(x; axis, dim)``, ``MPIReduceScatter(x; axis, dim)``,
-``MPIAlltoall(x; axis, split, concat)`` run inside a mesh; ``MPIAllreduce`` with ``reduce="max"`` takes
-the largest, not the sum. ``MPIAllgatherInto(part, old; axis, shape)`` writes the whole of a tensor of a
-``shape`` in the place of the old one, of its flat parts. ``LocalSlice(x; axis, dim)`` keeps the own part and
-moves nothing, nor does ``LocalIndices(indices; axis, size)``, which makes indices of all ranks' rows those of
-the own ``size``, nor ``LocalPart(x, ...; axis)``, the own flat part where it lies, once the further operands
-are there.
-``Send(x; to, channel)`` goes from a mesh to another of the same axes, rank by
-rank; Sends between the same two devices wait for each other on one channel (0 unless given).
-``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to a mesh,
-``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`Shard`.
+``MPIAlltoall(x; axis, split, concat)`` run inside a mesh; ``MPIAllreduce`` with ``reduce="max"`` takes the
+largest, not the sum. ``MPIAllgatherInto(part, old; axis, shapes)`` writes the whole of a tensor of the first
+of ``shapes`` in the place of the old one, of its flat parts. It, ``MPIAllreduce``, ``MPIAllgather`` and
+``MPIReduceScatter`` may be given several tensors, and move them as one message
+(:mod:`distsim.ops.coalescing`); with ``in_place`` sums over ranks, or their parts, are where the operands
+were. ``LocalSlice(x; axis, dim)`` keeps the own part and moves nothing, nor does ``LocalIndices(indices;
+axis, size)``, which makes indices of all ranks' rows those of the own ``size``, nor ``LocalPart(x, ...;
+axis)``, the own flat part where it lies, once the further operands are there. ``Send(x; to, channel)`` goes
+from a mesh to another of the same axes, rank by rank; Sends between the same two devices wait for each other
+on one channel (0 unless given). ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to
+a mesh, ``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`Shard`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.coalescing import alike, coalesced, moved_tensors, one_of_shapes
 from distsim.ops.operator import (
     Array,
     Communication,
@@ -140,9 +142,7 @@ def _allgather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tupl
 
 
 def _allgather_into_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("MPIAllgatherInto", inputs, 2)
-    _required("MPIAllgatherInto", attributes, "shape")
-    (part, old), shape = inputs, attributes["shape"]
+    (part, old), (shape,) = inputs, attributes["shapes"]
     (own,) = _local_part_types(attributes, (old,))
     if (part.shape, part.dtype, old.shape) != (own.shape, own.dtype, shape):
         raise TypeRuleError(f"MPIAllgatherInto: {part} is no flat part of {old} of shape {shape}")
@@ -184,7 +184,7 @@ def _allgather(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array
 
 
 def _allgather_into(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
-    return [join_parts(ranks, None, attributes["shape"])] * len(ranks)
+    return [join_parts(ranks, None, attributes["shapes"][0])] * len(ranks)
 
 
 def _local_part(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
@@ -308,17 +308,17 @@ def gather(ranks: Sequence[Array], mesh: Mesh, shards: Sequence[Shard]) -> Array
 
 
 def _input_bytes(signature: Signature) -> int:
-    return signature.inputs[0].nbytes
+    return sum([tensor.nbytes for tensor in signature.inputs])
 
 
 def _output_bytes(signature: Signature) -> int:
-    return signature.outputs[0].nbytes
+    return sum([tensor.nbytes for tensor in signature.outputs])
 
 
 def _parts_bytes(signature: Signature) -> int:
     """Return the bytes of the parts of all ranks, padding included."""
     _, count = mesh_and_ranks(signature.op_type, signature.attributes, signature.inputs[:1])
-    return signature.inputs[0].nbytes * count
+    return sum([tensor.nbytes for tensor in moved_tensors(signature)]) * count
 
 
 def _scatter_group(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
@@ -349,13 +349,21 @@ def _register(
     register(Operator(name, types=types, communication=meaning, gradient=gradient))
 
 
-_register("MPIAllreduce", _allreduce_types, Communication("all_reduce", _allreduce, _input_bytes))
-_register("MPIAllgather", _allgather_types, Communication("all_gather", _allgather, _output_bytes))
+_register(
+    "MPIAllreduce",
+    coalesced("MPIAllreduce", _allreduce_types),
+    Communication("all_reduce", _allreduce, _input_bytes, operand=alike),
+)
+_register(
+    "MPIAllgather",
+    coalesced("MPIAllgather", _allgather_types),
+    Communication("all_gather", _allgather, _output_bytes, operand=alike),
+)
 register(
     Operator(
         "MPIAllgatherInto",
-        types=_allgather_into_types,
-        communication=Communication("all_gather", _allgather_into, _parts_bytes),
+        types=coalesced("MPIAllgatherInto", _allgather_into_types, 2, one_of_shapes),
+        communication=Communication("all_gather", _allgather_into, _parts_bytes, operand=one_of_shapes),
         in_place={0: 1},
     )
 )
@@ -370,8 +378,8 @@ register(
 )
 _register(
     "MPIReduceScatter",
-    _slice_types("MPIReduceScatter"),
-    Communication("reduce_scatter", _reduce_scatter, _input_bytes),
+    coalesced("MPIReduceScatter", _slice_types("MPIReduceScatter")),
+    Communication("reduce_scatter", _reduce_scatter, _input_bytes, operand=alike),
 )
 _register(
     "MPIAlltoall",

@@ -123,6 +123,8 @@ FormalsRule = Callable[[Attributes], tuple[str, ...]]
 """attributes -> the formal names of the operands, in order (see :mod:`distsim.ops.places`)."""
 GroupRule = Callable[[Attributes, Sequence[Array]], Sequence[Array]]
 """(attributes, the input on each rank of one group) -> the output on each rank."""
+OperandRule = Callable[[Attributes, int], Attributes]
+"""(attributes of an op that moves several tensors, place of one) -> the attributes that are its own."""
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,16 @@ class Communication:
 
     ``kind`` names the collective algorithm (``distsim.hardware.collectives``), ``compute`` is its
     meaning over the ranks of one group, ``nbytes`` the size that the algorithm's formula takes.
-    ``transfers``: the op moves its value to another device or mesh (attribute ``to``).
+    ``transfers``: the op moves its value to another device or mesh (attribute ``to``). ``operand``: several
+    tensors may go as one message, as in a contiguous buffer: an op with n results has n groups of operands,
+    the first of each being what is moved, with the attributes that this rule gives for the n-th.
     """
 
     kind: str
     compute: GroupRule
     nbytes: Callable[[Signature], int]
     transfers: bool = False
+    operand: OperandRule | None = None
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -175,7 +180,8 @@ class Operator:
     formals: tuple[str, ...] | FormalsRule = ()
     """The names of the operands, in order, where an array among the attributes may as well be a value."""
     in_place: Mapping[int, int] = field(default_factory=dict[int, int])
-    """Output index -> index of the input whose memory it takes over: of what is kept from step to step."""
+    """Output index -> index of the input whose memory it takes over: of what is kept from step to step. Of an
+    op that moves several tensors, for the first of them (:func:`distsim.ops.replaced.replaced_by`)."""
     overwrites: Mapping[int, int] = field(default_factory=dict[int, int])
     """The same, of what is not."""
     part: PartRule | None = None

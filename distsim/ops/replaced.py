@@ -26,7 +26,13 @@ def replaced_by(op: Op) -> Mapping[int, int]:
     if op.subfunctions:  # a Call, or a kernel of several ops
         return replaced_inputs(op.callee)
     meaning = operator(op.op_type)
+    if op.attributes.get("in_place"):  # of sums over ranks
+        pairs = zip(op.inputs, op.outputs, strict=True)
+        return {place: place for place, (old, new) in enumerate(pairs) if old.type == new.type}
     places = {**meaning.in_place, **meaning.overwrites}
+    if places and meaning.communication is not None and meaning.communication.operand is not None:
+        size = len(op.inputs) // len(op.outputs)
+        return {output: size * output + places[0] for output in range(len(op.outputs))}
     return {output: place for output, place in places.items() if output < len(op.outputs)}
 
 

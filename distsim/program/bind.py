@@ -12,8 +12,9 @@ from distsim.cache import Cache
 from distsim.errors import ScheduleError
 from distsim.ir import Value
 from distsim.program.block import Block
-from distsim.program.overlap_pairs import interleave, interleaved_names
 from distsim.program.parts import Parts
+from distsim.program.passes.early_reductions import ending
+from distsim.program.passes.overlap_pairs import interleave, interleaved_names
 from distsim.program.table import (
     FIRST,
     ONCE,
@@ -27,7 +28,7 @@ from distsim.program.table import (
 )
 from distsim.program.table_columns import CallPattern, columns_of
 from distsim.program.tail import Tail
-from distsim.schedule import FLUSH, LATER, IssueOrder, Kind, Schedule, issue_order
+from distsim.schedule import FLUSH, LAST, LATER, IssueOrder, Kind, Schedule, issue_order
 from distsim.schedule.issue_order import READS_VERSION, UPDATES_AFTER, UPDATES_VERSION
 from distsim.schedule.table import Ints
 
@@ -63,6 +64,8 @@ class Binder:
         self.chain = len(parts.blocks)
         self.makers = parts.makers()
         self.versions = None if flush else parts.versions
+        # Copies of the model are summed first; versions of the weights have their own sums.
+        self.ends_early = flush and copies == 1 and bool(parts.early)
         self.calls: dict[tuple[int, int, bool], BoundBlock | None] = {}
         self.keys: dict[tuple[int, Kind, bool], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
@@ -121,10 +124,19 @@ class Binder:
             found = self.keys[stage, kind, start] = reads, makes
         reads, makes = found
         function, names = part.function, part.names
-        if part.accumulated and place & LATER and part.accumulating is not None:
+        adds = bool(part.accumulated and place & LATER and part.accumulating is not None)
+        if adds and part.accumulating is not None:
             reads = (*reads, *[Key(v, rank, ONCE) for v in part.accumulated])
             function, names = part.accumulating, part.accumulating_names
-        return BoundBlock(kind.value, rank, reads, makes, function, names, (stage,))
+        after = self.parts.early.get(stage % self.chain) if self.ends_early and place & LAST else None
+        if after is None or not {*after.inputs} <= {*part.accumulated}:
+            return BoundBlock(kind.value, rank, reads, makes, function, names, (stage,), adds=adds)
+        places = tuple([part.outputs.index(key) for key in after.inputs])
+        others = frozenset([p for p in places if part.outputs[p] in self.parts.read_later])
+        end = ending(function, after.function, places, others)
+        makes = (*[makes[place] for place in end.kept], *[Key(v, rank, ONCE) for v in after.outputs])
+        names = end.names(names, after.names)
+        return BoundBlock(kind.value, rank, reads, makes, end.function, names, (stage,), adds=adds, ends=True)
 
     def _read(self, value: Value, rank: int, start: bool) -> Key:
         """Return the key that is read of a value: of weights those of the start, or the row's version."""
@@ -175,7 +187,8 @@ class Binder:
         """Return the block of two calls that overlap."""
         found = self.pairs.get((one, two))
         if found is None:
-            sums = {key for key in one.makes if key.which == ONCE} & {*two.makes}
+            ended = two.reads if two.ends else ()
+            sums = {key for key in one.makes if key.which == ONCE} & {*two.makes, *ended}
             if sums:
                 raise ScheduleError(
                     f"{one.kind} and {two.kind} of stage {one.stages[0]} are to run together, and both "

@@ -20,6 +20,9 @@ class Block:
     a layer of one stage only): ``names`` are those of the ops of ``function`` here, ``accumulating_names``
     likewise.
 
+    ``early``: a block that runs once a step and reads nothing but sums of its stage, over microbatches. It
+    may run within the last call that adds to them, each op as soon as its operands are complete.
+
     Raises :class:`IRError` when keys and functions do not fit.
     """
 
@@ -30,6 +33,7 @@ class Block:
     accumulating: Function | None = None
     names: tuple[str, ...] = ()
     accumulating_names: tuple[str, ...] = ()
+    early: bool = False
 
     def __post_init__(self) -> None:
         function, more = self.function, self.accumulating

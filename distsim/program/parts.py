@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from distsim.errors import IRError
 from distsim.ir import Function, Mesh, Value
 from distsim.ops.communication import Shard
-from distsim.program.backward_halves import stage_halves
 from distsim.program.block import Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
-from distsim.program.overlap_pairs import interleave
+from distsim.program.passes.backward_halves import stage_halves
+from distsim.program.passes.overlap_pairs import interleave
 from distsim.program.weight_versions import WeightVersions, weight_versions
 from distsim.schedule import Kind
 
@@ -88,6 +88,22 @@ class Parts:
     def halves(self) -> tuple[tuple[Block, Block], ...]:
         """The backward pass of each stage in two: what the stages before wait for, and the rest."""
         return stage_halves(self.blocks) if self.given_halves is None else self.given_halves
+
+    @cached_property
+    def early(self) -> Mapping[int, Block]:
+        """By stage what the last call of a pass may go on with (:attr:`Block.early`)."""
+        return {
+            stage: block
+            for stage, (_, _, updates) in enumerate(self.blocks)
+            for _, block in updates
+            if block.early
+        }
+
+    @cached_property
+    def read_later(self) -> frozenset[Value]:
+        """The keys that something reads after the last call of a pass, besides the :attr:`early` blocks."""
+        late = [block for _, _, updates in self.blocks for _, block in updates if not block.early]
+        return frozenset([*[key for block in late for key in block.inputs], *[o.key for o in self.outputs]])
 
     @cached_property
     def versions(self) -> WeightVersions:

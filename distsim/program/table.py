@@ -39,8 +39,9 @@ class BoundBlock:
     of its actions (F, B, I, W; FB for a pair), ``U`` for an update and what runs once a step; or, without a
     function, ``Send``, which brings its key from ``rank`` to ``target``, and ``Concat``, which puts the
     microbatches of its key together along dimension ``dim``. ``stages`` are those of its actions, ``pair``
-    the blocks of the two that overlap. Stages that do the same share their functions, in which ops have the
-    names of modules alone: ``names`` are those of its ops here.
+    the blocks of the two that overlap. ``adds``: it adds to sums that were made before; ``ends``: it is the
+    last that does, and goes on with what is made of them (:attr:`Block.early`). Stages that do the same share
+    their functions, in which ops have the names of modules alone: ``names`` are those of its ops here.
     """
 
     kind: str
@@ -53,6 +54,8 @@ class BoundBlock:
     target: int = -1
     dim: int = 0
     pair: tuple[BoundBlock, ...] = ()
+    adds: bool = False
+    ends: bool = False
 
     @property
     def callee(self) -> Function:

@@ -27,6 +27,7 @@ class Bound(Protocol):
     makers: dict[Value, Maker]
     readers: dict[Value, tuple[int, ...]]
     versions: WeightVersions | None
+    ends_early: bool
 
     def transfer(self, value: Value, source: int, target: int, which: int) -> BoundBlock:
         """Return what brings a value from one rank to another."""
@@ -84,6 +85,9 @@ class Tail:
             if maker.phase is not None:
                 stages = () if maker.once else binder.readers.get(key, ())
                 held.append((key, maker.once, (maker.stage, *stages)))
+        if binder.ends_early:
+            early = self.parts.early.items()
+            held += [(key, True, (stage,)) for stage, block in early for key in block.outputs]
         for stage, blocks in enumerate(versions.each if versions else ()):
             versioned = {*versions.successor.values()} if versions else set[Value]()
             held += [(key, key not in versioned, (stage,)) for block in blocks for key in block.outputs]
@@ -117,7 +121,8 @@ class Tail:
         for number in rounds:
             for copy, stage in self._in_order():
                 for own, block in blocks[stage]:
-                    if own == number and block.outputs:
+                    early = block.early and self.binder.ends_early
+                    if own == number and block.outputs and not early:
                         self._update(block, stage, copy)
 
     def _in_order(self) -> list[tuple[int, int]]:

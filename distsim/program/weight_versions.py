@@ -49,8 +49,12 @@ def weight_versions(
     read = {*successor.values()}  # what is made after each batch, and what that is made of
     each: list[tuple[Block, ...]] = [() for _ in blocks]
     last: list[list[tuple[int, Block]]] = [[] for _ in blocks]
-    updates = [(n, stage, block) for stage, (_, _, own) in enumerate(blocks) for n, block in own]
-    for number, stage, block in sorted(updates, key=lambda update: update[:2], reverse=True):
+    updates = [
+        (n, stage, place, block)
+        for stage, (_, _, own) in enumerate(blocks)
+        for place, (n, block) in enumerate(own)
+    ]
+    for number, stage, _, block in sorted(updates, key=lambda update: update[:3], reverse=True):
         places = _of_batch(block, read)
         rest = [place for place in range(len(block.outputs)) if place not in places]
         if places:

@@ -20,6 +20,7 @@ from distsim.errors import SimulationError
 from distsim.ir import Device, Mesh, Op, Tensor, place_of
 from distsim.ir.device import devices_of
 from distsim.ops import op_label, operator
+from distsim.ops.coalescing import moved_values
 from distsim.report.labels import stream_label
 from distsim.report.output import packed, replacing
 from distsim.simulate import Simulation
@@ -132,10 +133,14 @@ def _describe(op: Op) -> tuple[str, dict[str, Any]]:
         return op_label(op), about
     kernel, name = _KERNELS.get(meaning.kind, (meaning.kind, meaning.kind))
     about["Collective name"] = name
-    given, made = op.inputs[0].type, op.outputs[0].type
-    if isinstance(given, Tensor) and isinstance(made, Tensor):
-        about["In msg nelems"], about["Out msg nelems"] = given.size, made.size
-        about["dtype"] = _DTYPES.get(given.dtype.name, given.dtype.name)
+    given, made = [
+        [v.type for v in side if isinstance(v.type, Tensor)] for side in (moved_values(op), op.outputs)
+    ]
+    if given and made:
+        about["In msg nelems"], about["Out msg nelems"] = [
+            sum(t.size for t in side) for side in (given, made)
+        ]
+        about["dtype"] = _DTYPES.get(given[0].dtype.name, given[0].dtype.name)
     about["Group size"] = _group_size(op)
     return f"ncclDevKernel_{kernel}_{op.op_type}", about
 

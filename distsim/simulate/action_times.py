@@ -14,8 +14,8 @@ from distsim.ir.link import Link
 from distsim.ir.topology import Level
 from distsim.ops import Signature, Work
 from distsim.program.block import Block, StageBlocks
-from distsim.program.overlap_pairs import interleave
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
+from distsim.program.passes.overlap_pairs import interleave
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, Schedule
 

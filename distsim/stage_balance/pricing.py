@@ -11,9 +11,9 @@ import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Role, Value
-from distsim.program.backward_halves import stage_halves
 from distsim.program.block import Block
 from distsim.program.parts import Stage
+from distsim.program.passes.backward_halves import stage_halves
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule
 from distsim.simulate.memory.program_memory import program_memory

@@ -7,11 +7,13 @@ that are unlike any other, say what all rows do, if no memory passes between mic
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from distsim.ir import Function, Op, Role, Type, Value
 from distsim.program.table import CONCAT, FIRST, LATEST, ONCE, SEND
+from distsim.schedule import LAST, LATER
 from distsim.simulate.memory.rank_calls import Places, RankCalls, SlotCall, TailCall
 
 STEP = -1
@@ -25,6 +27,12 @@ Cells = tuple[tuple[tuple[int, int, int], ...], ...]
 
 The partner is -1, or that of a pair: 2 * (4 * j + kind), + 1 if it comes first.
 """
+
+
+def _summing(family: int) -> tuple[int, int]:
+    """Return what calls have in common that add to the same sums."""
+    stage, kind = divmod(family, 4)
+    return stage, SUMMED_BY[kind]
 
 
 class Sample(NamedTuple):
@@ -64,6 +72,7 @@ class Excerpt:
         self.what: list[tuple[str, int, int]] = []
         self.sums: dict[int, list[Value]] = {}
         self.read_so_far: set[int] = set()
+        self.own_sums: dict[tuple[int, int], set[int]] = {}  # that calls of a stage and kind add to
         self.gradients: list[Value] = []
         self._write_cells()
         self._bring_the_rest()
@@ -107,28 +116,35 @@ class Excerpt:
     # --- rows -----------------------------------------------------------------------------------------
 
     def _write_cells(self) -> None:
-        started: set[tuple[int, int]] = set()
+        summing = [_summing(family) for cell in self.sample.cells for family, _, _ in cell]
+        started, left = set[tuple[int, int]](), Counter(summing)
         for cell in self.sample.cells:
             sends: list[tuple[int, int]] = []
             for family, label, partner in cell:
-                stage, kind = divmod(family, 4)
-                group = (stage, SUMMED_BY[kind])
-                adds = group in started and (family, True) in self.blocks
-                call = self.blocks.get((family, adds))
+                group = _summing(family)
+                left[group] -= 1
+                # The first call that adds is the one after that which makes the sums, the last one goes on.
+                wanted = LATER * (group in started) + LAST * (not left[group])
+                ways = (wanted, wanted & LATER, wanted & LAST, 0)
+                how = next((each for each in ways if (family, each) in self.blocks), 0)
+                call = self.blocks.get((family, how))
                 started.add(group)
                 if call is not None:
-                    self._write_call(family, label, call)
+                    self._write_call(family, label, call, bool(how & LAST))
                     sends += [(number, label) for number in call.sends]
                     read = self.ops[-1].inputs
-                    self.gradients += [read[i] for i in self.pairs.get((family, adds, partner), ())]
+                    self.gradients += [read[i] for i in self.pairs.get((family, how, partner), ())]
             for number, label in sends:
                 value = self.frame[self.calls.sent[number], label]
                 self._add(Op(SEND, (value,), ()), ("sent", number, label))
 
-    def _write_call(self, family: int, label: int, call: SlotCall) -> None:
+    def _write_call(self, family: int, label: int, call: SlotCall, ends: bool) -> None:
         adding = {slot for slot, which in call.makes if which == ONCE}
+        own = self.own_sums.setdefault(_summing(family), set())
+        own |= adding
+        own = own if ends else adding
         reads = [self._read(slot, which, label) for slot, which in call.reads]
-        self.read_so_far |= {slot for slot, _ in call.reads if slot in self.sums} - adding
+        self.read_so_far |= {slot for slot, _ in call.reads if slot in self.sums} - own
         makes = self._make(call.makes, call.sizes, label)
         for slot in adding:
             self.sums.setdefault(slot, []).append(self.frame[slot, STEP])

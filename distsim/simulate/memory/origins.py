@@ -12,6 +12,7 @@ from distsim.cache import Cache
 from distsim.ir import Function, Op, Role, Value
 from distsim.ir.module_names import module_of
 from distsim.ops import operator
+from distsim.ops.coalescing import moved_values
 
 Origin = str | int | None
 """A module; the place of the input of a function from which a value comes; or None, of what has none."""
@@ -52,14 +53,18 @@ def _origins(function: Function, given: Mapping[Value, Origin]) -> dict[Value, O
                 else:
                     found[value] = None if inner is None else found[op.inputs[inner]]
             continue
-        own = module_of(op) or (first if _moves(op) else None)
-        found.update(dict.fromkeys(op.outputs, own))
+        own = module_of(op)
+        if not own and operator(op.op_type).communication is not None:
+            found.update(dict.fromkeys(op.outputs))
+            found.update({made: found[v] for v, made in zip(moved_values(op), op.outputs, strict=False)})
+            continue
+        found.update(dict.fromkeys(op.outputs, own or (first if _moves(op) else None)))
     return found
 
 
 def _moves(op: Op) -> bool:
     meaning = operator(op.op_type)
-    return meaning.view or meaning.communication is not None or op.op_type in _MOVES
+    return meaning.view or op.op_type in _MOVES
 
 
 def grouped(amounts: Mapping[str, int], most: int) -> dict[str, int]:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from distsim.ir import Function, Op, Value
 from distsim.ops import operator
+from distsim.ops.coalescing import moved_values
 from distsim.ops.replaced import replaced_by
 from distsim.simulate.tasks.rank_classes import place_of
 
@@ -87,8 +88,11 @@ def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[V
         elif not found.isdisjoint(op.outputs):
             if op.op_type in _OF_GRADIENTS:
                 found.update(op.inputs)
-            elif meaning.view or (meaning.communication is not None and not meaning.communication.transfers):
+            elif meaning.view:
                 found.update(op.inputs[:1])
+            elif meaning.communication is not None and not meaning.communication.transfers:
+                pairs = zip(moved_values(op), op.outputs, strict=False)  # half a transfer has one
+                found.update([value for value, made in pairs if made in found])
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from distsim.ir import Function, Role, Tensor, Type, Value
 from distsim.program.parts import ProgramInput
 from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table
-from distsim.schedule import FLUSH, Kind, Schedule
+from distsim.schedule import FLUSH, LAST, LATER, Kind, Schedule
 from distsim.simulate.memory.plan import gradient_inputs
 
 Slots = tuple[int, ...]
@@ -64,19 +64,20 @@ class TailCall(NamedTuple):
 class RankCalls:
     """What a rank does, whatever its number.
 
-    ``calls`` are by (4 * i + kind for its i-th stage, whether it adds to sums that were made before);
-    ``sent`` are the slots of the transfers from it that follow calls, by number, ``brought`` those that
-    such transfers bring. ``pairs`` are the places of the inputs that a call (kind and stage, whether it adds)
-    reads as gradients if it overlaps another one (2 * its kind and stage, + 1 if that one comes first).
+    ``calls`` are by (4 * i + kind for its i-th stage, sum of :data:`LATER` if it adds to sums that were made
+    before and :data:`LAST` if it goes on with them); ``sent`` are the slots of the transfers from it that
+    follow calls, by number, ``brought`` those that such transfers bring. ``pairs`` are the places of the
+    inputs that a call (kind and stage, the same sum) reads as gradients if it overlaps another one (2 * its
+    kind and stage, + 1 if that one comes first).
     """
 
     slots: tuple[Slot, ...]
-    calls: tuple[tuple[tuple[int, bool], SlotCall], ...]
+    calls: tuple[tuple[tuple[int, int], SlotCall], ...]
     sent: Slots
     brought: Slots
     tail: tuple[TailCall, ...]
     outputs: Places
-    pairs: tuple[tuple[tuple[int, bool, int], tuple[int, ...]], ...]
+    pairs: tuple[tuple[tuple[int, int, int], tuple[int, ...]], ...]
 
 
 class Rank(NamedTuple):
@@ -146,9 +147,9 @@ def roles_of_ranks(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[d
     return roles
 
 
-def _adds(block: BoundBlock) -> bool:
-    """Whether a block adds to sums that were made before."""
-    return not set(block.makes).isdisjoint(block.reads)
+def _how(block: BoundBlock) -> int:
+    """Return what a block does to sums, as of :class:`RankCalls`."""
+    return LATER * block.adds + LAST * block.ends
 
 
 class _Builder:
@@ -158,18 +159,18 @@ class _Builder:
         self, stages: Sequence[int], roles: Mapping[Value, Role], size_of: Callable[[Type], int]
     ) -> None:
         self.stages, self.roles, self.size_of = tuple(stages), roles, size_of
-        self.blocks: dict[tuple[int, bool], BoundBlock] = {}
+        self.blocks: dict[tuple[int, int], BoundBlock] = {}
         self.sends: dict[Value, list[int]] = {}
         self.brought: list[tuple[int, Key]] = []
         self.number: dict[Value, int] = {}
         self.slots: list[Slot] = []
-        self.calls: list[tuple[tuple[int, bool], SlotCall]] = []
+        self.calls: list[tuple[tuple[int, int], SlotCall]] = []
         self.sent: dict[int, int] = {}
         self.sent_slots: list[int] = []
         self.tail: list[TailCall] = []
         self.tail_number: dict[int, int] = {}
         self.outputs: list[tuple[int, int]] = []
-        self.gradients: dict[tuple[int, bool, int], tuple[int, ...]] = {}
+        self.gradients: dict[tuple[int, int, int], tuple[int, ...]] = {}
 
     def place(self, key: Key) -> tuple[int, int]:
         """Return the slot of a key, and of which microbatch it is."""
@@ -193,7 +194,7 @@ class _Builder:
         if block.pair:
             self._add_pair(block)
         for each in block.pair or (block,):
-            self.blocks[self._family(each), _adds(each)] = each
+            self.blocks[self._family(each), _how(each)] = each
 
     def _family(self, block: BoundBlock) -> int:
         return 4 * self.stages.index(block.stages[0]) + _CODES[block.kind]
@@ -207,18 +208,18 @@ class _Builder:
         inputs, count = gradient_inputs(block.callee), len(one.reads)
         of_both = [i for i in inputs if i < count], [i - count for i in inputs if i >= count]
         for side, (each, other, places) in enumerate(zip((one, two), (two, one), of_both, strict=True)):
-            key = self._family(each), _adds(each), 2 * self._family(other) + side
+            key = self._family(each), _how(each), 2 * self._family(other) + side
             if self.gradients.setdefault(key, tuple(places)) != tuple(places):
                 raise Irregular
 
     def number_calls(self) -> None:
         """Number the keys of the calls, by stage and kind."""
         summing: dict[int, int] = {}
-        for (family, adds), block in sorted(self.blocks.items(), key=lambda item: item[0]):
+        for (family, how), block in sorted(self.blocks.items(), key=lambda item: item[0]):
             reads, makes = self.places(block.reads), self.places(block.makes)
             numbers = [number for key in block.makes for number in self._sends(key)]
             call = SlotCall(block.callee, reads, makes, self.sizes_of(block.callee), tuple(numbers))
-            self.calls.append(((family, adds), call))
+            self.calls.append(((family, how), call))
             for slot, which in makes:
                 if which == ONCE and summing.setdefault(slot, family // 4) != family // 4:
                     raise Irregular  # two copies of a stage on one rank make one sum

@@ -221,6 +221,11 @@ class Walk:
         if op.is_call:
             free = self._call(frame, op, free, use)
         else:
+            if op.attributes.get("in_place"):  # what it makes is where a part of its operands was
+                read = {frame.plan.home[value] for value in op.inputs}
+                for value in [value for value in free if value in read]:
+                    use.change(value, frame.kinds[value], -1, (op,))
+                free = [value for value in free if value not in read]
             for value in op.outputs:
                 if frame.plan.home[value] is value:
                     use.change(value, frame.made(op, value), +1, (op,))

@@ -17,6 +17,7 @@ import numpy as np
 from distsim.cost.cost_model import CostModel, takes_turn, usable
 from distsim.ir import Function, Op, Value
 from distsim.ops import operator, signature_of
+from distsim.ops.coalescing import moved_values
 from distsim.simulate.tasks.rank_classes import (
     Classes,
     ClassExchange,
@@ -119,7 +120,7 @@ class Lowering:
 
     def exchanges(self, op: Op) -> tuple[tuple[Classes, Classes, int], ...]:
         """Return (sources, targets, run) of a communication op for each of its exchanges."""
-        key = (op.op_type, op.attributes, op.inputs[0].type, op.outputs[0].type)
+        key = (op.op_type, op.attributes, *map(_TYPE, op.inputs + op.outputs))
         found = self._exchanges.get(key)
         if found is None:
             signature = signature_of(op)
@@ -295,10 +296,10 @@ class _TemplateBuilder:
         ]
 
     def _communicate(self, op: Op) -> None:
-        rows, value = self.open, op.inputs[0]
+        rows, moved = self.open, moved_values(op)
         made: dict[int, int] = {}
         for sources, targets, run in self.lowering.exchanges(op):
-            for source in dict.fromkeys([self._source(value, rank_class) for rank_class in sources]):
+            for source in dict.fromkeys([self._source(value, c) for value in moved for c in sources]):
                 if source != FROM_START:
                     rows.dep_task.append(self.count)
                     rows.dep_source.append(source)
@@ -307,7 +308,7 @@ class _TemplateBuilder:
             made.update(dict.fromkeys(targets, self.count))
             self.count += 1
         self.lowering.ops.append(op)
-        self.where[op.outputs[0]] = made
+        self.where.update(dict.fromkeys(op.outputs, made))
 
     def _source(self, value: Value, rank_class: int) -> int:
         """Return the reference to the task that makes a value on a class."""

@@ -1,8 +1,8 @@
 """Gathering weights one unit ahead of their use, no earlier and no later.
 
-A unit is a Call, or a run of ops between Calls, that reads gathered parameters. While one unit computes, the
-weights of the next are gathered, as fully sharded data parallelism does it: two units' weights are in memory
-at a time, and the gathers overlap with compute as far as its time allows.
+A unit is a Call, or a run of ops of one layer between Calls, that reads gathered parameters. While one unit
+computes, the weights of the next are gathered, as fully sharded data parallelism does it: two units' weights
+are in memory at a time, and the gathers overlap with compute as far as its time allows.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Value
+from distsim.ir.module_names import layer_of
+from distsim.ops.coalescing import in_messages
 from distsim.transforms.data_parallel.gathers import chains, gathers
 from distsim.transforms.op_graph import Numbered, StageMap
 
 
-def prefetch(function: Numbered, assigned: StageMap) -> tuple[Numbered, StageMap]:
+def prefetch(function: Numbered, assigned: StageMap, whole: bool = False) -> tuple[Numbered, StageMap]:
     """Return the function, whose stages are assigned, with each gather of a parameter one unit earlier.
+
+    ``whole``: all gathers of a unit of one element type are one message, as of torch's flat parameters.
 
     In each pass of each stage the gathers of a unit stand before the unit that comes before it there, behind
     a barrier that waits for what that one waits for. Those of the first unit of the forward pass wait for
@@ -34,7 +38,7 @@ def prefetch(function: Numbered, assigned: StageMap) -> tuple[Numbered, StageMap
     found = chains(plain)
     if not found:
         return function, assigned
-    return _Prefetcher(function, assigned, plain, found).run()
+    return _Prefetcher(function, assigned, plain, found).run(whole)
 
 
 @dataclass
@@ -44,6 +48,7 @@ class _Unit:
     start: int
     anchor: Value | None
     gathers: list[int]
+    layer: str
 
 
 class _Prefetcher:
@@ -61,22 +66,23 @@ class _Prefetcher:
         self.chain = {place for places in moved for place in places if self._is_read(place)}
         self.roots = {places[0] for places in moved}
         self.units: dict[tuple[int, bool], list[_Unit]] = {}
-        self.before: dict[int, list[tuple[int, Value | None]]] = {}
+        self.before: dict[int, list[tuple[list[int], Value | None]]] = {}
 
-    def run(self) -> tuple[Numbered, StageMap]:
+    def run(self, whole: bool) -> tuple[Numbered, StageMap]:
         self._find_units()
         for (_, forward), units in self.units.items():
             for place, unit in enumerate(units):
                 ahead = units[place - 1] if place else unit
                 anchor = None if forward and not place else ahead.anchor
-                self.before.setdefault(ahead.start, []).extend((gather, anchor) for gather in unit.gathers)
+                if unit.gathers:
+                    self.before.setdefault(ahead.start, []).append((unit.gathers, anchor))
         ops: list[Op] = []
         stages: list[int] = []
         for number, op in enumerate(self.function.ops):
-            for gather, anchor in self.before.get(number, ()):
-                for written in self._written(gather, anchor):
-                    ops.append(written)
-                    stages.append(self.assigned.stage[gather])
+            for gathers_, anchor in self.before.get(number, ()):
+                written = [each for gather in gathers_ for each in self._written(gather, anchor)]
+                ops += _as_messages(written) if whole else written
+                stages += [self.assigned.stage[gathers_[0]]] * (len(ops) - len(stages))
             if number not in self.chain:
                 ops.append(op)
                 stages.append(self.assigned.stage[number])
@@ -125,8 +131,8 @@ class _Prefetcher:
                     open_unit[key] = None
                 continue
             unit = open_unit.get(key)
-            if unit is None or call:
-                unit = _Unit(number, self._anchor(number, gathered), [])
+            if unit is None or call or unit.layer != layer_of(op):
+                unit = _Unit(number, self._anchor(number, gathered), [], layer_of(op))
                 self.units.setdefault(key, []).append(unit)
             unit.gathers += waiting.get(number, ())
             open_unit[key] = None if call else unit
@@ -146,3 +152,19 @@ class _Prefetcher:
         source = op.inputs[0]
         late = Value(source.name, source.type)
         return [Op("OptimizationBarrier", (source, anchor), (late,)), replace(op, inputs=(late,))]
+
+
+def _as_messages(ops: Sequence[Op]) -> list[Op]:
+    """Return ops of which those that gather do so together: after what they read, before what reads them."""
+    first, sent, last = list[Op](), list[Op](), list[Op]()
+    late = set[Value]()
+    for op in ops:
+        if not late.isdisjoint(op.inputs):
+            last.append(op)
+        elif gathers(op):
+            sent.append(op)
+        else:
+            first.append(op)
+            continue
+        late.update(op.outputs)
+    return [*first, *in_messages(sent), *last]

@@ -326,7 +326,7 @@ class _Divider:
             shape = as_tensor(old.type, old.name).shape
             parts = [self.env[new], old]
             axis = self.chosen[update.parameter]
-            self.env[new] = self._add("MPIAllgatherInto", parts, new, axis=axis, shape=shape)
+            self.env[new] = self._add("MPIAllgatherInto", parts, new, axis=axis, shapes=(shape,))
 
     def _add(self, op_type: str, read: Value | Sequence[Value], like: Value, **attributes: object) -> Value:
         """Add an op of one result, which has the name of ``like``."""

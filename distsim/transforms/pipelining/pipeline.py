@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from weakref import WeakValueDictionary
 
@@ -25,10 +25,12 @@ from distsim.ir import (
 )
 from distsim.ir.rewrite import inline
 from distsim.ops import operator
+from distsim.ops.replaced import replaced_by
 from distsim.program.block import StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
+from distsim.transforms.data_parallel.buckets import Bucketed, bucketed
 from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums
@@ -112,7 +114,7 @@ def cut_stages(local: Sharded, num_stages: int, costs: DeviceCosts, starts: Star
     divide the batch into as many parts, share it.
     """
     source = _Source.of(local)
-    key = num_stages, costs.key, starts, local.kernels
+    key = num_stages, costs.key, starts, local.kernels, local.buckets
     found = source.cuts.get(key)
     if found is None:
         function, assigned = source.function, assign_stages(source.function, num_stages, costs, starts)
@@ -122,8 +124,8 @@ def cut_stages(local: Sharded, num_stages: int, costs: DeviceCosts, starts: Star
         # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
         function, assigned = _untie(function, assigned, num_stages, costs, starts)
         function, assigned = keep_received(function, assigned)
-        function, assigned = prefetch(function, assigned)
-        found = _Cutter(local, source, function, assigned, num_stages).cut()
+        made = bucketed(*prefetch(function, assigned, local.buckets is not None), local.buckets)
+        found = _Cutter(local, source, made, num_stages).cut()
         source.cuts[key] = found
     return found
 
@@ -268,12 +270,12 @@ def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool
 class _Cutter:
     """Puts the ops of a function whose stages are assigned into blocks."""
 
-    def __init__(
-        self, local: Sharded, source: _Source, function: Numbered, assigned: StageMap, count: int
-    ) -> None:
-        self.local, self.source, self.function, self.count = local, source, function, count
+    def __init__(self, local: Sharded, source: _Source, made: Bucketed, count: int) -> None:
+        self.local, self.source, self.count = local, source, count
+        self.function, assigned, self.early = made
         self.homes = assigned.homes
         self.stage = list(assigned.stage)
+        function = self.function
         self.round = [-1] * len(function.ops)
         for op, step in enumerate(function.steps):
             if step:
@@ -309,6 +311,8 @@ class _Cutter:
         for index in range(self.count):
             rounds = sorted(r for s, phase, r in groups if s == index and phase == "U")
             updates = [(r, make.block("update", groups[index, "U", r])) for r in rounds]
+            if (index, "R", 0) in groups:
+                updates.insert(0, (0, replace(make.block("reduce", groups[index, "R", 0]), early=True)))
             forward = make.block("forward", groups.get((index, "F", 0), empty))
             backward = make.block("backward", groups.get((index, "B", 0), empty))
             stages.append((forward, backward, tuple(updates)))
@@ -323,7 +327,9 @@ class _Cutter:
         for op, stage in enumerate(self.stage):
             if function.loose[op]:
                 continue
-            if function.steps[op]:
+            if op in self.early:
+                key = (stage, "R", 0)
+            elif function.steps[op]:
                 key = (stage, "U", self.round[op])
             else:
                 key = (stage, "F" if function.forward[op] else "B", 0)
@@ -380,7 +386,7 @@ class _Cutter:
     def _copies(self, op: int, value: int, stage: int) -> tuple[int, ...]:
         """Return the other stages that hold the parameter of which ``value`` is the new one."""
         made = self.function.ops[op]
-        taken = operator(made.op_type).in_place.get(value - self.function.makes[op][0])
+        taken = replaced_by(made).get(value - self.function.makes[op][0])
         if taken is None or made.inputs[taken].role is not Role.PARAMETER:
             return ()
         homes = self.homes.get(self.function.reads[op][taken], ())

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from distsim.buckets import Buckets
 from distsim.cache import Cache
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Mesh, Role, Value, callees
@@ -57,8 +58,9 @@ class Sharded:
     last of them may be constants that differ along the batch, each made by one of the functions ``made``.
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
     not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are the
-    notes of the function that was sharded. ``kernels``: which of its ops one kernel runs, once it is cut.
-    ``decisions`` are by axis of the mesh, the batch's first.
+    notes of the function that was sharded. ``kernels``: which of its ops one kernel runs, ``buckets``: which
+    gradients are reduced together, once it is cut. ``decisions`` are by
+    axis of the mesh, the batch's first.
     """
 
     function: Function
@@ -73,6 +75,7 @@ class Sharded:
     remarks: tuple[str, ...] = ()
     made: tuple[Function, ...] = ()
     kernels: Kernels = KERNELS["ops"]
+    buckets: Buckets | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,0 +1,88 @@
+"""Gradient buckets: how much is reduced over data-parallel ranks at a time, as frameworks choose it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from distsim.errors import PlanError
+
+UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+"""Bytes of a unit of ``bucket=``."""
+
+
+class Fill(NamedTuple):
+    """What makes a bucket full: ``limit``, or ``by_rank`` for each rank if that is more; of the first bucket
+    ``first``, if there is one; in bytes as they are sent, or in ``elements``."""
+
+    limit: int
+    by_rank: int = 0
+    first: int | None = None
+    elements: bool = False
+
+
+BUCKETS = {
+    # torch/nn/parallel/distributed.py: bucket_cap_mb=25; dist._DEFAULT_FIRST_BUCKET_BYTES = 1048576
+    "torch": Fill(25 * 2**20, first=2**20),
+    # Megatron-LM core/distributed/distributed_data_parallel.py: max(40000000, 1000000 * dp size) parameters
+    "megatron": Fill(40_000_000, by_rank=1_000_000, elements=True),
+    # DeepSpeed runtime/zero/config.py: reduce_bucket_size 5e8 elements
+    "deepspeed": Fill(500_000_000, elements=True),
+}
+"""What frameworks choose."""
+
+BUCKET = ("auto", *BUCKETS, "N", "NMiB", "Np")
+"""What ``bucket=`` may be: torch's, or layers with ``zero=3``; a framework's; bytes; parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """When a bucket is full: once it holds ``limit`` bytes as they are sent, the first one ``first``.
+
+    With ``elements`` both count elements. ``layers``: each layer's gradients are one bucket in place of that,
+    and its parameters are gathered together. ``early``: a bucket is reduced while the last backward pass, or
+    that of each microbatch, still runs; else after it, or it waits for that.
+    """
+
+    limit: int
+    first: int
+    elements: bool = False
+    early: bool = True
+    layers: bool = False
+
+
+def parse_bucket(text: object) -> Fill:
+    """Return what makes a bucket full by ``bucket=``.
+
+    Raises :class:`PlanError` for anything else.
+
+    >>> parse_bucket("1MiB"), parse_bucket("40000000p")
+    (Fill(limit=1048576, by_rank=0, first=None, elements=False), Fill(limit=40000000, by_rank=0, first=None, \
+elements=True))
+    """
+    if text == "auto":
+        return BUCKETS["torch"]
+    if isinstance(text, str) and text in BUCKETS:
+        return BUCKETS[text]
+    given = text if isinstance(text, str) else ""
+    found = re.fullmatch(r"([1-9][0-9]{0,14})(p|[kMG]B|[KMG]iB)?", given, re.ASCII)
+    if found is None:
+        raise PlanError(
+            f"bucket={repr(text)[:40]} is unknown; choose one of {', '.join(BUCKET)}, as in 25MiB, or "
+            "40000000p for parameters"
+        )
+    number, unit = int(found[1]), found[2] or ""
+    return Fill(number, elements=True) if unit == "p" else Fill(number * UNITS[unit])
+
+
+def buckets_of(text: str, dp: int, early: bool, layers: bool) -> Buckets:
+    """Return the buckets of ``bucket=`` for so many data-parallel ranks; or of ``layers``.
+
+    Megatron-LM makes no buckets where it does not overlap: one holds all of a rank's gradients.
+    """
+    if layers or (text == "megatron" and not early):
+        return Buckets(2**62, 2**62, early=early, layers=layers)
+    fill = parse_bucket(text)
+    limit = max(fill.limit, fill.by_rank * dp)
+    return Buckets(limit, limit if fill.first is None else fill.first, fill.elements, early)

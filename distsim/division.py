@@ -1,0 +1,235 @@
+"""What is made of a function that a plan divides: sharded, with ZeRO, recomputing, cut; each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+from weakref import ref
+
+from distsim.buckets import Buckets, buckets_of
+from distsim.cache import Cache
+from distsim.cost.cost_model import CostModel, DeviceCosts
+from distsim.ir import Device, Function, Mesh, Op
+from distsim.ir.device import logical_mesh
+from distsim.ir.rewrite import inline
+from distsim.plan import Plan, parse_cp_kind, parse_remat, parse_stages
+from distsim.schedule import Schedule
+from distsim.transforms.autodiff.outputs import only_needed
+from distsim.transforms.data_parallel.gathers import gathered
+from distsim.transforms.data_parallel.zero import zero
+from distsim.transforms.kernels.gradients import gradients_apart
+from distsim.transforms.kernels.losses import losses_apart
+from distsim.transforms.kernels.policies import Kernels
+from distsim.transforms.op_graph import Numbered, is_sum
+from distsim.transforms.outlining.outline import outline
+from distsim.transforms.pipelining.pipeline import Cut, cut_stages
+from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut, layers_of_stages
+from distsim.transforms.pipelining.stages import coarse
+from distsim.transforms.recompute import layers_of, offload, rematerialize
+from distsim.transforms.recompute.interiors import recompute_interiors
+from distsim.transforms.sharding.shard import Sharded, shard
+
+
+def cut_of(
+    function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, cost_model: CostModel, schedule: Schedule
+) -> Cut:
+    """Return the cut function, as :func:`distsim.compose.build_program` says."""
+    memory = _MEMORIES.get(function, None, lambda: _KeptCuts(function))
+    costs = cost_model.on(mesh.devices[0])
+    key = Division.of(plan, schedule.chain, costs, kernels)
+    if plan.stages == "auto":
+        return memory.fastest(function, key, mesh, schedule, cost_model)
+    return memory.cuts.get(key) or memory.cut(function, key, costs)
+
+
+MOST_VALUES = 12_000_000
+"""How many inputs and outputs the cuts that are remembered of one function may have together; the oldest
+are forgotten first. These are 1,300 cuts of a GPT of 96 layers under Adam, 1.5 MB each."""
+
+
+class Division(NamedTuple):
+    """What of a plan, and of what ops cost, a cut depends on; ``num_stages`` may be several a rank."""
+
+    num_stages: int
+    dp: int
+    tp: int
+    sp: bool
+    cp: int
+    cp_kind: str
+    microbatches: int
+    remat: str
+    offload: int
+    zero: int
+    reshard: str
+    buckets: Buckets | None
+    stages: str
+    kernels: Kernels
+    basis: Hashable
+    figures: Device
+
+    @staticmethod
+    def of(plan: Plan, count: int, costs: DeviceCosts, kernels: Kernels) -> Division:
+        """Return the division of a plan into so many stages, on devices that cost so."""
+        divided: tuple[int, str, Buckets | None] = (0, "always", None)
+        if plan.dp * plan.cp > 1:
+            buckets = buckets_of(plan.bucket, plan.dp * plan.cp, plan.overlap_grads == "on", plan.zero == 3)
+            divided = plan.zero, plan.reshard, buckets
+        # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
+        whole = count == 1 and not parse_stages(plan.stages)
+        stages = "even" if plan.stages == "auto" or whole else plan.stages
+        kind = plan.cp_kind if plan.cp > 1 else "allgather"
+        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.microbatches
+        return Division(*degrees, plan.remat, plan.offload, *divided, stages, kernels, *costs.key)
+
+
+class _KeptCuts:
+    """What was made of one function, which it does not refer to: it is forgotten with the function."""
+
+    def __init__(self, function: Function) -> None:
+        whole, function = function, only_needed(function, function.outputs, "no output needs it")
+        flat = not any(op.is_call for op in function.ops)
+        outlined = outline(updates_last(function)) if flat else function
+        self.outlined = None if outlined is whole else outlined
+        self.numbered = [Numbered(outlined)]
+        self.written: list[Function] = []  # with one level of Calls written out, with two, ...
+        self.cuts: dict[Division, Cut] = {}
+        self.keys: dict[Cut, list[Division]] = {}  # plans may share a cut
+        self.size = 0
+
+    def fastest(
+        self, function: Function, key: Division, mesh: Mesh, schedule: Schedule, cost_model: CostModel
+    ) -> Cut:
+        """Return the fastest cut; of blocks as they are, and written out where the even one is."""
+
+        def search() -> Cut:
+            costs = cost_model.on(mesh.devices[0])
+            even = self.cuts.get(key) or self.cut(function, key, costs)
+            levels = sorted({0, self._balanced(function, key, costs)})
+            functions = [self._local(function, key, costs, level) for level in levels]
+            return fastest_cut(functions, even, mesh, schedule, cost_model)
+
+        asked = (key, mesh, schedule, cost_model.topology.version, ref(cost_model))
+        return _SEARCHED.get(function, asked, search)
+
+    def cut(self, function: Function, key: Division, costs: DeviceCosts) -> Cut:
+        """Return ``function`` divided and cut for the devices of the division."""
+        if key.stages == "even":
+            level = self._balanced(function, key, costs)
+            found = cut_stages(self._local(function, key, costs, level), key.num_stages, costs)
+        else:
+            found = counted_cut(self._levels(function, key, costs), key.num_stages, costs, key.stages)
+        self._keep(key, found)
+        return found
+
+    def _local(self, function: Function, key: Division, costs: DeviceCosts, level: int) -> Sharded:
+        """Return what every rank runs, with so many levels of Calls written out."""
+        plain = key.remat == "none" and not (key.zero or key.offload or key.kernels.interiors)
+        outlined = function if self.outlined is None else self.outlined
+        written = self.written[level - 1] if level and plain else outlined
+        shown = key.dp if key.zero else min(key.dp, 2)
+        kind, ulysses = parse_cp_kind(key.cp_kind)
+        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses)
+        local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
+        apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels)
+        local = replace(local, function=apart, kernels=key.kernels, buckets=key.buckets)
+        return local if plain else _rematerialized(local, key, costs, level)
+
+    def _keep(self, key: Division, cut: Cut) -> None:
+        self.cuts[key] = cut
+        if cut not in self.keys:
+            self.size += _size(cut)
+        self.keys.setdefault(cut, []).append(key)
+        while self.size > MOST_VALUES and len(self.keys) > 1:
+            oldest = next(iter(self.keys))
+            self.size -= _size(oldest)
+            for known in self.keys.pop(oldest):
+                del self.cuts[known]
+
+    def _balanced(self, function: Function, key: Division, costs: DeviceCosts) -> int:
+        """Write out Calls until they make balanced stages; return how many levels."""
+        level = 0
+        while coarse(self.numbered[level], key.num_stages, costs):
+            self._write_out(function, level)
+            level += 1
+        return level
+
+    def _levels(self, function: Function, key: Division, costs: DeviceCosts) -> Iterator[Sharded]:
+        """Yield what every rank runs, with ever more levels of Calls written out."""
+        level = 0
+        yield self._local(function, key, costs, level)
+        while any(op.is_call for op in self.numbered[level].ops):
+            self._write_out(function, level)
+            level += 1
+            yield self._local(function, key, costs, level)
+
+    def _write_out(self, function: Function, level: int) -> None:
+        """Write out the Calls of a level, if they are not."""
+        if level == len(self.written):
+            outlined = function if self.outlined is None else self.outlined
+            self.written.append(inline(self.written[-1] if level else outlined))
+            self.numbered.append(Numbered(self.written[level]))
+
+
+def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: int) -> Sharded:
+    """Return what recomputes by a policy and offloads, made once; so many levels of Calls are written out."""
+    counts = parse_remat(key.remat).counts_layers or key.offload
+    stages = layers_of_stages(local, key.num_stages, costs, key.stages) if counts else ()
+
+    def rematerialized() -> Sharded:
+        fused = replace(local, function=recompute_interiors(local.function, key.kernels))
+        divided = zero(fused, key.zero) if key.zero else fused
+        tags = gathered(divided.function, key.reshard == "always")
+        made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
+        if key.offload:
+            made = offload(made, key.offload, layers_of(divided.function), stages)
+        for _ in range(levels):
+            made = inline(made)
+        made = sums_at_once(made) if levels else made
+        return replace(divided, function=made)
+
+    asked = (key.remat, key.offload, key.zero, key.reshard, key.kernels, costs.key, levels, stages)
+    found = _REMATERIALIZED.get(local.function, asked, rematerialized)
+    alike = {"microbatches": local.microbatches, "dp": local.dp}
+    return replace(found, **alike, kernels=local.kernels, buckets=local.buckets)
+
+
+def updates_last(function: Function) -> Function:
+    """Return the function with the ops that only make outputs, as updates do, after all others.
+
+    Updates that follow each gradient at once would be of one block with it, and a sum over microbatches
+    lies between the two.
+    """
+    read = {value for op in function.ops for value in op.inputs}
+    last = [op for op in function.ops if op.inputs and not any(value in read for value in op.outputs)]
+    if len(last) < 2:
+        return function
+    held = set(last)
+    ops = (*[op for op in function.ops if op not in held], *last)
+    return replace(function, ops=ops)
+
+
+def sums_at_once(function: Function) -> Function:
+    """Return the function with each sum over microbatches right after what makes the operand.
+
+    Sums stand after the Call that returns their operands; once it is written out, one op after the other may
+    make room for the next.
+    """
+    producer = {value: op for op in function.ops for value in op.outputs}
+    after: dict[Op, list[Op]] = {}
+    for op in function.ops:
+        if is_sum(op) and len(op.inputs) == 1 and op.inputs[0] in producer:
+            after.setdefault(producer[op.inputs[0]], []).append(op)
+    moved = {op for sums in after.values() for op in sums}
+    ops = [each for op in function.ops if op not in moved for each in (op, *after.get(op, ()))]
+    return replace(function, ops=tuple(ops)) if len(ops) == len(function.ops) else function
+
+
+def _size(cut: Cut) -> int:
+    return len(cut.inputs) + len(cut.outputs)
+
+
+_MEMORIES = Cache[Function, _KeptCuts]("what was made of a function", 1)
+_SEARCHED = Cache[Function, Cut]("results of searches, by division, schedule and cost model", 64)
+_REMATERIALIZED = Cache[Function, Sharded]("what recomputes, by local function and policy", 64)
+"""Cuts of it are shared as those of the local function are."""

@@ -1,0 +1,266 @@
+"""Gradient buckets, reduced while backward runs: the collectives of layouts.md, the same step everywhere."""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+from precision_models import in_float64
+from training_models import (
+    F64,
+    assemble,
+    assert_all_readers_agree,
+    laid_out,
+    mesh_of,
+    np,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    tied,
+    topology_of,
+)
+
+from distsim.buckets import buckets_of, parse_bucket
+from distsim.compose import build_program
+from distsim.cost.cost_model import collective_of
+from distsim.errors import PlanError, TypeRuleError
+from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.hardware import collective_time
+from distsim.ir import Float, Float32, FunctionMaker, Tensor, all_ops
+from distsim.models import gpt
+from distsim.ops import operator, signature_of
+from distsim.plan import Plan
+from distsim.program.program import Program
+from distsim.schedule import SCHEDULES, schedule
+from distsim.simulate.events import engine as events
+from distsim.simulate.tasks import recurrence
+from distsim.simulate.tasks.task_table import lower
+from distsim.transforms import Adam, differentiate, precision_named, set_precision
+
+MODELS = {
+    "gpt": lambda: small_gpt(batch=12),
+    "llama": lambda: small_llama(layers=3, batch=12),
+    "tied": lambda: tied(batch=12, hidden=7),
+}
+
+
+@cache
+def joint_of(model: str, policy: str, clip: float | None = None):
+    function = set_precision(MODELS[model](), Float32(), F64)
+    return differentiate(function, Adam(), precision=precision_named(policy), clip=clip)
+
+
+@cache
+def computed(model: str, policy: str, clip: float | None = None):
+    joint = joint_of(model, policy, clip)
+    inputs = random_inputs(joint, 1)
+    return inputs, SequentialExecutor().compute(in_float64(joint), inputs)
+
+
+def assert_right(program: Program, inputs, expected) -> None:
+    """Every rank computes what one device does, and all readers agree."""
+    results = SequentialExecutor().compute(in_float64(program.to_function()), inputs)
+    for placed, array in zip(assemble(program, results), expected, strict=True):
+        np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
+    assert_all_readers_agree(program)
+
+
+# --- the same numbers on every rank ----------------------------------------------------------------------
+
+PLANS = [Plan(2), Plan(3, 1, 1, 4), Plan(2, 2, 2, 3), Plan(2, 1, 2, 3, "zb_h1"), Plan(2, 2, 1, 2, sp="on")]
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("zero", ["zero=0", "zero=1", "zero=2", "zero=3"])
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(("model", "policy"), [("gpt", "mixed"), ("tied", "mixed_bf16_grads")])
+def test_every_rank_computes_the_same_step(model, policy, plan, zero, overlap):
+    order = schedule(plan.schedule, plan.pp, plan.microbatches)
+    bucket = "" if zero == "zero=3" else ",bucket=300"
+    fields = f"{zero}{bucket},overlap_grads={overlap}"
+    program = laid_out(
+        joint_of(model, policy), mesh_of(plan.dp, plan.tp, plan.pp), order, zero=fields, sp=plan.sp
+    )
+    assert_right(program, *computed(model, policy))
+
+
+@cache
+def pipelined():
+    joint = differentiate(tied(layers=4, batch=16, hidden=6), Adam())
+    inputs = random_inputs(joint, 2)
+    return joint, inputs, SequentialExecutor().compute(joint, inputs)
+
+
+@pytest.mark.parametrize("fields", ["zero=0,bucket=500", "zero=2,bucket=500,overlap_grads=off", "zero=3"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_in_every_schedule(name, fields):
+    """With copies of the model, and without a flush, buckets are reduced after what they sum."""
+    if name.startswith("pipedream"):
+        pytest.skip("weights that stages share need a flush")
+    joint, inputs, expected = pipelined()
+    options = () if SCHEDULES[name].placement == "two copies" else (SCHEDULES[name].chunks or 2,)
+    order = schedule(name, 2, 4, *options)
+    program = laid_out_by(joint, order, name, fields)
+    assert_right(program, inputs, expected)
+
+
+def laid_out_by(joint, order, name: str, fields: str) -> Program:
+    count = order.num_microbatches * order.copies
+    text = f"dp=2,pp=2,microbatches={count},schedule={name},chunks={order.stages_a_rank},{fields}"
+    return build_program(joint, mesh_of(2, 1, 2), Plan.parse(text), None, order)
+
+
+# --- collectives a step: layouts.md, "Data parallelism, ZeRO, FSDP" ----------------------------------------
+
+SIZES = {"layers": 3, "hidden": 16, "heads": 2, "seq": 4, "batch": 16, "vocab": 32}
+
+
+@cache
+def trained(policy: str):
+    return differentiate(gpt(**SIZES), Adam(), precision=precision_named(policy))
+
+
+def sent(program: Program) -> dict[str, tuple[int, int]]:
+    """How many messages of tensors a step has over dp, and the bytes of all together, by kind."""
+    count, total = Counter[str](), Counter[str]()
+    for op in all_ops(program.to_function()):
+        if operator(op.op_type).moves and op.attributes.get("axis") == "dp" and op.inputs[0].type.rank:
+            kind, nbytes = collective_of(signature_of(op), program.mesh.groups("dp")[0])
+            count[kind] += 1
+            total[kind] += int(nbytes)
+    return {kind: (count[kind], total[kind]) for kind in count}
+
+
+def step_on(policy: str, fields: str, microbatches: int = 4, dp: int = 2) -> Program:
+    return laid_out(trained(policy), mesh_of(dp, 1, 1), schedule("1f1b", 1, microbatches), "none", fields)
+
+
+def test_ddp():
+    """One message of all gradients in their type, once a step; or in buckets that hold so many bytes."""
+    size = sum(v.type.size for v in trained("fp32").parameters)
+    assert sent(step_on("fp32", "zero=0")) == {"all_reduce": (1, 4 * size)}
+    program = step_on("fp32", "zero=0,bucket=10kB")
+    assert sent(program)["all_reduce"][1] == 4 * size
+    sizes = [
+        sum(v.type.nbytes for v in op.inputs)
+        for op in all_ops(program.to_function())
+        if op.op_type == "MPIAllreduce" and op.inputs[0].type.rank
+    ]
+    assert len(sizes) > 2 and all(nbytes >= 10_000 for nbytes in sizes[:-1])
+    # Backward completes the last layers first.
+    names = [op.inputs[-1].name for op in all_ops(program.to_function()) if op.op_type == "MPIAllreduce"]
+    assert "head" in names[0] or "h2" in names[0] or "ln_f" in names[0], names
+
+
+def test_megatron_ddp():
+    """All after backward, in float32; else in buckets of 40 million parameters, or a million a rank."""
+    size = sum(v.type.size for v in trained("mixed").parameters)
+    plain = sent(step_on("mixed", "zero=0,bucket=megatron,overlap_grads=off"))
+    assert plain == {"all_reduce": (1, 4 * size)}
+    assert buckets_of("megatron", 8, early=True, layers=False).limit == 40_000_000
+    assert buckets_of("megatron", 64, early=True, layers=False).limit == 64_000_000
+
+
+@pytest.mark.parametrize(("policy", "scattered"), [("mixed", 4), ("mixed_bf16_grads", 2)])
+def test_distributed_optimizer(policy, scattered):
+    """Gradients 4P, or 2P in bf16, scattered once a step; bf16 parameters 2P gathered, bucket by bucket."""
+    size = sum(v.type.size for v in trained(policy).parameters)
+    found = sent(step_on(policy, "zero=1,bucket=6000p"))
+    count = found["reduce_scatter"][0]
+    assert 1 < count < len(trained(policy).parameters)
+    assert found == {"reduce_scatter": (count, scattered * size), "all_gather": (count, 2 * size)}
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_zero_2(microbatches):
+    """Each microbatch's gradients are scattered."""
+    size = sum(v.type.size for v in trained("mixed_bf16_grads").parameters)
+    found = sent(step_on("mixed_bf16_grads", "zero=2,bucket=deepspeed", microbatches))
+    assert found == {"reduce_scatter": (microbatches, microbatches * 2 * size), "all_gather": (1, 2 * size)}
+
+
+@pytest.mark.parametrize(("reshard", "gathers"), [("always", 9), ("never", 5)])
+def test_zero_3_by_layers(reshard, gathers):
+    """Units: embedding, three layers, norm and output; backward of the embedding reads no weight."""
+    size = sum(v.type.size for v in trained("fsdp2").parameters)
+    for microbatches in (1, 4):
+        found = sent(step_on("fsdp2", f"zero=3,reshard={reshard}", microbatches))
+        assert found["reduce_scatter"] == (5 * microbatches, 4 * size * microbatches)
+        assert found["all_gather"][0] == gathers * microbatches
+
+
+# --- when ----------------------------------------------------------------------------------------------
+
+
+def reduced(fields: str, microbatches: int = 2) -> tuple[float, float, float, list[str]]:
+    """When the first bucket starts, when compute of the last backward pass ends, the step; who reduces."""
+    joint = differentiate(gpt(layers=4, hidden=64, heads=2, seq=16, batch=16, vocab=64), Adam())
+    program = laid_out(joint, mesh_of(4, 1, 1), schedule("1f1b", 1, microbatches), "none", fields)
+    simulation = Simulator(CostModel(topology_of(4, gbps=4000.0))).simulate(program)
+    start, end, paths = np.inf, 0.0, list[str]()
+    for span in simulation.spans():
+        path = span.path.split("/")[0]
+        if span.op.op_type in ("MPIAllreduce", "MPIReduceScatter") and span.op.inputs[0].type.rank:
+            start = min(start, span.start)
+            paths.append(path)
+        elif path.startswith(f"B{microbatches - 1}") and operator(span.op.op_type).computes:
+            end = max(end, span.end)
+    return start, end, simulation.step_time, paths
+
+
+@pytest.mark.parametrize("zero", ["zero=0", "zero=1"])
+def test_buckets_are_reduced_while_the_last_backward_pass_runs(zero):
+    start, end, on, paths = reduced(f"{zero},bucket=20kB")
+    assert start < end and {*paths} == {"B1@0"}
+    start, end, off, paths = reduced(f"{zero},bucket=20kB,overlap_grads=off")
+    assert start >= end and {*paths} == {"U@0"}
+    assert on < off
+
+
+def test_backward_waits_for_buckets_of_each_microbatch_without_overlap():
+    *_, on, _ = reduced("zero=2,bucket=20kB")
+    *_, off, paths = reduced("zero=2,bucket=20kB,overlap_grads=off")
+    assert on < off and {path[0] for path in paths} == {"B"}
+
+
+def test_a_bucket_is_one_message():
+    """As long as one of all its bytes; the step of one op agrees in both engines."""
+    mesh = mesh_of(4)
+    maker = FunctionMaker("message")
+    values = [
+        maker.add_input_value(name, Tensor(Float(), (size,), mesh)) for name, size in (("a", 5), ("b", 70))
+    ]
+    made = maker.add("MPIAllreduce", values, {"axis": "dp"})
+    maker.set_outputs(made)
+    function = maker.finalize()
+    topology = topology_of(4)
+    expected = collective_time("all_reduce", 4 * 75, tuple(topology.devices), topology)
+    tasks = lower(function, CostModel(topology))
+    for _, end in (recurrence.run(tasks), events.run(tasks)):
+        assert max(end) == pytest.approx(expected, rel=1e-6)
+    ranks = [[np.full(size, rank, np.float32) for rank in range(4)] for size in (5, 70)]
+    for array, size in zip(SequentialExecutor().compute(function, ranks), (5, 70), strict=True):
+        assert all((each == np.full(size, 6)).all() for each in array)
+
+
+# --- what is refused -----------------------------------------------------------------------------------
+
+
+def test_bad_buckets_are_refused():
+    assert parse_bucket("25MiB").limit == 25 * 2**20 and parse_bucket("7").limit == 7
+    for text in ("0", "25 MiB", "1.5MiB", "-3", "x", "", "5q"):
+        with pytest.raises(PlanError, match=r"bucket=.* is unknown; choose one of auto, torch"):
+            Plan.parse(f"dp=2,bucket={text or 'none'}")
+    with pytest.raises(PlanError, match="bucket=1MiB .* with zero=3 .* use bucket=auto, or zero=2"):
+        Plan(2, zero=3, bucket="1MiB")
+    with pytest.raises(PlanError, match="overlap_grads='yes' is unknown; choose one of off, on"):
+        Plan(2, overlap_grads="yes")
+
+
+def test_tensors_of_two_types_are_no_message():
+    maker, mesh = FunctionMaker("two"), mesh_of(2)
+    one = maker.add_input_value("one", Tensor(Float32(), (4,), mesh))
+    two = maker.add_input_value("two", Tensor(F64, (4,), mesh))
+    with pytest.raises(TypeRuleError, match="tensors of one element type"):
+        maker.add("MPIAllreduce", [one, two], {"axis": "dp"})
+    with pytest.raises(TypeRuleError, match="takes 2 inputs for each tensor, 1 given"):
+        maker.add("MPIAllgatherInto", [one], {"axis": "dp", "shapes": ((4,),)})
