@@ -106,10 +106,13 @@ def exchanged(sizes, plan):
     return {key: n for key, n in found.items() if key[0] != "all_reduce"}
 
 
-@pytest.mark.parametrize("c", [2, 4])
-def test_a_ring_passes_keys_and_values_and_brings_their_gradients_home(c):
-    """c-1 messages of each of K and V in forward; in backward again, and as many of their gradients."""
-    assert exchanged(LLAMA, Plan(cp=c, cp_kind="ring")) == {("shift", KV // c): 6 * (c - 1)}
+@pytest.mark.parametrize(("c", "alone", "together"), [(2, 3, 0), (4, 7, 1)])
+def test_a_ring_passes_keys_and_values_and_brings_their_gradients_home(c, alone, together):
+    """K and V c-1 times in forward, in one message; in backward again, and c-1 times their gradients."""
+    found = exchanged(LLAMA, Plan(cp=c, cp_kind="ring"))
+    sizes = {("shift", 2 * KV // c): alone, ("shift", 4 * KV // c): together}
+    assert found == {key: count for key, count in sizes.items() if count}
+    assert sum(size * count for (_, size), count in found.items()) == 3 * (c - 1) * 2 * KV // c
 
 
 @pytest.mark.parametrize("c", [2, 4])

@@ -7,13 +7,14 @@ mean over the ranks, which is that of each rank where the sequence is divided in
 Around a ring of c ranks each has a part of queries, keys and values. In step i it attends to the keys of the
 rank i places before it, which pass on while it computes (Liu et al. 2023, Ring Attention); what the steps
 make is joined by the logarithms of the softmax's sums (``MergeAttention``). Backward keys and values go
-around again; the gradients of the others' follow them, and the last step brings them home: c-1 messages
-each, as in TransformerEngine (``context_parallel.py``).
+around again; the gradients of the others' follow them, in the same messages, and the last brings them home:
+both are sent c-1 times, as in TransformerEngine (``context_parallel.py``), which needs a message fewer as it
+saves what came last, not the rank's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from distsim.ir.type import Float32, Int64, Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.attention import attend, attend_backward, attention_work, joined_shape, sizes_of
 from distsim.ops.attention_options import OPTION_NAMES, AttentionOptions, pairs_seen, seen
+from distsim.ops.coalescing import alike, coalesced
 from distsim.ops.communication import divided_size, mesh_and_ranks, take_part
 from distsim.ops.normalization import widened
 from distsim.ops.operator import (
@@ -70,8 +72,10 @@ def _shift_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Te
 register(
     Operator(
         "MPIShift",  # from each rank to the next
-        types=_shift_types,
-        communication=Communication("shift", _shifted, lambda s: s.inputs[0].nbytes),
+        types=coalesced("MPIShift", _shift_types),
+        communication=Communication(
+            "shift", _shifted, lambda s: sum([t.nbytes for t in s.inputs]), operand=alike
+        ),
     )
 )
 register(
@@ -220,15 +224,9 @@ class _Ring:
         attributes = {"axis": self.axis, "pieces": _pieces(self.seq), "back": back}
         return self.maker.add("LocalPlaces", (self.all_places(),), attributes)[0]
 
-    def shift(self, value: Value) -> Value:
-        return self.maker.add("MPIShift", (value,), {"axis": self.axis})[0]
-
-    def steps(self, passing: Sequence[Value]) -> Iterator[tuple[int, Sequence[Value]]]:
-        """Yield each step with what has come; it is sent on before the step computes."""
-        for step in range(self.ranks):
-            following = [self.shift(value) for value in passing] if step + 1 < self.ranks else []
-            yield step, passing
-            passing = following
+    def shift(self, values: Sequence[Value]) -> Sequence[Value]:
+        """Send values on to the next rank, as one message."""
+        return self.maker.add("MPIShift", values, {"axis": self.axis})
 
     def add(self, *values: Value) -> Value:
         return values[0] if len(values) == 1 else self.maker.add("Add", values)[0]
@@ -256,9 +254,11 @@ def attend_ring(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str
     ring = _Ring(maker, op, inputs, axis)
     (query, *passing), own = inputs[:3], ring.places()
     made: tuple[Value, ...] = ()
-    for step, passed in ring.steps(passing):
-        found = ring.attend("AttentionPart", (query, *passed, own, ring.places(step)), True, step)
+    for step in range(ring.ranks):
+        following = ring.shift(passing) if step + 1 < ring.ranks else ()
+        found = ring.attend("AttentionPart", (query, *passing, own, ring.places(step)), True, step)
         made = maker.add("MergeAttention", (*made, *found)) if made else found
+        passing = following
     return made
 
 
@@ -266,13 +266,19 @@ def attend_ring_backward(maker: FunctionMaker, op: Op, inputs: Sequence[Value], 
     """Add the steps of its gradients: those of keys and values follow these around, the rank's own stay."""
     ring = _Ring(maker, op, inputs, axis)
     (query, *passing), own = inputs[:3], ring.places()
-    of_query, kept, moving = list[Value](), list[Value](), [list[Value]() for _ in passing]
-    for step, passed in ring.steps(passing):
-        operands = (query, *passed, own, ring.places(step), *inputs[3:])
+    of_query, kept = list[Value](), list[Value]()
+    behind: Sequence[Value] = ()  # gradients of what passes, of the steps that are done
+    for step in range(ring.ranks):
+        count = len(passing) if step + 1 < ring.ranks else 0
+        moved = ring.shift((*passing[:count], *behind)) if count or behind else ()
+        following, arrived = moved[:count], moved[count:]
+        operands = (query, *passing, own, ring.places(step), *inputs[3:])
         grad, *grads = ring.attend("AttentionPartGrad", operands, True, step)
         of_query = [ring.add(*of_query, grad)]
         if step == 0:
             kept = grads
         else:
-            moving = [[ring.shift(ring.add(*m, each))] for m, each in zip(moving, grads, strict=True)]
-    return [*of_query, *[ring.add(*m, each) for m, each in zip(moving, kept, strict=True)]]
+            behind = [ring.add(*each) for each in zip(arrived, grads, strict=True)] if arrived else grads
+        passing = following
+    home = ring.shift(behind)
+    return [*of_query, *[ring.add(*each) for each in zip(home, kept, strict=True)]]
