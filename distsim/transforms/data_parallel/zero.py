@@ -21,7 +21,7 @@ from distsim.interpret import infer_types
 from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
-from distsim.ops.communication import flat_part
+from distsim.ops.parts import flat_part
 from distsim.transforms.data_parallel.gathers import data_axis, reduces
 from distsim.transforms.data_parallel.optimizer_steps import (
     OptimizerStep,
