@@ -57,6 +57,7 @@ class Division(NamedTuple):
     sp: bool
     cp: int
     cp_kind: str
+    ep: int
     microbatches: int
     remat: str
     offload: int
@@ -79,7 +80,7 @@ class Division(NamedTuple):
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         kind = plan.cp_kind if plan.cp > 1 else "allgather"
-        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.microbatches
+        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.ep, plan.microbatches
         return Division(*degrees, plan.remat, plan.offload, *divided, stages, kernels, *costs.key)
 
 
@@ -127,9 +128,9 @@ class _KeptCuts:
         plain = key.remat == "none" and not (key.zero or key.offload or key.kernels.interiors)
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
-        shown = key.dp if key.zero else min(key.dp, 2)
+        shown = key.dp if key.zero else min(key.dp, 2 * key.ep)
         kind, ulysses = parse_cp_kind(key.cp_kind)
-        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses)
+        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
         apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels)
         local = replace(local, function=apart, kernels=key.kernels, buckets=key.buckets)

@@ -68,11 +68,12 @@ class Plan:
     """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
 
     `dp` data parallel, `tp` tensor parallel, `cp` context parallel (the sequence is divided, by one of
-    `CP_KINDS`) and `pp` pipeline parallel ranks; `microbatches` per
-    data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`, for one that is
-    searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B (`zb_auto:2`), for
-    `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`: one that is given
-    beside the plan, by which `chunks` and `stages` are verified then;
+    `CP_KINDS`) and `pp` pipeline parallel ranks; each of `ep` neighbouring ranks of dp has its part of the
+    experts, which tp divides further; `microbatches` per data-parallel replica and step; `schedule` is a name
+    in `distsim.schedule.SCHEDULES`, for one that is searched for with the activations that a rank may hold, 1
+    being `pp` as in 1F1B (`zb_auto:2`), for `pipedream_2bw` with the microbatches of an update
+    (`pipedream_2bw:8`), or `table`: one that is given beside the plan, by which `chunks` and `stages` are
+    verified then;
     `stages` one of `STAGES`, `remat` of `REMAT`, `zero` of `ZERO`, `reshard` of `RESHARD`;
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
@@ -106,6 +107,7 @@ class Plan:
     order: str = ORDER
     bucket: str = "auto"
     overlap_grads: str = "on"
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -148,6 +150,11 @@ class Plan:
         if self.overlap_grads not in SWITCH:
             raise PlanError(
                 f"overlap_grads={_short(self.overlap_grads)} is unknown; choose one of {', '.join(SWITCH)}"
+            )
+        if self.dp % self.ep:
+            raise PlanError(
+                f"ep={self.ep} does not divide dp={self.dp}, over whose ranks experts are divided; choose "
+                f"one of {', '.join(map(str, _divisors(self.dp)))}"
             )
         if self.reshard not in RESHARD:
             raise PlanError(f"reshard={_short(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}")
@@ -207,13 +214,18 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp")
+_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp", "ep")
 _BOUNDS = {"offload": (0, MAX_DEGREE), "zero": (0, 3)}
 _REPLACED = {
-    "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none"
+    "etp": "experts are divided over tp as all else is, so etp is tp; leave it out",
+    "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none",
 }
-"""What to write in place of a field that there was."""
+"""What to write in place of a field that there was, or is elsewhere."""
 _ALWAYS = ("dp", "tp", "pp", "microbatches", "schedule")
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
 
 
 def _differs(plan: Plan, field: Field[Any]) -> bool:

@@ -28,7 +28,7 @@ from fuzz_files import fuzz_files
 from fuzz_functions import invent
 from fuzz_layouts import distinct_tokens, invent_decoder, random_layout
 
-from distsim.ir import pformat
+from distsim.ir import all_ops, pformat
 
 CHUNK = 25
 """Cases that a process takes at a time."""
@@ -58,7 +58,8 @@ def gradient(seed: int) -> Case:
 
 def layout(seed: int) -> Case:
     """Check a random layout of a random decoder."""
-    function, plan, tokens = invent_decoder(seed), random_layout(seed), distinct_tokens(seed)
+    function, tokens = invent_decoder(seed), distinct_tokens(seed)
+    plan = random_layout(seed, experts=any(op.op_type == "GroupedMatMul" for op in all_ops(function)))
     verdict = checked(lambda: check_plan(function, plan, seed, tokens))
     return Case(seed, verdict, f"{plan}\n{pformat(function)}")
 

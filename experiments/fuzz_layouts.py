@@ -56,8 +56,8 @@ def distinct_tokens(seed: int) -> NDArray[np.int64]:
     return np.stack([rng.permutation(VOCAB)[:SEQ] for _ in range(BATCH)])
 
 
-def random_layout(seed: int) -> Plan:
-    """Return a random plan of at most 16 devices that divides the batch and the sequence."""
+def random_layout(seed: int, experts: bool) -> Plan:
+    """Return a random plan of at most 16 devices that divides the batch, and experts if there are some."""
     rng = Random(f"layout {seed}")
     while True:
         dp, tp, cp = (rng.choice((1, 1, 2, 2, 4)) for _ in range(3))
@@ -68,6 +68,7 @@ def random_layout(seed: int) -> Plan:
     order = ORDER.split("-")
     rng.shuffle(order)
     zero = rng.choice((0, 0, 1, 2, 3, 3))
+    ep = rng.choice([n for n in (1, 2, 4) if dp % n == 0]) if experts else 1
     return Plan(
         dp=dp,
         tp=tp,
@@ -75,6 +76,9 @@ def random_layout(seed: int) -> Plan:
         cp=cp,
         cp_kind=rng.choice(("allgather", "ring", "ulysses", "usp:2" if cp % 2 == 0 else "ring")),
         order="-".join(order),
+        ep=ep,
+        bucket=rng.choice(("auto", "200", "1000p")) if zero < 3 else "auto",
+        overlap_grads=rng.choice(("on", "off")),
         microbatches=microbatches,
         schedule=schedule,
         chunks=SCHEDULES[schedule].stages_a_rank or rng.choice((1, 2)),

@@ -29,7 +29,7 @@ from distsim.ops import (
     sharding_rule,
     work,
 )
-from distsim.ops.communication import join_parts, take_part
+from distsim.ops.parts import join_parts, take_part
 from distsim.ops.sharding_rule import Label, factors_of, label_of
 
 RANKS = 2

@@ -43,7 +43,7 @@ BAD = {
     "negative plan": ((SMALL, "--cluster", "dgx-2", "--plan", "tp=-2"), "tp=-2", "1048576"),
     "plan of a word": ((SMALL, "--cluster", "dgx-2", "--plan", "tp=two"), "tp='two'", "integer"),
     "plan twice": ((SMALL, "--cluster", "dgx-2", "--plan", "dp=2,dp=4"), "twice", "2", "4"),
-    "unknown field": ((SMALL, "--cluster", "dgx-2", "--plan", "ep=2"), "'ep'", "dp, tp, pp, microbatches"),
+    "unknown field": ((SMALL, "--cluster", "dgx-2", "--plan", "gp=2"), "'gp'", "dp, tp, pp, microbatches"),
     "unknown schedule": ((SMALL, "--cluster", "dgx-2", "--plan", "schedule=x"), "'x'", "1f1b, gpipe"),
     "plan too large": ((SMALL, "--cluster", "dgx-a100", "--plan", "dp=4,tp=4"), "16 devices", "has 8"),
     "batch not divided": ((SMALL, "--cluster", "dgx-2", "--plan", "dp=3"), "dp=3", "of 8", "1, 2, 4, 8"),

@@ -10,7 +10,7 @@ from distsim.ir.device import Mesh, RankAxes
 from distsim.ir.topology import Topology
 from distsim.plan import Plan, parse_cp_kind
 
-DEGREES = {"cp_ring": "cp", "cp_heads": "cp"}
+DEGREES = {"cp_ring": "cp", "cp_heads": "cp", "edp": "dp"}
 """The degree of a plan that an axis is of, where it has another name."""
 
 _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and degrees", 4096)
@@ -18,7 +18,7 @@ _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and d
 
 def rank_axes(plan: Plan) -> RankAxes:
     """Return the axes of the ranks of a stage."""
-    return RankAxes.of(plan.dp, plan.tp, plan.cp, parse_cp_kind(plan.cp_kind)[1])
+    return RankAxes.of(plan.dp, plan.tp, plan.cp, parse_cp_kind(plan.cp_kind)[1], plan.ep)
 
 
 def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
@@ -26,7 +26,7 @@ def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
 
     Raises :class:`PlanError` when there are too few.
     """
-    degrees = (plan.pp, plan.dp, plan.tp, plan.cp, plan.cp_kind, plan.order)
+    degrees = (plan.pp, plan.dp, plan.tp, plan.cp, plan.cp_kind, plan.ep, plan.order)
     return _MESHES.get(topology, (topology.version, *degrees), lambda: _mesh(plan, topology))
 
 

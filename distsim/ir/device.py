@@ -332,6 +332,9 @@ class RankAxes:
     >>> axes = RankAxes.of(dp=4, tp=2, cp=3)
     >>> axes.sizes, axes.views
     ({'dp': 4, 'cp': 3, 'tp': 2}, {'dp+cp': ('dp', 'cp')})
+    >>> axes = RankAxes.of(dp=4, tp=2, ep=2)
+    >>> axes.sizes, axes.views
+    ({'edp': 2, 'ep': 2, 'tp': 2}, {'dp': ('edp', 'ep')})
     """
 
     sizes: Mapping[str, int]
@@ -339,13 +342,16 @@ class RankAxes:
     views: Mapping[str, tuple[str, ...]]
 
     @staticmethod
-    def of(dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> RankAxes:
+    def of(dp: int, tp: int, cp: int = 1, ulysses: int = 1, ep: int = 1) -> RankAxes:
         """Return the axes of these degrees; of ``cp`` ranks ``ulysses`` exchange heads, rings are of others.
 
-        An axis of context parallelism is there only if it divides anything.
+        An axis of context parallelism is there only if it divides anything. ``ep`` neighbours of the ``dp``
+        ranks have experts each; ranks of the same are along ``edp``.
         """
+        if dp % ep:
+            raise TopologyError(f"ep={ep} does not divide dp={dp}")
         rings = {"cp": cp} if ulysses in (1, cp) else {"cp_ring": cp // ulysses, "cp_heads": ulysses}
-        data = {"dp": dp} | (rings if cp > 1 else {})
+        data = ({"dp": dp} if ep == 1 else {"edp": dp // ep, "ep": ep}) | (rings if cp > 1 else {})
         views = {
             joined_axes(names): names
             for count in range(2, len(data) + 1)
@@ -360,19 +366,22 @@ class RankAxes:
 
 
 def joined_axes(names: Sequence[str]) -> str:
-    """Return the name of the view of several axes, or of the one axis."""
-    return "+".join(names)
+    """Return the name of the view of several axes, or of the one axis.
+
+    >>> joined_axes(["dp", "cp"]), joined_axes(["edp", "ep", "cp"])
+    ('dp+cp', 'dp+cp')
+    """
+    return "+".join(["dp", *names[2:]] if tuple(names[:2]) == ("edp", "ep") else names)
 
 
 @cached("meshes of ranks that lie nowhere, by device and degrees", 1024)
-def logical_mesh(device: Device, dp: int, tp: int, cp: int = 1, ulysses: int = 1) -> Mesh:
-    """Return a mesh of devices like ``device``, numbered from 0: ranks (:class:`RankAxes`) that lie nowhere
-    yet.
+def logical_mesh(device: Device, dp: int, tp: int, cp: int = 1, ulysses: int = 1, ep: int = 1) -> Mesh:
+    """Return a mesh of devices like ``device``, numbered from 0: ranks (:class:`RankAxes`) of no place yet.
 
     >>> logical_mesh(Device(7, "gpu"), 2, 4)
     Mesh(dp=2, tp=4)[gpu:0..gpu:7]
     """
-    axes = RankAxes.of(dp, tp, cp, ulysses)
+    axes = RankAxes.of(dp, tp, cp, ulysses, ep)
     return axes.mesh([replace(device, id=i) for i in range(math.prod(axes.sizes.values()))])
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from distsim.errors import PlanError
-from distsim.ir import DType, Float32, Function, Int64, Literal, Mesh, Tensor, Value
+from distsim.ir import DType, Float32, Function, Int64, Literal, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.models.mixture import mixture
@@ -40,7 +40,6 @@ def decoder(
     seq: int,
     dtype: DType = Float32(),  # noqa: B008
     loads: Loads = Loads(),  # noqa: B008
-    mesh: Mesh | None = None,
     name: str = "decoder",
     attention: str = "flash",
 ) -> Function:
@@ -48,17 +47,15 @@ def decoder(
 
     Inputs: ``tokens`` and ``labels`` [batch, seq] and the parameters; output: the mean loss over the
     positions. Layers that are alike are Calls of one callee; layers of experts are alike where their
-    ``loads`` are. On a ``mesh`` with an axis ``ep`` the function is that of its ranks: ``batch`` is local,
-    each rank has its part of the experts, and gradients of what all ranks have are those of the rank's own
-    sequences. ``attention``: ``flash``, one op, or ``math``, written out with a mask that all layers share.
-    Raises :class:`PlanError` for sequences or loads that the sizes do not allow.
+    ``loads`` are. ``attention``: ``flash``, one op, or ``math``, written out with a mask that all layers
+    share. Raises :class:`PlanError` for sequences or loads that the sizes do not allow.
     """
     sizes.check_input(batch, seq)
     if attention not in ATTENTIONS:
         raise PlanError(f"attention={attention!r} is not one of {', '.join(ATTENTIONS)}")
-    top = PartMaker(name, Tensor(dtype, (batch, seq, sizes.hidden), mesh))
+    top = PartMaker(name, Tensor(dtype, (batch, seq, sizes.hidden)))
     tokens, labels = (
-        top.maker.add_input_value(data, Tensor(Int64(), (batch, seq), mesh)) for data in ("tokens", "labels")
+        top.maker.add_input_value(data, Tensor(Int64(), (batch, seq))) for data in ("tokens", "labels")
     )
     table = top.parameter(sizes.names.embed, sizes.vocab, sizes.hidden)
     with top.within("embedding"):
@@ -105,7 +102,9 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_LayerKind]:
     with_experts = [index for index in range(sizes.layers) if sizes.has_experts(index)]
     found: dict[int, Routing] = {}
     if sizes.experts is not None:
-        drawn = loads.of_layers(sizes.experts.experts, sizes.experts.top_k, len(with_experts), seq)
+        drawn = loads.of_layers(
+            sizes.experts.experts, sizes.experts.top_k, len(with_experts), sizes.experts.tokens(seq)
+        )
         found = dict(zip(with_experts, drawn, strict=True))
     windows = [sizes.attention.window_of(index) for index in range(sizes.layers)]
     return [_LayerKind(w if w < seq else 0, found.get(index)) for index, w in enumerate(windows)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distsim.ir import DType, Float32, Function, Mesh
+from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import THETA, decoder
 from distsim.models.decoder_sizes import MIXED_NAMES, DecoderSizes, ExpertLayers, Positions
 from distsim.models.mixture import Mixture
@@ -41,6 +41,7 @@ class DeepseekSizes:
     seq: int = 4096
     batch: int = 8
     vocab: int = 129280
+    groups: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, ffn=self.ffn)
@@ -52,7 +53,9 @@ class DeepseekSizes:
         """The sizes of the decoder, which has no batch and no sequence."""
         experts = None
         if self.experts:
-            experts = Mixture(self.experts, self.top_k, self.expert_ffn, self.shared, "sigmoid", 2.5)
+            experts = Mixture(
+                self.experts, self.top_k, self.expert_ffn, self.shared, "sigmoid", 2.5, groups=self.groups
+            )
         return DecoderSizes(
             self.layers,
             self.hidden,
@@ -74,7 +77,6 @@ def deepseek(
     seed: int = 0,
     dtype: DType = Float32(),  # noqa: B008
     routings: Sequence[Routing] | None = None,
-    mesh: Mesh | None = None,
 ) -> Function:
     """Return a DeepSeek-style decoder with a loss, of :class:`DeepseekSizes` in order or by name.
 
@@ -83,7 +85,7 @@ def deepseek(
     SwiGLU feed-forward of width ``ffn``; with them (256 in DeepSeek-V3) the first ``dense`` layers have, and
     each of the others
     ``experts`` of width ``expert_ffn``, of which a token takes ``top_k``, and ``shared`` experts for all.
-    Loads, ``routings`` (one for each layer of experts) and ``mesh`` are those of :func:`distsim.models.moe`.
+    Loads, ``routings`` (one a layer of experts) and ``groups`` are those of :func:`distsim.models.moe`.
 
     >>> sizes = dict(hidden=16, heads=2, kv_lora=4, nope=4, rope=2, value=4, seq=8, batch=2, vocab=32)
     >>> function = deepseek(layers=2, ffn=8, **sizes)
@@ -91,4 +93,4 @@ def deepseek(
     2840
     """
     loads = Loads(concentration, capacity, seed, routings)
-    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, mesh, "deepseek", "math")
+    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, "deepseek", "math")

@@ -1,36 +1,32 @@
-"""A mixture of experts as ops of static shapes: token choice, capacity, shared experts, expert parallelism.
+"""A mixture of experts as ops of static shapes: token choice, capacity, shared experts.
 
 Each token scores all experts and goes to the ``top_k`` best (Shazeer et al. 2017), whose outputs are added,
-weighted by their gates. An expert has a number of *slots* per sequence (:class:`Routing`); the tokens that
-give it the largest gates take them, the others are dropped from it. A slot that nobody takes holds a token
-with weight zero, so results are those of dropless token choice wherever the slots suffice.
-
-With experts divided over a mesh axis ``ep`` each rank works on the slots of its own experts for the sequences
-of every rank: the rows go there by an all-to-all and come back by another. All ranks hold as many rows as the
-busiest (the rest is padding, zero and paid for), since that is whom all wait for.
+weighted by their gates. An expert has a number of *slots* per sequence (:class:`Routing`), or per group of
+neighbouring tokens (GShard, Lepikhin et al. 2021); the tokens that give it the largest gates take them, the
+others are dropped from it. A slot that nobody takes holds a token with weight zero, so results are those of
+dropless token choice wherever the slots suffice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from distsim.errors import PlanError
-from distsim.ir import Literal, Mesh, Value
+from distsim.ir import Literal, Value
+from distsim.ir.type import as_tensor
 from distsim.models.parts.feed_forward import FeedForward, feed_forward
 from distsim.models.parts.layer_maker import ACTIVATIONS, LayerMaker, check_activation
 from distsim.models.routing import Routing
 from distsim.models.sizes import check_caps, check_counts, check_sizes
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
-AXIS = "ep"
 MAX_EXPERTS = 2**16
 """Of a layer: 32 times those of Switch-C (Fedus et al. 2022)."""
 
 MAX_ROWS = 2**24
-"""Of all experts for a sequence: each is a number in the function."""
+"""Of all experts for a sequence or a group: each is a number in the function."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,8 @@ class Mixture:
 
     ``score``: softmax (Mixtral, DeepSeek-V2) or sigmoid (DeepSeek-V3). The gates are the scores of the chosen
     experts, divided by their sum if there are several and they are ``normalized``, multiplied by ``scale``.
-    Each expert is a gated feed-forward with the ``activation``.
+    Each expert is a gated feed-forward with the ``activation``. A sequence is routed in so many ``groups`` of
+    neighbouring tokens, each by itself.
     """
 
     experts: int
@@ -50,9 +47,10 @@ class Mixture:
     scale: float = 1.0
     normalized: bool = True
     activation: str = "silu"
+    groups: int = 1
 
     def __post_init__(self) -> None:
-        check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn)
+        check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn, groups=self.groups)
         if self.experts > MAX_EXPERTS:
             raise PlanError(f"experts={self.experts} of a layer are more than {MAX_EXPERTS}; use fewer")
         if self.top_k > self.experts:
@@ -63,79 +61,44 @@ class Mixture:
         check_caps(scale=self.scale)
         check_activation(self.activation)
 
-
-@dataclass(frozen=True)
-class _Places:
-    """Which slot each row is: its place among [experts, depth], and whether it is one or padding."""
-
-    depth: int
-    rows: np.ndarray
-    used: np.ndarray
+    def tokens(self, seq: int) -> int:
+        """Return how many tokens of a sequence are routed together; refuse groups that do not divide it."""
+        if seq % self.groups:
+            raise PlanError(f"groups={self.groups} does not divide the sequence of {seq} tokens")
+        return seq // self.groups
 
 
 def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Value:
     """Add a mixture that reads ``x`` [batch, seq, hidden] and return what it makes of it.
 
     Parameters: ``router.w`` [hidden, experts], ``experts.gate.w`` and ``experts.up.w`` [experts, hidden,
-    ffn], ``experts.down.w`` [experts, ffn, hidden], and those of the shared feed-forward. Where x is on a
-    mesh with an axis ``ep``, each rank has its part of the experts. Raises :class:`PlanError` when the
-    routing is not for these experts or their ranks.
+    ffn], ``experts.down.w`` [experts, ffn, hidden], and those of the shared feed-forward. ``routing`` is of a
+    group of tokens. Raises :class:`PlanError` when it is not for these experts or so many tokens.
     """
-    if len(routing.slots) != sizes.experts or max(routing.slots) > layer.seq or not routing.rows:
-        raise PlanError(
-            f"slots {routing.slots} are not for {sizes.experts} experts and sequences of {layer.seq} tokens"
-        )
+    tokens = sizes.tokens(layer.seq)
+    if len(routing.slots) != sizes.experts or max(routing.slots) > tokens or not routing.rows:
+        raise PlanError(f"slots {routing.slots} are not for {sizes.experts} experts and {tokens} tokens")
     if routing.rows > MAX_ROWS:
-        raise PlanError(
-            f"experts would serve {routing.rows} rows a sequence, more than 2^24; use a smaller seq"
-        )
-    ranks = _ranks(layer)
-    places = _places(routing, ranks)
-    assigned = _assigned(layer, x, sizes)
-    gates, tokens = _taken(layer, assigned, sizes.experts, places)
-    rows = layer("GatherND", x, tokens, name="dispatched", batch_dims=1)
-    if ranks > 1:
-        rows = layer("MPIAlltoall", rows, name="received", axis=AXIS, split=1, concat=0)
-    rows = _experts(layer, rows, sizes, routing, ranks)
-    if ranks > 1:
-        rows = layer("MPIAlltoall", rows, name="returned", axis=AXIS, split=0, concat=1)
-    weighted = layer("Mul", rows, gates, name="weighted")
-    shape = (layer.batch, layer.seq, layer.hidden)
-    made = layer("GatherNDGrad", tokens, weighted, name="combined", shape=shape, batch_dims=1)
-    if sizes.shared:
+        raise PlanError(f"experts would serve {routing.rows} rows at once, more than 2^24; use a smaller seq")
+    leading = (layer.batch,) if sizes.groups == 1 else (layer.batch, sizes.groups)
+    shape = (*leading, tokens, layer.hidden)
+    grouped = x if sizes.groups == 1 else layer("Reshape", x, name="grouped", shape=shape)
+    gates, taken = _taken(layer, _assigned(layer, grouped, sizes), routing)
+    rows = layer("GatherND", grouped, taken, name="dispatched", batch_dims=len(leading))
+    shared = None
+    if sizes.shared:  # before the experts: while rows are on their way
         wide = FeedForward(sizes.shared * sizes.ffn, sizes.activation)
-        made = layer("Add", made, feed_forward(layer, x, wide, prefix="shared."), name="mixed_experts")
-    return made
-
-
-def _ranks(layer: LayerMaker) -> int:
-    mesh = layer.like.device
-    has = isinstance(mesh, Mesh) and AXIS in dict(mesh.axes)
-    return mesh.axis_size(AXIS) if has and isinstance(mesh, Mesh) else 1
-
-
-def _places(routing: Routing, ranks: int) -> _Places:
-    """Lay the slots out rank by rank, expert by expert, each rank padded to the busiest."""
-    depth, per_rank = max(routing.slots), routing.busiest(ranks)
-    rows: list[int] = []
-    used: list[bool] = []
-    expert = 0
-    for group in routing.groups(ranks):
-        own = [(expert + i) * depth + slot for i, slots in enumerate(group) for slot in range(slots)]
-        padding = per_rank - len(own)
-        rows += own + [0] * padding
-        used += [True] * len(own) + [False] * padding
-        expert += len(group)
-    return _Places(depth, np.array(rows, np.int64), np.array(used))
-
-
-def _constant(layer: LayerMaker, array: np.ndarray, name: str) -> Value:
-    device: dict[str, Any] = {} if layer.like.device is None else {"device": layer.like.device}
-    return layer("Constant", name=name, value=Literal(array), **device)
+        shared = feed_forward(layer, x, wide, prefix="shared.")
+    rows = _experts(layer, rows, sizes, routing)
+    weighted = layer("Mul", rows, gates, name="weighted")
+    made = layer("GatherNDGrad", taken, weighted, name="combined", shape=shape, batch_dims=len(leading))
+    if sizes.groups > 1:
+        made = layer("Reshape", made, name="ungrouped", shape=(layer.batch, layer.seq, layer.hidden))
+    return made if shared is None else layer("Add", made, shared, name="mixed_experts")
 
 
 def _assigned(layer: LayerMaker, x: Value, sizes: Mixture) -> Value:
-    """Return the gates [batch, seq, experts]: zero for the experts that a token does not choose."""
+    """Return the gates [..., tokens, experts]: zero for the experts that a token does not choose."""
     logits = layer.linear(x, "router", layer.hidden, sizes.experts)
     axis = {"axis": -1} if sizes.score == "softmax" else {}
     scores = layer(SCORES[sizes.score], logits, name="scores_of_experts", **axis)
@@ -146,40 +109,39 @@ def _assigned(layer: LayerMaker, x: Value, sizes: Mixture) -> Value:
         gates = layer("Div", best, layer("ReduceSum", best, axes=(-1,), keepdims=1), name="gates")
     if sizes.scale != 1.0:
         gates = layer("Mul", gates, name="scaled_gates", B=sizes.scale)
-    shape = (layer.batch, layer.seq, sizes.experts)
+    shape = as_tensor(logits.type, logits.name).shape
     return layer("GatherElementsGrad", chosen, gates, name="assigned", shape=shape, axis=-1)
 
 
-def _taken(layer: LayerMaker, assigned: Value, experts: int, places: _Places) -> tuple[Value, Value]:
-    """Return of each row its gate [batch, rows, 1] and its token [batch, rows, 1]."""
-    by_expert = layer("Transpose", assigned, perm=(0, 2, 1))
-    attributes = {"K": Literal(np.array([places.depth])), "axis": -1}
+def _taken(layer: LayerMaker, assigned: Value, routing: Routing) -> tuple[Value, Value]:
+    """Return of each row its gate and its token, both [..., rows, 1]: slot by slot, expert by expert."""
+    *leading, _, experts = as_tensor(assigned.type, assigned.name).shape
+    depth, first = max(routing.slots), len(leading)
+    perm = (*range(first), first + 1, first)
+    by_expert = layer("Transpose", assigned, perm=perm)
+    attributes = {"K": Literal(np.array([depth])), "axis": -1}
     names = ["gates_of_experts", "tokens_of_experts"]
     found = layer.maker.add("TopK", [by_expert], attributes, output_names=names)
-
-    everything = np.array_equal(places.rows, np.arange(experts * places.depth))
+    slots = [expert * depth + slot for expert, count in enumerate(routing.slots) for slot in range(count)]
 
     def rows(source: Value) -> Value:
-        flat = layer("Reshape", source, shape=(layer.batch, experts * places.depth))
-        return flat if everything else layer("Gather", flat, axis=1, indices=Literal(places.rows))
+        flat = layer("Reshape", source, shape=(*leading, experts * depth))
+        if len(slots) < experts * depth:
+            flat = layer("Gather", flat, axis=first, indices=Literal(np.array(slots, np.int64)))
+        return layer("Unsqueeze", flat, axes=(first + 1,))
 
-    gates, tokens = (layer("Unsqueeze", rows(value), axes=(2,)) for value in found)
-    if not places.used.all():
-        used = Literal(places.used.astype(layer.like.dtype.np).reshape(-1, 1))
-        gates = layer("Mul", gates, _constant(layer, used.array, "used"))
+    gates, tokens = (rows(value) for value in found)
     return gates, tokens
 
 
-def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing, ranks: int) -> Value:
-    """Each row through the SwiGLU feed-forward of its expert."""
-    local = sizes.experts // ranks
-    counts = _constant(layer, np.array(routing.slots, np.int64), "slots")
-    if ranks > 1:
-        counts = layer("LocalSlice", counts, name="own_slots", axis=AXIS, dim=0)
+def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing) -> Value:
+    """Each row through the gated feed-forward of its expert."""
+    device = {} if layer.like.device is None else {"device": layer.like.device}
+    counts = layer("Constant", name="slots", value=Literal(np.array(routing.slots, np.int64)), **device)
 
     def grouped(source: Value, name: str, width_in: int, width_out: int) -> Value:
-        weight = layer.parameter(f"experts.{name}.w", local, width_in, width_out)
-        return layer("GroupedMatMul", source, weight, counts, name=f"experts.{name}")
+        weight = layer.parameter(f"experts.{name}.w", sizes.experts, width_in, width_out)
+        return layer("GroupedMatMul", source, weight, counts, name=f"experts.{name}", sizes=routing.slots)
 
     op_type, _ = ACTIVATIONS[sizes.activation]
     gate = grouped(rows, "gate", layer.hidden, sizes.ffn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distsim.ir import DType, Float32, Function, Mesh
+from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import THETA, decoder
 from distsim.models.decoder_sizes import DecoderSizes, Positions
 from distsim.models.mixture import Mixture
@@ -30,6 +30,7 @@ class MoeSizes:
     seq: int = 4096
     batch: int = 8
     vocab: int = 32000
+    groups: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
@@ -44,7 +45,7 @@ class MoeSizes:
             self.vocab,
             GroupedHeads(self.heads, self.kv_heads),
             FeedForward(self.ffn),
-            Mixture(self.experts, self.top_k, self.ffn, self.shared),
+            Mixture(self.experts, self.top_k, self.ffn, self.shared, groups=self.groups),
             positions=Positions(self.seq, theta=THETA),
         )
 
@@ -57,16 +58,14 @@ def moe(
     seed: int = 0,
     dtype: DType = Float32(),  # noqa: B008
     routings: Sequence[Routing] | None = None,
-    mesh: Mesh | None = None,
 ) -> Function:
     """Return a decoder with mixtures of experts for feed-forwards, of :class:`MoeSizes` in order or by name.
 
     Inputs and output as those of :func:`distsim.models.llama`. Each of the ``experts`` is a SwiGLU
     feed-forward of width ``ffn``, each token goes to ``top_k`` of them and to ``shared`` more. The load of
     layer i is drawn with seed ``seed + i``, ``concentration`` and ``capacity`` (:func:`draw_routing`), or
-    given: ``routings``, one a layer. Layers of equal load are Calls of one callee. On a ``mesh`` with an
-    axis ``ep`` the function is that of its ranks: ``batch`` is local, each rank has its part of the experts,
-    and gradients of what all ranks have are those of the rank's own sequences.
+    given: ``routings``, one a layer. Layers of equal load are Calls of one callee. A sequence is routed in
+    ``groups`` of neighbouring tokens, each by itself.
 
     >>> sizes = dict(layers=2, hidden=16, heads=4, kv_heads=2, ffn=8, seq=8, batch=2, vocab=32)
     >>> function = moe(experts=4, top_k=2, **sizes)
@@ -74,4 +73,4 @@ def moe(
     5840
     """
     loads = Loads(concentration, capacity, seed, routings)
-    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, mesh, "moe", "math")
+    return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, "moe", "math")

@@ -1,22 +1,22 @@
 """Communication operators. Each carries the mesh axis it runs over; sizes are per device.
 
 ``MPIAllreduce(x; axis)``, ``MPIAllgather(x; axis, dim)``, ``MPIReduceScatter(x; axis, dim)``,
-``MPIAlltoall(x; axis, split, concat)`` run inside a mesh; ``MPIAllreduce`` with ``reduce="max"`` takes the
-largest, not the sum. ``MPIAllgatherInto(part, old; axis, shapes)`` writes the whole of a tensor of the first
-of ``shapes`` in the place of the old one, of its flat parts. It, ``MPIAllreduce``, ``MPIAllgather`` and
-``MPIReduceScatter`` may be given several tensors, and move them as one message
+``MPIAlltoall(x; axis, split, concat)`` run inside a mesh, ``pieces`` say how a dimension is divided
+(``split_pieces``, ``concat_pieces`` of an all-to-all, by groups only); ``MPIAllreduce`` with ``reduce="max"``
+takes the largest, not the sum. ``MPIAllgatherInto(part, old; axis, shapes)`` writes the whole of a tensor of
+the first of ``shapes`` in the place of the old one, of its flat parts. It, ``MPIAllreduce``, ``MPIAllgather``
+and ``MPIReduceScatter`` may be given several tensors, and move them as one message
 (:mod:`distsim.ops.coalescing`); with ``in_place`` sums over ranks, or their parts, are where the operands
 were. ``LocalSlice(x; axis, dim)`` keeps the own part and moves nothing, nor does ``LocalIndices(indices;
 axis, size)``, which makes indices of all ranks' rows those of the own ``size``, nor ``LocalPart(x, ...;
 axis)``, the own flat part where it lies, once the further operands are there. ``Send(x; to, channel)`` goes
 from a mesh to another of the same axes, rank by rank; Sends between the same two devices wait for each other
 on one channel (0 unless given). ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to
-a mesh, ``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`Shard`.
+a mesh, ``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`distsim.ops.parts.Shard`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,52 +38,8 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
+from distsim.ops.parts import Shard, divided_size, flat_part, join_parts, joined_size, take_part
 from distsim.ops.places import view_work
-
-Shard = tuple[int | None, str, tuple[int, ...] | None]
-"""How a tensor is divided over a mesh axis.
-
-(dim, axis, pieces): dimension ``dim`` is, with ``pieces`` each of them, one of negative size in the reverse
-order of the ranks. (None, axis, shape): all of a tensor of this shape is, flat: its elements in order, with
-zeros behind them up to a multiple of the ranks.
-"""
-
-
-def flat_part(size: int, count: int) -> int:
-    """Return how many elements each of ``count`` ranks has of a flat tensor of ``size``, padding included.
-
-    >>> flat_part(13, 3)
-    5
-    """
-    return -(-size // count)
-
-
-def take_part(array: Array, dim: int | None, index: int, count: int, pieces: tuple[int, ...] | None) -> Array:
-    """Return part ``index`` of ``count``, divided as a :data:`Shard` of these ``dim`` and ``pieces`` says."""
-    if dim is None:
-        size = flat_part(array.size, count)
-        part = array.reshape(-1)[index * size : (index + 1) * size]
-        return np.pad(part, (0, size - part.size))
-    picks: list[Array] = []
-    start = 0
-    for n in pieces or (array.shape[dim],):
-        place = index if n > 0 else count - 1 - index
-        picks.append(np.arange(abs(n) // count) + start + place * (abs(n) // count))
-        start += abs(n)
-    return np.take(array, np.concatenate(picks), axis=dim)
-
-
-def join_parts(parts: Sequence[Array], dim: int | None, pieces: tuple[int, ...] | None) -> Array:
-    """Return the whole of which ``parts`` were taken (the inverse of :func:`take_part`)."""
-    if dim is None:
-        shape = pieces or ()
-        return np.concatenate(parts)[: math.prod(shape)].reshape(shape)
-    if not pieces:
-        return np.concatenate(parts, axis=dim)
-    ends = np.cumsum([abs(n) // len(parts) for n in pieces])[:-1]
-    split = [np.split(part, ends, axis=dim) for part in parts]
-    joined = [part[i] for i, n in enumerate(pieces) for part in (split if n > 0 else reversed(split))]
-    return np.concatenate(joined, axis=dim)
 
 
 def _required(op_type: str, attributes: Attributes, *names: str) -> None:
@@ -116,18 +72,6 @@ def _resized(tensor: Tensor, dim: int, size: int) -> tuple[Tensor, ...]:
     return (tensor.with_shape((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])),)
 
 
-def divided_size(op_type: str, tensor: Tensor, dim: int, count: int, pieces: tuple[int, ...] | None) -> int:
-    """Return the size of a rank's part of a dimension; one that ranks do not divide is refused."""
-    if not 0 <= dim < tensor.rank:
-        raise TypeRuleError(f"{op_type}: there is no dimension {dim} in {tensor}")
-    sizes = pieces or (tensor.shape[dim],)
-    if any(size % count for size in sizes) or sum(map(abs, sizes)) != tensor.shape[dim]:
-        raise TypeRuleError(
-            f"{op_type}: {count} ranks do not divide dimension {dim} of {tensor} (pieces {sizes})"
-        )
-    return tensor.shape[dim] // count
-
-
 def _allreduce_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, _ = mesh_and_ranks("MPIAllreduce", attributes, inputs)
     if attributes.get("reduce", "sum") not in ("sum", "max"):
@@ -138,7 +82,7 @@ def _allreduce_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tupl
 def _allgather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, count = mesh_and_ranks("MPIAllgather", attributes, inputs)
     dim = _dim("MPIAllgather", tensor, attributes, "dim")
-    return _resized(tensor, dim, tensor.shape[dim] * count)
+    return _resized(tensor, dim, joined_size(tensor, dim, count, attributes.get("pieces")))
 
 
 def _allgather_into_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -167,9 +111,9 @@ def _alltoall_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple
     tensor, count = mesh_and_ranks("MPIAlltoall", attributes, inputs)
     split = _dim("MPIAlltoall", tensor, attributes, "split")
     concat = _dim("MPIAlltoall", tensor, attributes, "concat")
-    part = divided_size("MPIAlltoall", tensor, split, count, None)
+    part = divided_size("MPIAlltoall", tensor, split, count, attributes.get("split_pieces"))
     (half,) = _resized(tensor, split, part)
-    return _resized(half, concat, half.shape[concat] * count)
+    return _resized(half, concat, joined_size(half, concat, count, attributes.get("concat_pieces")))
 
 
 def _allreduce(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
@@ -217,8 +161,12 @@ def _local_indices(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[A
 
 
 def _alltoall(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
-    split = [np.split(array, len(ranks), axis=attributes["split"]) for array in ranks]
-    return [np.concatenate([s[i] for s in split], axis=attributes["concat"]) for i in range(len(ranks))]
+    split, concat, count = attributes["split"], attributes["concat"], len(ranks)
+    taken, joined = attributes.get("split_pieces"), attributes.get("concat_pieces")
+    return [
+        join_parts([take_part(array, split, i, count, taken) for array in ranks], concat, joined)
+        for i in range(count)
+    ]
 
 
 def _send_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -273,7 +221,8 @@ def _gather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[T
         if dim is None:
             tensor = tensor.with_shape(pieces)
         else:
-            (tensor,) = _resized(tensor, dim, tensor.shape[dim] * inputs[0].device.axis_size(axis))  # pyright: ignore
+            count = int(inputs[0].device.axis_size(axis))  # pyright: ignore
+            (tensor,) = _resized(tensor, dim, joined_size(tensor, dim, count, pieces))
     return (tensor.on(target),)
 
 
@@ -315,6 +264,11 @@ def _output_bytes(signature: Signature) -> int:
     return sum([tensor.nbytes for tensor in signature.outputs])
 
 
+def _padded_bytes(signature: Signature) -> int:
+    """Return the bytes that a rank exchanges, padding included: all wait for the largest part."""
+    return max(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
+
+
 def _parts_bytes(signature: Signature) -> int:
     """Return the bytes of the parts of all ranks, padding included."""
     _, count = mesh_and_ranks(signature.op_type, signature.attributes, signature.inputs[:1])
@@ -335,11 +289,9 @@ def _same(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
 
 def _alltoall_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     """Every part goes back to the rank that it came from."""
-    back = {
-        "axis": ctx.attributes["axis"],
-        "split": ctx.attributes["concat"],
-        "concat": ctx.attributes["split"],
-    }
+    swapped = {"split": "concat", "concat": "split"}
+    swapped |= {"split_pieces": "concat_pieces", "concat_pieces": "split_pieces"}
+    back = {swapped.get(name, name): item for name, item in ctx.attributes.items()}
     return [ctx.add("MPIAlltoall", ctx.grad, **back)]
 
 
@@ -384,7 +336,7 @@ _register(
 _register(
     "MPIAlltoall",
     _alltoall_types,
-    Communication("all_to_all", _alltoall, _input_bytes),
+    Communication("all_to_all", _alltoall, _padded_bytes),
     _alltoall_gradient,
 )
 _register("Send", _send_types, Communication("send", _same, _input_bytes, transfers=True))

@@ -4,6 +4,8 @@ The experts of a mixture are the example (MegaBlocks, Gale et al. 2023; ``ragged
 is how many rows group g has; it is a value, so ranks that hold other experts may have other sizes of one
 total. Rows beyond the last group are zero. x [..., n, k], w [groups, k, m], rows [groups] -> y [..., n, m].
 All n rows are paid for, 2 n k m flops for each of the leading places: what is padded is not free.
+
+``sizes``: what ``rows`` will be, where that is known before. Only then may ranks have groups each.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from distsim.ops.operator import (
     register,
     work_of,
 )
-from distsim.ops.sharding_rule import Dim, ShardingRule, letters
+from distsim.ops.parts import Groups
+from distsim.ops.sharding_rule import Dim, Pieces, ShardingRule, letters
 
 
 def _spans(rows: Array, count: int) -> list[slice]:
@@ -50,7 +53,7 @@ def _weight_gradient(x: Array, rows: Array, dy: Array) -> Array:
     return made
 
 
-def _ranks(op_type: str, ranked: Tensor, w: Tensor | None, rows: Tensor) -> None:
+def _check(op_type: str, attributes: Attributes, ranked: Tensor, w: Tensor | None, rows: Tensor) -> None:
     if ranked.rank < 2 or (w is not None and w.rank != 3) or rows.rank != 1 or rows.dtype.is_floating:
         raise TypeRuleError(
             f"{op_type} takes rows [..., n, k], matrices [groups, k, m] and whole numbers [groups]; not "
@@ -58,12 +61,17 @@ def _ranks(op_type: str, ranked: Tensor, w: Tensor | None, rows: Tensor) -> None
         )
     if w is not None and w.shape[0] != rows.shape[0]:
         raise TypeRuleError(f"{op_type}: {w.shape[0]} matrices for {rows.shape[0]} groups")
+    sizes = attributes.get("sizes")
+    if sizes is not None and (len(sizes) != rows.shape[0] or sum(sizes) != ranked.shape[-2]):
+        raise TypeRuleError(
+            f"{op_type}: {ranked} are not the rows of {rows.shape[0]} groups of sizes {sizes}"
+        )
 
 
 def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("GroupedMatMul", inputs, 3)
     x, w, rows = inputs
-    _ranks("GroupedMatMul", x, w, rows)
+    _check("GroupedMatMul", attributes, x, w, rows)
     if x.shape[-1] != w.shape[1]:
         raise TypeRuleError(
             f"GroupedMatMul: {x.shape[-1]} columns of {x} do not fit {w.shape[1]} rows of {w}"
@@ -75,7 +83,7 @@ def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
 def _types_a(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("GroupedMatMulGradA", inputs, 3)
     w, rows, dy = inputs
-    _ranks("GroupedMatMulGradA", dy, w, rows)
+    _check("GroupedMatMulGradA", attributes, dy, w, rows)
     if dy.shape[-1] != w.shape[-1]:
         raise TypeRuleError(f"GroupedMatMulGradA: {dy} is not the gradient of a product with {w}")
     device = common_device("GroupedMatMulGradA", inputs)
@@ -85,7 +93,7 @@ def _types_a(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor
 def _types_b(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("GroupedMatMulGradB", inputs, 3)
     x, rows, dy = inputs
-    _ranks("GroupedMatMulGradB", x, None, rows)
+    _check("GroupedMatMulGradB", attributes, x, None, rows)
     if x.shape[:-1] != dy.shape[:-1]:
         raise TypeRuleError(f"GroupedMatMulGradB: {dy} is not the gradient of a product of {x}")
     device = common_device("GroupedMatMulGradB", inputs)
@@ -100,30 +108,38 @@ def _matrix_work(signature: Signature, narrow: Tensor, wide: Tensor) -> Work:
 
 def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
     x, w, rows = ctx.inputs
-    dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad) if ctx.wanted[0] else None
-    dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad) if ctx.wanted[1] else None
+    dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad, **ctx.attributes) if ctx.wanted[0] else None
+    dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad, **ctx.attributes) if ctx.wanted[1] else None
     return [dx, dw, None]
 
 
-def _labels(leading: int) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]:
-    """Return the labels of x, w and y. Where groups begin is known of all rows only: they stay whole."""
-    batch = letters(leading, "b")
-    return (*batch, None, "k"), (None, "k", "m"), (*batch, None, "m")
+def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
+    """Return the rule for operands that are called x, w, y and r(ows). Rows divide by whole groups only."""
+    leading = next(t.rank for t, name in zip(signature.inputs, inputs, strict=True) if name in "xy") - 2
+    sizes = signature.attributes.get("sizes")
+    batch, group = letters(leading, "b"), None if sizes is None else "groups"
+    row: Dim = None if sizes is None else Pieces("groups", Groups(sizes))
+    labels: dict[str, tuple[Dim, ...]] = {
+        "x": (*batch, row, "k"),
+        "w": (group, "k", "m"),
+        "y": (*batch, row, "m"),
+        "r": (group,),
+    }
+    linear = tuple([(place,) for place, name in enumerate(inputs) if name != "r"])
+    experts = "" if group is None else group
+    return ShardingRule(
+        tuple([labels[name] for name in inputs]),
+        (labels[output],),
+        linear,
+        localize=_localize,
+        whole=(experts,) if experts else (),
+        experts=experts,
+    )
 
 
-def _sharding(signature: Signature) -> ShardingRule:
-    x, w, y = _labels(signature.inputs[0].rank - 2)
-    return ShardingRule((x, w, (None,)), (y,), ((0,), (1,)))
-
-
-def _sharding_a(signature: Signature) -> ShardingRule:
-    x, w, y = _labels(signature.inputs[2].rank - 2)
-    return ShardingRule((w, (None,), y), (x,), ((0,), (2,)))
-
-
-def _sharding_b(signature: Signature) -> ShardingRule:
-    x, w, y = _labels(signature.inputs[0].rank - 2)
-    return ShardingRule((x, (None,), y), (w,), ((0,), (2,)))
+def _localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
+    """Of a part of the groups it is not known before which they are."""
+    return Attributes({name: item for name, item in attributes.items() if name != "sizes"})
 
 
 register(
@@ -133,7 +149,7 @@ register(
         compute=lambda attributes, a: [_product(a[0], a[1], a[2])],
         work=lambda s: _matrix_work(s, s.inputs[0], s.outputs[0]),
         gradient=_gradient,
-        sharding=_sharding,
+        sharding=lambda s: _rule(s, "xwr", "y"),
     )
 )
 register(
@@ -142,7 +158,7 @@ register(
         types=_types_a,
         compute=lambda attributes, a: [_product(a[2], np.swapaxes(a[0], 1, 2), a[1])],
         work=lambda s: _matrix_work(s, s.outputs[0], s.inputs[2]),
-        sharding=_sharding_a,
+        sharding=lambda s: _rule(s, "wry", "x"),
     )
 )
 register(
@@ -151,6 +167,6 @@ register(
         types=_types_b,
         compute=lambda attributes, a: [_weight_gradient(a[0], a[1], a[2])],
         work=lambda s: _matrix_work(s, s.inputs[0], s.inputs[2]),
-        sharding=_sharding_b,
+        sharding=lambda s: _rule(s, "xry", "w"),
     )
 )

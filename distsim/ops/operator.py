@@ -6,17 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import numpy.typing as npt
-
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
 from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.parts import Array
 from distsim.ops.sharding_rule import ShardingRule
-
-Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)

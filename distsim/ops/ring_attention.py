@@ -28,7 +28,7 @@ from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.attention import attend, attend_backward, attention_work, joined_shape, sizes_of
 from distsim.ops.attention_options import OPTION_NAMES, AttentionOptions, pairs_seen, seen
 from distsim.ops.coalescing import alike, coalesced
-from distsim.ops.communication import divided_size, mesh_and_ranks, take_part
+from distsim.ops.communication import mesh_and_ranks
 from distsim.ops.normalization import widened
 from distsim.ops.operator import (
     Array,
@@ -39,6 +39,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
+from distsim.ops.parts import divided_size, take_part
 from distsim.ops.places import operands, picked, view_work
 
 _PART = ("Q", "K", "V", "q_places", "k_places")

@@ -9,17 +9,19 @@ from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.parts import Groups
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """A dimension that is several pieces side by side, each of which is sharded by ``factor``.
 
-    The input of a ``Split`` is the example: rank 0 of two holds the first half of *each* piece.
+    The input of a ``Split`` is the example: rank 0 of two holds the first half of *each* piece. With
+    :class:`Groups` for sizes the dimension consists of as many groups as ``factor`` has places elsewhere.
     """
 
     factor: str
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] | Groups
 
 
 Label = str | Pieces
@@ -82,6 +84,7 @@ class ShardingRule:
     ``localize`` rewrites the attributes for the local shapes. ``decompositions`` are by factor. ``whole`` are
     factors that are not divided: they say which dimensions are of the same. ``context``: by kind of context
     parallelism the factor, maybe one of those, that its ranks divide where others divide the sequence.
+    ``experts``: the factor, one of those, that ranks of expert parallelism divide.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -94,6 +97,7 @@ class ShardingRule:
     decompositions: Mapping[str, Decomposition] = field(default_factory=dict[str, Decomposition])
     whole: tuple[str, ...] = ()
     context: Mapping[str, str] = field(default_factory=dict[str, str])
+    experts: str = ""
 
 
 def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:

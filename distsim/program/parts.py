@@ -8,7 +8,7 @@ from functools import cached_property
 
 from distsim.errors import IRError
 from distsim.ir import Function, Mesh, Value
-from distsim.ops.communication import Shard
+from distsim.ops.parts import Shard
 from distsim.program.block import Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
 from distsim.program.passes.backward_halves import stage_halves

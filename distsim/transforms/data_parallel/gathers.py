@@ -9,16 +9,16 @@ from distsim.ops.places import shape_of
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.recompute.saves import Tag
 from distsim.transforms.sharding.collectives import TENSOR
+from distsim.transforms.sharding.layout import Placement
 
 
-def data_axis(mesh: Mesh) -> str:
-    """Return the name of all the axes together over which a batch and its sequences are divided."""
-    return joined_axes([axis for axis, _ in mesh.axes if axis not in ("pp", TENSOR)])
+def replicating_axis(mesh: Mesh, place: Placement | None = None) -> str:
+    """Return the name of all axes together that divide the data, and not what lies at a place.
 
-
-def reduces(op: Op) -> bool:
-    """Whether an op sums over ranks that have other parts of the data."""
-    return op.op_type == "MPIAllreduce" and op.attributes["axis"] != TENSOR
+    Its ranks all have a parameter there. Empty if there are none; axes of a single rank do not count.
+    """
+    data = [axis for axis, size in mesh.axes if size > 1 and axis != TENSOR]
+    return joined_axes([axis for axis in data if place is None or not place.along(axis).sharded])
 
 
 def gathered(function: Function, reshard: bool = True) -> dict[Value, Tag]:

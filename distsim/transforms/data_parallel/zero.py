@@ -13,7 +13,7 @@ to a multiple of the ranks, so that any number of ranks divides any parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from distsim.errors import PlanError
@@ -21,8 +21,8 @@ from distsim.interpret import infer_types
 from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
-from distsim.ops.communication import flat_part
-from distsim.transforms.data_parallel.gathers import data_axis, reduces
+from distsim.ops.parts import flat_part
+from distsim.transforms.data_parallel.gathers import replicating_axis
 from distsim.transforms.data_parallel.optimizer_steps import (
     OptimizerStep,
     updates_of,
@@ -52,32 +52,36 @@ def zero(local: Sharded, stage: int = 3, smallest: int = 1) -> Sharded:
     :class:`PlanError` if it is not, for an update that does more than go through a parameter element by
     element, and before stage 3 where nothing is updated.
     """
-    shown = local.mesh.axis_size(next(iter(local.decisions)))
+    shown = local.mesh.axis_size("dp")
     if shown != local.dp:
         raise PlanError(
             f"{local.function.name} is on a pattern of {shown} of {local.dp} data-parallel ranks; shard it "
             f"on a mesh of dp={local.dp}, for the shapes depend on it"
         )
-    axis = data_axis(local.mesh)
-    if local.mesh.axis_size(axis) == 1:
+    axis = replicating_axis(local.mesh)
+    if not axis:
         return local
     local = replace(local, function=with_plain_updates(local.function))
-    chosen = [v for v in local.function.parameters if as_tensor(v.type, v.name).size >= max(smallest, 1)]
-    return _Divider(local, axis, stage, chosen).run()
+    places = dict(zip(local.function.inputs, local.inputs, strict=True))
+    chosen = {
+        v: replicating_axis(local.mesh, places[v])
+        for v in local.function.parameters
+        if as_tensor(v.type, v.name).size >= max(smallest, 1)
+    }
+    return _Divider(local, axis, stage, {v: own for v, own in chosen.items() if own}).run()
 
 
 class _Divider:
     """Rewrites the function of one Sharded.
 
-    A parameter and what belongs to it are divided over the axis over which its gradient is summed: ``axis``,
-    all that a batch and its sequences are divided over, where nothing else is said.
+    A parameter and what belongs to it are divided over the ranks that all have it: those of ``axis``, over
+    which a batch and its sequences are divided, or, of an expert, some of them.
     """
 
-    def __init__(self, local: Sharded, axis: str, stage: int, chosen: Collection[Value]) -> None:
+    def __init__(self, local: Sharded, axis: str, stage: int, chosen: dict[Value, str]) -> None:
         self.local, self.axis, self.function = local, axis, local.function
-        self.stage = stage
-        self.chosen: dict[Value, str] = dict.fromkeys(chosen, axis)
-        self.parameters = dict(self.chosen) if stage == 3 else {}  # that are divided, and casts of them
+        self.stage, self.chosen = stage, chosen
+        self.parameters = dict(chosen) if stage == 3 else {}  # that are divided, and casts of them
         self.divided = dict(self.parameters)  # and all that is divided like them: over which axis
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
         self.readers: dict[Value, int] = {}
@@ -116,18 +120,17 @@ class _Divider:
         for update in updates_of(op):
             if update.parameter not in self.chosen:
                 continue
-            axis = self._plan_gradient(update.gradient)
+            axis = self.chosen[update.parameter]
             new, *others = update.results
             self.divided |= dict.fromkeys([*update.state, *others], axis)
-            self.chosen[update.parameter] = axis
             if self.stage == 3:
-                self.divided |= {new: axis, update.parameter: axis}
-                self.parameters[update.parameter] = axis
+                self.divided[new] = axis
             else:
                 self.updates.setdefault(op, []).append(update)
+            self._plan_gradient(update.gradient, axis)
 
-    def _plan_gradient(self, gradient: Value) -> str:
-        """Divide a gradient where it is summed, and what is made of it before the update; return the axis."""
+    def _plan_gradient(self, gradient: Value, axis: str) -> None:
+        """Divide a gradient where it is summed, and what is made of it before the update."""
         source, between = gradient, list[Op]()
         while self.readers.get(source, 0) == 1 and source in self.producer:
             op = self.producer[source]
@@ -136,17 +139,15 @@ class _Divider:
             between.append(op)
             source = op.inputs[0]
         if source in self.producer:
-            self._plan_sum(source)
+            self._plan_sum(source, axis)
         if source in self.sum_of:
-            axis: str = next(op.attributes["axis"] for op in self.sum_of[source] if reduces(op))
             self.by_part.update(between)
             self.divided |= dict.fromkeys([source, *[op.outputs[0] for op in between]], axis)
-            return axis
-        self.sliced.add(gradient)
-        self.divided[gradient] = self.axis
-        return self.axis
+        else:
+            self.sliced.add(gradient)
+            self.divided[gradient] = axis
 
-    def _plan_sum(self, gradient: Value) -> None:
+    def _plan_sum(self, gradient: Value, axis: str) -> None:
         """Find the ops that sum a gradient over microbatches and ranks, the last ones that make it.
 
         Views are among them: flat, a value is the same under any shape.
@@ -159,7 +160,7 @@ class _Divider:
                 break
             found.insert(0, op)
             value = op.inputs[0]
-        if [op for op in found if reduces(op)]:
+        if [op for op in found if _reduces(op, axis)]:
             self.sum_of[gradient] = found
             self.sums[found[0]] = gradient
             self.skipped.update(found)
@@ -296,7 +297,7 @@ class _Divider:
         axis = self.divided[gradient]
         value = self._add("MPIReduceScatter", self._flat(value, gradient, axis), gradient, axis=axis, dim=0)
         for op in ops:
-            if op not in early and not reduces(op) and (is_sum(op) or op.op_type == "MPIAllreduce"):
+            if op not in early and not _reduces(op, axis) and (is_sum(op) or op.op_type == "MPIAllreduce"):
                 value = self._add(op.op_type, value, gradient, **op.attributes)
         self.env[gradient] = value
 
@@ -332,3 +333,8 @@ class _Divider:
         """Add an op of one result, which has the name of ``like``."""
         operands = [read] if isinstance(read, Value) else read
         return self.maker.add(op_type, operands, attributes, output_names=[like.name])[0]
+
+
+def _reduces(op: Op, axis: str) -> bool:
+    """Whether an op sums over the ranks of an axis."""
+    return op.op_type == "MPIAllreduce" and op.attributes["axis"] == axis

@@ -7,12 +7,20 @@ from collections.abc import Mapping
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
+from distsim.ops.parts import Groups, Parts
 from distsim.ops.sharding_rule import factors_of
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, DividedAxis, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
-from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
-from distsim.transforms.sharding.strategies import Allowed, Options, pieces_of, rule_of
+from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate, propagate_back
+from distsim.transforms.sharding.strategies import (
+    EXPERTS,
+    Allowed,
+    Options,
+    pieces_of,
+    rule_of,
+    size_of,
+)
 
 
 def batch_options(
@@ -58,7 +66,9 @@ def tensor_options(
     fed = [v for v in function.inputs if known[v] is Role.INPUT]
     seeds: Marks = {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained}
     marks = propagate(function, seeds)
-    kept = propagate(function, {v: dims(v, kept_whole(as_tensor(v.type, v.name))) for v in fed})
+    own = {v: dims(v, kept_whole(as_tensor(v.type, v.name))) for v in fed}
+    # The batch is divided as a whole only, also where it is as large as what some op has in pieces.
+    kept = propagate(function, {v: frozenset([m for m in own[v] if m[0] or m[1] is None]) for v in fed})
     vocabulary = _over_vocabulary(structure, marks, kept)
     # Of an embedding's gradient the rows follow from none of what it is made of.
     made = [op.outputs[0] for op in vocabulary if op.op_type == "GatherGrad"]
@@ -69,7 +79,7 @@ def tensor_options(
         own = vocabulary.get(node.op)
         along = sequence and not node.flops
 
-        def test(factor: str, part: tuple[int, ...] | None) -> int | None:
+        def test(factor: str, part: Parts) -> int | None:
             if factor == own:
                 return 0
             if not (of_data(factor, part) and along) and (
@@ -79,7 +89,7 @@ def tensor_options(
             if not of_batch(factor, None):
                 return 0
             # In a dimension that merges the batch with another, behind the batch: heads of attention.
-            return None if part is None else len(part)
+            return len(part) if isinstance(part, tuple) else None
 
         return test
 
@@ -108,12 +118,13 @@ def context_options(
             return lambda factor, pieces: 0
         of_sequence, of_batch = marked(node.op, marks), marked(node.op, batch)
 
-        def test(factor: str, part: tuple[int, ...] | None) -> int | None:
+        def test(factor: str, part: Parts) -> int | None:
             if not of_sequence(factor, part):
                 return None
             if not of_batch(factor, None):
                 return 0
-            return None if part is None else len(part)  # behind the batch, in a dimension that merges both
+            # Behind the batch, in a dimension that merges both.
+            return len(part) if isinstance(part, tuple) else None
 
         return test
 
@@ -121,6 +132,72 @@ def context_options(
     spread = frozenset([n for v, n in number.items() if v in marks and groups[n].role is None])
     pieces = pieces_of(structure)
     return Options(structure, allowed, given, pieces, decomposed=False, context=kind, spread=spread)
+
+
+def expert_options(
+    function: Function,
+    structure: Structure,
+    known: Mapping[Value, Role],
+    divided: Mapping[Value, int],
+    batch: Marks,
+) -> Options:
+    """Return the choice over ranks of experts: these inputs are ``divided`` as the batch is, experts are too.
+
+    ``batch`` are the dimensions that carry the batch. Rows of experts go back to the rank of their tokens
+    before they are added up: all-to-alls, not sums over the ranks.
+    """
+    number = structure.number
+    given = {number[v]: REPLICATED for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT)}
+    given |= {number[v]: sharded(dim) for v, dim in divided.items()}
+    marks = _of_experts(function, structure)
+
+    def allowed(node: Node) -> Allowed:
+        rule = rule_of(node.signature)
+        if rule is None or rule.experts:
+            return lambda factor, pieces: 0
+        of_expert, of_batch = marked(node.op, marks), marked(node.op, batch)
+
+        def test(factor: str, part: Parts) -> int | None:
+            if of_batch(factor, part):
+                return 0
+            within = all(any(factor in factors_of(dim) for dim in dims) for dims in rule.outputs)
+            return 0 if of_expert(factor, part) and (within or not isinstance(part, Groups)) else None
+
+        return test
+
+    pieces = pieces_of(structure, groups=True)
+    return Options(structure, allowed, given, pieces, decomposed=False, context=EXPERTS)
+
+
+def _of_experts(function: Function, structure: Structure) -> Marks:
+    """Return the dimensions that have a place or a group for each expert: of weights, and what follows."""
+    seeds: Marks = {}
+    for node in structure.nodes:
+        rule = rule_of(node.signature)
+        if rule is not None and rule.experts:
+            for value, dims in zip(node.op.inputs, rule.inputs, strict=True):
+                own = frozenset[Mark]((place, None) for place, dim in enumerate(dims) if dim == rule.experts)
+                seeds[value] = seeds.get(value, frozenset()) | own
+    return propagate(function, propagate_back(function, seeds))
+
+
+def check_experts(structure: Structure, decision: Decision, axis: DividedAxis) -> None:
+    """Raise where ranks of experts do not divide them, or there are none."""
+    found = False
+    for node in structure.nodes:
+        rule = rule_of(node.signature)
+        if rule is None or not rule.experts:
+            continue
+        found = True
+        count = size_of(node.signature, rule, rule.experts)
+        if decision.strategies[node.op].factor != rule.experts:
+            usable = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            raise PlanError(
+                f"{axis.name}={axis.parts} does not divide the {count} experts of {node.op!r}; choose one of "
+                f"{usable}"
+            )
+    if not found:
+        raise PlanError(f"{axis.name}={axis.parts}, but {structure.name} has no experts; use {axis.name}=1")
 
 
 def _activations(structure: Structure, data: Marks, batch: Marks) -> frozenset[int]:
@@ -176,9 +253,13 @@ def decide_context(
 ) -> Decision:
     """Return how the ranks of a context divide the work; ``degrees`` are (ranks, dp, microbatches)."""
     ranks, dp, microbatches = degrees
-    repeats = _repeats(structure, batch, dp, microbatches)
+    repeats = _repeats(structure, batch, dp, microbatches, LATE)
     return decide(structure, Axis(ranks, device, options, dp * microbatches, repeats=repeats, all_ops=True))
 
+
+LATE = 1e-6
+"""So much dearer is a sum within a callee than one of the whole function, which it costs as much as: together
+with the sum over the batch, of what is partial over both."""
 
 _TAKES = {
     "ulysses": "ulysses takes ranks that divide the heads of both",
@@ -251,12 +332,15 @@ def kept_whole(data: Tensor) -> int:
     return data.rank if not data.dtype.is_floating else max(data.rank - 1, 1)
 
 
-def _repeats(structure: Structure, batch: Decision, dp: int, microbatches: int) -> list[tuple[float, float]]:
+def _repeats(
+    structure: Structure, batch: Decision, dp: int, microbatches: int, late: float = 0.0
+) -> list[tuple[float, float]]:
     """Return how often the whole of each group's values is moved in a step, over all dp ranks.
 
     That is within a callee, and in the whole function.
     What is divided over the batch is moved once, a part at a time; a gradient once per rank, after it is
     summed over microbatches, which is not done within a callee; a weight once per rank and microbatch.
+    ``late``: how much dearer a gradient is within a callee in any case.
     """
     raw: list[State] = list(batch.groups)
     for node in structure.nodes:
@@ -267,5 +351,5 @@ def _repeats(structure: Structure, batch: Decision, dp: int, microbatches: int) 
     for state in raw:
         once = 1.0 if state.sharded else float(dp)
         every = once if state.sharded else once * microbatches
-        found.append((every, once if state is PARTIAL else every))
+        found.append((every * (1.0 + late), once) if state is PARTIAL else (every, every))
     return found

@@ -72,7 +72,8 @@ class Mover:
         """Sum over microbatches first, so that what crosses the ranks does so once per step.
 
         Of axes that divide a dimension together the last is the inner one: gathered first, divided last. A
-        sum over several axes of which none divides parameters is taken once, over all of them.
+        sum over several axes of which none divides parameters is taken once, over all of them; what is a sum
+        over one and to be divided by it is so before it moves along others.
         """
         (source, *inner), target = ends[0].states, ends[1].states
         if target[0] is PARTIAL and source is not PARTIAL:
@@ -83,11 +84,13 @@ class Mover:
         states, summed = [source, *inner], list[str]()
         for place in reversed(range(len(states))):
             state, wanted = states[place], target[place]
+            scattered = state is PARTIAL and wanted.sharded
+            waits = scattered and self._is_divided_by_others(place, states, target)
             if state.sharded and self._is_within_a_move(place, states, target):
                 wanted = REPLICATED
-            elif state == wanted or state is REPLICATED or (state is PARTIAL and wanted.sharded):
+            elif state == wanted or state is REPLICATED or waits:
                 continue
-            if state is PARTIAL and self.axes[place].name != TENSOR:
+            if state is PARTIAL and not scattered and self.axes[place].name != TENSOR:
                 summed += [self.axes[place].name] if self._shown[place] > 1 else []
             else:
                 local = self._step(maker, local, place, states, wanted)
@@ -98,6 +101,16 @@ class Mover:
             if states[place] != wanted:
                 local = self._step(maker, local, place, states, wanted)
                 states[place] = wanted
+
+    def _is_divided_by_others(self, place: int, states: Sequence[State], target: Sequence[State]) -> bool:
+        """Whether another axis divides the dimension that one axis is to divide, or will."""
+        dim = target[place].dim
+        ends = zip(self._shown, states, target, strict=True)
+        return any(
+            ranks > 1 and dim in (now.dim, then.dim)
+            for other, (ranks, now, then) in enumerate(ends)
+            if other != place
+        )
 
     def _is_within_a_move(self, place: int, states: Sequence[State], target: Sequence[State]) -> bool:
         """Whether an outer axis that divides the same dimension is gathered, or begins to divide it."""
@@ -123,9 +136,9 @@ class Mover:
 
     def _within(self, state: State, place: int, states: Sequence[State]) -> State:
         """Return the state of what outer axes leave of a merged dimension: fewer pieces, or smaller ones."""
-        if not state.pieces:
-            return state
         pieces = state.pieces
+        if not isinstance(pieces, tuple):
+            return state
         for axis, outer in zip(self.axes[:place], states[:place], strict=True):
             if outer.sharded and outer.dim == state.dim:
                 if outer.pieces:
@@ -187,7 +200,9 @@ def _collective(maker: FunctionMaker, local: Value, source: State, target: State
             return _add(maker, local, "MPIAllreduce", axis.name)
         return divide("MPIReduceScatter", local, target, type_.shape[target.dim])
     if source.sharded and target.sharded and exchangeable(source, target) and not axis.zigzag:
-        return _add(maker, local, "MPIAlltoall", axis.name, split=target.dim, concat=source.dim)
+        ends = {"split": target.dim, "concat": source.dim}
+        pieces = {"split_pieces": axis.pieces(target, 0), "concat_pieces": axis.pieces(source, 0)}
+        return _add(maker, local, "MPIAlltoall", axis.name, **ends, **pieces)
     if source.sharded:
         local = divide("MPIAllgather", local, source, type_.shape[source.dim] * ranks)
     if target.sharded:

@@ -24,8 +24,10 @@ def check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatch
             )
 
 
-BATCH = ("dp",)
-"""The axis that divides the batch."""
+BATCH = ("dp", "edp")
+"""The axis that divides the batch: among all ranks, or among those that have the same experts."""
+EXPERT = "ep"
+"""The axis that divides the batch too, and the experts."""
 CONTEXT = {"cp": "", "cp_ring": "ring", "cp_heads": "ulysses"}
 """The axes that divide sequences, and of which kind each is, where that is not given."""
 ZIGZAG = ("allgather", "ring")
@@ -64,6 +66,11 @@ def check_sequence(function: Function, data: tuple[Value, ...], mesh: Mesh, sp: 
                 f"{asked}: {' times '.join(parts)} does not divide the sequence of {size} (input "
                 f"{value.name!r}); use {without}, {usable}"
             )
+
+
+def ranks_of_experts(mesh: Mesh) -> int:
+    """Return how many ranks divide the experts."""
+    return dict(mesh.axes).get(EXPERT, 1)
 
 
 def context_axes(mesh: Mesh) -> list[str]:

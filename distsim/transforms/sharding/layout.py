@@ -12,7 +12,7 @@ import numpy.typing as npt
 from distsim.cache import cached
 from distsim.ir.type import Tensor, UInt8, as_tensor
 from distsim.ir.value import Value
-from distsim.ops.communication import Shard
+from distsim.ops.parts import Groups, Parts, Shard
 from distsim.transforms.sharding.variable_elimination import Table
 
 
@@ -21,12 +21,13 @@ class State:
     """The placement of a value along one axis of ranks.
 
     Replicated (every rank holds the whole), sharded (``dim`` is divided; with ``pieces``, each piece
-    of the dimension is divided), or partial (the value is the sum over the ranks, not yet taken).
+    of the dimension is divided, or each rank has some of its groups), or partial (the value is the sum over
+    the ranks, not yet taken).
     """
 
     kind: str
     dim: int = -1
-    pieces: tuple[int, ...] | None = None
+    pieces: Parts = None
 
     @property
     def sharded(self) -> bool:
@@ -36,6 +37,8 @@ class State:
     def __str__(self) -> str:
         if not self.sharded:
             return self.kind
+        if isinstance(self.pieces, Groups):
+            return f"S{self.dim}:{len(self.pieces.sizes)} groups"
         return f"S{self.dim}" + (f"{list(self.pieces)}" if self.pieces else "")
 
 
@@ -44,7 +47,7 @@ PARTIAL = State("P")
 FORBIDDEN = float("inf")
 
 
-def sharded(dim: int, pieces: tuple[int, ...] | None = None) -> State:
+def sharded(dim: int, pieces: Parts = None) -> State:
     """Return the state in which ``dim`` is divided over the ranks."""
     return State("S", dim, pieces)
 
@@ -63,8 +66,10 @@ class DividedAxis:
     parts: int
     zigzag: bool = False
 
-    def pieces(self, state: State, size: int) -> tuple[int, ...] | None:
+    def pieces(self, state: State, size: int) -> Parts:
         """Return the pieces in which a dimension of ``size`` is divided, for ``MPIScatter`` and the like."""
+        if isinstance(state.pieces, Groups):
+            return None if state.pieces.is_even(self.parts) else state.pieces
         if not self.zigzag:
             return state.pieces
         return tuple([half for n in state.pieces or (size,) for half in (n // 2, -(n // 2))])
@@ -98,7 +103,9 @@ class Placement:
         found: list[Shard] = []
         for axis, state in reversed(tuple(zip(self.axes, self.states, strict=True))):
             if state.sharded:
-                shape[state.dim] *= axis.parts
+                pieces = axis.pieces(state, 0)
+                even = shape[state.dim] * axis.parts
+                shape[state.dim] = sum(pieces.sizes) if isinstance(pieces, Groups) else even
                 found.insert(0, (state.dim, axis.name, axis.pieces(state, shape[state.dim])))
         return tuple(found) if self.flat is None else (*found, (None, *self.flat))
 
@@ -131,6 +138,9 @@ def divisor(shape: tuple[int, ...], state: State) -> int | None:
     """
     if not state.sharded:
         return 0
+    if isinstance(state.pieces, Groups):
+        sizes = state.pieces.sizes
+        return len(sizes) if sum(sizes) == shape[state.dim] else None
     sizes = state.pieces or (shape[state.dim],)
     return math.gcd(*sizes) if sum(sizes) == shape[state.dim] and all(sizes) else None
 
@@ -145,7 +155,8 @@ def local_shape(shape: tuple[int, ...], state: State, ranks: int) -> tuple[int, 
     """Return the shape of the part of one rank."""
     if not state.sharded:
         return shape
-    return (*shape[: state.dim], shape[state.dim] // ranks, *shape[state.dim + 1 :])
+    size = state.pieces.largest(ranks) if isinstance(state.pieces, Groups) else shape[state.dim] // ranks
+    return (*shape[: state.dim], size, *shape[state.dim + 1 :])
 
 
 def moved_bytes(tensor: Tensor, source: State, target: State, ranks: int) -> float:
@@ -172,7 +183,8 @@ def moved_bytes(tensor: Tensor, source: State, target: State, ranks: int) -> flo
 
 def exchangeable(source: State, target: State) -> bool:
     """Return whether one all-to-all turns one sharded state into the other."""
-    return source.dim != target.dim and not source.pieces and not target.pieces
+    merged = isinstance(source.pieces, tuple) or isinstance(target.pieces, tuple)
+    return source.dim != target.dim and not merged
 
 
 # --- tables of what moves cost, over all states of an axis --------------------------------------------

@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Tensor, Value, all_ops
 from distsim.ops import signature_of
+from distsim.ops.parts import Parts
 from distsim.ops.sharding_rule import Dim, labels_of
 from distsim.ops.training import LOSSES
 from distsim.transforms.autodiff.outputs import how_to_mark
 from distsim.transforms.sharding.strategies import rule_of
-
-Parts = tuple[int, ...] | None
-"""How a dimension is divided: as a whole, or each of these pieces."""
 
 Mark = tuple[int, Parts]
 Marks = dict[Value, frozenset[Mark]]

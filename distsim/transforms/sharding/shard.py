@@ -22,10 +22,12 @@ from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.sharding.axes import (
     batch_options,
     check_context,
+    check_experts,
     context_options,
     decide_batch,
     decide_context,
     decide_tensor,
+    expert_options,
     tensor_options,
 )
 from distsim.transforms.sharding.choose_layouts import Decision
@@ -34,17 +36,19 @@ from distsim.transforms.sharding.constants import as_inputs, as_values
 from distsim.transforms.sharding.degrees import (
     BATCH,
     CONTEXT,
+    EXPERT,
     ZIGZAG,
     check_batch,
     check_sequence,
     context_axes,
+    ranks_of_experts,
     sequences,
 )
 from distsim.transforms.sharding.layout import DividedAxis, Placement
 from distsim.transforms.sharding.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.sharding.problem_graph import structure_of
 from distsim.transforms.sharding.roles import WHOLE_BATCH, Marks, batch_inputs, propagate_both, roles
-from distsim.transforms.sharding.strategies import Options
+from distsim.transforms.sharding.strategies import EXPERTS, Options
 
 REPLICATION_NOTED = 0.95
 """Less than this share of the matrix flops divided over tp is worth a note."""
@@ -158,7 +162,7 @@ def shard(
     key = (mesh, microbatches, dp, sp, context)
     found = memory.results.get(key)
     if found is None:
-        count = mesh.axis_size(BATCH[0]) if dp is None else dp
+        count = mesh.axis_size("dp") if dp is None else dp
         found = memory.shard(function, mesh, microbatches, count, sp, context)
         memory.results[key] = found
     return found
@@ -217,7 +221,7 @@ class _FunctionSharding:
         function, marks, self.made = _constants_divided(needed, self.data)
         self.rewritten = None if function is given else function  # not to refer to what it is known by
         known |= dict.fromkeys(function.inputs[len(needed.inputs) :], Role.CONSTANT)
-        divided = dict.fromkeys(self.data, 0) | _constants_with_batch(known, marks)
+        divided = self.divided = dict.fromkeys(self.data, 0) | _constants_with_batch(known, marks)
         scalars = [v for v in function.inputs if known[v] is Role.INPUT and v not in divided]
         # What has no batch is the same for every microbatch: the weight of a loss that is given, say.
         self.known = known | dict.fromkeys(scalars, Role.CONSTANT) | dict.fromkeys(divided, Role.INPUT)
@@ -234,24 +238,29 @@ class _FunctionSharding:
     ) -> Sharded:
         function = self.rewritten or function
         batch = next(axis for axis, _ in mesh.axes if axis in BATCH)
-        shown = mesh.axis_size(batch)
-        if shown not in (dp, min(dp, 2)):
-            raise PlanError(f"dp={dp} on a mesh of dp={shown}; give one of dp={min(dp, 2)} or of dp={dp}")
+        shown, ep = mesh.axis_size(batch), ranks_of_experts(mesh)
+        replicas = dp // ep
+        if dp % ep or shown not in (replicas, min(replicas, 2)):
+            raise PlanError(
+                f"dp={dp} on a mesh of {batch}={shown}; give one of {batch}={min(replicas, 2)} or of "
+                f"{batch}={replicas}"
+            )
         kinds = {axis: CONTEXT[axis] or context for axis in context_axes(mesh)}
         check_batch(function, self.data, dp, microbatches)
         check_sequence(function, self.data, mesh, sp, any(kind in ZIGZAG for kind in kinds.values()))
         if len(self.results) >= MOST_RESULTS:
             self.results.clear()
             self.decided.clear()
-        axes = [DividedAxis(batch, dp * microbatches)]
+        axes = [DividedAxis(batch, replicas * microbatches)]
+        axes += [DividedAxis(EXPERT, ep)] if ep > 1 else []
         axes += [DividedAxis(axis, mesh.axis_size(axis), kind in ZIGZAG) for axis, kind in kinds.items()]
         axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR)))
-        ways = dict(zip(axes, [None, *kinds.values(), sp], strict=True))
-        decided = self._decide(function, ways, dp, microbatches, mesh.devices[0])
+        ways = dict(zip(axes, [None, *[EXPERTS] * (ep > 1), *kinds.values(), sp], strict=True))
+        decided = self._decide(function, ways, replicas, microbatches, mesh.devices[0])
         try:
             lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
         except DegreeNeeded:
-            mesh = mesh.resized(mesh.devices[0], {batch: dp})
+            mesh = mesh.resized(mesh.devices[0], {batch: replicas})
             lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
         return Sharded(
             lowered.function,
@@ -289,7 +298,10 @@ class _FunctionSharding:
                 elif isinstance(way, str):
                     batch, options = next(iter(found.values())), self._options(function, way)
                     decision = decide_context(self.structure, options, degrees, batch, device)
-                    check_context(self.structure, decision, axis, way)
+                    if way == EXPERTS:
+                        check_experts(self.structure, decision, axis)
+                    else:
+                        check_context(self.structure, decision, axis, way)
                 else:
                     batch, options = next(iter(found.values())), self._options(function, way)
                     decision = decide_tensor(self.structure, options, degrees, batch, device)
@@ -298,10 +310,12 @@ class _FunctionSharding:
         return found
 
     def _options(self, function: Function, way: bool | str) -> Options:
-        """Return what may be chosen over tp, with sequence parallelism or without, or over a context."""
+        """Return what may be chosen over experts, a context, or tp, with sequence parallelism or without."""
         found = self.options.get(way)
         if found is None:
-            if isinstance(way, str):
+            if way == EXPERTS:
+                found = expert_options(function, self.structure, self.known, self.divided, self.marks)
+            elif isinstance(way, str):
                 along = dict.fromkeys(sequences(self.data), 1)
                 found = context_options(function, self.structure, along, self.marks, way)
             else:

@@ -11,14 +11,21 @@ from distsim.cache import cached
 from distsim.errors import PlanError
 from distsim.ir import Op
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
+from distsim.ops.parts import Groups, Parts
 from distsim.ops.sharding_rule import Dim, factors_of, label_of, labels_of
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, Ids, State, divisor, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 
-Allowed = Callable[[str, tuple[int, ...] | None], int | None]
+PiecesBySize = Mapping[int, tuple[tuple[int, ...] | Groups, ...]]
+"""By size of a dimension, the pieces that some op makes of it."""
+
+Allowed = Callable[[str, Parts], int | None]
 """(factor, pieces): may this factor be divided, the whole dimension or each of its pieces?
 
 None: no. Otherwise what the parts of the batch must divide for it, 0 when any number of them may be."""
+
+EXPERTS = "experts"
+"""The kind of ranks that have experts each, beside the kinds of context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,7 @@ def factors(rule: ShardingRule) -> tuple[str, ...]:
 def candidates(
     signature: Signature,
     allowed: Allowed,
-    pieces: dict[int, tuple[tuple[int, ...], ...]],
+    pieces: PiecesBySize,
     decomposed: bool = True,
     context: str = "",
 ) -> tuple[Candidate, ...]:
@@ -89,15 +96,16 @@ def candidates(
     ``allowed`` tells which factors may be divided, and into which pieces; ``pieces`` lists, by size of
     a dimension, the pieces that some op makes of such a dimension. ``decomposed``: also by factors by which
     an op becomes several, which know the rank they run on. ``context``: the ranks are of this kind of context
-    parallelism (see :class:`ShardingRule`).
+    parallelism, or of expert parallelism (see :class:`ShardingRule`).
     """
     found = [Candidate(replicated(signature))]
     rule = rule_of(signature)
     if rule is None:
         return tuple(found)
+    required = _required(rule, context)
     for factor in factors(rule):
-        if context and rule.context:
-            if factor != rule.context.get(context):
+        if required is not None:
+            if factor != required:
                 continue
         elif factor in rule.whole or (factor in rule.decompositions and not decomposed):
             continue
@@ -109,15 +117,22 @@ def candidates(
     return tuple(found)
 
 
+def _required(rule: ShardingRule, context: str) -> str | None:
+    """Return the one factor that ranks of a context or of experts may divide; None: any."""
+    if context == EXPERTS:
+        return rule.experts or None
+    return rule.context.get(context, "") if context and rule.context else None
+
+
 def _by_factor(
     signature: Signature,
     rule: ShardingRule,
     factor: str,
     allowed: Allowed,
-    pieces: dict[int, tuple[tuple[int, ...], ...]],
+    pieces: PiecesBySize,
 ) -> Iterable[Candidate]:
     labels = [label_of(dim, factor) for group in (*rule.inputs, *rule.outputs) for dim in group]
-    choices: list[tuple[int, ...] | None] = [None]
+    choices: list[Parts] = [None]
     decomposition = rule.decompositions.get(factor)
     whole = REPLICATED if decomposition and decomposition.reduced else PARTIAL
     if decomposition is None and not any(isinstance(label, Pieces) for label in labels):
@@ -148,7 +163,7 @@ def size_of(signature: Signature, rule: ShardingRule, factor: str) -> int:
     return 0
 
 
-def _state(dims: tuple[Dim, ...], factor: str, choice: tuple[int, ...] | None) -> State | None:
+def _state(dims: tuple[Dim, ...], factor: str, choice: Parts) -> State | None:
     for index, dim in enumerate(dims):
         label = label_of(dim, factor)
         if label is not None:
@@ -168,9 +183,6 @@ def _degrees(signature: Signature, inputs: tuple[State, ...], outputs: tuple[Sta
 
 
 # --- the strategies of all ops of a function, along one axis ------------------------------------------
-
-PiecesBySize = dict[int, tuple[tuple[int, ...], ...]]
-"""By size of a dimension, the pieces that some op makes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,15 +276,19 @@ class Options:
         return self._numbers.setdefault(state, len(self._numbers))
 
 
-def pieces_of(structure: Structure) -> PiecesBySize:
-    """Return, by size of a dimension, the pieces that some op makes of such a dimension."""
-    found: dict[int, dict[tuple[int, ...], None]] = {}
+def pieces_of(structure: Structure, groups: bool = False) -> PiecesBySize:
+    """Return, by size of a dimension, the pieces that some op makes of such a dimension; with ``groups``."""
+    found: dict[int, dict[tuple[int, ...] | Groups, None]] = {}
     for node in structure.nodes:
         rule = rule_of(node.signature)
         for dim in (dim for dims in (*rule.inputs, *rule.outputs) for dim in dims) if rule else ():
             for label in labels_of(dim):
                 if isinstance(label, Pieces):
-                    found.setdefault(sum(label.sizes), {})[label.sizes] = None
+                    sizes = label.sizes
+                    if not isinstance(sizes, Groups):
+                        found.setdefault(sum(sizes), {})[sizes] = None
+                    elif groups:
+                        found.setdefault(sum(sizes.sizes), {})[sizes] = None
     return {size: tuple(pieces) for size, pieces in found.items()}
 
 
