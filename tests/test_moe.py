@@ -1,23 +1,25 @@
-"""Mixtures of experts: token choice against a plain reference, drawn loads, expert parallelism, plans."""
+"""Mixtures of experts: token choice against a plain reference, drawn loads, plans."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_models import F64, assert_same_step, mesh_of, random_inputs
+from training_models import F64, assert_same_step, random_inputs
 
 from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.hardware import load_cluster
 from distsim.importer import load_model
-from distsim.ir import Device, Function, Mesh, Tensor, callees
+from distsim.ir import Function, Tensor, callees
 from distsim.models import Routing, deepseek, draw_routing, moe
 from distsim.models.decoder import LayerMaker
 from distsim.models.mixture import Mixture, mixture
 from distsim.ops import signature_of, work
+from distsim.ops.parts import Groups
 from distsim.plan import Plan
 from distsim.transforms import Adam, differentiate
 
@@ -67,7 +69,10 @@ def test_a_drawn_load_is_what_the_tokens_ask_for_within_the_capacity(figures, da
     assert routing.dropped == tokens * top_k - routing.rows
     assert routing == draw_routing(top_k=top_k, **figures)
     for ranks in (r for r in range(1, experts + 1) if experts % r == 0):
-        assert routing.rows / ranks <= routing.busiest(ranks) <= routing.rows
+        parts = Groups(routing.slots)
+        assert routing.rows / ranks <= parts.largest(ranks) <= routing.rows
+        assert [start for start, _ in parts.spans(ranks)[1:]] == [end for _, end in parts.spans(ranks)[:-1]]
+        assert parts.is_even(ranks) == (parts.largest(ranks) * ranks == routing.rows)
 
 
 def test_a_smaller_concentration_is_a_larger_imbalance():
@@ -94,8 +99,9 @@ def test_a_smaller_concentration_is_a_larger_imbalance():
         ({"shared": -1}, "shared=-1"),
         ({"experts": 0}, "experts=0"),
         ({"routings": [Routing((3,) * 4, (3,) * 4)]}, "1 routings for 2 layers"),
-        ({"routings": [Routing((9,) * 4, (9,) * 4)] * 2}, "sequences of 6 tokens"),
-        ({"mesh": Mesh([Device(i, "gpu") for i in range(3)], ep=3)}, "ep=3 does not divide the 4 experts"),
+        ({"routings": [Routing((9,) * 4, (9,) * 4)] * 2}, "experts and 6 tokens"),
+        ({"groups": 4}, "groups=4 does not divide the sequence of 6 tokens"),
+        ({"groups": 3, "routings": [Routing((3,) * 4, (3,) * 4)] * 2}, "experts and 2 tokens"),
     ],
 )
 def test_figures_that_make_no_mixture(options, words):
@@ -106,9 +112,9 @@ def test_figures_that_make_no_mixture(options, words):
 # --- meaning --------------------------------------------------------------------------------------
 
 
-def layer_of(sizes: Mixture, slots: tuple[int, ...], tokens: int, mesh=None, batch: int = 2) -> Function:
+def layer_of(sizes: Mixture, slots: tuple[int, ...], tokens: int, batch: int = 2) -> Function:
     """A function that is a mixture alone, of x [batch, tokens, 6]."""
-    layer = LayerMaker("mixture", Tensor(F64, (batch, tokens, 6), mesh), 2)
+    layer = LayerMaker("mixture", Tensor(F64, (batch, tokens, 6)), 2)
     return layer.finish(mixture(layer, layer.x, sizes, Routing(slots, slots)))
 
 
@@ -159,41 +165,20 @@ def test_a_mixture_is_token_choice_with_what_is_beyond_the_slots_dropped(sizes, 
     assert (dropped == 0) == (slots == 12)
 
 
-@pytest.mark.parametrize("slots", [(9,) * 4, (6, 1, 2, 4)])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_experts_divided_over_ranks_compute_what_one_rank_computes(ranks, slots):
-    sizes = Mixture(4, 2, 5, shared=1)
-    mesh = Mesh([Device(i, "gpu") for i in range(ranks)], ep=ranks)
-    whole, local = layer_of(sizes, slots, 9, batch=ranks), layer_of(sizes, slots, 9, mesh, batch=1)
-    inputs = random_inputs(whole)
-    own = []
-    for value, array in zip(local.inputs, inputs, strict=True):
-        divided = value.name == "x" or value.name.startswith("experts.")
-        own.append(np.split(array, ranks) if divided else array)
-    (expected,) = SequentialExecutor().compute(whole, inputs)
-    (made,) = SequentialExecutor().compute(local, own)
-    np.testing.assert_allclose(np.concatenate(made), expected, rtol=1e-10)
-    busiest = Routing(slots, slots).busiest(ranks)
-    received = next(op for op in local.ops if op.outputs[0].name == "received").outputs[0]
-    assert received.type.shape == (ranks, busiest, 6)
-
-
-def test_gradients_go_back_through_the_all_to_alls():
-    """The gradients of the ranks' experts are those of one rank that has all; those of others add up."""
-    options = {"layers": 1, "routings": [Routing((6,) * 4, (6, 2, 3, 6))]}
-    mesh = Mesh([Device(i, "gpu") for i in range(2)], ep=2)
-    whole, local = small_moe(batch=2, **options), small_moe(batch=1, mesh=mesh, **options)
-    inputs = distinct_inputs(whole)
-    own = []
-    for value, array in zip(local.inputs, inputs, strict=True):
-        divided = value.name in ("tokens", "labels") or ".experts." in value.name
-        own.append(np.split(array, 2) if divided else array)
-    loss, *expected = SequentialExecutor().compute(differentiate(whole, None), inputs)
-    losses, *made = SequentialExecutor().compute(differentiate(local, None), own)
-    np.testing.assert_allclose(np.mean(losses), loss, rtol=1e-10)
-    for value, ranks, array in zip(whole.parameters, made, expected, strict=True):
-        joined = np.concatenate(ranks) if ".experts." in value.name else np.sum(ranks, axis=0)
-        np.testing.assert_allclose(joined / 2, array, rtol=1e-8, atol=1e-12, err_msg=value.name)
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_of_tokens_are_routed_as_sequences_of_their_own_would_be(groups):
+    sizes, slots, tokens = Mixture(4, 2, 5, shared=1), (3, 1, 2, 3), 12
+    grouped = layer_of(replace(sizes, groups=groups), slots, tokens)
+    alone = layer_of(sizes, slots, tokens // groups, batch=2 * groups)
+    inputs = random_inputs(grouped)
+    tables = ("cos", "sin", "causal")  # of which a mixture reads none
+    own = [
+        np.zeros(value.type.shape) if value.name in tables else array.reshape(value.type.shape)
+        for value, array in zip(alone.inputs, inputs, strict=True)
+    ]
+    (made,) = SequentialExecutor().compute(grouped, inputs)
+    (expected,) = SequentialExecutor().compute(alone, own)
+    np.testing.assert_array_equal(made.reshape(expected.shape), expected)
 
 
 @pytest.mark.parametrize("model", [small_moe, small_deepseek])
@@ -224,11 +209,6 @@ def test_the_work_is_that_of_the_slots_and_of_the_shared_experts():
     slots, tokens, batch, hidden = (6, 1, 2, 4), 9, 2, 6
     routed, shared = sum(slots) * 5, tokens * 2 * 5
     assert expert_flops(layer_of(sizes, slots, tokens)) == 3 * 2 * batch * hidden * (routed + shared)
-    mesh = mesh_of(dp=2)
-    assert expert_flops(layer_of(sizes, slots, tokens, mesh)) == expert_flops(layer_of(sizes, slots, tokens))
-    mesh = Mesh(mesh.devices, ep=2)
-    routed = 2 * max(6 + 1, 2 + 4) * 5  # the busiest rank, for the sequences of both
-    assert expert_flops(layer_of(sizes, slots, tokens, mesh)) == 3 * 2 * batch * hidden * (routed + shared)
 
 
 def test_layers_of_equal_load_are_calls_of_one_callee():

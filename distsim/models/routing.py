@@ -21,7 +21,9 @@ from distsim.models.sizes import check_sizes
 
 @dataclass(frozen=True)
 class Routing:
-    """The load of a mixture for one sequence: per expert, how many tokens choose it and how many it serves.
+    """The load of a mixture for a sequence, or a group of its tokens.
+
+    Per expert: how many tokens choose it and how many it serves.
 
     >>> routing = Routing((6, 2), (5, 3))
     >>> routing.dropped, routing.rows
@@ -40,20 +42,6 @@ class Routing:
     def rows(self) -> int:
         """How many rows the experts work on together."""
         return sum(self.slots)
-
-    def busiest(self, ranks: int) -> int:
-        """The most rows of a sequence that one of ``ranks`` equal groups of neighbouring experts works on.
-
-        Raises :class:`PlanError` when the experts do not divide into ``ranks`` groups.
-        """
-        return max(sum(group) for group in self.groups(ranks))
-
-    def groups(self, ranks: int) -> tuple[tuple[int, ...], ...]:
-        """The slots of the experts of each rank."""
-        size, rest = divmod(len(self.slots), ranks)
-        if rest or ranks < 1:
-            raise PlanError(f"ep={ranks} does not divide the {len(self.slots)} experts evenly")
-        return tuple(self.slots[i * size : (i + 1) * size] for i in range(ranks))
 
 
 def draw_routing(

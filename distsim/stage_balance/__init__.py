@@ -1,6 +1,5 @@
 """Balanced pipeline stages: contiguous blocks of a model, split for the schedule that runs them."""
 
-from distsim.stage_balance.calls import call_costs
 from distsim.stage_balance.cost import (
     BlockCost,
     Communication,
@@ -17,7 +16,6 @@ __all__ = [
     "Split",
     "StageProblem",
     "auto_split",
-    "call_costs",
     "default_split",
     "free_communication",
     "linear_communication",

@@ -9,13 +9,13 @@ from itertools import accumulate, pairwise
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PartitionError, PlanError
 from distsim.ir import Function, Mesh, Op, Role
-from distsim.ir.device import logical_mesh
 from distsim.ops import signature_of, work
 from distsim.schedule import gpipe
 from distsim.stage_balance import BlockCost, default_split, program_costs
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Starts, cut_stages, to_cut
+from distsim.transforms.sharding.degrees import BATCH
 from distsim.transforms.sharding.shard import Sharded, shard
 
 MOST_SHOWN = 16
@@ -169,16 +169,17 @@ def block_costs(
     """Return what the blocks of a joint function cost, from its ops: what :func:`auto_split` takes.
 
     A repeated layer is a block, so are the embedding, the final norm and the output head. Recomputation
-    that the function holds is part of its block's backward. ``mesh`` has the axes dp and tp, over which the
-    function is sharded: the devices of one stage, by default the first of the cost model's topology. Seconds
-    are those of one of ``microbatches``. Raises :class:`PlanError` when the function cannot be divided so.
+    that the function holds is part of its block's backward. ``mesh`` has the axes (:class:`RankAxes`) over
+    which the function is sharded: the devices of one stage, by default the first of the cost model's
+    topology. Seconds are those of one of ``microbatches``. Raises :class:`PlanError` when the function cannot
+    be divided so.
     """
     if mesh is None:
         mesh = Mesh(cost_model.topology.devices[:1], dp=1, tp=1)
     function = only_needed(function, function.outputs, "no output needs it")
     if not any(op.is_call for op in function.ops):
         function = outline(function)
-    dp, tp = mesh.axis_size("dp"), mesh.axis_size("tp")
     costs = cost_model.on(mesh.devices[0])
-    local = shard(function, logical_mesh(costs.device, min(dp, 2), tp), microbatches, dp)
+    shown = {axis: min(size, 2) for axis, size in mesh.axes if axis in BATCH}
+    local = shard(function, mesh.resized(costs.device, shown), microbatches, mesh.axis_size("dp"))
     return costs_of(local, model_blocks(local, costs), mesh, cost_model)

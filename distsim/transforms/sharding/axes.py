@@ -19,7 +19,6 @@ from distsim.transforms.sharding.strategies import (
     Options,
     pieces_of,
     rule_of,
-    size_of,
 )
 
 
@@ -189,7 +188,8 @@ def check_experts(structure: Structure, decision: Decision, axis: DividedAxis) -
         if rule is None or not rule.experts:
             continue
         found = True
-        count = size_of(node.signature, rule, rule.experts)
+        sizes = zip(node.signature.inputs, rule.inputs, strict=True)
+        count = next(t.shape[dims.index(rule.experts)] for t, dims in sizes if rule.experts in dims)
         if decision.strategies[node.op].factor != rule.experts:
             usable = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise PlanError(

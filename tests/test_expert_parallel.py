@@ -1,0 +1,254 @@
+"""Expert parallelism: computed over every rank, its collectives, its refusals, what overlaps.
+
+Collectives are those of ``layouts.md``: T tokens of a rank, each of which goes to k experts, h width.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from training_models import F64, assert_all_readers_agree, assert_same_step, random_inputs, topology_of
+
+from distsim.compose import parallelize
+from distsim.errors import PlanError
+from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.hardware import load_cluster
+from distsim.ir import BFloat16, Function, Role, all_ops
+from distsim.ir.device import RankAxes
+from distsim.models import Routing, draw_routing
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import DecoderSizes, ExpertLayers, Positions
+from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import GroupedHeads, Latent
+from distsim.models.parts.feed_forward import FeedForward
+from distsim.models.routing import Loads
+from distsim.ops import operator, signature_of, work
+from distsim.ops.parts import Groups
+from distsim.plan import Plan
+from distsim.program.program import Program
+from distsim.transforms import SGD, Adam, differentiate
+
+BATCH, SEQ, VOCAB = 8, 8, 16
+MIXTRAL = DecoderSizes(
+    2, 16, VOCAB, GroupedHeads(4, 2), FeedForward(24), Mixture(4, 2, 8), positions=Positions(SEQ)
+)
+DEEPSEEK = replace(
+    MIXTRAL,
+    attention=Latent(4, 0, 4, 4, 2, 4),
+    experts=Mixture(4, 2, 8, 1, "sigmoid", 2.5),
+    expert_layers=ExpertLayers(1),
+)
+EVEN = Loads()
+SKEWED = Loads(concentration=1.0, capacity=1.5, seed=1)
+"""Unlike slots, so that parts are padded, and some choices dropped."""
+CASES = [
+    ("mixtral", "dp=2,ep=2", 1, SKEWED),
+    ("mixtral", "dp=4,ep=2,microbatches=2,schedule=gpipe", 1, SKEWED),
+    ("mixtral", "dp=4,ep=4,tp=2", 1, SKEWED),
+    ("mixtral", "dp=4,ep=2,tp=2,sp=on", 2, EVEN),
+    ("mixtral", "dp=4,ep=2,tp=2,pp=2,microbatches=2,remat=full", 1, SKEWED),
+    ("mixtral", "dp=2,ep=2,cp=2", 4, SKEWED),
+    ("mixtral", "dp=2,ep=2,cp=2,order=ep-dp-pp-cp-tp", 1, SKEWED),
+    ("deepseek", "dp=2,ep=2,pp=3,microbatches=4", 1, SKEWED),
+    ("deepseek", "dp=4,ep=4,microbatches=2,remat=full", 2, EVEN),
+    ("mixtral", "dp=2,ep=2,cp=4,cp_kind=usp:2", 4, SKEWED),
+    ("mixtral", "dp=2,ep=2,cp=2,cp_kind=ring,tp=2,sp=on,pp=2,microbatches=2", 8, EVEN),
+    ("deepseek", "dp=2,ep=2,pp=2,microbatches=4,schedule=zb_h1", 1, SKEWED),
+]
+
+
+def model(name: str, groups: int = 1, loads: Loads = SKEWED) -> Function:
+    sizes = {"mixtral": MIXTRAL, "deepseek": replace(DEEPSEEK, layers=3)}[name]
+    sizes = replace(sizes, experts=replace(sizes.experts, groups=groups))
+    return decoder(sizes, BATCH, SEQ, F64, loads)
+
+
+def distinct_inputs(function: Function) -> list[np.ndarray]:
+    """Inputs without equal tokens in a sequence: rounding says which of two is dropped."""
+    tokens, *others = random_inputs(function)
+    rng = np.random.default_rng(0)
+    return [np.stack([rng.permutation(VOCAB)[: tokens.shape[1]] for _ in tokens]), *others]
+
+
+@pytest.mark.parametrize(("name", "text", "groups", "loads"), CASES, ids=str)
+def test_every_rank_computes_the_same_step(name, text, groups, loads):
+    joint, plan = differentiate(model(name, groups, loads), Adam()), Plan.parse(text)
+    inputs = distinct_inputs(joint)
+    program = parallelize(joint, plan, topology_of(plan.devices))
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    assert_all_readers_agree(program)
+    experts = [given for given in program.inputs if ".experts." in given.source.name]
+    assert experts and all((0, "ep", None) in given.shards for given in experts)
+    others = [
+        given for given in program.inputs if given.source.role is Role.PARAMETER and given not in experts
+    ]
+    assert not any(axis == "ep" for given in others for _, axis, _ in given.shards)
+
+
+def test_ranks_of_experts_lie_next_to_each_other_within_dp():
+    axes = RankAxes.of(dp=8, tp=2, cp=2, ep=4)
+    assert axes.sizes == {"edp": 2, "ep": 4, "cp": 2, "tp": 2}
+    assert axes.views == {
+        "dp": ("edp", "ep"),
+        "edp+cp": ("edp", "cp"),
+        "ep+cp": ("ep", "cp"),
+        "dp+cp": ("edp", "ep", "cp"),
+    }
+
+
+# --- what is sent -----------------------------------------------------------------------------------------
+
+SENT = replace(MIXTRAL, layers=2, hidden=32, experts=Mixture(8, 2, 16))
+H, K = SENT.hidden, SENT.experts.top_k
+
+
+def sent(program: Program) -> Counter[tuple[str, str, int]]:
+    """The collectives of a step: kind, axis and bytes."""
+    found: Counter[tuple[str, str, int]] = Counter()
+
+    def count(current: Function) -> None:
+        for op in current.ops:
+            if op.is_call:
+                count(op.callee)
+            elif (moved := operator(op.op_type).communication) is not None and operator(op.op_type).moves:
+                found[moved.kind, op.attributes["axis"], moved.nbytes(signature_of(op))] += 1
+
+    count(program.to_function(steady=True))
+    return found
+
+
+def of_a_layer(plan: Plan, sizes: DecoderSizes = SENT, loads: Loads = EVEN) -> dict:
+    def step(layers: int) -> Counter[tuple[str, str, int]]:
+        function = decoder(replace(sizes, layers=layers), BATCH, SEQ, BFloat16(), loads)
+        return sent(parallelize(differentiate(function, SGD()), plan, topology_of(plan.devices)))
+
+    more, fewer = step(4), step(2)
+    return {key: (more[key] - fewer[key]) // 2 for key in more if more[key] != fewer[key]}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("dp", "e"), [(2, 2), (4, 2), (4, 4)])
+def test_collectives_of_a_layer(dp, e, microbatches):
+    """Dispatch and combine, T k h elements each, and the same two of their gradients in backward.
+
+    Gradients of experts are summed over the ranks that have the same, all others over dp, once a step.
+    """
+    found = of_a_layer(Plan(dp=dp, ep=e, microbatches=microbatches))
+    tokens = BATCH * SEQ // (dp * microbatches)
+    exchanged = {key: n for key, n in found.items() if key[0] == "all_to_all"}
+    assert exchanged == {("all_to_all", "ep", 2 * tokens * K * H): 4 * microbatches}
+    sums = dict.fromkeys(("dp", "ep", "edp"), 0)
+    for (kind, axis, nbytes), n in found.items():
+        if kind == "all_reduce":
+            sums[axis] += n * nbytes
+    router, norms, attention = H * 8, 2 * H, 2 * H * H + 2 * H * 2 * (H // 4)
+    whole, experts = 2 * (router + norms + attention), 2 * 3 * 8 * H * 16 // e
+    assert sums["edp"] == (experts if dp > e else 0)
+    assert sums["dp" if dp > e else "ep"] == whole
+    assert {kind for kind, _, _ in found} == {"all_to_all", "all_reduce"}
+
+
+def test_with_tp_and_sp_rows_are_exchanged_by_parts_and_gathered_where_experts_read_them():
+    """Megatron-LM's dispatcher: an all-to-all of the rank's own T k h, then an all-gather over tp; back, a
+    reduce-scatter before the all-to-all. Tokens are in groups as ranks of tp have them."""
+    sizes = replace(SENT, experts=replace(SENT.experts, groups=2))
+    found = of_a_layer(Plan(dp=2, ep=2, tp=2, sp="on"), sizes)
+    rows = 2 * BATCH * SEQ // 2 * K * H  # of a rank of dp: of both tp ranks
+    assert {key: n for key, n in found.items() if key[0] == "all_to_all"} == {
+        ("all_to_all", "ep", rows // 2): 4
+    }
+    assert found["reduce_scatter", "tp", rows] == 2
+    assert (
+        found["all_gather", "tp", rows] == 3
+    )  # what was gathered in forward is again, as its input is saved
+
+
+def test_all_wait_for_the_rank_of_the_busiest_experts():
+    """Rows are padded to the busiest rank's: exchanged, and multiplied."""
+    routing = Routing((8,) * 8, (8, 8, 1, 1, 1, 1, 1, 1))
+    joint = differentiate(decoder(SENT, BATCH, SEQ, BFloat16(), Loads(routings=[routing] * 2)), SGD())
+    program = parallelize(joint, Plan(dp=2, ep=2), topology_of(2))
+    busiest = Groups(routing.slots).largest(2)
+    assert busiest == 18
+    assert sent(program)["all_to_all", "ep", 2 * BATCH * busiest * H] == 2 * 4
+    products = [op for op in all_ops(program.to_function()) if op.op_type.startswith("GroupedMatMul")]
+    assert all(work(signature_of(op)).flops == 2 * BATCH * busiest * H * 16 for op in products)
+
+
+LARGE = DecoderSizes(
+    2, 2048, 64, GroupedHeads(16), FeedForward(64), Mixture(8, 2, 2048), positions=Positions(1024)
+)
+
+# --- time -------------------------------------------------------------------------------------------------
+
+
+def test_shared_experts_run_while_rows_are_on_their_way():
+    """The dispatch is issued before them, so a shared feed-forward hides as much of it as it takes."""
+    topology = load_cluster("dgx-h100")
+
+    def simulate(shared: int, free: bool) -> float:
+        sizes = replace(LARGE, experts=replace(LARGE.experts, shared=shared))
+        joint = differentiate(decoder(sizes, 8, 1024, BFloat16()), SGD())
+        costs = CostModel(topology)
+        seconds = costs.communication_seconds
+        costs.communication_seconds = lambda signature, group: (
+            0.0 if free or signature.op_type != "MPIAlltoall" else seconds(signature, group)
+        )
+        return Simulator(costs).simulate(parallelize(joint, Plan(dp=8, ep=8), topology, costs)).step_time
+
+    exposed = [simulate(shared, False) - simulate(shared, True) for shared in (0, 4)]
+    assert exposed[1] < 0.75 * exposed[0]
+
+
+def test_an_imbalance_makes_the_step_longer_and_a_capacity_shorter():
+    topology = load_cluster("dgx-h100")
+
+    def simulate(loads: Loads) -> float:
+        joint = differentiate(decoder(LARGE, 8, 1024, BFloat16(), loads), SGD())
+        program = parallelize(joint, Plan(dp=4, ep=4), topology)
+        return Simulator(CostModel(topology)).simulate(program).step_time
+
+    skewed, capped = Loads(0.5, seed=2), Loads(0.5, 1.0, seed=2)
+    assert max(draw_routing(8, 2, 1024, 0.5, seed=2).slots) > 512
+    assert simulate(skewed) > 1.1 * simulate(EVEN) > simulate(capped)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "dp=4,ep=3",
+            "ep=3 does not divide dp=4, over whose ranks experts are divided; choose one of 1, 2, 4",
+        ),
+        ("dp=2,ep=4", "ep=4 does not divide dp=2"),
+        ("dp=4,etp=1", "etp is tp"),
+        ("dp=2,ep=0", "ep=0 is out of range"),
+    ],
+)
+def test_plans_that_cannot_be(text, words):
+    with pytest.raises(PlanError, match=words):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dp=8,ep=8", "ep=8 does not divide the 4 experts of .*; choose one of 1, 2, 4"),
+        ("dp=2,ep=2,zero=1", "zero=1 divides what all dp ranks have, and with ep=2"),
+        ("dp=16,ep=2", "dp=16 times microbatches=1 does not divide the batch of 8"),
+    ],
+)
+def test_plans_that_do_not_fit_the_model(text, words):
+    joint, plan = differentiate(model("mixtral"), SGD()), Plan.parse(text)
+    with pytest.raises(PlanError, match=words):
+        parallelize(joint, plan, topology_of(plan.devices))
+
+
+def test_a_dense_model_has_no_experts_to_divide():
+    dense = differentiate(decoder(replace(MIXTRAL, experts=None), BATCH, SEQ, F64), SGD())
+    with pytest.raises(PlanError, match="ep=2, but decoder_training has no experts; use ep=1"):
+        parallelize(dense, Plan(dp=2, ep=2), topology_of(2))
