@@ -29,8 +29,8 @@ from distsim.ops import (
     sharding_rule,
     work,
 )
-from distsim.ops.communication import join_parts, take_part
 from distsim.ops.sharding_rule import Label, factors_of, label_of
+from distsim.ops.shards import join_parts, take_part
 
 RANKS = 2
 REFUSALS = (UnknownOperatorError, TypeRuleError)

@@ -12,7 +12,7 @@ from distsim.errors import TypeRuleError
 from distsim.executor import SequentialExecutor
 from distsim.hardware import collective_time
 from distsim.ir import Device, Float, FunctionMaker, Int64, Mesh, Tensor, Topology
-from distsim.ops.communication import gather, join_parts, scatter, take_part
+from distsim.ops.shards import gather, join_parts, scatter, take_part
 from distsim.transforms.sharding.layout import (
     PARTIAL,
     REPLICATED,

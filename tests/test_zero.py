@@ -29,7 +29,7 @@ from distsim.ir import Float32, Function, FunctionMaker, Role, Tensor, all_ops
 from distsim.ir.device import logical_mesh
 from distsim.models import gpt
 from distsim.ops import operator, signature_of
-from distsim.ops.communication import flat_part
+from distsim.ops.shards import flat_part
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule

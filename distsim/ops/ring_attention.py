@@ -26,7 +26,7 @@ from distsim.ir.type import Float32, Int64, Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.attention import attend, attend_backward, attention_work, joined_shape, sizes_of
 from distsim.ops.attention_options import OPTION_NAMES, AttentionOptions, pairs_seen, seen
-from distsim.ops.communication import divided_size, mesh_and_ranks, take_part
+from distsim.ops.communication import divided_size, mesh_and_ranks
 from distsim.ops.normalization import widened
 from distsim.ops.operator import (
     Array,
@@ -38,6 +38,7 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.places import operands, picked, view_work
+from distsim.ops.shards import take_part
 
 _PART = ("Q", "K", "V", "q_places", "k_places")
 _PART_GRAD = (*_PART, "Y", "lse", "dY")

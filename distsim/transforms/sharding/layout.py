@@ -12,7 +12,7 @@ import numpy.typing as npt
 from distsim.cache import cached
 from distsim.ir.type import Tensor, UInt8, as_tensor
 from distsim.ir.value import Value
-from distsim.ops.communication import Shard
+from distsim.ops.shards import Shard
 from distsim.transforms.sharding.variable_elimination import Table
 
 
