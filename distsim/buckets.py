@@ -42,7 +42,8 @@ class Buckets:
 
     With ``elements`` both count elements. ``layers``: each layer's gradients are one bucket in place of that,
     and its parameters are gathered together. ``early``: a bucket is reduced while the last backward pass, or
-    that of each microbatch, still runs; else after it, or it waits for that.
+    that of each microbatch, still runs; else after it, or it waits for that. ``ahead``: new parameters are
+    gathered bucket by bucket during the first forward pass of the next step, in place of at the end.
     """
 
     limit: int
@@ -50,6 +51,7 @@ class Buckets:
     elements: bool = False
     early: bool = True
     layers: bool = False
+    ahead: bool = False
 
 
 def parse_bucket(text: object) -> Fill:
@@ -76,13 +78,14 @@ elements=True))
     return Fill(number, elements=True) if unit == "p" else Fill(number * UNITS[unit])
 
 
-def buckets_of(text: str, dp: int, early: bool, layers: bool) -> Buckets:
+def buckets_of(text: str, dp: int, early: bool, layers: bool, ahead: bool = False) -> Buckets:
     """Return the buckets of ``bucket=`` for so many data-parallel ranks; or of ``layers``.
 
     Megatron-LM makes no buckets where it does not overlap: one holds all of a rank's gradients.
     """
     if layers or (text == "megatron" and not early):
-        return Buckets(2**62, 2**62, early=early, layers=layers)
+        return Buckets(2**62, 2**62, early=early, layers=layers, ahead=ahead)
     fill = parse_bucket(text)
     limit = max(fill.limit, fill.by_rank * dp)
-    return Buckets(limit, limit if fill.first is None else fill.first, fill.elements, early)
+    first = limit if fill.first is None else fill.first
+    return Buckets(limit, first, fill.elements, early, ahead=ahead)

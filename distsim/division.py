@@ -74,7 +74,8 @@ class Division(NamedTuple):
         """Return the division of a plan into so many stages, on devices that cost so."""
         divided: tuple[int, str, Buckets | None] = (0, "always", None)
         if plan.dp * plan.cp > 1:
-            buckets = buckets_of(plan.bucket, plan.dp * plan.cp, plan.overlap_grads == "on", plan.zero == 3)
+            early, ahead = plan.overlap_grads == "on", plan.overlap_params == "on"
+            buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero == 3, ahead)
             divided = plan.zero, plan.reshard, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
@@ -179,7 +180,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
 
     def rematerialized() -> Sharded:
         fused = replace(local, function=recompute_interiors(local.function, key.kernels))
-        divided = zero(fused, key.zero) if key.zero else fused
+        divided = zero(fused, key.zero, ahead=ahead) if key.zero else fused
         tags = gathered(divided.function, key.reshard == "always")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:
@@ -189,7 +190,8 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
         made = sums_at_once(made) if levels else made
         return replace(divided, function=made)
 
-    asked = (key.remat, key.offload, key.zero, key.reshard, key.kernels, costs.key, levels, stages)
+    ahead = key.buckets is not None and key.buckets.ahead
+    asked = (key.remat, key.offload, key.zero, ahead, key.reshard, key.kernels, costs.key, levels, stages)
     found = _REMATERIALIZED.get(local.function, asked, rematerialized)
     alike = {"microbatches": local.microbatches, "dp": local.dp}
     return replace(found, **alike, kernels=local.kernels, buckets=local.buckets)

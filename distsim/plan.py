@@ -108,6 +108,7 @@ class Plan:
     bucket: str = "auto"
     overlap_grads: str = "on"
     ep: int = 1
+    overlap_params: str = "off"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -147,9 +148,15 @@ class Plan:
                 f"bucket={self.bucket} is what a bucket of gradients holds, and with zero=3 those of a layer "
                 "are reduced together; use bucket=auto, or zero=2"
             )
-        if self.overlap_grads not in SWITCH:
+        for name in ("overlap_grads", "overlap_params"):
+            if getattr(self, name) not in SWITCH:
+                raise PlanError(
+                    f"{name}={_short(getattr(self, name))} is unknown; choose one of {', '.join(SWITCH)}"
+                )
+        if self.overlap_params == "on" and self.zero not in (1, 2):
             raise PlanError(
-                f"overlap_grads={_short(self.overlap_grads)} is unknown; choose one of {', '.join(SWITCH)}"
+                "overlap_params=on gathers parameters after their update during the next forward pass, and "
+                f"zero={self.zero} gathers none after it; use zero=1 or 2, or overlap_params=off"
             )
         if self.dp % self.ep:
             raise PlanError(

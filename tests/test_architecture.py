@@ -67,7 +67,6 @@ MANY_PARAMETERS = {
     "distsim.stage_balance.search.choices",
 }
 OWN_CACHES = {  # modules that keep what they made in some way of their own
-    "distsim.compose",
     "distsim.cost.cost_model",
     "distsim.device_placement.optimal.search",  # whether the loops are compiled
     "distsim.program.passes.backward_halves",

@@ -14,7 +14,7 @@ from topology_models import invent_topology
 from distsim.errors import ScheduleError
 from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
 from distsim.ir import Mesh, pformat
-from distsim.ops.communication import scatter
+from distsim.ops.parts import scatter
 from distsim.schedule import SCHEDULES as NAMED
 from distsim.schedule import Kind
 from distsim.schedule import schedule as named_schedule

@@ -25,7 +25,7 @@ from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Device, Float32, Function, Role, all_ops, verify
 from distsim.models import gpt, mlp
-from distsim.ops.communication import scatter
+from distsim.ops.parts import scatter
 from distsim.program.program import Program
 from distsim.schedule import schedule
 from distsim.transforms import (

@@ -25,7 +25,7 @@ from distsim.ir import (
     Value,
 )
 from distsim.models import gpt, llama, mlp
-from distsim.ops.communication import gather, scatter
+from distsim.ops.parts import gather, scatter
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import Schedule

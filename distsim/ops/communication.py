@@ -38,7 +38,7 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.parts import Shard, divided_size, flat_part, join_parts, joined_size, take_part
+from distsim.ops.parts import divided_size, flat_part, gather, join_parts, joined_size, scatter, take_part
 from distsim.ops.places import view_work
 
 
@@ -224,36 +224,6 @@ def _gather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[T
             count = int(inputs[0].device.axis_size(axis))  # pyright: ignore
             (tensor,) = _resized(tensor, dim, joined_size(tensor, dim, count, pieces))
     return (tensor.on(target),)
-
-
-def scatter(array: Array, mesh: Mesh, shards: Sequence[Shard]) -> list[Array]:
-    """Return the local array of every device of ``mesh``, in the order of its devices."""
-    made: list[Array] = []
-    for device in mesh.devices:
-        local = array
-        for dim, axis, pieces in shards:
-            local = take_part(local, dim, mesh.coordinate(device, axis), mesh.axis_size(axis), pieces)
-        made.append(local)
-    return made
-
-
-def gather(ranks: Sequence[Array], mesh: Mesh, shards: Sequence[Shard]) -> Array:
-    """Return the whole array of which the devices of ``mesh`` hold parts (inverse of scatter)."""
-    by_place = {tuple(mesh.coordinates(d).items()): a for d, a in zip(mesh.devices, ranks, strict=True)}
-    place = dict.fromkeys((name for name, _ in mesh.axes), 0)
-
-    def assemble(remaining: Sequence[Shard]) -> Array:
-        if not remaining:
-            return by_place[tuple(place.items())]
-        dim, axis, pieces = remaining[0]
-        parts: list[Array] = []
-        for index in range(mesh.axis_size(axis)):
-            place.update(mesh.split(axis, index))
-            parts.append(assemble(remaining[1:]))
-        place.update(mesh.split(axis, 0))
-        return join_parts(parts, dim, pieces)
-
-    return assemble(shards)
 
 
 def _input_bytes(signature: Signature) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import TypeRuleError
+from distsim.ir.device import Mesh
 from distsim.ir.type import Tensor
 
 Array = npt.NDArray[Any]
@@ -124,3 +125,33 @@ def divided_size(op_type: str, tensor: Tensor, dim: int, count: int, pieces: Par
 def joined_size(tensor: Tensor, dim: int, count: int, pieces: Parts) -> int:
     """Return the size of a dimension of which ranks have such parts."""
     return sum(pieces.sizes) if isinstance(pieces, Groups) else tensor.shape[dim] * count
+
+
+def scatter(array: Array, mesh: Mesh, shards: Sequence[Shard]) -> list[Array]:
+    """Return the local array of every device of ``mesh``, in the order of its devices."""
+    made: list[Array] = []
+    for device in mesh.devices:
+        local = array
+        for dim, axis, pieces in shards:
+            local = take_part(local, dim, mesh.coordinate(device, axis), mesh.axis_size(axis), pieces)
+        made.append(local)
+    return made
+
+
+def gather(ranks: Sequence[Array], mesh: Mesh, shards: Sequence[Shard]) -> Array:
+    """Return the whole array of which the devices of ``mesh`` hold parts (inverse of scatter)."""
+    by_place = {tuple(mesh.coordinates(d).items()): a for d, a in zip(mesh.devices, ranks, strict=True)}
+    place = dict.fromkeys((name for name, _ in mesh.axes), 0)
+
+    def assemble(remaining: Sequence[Shard]) -> Array:
+        if not remaining:
+            return by_place[tuple(place.items())]
+        dim, axis, pieces = remaining[0]
+        parts: list[Array] = []
+        for index in range(mesh.axis_size(axis)):
+            place.update(mesh.split(axis, index))
+            parts.append(assemble(remaining[1:]))
+        place.update(mesh.split(axis, 0))
+        return join_parts(parts, dim, pieces)
+
+    return assemble(shards)

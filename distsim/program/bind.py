@@ -13,7 +13,7 @@ from distsim.errors import ScheduleError
 from distsim.ir import Value
 from distsim.program.block import Block
 from distsim.program.parts import Parts
-from distsim.program.passes.early_reductions import ending
+from distsim.program.passes.joined import beginning, ending
 from distsim.program.passes.overlap_pairs import interleave, interleaved_names
 from distsim.program.table import (
     FIRST,
@@ -109,7 +109,8 @@ class Binder:
         """
         stage, kind = family // 4, _KINDS[family % 4]
         part = self.part(stage, kind)
-        key = family, place if part.accumulated else 0, start
+        differs = part.accumulated or (kind is Kind.FORWARD and stage % self.chain in self.parts.ahead)
+        key = family, place if differs else 0, start
         if key not in self.calls:
             self.calls[key] = self._call(part, stage, kind, key[1], start) if part.outputs else None
         return self.calls[key]
@@ -124,6 +125,9 @@ class Binder:
             found = self.keys[stage, kind, start] = reads, makes
         reads, makes = found
         function, names = part.function, part.names
+        ahead = self.parts.ahead.get(stage % self.chain)
+        if ahead is not None and kind is Kind.FORWARD and not place & LATER:
+            return self._begun(part, stage, ahead, reads, makes)
         adds = bool(part.accumulated and place & LATER and part.accumulating is not None)
         if adds and part.accumulating is not None:
             reads = (*reads, *[Key(v, rank, ONCE) for v in part.accumulated])
@@ -137,6 +141,21 @@ class Binder:
         makes = (*[makes[place] for place in end.kept], *[Key(v, rank, ONCE) for v in after.outputs])
         names = end.names(names, after.names)
         return BoundBlock(kind.value, rank, reads, makes, end.function, names, (stage,), adds=adds, ends=True)
+
+    def _begun(
+        self, part: Block, stage: int, ahead: Block, reads: tuple[Key, ...], makes: tuple[Key, ...]
+    ) -> BoundBlock:
+        """Return the first forward call of a stage, which makes what later ones read."""
+        rank, made = self.rank_of[stage], {key: place for place, key in enumerate(ahead.outputs)}
+        places = tuple([made.get(value, -1) for value in part.inputs])
+        begin = beginning(part.function, ahead.function, places)
+        reads = (*[key for key, place in zip(reads, places, strict=True) if place < 0],)
+        reads += tuple([Key(v, rank, ONCE) for v in ahead.inputs])
+        makes += tuple([Key(v, rank, ONCE) for v in ahead.outputs])
+        names = begin.names(part.names, ahead.names)
+        return BoundBlock(
+            Kind.FORWARD.value, rank, reads, makes, begin.function, names, (stage,), begins=True
+        )
 
     def _read(self, value: Value, rank: int, start: bool) -> Key:
         """Return the key that is read of a value: of weights those of the start, or the row's version."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from distsim.errors import IRError
 from distsim.ir import Function, Value
 
+FIRST_CALL, LAST_CALL = "first", "last"
+"""Where a block that runs once a step may be besides its round."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -20,8 +23,10 @@ class Block:
     a layer of one stage only): ``names`` are those of the ops of ``function`` here, ``accumulating_names``
     likewise.
 
-    ``early``: a block that runs once a step and reads nothing but sums of its stage, over microbatches. It
-    may run within the last call that adds to them, each op as soon as its operands are complete.
+    ``place`` says of a block that runs once a step where it is: ``""`` in its round; :data:`LAST_CALL`: it
+    reads nothing but sums of its stage, over microbatches, and may run within the last call that adds to
+    them, each op as soon as its operands are complete; :data:`FIRST_CALL`: it reads nothing but inputs of the
+    program, and runs within the first forward call of its stage, each op one before what it makes is read.
 
     Raises :class:`IRError` when keys and functions do not fit.
     """
@@ -33,7 +38,7 @@ class Block:
     accumulating: Function | None = None
     names: tuple[str, ...] = ()
     accumulating_names: tuple[str, ...] = ()
-    early: bool = False
+    place: str = ""
 
     def __post_init__(self) -> None:
         function, more = self.function, self.accumulating

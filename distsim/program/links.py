@@ -22,8 +22,8 @@ _NAMED = 8
 class Row(NamedTuple):
     """A block as others see it: where it runs, what it reads and makes.
 
-    ``phase`` is None for what runs once per step, in ``round``. ``sums`` are the outputs that are summed over
-    microbatches.
+    ``phase`` is None for what runs once per step, in ``round``: before all else if that is negative. ``sums``
+    are the outputs that are summed over microbatches.
     """
 
     stage: int
@@ -57,7 +57,7 @@ def in_order(rows: Sequence[Row]) -> list[Row]:
 
     def place(row: Row) -> tuple[int, int, int]:
         if row.phase is None:
-            return 2 * last, row.round, row.stage
+            return 2 * last if row.round >= 0 else -1, row.round, row.stage
         return (row.stage if row.phase is Kind.FORWARD else 2 * last - 1 - row.stage), 0, 0
 
     return sorted(rows, key=place)

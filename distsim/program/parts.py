@@ -9,7 +9,7 @@ from functools import cached_property
 from distsim.errors import IRError
 from distsim.ir import Function, Mesh, Value
 from distsim.ops.parts import Shard
-from distsim.program.block import Block, StageBlocks
+from distsim.program.block import FIRST_CALL, LAST_CALL, Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
 from distsim.program.passes.backward_halves import stage_halves
 from distsim.program.passes.overlap_pairs import interleave
@@ -91,18 +91,23 @@ class Parts:
 
     @cached_property
     def early(self) -> Mapping[int, Block]:
-        """By stage what the last call of a pass may go on with (:attr:`Block.early`)."""
-        return {
-            stage: block
-            for stage, (_, _, updates) in enumerate(self.blocks)
-            for _, block in updates
-            if block.early
-        }
+        """By stage what the last call of a pass may go on with (:attr:`Block.place`)."""
+        return self._placed(LAST_CALL)
+
+    @cached_property
+    def ahead(self) -> Mapping[int, Block]:
+        """By stage what its first forward call makes besides (:attr:`Block.place`)."""
+        return self._placed(FIRST_CALL)
+
+    def _placed(self, place: str) -> Mapping[int, Block]:
+        updates = enumerate([own for _, _, own in self.blocks])
+        return {stage: block for stage, own in updates for _, block in own if block.place == place}
 
     @cached_property
     def read_later(self) -> frozenset[Value]:
         """The keys that something reads after the last call of a pass, besides the :attr:`early` blocks."""
-        late = [block for _, _, updates in self.blocks for _, block in updates if not block.early]
+        updates = [block for _, _, own in self.blocks for _, block in own]
+        late = [block for block in updates if block.place != LAST_CALL]
         return frozenset([*[key for block in late for key in block.inputs], *[o.key for o in self.outputs]])
 
     @cached_property

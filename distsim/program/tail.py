@@ -9,7 +9,7 @@ from typing import Protocol
 
 from distsim.ir import Function, Op, Value
 from distsim.ir.type import as_tensor
-from distsim.program.block import Block
+from distsim.program.block import FIRST_CALL, LAST_CALL, Block
 from distsim.program.links import Maker
 from distsim.program.parts import Parts, ProgramOutput
 from distsim.program.table import CONCAT, EVERY, FIRST, LATEST, ONCE, SEND, UPDATE, BoundBlock, Key
@@ -85,9 +85,8 @@ class Tail:
             if maker.phase is not None:
                 stages = () if maker.once else binder.readers.get(key, ())
                 held.append((key, maker.once, (maker.stage, *stages)))
-        if binder.ends_early:
-            early = self.parts.early.items()
-            held += [(key, True, (stage,)) for stage, block in early for key in block.outputs]
+        within = [*self.parts.ahead.items(), *(self.parts.early.items() if binder.ends_early else ())]
+        held += [(key, True, (stage,)) for stage, block in within for key in block.outputs]
         for stage, blocks in enumerate(versions.each if versions else ()):
             versioned = {*versions.successor.values()} if versions else set[Value]()
             held += [(key, key not in versioned, (stage,)) for block in blocks for key in block.outputs]
@@ -121,9 +120,12 @@ class Tail:
         for number in rounds:
             for copy, stage in self._in_order():
                 for own, block in blocks[stage]:
-                    early = block.early and self.binder.ends_early
-                    if own == number and block.outputs and not early:
+                    if own == number and block.outputs and not self._is_within(block):
                         self._update(block, stage, copy)
+
+    def _is_within(self, block: Block) -> bool:
+        """Whether a block runs within a call of a microbatch."""
+        return block.place == FIRST_CALL or (block.place == LAST_CALL and self.binder.ends_early)
 
     def _in_order(self) -> list[tuple[int, int]]:
         """Return every (copy, stage) in the order in which they are updated: as they end on their rank.

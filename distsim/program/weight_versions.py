@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from distsim.errors import ScheduleError
 from distsim.ir import Role, Value, needed_ops
 from distsim.ops.replaced import replaced_inputs
-from distsim.program.block import Block, StageBlocks
+from distsim.program.block import FIRST_CALL, Block, StageBlocks
 from distsim.program.links import Maker
 
 Updates = tuple[tuple[int, Block], ...]
@@ -43,6 +43,12 @@ def weight_versions(
     Raises :class:`ScheduleError` where no stage can update its weights alone: for parameters that stages
     share, for sums of a batch that a pass makes beside those of a step, and where nothing is updated.
     """
+    for _, _, updates in blocks:
+        if any(block.place == FIRST_CALL for _, block in updates):
+            raise ScheduleError(
+                f"{name}: new weights are gathered in the first forward pass of a step, and without a flush "
+                "they are new before that: use overlap_params=off, or 1f1b"
+            )
     successor: dict[Value, Value] = {}
     for block in [block for _, _, updates in blocks for _, block in updates]:
         successor.update(_replaced(block, inputs))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from distsim.ir import Function, Op, Role, Type, Value
 from distsim.program.table import CONCAT, FIRST, LATEST, ONCE, SEND
 from distsim.schedule import LAST, LATER
-from distsim.simulate.memory.rank_calls import Places, RankCalls, SlotCall, TailCall
+from distsim.simulate.memory.rank_calls import BEGINS, Places, RankCalls, SlotCall, TailCall
 
 STEP = -1
 """The label of what there is once a step."""
@@ -72,6 +72,8 @@ class Excerpt:
         self.what: list[tuple[str, int, int]] = []
         self.sums: dict[int, list[Value]] = {}
         self.read_so_far: set[int] = set()
+        makes = [each.makes for (_, how), each in calls.calls if not how & BEGINS]
+        self.summed = {slot for places in makes for slot, which in places if which == ONCE}
         self.own_sums: dict[tuple[int, int], set[int]] = {}  # that calls of a stage and kind add to
         self.gradients: list[Value] = []
         self._write_cells()
@@ -125,7 +127,7 @@ class Excerpt:
                 left[group] -= 1
                 # The first call that adds is the one after that which makes the sums, the last one goes on.
                 wanted = LATER * (group in started) + LAST * (not left[group])
-                ways = (wanted, wanted & LATER, wanted & LAST, 0)
+                ways = (wanted if group in started else BEGINS, wanted, wanted & LATER, wanted & LAST, 0)
                 how = next((each for each in ways if (family, each) in self.blocks), 0)
                 call = self.blocks.get((family, how))
                 started.add(group)
@@ -139,7 +141,7 @@ class Excerpt:
                 self._add(Op(SEND, (value,), ()), ("sent", number, label))
 
     def _write_call(self, family: int, label: int, call: SlotCall, ends: bool) -> None:
-        adding = {slot for slot, which in call.makes if which == ONCE}
+        adding = {slot for slot, which in call.makes if which == ONCE and slot in self.summed}
         own = self.own_sums.setdefault(_summing(family), set())
         own |= adding
         own = own if ends else adding

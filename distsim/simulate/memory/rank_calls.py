@@ -19,6 +19,9 @@ Slots = tuple[int, ...]
 Places = tuple[tuple[int, int], ...]
 """(slot, which): as of keys, :data:`ONCE` for a value of which there is one a step."""
 
+BEGINS = 4
+"""Beside :data:`LATER` and :data:`LAST`: a call makes, once a step, what later ones read."""
+
 _CODES = {kind.value: kind.code for kind in Kind}
 
 
@@ -65,10 +68,10 @@ class RankCalls:
     """What a rank does, whatever its number.
 
     ``calls`` are by (4 * i + kind for its i-th stage, sum of :data:`LATER` if it adds to sums that were made
-    before and :data:`LAST` if it goes on with them); ``sent`` are the slots of the transfers from it that
-    follow calls, by number, ``brought`` those that such transfers bring. ``pairs`` are the places of the
-    inputs that a call (kind and stage, the same sum) reads as gradients if it overlaps another one (2 * its
-    kind and stage, + 1 if that one comes first).
+    before, :data:`LAST` if it goes on with them and :data:`BEGINS` if it makes what later ones read);
+    ``sent`` are the slots of the transfers from it that follow calls, by number, ``brought`` those that such
+    transfers bring. ``pairs`` are the places of the inputs that a call (kind and stage, the same sum) reads
+    as gradients if it overlaps another one (2 * its kind and stage, + 1 if that one comes first).
     """
 
     slots: tuple[Slot, ...]
@@ -149,7 +152,7 @@ def roles_of_ranks(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[d
 
 def _how(block: BoundBlock) -> int:
     """Return what a block does to sums, as of :class:`RankCalls`."""
-    return LATER * block.adds + LAST * block.ends
+    return LATER * block.adds + LAST * block.ends + BEGINS * block.begins
 
 
 class _Builder:

@@ -1,51 +1,40 @@
 """Gradient buckets: many small collectives over data-parallel ranks become few large ones.
 
-Gradients are taken in the order in which the backward pass completes them, which is about the reverse of
-that of the parameters; a bucket is full once it holds so much (torch ``nn/parallel/distributed.py`` and
-``reducer.cpp``, Megatron-LM ``param_and_grad_buffer.py``), or holds those of a layer (torch's FSDP). One
-message moves a bucket (:mod:`distsim.ops.coalescing`): its tensors lie side by side in one buffer, where
+One message moves a bucket (:mod:`distsim.ops.coalescing`): its tensors lie side by side in one buffer, where
 backward writes them. New parameters are gathered by the buckets of their gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from distsim.buckets import Buckets
-from distsim.ir import Attributes, Function, Op, Value
-from distsim.ir.module_names import layer_of
+from distsim.ir import Attributes, Function, Mesh, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.coalescing import in_messages
+from distsim.ops.parts import flat_part
+from distsim.transforms.data_parallel.gradient_buckets import (
+    GradientReduction,
+    gradient_buckets,
+    grouped,
+)
 from distsim.transforms.op_graph import Numbered, StageMap
-from distsim.transforms.sharding.collectives import TENSOR
-
-Item = TypeVar("Item")
-
-REDUCTIONS = ("MPIAllreduce", "MPIReduceScatter")
-"""What sums gradients over ranks."""
 
 
 class Bucketed(NamedTuple):
-    """A function with its stages, and which of its ops reduce buckets early, or prepare for that."""
+    """A function with its stages.
+
+    ``early`` are the ops that reduce buckets during backward, or prepare for that, ``ahead`` those that
+    gather parameters when a step begins.
+    """
 
     function: Numbered
     assigned: StageMap
     early: frozenset[int]
-
-
-class _Gradient(NamedTuple):
-    """An op that reduces a gradient, the ops that write it flat before that, what made it; on which stage.
-
-    Once a step, ``made`` is the sum over microbatches.
-    """
-
-    reduction: int
-    before: tuple[int, ...]
-    made: int
-    stage: int
+    ahead: frozenset[int]
 
 
 def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) -> Bucketed:
@@ -55,54 +44,10 @@ def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) ->
     reduced once a step, after the sum over microbatches, is summed over other ranks (tp) after that, all at
     once, as in Megatron-LM's ``finalize_model_grads``. Without ``buckets`` the function itself.
     """
-    found = _gradients(function, assigned) if buckets is not None else []
+    found = gradient_buckets(function, assigned, buckets) if buckets is not None else []
     if buckets is None or not found:
-        return Bucketed(function, assigned, frozenset())
+        return Bucketed(function, assigned, frozenset(), frozenset())
     return _BucketWriter(function, assigned, buckets).write(found)
-
-
-def _gradients(function: Numbered, assigned: StageMap) -> list[_Gradient]:
-    found: list[_Gradient] = []
-    within = {  # what a microbatch waits for, which is no gradient of a parameter
-        value
-        for number, read in enumerate(function.reads)
-        for value in (() if function.sums[number] or function.steps[number] else read)
-    }
-    for number, op in enumerate(function.ops):
-        if not _reduces(op) or function.forward[number] or not within.isdisjoint(function.makes[number]):
-            continue
-        step, uses, makes = function.steps[number], function.uses, function.makes
-        before: list[int] = []
-        made = function.producer[function.reads[number][0]]
-        while made >= 0 and _is_before(function, made, step):
-            before.insert(0, made)
-            made = function.producer[function.reads[made][0]]
-        alone = all(uses[makes[each][0]] == 1 for each in before)
-        if not alone or made < 0:
-            continue
-        if not step:
-            found.append(_Gradient(number, tuple(before), made, assigned.stage[number]))
-        elif function.sums[made] and not function.forward[made] and uses[makes[made][0]] == 1:
-            found.append(_Gradient(number, tuple(before), made, assigned.stage[made]))
-    return found
-
-
-def _is_before(function: Numbered, number: int, step: bool) -> bool:
-    """Whether an op may stand between what makes a gradient and what reduces it."""
-    op = function.ops[number]
-    if step:
-        return function.steps[number] and len(function.reads[number]) == 1
-    return op.op_type in ("Pad", "Reshape")
-
-
-def _reduces(op: Op) -> bool:
-    """Whether an op sums one tensor over the data-parallel ranks."""
-    return (
-        op.op_type in REDUCTIONS
-        and op.attributes["axis"] != TENSOR
-        and op.attributes.get("reduce", "sum") == "sum"
-        and len(op.inputs) == 1
-    )
 
 
 class _BucketWriter:
@@ -110,29 +55,25 @@ class _BucketWriter:
 
     def __init__(self, function: Numbered, assigned: StageMap, buckets: Buckets) -> None:
         self.function, self.assigned, self.buckets = function, assigned, buckets
-        self.arrivals: dict[Function, dict[Value, tuple[int, ...]]] = {}
         self.bucket_of: dict[Value, int] = {}  # by the gradient as it is after its reduction
-        self.units: dict[int, int] = {}
+        self.axis_of: dict[Value, str] = {}  # over which a parameter is divided
+        self.whole: dict[tuple[Value, int], Value] = {}  # parameters as they were gathered on a stage
+        self.gathered_on: dict[Value, int] = {}  # and the first of those stages
         self.missing: set[Value] = set()  # what follows from buckets that have not been sent
         self.waiting: dict[int, list[Op]] = {}
-        self.held: dict[_Gradient, Value] = {}  # those that wait for all others
+        self.held: dict[GradientReduction, Value] = {}  # those that wait for all others
         self.ops: list[Op] = []
         self.stages: list[int] = []
 
-    def write(self, found: Sequence[_Gradient]) -> Bucketed:
+    def write(self, buckets: Sequence[Sequence[GradientReduction]]) -> Bucketed:
         """Return the function: what runs for each microbatch, the buckets, what else runs once a step."""
         function, ops = self.function, self.function.ops
-        if self.buckets.layers:
-            self._find_units()
-        filled_ = [
-            bucket
-            for group in _grouped(found, self._kind)
-            for bucket in _filled(sorted(group, key=self._arrival), self._size, self.buckets)
-        ]
-        once = [bucket for bucket in filled_ if function.steps[bucket[0].reduction]]
-        each = [bucket for bucket in filled_ if not function.steps[bucket[0].reduction]]
-        for number, bucket in enumerate(filled_):
+        once = [bucket for bucket in buckets if function.steps[bucket[0].reduction]]
+        each = [bucket for bucket in buckets if not function.steps[bucket[0].reduction]]
+        for number, bucket in enumerate(buckets):
             self.bucket_of.update({ops[own.reduction].outputs[0]: number for own in bucket})
+        self._gather_ahead()
+        ahead = frozenset(range(len(self.ops)))
         self._write_passes(each)
         first, later = len(self.ops), list[Op]()
         if not self.buckets.early:
@@ -150,72 +91,54 @@ class _BucketWriter:
         made = Numbered(Function(function.name, tuple(function.inputs), tuple(self.ops), outputs))
         place = {value: i for i, value in enumerate(made.values)}
         homes = {place[function.values[value]]: at for value, at in self.assigned.homes.items()}
-        return Bucketed(made, StageMap(self.stages, homes), frozenset(early))
+        return Bucketed(made, StageMap(self.stages, homes), frozenset(early), ahead)
 
     def _add(self, op: Op, stage: int = -1) -> None:
-        self.ops.append(op)
+        inputs = op.inputs
+        if self.whole and not {*inputs}.isdisjoint(self.gathered_on):
+            inputs = tuple([self._as_gathered(value, stage) for value in inputs])
+        self.ops.append(op if inputs == op.inputs else replace(op, inputs=inputs))
         self.stages.append(stage)
 
-    # --- which gradients are of a bucket --------------------------------------------------------------
+    # --- parameters when a step begins ----------------------------------------------------------------
 
-    def _find_units(self) -> None:
-        """Number the units of the backward pass: a Call, or a run of ops of one layer between Calls."""
-        count, open_ = 0, dict[int, tuple[int, str]]()
-        for number, op in enumerate(self.function.ops):
-            function, stage = self.function, self.assigned.stage[number]
-            if function.forward[number] or function.steps[number] or function.loose[number]:
-                continue
-            unit, layer = open_.get(stage, (-1, ""))
-            if op.is_call or unit < 0 or (layer_of(op) and layer_of(op) != layer):
-                count, unit, layer = count + 1, count, layer_of(op)
-            self.units[number] = unit
-            open_[stage] = (-1, "") if op.is_call else (unit, layer)
+    def _as_gathered(self, value: Value, stage: int) -> Value:
+        """Return a parameter as it is on a stage; for what runs once a step on the first that has it."""
+        home = self.gathered_on.get(value, -1)
+        return self.whole.get((value, stage if stage >= 0 else home), value)
 
-    def _kind(self, each: _Gradient) -> Hashable:
-        op = self.function.ops[each.reduction]
-        type_ = as_tensor(op.inputs[0].type, op.inputs[0].name)
-        unit = self.units.get(self._source(each)[0], -1) if self.buckets.layers else 0
-        return each.stage, op.op_type, op.attributes, type_.dtype, type_.device, unit
-
-    def _size(self, each: _Gradient) -> int:
-        sent = self.function.ops[each.reduction].inputs[0]
-        type_ = as_tensor(sent.type, sent.name)
-        return type_.size if self.buckets.elements else type_.nbytes
-
-    def _source(self, each: _Gradient) -> tuple[int, Value]:
-        """Return the op of the backward pass that makes a gradient, and what it makes; -1 for none."""
+    def _gather_ahead(self) -> None:
+        """Gather each parameter on the stages that read it, by the buckets of their gradients."""
+        if not self.buckets.ahead:
+            return
         function = self.function
-        number, value = each.made, function.makes[each.made][0]
-        if function.sums[number]:
-            value = function.reads[number][0]
-            number = function.producer[value]
-        elif each.before:
-            value = function.reads[each.before[0]][0]
-        else:
-            value = function.reads[each.reduction][0]
-        while number >= 0 and function.ops[number].op_type == "GradientCast":
-            value = function.reads[number][0]
-            number = function.producer[value]
-        return number, function.values[value]
-
-    def _arrival(self, each: _Gradient) -> tuple[int, ...]:
-        """Return when the backward pass completes a gradient: after which op, within a Call after which."""
-        number, value = self._source(each)
-        return (number, *self._within(self.function.ops[number], value)) if number >= 0 else ()
-
-    def _within(self, op: Op, value: Value) -> tuple[int, ...]:
-        if not op.is_call:
-            return ()
-        known = self.arrivals.get(op.callee)
-        if known is None:
-            known = self.arrivals[op.callee] = {}
-            for number, inner in enumerate(op.callee.ops):
-                known.update({made: (number, *self._within(inner, made)) for made in inner.outputs})
-        return known.get(op.callee.outputs[op.outputs.index(value)], ())
+        bucket_of = self._buckets_of_parameters()
+        stages: dict[Value, dict[int, None]] = {}
+        for number, op in enumerate(function.ops):
+            for value in () if function.steps[number] else op.inputs:
+                if value in bucket_of:
+                    stages.setdefault(value, {})[self.assigned.stage[number]] = None
+        sent: dict[tuple[int, int], list[Op]] = {}
+        for value, own in stages.items():
+            type_ = as_tensor(value.type, value.name)
+            self.gathered_on[value], axis = min(own), self.axis_of[value]
+            ranks = type_.device.axis_size(axis) if isinstance(type_.device, Mesh) else 1
+            for stage in own:
+                part = Value(value.name, type_.with_shape((flat_part(type_.size, ranks),)))
+                self.ops.append(Op("LocalPart", (value,), (part,), Attributes({"axis": axis})))
+                self.stages.append(stage)
+                made = self.whole[value, stage] = Value(value.name, type_)
+                attributes = Attributes({"axis": axis, "shapes": (type_.shape,)})
+                gather = Op("MPIAllgatherInto", (part, value), (made,), attributes)
+                sent.setdefault((bucket_of[value], stage), []).append(gather)
+        for (_, stage), gathers in sent.items():
+            for op in in_messages(gathers):
+                self.ops.append(op)
+                self.stages.append(stage)
 
     # --- what runs for each microbatch ----------------------------------------------------------------
 
-    def _write_passes(self, buckets: Sequence[Sequence[_Gradient]]) -> None:
+    def _write_passes(self, buckets: Sequence[Sequence[GradientReduction]]) -> None:
         """Write these ops, each bucket where its last gradient was reduced.
 
         What reads a bucket, the sum over microbatches, does so when the next one is sent, as torch's FSDP2
@@ -278,7 +201,7 @@ class _BucketWriter:
 
     # --- what runs once a step ------------------------------------------------------------------------
 
-    def _hold_back(self, buckets: Sequence[Sequence[_Gradient]]) -> None:
+    def _hold_back(self, buckets: Sequence[Sequence[GradientReduction]]) -> None:
         """Let a gradient of each bucket be there when all of its stage are."""
         ops = self.function.ops
         sums: dict[int, list[Value]] = {}
@@ -291,7 +214,7 @@ class _BucketWriter:
                 late = self.held[bucket[0]] = Value(first.name, first.type)
                 self._add(Op("OptimizationBarrier", (first, *others), (late,)))
 
-    def _reduce(self, bucket: Sequence[_Gradient]) -> list[Op]:
+    def _reduce(self, bucket: Sequence[GradientReduction]) -> list[Op]:
         """Add the op that reduces a bucket; return what is to be done to its gradients after that."""
         ops, later, sent = self.function.ops, list[Op](), list[Op]()
         for each in bucket:
@@ -323,40 +246,30 @@ class _BucketWriter:
         gathers = [op for op in ops if op.op_type == "MPIAllgatherInto"]
         if not gathers:
             return list(ops)
-        producer = {value: op for op in self.function.ops for value in op.outputs}
         home = {self.function.values[value]: at[0] for value, at in self.assigned.homes.items()}
-        gradient_of = {op.inputs[0]: op.inputs[1] for op in ops if op.op_type == "LocalPart"}
+        bucket_of = self._buckets_of_parameters()
 
         def bucket(op: Op) -> tuple[int, int]:
-            """Return the bucket and the stage; of one whose gradient is in none, itself."""
-            value: Value | None = gradient_of.get(op.inputs[1])
-            while value is not None and value not in self.bucket_of:
-                made = producer.get(value)
-                value = made.inputs[0] if made is not None and made.inputs else None
-            stage = home.get(op.inputs[1], -1)
-            return (self.bucket_of[value], stage) if value is not None else (-1, gathers.index(op))
+            """Return the bucket and the stage."""
+            return bucket_of[op.inputs[1]], home.get(op.inputs[1], -1)
 
         gone = {*gathers}
         rest = [op for op in ops if op not in gone]
-        return [*rest, *[op for group in _grouped(gathers, bucket) for op in in_messages(group)]]
+        return [*rest, *[op for group in grouped(gathers, bucket) for op in in_messages(group)]]
 
-
-def _grouped(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> list[list[Item]]:
-    """Return items of one kind together, kinds in order of appearance."""
-    found: dict[Hashable, list[Item]] = {}
-    for item in items:
-        found.setdefault(kind(item), []).append(item)
-    return list(found.values())
-
-
-def _filled(items: Iterable[Item], size: Callable[[Item], int], buckets: Buckets) -> Iterator[list[Item]]:
-    """Yield the items of each bucket, in order."""
-    bucket, left = list[Item](), buckets.first
-    for item in items:
-        bucket.append(item)
-        left -= size(item)
-        if left <= 0:
-            yield bucket
-            bucket, left = [], buckets.limit
-    if bucket:
-        yield bucket
+    def _buckets_of_parameters(self) -> dict[Value, int]:
+        """Return the bucket of each parameter that is updated by its parts; one whose gradient is in none
+        has one of its own."""
+        function, found = self.function, dict[Value, int]()
+        producer = {value: op for op in function.ops for value in op.outputs}
+        for number, op in enumerate(function.ops):
+            if not function.steps[number] or op.op_type != "LocalPart":
+                continue
+            parameter, gradient = op.inputs
+            self.axis_of[parameter] = op.attributes["axis"]
+            value: Value | None = gradient
+            while value is not None and value not in self.bucket_of:
+                made = producer.get(value)
+                value = made.inputs[0] if made is not None and made.inputs else None
+            found[parameter] = -1 - len(found) if value is None else self.bucket_of[value]
+        return found

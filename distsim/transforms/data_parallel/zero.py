@@ -39,7 +39,7 @@ _BY_ELEMENT = ("GradientCopy", "ScaleGradient")
 """What may stand between the sum of a gradient and its update, besides views."""
 
 
-def zero(local: Sharded, stage: int = 3, smallest: int = 1) -> Sharded:
+def zero(local: Sharded, stage: int = 3, smallest: int = 1, ahead: bool = False) -> Sharded:
     """Divide over the dp ranks what a stage of ZeRO divides of what :func:`shard` made.
 
     Of each parameter of at least ``smallest`` elements, as tp leaves it, of its gradient or its optimizer
@@ -47,6 +47,9 @@ def zero(local: Sharded, stage: int = 3, smallest: int = 1) -> Sharded:
     In stage 3 the whole parameter is gathered at the top level, before the first op or Call that reads it:
     once for each run of ops between Calls, and for each Call, that reads it in forward; backward reads what
     forward gathered (:func:`gathered` tags it to be gathered again instead).
+
+    ``ahead``: before stage 3, a step ends with each rank's part of the new parameters: who cuts the function
+    into stages gathers them when the next step begins (:func:`bucketed`).
 
     ``local`` must be on a mesh with all its replicas, since shapes depend on how many there are. Raises
     :class:`PlanError` if it is not, for an update that does more than go through a parameter element by
@@ -68,7 +71,7 @@ def zero(local: Sharded, stage: int = 3, smallest: int = 1) -> Sharded:
         for v in local.function.parameters
         if as_tensor(v.type, v.name).size >= max(smallest, 1)
     }
-    return _Divider(local, axis, stage, {v: own for v, own in chosen.items() if own}).run()
+    return _Divider(local, axis, stage, {v: own for v, own in chosen.items() if own}, ahead).run()
 
 
 class _Divider:
@@ -78,9 +81,9 @@ class _Divider:
     which a batch and its sequences are divided, or, of an expert, some of them.
     """
 
-    def __init__(self, local: Sharded, axis: str, stage: int, chosen: dict[Value, str]) -> None:
+    def __init__(self, local: Sharded, axis: str, stage: int, chosen: dict[Value, str], ahead: bool) -> None:
         self.local, self.axis, self.function = local, axis, local.function
-        self.stage, self.chosen = stage, chosen
+        self.stage, self.chosen, self.ahead = stage, chosen, ahead
         self.parameters = dict(chosen) if stage == 3 else {}  # that are divided, and casts of them
         self.divided = dict(self.parameters)  # and all that is divided like them: over which axis
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
@@ -123,9 +126,9 @@ class _Divider:
             axis = self.chosen[update.parameter]
             new, *others = update.results
             self.divided |= dict.fromkeys([*update.state, *others], axis)
-            if self.stage == 3:
+            if self.stage == 3 or self.ahead:
                 self.divided[new] = axis
-            else:
+            if self.stage < 3:
                 self.updates.setdefault(op, []).append(update)
             self._plan_gradient(update.gradient, axis)
 
@@ -322,7 +325,7 @@ class _Divider:
             subfunctions = [self.callees[op.callee, types]]
         made = self.maker.copy(op, values, subfunctions=subfunctions)
         self.env.update(zip(op.outputs, made, strict=True))
-        for update in updates:
+        for update in () if self.ahead else updates:
             new, old = update.results[0], self.env[update.parameter]
             shape = as_tensor(old.type, old.name).shape
             parts = [self.env[new], old]

@@ -26,7 +26,7 @@ from distsim.ir import (
 from distsim.ir.rewrite import inline
 from distsim.ops import operator
 from distsim.ops.replaced import replaced_by
-from distsim.program.block import StageBlocks
+from distsim.program.block import FIRST_CALL, LAST_CALL, StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Schedule
@@ -267,12 +267,16 @@ def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool
     return len({assigned.stage[op] for op in makers if op >= 0 and assigned.stage[op] >= 0}) > 1
 
 
+_NAMES = {"R": "reduce", "A": "gather"}
+"""What runs once a step within the last backward call of a stage, and within its first forward call."""
+
+
 class _Cutter:
     """Puts the ops of a function whose stages are assigned into blocks."""
 
     def __init__(self, local: Sharded, source: _Source, made: Bucketed, count: int) -> None:
         self.local, self.source, self.count = local, source, count
-        self.function, assigned, self.early = made
+        self.function, assigned, self.early, self.ahead = made
         self.homes = assigned.homes
         self.stage = list(assigned.stage)
         function = self.function
@@ -311,8 +315,10 @@ class _Cutter:
         for index in range(self.count):
             rounds = sorted(r for s, phase, r in groups if s == index and phase == "U")
             updates = [(r, make.block("update", groups[index, "U", r])) for r in rounds]
-            if (index, "R", 0) in groups:
-                updates.insert(0, (0, replace(make.block("reduce", groups[index, "R", 0]), early=True)))
+            for phase, place, number in (("R", LAST_CALL, 0), ("A", FIRST_CALL, -1)):
+                if (index, phase, 0) in groups:
+                    block = make.block(_NAMES[phase], groups[index, phase, 0])
+                    updates.insert(0, (number, replace(block, place=place)))
             forward = make.block("forward", groups.get((index, "F", 0), empty))
             backward = make.block("backward", groups.get((index, "B", 0), empty))
             stages.append((forward, backward, tuple(updates)))
@@ -327,8 +333,8 @@ class _Cutter:
         for op, stage in enumerate(self.stage):
             if function.loose[op]:
                 continue
-            if op in self.early:
-                key = (stage, "R", 0)
+            if op in self.early or op in self.ahead:
+                key = (stage, "R" if op in self.early else "A", 0)
             elif function.steps[op]:
                 key = (stage, "U", self.round[op])
             else:
@@ -387,7 +393,8 @@ class _Cutter:
         """Return the other stages that hold the parameter of which ``value`` is the new one."""
         made = self.function.ops[op]
         taken = replaced_by(made).get(value - self.function.makes[op][0])
-        if taken is None or made.inputs[taken].role is not Role.PARAMETER:
+        if taken is None:
             return ()
-        homes = self.homes.get(self.function.reads[op][taken], ())
+        old = self._viewed(self.function.reads[op][taken])
+        homes = self.homes.get(old, ()) if self.function.values[old].role is Role.PARAMETER else ()
         return tuple([other for other in homes if other != stage])

@@ -63,8 +63,7 @@ class Sharded:
     ``mesh`` may be a pattern on which two data-parallel ranks stand for all ``dp``; ``needs_dp``: it may
     not, because a shape depends on how many there are (see :func:`shard`). ``remarks`` are the
     notes of the function that was sharded. ``kernels``: which of its ops one kernel runs, ``buckets``: which
-    gradients are reduced together, once it is cut. ``decisions`` are by
-    axis of the mesh, the batch's first.
+    gradients are reduced together, once it is cut. ``decisions`` are by axis of the mesh, the batch's first.
     """
 
     function: Function

@@ -1,0 +1,177 @@
+"""Passes with what runs once a step within them: gathers before the first one, reductions after the last one.
+
+So gradients are reduced over ranks bucket by bucket during the last backward pass: frameworks hold the
+buckets back until the last microbatch (``no_sync``), then start each as soon as it is full. And so new
+parameters are gathered during the first forward pass of the next step, a bucket while the one before is used
+(Megatron-LM's ``--overlap-grad-reduce`` and ``--overlap-param-gather``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from distsim.cache import Cache
+from distsim.ir import Function, Op, Value
+from distsim.ops import operator
+
+Places = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """A pass with another function within it: its own outputs at ``kept``, then those of the other.
+
+    ``origins`` says of each op which one it is: (0, place in the pass) or (1, place in the other); nothing
+    of a barrier that keeps the two apart.
+    """
+
+    function: Function
+    kept: Places
+    origins: tuple[tuple[int, int] | None, ...]
+
+    def names(self, own: Sequence[str], other: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the ops, given those of the pass and of the other, if there are any."""
+        given = own, other
+        if not (own or other):
+            return ()
+        return tuple([given[at[0]][at[1]] if at and given[at[0]] else "" for at in self.origins])
+
+
+_JOINED = Cache[Function, Joined]("passes with what runs once a step within them, by that", 8)
+
+
+def ending(function: Function, after: Function, sums: Places, others: frozenset[int]) -> Joined:
+    """Return a pass that runs the ops of ``after`` in their order, each as soon as what it reads is there.
+
+    The inputs of ``after`` are the outputs of the pass at ``sums``, which it no longer returns, but those at
+    ``others``, which something else reads as well. Made once.
+    """
+    return _JOINED.get(function, (after, sums, others), lambda: _Joiner(function).ended(after, sums, others))
+
+
+def beginning(function: Function, before: Function, places: Places) -> Joined:
+    """Return a pass that makes some of its inputs by the ops of ``before``, whose inputs follow its own.
+
+    ``places`` says of each input of the pass which output of ``before`` it is, -1 for none: those are no
+    inputs any more. What one collective makes is gathered when the pass begins to read what the one before
+    makes; the first waits for what its reader waits for besides. Made once.
+    """
+    return _JOINED.get(function, (before, places), lambda: _Joiner(function).begun(before, places))
+
+
+class _Joiner:
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.ops: list[Op] = []
+        self.origins: list[tuple[int, int] | None] = []
+
+    def _add(self, op: Op, origin: tuple[int, int] | None) -> None:
+        self.ops.append(op)
+        self.origins.append(origin)
+
+    def _joined(self, inputs: Sequence[Value], kept: Places, made: Sequence[Value], name: str) -> Joined:
+        outputs = (*[self.function.outputs[place] for place in kept], *made)
+        function = Function(f"{self.function.name}_{name}", tuple(inputs), tuple(self.ops), outputs)
+        return Joined(function, kept, tuple(self.origins))
+
+    # --- the last call --------------------------------------------------------------------------------
+
+    def ended(self, after: Function, sums: Places, others: frozenset[int]) -> Joined:
+        """Return what :func:`ending` does."""
+        function = self.function
+        env = {own: function.outputs[place] for own, place in zip(after.inputs, sums, strict=True)}
+        missing = {*env.values()} - {*function.inputs}
+        left = list(enumerate(after.ops))
+        for place, op in enumerate(function.ops):
+            self._add(op, (0, place))
+            if not missing.isdisjoint(op.outputs):
+                missing.difference_update(op.outputs)
+                left = self._go_on(left, env, missing)
+        self._go_on(left, env, missing)
+        gone = {*sums} - others
+        kept = tuple([place for place in range(len(function.outputs)) if place not in gone])
+        return self._joined(function.inputs, kept, [env[value] for value in after.outputs], "last")
+
+    def _go_on(
+        self, left: list[tuple[int, Op]], env: dict[Value, Value], missing: set[Value]
+    ) -> list[tuple[int, Op]]:
+        """Add the ops that come next, up to one that waits for a sum; return what is left."""
+        for number, (place, op) in enumerate(left):
+            inputs = tuple([env.get(value, value) for value in op.inputs])
+            if not missing.isdisjoint(inputs):
+                return left[number:]
+            outputs = tuple([Value(value.name, value.type) for value in op.outputs])
+            env.update(zip(op.outputs, outputs, strict=True))
+            self._add(replace(op, inputs=inputs, outputs=outputs), (1, place))
+        return []
+
+    # --- the first call -------------------------------------------------------------------------------
+
+    def begun(self, before: Function, places: Places) -> Joined:
+        """Return what :func:`beginning` does."""
+        function = self.function
+        made = {
+            before.outputs[at]: value for at, value in zip(places, function.inputs, strict=True) if at >= 0
+        }
+        env: dict[Value, Value] = {
+            value: Value(value.name, value.type, value.role) for value in before.inputs
+        }
+        buckets = self._buckets(before, made)
+        readers = [reader for reader, _ in buckets]
+        for number in range(len(buckets)):  # each is gathered where the one before is read first
+            readers[number] = buckets[max(number - 1, 0)][0]
+        ahead = list(zip(readers, [own for _, own in buckets], strict=True))
+        for place, op in enumerate(function.ops):
+            while ahead and ahead[0][0] == place:
+                self._gather(before, ahead.pop(0)[1], env, made, self._anchor(op, made))
+            self._add(op, (0, place))
+        for _, own in ahead:
+            self._gather(before, own, env, made, None)
+        given = [value for value, at in zip(function.inputs, places, strict=True) if at < 0]
+        inputs = (*given, *[env[value] for value in before.inputs])
+        kept = tuple(range(len(function.outputs)))
+        outputs = [made.get(value, env.get(value, value)) for value in before.outputs]
+        return self._joined(inputs, kept, outputs, "first")
+
+    def _buckets(self, before: Function, made: Mapping[Value, Value]) -> list[tuple[int, list[int]]]:
+        """Return, in order, where each collective is read first, and its ops with those that lead to it."""
+        function = self.function
+        first: dict[Value, int] = {}
+        for place in reversed(range(len(function.ops))):
+            first.update(dict.fromkeys(function.ops[place].inputs, place))
+        found: list[tuple[int, list[int]]] = []
+        producer = {value: place for place, op in enumerate(before.ops) for value in op.outputs}
+        for place, op in enumerate(before.ops):
+            if operator(op.op_type).moves:
+                read = [first.get(made[value], len(function.ops)) for value in op.outputs if value in made]
+                own = [producer[value] for value in op.inputs if value in producer]
+                found.append((min(read, default=len(function.ops)), [*own, place]))
+        return sorted(found, key=lambda bucket: bucket[0])
+
+    def _anchor(self, op: Op, made: Mapping[Value, Value]) -> Value | None:
+        """Return what an op waits for besides weights, if it does."""
+        weights = {*made.values()}
+        read = [value for value in op.inputs if value not in weights]
+        last = {value: place for place, own in enumerate(self.ops) for value in own.outputs}
+        return max(read, key=lambda value: last.get(value, -1), default=None)
+
+    def _gather(
+        self,
+        before: Function,
+        places: Sequence[int],
+        env: dict[Value, Value],
+        made: Mapping[Value, Value],
+        anchor: Value | None,
+    ) -> None:
+        """Add the ops of a collective, behind a barrier that waits for ``anchor``."""
+        for place in places:
+            op = before.ops[place]
+            inputs = [env.get(value, value) for value in op.inputs]
+            if anchor is not None and operator(op.op_type).moves:
+                late = Value(inputs[0].name, inputs[0].type)
+                self._add(Op("OptimizationBarrier", (inputs[0], anchor), (late,)), None)
+                inputs[0] = late
+            outputs = tuple([made.get(value, Value(value.name, value.type)) for value in op.outputs])
+            env.update(zip(op.outputs, outputs, strict=True))
+            self._add(replace(op, inputs=tuple(inputs), outputs=outputs), (1, place))
