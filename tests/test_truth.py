@@ -86,7 +86,7 @@ def test_who_measured_and_what_does_not_matter(column):
         ({"arch": "bert"}, "sizes of a bert"),
         ({"moe_experts": "8"}, "sizes of a gpt"),
         ({"arch": "llama", "moe_experts": "8"}, "column moe_topk"),
-        ({"hw_gpu": "TPU"}, "a preset for TPU"),
+        ({"hw_gpu": "TPU"}, "a preset for 'TPU'"),
         ({"framework": "pencil"}, "a stack for 'pencil'"),
         ({"hidden": ""}, "a number in column hidden"),
         ({"hidden": "1e999"}, "a number in column hidden"),
@@ -293,7 +293,7 @@ def test_the_tables_of_memory_are_written(tmp_path, monkeypatch):
     for row in found.values():
         error = float(row["predicted_GiB"]) / float(row["measured_GiB"]) - 1
         assert float(row["error"]) == pytest.approx(error, rel=1e-4)
-    assert "a preset for TPU" in (tmp_path / "memory_cases_missing.csv").read_text()
+    assert "a preset for 'TPU'" in (tmp_path / "memory_cases_missing.csv").read_text()
 
 
 def test_predictions_are_written_whatever_becomes_of_a_row(tmp_path, monkeypatch, capsys):
@@ -324,7 +324,7 @@ def test_predictions_are_written_whatever_becomes_of_a_row(tmp_path, monkeypatch
         assert (found[name]["pred_oom"], found[name]["low"], found[name]["high"]) == ("no", "", "")
     assert all(not cell for name in "bd" for key, cell in found[name].items() if key != "id")
     printed = capsys.readouterr().out
-    assert "a preset for TPU" in printed and "ZeroDivisionError: of a test" in printed
+    assert "a preset for 'TPU'" in printed and "ZeroDivisionError: of a test" in printed
     assert out.with_suffix(".png").is_file()
 
 
@@ -363,3 +363,40 @@ def test_columns_in_any_case_and_short_rows(tmp_path):
 def test_the_cluster_is_large_enough_for_the_plan():
     assert len(case_of(GPT).topology().devices) == 8
     assert len(case_of(GPT | {"dp": "3", "global_batch": "12"}).topology().devices) == 16
+
+
+@pytest.mark.parametrize(
+    ("changed", "cluster"),
+    [
+        ({"hw_gpu": "A100-SXM4-40GB (DGX-A100)"}, "dgx-a100-40gb:1"),
+        ({"hw_gpu": "NVIDIA A100", "gpu_mem_gb": "40"}, "dgx-a100-40gb:1"),
+        ({"hw_gpu": "V100-SXM3-32GB (DGX-2)", "gpus_per_node": "16"}, "dgx-2:1"),
+        ({"hw_gpu": "V100", "intra_link": "NVLink2 hybrid cube mesh"}, "dgx-1:1"),
+        ({"hw_gpu": "V100", "gpus_per_node": "8"}, "dgx-2:1 devices_per_node=8"),
+        ({"hw_gpu": "H100 96GB HBM2e"}, "hgx-h100-96gb:1"),
+        ({"hw_gpu": "H800-SXM"}, "dgx-h100:1 nvlink.bandwidth=200GB/s"),
+        ({"hw_gpu": "H200", "gpu_mem_gb": "141"}, "dgx-h200:1"),
+        (
+            {"hw_gpu": "RTX 3090", "gpus_per_node": "8"},
+            "rtx-3090:1 devices_per_node=8 ethernet.devices_per_port=8",
+        ),
+        ({"hw_gpu": "AMD Instinct MI250X"}, "mi250x:1"),
+        ({"hw_gpu": "GB200", "gpus_per_node": "4"}, "gb200-nvl72:1 devices_per_node=4 nvlink.group_size=72"),
+        ({"inter_bw_gbps_per_node": "1600"}, "dgx-a100:1"),
+        ({"inter_bw_gbps_per_node": "100"}, "dgx-a100:1 infiniband.bandwidth=1562500000B/s"),
+        (
+            {"inter_link": "InfiniBand HDR 4x200Gb/s per node", "inter_bw_gbps_per_node": "800"},
+            "dgx-a100:1 infiniband.devices_per_port=2",
+        ),
+        (
+            {"inter_link": "1 x 100 Gb/s RoCE"},
+            "dgx-a100:1 infiniband.devices_per_port=8 infiniband.bandwidth=12500000000B/s",
+        ),
+        ({"intra_bw_gbps_unidir": "200"}, "dgx-a100:1 nvlink.bandwidth=200000000000B/s"),
+    ],
+    ids=str,
+)
+def test_clusters_of_rows(changed, cluster):
+    case = case_of(GPT | changed)
+    assert str(case.cluster) == cluster
+    assert len(case.topology().devices) >= case.plan.devices

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from distsim.cache import cached
-from distsim.hardware import load_cluster
 from distsim.ir import Function, Topology
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
@@ -22,7 +21,7 @@ from distsim.transforms.autodiff.optimizers import optimizer_named
 from distsim.transforms.autodiff.precision import Precision
 from distsim.truth.architecture import sizes_of
 from distsim.truth.layout import global_batch, layout_of, zero_of
-from distsim.truth.machine import cluster_of
+from distsim.truth.machine import Cluster, cluster_of
 from distsim.truth.row import Row, number
 from distsim.truth.software import software_of
 
@@ -42,7 +41,7 @@ class Case:
     attention: str
     kernels: str
     stack: Stack
-    cluster: str
+    cluster: Cluster
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -52,7 +51,7 @@ class Case:
 
     def topology(self) -> Topology:
         """Return the cluster of the row."""
-        return _topology(self.cluster)
+        return self.cluster.topology()
 
 
 def case_of(row: Row) -> Case:
@@ -69,7 +68,7 @@ def case_of(row: Row) -> Case:
     return Case(
         *(sizes, number(row, "seq"), global_batch(row), layout.plan),
         *(software.precision, software.attention, software.kernels, stack),
-        cluster_of(row, layout.plan.devices),
+        cluster_of(row, layout.plan.devices, assumed),
         tuple(assumed),
         layout.left_out,
     )
@@ -81,8 +80,3 @@ def _joint(
 ) -> Function:
     model = decoder(sizes, batch, seq, attention=attention)
     return differentiate(add_loss(model, "auto"), optimizer_named(stack.optimizer), (), precision, stack.clip)
-
-
-@cached("clusters of rows, by name", 16)
-def _topology(name: str) -> Topology:
-    return load_cluster(name)
