@@ -50,6 +50,7 @@ class Outcome:
     failed: str = ""
     took: float = 0.0
     left_out: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     @property
     def predicted(self) -> bool:
@@ -109,9 +110,8 @@ def outcome_of(row: Row, limit: float) -> Outcome:
         found = predict(case)
         peak = shown_peak(found.peak, kind, found.device) / unit
         took = time.perf_counter() - start
-        return Outcome(
-            found.seconds, baseline_seconds(case), peak, found.fits, took=took, left_out=case.left_out
-        )
+        said = {"left_out": case.left_out, "assumed": case.assumed}
+        return Outcome(found.seconds, baseline_seconds(case), peak, found.fits, took=took, **said)
     except (MissingFeatureError, DistsimError) as error:
         return Outcome(missing=str(error), took=time.perf_counter() - start)
     except TimeoutError:
@@ -161,7 +161,7 @@ def line(row: Row, outcome: Outcome) -> list[str]:
     """Return the cells of a row in the table of predictions."""
     if not outcome.predicted:
         return [row["id"], "", "", "", "", ""]
-    oom = "no" if outcome.fits else "yes"
+    oom = "false" if outcome.fits else "true"
     return [row["id"], f"{outcome.seconds:.6g}", "", "", f"{outcome.peak:.6g}", oom]
 
 
@@ -206,10 +206,14 @@ def report(rows: Sequence[Row], outcomes: Sequence[Outcome], took: float) -> Non
         print(f"\n{len(texts)} of {len(rows)} rows {verb}{':' if texts else ''}")
         for text, count in by_count(texts):
             print(f"{count:4}  {text}")
-    left = [each for outcome in outcomes for each in outcome.left_out]
-    if left:
-        print("\nsaid by columns, and left out, as no plan says it yet:")
-        for text, count in by_count(left):
+    for what, about in (
+        ("left_out", "said by columns, and left out, as no plan says it yet:"),
+        ("assumed", "said by no column, and assumed:"),
+    ):
+        found = by_count([each for outcome in outcomes for each in getattr(outcome, what)])
+        if found:
+            print(f"\n{about}")
+        for text, count in found:
             print(f"{count:4}  {text}")
     done = [outcome.took for outcome in outcomes if outcome.predicted]
     if done:

@@ -1,6 +1,7 @@
 """Clusters as people write them: units, --set, files over a preset, kinds of nodes, slow nodes, refusals."""
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -207,6 +208,15 @@ efficiency = 1
 name = "infiniband"
 devices_per_port = 4
 """
+
+
+def test_the_file_of_the_readme(tmp_path):
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```toml\n(base.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    topology = load_cluster(write(tmp_path, text, ""))
+    kinds = {(device.memory, device.throughput) for device in topology.devices}
+    assert len(topology.devices) == 32 and len(kinds) == 3
+    assert (topology.levels[1].link.bandwidth, topology.levels[1].devices_per_port) == (12.5e9, 4)
 
 
 def test_levels_of_a_file_replace_those_of_its_base_where_one_is_new(tmp_path):

@@ -129,6 +129,7 @@ def test_what_cannot_be_expressed_is_named(changed, missing):
         ({"recompute": "Selective"}, "remat", "attention"),
         ({"recompute": ""}, "remat", "full"),
         ({"recompute": "every 2nd layer"}, "remat", "every:2"),
+        ({"recompute": "yes"}, "remat", "full"),
         ({"recompute": "selective (per-op SAC)"}, "remat", "ops:MatMul+Attention"),
         ({"global_batch": "", "n_microbatches": "4"}, "microbatches", 4),
         ({"dp": "", "n_gpus": "4"}, "dp", 1),
@@ -160,6 +161,7 @@ def test_strategies_of_fsdp(text, zero, reshard):
         ({"cp": "2", "attention": "flash", "notes": "CP uses a2a"}, "cp"),
         ({"ep": "2", "dp": "2", "moe_experts": "8", "moe_topk": "2", "arch": "mixtral"}, "ep"),
         ({"zero": "3", "dp": "4", "fsdp": "HYBRID_SHARD", "gpus_per_node": "2"}, "zero_ranks"),
+        ({"zero": "1", "dp": "4", "notes": "ZeRO-1 over 2 ranks; more"}, "zero_ranks"),
     ],
     ids=str,
 )
@@ -220,6 +222,7 @@ def test_a_model_with_experts_takes_its_numbers_from_the_columns():
     mixtral = GPT | {"arch": "mixtral", "moe_experts": "8", "moe_topk": "2"}
     experts = case_of(mixtral).sizes.experts
     assert (experts.experts, experts.top_k, experts.ffn) == (8, 2, 256)
+    assert case_of(mixtral | {"arch": "Llama MoE"}).sizes.experts == experts
     named = {
         **{"arch": "deepseek_v2 MLA MoE (160e top6, 1 dense)", "model": "deepseekv2 truncated to 4 layers"},
         **{"hidden": "5120", "heads": "128", "kv_heads": "128", "ffn": "12288", "moe_experts": "160"},
@@ -232,6 +235,12 @@ def test_a_model_with_experts_takes_its_numbers_from_the_columns():
         2,
         1,
     )
+
+
+def test_parameters_that_a_row_says_otherwise_are_noted():
+    sizes = case_of(GPT | {"params_b": "0.0067"})  # 50304 x 64 twice, positions, and 6 layers of 50k
+    assert not any("parameters" in each for each in sizes.assumed)
+    assert "not 7" in case_of(GPT | {"params_b": "7"}).assumed[-1]
 
 
 def test_layers_of_stages():
@@ -321,7 +330,7 @@ def test_predictions_are_written_whatever_becomes_of_a_row(tmp_path, monkeypatch
     for name in "ac":
         assert float(found[name]["pred_iter_s"]) == pytest.approx(expected.seconds, rel=1e-5)
         assert float(found[name]["pred_mem_gb"]) == pytest.approx(expected.peak / 1e9, rel=1e-5)
-        assert (found[name]["pred_oom"], found[name]["low"], found[name]["high"]) == ("no", "", "")
+        assert (found[name]["pred_oom"], found[name]["low"], found[name]["high"]) == ("false", "", "")
     assert all(not cell for name in "bd" for key, cell in found[name].items() if key != "id")
     printed = capsys.readouterr().out
     assert "a preset for 'TPU'" in printed and "ZeroDivisionError: of a test" in printed

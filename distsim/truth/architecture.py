@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 
 from distsim.errors import DistsimError
 from distsim.importer.decoders import model_names, named_sizes
+from distsim.models.counts import count_parameters
 from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, DropoutRates, Positions
 from distsim.models.mixture import Mixture
 from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
-from distsim.truth.row import MissingFeatureError, Row, cell, number, plain
+from distsim.truth.row import MissingFeatureError, Row, cell, decimal, number, plain
 
 VOCAB = 50257
 """Of a GPT whose row gives none: GPT-2's, padded as Megatron-LM pads it."""
@@ -23,8 +24,11 @@ PADDED_TO = 128
 MEGATRON_DROPOUT = DropoutRates(0.1, 0.1, 0.1)
 """Defaults of --hidden-dropout and --attention-dropout (megatron/training/arguments.py)."""
 
+ALMOST = 0.1
+"""How far published numbers of parameters may be from those that sizes make: they are rounded."""
+
 GPT = r"gpt|opt\b|bloom|mpt|turing|mt-?nlg|pythia|neox"
-LLAMA = r"llama|mistral|internlm|\byi\b|vicuna|codellama|mixtral"
+LLAMA = r"llama|mistral|internlm|\byi\b|vicuna|codellama|mixtral|qwen"
 OTHERS = r"bert|\bt5\b|encoder|\bvit\b|mamba|\bssm\b|\brwkv\b|diffusion|\bdit\b|resnet|\bmlp\b"
 
 
@@ -53,15 +57,31 @@ def sizes_of(row: Row, megatron: bool, tp: int, assumed: list[str]) -> DecoderSi
     if re.search(OTHERS, arch):
         raise MissingFeatureError(f"the sizes of a {arch:.60} in the columns of a row")
     try:
-        if not numbers.experts and re.match(f"({GPT})", arch):
-            return _gpt(row, arch, numbers, megatron, assumed)
-        if re.match(f"({LLAMA})", arch) and "mla" not in arch:
-            return _llama(row, numbers)
-        return _named(row, arch, numbers)
+        sizes = _sizes(row, arch, numbers, megatron, assumed)
+        _compare_parameters(row, sizes, assumed)
+        return sizes
     except DistsimError as error:
         if isinstance(error, MissingFeatureError):
             raise
         raise MissingFeatureError(f"a model that can be built: {error}") from None
+
+
+def _sizes(row: Row, arch: str, numbers: _Numbers, megatron: bool, assumed: list[str]) -> DecoderSizes:
+    if not numbers.experts and re.match(f"({GPT})", arch):
+        return _gpt(row, arch, numbers, megatron, assumed)
+    name = _name_of(row, arch, numbers)
+    if name is None and re.match(f"({LLAMA})", arch) and "mla" not in arch:
+        return _llama(row, arch, numbers)
+    return _named(row, arch, numbers, name)
+
+
+def _compare_parameters(row: Row, sizes: DecoderSizes, assumed: list[str]) -> None:
+    """Say so where the sizes have another number of parameters than the row says."""
+    said = decimal(row, "params_b")
+    if said is not None:
+        has = count_parameters(sizes).params / 1e9
+        if abs(has / said - 1) > ALMOST:
+            assumed.append(f"{has:.3g} billion parameters, as sizes make, not {said:g}")
 
 
 def _numbers(row: Row, megatron: bool, tp: int, assumed: list[str]) -> _Numbers:
@@ -104,8 +124,8 @@ def _gpt(row: Row, arch: str, numbers: _Numbers, megatron: bool, assumed: list[s
     )
 
 
-def _llama(row: Row, numbers: _Numbers) -> DecoderSizes:
-    """Return a Llama, or a Mixtral: ``ffn`` is then the width of an expert."""
+def _llama(row: Row, arch: str, numbers: _Numbers) -> DecoderSizes:
+    """Return a Llama, or its like: a Mixtral, whose ``ffn`` is the width of an expert, a Qwen."""
     if not numbers.ffn:
         raise MissingFeatureError("a number in column ffn, not ''")
     experts = None
@@ -115,7 +135,7 @@ def _llama(row: Row, numbers: _Numbers) -> DecoderSizes:
         numbers.layers,
         numbers.hidden,
         numbers.vocab,
-        GroupedHeads(numbers.heads, numbers.kv_heads),
+        GroupedHeads(numbers.heads, numbers.kv_heads, bias="qwen2" in arch, norm="qwen3" in arch),
         FeedForward(numbers.ffn),
         experts=experts,
         tied=plain(row, "tied_emb") == "yes",
@@ -126,24 +146,30 @@ def _missing(column: str) -> int:
     raise MissingFeatureError(f"a number in column {column}, not ''")
 
 
-def _named(row: Row, arch: str, numbers: _Numbers) -> DecoderSizes:
-    """Return the sizes of the model that the row names, with the numbers that its columns give."""
-    names = sorted(model_names(), key=len, reverse=True)
+def _name_of(row: Row, arch: str, numbers: _Numbers) -> str | None:
+    """Return the name of the model in a row, if the library has it, in this width and as dense or as not."""
     written = [re.sub(r"[^a-z0-9.]", "", text) for text in (plain(row, "model"), arch)]
-    name = next((n for n in names for text in written if text.startswith(n.replace("-", ""))), None)
-    base = named_sizes(name) if name else None
-    if base is None or base.hidden != numbers.hidden:
+    for name in sorted(model_names(), key=len, reverse=True):
+        if any(text.startswith(name.replace("-", "")) for text in written):
+            sizes = named_sizes(name)
+            if (sizes.hidden, sizes.experts is None) == (numbers.hidden, not numbers.experts):
+                return name
+    return None
+
+
+def _named(row: Row, arch: str, numbers: _Numbers, name: str | None) -> DecoderSizes:
+    """Return the sizes of a model of the library, with the numbers that the columns give."""
+    if name is None:
         raise MissingFeatureError(
             f"the sizes of a {arch or 'model without arch':.60} in the columns of a row"
         )
+    base = named_sizes(name)
     heads = base.attention
     if isinstance(heads, GroupedHeads):
         heads = replace(heads, heads=numbers.heads, kv_heads=numbers.kv_heads)
     elif heads.heads != numbers.heads:
         heads = replace(heads, heads=numbers.heads)
     experts, expert_layers = base.experts, base.expert_layers
-    if (experts is None) != (not numbers.experts):
-        raise MissingFeatureError(f"{name} with {numbers.experts or 'no'} experts")
     if experts is not None:
         experts = replace(experts, experts=numbers.experts, top_k=numbers.top_k or experts.top_k)
         dense = re.search(r"dense-layers ?= ?([0-9]{1,3})|\b([0-9]{1,3}) dense", arch)

@@ -207,6 +207,8 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
         return stack.remat
     if re.match(r"(none|no|off|false|0)\b", text):
         return "none"
+    if re.match(r"(yes|on|true|1)\b", text):
+        return f"full{early}"
     if share and re.match(r"full|block|ratio|selective|[0-9]", text):
         layers = round(layers_a_stage * (float(share[2]) if share[2] else float(share[3]) / 100))
         return f"block:{layers}" if layers else "none"
@@ -244,9 +246,13 @@ def _sharding(row: Row) -> dict[str, str | int]:
     found: dict[str, str | int] = {"zero": zero} if zero else {}
     if zero == 3 and "shard-grad-op" in sharding:
         found["reshard"] = "never"
-    if re.search(r"hybrid|hsdp", sharding):
-        ranks = re.search(r"(hsdp|hybrid-shard)[^0-9]{0,3}([0-9]{1,6})", sharding)
-        found["zero_ranks"] = int(ranks[2]) if ranks else number(row, "gpus_per_node")
+    for text in (sharding, *plain(row, "notes").split(";")) if zero else ():
+        ranks = re.search(
+            r"(hsdp|hybrid-shard|zero-?[123]?) ?(size|over|across|within|group of|[=:(])+ ?([0-9]{1,6})\b",
+            text,
+        )
+        if ranks or re.search(r"hybrid|hsdp", text if text is sharding else ""):
+            return {**found, "zero_ranks": int(ranks[3]) if ranks else number(row, "gpus_per_node")}
     return found
 
 
