@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import argparse
 import csv
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import panels, save
+from common import RESULTS, panels, save
 
 from distsim.errors import DistsimError
 from distsim.truth import MissingFeatureError, Row, case_of, predict, read_rows, shown_peak
@@ -62,7 +63,7 @@ def main() -> int:
     """Predict, write and compare; the exit status is 2 if a table cannot be read, 1 if a row failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tables", type=Path, nargs="+", metavar="CSV")
-    parser.add_argument("--out", type=Path, default=Path("predictions.csv"))
+    parser.add_argument("--out", type=Path, default=RESULTS / "predictions.csv")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="for one row")
     given = parser.parse_args()
@@ -130,31 +131,41 @@ def _late(number: int, frame: object) -> None:
 def evaluated(rows: Sequence[Row], workers: int, limit: float) -> Iterator[tuple[int, Outcome]]:
     """Yield the place of each row with what becomes of it, as they come.
 
-    A process that dies takes the rows with it that were under way: they are tried again one by one, each in a
-    process of its own, so that only the one that kills it is lost.
+    A process that dies takes the rows with it that others had or were waiting for: those that may have run
+    are tried again, each in a process of its own, so that only the one that kills it is lost.
     """
     if workers == 1:
         for place, row in enumerate(rows):
             yield place, outcome_of(row, limit)
         return
     # Rows of a model lie side by side, so that a worker finds what the one before made.
-    order = sorted(range(len(rows)), key=lambda place: [rows[place].get(c, "") for c in ("model", "batch")])
-    died: list[int] = []
-    with ProcessPoolExecutor(workers) as pool:
-        under_way: dict[Future[Outcome], int] = {
-            pool.submit(outcome_of, rows[place], limit): place for place in order
-        }
+    waiting = sorted(range(len(rows)), key=lambda place: [rows[place].get(c, "") for c in ("model", "batch")])
+    while waiting:
+        died: list[int] = []
+        for place, outcome in shared(rows, waiting, workers, limit):
+            if outcome is None:
+                died.append(place)
+            else:
+                yield place, outcome
+        left = [place for place in waiting if place in set(died)]
+        suspects, waiting = left[: 2 * workers], left[2 * workers :]
+        for place in suspects:
+            ((_, outcome),) = shared(rows, [place], 1, limit)
+            yield place, outcome or Outcome(failed="the process died, perhaps for want of memory")
+
+
+def shared(
+    rows: Sequence[Row], places: Sequence[int], workers: int, limit: float
+) -> Iterator[tuple[int, Outcome | None]]:
+    """Yield what becomes of some rows over so many processes; None for all that are left when one dies."""
+    # Processes of their own from the start: one that is forked has the locks of threads that it lacks.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        under_way = {pool.submit(outcome_of, rows[place], limit): place for place in places}
         for future in as_completed(under_way):
             try:
                 yield under_way[future], future.result()
             except BrokenProcessPool:
-                died.append(under_way[future])
-    for place in died:
-        with ProcessPoolExecutor(1) as pool:
-            try:
-                yield place, pool.submit(outcome_of, rows[place], limit).result()
-            except BrokenProcessPool:
-                yield place, Outcome(failed="the process died, perhaps for want of memory")
+                yield under_way[future], None
 
 
 def line(row: Row, outcome: Outcome) -> list[str]:
@@ -282,7 +293,7 @@ def draw(pairs: Sequence[dict[str, Any]], path: Path) -> None:
             alpha=0.75,
             marker=marks[place % len(marks)],
             color=f"C{place % 10}",
-            label=f"{source.partition(' (')[0][:44]} ({len(rows)})",
+            label=f"{source[:44]}, {len(rows)} rows",
         )
     times = [row[key] for row in pairs for key in ("measured", "predicted")]
     ends = [min(times) / 1.3, max(times) * 1.3]

@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from said import says
 
+import distsim.hardware
 from distsim.cli import main
 from distsim.compose import parallelize
 from distsim.cost import CostModel
@@ -362,3 +363,20 @@ def test_presets_over_another(name, base, same, other):
     one, two = (load_cluster(each).devices[-1] for each in (name, base))
     assert getattr(one, same) == getattr(two, same)
     assert getattr(one, other) != getattr(two, other)
+
+
+@given(
+    st.integers(0, 10**9),
+    st.integers(0, 40),
+    st.sampled_from(["{}", "[]", "-1", "nan", "1e400", "'x'", "]]", "="]),
+)
+@settings(max_examples=60)
+def test_damaged_files_are_refused_by_name(tmp_path_factory, place, length, piece):
+    path = tmp_path_factory.getbasetemp() / "damaged.toml"
+    text = (Path(distsim.hardware.__file__).parent / "presets" / "dgx-1.toml").read_text()
+    at = place % len(text)
+    path.write_text(text[:at] + piece + text[at + length :])
+    try:
+        load_cluster(str(path))
+    except TopologyError as error:
+        assert "damaged.toml" in str(error) and "\n" not in str(error)

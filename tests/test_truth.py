@@ -409,3 +409,14 @@ def test_clusters_of_rows(changed, cluster):
     case = case_of(GPT | changed)
     assert str(case.cluster) == cluster
     assert len(case.topology().devices) >= case.plan.devices
+
+
+def test_rows_over_two_processes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))  # where the processes find the script
+    rows = [
+        GPT | {"hw_gpu": name} for name in ("TPU", "IPU", "CPU")
+    ]  # no prediction: it takes seconds to start
+    found = dict(validate.evaluated(rows, 2, 100.0))
+    assert [found[place].missing for place in range(3)] == [
+        validate.outcome_of(row, 1.0).missing for row in rows
+    ]

@@ -144,25 +144,34 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> Raw:
             made[key] = value
     node, was = made.get("devices_per_node"), base.get("devices_per_node")
     if node != was and was is not None and _is_list(made.get("levels")):
-        given_levels = cast(list[Any], given.get("levels") or [])
-        own = {level.get("name") for level in given_levels if _is_table(level) and "group_size" in level}
-        for place, level in enumerate(made["levels"]):
-            if _is_table(level) and level.get("group_size") == was and level.get("name") not in own:
-                made["levels"][place] = {**level, "group_size": node}
+        given_levels = cast(list[Any], given["levels"] if _is_list(given.get("levels")) else [])
+        own = [_name(level) for level in given_levels if _is_table(level) and "group_size" in level]
+        made["levels"] = [
+            {**level, "group_size": node}
+            if _is_table(level) and level.get("group_size") == was and _name(level) not in own
+            else level
+            for level in made["levels"]
+        ]
     return made
 
 
 def _merged_levels(base: list[Any], given: list[Any]) -> list[Any]:
     """Return levels changed by others of the same names; where one is new, those given are all there are."""
-    old = {level.get("name"): level for level in base if _is_table(level)}
-    names = [level.get("name") if _is_table(level) else None for level in given]
+    old = {name: level for level in base if (name := _name(level)) is not None}
+    names = [_name(level) for level in given]
     new = [
-        merged(old.get(name, {}), level) if name else level for name, level in zip(names, given, strict=True)
+        merged(old[name], level) if name in old else level for name, level in zip(names, given, strict=True)
     ]
     if any(name not in old for name in names) or names == [*old]:
         return new
     changed = dict(zip(names, new, strict=True))
-    return [changed.get(level.get("name"), level) for level in base]
+    return [changed.get(_name(level), level) for level in base]
+
+
+def _name(level: object) -> str | None:
+    """Return the name of a raw level, if it is one and has one."""
+    name = cast(Raw, level).get("name") if isinstance(level, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _is_table(value: object) -> bool:
@@ -206,7 +215,8 @@ def _whole(key: str, value: str) -> int:
 
 def setting_keys(table: Raw) -> list[str]:
     """Return the keys of ``--set`` for a raw table: figures of its device, and of its levels by name."""
-    levels = [level.get("name") for level in cast(list[Raw], table.get("levels") or []) if _is_table(level)]
+    listed = cast(list[Any], table["levels"] if _is_list(table.get("levels")) else [])
+    levels = [name for level in listed if (name := _name(level)) is not None]
     return [
         "devices_per_node",
         *(f"device.{name}" for name in DEVICE_UNITS),

@@ -177,7 +177,7 @@ def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[str, int]:
     name = next((name for pattern, name in SCHEDULE_NAMES if re.fullmatch(pattern, written or "none")), None)
     if name is None or (pp > 1 and written == "none"):
         raise MissingFeatureError(f"the schedule {written!r:.60}" + (f" of pp={pp}" if name else ""))
-    chunks = number(row, "vpp", 1)
+    chunks = max(number(row, "vpp", 1), 1)  # none is written as 0, too
     if pp == 1:
         return "1f1b", 1
     if name == "1f1b" and chunks > 1:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from distsim.cache import cached
+from distsim.errors import TopologyError
 from distsim.hardware import load_cluster
 from distsim.ir import Topology
 from distsim.truth.row import MissingFeatureError, Row, cell, decimal, number, plain
@@ -74,10 +75,20 @@ def cluster_of(row: Row, devices: int, assumed: list[str]) -> Cluster:
         preset = "dgx-a100-40gb"
     if preset is None:
         raise MissingFeatureError(f"a preset for {cell(row, 'hw_gpu') or 'a row without hw_gpu'!r:.60}")
-    plainly = _topology(preset, ())
-    settings = [*_node(row, plainly), *_memory(memory, plainly)]
     if preset == "dgx-a100" and memory is None and "80" not in gpu:
         assumed.append("80 GB of memory")
+    try:
+        found = _with_columns(row, preset, gpu, memory, devices)
+        found.topology()
+        return found
+    except TopologyError as error:
+        raise MissingFeatureError(f"a cluster that can be: {error}") from None
+
+
+def _with_columns(row: Row, preset: str, gpu: str, memory: float | None, devices: int) -> Cluster:
+    """Return enough nodes of a preset, with the figures that columns give."""
+    plainly = _topology(preset, ())
+    settings = [*_node(row, plainly), *_memory(memory, plainly)]
     inner = plainly.levels[0].name
     inside = decimal(row, "intra_bw_gbps_unidir")
     if len(plainly.levels) == 2 and inside is not None:
@@ -120,7 +131,7 @@ def _between(row: Row, plainly: Topology, per_node: int) -> list[str]:
     name, ports = level.name, max(per_node // level.devices_per_port, 1)
     total = decimal(row, "inter_bw_gbps_per_node")
     said = re.search(r"\b([0-9]{1,2}) ?x ?([0-9]{2,4}) ?g(b|bit|bps)", plain(row, "inter_link"))
-    if said and per_node % int(said[1] or 0) == 0:
+    if said and int(said[1]) and per_node % int(said[1]) == 0:
         ports, each = int(said[1]), float(said[2])
         total = ports * each if total is None else total
     if total is None:
