@@ -6,6 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distsim.errors import DistsimError
 from distsim.hardware import load_cluster
@@ -381,7 +383,7 @@ def test_the_cluster_is_large_enough_for_the_plan():
         ({"hw_gpu": "NVIDIA A100", "gpu_mem_gb": "40"}, "dgx-a100-40gb:1"),
         ({"hw_gpu": "V100-SXM3-32GB (DGX-2)", "gpus_per_node": "16"}, "dgx-2:1"),
         ({"hw_gpu": "V100", "intra_link": "NVLink2 hybrid cube mesh"}, "dgx-1:1"),
-        ({"hw_gpu": "V100", "gpus_per_node": "8"}, "dgx-2:1 devices_per_node=8"),
+        ({"hw_gpu": "V100", "gpus_per_node": "8"}, "dgx-1:1"),
         ({"hw_gpu": "H100 96GB HBM2e"}, "hgx-h100-96gb:1"),
         ({"hw_gpu": "H800-SXM"}, "dgx-h100:1 nvlink.bandwidth=200GB/s"),
         ({"hw_gpu": "H200", "gpu_mem_gb": "141"}, "dgx-h200:1"),
@@ -420,3 +422,25 @@ def test_rows_over_two_processes(tmp_path, monkeypatch):
     assert [found[place].missing for place in range(3)] == [
         validate.outcome_of(row, 1.0).missing for row in rows
     ]
+
+
+CELLS = st.one_of(
+    st.sampled_from(
+        ["", "0", "1", "-1", "1e99", "yes", "full (block, 0 layers)", "every 0", "ratio 0.1", "zb-v"]
+    ),
+    st.sampled_from(
+        ["0x200Gb/s", "hsdp 0", "final-stage layers=0", "mla", "mixtral", "(((", "n/a", "interleaved"]
+    ),
+    st.text(max_size=12),
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(GPT)), CELLS, min_size=1, max_size=4))
+def test_odd_cells_are_understood_or_missing(changed):
+    row = GPT | changed
+    try:
+        case = case_of(row)
+    except MissingFeatureError as error:
+        assert str(error) and len(str(error)) < 400
+    else:
+        assert case.plan.devices <= len(case.topology().devices)

@@ -18,10 +18,10 @@ GPUS = (
     (r"h200", "dgx-h200"),
     (r"h100[- ]?nvl", "h100-nvl"),
     (r"h100[- ]?pcie", "h100-pcie"),
-    (r"h100.*\b96 ?gb", "hgx-h100-96gb"),
+    (r"h100.*\b96 ?g", "hgx-h100-96gb"),
     (r"h100|h800", "dgx-h100"),
     (r"a100[- ]?pcie", "a100-pcie"),
-    (r"a100.*\b40 ?gb", "dgx-a100-40gb"),
+    (r"a100.*\b40 ?g", "dgx-a100-40gb"),
     (r"a100|a800", "dgx-a100"),
     (r"v100.*(p3dn|cube|dgx-1\b|sxm2)", "dgx-1"),
     (r"v100", "dgx-2"),
@@ -73,6 +73,8 @@ def cluster_of(row: Row, devices: int, assumed: list[str]) -> Cluster:
     memory = decimal(row, "gpu_mem_gb")
     if preset == "dgx-a100" and memory is not None and memory < 60:
         preset = "dgx-a100-40gb"
+    if preset == "dgx-2" and number(row, "gpus_per_node", 16) == 8 and "switch" not in gpu:
+        preset = "dgx-1"  # no other machine has eight V100
     if preset is None:
         raise MissingFeatureError(f"a preset for {cell(row, 'hw_gpu') or 'a row without hw_gpu'!r:.60}")
     if preset == "dgx-a100" and memory is None and "80" not in gpu:
