@@ -59,6 +59,7 @@ def test_a_row_of_torchtitan():
     assert (case.attention, case.kernels, case.stack.name) == ("flash", "eager", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated
     assert case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled"
+    assert case_of(LLAMA | {"framework": "Composer"}).assumed == ("the stack torchtitan for composer",)
 
 
 def test_a_row_divides_the_sequence_where_it_divides_tensors():

@@ -51,7 +51,10 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     Raises :class:`MissingFeatureError` for a framework, an attention or a type that is not known.
     """
     stack, kernels = _stack(row)
-    if re.search(r"torch[. ]?compile|\+ ?compile", f"{plain(row, 'notes')} {plain(row, 'framework')}"):
+    framework = plain(row, "framework")
+    if stack.name.partition("_")[0] not in framework:
+        assumed.append(f"the stack {stack.name} for {framework:.40}")
+    if re.search(r"torch[. ]?compile|\+ ?compile", f"{plain(row, 'notes')} {framework}"):
         kernels = "compiled"
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
 
