@@ -253,6 +253,10 @@ WRONG = [
     ("[[nodes]]\ncount = 1\ndevice = { colour = 1 }", "there is no field 'colour'"),
     ("[[nodes]]\ncount = 1\nlevels = []", "there is no field 'levels'"),
     ('[device]\nmemory = "1e300 TiB"', "line 3: device.memory: 1e+300 TiB is more than a number can be"),
+    ('[[levels]]\nname = "infiniband"\nbandwidth = "1 GiB"', "line 4: levels.infiniband.bandwidth: unit"),
+    ('[[levels]]\nname = "infiniband"\nlatency = []', "line 4: levels.infiniband.latency: expected"),
+    ('[[levels]]\nname = "far"\nlatency = "1 us"', "line 2: levels.far.bandwidth: is missing"),
+    ("[[nodes]]\ncount = 1\ndevice = { memory = 3 }", "mine.toml: nodes: device.memory: 3.0 has no unit"),
     ("levels = 3", "line 2: levels: expected a list"),
     ("levels = [3]", "levels[0]"),
 ]
@@ -286,6 +290,8 @@ def test_lines_of_keys():
     found = [line_of(text, path) for path in ("a", "device.x.y", "levels[1].b", "device.peaks.c", "z")]
     assert found == [1, 3, 8, 10, None]
     assert line_of(text, "levels[0].missing") == 4
+    named = "[[levels]]\nb = 3\n[[levels]]\nname = 'far'\nb = 4"
+    assert [line_of(named, f"levels.far.{key}") for key in ("b", "c")] == [5, 3]
 
 
 # --- nodes that differ --------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class TestOwnFile:
             ('unit = "MiB"', 'unit = "furlong"', "device.memory: unit 'furlong'"),
             ("value = 0.869", "value = 86.9", "flops_efficiency=86.9"),
             ("bfloat16 =", "bfloat61 =", "'bfloat61' is not one of"),
-            ("group_size = 8", "group_size = 0", r"line \d+: levels\[0\]\.group_size"),
+            ("group_size = 8", "group_size = 0", r"line \d+: levels.nvlink.group_size"),
             ("[device]", "[device", "not a TOML file"),
         ],
     )
@@ -162,7 +162,7 @@ def test_uneven_parts_of_a_group_use_as_many_links_as_the_smallest_has():
         ('devices_per_port = { value = 3, unit = "1", source = "x" }', "ports of 3 devices would straddle"),
         ('devices_per_port = { value = 2, unit = "GB", source = "x" }', "devices_per_port: unit 'GB'"),
         ('oversubscription = { value = 0.5, unit = "1", source = "x" }', "oversubscription=0.5 must be"),
-        ("oversubscription = { value = 2 }", "levels.1..oversubscription.unit: is missing"),
+        ("oversubscription = { value = 2 }", "levels.infiniband.oversubscription.unit: is missing"),
     ],
 )
 def test_shared_ports_of_a_file(tmp_path, line, message):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
@@ -18,6 +20,7 @@ from distsim.hardware.cluster_table import (
     NodesTable,
     Raw,
     SlowTable,
+    level_name,
 )
 
 MAX_FILE_BYTES = 1 << 20
@@ -71,18 +74,21 @@ def cluster_table(origin: str, raw: Raw, text: str) -> ClusterTable:
     except RecursionError as error:
         raise TopologyError(f"{origin}: nested too deeply to be a cluster's file") from error
     except msgspec.ValidationError as error:
-        raise TopologyError(_in_words(origin, str(error), text)) from error
+        raise TopologyError(_in_words(origin, str(error), text, raw)) from error
 
 
-def _in_words(origin: str, message: str, text: str) -> str:
+def _in_words(origin: str, message: str, text: str, raw: Raw) -> str:
     said, _, place = message.partition(" - at `")
     path = re.sub(r"^key in ", "", place.rstrip("`")).removeprefix("$").lstrip(".")
+    fields = _fields_at(path)
+    path = _by_name(path, raw)
     unknown = re.search(r"Object contains unknown field `(.*)`", said)
     missing = re.search(r"Object missing required field `(.*)`", said)
     if unknown:
-        known = _fields_at(path)
-        near = get_close_matches(unknown[1], known, 1, 0.6)
-        hint = f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(known)}" if known else ""
+        near = get_close_matches(unknown[1], fields, 1, 0.6)
+        hint = (
+            f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(fields)}" if fields else ""
+        )
         path, said = _joined(path, unknown[1]), f"there is no field {unknown[1]!r:.60}{hint}"
     elif missing:
         path, said = _joined(path, missing[1]), "is missing"
@@ -102,6 +108,16 @@ def _fields_at(path: str) -> list[str]:
     return list(_TABLES[last].__struct_fields__) if last in _TABLES else []
 
 
+def _by_name(path: str, raw: Raw) -> str:
+    """Return a path with the name of a level in place of its number, which merging changes."""
+    match = re.match(r"levels\[([0-9]+)\](.*)", path)
+    levels = raw.get("levels")
+    if match is None or not isinstance(levels, list):
+        return path
+    name = level_name(cast(list[Any], levels)[int(match[1])])
+    return path if name is None else f"levels.{name}{match[2]}"
+
+
 def located(origin: str, text: str, path: str) -> str:
     """Return the name of a file, the line of a key in it, and the key.
 
@@ -114,30 +130,38 @@ def located(origin: str, text: str, path: str) -> str:
 
 
 def line_of(text: str, path: str) -> int | None:
-    """Return the line in which a key of a TOML text is given, or its table begins; None if none is.
+    """Return the line in which a key of a TOML text is given, or else its table begins; None if neither is.
 
-    ``path`` is as in errors of msgspec: ``device.memory``, ``levels[1].latency``.
+    ``path``: ``device.memory``; ``slow[1].factor`` of the second such table, or ``levels.nvlink.latency`` of
+    that which has the name.
     """
-    wanted = re.sub(r"\[\.\.\.\]", "", path)
-    found: int | None = None
-    table, counts = "", dict[str, int]()
+    best, found = 0, None
+    for number, names in _keys(text):
+        for name in names:
+            if (path == name or path.startswith((f"{name}.", f"{name}["))) and len(name) > best:
+                best, found = len(name), number
+    return found
+
+
+def _keys(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yield the line of each table and key of a TOML text, with its names: by number, and by name."""
+    tables: tuple[str, ...] = ("",)
+    counts: dict[str, int] = {}
+    begins = 0
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*(\[\[?)\s*([A-Za-z0-9_.\" -]+?)\s*\]", line)
-        key = re.match(r"\s*([A-Za-z0-9_.\"-]+)\s*=", line)
+        key = re.match(r"\s*([A-Za-z0-9_.\"-]+)\s*=\s*(.*)", line)
         if header:
-            table = header[2].replace('"', "")
+            table, begins = header[2].replace('"', ""), number
             if header[1] == "[[":
                 counts[table] = counts.get(table, -1) + 1
                 table = f"{table}[{counts[table]}]"
-            name = table
+            tables = (table,)
+            yield number, tables
         elif key:
-            name = _joined(table, key[1].replace('"', ""))
-        else:
-            continue
-        if wanted == name or (wanted.startswith((f"{name}.", f"{name}[")) and (found is None or key)):
-            found = number
-            if wanted == name:
-                break
-        elif header and found is None and wanted.startswith(f"{name}."):
-            found = number
-    return found
+            field = key[1].replace('"', "")
+            named = re.match(r"""["']([^"']*)["']""", key[2])
+            if field == "name" and named and tables[0].endswith("]"):
+                tables = (tables[0], f"{tables[0].partition('[')[0]}.{named[1]}")
+                yield begins, tables
+            yield number, tuple([_joined(table, field) for table in tables])

@@ -145,10 +145,10 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> Raw:
     node, was = made.get("devices_per_node"), base.get("devices_per_node")
     if node != was and was is not None and _is_list(made.get("levels")):
         given_levels = cast(list[Any], given["levels"] if _is_list(given.get("levels")) else [])
-        own = [_name(level) for level in given_levels if _is_table(level) and "group_size" in level]
+        own = [level_name(level) for level in given_levels if _is_table(level) and "group_size" in level]
         made["levels"] = [
             {**level, "group_size": node}
-            if _is_table(level) and level.get("group_size") == was and _name(level) not in own
+            if _is_table(level) and level.get("group_size") == was and level_name(level) not in own
             else level
             for level in made["levels"]
         ]
@@ -157,18 +157,18 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> Raw:
 
 def _merged_levels(base: list[Any], given: list[Any]) -> list[Any]:
     """Return levels changed by others of the same names; where one is new, those given are all there are."""
-    old = {name: level for level in base if (name := _name(level)) is not None}
-    names = [_name(level) for level in given]
+    old = {name: level for level in base if (name := level_name(level)) is not None}
+    names = [level_name(level) for level in given]
     new = [
         merged(old[name], level) if name in old else level for name, level in zip(names, given, strict=True)
     ]
     if any(name not in old for name in names) or names == [*old]:
         return new
     changed = dict(zip(names, new, strict=True))
-    return [changed.get(_name(level), level) for level in base]
+    return [changed.get(level_name(level), level) for level in base]
 
 
-def _name(level: object) -> str | None:
+def level_name(level: object) -> str | None:
     """Return the name of a raw level, if it is one and has one."""
     name = cast(Raw, level).get("name") if isinstance(level, dict) else None
     return name if isinstance(name, str) else None
@@ -216,7 +216,7 @@ def _whole(key: str, value: str) -> int:
 def setting_keys(table: Raw) -> list[str]:
     """Return the keys of ``--set`` for a raw table: figures of its device, and of its levels by name."""
     listed = cast(list[Any], table["levels"] if _is_list(table.get("levels")) else [])
-    levels = [name for level in listed if (name := _name(level)) is not None]
+    levels = [name for level in listed if (name := level_name(level)) is not None]
     return [
         "devices_per_node",
         *(f"device.{name}" for name in DEVICE_UNITS),

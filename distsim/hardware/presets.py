@@ -189,8 +189,9 @@ def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device) -> Devi
         "devices_per_node": 1,
         "levels": [{"name": "none", **_NO_LINK}],
     }
-    table = cluster_table(f"{read.origin}: nodes", raw, "").device
-    found = {figure.name: figure.si_value for figure in _figures(read, table, ())}
+    own = replace(read, origin=f"{read.origin}: nodes", text="", settings=())
+    table = cluster_table(own.origin, raw, "").device
+    found = {figure.name: figure.si_value for figure in _figures(own, table, ())}
     device = _device(table, found)
     if (device.block, device.segment) != (first.block, first.segment):
         raise TopologyError("device.block and device.segment must be the same on all nodes")
@@ -336,11 +337,8 @@ def _is_zero(amount: Amount, field: str) -> bool:
 
 
 def _figure(read: _ClusterFile, name: str, amount: Amount, units: Units) -> Figure:
-    path = name
-    for number, level in enumerate(read.table.levels):
-        path = path.replace(f"levels.{level.name}.", f"levels[{number}].")
     by_option = name.removeprefix("levels.") in read.settings
-    what = f"--set {name}" if by_option else located(read.origin, read.text, path).replace(path, name)
+    what = f"--set {name}" if by_option else located(read.origin, read.text, name)
     if isinstance(amount, FigureTable):
         value, source = amount.value, amount.source
         unit = unit_named(amount.unit, units, what, f"{value:g}")
