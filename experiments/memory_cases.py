@@ -2,7 +2,7 @@
 
 ``python experiments/memory_cases.py TABLE ...`` reads tables of measurements (or all ``validate.csv`` and
 ``calibrate.csv`` of a folder), lays out every row that has a peak and that distsim can express
-(:mod:`measured_rows`), and prints the predicted and the measured peak of each, then the error by source. It
+(:mod:`distsim.truth`), and prints the predicted and the measured peak of each, then the error by source. It
 writes ``results/memory_cases.csv``, ``memory_cases_missing.csv`` (rows that cannot be expressed, with the
 feature that is missing) and ``memory_cases.png``.
 
@@ -22,18 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, panels, progress, save, write_csv
-from measured_rows import Case, MissingFeature, Row, case_of, read_rows
 
-from distsim.compose import parallelize
+from distsim.cost import CostModel
 from distsim.errors import DistsimError
-from distsim.ir import Device
 from distsim.simulate.memory.program_memory import program_memory
-from distsim.transforms.kernels.policies import kernels_named
+from distsim.truth import Case, MissingFeatureError, Row, case_of, read_rows, shown_peak
+from distsim.truth.prediction import measure_of, program_of
 
 TABLES = ("validate.csv", "calibrate.csv")
 
 GIB = 2**30
-UNITS = {"GiB": GIB, "GB": 10**9}
 
 
 def main() -> int:
@@ -51,7 +49,7 @@ def main() -> int:
     for name in progress([*rows]):
         try:
             found.append(compared(rows[name], case_of(rows[name])))
-        except (MissingFeature, DistsimError) as error:
+        except (MissingFeatureError, DistsimError) as error:
             missing.append({"id": name, "table": rows[name]["table"], "missing": str(error)})
     given.out.mkdir(parents=True, exist_ok=True)
     report(found, missing)
@@ -75,11 +73,10 @@ def tables_of(paths: Sequence[Path]) -> list[Path]:
 def compared(row: Row, case: Case) -> dict[str, Any]:
     """Return what a row measured and what is predicted, in GiB, with what was assumed."""
     topology = case.topology()
-    program = parallelize(case.joint(), case.plan, topology, kernels=kernels_named(case.kernels))
-    memory = program_memory(program)
+    memory = program_memory(program_of(case, CostModel(topology)))
     fullest = max(memory.ranks, key=lambda use: use.peak)
     kind, unit = measure_of(row)
-    predicted = shown(fullest.peak, kind, topology.devices[0]) / GIB
+    predicted = shown_peak(fullest.peak, kind, topology.devices[0]) / GIB
     measured = float(row["peak_mem_gb"]) * unit / GIB
     return {
         "id": row["id"],
@@ -98,24 +95,6 @@ def compared(row: Row, case: Case) -> dict[str, Any]:
         "kernels": case.kernels,
         "assumed": ", ".join(case.assumed),
     }
-
-
-def measure_of(row: Row) -> tuple[str, int]:
-    """Return what a peak is of, allocated, reserved or nvidia-smi, and the bytes of its unit."""
-    text = row["mem_kind"]
-    unit = next((size for name, size in UNITS.items() if text.startswith(name)), None)
-    if unit is None:
-        raise MissingFeature(f"the unit of a peak {text!r}")
-    kind = "nvidia-smi" if "nvidia-smi" in text else "reserved" if "reserved" in text else "allocated"
-    return kind, unit
-
-
-def shown(peak: int, kind: str, device: Device) -> float:
-    """Return the bytes that a measurement of a kind shows where ``peak`` bytes are in use."""
-    if kind == "allocated":
-        return peak
-    reserved = peak * (1 + device.fragmentation)
-    return reserved if kind == "reserved" else reserved + device.context
 
 
 # --- all rows -------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ FLOORS = {
     "parallel_3d": 6,
     "report": 7,
     "search": 8,
+    "truth": 8,
     "executor": 9,  # hands names on to the DistIR notebooks; nothing in the library imports it
     "cli": 9,
     "commands": 9,

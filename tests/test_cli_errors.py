@@ -33,7 +33,7 @@ BAD = {
     "option given twice": (("mlp:layers=1,layers=2", "--cluster", "dgx-a100"), "'layers=2'", "once"),
     "heads do not divide": (("gpt:heads=5,hidden=64", "--cluster", "dgx-a100"), "heads=5", "hidden=64"),
     "element type of a builder": (("mlp:dtype=f8", "--cluster", "dgx-a100"), "'f8'", "bfloat16"),
-    "unknown cluster": ((SMALL, "--cluster", "dgx-1"), "'dgx-1'", "dgx-a100", ".toml"),
+    "unknown cluster": ((SMALL, "--cluster", "dgx-3"), "'dgx-3'", "dgx-a100", ".toml"),
     "missing cluster file": ((SMALL, "--cluster", "no.toml"), "no.toml is not a file"),
     "no nodes": ((SMALL, "--cluster", "dgx-2:0"), "dgx-2:0"),
     "too many nodes": ((SMALL, "--cluster", "dgx-2:999999"), "15999984 devices", "1048576"),
@@ -163,7 +163,7 @@ def test_show_and_clusters_refuse_bad_input_too(capsys):
     assert "--plan needs --cluster" in refused(capsys, "show", SMALL, "--plan", "dp=2")
     reason = refused(capsys, "show", SMALL, "--plan", "dp=9", "--cluster", "dgx-a100")
     assert "9 devices" in reason and "has 8" in reason
-    assert "'dgx-1'" in refused(capsys, "clusters", "dgx-1")
+    assert "'dgx-3'" in refused(capsys, "clusters", "dgx-3")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def shown() -> dict[str, list[str]]:
 
 
 def test_commands_are_found():
-    assert len(shown()) == 3
+    assert len(shown()) == 4
 
 
 @pytest.mark.parametrize("command", shown())

@@ -6,12 +6,12 @@ import argparse
 import sys
 import warnings
 
+from distsim.commands.cluster import add_settings, read_cluster
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, read_model, training_step
 from distsim.compose import parallelize
 from distsim.cost import UncostedOperatorWarning
 from distsim.errors import PlanError
-from distsim.hardware import load_cluster
 from distsim.ir import Function, pformat
 from distsim.report.progress import Progress
 from distsim.streams import say
@@ -23,6 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     parser.add_argument("--training", action="store_true", help="with loss, backward pass and optimizer")
     parser.add_argument("--cluster", help="with --plan: the cluster to place it on")
+    add_settings(parser)
     parser.add_argument("--plan", help="print the parallel, scheduled step (implies --training)")
     parser.add_argument(
         "--outline",
@@ -34,10 +35,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what is asked for."""
     progress = Progress(sys.stderr)
-    if not options.plan and (options.cluster or not options.training):
+    if not options.plan and (options.cluster or options.set or not options.training):
         given = [
             n
-            for n in ("cluster", "loss", "optimizer", "keep", "kernels", "clip", "stack")
+            for n in ("cluster", "set", "loss", "optimizer", "keep", "kernels", "clip", "stack")
             if getattr(options, n)
         ]
         if given:
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plan:
         if not options.cluster:
             raise PlanError("--plan needs --cluster: the devices to place the plan on")
-        topology = load_cluster(options.cluster)
+        topology = read_cluster(options)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncostedOperatorWarning)  # what is shown has no times
             _, program, notes = lay_out(

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
+from distsim.commands.cluster import add_settings, read_cluster
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, read_model, training_step
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError
-from distsim.hardware import load_cluster
 from distsim.interpret import count_model_flops
 from distsim.ir import Device, Function, Topology
 from distsim.plan import Plan
@@ -51,6 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cluster", required=True, help="a preset such as dgx-a100 or dgx-h100:4, or a .toml"
     )
+    add_settings(parser)
     parser.add_argument("--plan", help=_PLAN)
     parser.add_argument(
         "--partition",
@@ -113,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
         if given is not None and given is not False:  # 0 is given too
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
     order = _table(options)
-    topology = load_cluster(options.cluster)
+    topology = read_cluster(options)
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
     function, choices = training_step(options, progress)
@@ -265,7 +266,7 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
         )
     if options.time_limit is not None and options.partition != "optimal":
         raise PlanError("--time-limit is for --partition optimal; the other modes do not search")
-    topology = load_cluster(options.cluster)
+    topology = read_cluster(options)
     cost_model = CostModel(topology, strict=options.strict)
     simulator = _simulator(options, cost_model)
     function = read_model(options, progress)

@@ -1,93 +1,48 @@
 """Clusters as TOML files, in which every figure has a unit and says where it comes from.
 
 ``load_cluster("dgx-a100")`` is one node, ``"dgx-h100:4"`` four of them; a path that ends in ``.toml`` is
-a file of the reader's own, with the same fields (``distsim/hardware/presets/dgx-a100.toml`` is a model).
+a file of the reader's own, with the same fields (``distsim/hardware/presets/dgx-a100.toml`` is a model), in
+which a number with its unit is enough, ``base`` names a preset that it changes, ``[[nodes]]`` are kinds of
+nodes and ``[[slow]]`` those that are slow. ``settings`` change single figures: ``device.memory=40GiB``.
 """
 
 from __future__ import annotations
 
+import math
 import re
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated
+from typing import Any, cast
 
 import msgspec
 
 from distsim.errors import TopologyError
+from distsim.hardware.cluster_file import bytes_of, cluster_table, located, raw_table
+from distsim.hardware.cluster_table import (
+    DEVICE_UNITS,
+    DTYPES,
+    LEVEL_UNITS,
+    LINK_UNITS,
+    MAX_DEVICES,
+    Amount,
+    ClusterTable,
+    DeviceTable,
+    FigureTable,
+    LevelTable,
+    NodesTable,
+    Raw,
+    SlowTable,
+    merged,
+    with_setting,
+)
+from distsim.hardware.units import FLOPS, Units, parse_quantity, unit_named
 from distsim.ir.device import Device
 from distsim.ir.link import Link
 from distsim.ir.topology import Level, Topology
-
-MAX_FILE_BYTES = 1 << 20
-MAX_DEVICES = 1 << 20
-
-_FLOPS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15}
-_RATE = {"B/s": 1.0, "GB/s": 1e9, "TB/s": 1e12, "Gbit/s": 1e9 / 8}
-_BYTES = {"B": 1.0, "GB": 1e9, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_SHARE = {"1": 1.0, "%": 0.01}
-_NUMBER = {"1": 1.0}
-
-# A peak for any other name would be read and never used.
-_DTYPES = (
-    *("float64", "float32", "tfloat32", "float16", "bfloat16"),
-    *("float8e4m3fn", "float8e5m2", "int8"),
-)
-
-_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=2000)]
-_Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
-
-
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of the file: a field that is not known is an error."""
-
-
-class _FigureTable(_Strict, frozen=True):
-    value: Annotated[float, msgspec.Meta(ge=0)]
-    unit: str
-    source: _Text
-
-
-class _LinkTable(_Strict, frozen=True):
-    bandwidth: _FigureTable
-    latency: _FigureTable
-    efficiency: _FigureTable
-
-
-class _DeviceTable(_Strict, frozen=True):
-    model: _Text
-    throughput: _FigureTable
-    memory: _FigureTable
-    dram_bandwidth: _FigureTable
-    kernel_launch_overhead: _FigureTable
-    flops_efficiency: _FigureTable
-    bytes_efficiency: _FigureTable
-    context: _FigureTable | None = None
-    fragmentation: _FigureTable | None = None
-    block: _FigureTable | None = None
-    segment: _FigureTable | None = None
-    peaks: dict[str, _FigureTable] = {}
-    host_link: _LinkTable | None = None
-    kind: _Text = "gpu"
-
-
-class _LevelTable(_LinkTable, frozen=True, kw_only=True):
-    name: _Text
-    group_size: _Count | None = None
-    devices_per_port: _FigureTable | None = None
-    oversubscription: _FigureTable | None = None
-
-
-class _Cluster(_Strict, frozen=True):
-    name: _Text
-    description: _Text
-    devices_per_node: _Count
-    device: _DeviceTable
-    levels: Annotated[tuple[_LevelTable, ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,90 +56,202 @@ class Figure:
     source: str
 
 
+@dataclass(frozen=True)
+class _ClusterFile:
+    """A cluster's file: the table with all that changes it, the text, the nodes and figures asked for."""
+
+    origin: str
+    text: str
+    table: ClusterTable
+    nodes: int | None
+    settings: tuple[str, ...]
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        """The figures of the device and the levels, by name."""
+        return {figure.name: figure for figure in _figures(self, self.table.device, self.table.levels)}
+
+
+@cache
 def presets() -> tuple[str, ...]:
     """The names that :func:`load_cluster` knows.
 
-    >>> presets()
-    ('dgx-2', 'dgx-a100', 'dgx-b200', 'dgx-h100', 'dgx-h200', 'rtx-3090')
+    >>> presets()[:4]
+    ('a10', 'a100-pcie', 'dgx-1', 'dgx-2')
     """
     names = (entry.name for entry in _folder().iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
-def load_cluster(name: str) -> Topology:
+def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
     """The topology of a preset or of a ``.toml`` file, as one node or, with ``:count``, as several.
 
+    ``settings``: figures that replace those of the file, as ``KEY=VALUE``; where they say other
+    ``devices_per_node``, levels whose groups are a node follow.
+
     Raises :class:`TopologyError` for an unknown name, for a file that cannot be read (1 MiB at most) or
-    has an unknown field, a missing one or a wrong unit, and for more than 1,048,576 devices.
+    has an unknown field, a missing one or a wrong unit, for a setting that is none, and for more than
+    1,048,576 devices.
 
     >>> load_cluster("dgx-a100:2")
     Topology(16 devices; nvlink of 8, infiniband of all)
+    >>> load_cluster("dgx-a100", ["device.memory=40GiB"]).devices[0].memory / 2**30
+    40.0
     """
-    origin, cluster, nodes = _read(name)
-    count = cluster.devices_per_node * nodes
+    read = _read(name, settings)
+    table = read.table
+    nodes = read.nodes or 1
+    if table.nodes:
+        if read.nodes is not None:
+            raise TopologyError(
+                f"{name}: the [[nodes]] of {read.origin} say how many there are; give no :count"
+            )
+        nodes = sum(kind.count for kind in table.nodes)
+    count = table.devices_per_node * nodes
     if count > MAX_DEVICES:
         raise TopologyError(f"{name}: {nodes} nodes are {count} devices; at most {MAX_DEVICES} are supported")
-    for level in cluster.levels:
-        size, node = level.group_size, cluster.devices_per_node
+    for level in table.levels:
+        size, node = level.group_size, table.devices_per_node
         if size is not None and size % node and node % size:
             raise TopologyError(
-                f"{origin}: groups of {size} devices at level {level.name!r} would straddle nodes of {node}; "
-                "one of the two must be a multiple of the other"
+                f"{read.origin}: groups of {size} devices at level {level.name!r} would straddle nodes of "
+                f"{node}; one of the two must be a multiple of the other"
             )
-    si = {figure.name: figure.si_value for figure in _figures(origin, cluster)}
+    si = {name: figure.si_value for name, figure in read.figures.items()}
     try:
-        device = Device(
-            0,
-            cluster.device.kind,
-            si["device.throughput"],
-            si["device.dram_bandwidth"],
-            si["device.kernel_launch_overhead"],
-            si["device.memory"],
-            tuple((dtype, si[f"device.peaks.{dtype}"]) for dtype in cluster.device.peaks),
-            si["device.flops_efficiency"],
-            si["device.bytes_efficiency"],
-            si.get("device.context", 0.0),
-            si.get("device.fragmentation", 0.0),
-            _whole_bytes("block", si),
-            _whole_bytes("segment", si),
-            _link(si, "device.host_link") if cluster.device.host_link else None,
-        )
-        levels = tuple(
-            Level(
-                level.name,
-                _link(si, f"levels.{level.name}"),
-                level.group_size,
-                _whole(level, si.get(f"levels.{level.name}.devices_per_port", 1.0)),
-                si.get(f"levels.{level.name}.oversubscription", 1.0),
-            )
-            for level in cluster.levels
-        )
-        return Topology.hierarchical(device, count, levels)
+        first = _device(table.device, si)
+        devices = [each for kind in table.nodes for each in [_device_of_kind(read, kind, first)] * kind.count]
+        if not devices and not table.slow:
+            return Topology.hierarchical(first, count, [_level(level, si) for level in table.levels])
+        each_node = devices or [first] * nodes
+        every = [device for device in each_node for _ in range(table.devices_per_node)]
+        slowed = _slowed(every, table.slow, table.devices_per_node)
+        return Topology.of_devices(slowed, [_level(level, si) for level in table.levels])
     except TopologyError as error:
-        raise TopologyError(f"{origin}: {error}") from error
+        said = str(error)
+        raise TopologyError(said if said.startswith(read.origin) else f"{read.origin}: {said}") from error
 
 
-def figures(name: str) -> tuple[Figure, ...]:
+def figures(name: str, settings: Sequence[str] = ()) -> tuple[Figure, ...]:
     """Every figure of a preset or of a ``.toml`` file, with its unit and source."""
-    origin, cluster, _ = _read(name)
-    return tuple(_figures(origin, cluster))
+    return tuple(_read(name, settings).figures.values())
 
 
-def describe(name: str) -> str:
+def describe(name: str, settings: Sequence[str] = ()) -> str:
     """A preset as text: one line per figure, with where it comes from."""
-    origin, cluster, nodes = _read(name)
-    shape = f"{nodes} x {cluster.devices_per_node} {cluster.device.model}"
-    rows = list(_figures(origin, cluster))
+    read = _read(name, settings)
+    table, rows = read.table, list(read.figures.values())
+    nodes = read.nodes or sum(kind.count for kind in table.nodes) or 1
+    shape = f"{nodes} x {table.devices_per_node} {table.device.model}"
     width = max(len(row.name) for row in rows)
     lines = [f"{row.name:{width}}  {f'{row.value:g} {row.unit}':>14}  {row.source}" for row in rows]
-    return "\n".join([f"{cluster.name}: {cluster.description} ({shape})", *lines])
+    kinds = [f"nodes: {kind.count} of {kind.base or 'this device'}{_changes(kind)}" for kind in table.nodes]
+    slow = [f"slow by {each.factor:g}: nodes {each.nodes}, devices {each.devices}" for each in table.slow]
+    return "\n".join([f"{table.name}: {table.description} ({shape})", *lines, *kinds, *slow])
 
 
-def _link(si: dict[str, float], name: str) -> Link:
+def _changes(kind: NodesTable) -> str:
+    return f", with other {', '.join(kind.device)}" if kind.device else ""
+
+
+# --- devices and levels ------------------------------------------------------------------------------------
+
+
+def _device(table: DeviceTable, si: Mapping[str, float]) -> Device:
+    return Device(
+        0,
+        table.kind,
+        si["device.throughput"],
+        si["device.dram_bandwidth"],
+        si["device.kernel_launch_overhead"],
+        si["device.memory"],
+        tuple((dtype, si[f"device.peaks.{dtype}"]) for dtype in table.peaks),
+        si["device.flops_efficiency"],
+        si["device.bytes_efficiency"],
+        si.get("device.context", 0.0),
+        si.get("device.fragmentation", 0.0),
+        _whole_bytes("block", si),
+        _whole_bytes("segment", si),
+        _link(si, "device.host_link") if table.host_link else None,
+    )
+
+
+def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device) -> Device:
+    """Return the device of a kind of nodes: that of the file, or of its ``base``, with what it changes."""
+    if kind.base is not None and kind.base not in presets():
+        raise TopologyError(
+            f"nodes: no preset is named {kind.base!r:.60}; choose one of {', '.join(presets())}"
+        )
+    whole = read.table if kind.base is None else _read(kind.base, ()).table
+    base = cast(Raw, msgspec.to_builtins(whole.device))
+    raw = {
+        "device": merged(base, kind.device),
+        "devices_per_node": 1,
+        "levels": [{"name": "none", **_NO_LINK}],
+    }
+    own = replace(read, origin=f"{read.origin}: nodes", text="", settings=())
+    table = cluster_table(own.origin, raw, "").device
+    found = {figure.name: figure.si_value for figure in _figures(own, table, ())}
+    device = _device(table, found)
+    if (device.block, device.segment) != (first.block, first.segment):
+        raise TopologyError("device.block and device.segment must be the same on all nodes")
+    return device
+
+
+_NO_LINK: Raw = {"bandwidth": "1 GB/s", "latency": "1 us", "efficiency": 1.0}
+
+
+def _slowed(devices: Sequence[Device], slow: Sequence[SlowTable], per_node: int) -> list[Device]:
+    """Return the devices, those that are slow with all of computation as much slower."""
+    made, count = list(devices), len(devices)
+    seen: set[int] = set()
+    for table in slow:
+        if not table.nodes and not table.devices:
+            raise TopologyError("slow: give nodes or devices, by number from 0, as in nodes = [3]")
+        of_nodes = [
+            node * per_node + i for node in table.nodes if node * per_node < count for i in range(per_node)
+        ]
+        beyond = [f"node {node}" for node in table.nodes if node * per_node >= count]
+        beyond += [f"device {place}" for place in table.devices if place >= count]
+        if beyond:
+            raise TopologyError(
+                f"slow: there is no {beyond[0]} among {count // per_node} nodes of {per_node} devices, "
+                "numbered from 0"
+            )
+        for place in (*of_nodes, *table.devices):
+            if place in seen:
+                raise TopologyError(f"slow: device {place} is named twice; give it one factor")
+            seen.add(place)
+            made[place] = _slower(made[place], table.factor)
+    return made
+
+
+def _slower(device: Device, factor: float) -> Device:
+    return replace(
+        device,
+        throughput=device.throughput / factor,
+        peaks=tuple((dtype, peak / factor) for dtype, peak in device.peaks),
+        dram_bandwidth=device.dram_bandwidth / factor,
+        kernel_launch_overhead=device.kernel_launch_overhead * factor,
+    )
+
+
+def _level(level: LevelTable, si: Mapping[str, float]) -> Level:
+    name = f"levels.{level.name}"
+    return Level(
+        level.name,
+        _link(si, name),
+        level.group_size,
+        _whole(level, si.get(f"{name}.devices_per_port", 1.0)),
+        si.get(f"{name}.oversubscription", 1.0),
+    )
+
+
+def _link(si: Mapping[str, float], name: str) -> Link:
     return Link(*(si[f"{name}.{part}"] for part in ("bandwidth", "latency", "efficiency")))
 
 
-def _whole(level: _LevelTable, value: float) -> int:
+def _whole(level: LevelTable, value: float) -> int:
     if not (value.is_integer() and 1 <= value <= MAX_DEVICES):
         raise TopologyError(f"levels.{level.name}.devices_per_port={value} is no count of devices")
     return int(value)
@@ -197,91 +264,87 @@ def _whole_bytes(name: str, si: Mapping[str, float]) -> int:
     return int(value)
 
 
+# --- reading -----------------------------------------------------------------------------------------------
+
+
 def _folder() -> Traversable:
     return files("distsim.hardware") / "presets"
 
 
-def _read(name: str) -> tuple[str, _Cluster, int]:
+def _read(name: str, settings: Sequence[str]) -> _ClusterFile:
     match = re.fullmatch(r"(.+?)(?::([0-9]{1,9}))?", name, re.DOTALL)
     if match is None:
         raise TopologyError(f"no cluster is named {name!r}; choose one of {', '.join(presets())}")
-    base, nodes = match[1], 1 if match[2] is None else int(match[2])
-    if nodes < 1:
+    base, nodes = match[1], None if match[2] is None else int(match[2])
+    if nodes == 0:
         raise TopologyError(f"{name}: a cluster has at least one node")
-    if base.endswith(".toml"):
-        data = _bytes_of(Path(base))
-    elif base in presets():
-        data = (_folder() / f"{base}.toml").read_bytes()
+    text, raw = _raw(base, ())
+    for setting in settings:
+        raw = with_setting(raw, setting)
+    keys = tuple([setting.partition("=")[0].strip().removeprefix("levels.") for setting in settings])
+    return _ClusterFile(base, text, cluster_table(base, raw, text), nodes, keys)
+
+
+def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
+    """Return the text of a file and its table, over that of the preset that it names as ``base``, if any."""
+    if name.endswith(".toml") and not above:
+        data = bytes_of(Path(name))
+    elif name in presets():
+        data = (_folder() / f"{name}.toml").read_bytes()
     else:
-        raise TopologyError(
-            f"no cluster is named {base!r}; choose one of {', '.join(presets())}, "
-            "with :count for several nodes, or give the path of a .toml file"
-        )
-    return base, _parse(base, data), nodes
+        way = "" if above else ", with :count for several nodes, or give the path of a .toml file"
+        where = f"{above[-1]}: base: " if above else ""
+        raise TopologyError(f"{where}no cluster is named {name!r}; choose one of {', '.join(presets())}{way}")
+    raw = raw_table(name, data)
+    text = data.decode()
+    if "base" not in raw:
+        return text, raw
+    base = raw.pop("base")
+    if not isinstance(base, str) or base == name or len(above) > 2:
+        raise TopologyError(f'{located(name, text, "base")} must name a preset, as in base = "dgx-a100"')
+    return text, merged(_raw(base, (*above, name))[1], raw)
 
 
-def _bytes_of(path: Path) -> bytes:
-    try:
-        if not path.is_file():
-            raise TopologyError(f"{path} is not a file; give the path of a cluster's .toml file")
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise TopologyError(f"{path} cannot be read: {error.strerror}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise TopologyError(
-            f"{path} is larger than {MAX_FILE_BYTES} bytes; a cluster's file is a page of text"
-        )
-    return data
-
-
-def _parse(origin: str, data: bytes) -> _Cluster:
-    try:
-        table = tomllib.loads(data.decode())
-        return msgspec.convert(table, _Cluster)
-    except RecursionError as error:
-        raise TopologyError(f"{origin}: nested too deeply to be a cluster's file") from error
-    except msgspec.ValidationError as error:
-        raise TopologyError(f"{origin}: {error}") from error
-    except ValueError as error:  # not UTF-8, or not TOML
-        raise TopologyError(f"{origin} is not a TOML file: {error}") from error
-
-
-def _link_fields(name: str, link: _LinkTable) -> list[tuple[str, _FigureTable, dict[str, float]]]:
-    return [
-        (f"{name}.bandwidth", link.bandwidth, _RATE),
-        (f"{name}.efficiency", link.efficiency, _SHARE),
-        (f"{name}.latency", link.latency, _SECONDS),
-    ]
-
-
-def _figures(origin: str, cluster: _Cluster) -> Iterator[Figure]:
-    device = cluster.device
+def _figures(read: _ClusterFile, device: DeviceTable, levels: Sequence[LevelTable]) -> Iterator[Figure]:
+    """Yield the figures of a device and of levels, in SI units too."""
     for dtype in device.peaks:
-        if dtype not in _DTYPES:
-            raise TopologyError(f"{origin}: device.peaks: {dtype!r} is not one of {', '.join(_DTYPES)}")
-    fields: list[tuple[str, _FigureTable, dict[str, float]]] = [
-        ("device.throughput", device.throughput, _FLOPS),
-        *((f"device.peaks.{dtype}", peak, _FLOPS) for dtype, peak in device.peaks.items()),
-        ("device.flops_efficiency", device.flops_efficiency, _SHARE),
-        ("device.memory", device.memory, _BYTES),
-        *([("device.context", device.context, _BYTES)] if device.context else []),
-        *([("device.fragmentation", device.fragmentation, _SHARE)] if device.fragmentation else []),
-        *([("device.block", device.block, _BYTES)] if device.block else []),
-        *([("device.segment", device.segment, _BYTES)] if device.segment else []),
-        ("device.dram_bandwidth", device.dram_bandwidth, _RATE),
-        ("device.bytes_efficiency", device.bytes_efficiency, _SHARE),
-        ("device.kernel_launch_overhead", device.kernel_launch_overhead, _SECONDS),
-    ]
-    if device.host_link is not None:
-        fields += _link_fields("device.host_link", device.host_link)
-    for level in cluster.levels:
-        fields += _link_fields(f"levels.{level.name}", level)
-        for part in ("devices_per_port", "oversubscription"):
-            figure: _FigureTable | None = getattr(level, part)
-            if figure is not None:
-                fields.append((f"levels.{level.name}.{part}", figure, _NUMBER))
-    for name, figure, units in fields:
-        if figure.unit not in units:
-            raise TopologyError(f"{origin}: {name}: unit {figure.unit!r} is not one of {', '.join(units)}")
-        yield Figure(name, figure.value, figure.unit, figure.value * units[figure.unit], figure.source)
+        if dtype not in DTYPES:
+            where = located(read.origin, read.text, f"device.peaks.{dtype}")
+            raise TopologyError(f"{where}: {dtype!r:.40} is not one of {', '.join(DTYPES)}")
+    for name, amount, units in _amounts(device, levels):
+        yield _figure(read, name, amount, units)
+
+
+def _amounts(device: DeviceTable, levels: Sequence[LevelTable]) -> Iterator[tuple[str, Any, Units]]:
+    """Yield the name of each figure that is given, what is given, and its units."""
+    for field, units in DEVICE_UNITS.items():
+        amount = getattr(device, field)
+        if amount is not None and not _is_zero(amount, field):
+            yield f"device.{field}", amount, units
+        if field == "throughput":
+            yield from ((f"device.peaks.{dtype}", peak, FLOPS) for dtype, peak in device.peaks.items())
+    links = [("device.host_link", device.host_link, LINK_UNITS)] if device.host_link is not None else []
+    for name, table, kinds in [*links, *((f"levels.{level.name}", level, LEVEL_UNITS) for level in levels)]:
+        for field, units in kinds.items():
+            amount = getattr(table, field)
+            if amount is not None:
+                yield f"{name}.{field}", amount, units
+
+
+def _is_zero(amount: Amount, field: str) -> bool:
+    """Whether a figure that may be left out says none."""
+    return field in ("context", "fragmentation") and amount == 0
+
+
+def _figure(read: _ClusterFile, name: str, amount: Amount, units: Units) -> Figure:
+    by_option = name.removeprefix("levels.") in read.settings
+    what = f"--set {name}" if by_option else located(read.origin, read.text, name)
+    if isinstance(amount, FigureTable):
+        value, source = amount.value, amount.source
+        unit = unit_named(amount.unit, units, what, f"{value:g}")
+    else:
+        source = "given by --set" if by_option else f"given in {read.origin}"
+        value, unit = parse_quantity(amount if isinstance(amount, str) else repr(amount), units, what)
+    if math.isfinite(value) and not math.isfinite(value * units[unit]):
+        raise TopologyError(f"{what}: {value:g} {unit} is more than a number can be")
+    return Figure(name, value, unit, value * units[unit], source)

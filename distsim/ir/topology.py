@@ -83,8 +83,18 @@ class Topology:
         """
         if count < 1:
             raise TopologyError(f"a topology needs at least one device, not {count}")
+        return cls.of_devices([device] * count, levels)
+
+    @classmethod
+    def of_devices(cls, devices: Sequence[Device], levels: Iterable[Level]) -> Topology:
+        """Copies of devices, which need not be alike, with ids in their order, joined by levels.
+
+        >>> slow, fast = Device(0, "gpu", throughput=1e13), Device(0, "gpu", throughput=2e13)
+        >>> Topology.of_devices([fast, fast, slow], [Level("nvlink", Link(3e11))]).devices[2].throughput
+        10000000000000.0
+        """
         topology = cls()
-        topology._devices = [dataclasses.replace(device, id=i) for i in range(count)]
+        topology._devices = [dataclasses.replace(device, id=i) for i, device in enumerate(devices)]
         for level in levels:
             topology._add(level)
         return topology

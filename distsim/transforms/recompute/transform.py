@@ -145,7 +145,8 @@ class _Rematerializer:
         if self.policy.parts is not None:
             runs = _by_part(joint, [view.chosen(part) for part in self.policy.parts(view.graph)], behind)
             self.found = self.found or bool(runs)
-        dropped = any(v in joint.made and v not in saved for op in behind for v in op.inputs)
+        made = joint.made
+        dropped = any(v in made and v not in saved for op in behind for v in op.inputs)
         return recompute(joint, saved, runs=runs) if dropped or runs else joint
 
 

@@ -1,0 +1,82 @@
+"""A row of published measurements as what distsim takes: model, plan, precision, software, cluster.
+
+A row is translated by its columns alone (those of ``measured/validate.csv``), never by who published it or by
+what was measured; what a column leaves open has the default of the software that the row names. What
+distsim cannot lay out is refused by the name of the missing feature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distsim.cache import cached
+from distsim.ir import Function, Topology
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import DecoderSizes
+from distsim.plan import Plan
+from distsim.stacks import Stack
+from distsim.transforms.autodiff.differentiate import differentiate
+from distsim.transforms.autodiff.loss import add_loss
+from distsim.transforms.autodiff.optimizers import optimizer_named
+from distsim.transforms.autodiff.precision import Precision
+from distsim.truth.architecture import sizes_of
+from distsim.truth.layout import global_batch, layout_of, zero_of
+from distsim.truth.machine import Cluster, cluster_of
+from distsim.truth.row import Row, number
+from distsim.truth.software import software_of
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as what distsim takes.
+
+    ``assumed`` says what no column does, ``left_out`` what a column says and distsim does not.
+    """
+
+    sizes: DecoderSizes
+    seq: int
+    batch: int
+    plan: Plan
+    precision: Precision
+    attention: str
+    kernels: str
+    stack: Stack
+    cluster: Cluster
+    assumed: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def joint(self) -> Function:
+        """Return the training step of the model, with the stack's optimizer and clipping."""
+        return _joint(self.sizes, self.batch, self.seq, self.attention, self.precision, self.stack)
+
+    def topology(self) -> Topology:
+        """Return the cluster of the row."""
+        return self.cluster.topology()
+
+
+def case_of(row: Row) -> Case:
+    """Return what a row ran.
+
+    Raises :class:`MissingFeatureError` for what distsim does not lay out, build or cost, and where the row
+    leaves out what has no default.
+    """
+    assumed: list[str] = []
+    software = software_of(row, zero_of(row), assumed)
+    stack = software.stack
+    layout = layout_of(row, stack, assumed)
+    sizes = sizes_of(row, stack.name.startswith("megatron"), layout.plan.tp, assumed)
+    return Case(
+        *(sizes, number(row, "seq"), global_batch(row), layout.plan),
+        *(software.precision, software.attention, software.kernels, stack),
+        cluster_of(row, layout.plan.devices, assumed),
+        tuple(assumed),
+        layout.left_out,
+    )
+
+
+@cached("training steps of rows, by model, batch and software", 8)
+def _joint(
+    sizes: DecoderSizes, batch: int, seq: int, attention: str, precision: Precision, stack: Stack
+) -> Function:
+    model = decoder(sizes, batch, seq, attention=attention)
+    return differentiate(add_loss(model, "auto"), optimizer_named(stack.optimizer), (), precision, stack.clip)

@@ -1,0 +1,295 @@
+"""The plan of a row: each field of a plan from the columns that say it.
+
+A field that a plan does not have is the missing feature where it changes what runs where, and left out, with
+a word, where it changes when it runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from distsim.errors import PlanError
+from distsim.plan import Plan
+from distsim.schedule import SCHEDULES
+from distsim.stacks import Stack
+from distsim.truth.row import MissingFeatureError, Row, cell, number, plain, without_remark
+from distsim.truth.stage_layers import StageSizes, stages_of
+
+TIMING = ("overlap_grads", "overlap_params", "tp_overlap", "bucket")
+"""Fields that change when something runs, not what or where."""
+
+SCHEDULE_NAMES = (
+    (r"none|1f1b|pipedream-flush|one-f-one-b|dapple", "1f1b"),
+    (r"1f1b with layer redistribution|1f1b redistributed", "1f1b"),
+    (r"interleaved[- ]?(1f1b)?|1f1b[- ](i|interleaved|vpp)|vpp|virtual pipeline", "interleaved"),
+    (r"gpipe|afab|all-forward-all-backward|f-then-b", "gpipe"),
+    (r"looped[- ]bfs|breadth[- ]first( pipeline)?", "looped_bfs"),
+    (r"(zero[- ]bubble )?zb-?h1", "zb_h1"),
+    (r"(zero[- ]bubble )?zb-?h2", "zb_h2"),
+    (r"(zero[- ]bubble )?zb-?1p", "zb_auto:1"),
+    (r"(zero[- ]bubble )?zb-?2p", "zb_auto:2"),
+    (r"interleaved[- ]zero[- ]bubble|interleaved[- ]zb", "interleaved_zb"),
+    (r"(zero[- ]bubble )?zb-?v", "zb_v"),
+    (r"v-half", "v_half"),
+    (r"v-min", "v_min"),
+    (r"dual-?pipe-?v|cut-in-half", "dualpipe_v"),
+    (r"dual-?pipe", "dualpipe"),
+)
+"""Schedules by how papers and tables write them, remarks left out."""
+
+TORCH_CHECKPOINT = ("torchtitan", "plain")
+"""Stacks whose checkpoints are torch.utils.checkpoint without reentrance: a block recomputed is left as soon
+as backward has all it needs."""
+
+CONTEXT = (
+    (r"a2a|ulysses|all-?to-?all", "ulysses"),
+    (r"all-?gather", "allgather"),
+    (r"ring|p2p|zigzag", "ring"),
+)
+"""Kinds of context parallelism, by how they are written."""
+
+CONTEXT_DEFAULTS = {"torchtitan": "allgather", "deepspeed": "ulysses"}
+"""Of stacks where a row does not say (torchtitan: context_parallel_rotate_method; DeepSpeed: Ulysses); of the
+others, as Megatron-LM's cp_comm_type p2p, it is a ring."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plan of a row, and what its columns say that no plan says."""
+
+    plan: Plan
+    left_out: tuple[str, ...]
+
+
+def zero_of(row: Row) -> int:
+    """Return ZeRO's stage, by its column, or by the strategy of FSDP where that is empty."""
+    sharding = plain(row, "fsdp")
+    if cell(row, "zero") or not sharding:
+        return number(row, "zero", 0)
+    if re.search(r"no-shard|\bddp\b|^no(ne)?$", sharding):
+        return 0
+    if re.search(r"full-shard|hybrid|hsdp|fsdp|shard-grad-op|zero-?3|^yes", sharding):
+        return 3
+    raise MissingFeatureError(f"fsdp {sharding!r:.60}")
+
+
+def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
+    """Return the layout of a row; append what no column says to ``assumed``.
+
+    Raises :class:`MissingFeatureError` for what a plan does not have, and for numbers that contradict.
+    """
+    degrees = _degrees(row)
+    schedule, chunks = _schedule(row, degrees["pp"], assumed)
+    layers = number(row, "n_layers")
+    stages = degrees["pp"] * chunks
+    items: dict[str, str | int] = {
+        **{axis: size for axis, size in degrees.items() if size > 1 or axis in ("dp", "tp", "pp")},
+        **{"microbatches": _microbatches(row, degrees["dp"]), "schedule": schedule, "chunks": chunks},
+        "remat": _remat(row, stack, layers // stages, assumed),
+        **({"stages": _stages(row, stages, assumed)} if degrees["pp"] > 1 else {}),
+        **_context(row, stack, degrees["cp"]),
+        **_sharding(row),
+        **_sequence(row, stack, degrees["tp"]),
+    }
+    spread = degrees["dp"] * degrees["cp"] > 1
+    said = _overlap(row, spread, spread and zero_of(row) in (1, 2))
+    return _planned({**_defaults(stack), **items, **said} if spread else {**items, **said})
+
+
+def _planned(items: Mapping[str, str | int]) -> Layout:
+    """Return the plan of some fields, without those of time that no plan has."""
+    left_out: list[str] = []
+    known = {field.name for field in fields(Plan)}
+    for name in [name for name in items if name not in known]:
+        if name not in TIMING:
+            raise MissingFeatureError(
+                f"{name}={items[name]} in a plan" if name == "cp_kind" else f"{name} > 1"
+            )
+        left_out.append(f"{name}={items[name]}")
+    text = ",".join(f"{name}={value}" for name, value in items.items() if name in known)
+    try:
+        return Layout(Plan.parse(text), tuple(left_out))
+    except PlanError as error:
+        raise MissingFeatureError(str(error)) from None
+
+
+def _defaults(stack: Stack) -> dict[str, str | int]:
+    """Return what a stack says of when gradients and parameters travel, where it does."""
+    found: dict[str, str | int] = {}
+    for name in TIMING:
+        value = getattr(stack, name, None)
+        if value is not None:
+            found[name] = ("on" if value else "off") if isinstance(value, bool) else value
+    return found
+
+
+# --- degrees and batch ------------------------------------------------------------------------------------
+
+
+def _degrees(row: Row) -> dict[str, int]:
+    """Return the degrees of the axes; dp, if it is not given, is what the others leave of the devices."""
+    tp, pp, cp, ep = (number(row, axis, 1) for axis in ("tp", "pp", "cp", "ep"))
+    count = number(row, "n_gpus", 0)
+    replica = tp * pp * cp
+    if not replica:
+        raise MissingFeatureError(f"degrees of at least 1, not tp={tp}, pp={pp}, cp={cp}")
+    dp = number(row, "dp", count // replica if count % replica == 0 else 0)
+    if count and dp * replica != count:
+        raise MissingFeatureError(
+            f"degrees that agree with the devices: dp={dp} tp={tp} pp={pp} cp={cp} are {dp * replica}, "
+            f"and n_gpus={count}"
+        )
+    return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
+
+
+def global_batch(row: Row) -> int:
+    """Return the sequences of a step, over all replicas; those of microbatches if no column says."""
+    dp = _degrees(row)["dp"]
+    if cell(row, "global_batch") or not cell(row, "n_microbatches"):
+        return number(row, "global_batch")
+    return dp * number(row, "micro_batch") * number(row, "n_microbatches")
+
+
+def _microbatches(row: Row, dp: int) -> int:
+    """Return the microbatches of a replica and step."""
+    batch = global_batch(row)
+    size = number(row, "micro_batch", 0)
+    if not size:
+        return number(row, "n_microbatches")
+    count, rest = divmod(batch, dp * size) if dp else (0, 1)
+    if rest or not count:
+        raise MissingFeatureError(
+            f"whole microbatches: global_batch={batch} is no multiple of dp={dp} times micro_batch={size}"
+        )
+    return count
+
+
+# --- pipeline ----------------------------------------------------------------------------------------------
+
+
+def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[str, int]:
+    """Return the name of the schedule and the stages of a rank."""
+    written = without_remark(plain(row, "schedule"))
+    if not written and pp > 1:
+        assumed.append("schedule 1f1b")
+    name = next((name for pattern, name in SCHEDULE_NAMES if re.fullmatch(pattern, written or "none")), None)
+    if name is None or (pp > 1 and written == "none"):
+        raise MissingFeatureError(f"the schedule {written!r:.60}" + (f" of pp={pp}" if name else ""))
+    chunks = max(number(row, "vpp", 1), 1)  # none is written as 0, too
+    if pp == 1:
+        return "1f1b", 1
+    if name == "1f1b" and chunks > 1:
+        name = "interleaved"
+    takes = SCHEDULES[name.partition(":")[0]].stages_a_rank
+    if takes is None and chunks == 1:
+        raise MissingFeatureError(f"the stages of a rank (column vpp), of the schedule {written!r:.60}")
+    return name, chunks if takes is None else takes
+
+
+def _stages(row: Row, stages: int, assumed: list[str]) -> str:
+    text = f"{plain(row, 'schedule')} {plain(row, 'notes')}"
+    return stages_of(StageSizes.of(row, stages), text, assumed)
+
+
+# --- what is kept, divided, and when it travels -------------------------------------------------------------
+
+
+def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> str:
+    text = plain(row, "recompute")
+    early = "_early" if stack.name in TORCH_CHECKPOINT else ""
+    count = re.search(r"\b(block|uniform)\b[^0-9]*([0-9]{1,4})|\b([0-9]{1,4}) layers?\b", text)
+    every = re.search(r"every ?([0-9]{1,3})|\bselective ?\(?([0-9]{1,3})\)?$", text)
+    share = re.search(r"(ratio|share)[ =]*(0?\.[0-9]{1,6})|\b([0-9]{1,2})( ?%)", text)
+    if not text:
+        assumed.append(f"recompute {stack.remat}")
+        return stack.remat
+    if re.match(r"(none|no|off|false|0)\b", text):
+        return "none"
+    if re.match(r"(yes|on|true|1)\b", text):
+        return f"full{early}"
+    if share and re.match(r"full|block|ratio|selective|[0-9]", text):
+        layers = round(layers_a_stage * (float(share[2]) if share[2] else float(share[3]) / 100))
+        return f"block:{layers}" if layers else "none"
+    if re.match(r"(full|block|uniform)\b", text):
+        kind, layers = (count[1] or "uniform", int(count[2] or count[3])) if count else ("uniform", 1)
+        return f"full{early}" if kind == "uniform" and layers == 1 else f"{kind}:{layers}"
+    if every:
+        return f"every{early}:{every[1] or every[2]}"
+    if re.match(r"(selective|sac|attention|core)", text):
+        if re.search(r"per-op|\bop\b|matmul", text):
+            # torchtitan, _op_sac_save_list: aten.mm and attention, of 8-bit products (_scaled_mm) none. That
+            # it saves every second product only is left out.
+            return "ops:MatMul+Attention"
+        if re.search(r"attention|core", text) or stack.name.startswith("megatron"):
+            return "attention"
+    raise MissingFeatureError(f"recompute {text!r:.60}")
+
+
+def _context(row: Row, stack: Stack, cp: int) -> dict[str, str | int]:
+    if cp == 1:
+        return {}
+    # Clause by clause: a note has more to say than this.
+    columns = (column for name in ("cp_kind", "attention", "overlap") for column in [plain(row, name)])
+    clauses = [c for c in plain(row, "notes").split(";") if re.search(r"\bcp\b|context", c)]
+    for text in (*columns, *clauses):
+        kind = next((kind for pattern, kind in CONTEXT if re.search(pattern, text)), None)
+        if kind and (re.search(r"\bcp\b|context|ulysses|ring", text) or text == plain(row, "cp_kind")):
+            return {"cp_kind": kind}
+    return {"cp_kind": CONTEXT_DEFAULTS.get(stack.name, "ring")}
+
+
+def _sharding(row: Row) -> dict[str, str | int]:
+    """Return how state, gradients and parameters are divided over data-parallel ranks."""
+    zero, sharding = zero_of(row), plain(row, "fsdp")
+    found: dict[str, str | int] = {"zero": zero} if zero else {}
+    if zero == 3 and "shard-grad-op" in sharding:
+        found["reshard"] = "never"
+    for text in (sharding, *plain(row, "notes").split(";")) if zero else ():
+        ranks = re.search(
+            r"(hsdp|hybrid-shard|zero-?[123]?) ?(size|over|across|within|group of|[=:(])+ ?([0-9]{1,6})\b",
+            text,
+        )
+        if ranks or re.search(r"hybrid|hsdp", text if text is sharding else ""):
+            return {**found, "zero_ranks": int(ranks[3]) if ranks else number(row, "gpus_per_node")}
+    return found
+
+
+def _sequence(row: Row, stack: Stack, tp: int) -> dict[str, str | int]:
+    text = plain(row, "sp")
+    if tp == 1:
+        return {}
+    if not text:
+        return {"sp": "on"} if stack.sp else {}
+    if not re.match(r"(yes|on|true|1|no|off|false|0)\b", text):
+        raise MissingFeatureError(f"sp {text!r:.60}")
+    return {"sp": "on"} if re.match(r"(yes|on|true|1)\b", text) else {}
+
+
+_SUBJECTS = (
+    (r"\btp\b|tensor|async-?tp|wgrad", "tp_overlap"),
+    (r"param|fsdp prefetch|gathers?\b", "overlap_params"),
+    (r"grad|\bddp\b|\bdp\b|reduce-scatter", "overlap_grads"),
+)
+
+
+def _overlap(row: Row, grads: bool, params: bool) -> dict[str, str | int]:
+    """Return what the column of overlap says of gradients and parameters, where these travel at all.
+
+    Parameters that ZeRO-3 gathers where they are used are none that travel besides.
+    """
+    found: dict[str, str | int] = {}
+    for clause in re.split(r"[;,]", plain(row, "overlap")):
+        off = re.search(r"\b(not|no|off|without|disabled|none)\b", clause)
+        on = re.search(r"overlap|prefetch|async", clause)
+        if "not stated" in clause or not (on or off):
+            continue
+        for name in [name for pattern, name in _SUBJECTS if re.search(pattern, clause)]:
+            if name == "tp_overlap":
+                # Behind the weight gradient it is by default; torch's async TP splits products.
+                found |= {name: "split"} if "async" in clause and not off else {}
+                break
+            if grads if name == "overlap_grads" else params:
+                found[name] = "off" if off else "on"
+    return found

@@ -1,0 +1,77 @@
+"""What distsim predicts for a row: seconds of a step, the peak of memory as it is measured, what fits."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+
+from distsim.compose import parallelize
+from distsim.cost import CostModel, UncostedOperatorWarning
+from distsim.ir import Device
+from distsim.program.program import Program
+from distsim.simulate import Simulator
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulate.steady_state import full_program
+from distsim.transforms.kernels.policies import kernels_named
+from distsim.truth.case import Case
+from distsim.truth.row import MissingFeatureError, Row, cell
+
+UNITS = {"gib": 2**30, "gb": 10**9}
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """Seconds of a step, bytes in use on the fullest device, which this is, and whether all of it fits.
+
+    There is no interval: how far to trust the seconds is not known here.
+    """
+
+    seconds: float
+    peak: int
+    device: Device
+    fits: bool
+
+
+def program_of(case: Case, costs: CostModel) -> Program:
+    """Return the step of a case, laid out and scheduled."""
+    kernels = kernels_named(case.kernels)
+    return parallelize(case.joint(), case.plan, case.topology(), costs, kernels=kernels)
+
+
+def predict(case: Case) -> PredictedStep:
+    """Return what a case takes, op by op in max-plus algebra: about a second, however many devices."""
+    topology = case.topology()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncostedOperatorWarning)
+        costs = CostModel(topology)
+        program = program_of(case, costs)
+        seconds = Simulator(costs).simulate(program).step_period
+    memory = program_memory(full_program(program))
+    return PredictedStep(seconds, max(memory.peaks), topology.devices[0], not memory.missing)
+
+
+def measure_of(row: Row) -> tuple[str, int]:
+    """Return what a peak is of, allocated, reserved or nvidia-smi, and the bytes of its unit.
+
+    Of a row that does not say it is what is allocated, in GiB. Raises :class:`MissingFeatureError` for a unit
+    that is neither GB nor GiB.
+    """
+    text = cell(row, "mem_kind").lower()
+    unit = re.match(r"gi?b\b", text) or re.search(r"\bgi?b\b", text)
+    if text and not unit:
+        raise MissingFeatureError(f"the unit of a peak {text!r:.60}")
+    kind = "nvidia-smi" if "nvidia" in text else "reserved" if "reserved" in text else "allocated"
+    return kind, UNITS[unit[0]] if unit else UNITS["gib"]
+
+
+def shown_peak(peak: int, kind: str, device: Device) -> float:
+    """Return the bytes that a measurement of a kind shows where ``peak`` bytes are in use.
+
+    The allocator of a framework reserves what fragments on top; nvidia-smi shows the context of the driver
+    and of the communication library as well.
+    """
+    if kind == "allocated":
+        return peak
+    reserved = peak * (1 + device.fragmentation)
+    return reserved if kind == "reserved" else reserved + device.context

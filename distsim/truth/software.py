@@ -1,0 +1,135 @@
+"""The software of a row: its stack, kernels, attention and precision, by the columns that describe it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from distsim.ir import BFloat16, Float8E4M3FN, Float16
+from distsim.stacks import STACKS, Stack
+from distsim.transforms.autodiff.precision import POLICIES, Precision
+from distsim.truth.row import MissingFeatureError, Row, plain
+
+FRAMEWORKS = (
+    ("torchtitan", "torchtitan", None),
+    ("nanotron", "nanotron", None),
+    ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
+    ("composer|llm-?foundry|fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
+    ("parax|alpa|jax|xla|maxtext|levanter|easylm", "plain", "compiled"),
+    ("megatron|megascale|nemo|mcore|galvatron|transformer ?engine", "megatron", None),
+    ("pytorch|torch|transformers|hugging ?face", "plain", None),
+)
+"""The stack of a framework whose column has the pattern, the first that fits, and kernels where they are not
+the stack's: those of FSDP are as torchtitan's, block by block; XLA fuses what it compiles."""
+
+TORCH_FSDP = ("torchtitan", "plain")
+"""Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
+
+_MATH = (
+    r"\b(no|non|not|without|w/o)[ -]*flash|unfused|\b(math|eager|naive|standard|vanilla|einsum|baddbmm)\b"
+    r"|scale-mask-softmax|fused softmax"
+)
+_FLASH = r"flash|\bfa-?[1-4]?\b|cudnn|sdpa|xformers|memory[- ]efficient|triton|fused attention|splash|\bte\b"
+
+_EIGHT_BITS = r"\b(mx)?fp8|float-?8|\be4m3"
+_HALF, _BRAIN = r"fp-?16|float-?16\b|\bhalf\b", r"bf-?16|bfloat-?16"
+
+
+@dataclass(frozen=True)
+class Software:
+    """What trains the model of a row."""
+
+    stack: Stack
+    kernels: str
+    attention: str
+    precision: Precision
+
+
+def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
+    """Return the software of a row that divides by ZeRO's stage ``zero``; append what no column says.
+
+    Raises :class:`MissingFeatureError` for a framework, an attention or a type that is not known.
+    """
+    stack, kernels = _stack(row)
+    framework = plain(row, "framework")
+    if stack.name.partition("_")[0] not in framework:
+        assumed.append(f"the stack {stack.name} for {framework:.40}")
+    if re.search(r"torch[. ]?compile|\+ ?compile", f"{plain(row, 'notes')} {framework}"):
+        kernels = "compiled"
+    return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
+
+
+def _stack(row: Row) -> tuple[Stack, str]:
+    framework = plain(row, "framework")
+    for pattern, name, kernels in FRAMEWORKS:
+        if re.search(pattern, framework):
+            # Megatron-LM in fp16 without flash attention is that of 2021.
+            old = (
+                name == "megatron"
+                and _kind(row) != "flash"
+                and not re.search(f"{_BRAIN}|{_EIGHT_BITS}", plain(row, "precision"))
+            )
+            stack = STACKS["megatron_2021" if old else name]
+            return stack, kernels or stack.kernels
+    raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
+
+
+def _kind(row: Row) -> str:
+    """Return what the column of attention says: flash, math, or nothing."""
+    text = plain(row, "attention")
+    if not text or re.search(_MATH, text):
+        return "math" if text else ""
+    if re.search(_FLASH, text):
+        return "flash"
+    raise MissingFeatureError(f"attention {text!r:.60}")
+
+
+def _attention(row: Row, stack: Stack, assumed: list[str]) -> str:
+    kind = _kind(row)
+    if not kind:
+        kind = stack.attention or "math"
+        assumed.append(f"attention {kind}")
+    return kind
+
+
+def _precision(row: Row, stack: Stack, zero: int) -> Precision:
+    text, sharding = plain(row, "precision"), plain(row, "fsdp")
+    half, brain, eight = (bool(re.search(each, text)) for each in (_HALF, _BRAIN, _EIGHT_BITS))
+    if re.search(r"(mx|nv)?fp4|int-?[48]|float-?4", text):
+        raise MissingFeatureError(f"precision {text!r:.60}")
+    if zero == 3 and stack.name in TORCH_FSDP and (half or brain or eight or not text):
+        policy = POLICIES["fsdp2"]
+        if half and not brain:
+            policy = replace(policy, name="fsdp_fp16", used=Float16(), compute=Float16(), loss_scale=65536.0)
+        if re.search(r"mixed-precision ?[=:] ?pure|\bpure\b", sharding):
+            # Composer's PURE: gradients are reduced in the type of computing, DEFAULT in float32.
+            policy = replace(policy, name=f"{policy.name}_pure", gradient_sum=policy.compute)
+    elif re.search(r"\bamp|autocast", text):
+        policy = POLICIES["amp"]
+        if half and not brain:
+            policy = replace(policy, name="amp_fp16", compute=Float16(), loss_scale=65536.0)
+    elif half and not brain:
+        policy = POLICIES["mixed_fp16"]
+    elif brain or eight:
+        policy = _brain(text, stack)
+    elif re.search(r"tf-?32", text):
+        policy = POLICIES["tf32"]
+    elif re.search(r"fp-?32|float-?32|\bsingle\b", text):
+        policy = POLICIES["fp32"]
+    elif not text or "mixed" in text:
+        policy = POLICIES[stack.precision or "mixed"]
+    else:
+        raise MissingFeatureError(f"precision {text!r:.60}")
+    return replace(policy, name=f"{policy.name}_fp8", linear=Float8E4M3FN()) if eight else policy
+
+
+def _brain(text: str, stack: Stack) -> Precision:
+    """Return the policy for bfloat16, or for either type of 16 bits."""
+    if re.search(r"(fp|float)-?32[- ](grad|reduc|accum)", text):
+        return POLICIES["mixed"]
+    if re.search(r"bf(loat)?-?16[- ](grad|reduc)", text):
+        return POLICIES["mixed_bf16_grads"]
+    policy = POLICIES[stack.precision or "mixed"]
+    return (
+        policy if BFloat16() in (policy.used, policy.compute) or re.search(_HALF, text) else POLICIES["mixed"]
+    )

@@ -1,0 +1,447 @@
+"""A row of published measurements becomes a model and a plan by its columns, or names what is missing."""
+
+import csv
+import importlib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsim.errors import DistsimError
+from distsim.hardware import load_cluster
+from distsim.ir import Float8E4M3FN
+from distsim.models.decoder_sizes import DropoutRates
+from distsim.plan import Plan
+from distsim.truth import MissingFeatureError, case_of, predict, read_rows, shown_peak
+from distsim.truth.prediction import measure_of
+from distsim.truth.row import cell, number, plain
+from distsim.truth.score import scores
+from distsim.truth.stage_layers import StageSizes, stages_of
+
+ROOT = Path(__file__).parents[1]
+with pytest.MonkeyPatch.context() as patch:
+    # The experiments are scripts: each finds the others next to itself.
+    patch.syspath_prepend(str(ROOT / "experiments"))
+    cases = importlib.import_module("memory_cases")
+    validate = importlib.import_module("validate")
+
+GPT = {
+    **{"id": "a", "table": "made_up", "source": "nobody", "notes": "", "framework": "Megatron-LM fork"},
+    **{"hw_gpu": "A100-SXM4-80GB", "arch": "gpt", "n_layers": "6", "hidden": "64", "heads": "4"},
+    **{"kv_heads": "4", "ffn": "256", "vocab": "", "seq": "32", "tied_emb": "no", "moe_experts": ""},
+    **{"precision": "fp16", "attention": "", "dp": "1", "tp": "1", "sp": "no", "pp": "4", "vpp": "1"},
+    **{"cp": "1", "ep": "1", "zero": "0", "fsdp": "", "schedule": "1f1b", "recompute": "none"},
+    **{"micro_batch": "2?", "global_batch": "16", "peak_mem_gb": "0.01", "mem_kind": "GB as printed"},
+}
+LLAMA = GPT | {
+    **{"framework": "torchtitan", "hw_gpu": "H100-SXM5-80GB", "arch": "llama3", "kv_heads": "2"},
+    **{"vocab": "512", "precision": "fp8 linears", "attention": "SDPA flash", "dp": "4", "pp": "1"},
+    **{"zero": "3", "schedule": "none", "recompute": "full", "mem_kind": "GiB max reserved"},
+}
+FIELDS = {field.name for field in fields(Plan)}
+
+
+def test_a_row_of_megatron():
+    case = case_of(GPT)
+    assert case.plan == Plan(pp=4, microbatches=8, stages="default")
+    assert (case.precision.name, case.attention, case.kernels) == ("mixed_fp16", "math", "fused")
+    assert case.sizes.vocab == 50304 and not case.sizes.tied
+    assert case.sizes.dropout == DropoutRates(0.1, 0.1, 0.1)
+    assert case.assumed == ("attention math", "vocabulary 50257", "dropout 0.1")
+
+
+def test_a_row_of_torchtitan():
+    case = case_of(LLAMA)
+    assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", zero=3)
+    assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
+    assert (case.attention, case.kernels, case.stack.name) == ("flash", "eager", "torchtitan")
+    assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated
+    assert case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled"
+    assert case_of(LLAMA | {"framework": "Composer"}).assumed == ("the stack torchtitan for composer",)
+
+
+def test_a_row_divides_the_sequence_where_it_divides_tensors():
+    assert [case_of(GPT | {"sp": "yes", "tp": tp}).plan.sp for tp in ("1", "2")] == ["off", "on"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_row_that_divides_state_or_gradients(stage):
+    """In the types of the stack: those of torch's FSDP are for rows that divide parameters."""
+    case = case_of(GPT | {"zero": str(stage), "dp": "2", "tp": "2", "sp": "yes", "precision": "bf16"})
+    assert (case.plan.zero, case.plan.sp, case.precision.name) == (stage, "on", "mixed")
+
+
+@pytest.mark.parametrize("column", ["source", "id", "peak_mem_gb", "iter_time_s", "mfu_pct"])
+def test_who_measured_and_what_does_not_matter(column):
+    assert case_of(GPT | {column: "another"}) == case_of(GPT)
+
+
+@pytest.mark.parametrize(
+    ("changed", "missing"),
+    [
+        ({"zero": "4"}, "zero=4 is out of range"),
+        ({"schedule": "of my own"}, "the schedule 'of my own'"),
+        ({"schedule": "none"}, "the schedule 'none' of pp=4"),
+        ({"schedule": "interleaved 1F1B"}, "column vpp"),
+        ({"arch": "deepseek_v2"}, "sizes of a deepseek"),
+        ({"arch": "bert"}, "sizes of a bert"),
+        ({"moe_experts": "8"}, "sizes of a gpt"),
+        ({"arch": "llama", "moe_experts": "8"}, "column moe_topk"),
+        ({"hw_gpu": "TPU"}, "a preset for 'TPU'"),
+        ({"framework": "pencil"}, "a stack for 'pencil'"),
+        ({"hidden": ""}, "a number in column hidden"),
+        ({"hidden": "1e999"}, "a number in column hidden"),
+        ({"hidden": "-64"}, "a number in column hidden"),
+        ({"heads": "0"}, "a model that can be built"),
+        ({"n_layers": "7"}, "7 layers do not divide"),
+        ({"recompute": "some"}, "recompute 'some'"),
+        ({"attention": "wishful"}, "attention 'wishful'"),
+        ({"precision": "fp4"}, "precision 'fp4'"),
+        ({"precision": "decimal"}, "precision 'decimal'"),
+        ({"n_gpus": "6"}, "are 4, and n_gpus=6"),
+        ({"tp": "0"}, "degrees of at least 1"),
+        ({"dp": "0"}, "whole microbatches"),
+        ({"global_batch": "17"}, "global_batch=17 is no multiple of dp=1 times micro_batch=2"),
+        ({"sp": "perhaps", "tp": "2"}, "sp 'perhaps'"),
+        ({"schedule": "1f1b with layer redistribution", "vocab": "500000"}, "stages of no layer"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_expressed_is_named(changed, missing):
+    with pytest.raises(MissingFeatureError, match=missing):
+        case_of(GPT | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "value"),
+    [
+        ({"schedule": "1F1B (as in Megatron)"}, "schedule", "1f1b"),
+        ({"schedule": "PipeDream\u2013Flush, no more"}, "schedule", "1f1b"),
+        ({"schedule": "Zero_Bubble ZB-H1"}, "schedule", "zb_h1"),
+        ({"schedule": "ZB-2p"}, "schedule", "zb_auto:2"),
+        ({"schedule": "GPipe"}, "schedule", "gpipe"),
+        ({"schedule": "DualPipeV", "n_layers": "8"}, "chunks", 2),
+        ({"schedule": "1f1b", "vpp": "2", "n_layers": "8"}, "schedule", "interleaved"),
+        ({"recompute": "Full (uniform, 1 layer)"}, "remat", "full"),
+        ({"recompute": "full(block, 3 layers)"}, "remat", "block:3"),
+        ({"recompute": "uniform, 2 layers"}, "remat", "uniform:2"),
+        ({"recompute": "ratio 0.5", "n_layers": "8"}, "remat", "block:1"),
+        ({"recompute": "selective (attention core)"}, "remat", "attention"),
+        ({"recompute": "Selective"}, "remat", "attention"),
+        ({"recompute": ""}, "remat", "full"),
+        ({"recompute": "every 2nd layer"}, "remat", "every:2"),
+        ({"recompute": "yes"}, "remat", "full"),
+        ({"recompute": "selective (per-op SAC)"}, "remat", "ops:MatMul+Attention"),
+        ({"global_batch": "", "n_microbatches": "4"}, "microbatches", 4),
+        ({"dp": "", "n_gpus": "4"}, "dp", 1),
+        ({"global_batch": "1,024"}, "microbatches", 512),
+    ],
+    ids=str,
+)
+def test_spellings(changed, field, value):
+    assert getattr(case_of(GPT | changed).plan, field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "zero", "reshard"),
+    [
+        ("FULL_SHARD", 3, "always"),
+        ("SHARD_GRAD_OP", 3, "never"),
+        ("NO_SHARD", 0, "always"),
+        ("fsdp2 per-block", 3, "always"),
+    ],
+)
+def test_strategies_of_fsdp(text, zero, reshard):
+    plan = case_of(LLAMA | {"zero": "", "fsdp": text}).plan
+    assert (plan.zero, plan.reshard) == (zero, reshard)
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"cp": "2", "attention": "flash", "notes": "CP uses a2a"}, "cp"),
+        ({"ep": "2", "dp": "2", "moe_experts": "8", "moe_topk": "2", "arch": "mixtral"}, "ep"),
+        ({"zero": "3", "dp": "4", "fsdp": "HYBRID_SHARD", "gpus_per_node": "2"}, "zero_ranks"),
+        ({"zero": "1", "dp": "4", "notes": "ZeRO-1 over 2 ranks; more"}, "zero_ranks"),
+    ],
+    ids=str,
+)
+def test_what_a_plan_does_not_have_is_the_missing_feature(changed, field):
+    """By the fields of a plan, not by a list: it goes away when the field comes."""
+    if field in FIELDS:
+        assert getattr(case_of(GPT | changed).plan, field) == 2
+        return
+    with pytest.raises(MissingFeatureError, match=f"{field} > 1"):
+        case_of(GPT | changed)
+
+
+def test_when_gradients_travel_is_left_out_with_a_word():
+    row = GPT | {"dp": "2", "overlap": "DP all-reduce NOT overlapped/bucketed (config)"}
+    case = case_of(row)
+    if "overlap_grads" in FIELDS:
+        assert getattr(case.plan, "overlap_grads") == "off"  # noqa: B009
+    else:
+        assert case.left_out == ("overlap_grads=off",)
+    assert case_of(row | {"dp": "1"}).left_out == ()  # nothing travels
+    assert case_of(row | {"overlap": "grad all-reduce (not stated)"}).left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("no flash (not stated)", "math"),
+        ("FlashAttention-2", "flash"),
+        ("fa3", "flash"),
+        ("unfused softmax (fused scale-mask-softmax), no flash", "math"),
+        ("cuDNN", "flash"),
+        ("w/o flash", "math"),
+    ],
+)
+def test_kinds_of_attention(text, kind):
+    assert case_of(GPT | {"attention": text}).attention == kind
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"precision": "bf16, fp32 grad accumulation"}, "mixed"),
+        ({"precision": "BF16"}, "mixed"),
+        ({"precision": "fp16/bf16"}, "mixed"),
+        ({"precision": "float32"}, "fp32"),
+        ({"precision": "TF32"}, "tf32"),
+        ({"precision": "mxfp8"}, "mixed_fp8"),
+        ({"precision": "fp16", "framework": "DeepSpeed", "zero": "3", "dp": "2", "pp": "1"}, "mixed_fp16"),
+        ({"precision": "bf16", "framework": "FSDP", "zero": "3", "fsdp": "PURE", "pp": "1"}, "fsdp2_pure"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_types(changed, name):
+    assert case_of(GPT | changed).precision.name == name
+
+
+def test_a_model_with_experts_takes_its_numbers_from_the_columns():
+    mixtral = GPT | {"arch": "mixtral", "moe_experts": "8", "moe_topk": "2"}
+    experts = case_of(mixtral).sizes.experts
+    assert (experts.experts, experts.top_k, experts.ffn) == (8, 2, 256)
+    assert case_of(mixtral | {"arch": "Llama MoE"}).sizes.experts == experts
+    named = {
+        **{"arch": "deepseek_v2 MLA MoE (160e top6, 1 dense)", "model": "deepseekv2 truncated to 4 layers"},
+        **{"hidden": "5120", "heads": "128", "kv_heads": "128", "ffn": "12288", "moe_experts": "160"},
+        **{"moe_topk": "6", "n_layers": "4", "vocab": "102400"},
+    }
+    sizes = case_of(GPT | named).sizes
+    assert (sizes.layers, sizes.experts.ffn, sizes.experts.shared, sizes.expert_layers.dense) == (
+        4,
+        1536,
+        2,
+        1,
+    )
+
+
+def test_parameters_that_a_row_says_otherwise_are_noted():
+    sizes = case_of(GPT | {"params_b": "0.0067"})  # 50304 x 64 twice, positions, and 6 layers of 50k
+    assert not any("parameters" in each for each in sizes.assumed)
+    assert "not 7" in case_of(GPT | {"params_b": "7"}).assumed[-1]
+
+
+def test_layers_of_stages():
+    sizes = StageSizes(32, 8, 3072, 128_000, 2048)
+    assert sizes.head == pytest.approx(2 * 3072 * 128_000 / (24 * 3072**2 + 4 * 2048 * 3072))
+    assumed: list[str] = []
+    assert stages_of(sizes, "1f1b with layer redistribution", assumed) == "5-5-5-4-4-4-4-1"
+    assert assumed == ["layers a stage 5-5-5-4-4-4-4-1"]
+    assert stages_of(sizes, "final-stage layers=1", assumed) == "5-5-5-4-4-4-4-1"
+    assert stages_of(sizes, "final-stage layers=4", assumed) == stages_of(sizes, "", assumed) == "layers"
+
+
+def test_cells():
+    row = {"a": " 8? ", "b": "Zero_Bubble  ZB\u20131p", "c": "n/a"}
+    assert (cell(row, "a"), plain(row, "b"), cell(row, "c"), cell(row, "d")) == (
+        "8",
+        "zero-bubble zb-1p",
+        "",
+        "",
+    )
+    assert number(row, "a") == 8 and number(row, "c", 3) == 3
+
+
+def test_a_peak_is_compared_with_what_was_measured():
+    device = load_cluster("dgx-a100").devices[0]
+    assert shown_peak(1000, "allocated", device) == 1000
+    assert shown_peak(1000, "reserved", device) == 1000 * (1 + device.fragmentation)
+    assert shown_peak(1000, "nvidia-smi", device) == 1000 * (1 + device.fragmentation) + device.context
+    assert measure_of(GPT) == ("allocated", 10**9)
+    assert measure_of(LLAMA) == ("reserved", 2**30)
+    assert measure_of({"mem_kind": "GiB nvidia-smi"}) == ("nvidia-smi", 2**30)
+    assert measure_of({}) == ("allocated", 2**30)
+    with pytest.raises(MissingFeatureError, match="unit"):
+        measure_of({"mem_kind": "pages"})
+
+
+def test_scores():
+    score = scores([("a", 1.1, 1.0), ("a", 0.7, 1.0), ("b", 1.0, 1.0)])["a"]
+    assert (score.mean, score.bias, score.worst) == pytest.approx((0.2, -0.1, -0.3))
+
+
+def write(path: Path, *rows: dict[str, str]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(
+            file, [key for key in GPT if key != "table"] + ["iter_time_s"], extrasaction="ignore"
+        )
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_the_tables_of_memory_are_written(tmp_path, monkeypatch):
+    write(tmp_path / "validate.csv", GPT, LLAMA | {"id": "b"}, GPT | {"id": "c", "hw_gpu": "TPU"})
+    monkeypatch.setattr("sys.argv", ["memory_cases.py", str(tmp_path), "--out", str(tmp_path)])
+    assert cases.main() == 0
+    with (tmp_path / "memory_cases.csv").open() as file:
+        found = {row["id"]: row for row in csv.DictReader(file)}
+    assert found.keys() == {"a", "b"} and (tmp_path / "memory_cases.png").is_file()
+    for row in found.values():
+        error = float(row["predicted_GiB"]) / float(row["measured_GiB"]) - 1
+        assert float(row["error"]) == pytest.approx(error, rel=1e-4)
+    assert "a preset for 'TPU'" in (tmp_path / "memory_cases_missing.csv").read_text()
+
+
+def test_predictions_are_written_whatever_becomes_of_a_row(tmp_path, monkeypatch, capsys):
+    """What is predicted, what is missing, and a row on which distsim fails."""
+    table = write(
+        tmp_path / "rows.csv",
+        *(GPT | {"iter_time_s": "1.0"}, GPT | {"id": "b", "hw_gpu": "TPU"}),
+        *(GPT | {"id": "c", "source": "x"}, GPT | {"id": "d", "micro_batch": "4", "iter_time_s": "2"}),
+    )
+
+    def failing(case):
+        if case.plan.microbatches == 4:
+            raise ZeroDivisionError("of a test")
+        return predict(case)
+
+    monkeypatch.setattr(validate, "predict", failing)
+    out = tmp_path / "predictions.csv"
+    monkeypatch.setattr("sys.argv", ["validate.py", str(table), "--out", str(out), "--workers", "1"])
+    assert validate.main() == 1
+    with out.open() as file:
+        found = {row["id"]: row for row in csv.DictReader(file)}
+    assert list(found) == ["a", "b", "c", "d"]
+    assert list(found["a"]) == ["id", "pred_iter_s", "low", "high", "pred_mem_gb", "pred_oom"]
+    expected = predict(case_of(GPT))
+    for name in "ac":
+        assert float(found[name]["pred_iter_s"]) == pytest.approx(expected.seconds, rel=1e-5)
+        assert float(found[name]["pred_mem_gb"]) == pytest.approx(expected.peak / 1e9, rel=1e-5)
+        assert (found[name]["pred_oom"], found[name]["low"], found[name]["high"]) == ("false", "", "")
+    assert all(not cell for name in "bd" for key, cell in found[name].items() if key != "id")
+    printed = capsys.readouterr().out
+    assert "a preset for 'TPU'" in printed and "ZeroDivisionError: of a test" in printed
+    assert out.with_suffix(".png").is_file()
+
+
+def test_a_row_that_takes_too_long_loses_itself_only():
+    assert "not done within" in validate.outcome_of(GPT | {"hidden": "512"}, 0.0005).failed
+    assert validate.outcome_of(GPT, 100.0).predicted
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "must name the columns"),
+        (b"framework,framework\n", "each once"),
+        (b"\xff", "UTF-8"),
+        (None, "not a file"),
+    ],
+)
+def test_a_table_that_is_none(tmp_path, data, message):
+    path = tmp_path / "table.csv"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(DistsimError, match=message):
+        read_rows([path])
+
+
+def test_columns_in_any_case_and_short_rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("\ufeffID, Framework ,hidden\nx,nanotron\n\n,plain,7,8\n", encoding="utf-8")
+    first, second = read_rows([path])
+    assert first == {"id": "x", "framework": "nanotron", "table": "rows"}
+    assert (second["hidden"], second["table"]) == ("7", "rows")
+    with pytest.raises(MissingFeatureError):
+        case_of(first)
+
+
+def test_the_cluster_is_large_enough_for_the_plan():
+    assert len(case_of(GPT).topology().devices) == 8
+    assert len(case_of(GPT | {"dp": "3", "global_batch": "12"}).topology().devices) == 16
+
+
+@pytest.mark.parametrize(
+    ("changed", "cluster"),
+    [
+        ({"hw_gpu": "A100-SXM4-40GB (DGX-A100)"}, "dgx-a100-40gb:1"),
+        ({"hw_gpu": "NVIDIA A100", "gpu_mem_gb": "40"}, "dgx-a100-40gb:1"),
+        ({"hw_gpu": "V100-SXM3-32GB (DGX-2)", "gpus_per_node": "16"}, "dgx-2:1"),
+        ({"hw_gpu": "V100", "intra_link": "NVLink2 hybrid cube mesh"}, "dgx-1:1"),
+        ({"hw_gpu": "V100", "gpus_per_node": "8"}, "dgx-1:1"),
+        ({"hw_gpu": "H100 96GB HBM2e"}, "hgx-h100-96gb:1"),
+        ({"hw_gpu": "H800-SXM"}, "dgx-h100:1 nvlink.bandwidth=200GB/s"),
+        ({"hw_gpu": "H200", "gpu_mem_gb": "141"}, "dgx-h200:1"),
+        (
+            {"hw_gpu": "RTX 3090", "gpus_per_node": "8"},
+            "rtx-3090:1 devices_per_node=8 ethernet.devices_per_port=8",
+        ),
+        ({"hw_gpu": "AMD Instinct MI250X"}, "mi250x:1"),
+        ({"hw_gpu": "GB200", "gpus_per_node": "4"}, "gb200-nvl72:1 devices_per_node=4 nvlink.group_size=72"),
+        ({"inter_bw_gbps_per_node": "1600"}, "dgx-a100:1"),
+        ({"inter_bw_gbps_per_node": "100"}, "dgx-a100:1 infiniband.bandwidth=1562500000B/s"),
+        (
+            {"inter_link": "InfiniBand HDR 4x200Gb/s per node", "inter_bw_gbps_per_node": "800"},
+            "dgx-a100:1 infiniband.devices_per_port=2",
+        ),
+        (
+            {"inter_link": "1 x 100 Gb/s RoCE"},
+            "dgx-a100:1 infiniband.devices_per_port=8 infiniband.bandwidth=12500000000B/s",
+        ),
+        ({"intra_bw_gbps_unidir": "200"}, "dgx-a100:1 nvlink.bandwidth=200000000000B/s"),
+    ],
+    ids=str,
+)
+def test_clusters_of_rows(changed, cluster):
+    case = case_of(GPT | changed)
+    assert str(case.cluster) == cluster
+    assert len(case.topology().devices) >= case.plan.devices
+
+
+def test_rows_over_two_processes(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "experiments"))  # where the processes find the script
+    rows = [
+        GPT | {"hw_gpu": name} for name in ("TPU", "IPU", "CPU")
+    ]  # no prediction: it takes seconds to start
+    found = dict(validate.evaluated(rows, 2, 100.0))
+    assert [found[place].missing for place in range(3)] == [
+        validate.outcome_of(row, 1.0).missing for row in rows
+    ]
+
+
+CELLS = st.one_of(
+    st.sampled_from(
+        ["", "0", "1", "-1", "1e99", "yes", "full (block, 0 layers)", "every 0", "ratio 0.1", "zb-v"]
+    ),
+    st.sampled_from(
+        ["0x200Gb/s", "hsdp 0", "final-stage layers=0", "mla", "mixtral", "(((", "n/a", "interleaved"]
+    ),
+    st.text(max_size=12),
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(GPT)), CELLS, min_size=1, max_size=4))
+def test_odd_cells_are_understood_or_missing(changed):
+    row = GPT | changed
+    try:
+        case = case_of(row)
+    except MissingFeatureError as error:
+        assert str(error) and len(str(error)) < 400
+    else:
+        assert case.plan.devices <= len(case.topology().devices)
