@@ -290,9 +290,16 @@ def check_context(structure: Structure, decision: Decision, axis: DividedAxis, k
 
 
 def decide_tensor(
-    structure: Structure, options: Options, degrees: tuple[int, int, int], batch: Decision, device: Device
+    structure: Structure,
+    options: Options,
+    degrees: tuple[int, int, int],
+    batch: Decision,
+    device: Device,
+    beside: Mapping[int, float],
 ) -> Decision:
     """Return how ``tp`` ranks divide the work; ``degrees`` are (tp, dp, microbatches).
+
+    ``beside`` are the bytes of each group that all dp ranks send for experts.
 
     Raises :class:`PlanError` when they would divide no matrix product at all.
     """
@@ -301,7 +308,7 @@ def decide_tensor(
         return Decision()
     parts = dp * microbatches
     repeats = _repeats(structure, batch, dp, microbatches)
-    found = decide(structure, Axis(tp, device, options, parts, repeats=repeats))
+    found = decide(structure, Axis(tp, device, options, parts, beside=beside, repeats=repeats))
     if found.divided == 0:
         usable = [n for n in range(2, MOST_SUGGESTED + 1) if _can_divide(structure, options, n, parts)]
         raise PlanError(
