@@ -95,6 +95,8 @@ class Axis:
     """The axis is the batch, which is divided over microbatches as well."""
     all_ops: bool = False
     """Every op is divided if at all possible, whatever the others are."""
+    parts_a_rank: int = 1
+    """Into how many parts a rank's part of a dimension divides in turn: two, where they lie in zigzag."""
     beside: Mapping[int, float] = field(default_factory=dict[int, float])
     """Bytes that other axes send of each group, where the values of a rank are whole."""
     repeats: Sequence[tuple[float, float]] | None = None
@@ -116,7 +118,8 @@ class _Chooser:
     def __init__(self, structure: Structure, axis: Axis) -> None:
         self.structure, self.axis = structure, axis
         self.moves = Moves(axis.options.states, axis.ranks, axis.over_time)
-        self.options = axis.options.that_fit(axis.ranks, axis.parts)
+        self.divisor = axis.ranks * axis.parts_a_rank
+        self.options = axis.options.that_fit(self.divisor, axis.parts)
         self.domains = self._domains()
 
     def _domains(self) -> list[Ids]:
@@ -137,7 +140,7 @@ class _Chooser:
             kept = [
                 state
                 for state in states
-                if divisible(shape, options.states[state], self.axis.ranks)
+                if divisible(shape, options.states[state], self.divisor)
                 and not (is_input and options.states[state] is PARTIAL)
             ]
             if number in sums:

@@ -297,7 +297,7 @@ class _FunctionSharding:
                     decision = decide_batch(self.structure, self.batch_options, axis.parts, device)
                 elif isinstance(way, str):
                     batch, options = next(iter(found.values())), self._options(function, way)
-                    decision = decide_context(self.structure, options, degrees, batch, device)
+                    decision = decide_context(self.structure, options, degrees, batch, device, axis.zigzag)
                     if way == EXPERTS:
                         check_experts(self.structure, decision, axis)
                     else:
