@@ -186,6 +186,12 @@ class Plan:
         return math.prod((self.dp, self.tp, self.pp, self.cp))
 
     @property
+    def sequence_parts(self) -> int:
+        """Number of parts in which ranks hold a sequence: but for Ulysses a rank of cp has two."""
+        halves = 2 if self.cp > 1 and self.cp_kind != "ulysses" else 1
+        return self.cp * halves * (self.tp if self.sp == "on" else 1)
+
+    @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline: pp * chunks."""
         return self.pp * self.chunks

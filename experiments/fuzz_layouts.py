@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -15,6 +16,7 @@ from distsim.models.mixture import Mixture
 from distsim.models.parts.attention import GroupedHeads, Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
+from distsim.models.routing import Loads
 from distsim.plan import ORDER, Plan
 from distsim.schedule import SCHEDULES
 
@@ -33,6 +35,10 @@ def invent_decoder(seed: int) -> Function:
         softcap = rng.choice((0.0, 0.0, 5.0))
         attention = GroupedHeads(4, rng.choice((4, 2, 1)), softcap=softcap, window=window, windowed=windowed)
     experts = Mixture(4, rng.choice((1, 2)), 8, rng.choice((0, 1))) if rng.random() < 0.25 else None
+    own = Random(f"experts {seed}")  # recorded seeds stay what they were
+    loads = Loads(own.choice((None, 0.5)), own.choice((None, 1.0)), seed)
+    if experts is not None:
+        experts = replace(experts, groups=own.choice((1, 1, 2, 4)))
     plain = experts is None and isinstance(attention, GroupedHeads)
     learned = plain and rng.random() < 0.3
     sizes = DecoderSizes(
@@ -47,7 +53,8 @@ def invent_decoder(seed: int) -> Function:
         tied=rng.random() < 0.3,
         **({"names": GPT_NAMES} if learned else {}),
     )
-    return decoder(sizes, BATCH, SEQ, Float64(), attention="flash" if rng.random() < 0.9 else "math")
+    attended = "flash" if rng.random() < 0.9 else "math"
+    return decoder(sizes, BATCH, SEQ, Float64(), loads, attention=attended)
 
 
 def distinct_tokens(seed: int) -> NDArray[np.int64]:

@@ -133,7 +133,9 @@ def _forward(options: argparse.Namespace, choices: Choices) -> Function:
     patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
-    function = merge_composites(load_model(options.model, options.batch, bindings, patterns))
+    text = getattr(options, "plan", None)
+    groups = 1 if text is None else choices.plan(text).sequence_parts
+    function = merge_composites(load_model(options.model, options.batch, bindings, patterns, groups))
     dtype = _widest(function) if choices.precision is None else choices.precision.compute
     return set_attention(function, choices.attention or default_attention(dtype))
 

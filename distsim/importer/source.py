@@ -27,7 +27,11 @@ BUNDLED = {"gpt2-onnx": "gpt2.onnx"}
 
 
 def load_model(
-    source: str, batch: int | None = None, bindings: str = "", parameters: Sequence[str] = ()
+    source: str,
+    batch: int | None = None,
+    bindings: str = "",
+    parameters: Sequence[str] = (),
+    groups: int = 1,
 ) -> Function:
     """Return the forward function of a model.
 
@@ -36,7 +40,7 @@ def load_model(
     fields (``llama3-8b:layers=4``); or a builder with its options, ``mlp:layers=16,width=8192``. ``batch``
     binds the symbolic dimension of that name (of an export), the batch of a named model or the builder's
     option; ``bindings`` (``seq=128,...``) binds others. ``parameters`` are patterns of graph inputs that are
-    parameters.
+    parameters. ``groups``: in how many groups a sequence is routed to experts, where the text does not say.
     """
     sizes = _pairs(bindings, "the sizes to bind")
     name, _, options = source.partition(":")
@@ -45,7 +49,7 @@ def load_model(
             raise ImportModelError(
                 f"{source}: a builder takes its sizes as options, {name}:option=number,..."
             )
-        return _build(name, options, batch, sizes)
+        return _build(name, options, batch, sizes, groups)
     if source in BUNDLED:
         with as_file(files("distsim.models") / "data" / BUNDLED[source]) as path:
             return _import(path, batch, sizes, parameters)
@@ -57,7 +61,7 @@ def load_model(
             f"model {source!r} is not an .onnx file, a config.json, one of {known} nor a name that "
             f"`distsim models` lists{did_you_mean(name, [*model_names(), *BUILDERS, *BUNDLED])}"
         )
-    return load_decoder(source, batch, sizes, parameters)
+    return load_decoder(source, batch, sizes, parameters, groups)
 
 
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:
@@ -74,7 +78,7 @@ def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Seq
     return import_from_onnx(path, parameters=tuple(parameters), bindings=sizes)
 
 
-def _build(name: str, options: str, batch: int | None, sizes: dict[str, int]) -> Function:
+def _build(name: str, options: str, batch: int | None, sizes: dict[str, int], groups: int) -> Function:
     builder = BUILDERS[name]
     known = {
         key: _READERS[str(parameter.annotation)]
@@ -91,6 +95,8 @@ def _build(name: str, options: str, batch: int | None, sizes: dict[str, int]) ->
             raise ImportModelError(f"{key} is given twice, {given[key]} and {size}; give it once")
     if batch is not None:
         given["batch"] = read_number("batch", str(batch))
+    if "groups" in known:
+        given.setdefault("groups", groups)
     return builder(**given)
 
 

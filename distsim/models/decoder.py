@@ -16,7 +16,7 @@ from distsim.models.mixture import mixture
 from distsim.models.parts.attention import GroupedHeads, grouped_attention, latent_attention
 from distsim.models.parts.feed_forward import feed_forward
 from distsim.models.parts.layer_maker import LayerMaker, PartMaker
-from distsim.models.routing import Loads, Routing
+from distsim.models.routing import Loads, Routing, describe_loads
 from distsim.ops.attention_options import ATTENTIONS, AttentionOptions
 
 THETA = 500_000.0
@@ -61,6 +61,8 @@ def decoder(
     with top.within("embedding"):
         x = _embedded(top, sizes, table, tokens)
     kinds = _kinds(sizes, seq, loads)
+    if sizes.experts is not None and (drawn := [kind.load for kind in kinds if kind.load is not None]):
+        top.maker.notes = (describe_loads(drawn, sizes.experts.groups),)
     made = {kind: _layer(sizes, top.like, kind, attention == "math") for kind in dict.fromkeys(kinds)}
     rotations = _rotations(top, sizes.rotary, sizes.positions.theta) if sizes.rotary else {}
     windows = dict.fromkeys(kind.window for kind in kinds) if attention == "math" else ()

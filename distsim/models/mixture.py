@@ -64,7 +64,9 @@ class Mixture:
     def tokens(self, seq: int) -> int:
         """Return how many tokens of a sequence are routed together; refuse groups that do not divide it."""
         if seq % self.groups:
-            raise PlanError(f"groups={self.groups} does not divide the sequence of {seq} tokens")
+            raise PlanError(
+                f"groups={self.groups} does not divide the sequence of {seq} tokens; use one that does"
+            )
         return seq // self.groups
 
 

@@ -105,6 +105,20 @@ class Loads:
         return tuple(self.routings)
 
 
+def describe_loads(routings: Sequence[Routing], groups: int = 1) -> str:
+    """Return what was assumed of the loads of layers of experts, routed in so many groups a sequence.
+
+    >>> describe_loads([Routing((6, 2), (5, 2))], 2)
+    'experts: the busiest serves 1.43 times the mean, 12.5% of the choices are dropped; 2 groups a sequence'
+    """
+    busiest = max([max(load.slots) * len(load.slots) / max(load.rows, 1) for load in routings])
+    dropped = sum([load.dropped for load in routings]) / sum([sum(load.demand) for load in routings])
+    load = "all serve as many tokens" if busiest == 1 else f"the busiest serves {busiest:.2f} times the mean"
+    lost = f"{dropped:.1%} of the choices are dropped" if dropped else "none is dropped"
+    routed = f"; {groups} groups a sequence" if groups > 1 else ""
+    return f"experts: {load}, {lost}{routed}"
+
+
 def _shares(popularity: np.ndarray, most: int, total: int) -> np.ndarray:
     """Divide ``total`` in proportion to the popularity, at most ``most`` to each."""
     weights = np.maximum(popularity, 1e-12)  # an expert may be drawn with a popularity of zero

@@ -74,12 +74,17 @@ def decoder_sizes(source: str) -> tuple[DecoderSizes, dict[str, Any]]:
 
 
 def load_decoder(
-    source: str, batch: int | None, bindings: Mapping[str, int], parameters: Sequence[str]
+    source: str,
+    batch: int | None,
+    bindings: Mapping[str, int],
+    parameters: Sequence[str],
+    groups: int = 1,
 ) -> Function:
     """Return the function of the decoder that a text names (:func:`decoder_sizes`), on a batch of sequences.
 
     Batch and seq are bindings, which the text may give too; by default 8 sequences, as long as the model was
-    made for, up to 8,192 tokens. A note says how long they are.
+    made for, up to 8,192 tokens. A note says how long they are. A mixture of experts that does not say
+    otherwise routes a sequence in so many ``groups``.
     """
     sizes, given = decoder_sizes(source)
     if parameters:
@@ -94,6 +99,8 @@ def load_decoder(
             raise ImportModelError(f"{key} is given twice, {other} and {size}; give it once")
         given[key] = size
     seq = given.get("seq", default_seq(sizes))
+    if sizes.experts is not None and sizes.experts.groups == 1:
+        sizes = replace(sizes, experts=replace(sizes.experts, groups=groups))
     loads = Loads(**{key: given[key] for key in _LOADS if key in given})
     file = source.rpartition("/")[2].partition(":")[0]
     name = re.sub(r"\W+", "_", file.removesuffix(".json"))

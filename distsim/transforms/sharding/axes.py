@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Op, Role, Tensor, Value
@@ -249,12 +250,23 @@ def decide_batch(structure: Structure, options: Options, parts: int, device: Dev
 
 
 def decide_context(
-    structure: Structure, options: Options, degrees: tuple[int, int, int], batch: Decision, device: Device
+    structure: Structure,
+    options: Options,
+    degrees: tuple[int, int, int],
+    batch: Decision,
+    device: Device,
+    zigzag: bool,
 ) -> Decision:
-    """Return how the ranks of a context divide the work; ``degrees`` are (ranks, dp, microbatches)."""
+    """Return how the ranks of a context, or of experts, divide the work.
+
+    ``degrees`` are (ranks, dp, microbatches). ``zigzag``: a rank has two parts of what is divided.
+    """
     ranks, dp, microbatches = degrees
     repeats = _repeats(structure, batch, dp, microbatches, LATE)
-    return decide(structure, Axis(ranks, device, options, dp * microbatches, repeats=repeats, all_ops=True))
+    parts, halves = dp * microbatches, 2 if zigzag else 1
+    return decide(
+        structure, Axis(ranks, device, options, parts, all_ops=True, parts_a_rank=halves, repeats=repeats)
+    )
 
 
 LATE = 1e-6
@@ -290,9 +302,16 @@ def check_context(structure: Structure, decision: Decision, axis: DividedAxis, k
 
 
 def decide_tensor(
-    structure: Structure, options: Options, degrees: tuple[int, int, int], batch: Decision, device: Device
+    structure: Structure,
+    options: Options,
+    degrees: tuple[int, int, int],
+    batch: Decision,
+    device: Device,
+    beside: Mapping[int, float] = MappingProxyType({}),
 ) -> Decision:
     """Return how ``tp`` ranks divide the work; ``degrees`` are (tp, dp, microbatches).
+
+    ``beside`` are the bytes of each group that all dp ranks send for experts.
 
     Raises :class:`PlanError` when they would divide no matrix product at all.
     """
@@ -301,7 +320,7 @@ def decide_tensor(
         return Decision()
     parts = dp * microbatches
     repeats = _repeats(structure, batch, dp, microbatches)
-    found = decide(structure, Axis(tp, device, options, parts, repeats=repeats))
+    found = decide(structure, Axis(tp, device, options, parts, beside=beside, repeats=repeats))
     if found.divided == 0:
         usable = [n for n in range(2, MOST_SUGGESTED + 1) if _can_divide(structure, options, n, parts)]
         raise PlanError(

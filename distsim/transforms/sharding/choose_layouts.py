@@ -63,7 +63,8 @@ class Decision:
     handed on, ``number`` the group of each value. ``moved`` is the bytes sent per rank and step,
     ``divided`` the share of the matrix flops that is divided over the ranks, ``proven`` whether no
     placement costs less than ``cost``. Decisions of one function with the same ``choices`` are the same.
-    ``undivided`` are the sizes of the vocabularies that the ranks do not divide.
+    ``sent`` are the bytes of the values of each group that are moved, ``undivided`` the sizes of the
+    vocabularies that the ranks do not divide.
     """
 
     strategies: Mapping[Op, Strategy] = field(default_factory=dict[Op, Strategy])
@@ -75,6 +76,7 @@ class Decision:
     cost: float = 0.0
     choices: tuple[int, ...] = ()
     undivided: tuple[int, ...] = ()
+    sent: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def state(self, value: Value) -> State:
         """Return the state in which a value is handed on."""
@@ -93,6 +95,10 @@ class Axis:
     """The axis is the batch, which is divided over microbatches as well."""
     all_ops: bool = False
     """Every op is divided if at all possible, whatever the others are."""
+    parts_a_rank: int = 1
+    """Into how many parts a rank's part of a dimension divides in turn: two, where they lie in zigzag."""
+    beside: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Bytes that other axes send of each group, where the values of a rank are whole."""
     repeats: Sequence[tuple[float, float]] | None = None
     """How often a group's value is moved, within a callee and in the whole function: in parts of the batch
     once in all, a weight every time anew."""
@@ -112,7 +118,8 @@ class _Chooser:
     def __init__(self, structure: Structure, axis: Axis) -> None:
         self.structure, self.axis = structure, axis
         self.moves = Moves(axis.options.states, axis.ranks, axis.over_time)
-        self.options = axis.options.that_fit(axis.ranks, axis.parts)
+        self.divisor = axis.ranks * axis.parts_a_rank
+        self.options = axis.options.that_fit(self.divisor, axis.parts)
         self.domains = self._domains()
 
     def _domains(self) -> list[Ids]:
@@ -133,7 +140,7 @@ class _Chooser:
             kept = [
                 state
                 for state in states
-                if divisible(shape, options.states[state], self.axis.ranks)
+                if divisible(shape, options.states[state], self.divisor)
                 and not (is_input and options.states[state] is PARTIAL)
             ]
             if number in sums:
@@ -182,9 +189,10 @@ class _Chooser:
         return self._result(picked, states, solution.cost, solution.proven)
 
     def _held(self, number: int) -> list[float]:
-        """What it costs to keep an input, so that a rank keeps only the part that it uses."""
+        """What a value costs where it lies: to keep an input, and to send the value along other axes."""
         group, states = self.structure.groups[number], self.axis.options.states
         whole = TOUCH_WEIGHT * group.type.nbytes * group.count if group.role is not None else 0.0
+        whole += self.axis.beside.get(number, 0.0)
         costs = [whole / self.axis.ranks if states[s].sharded else whole for s in self.domains[number]]
         if group.returned:  # what is returned is not a sum that is yet to be taken
             costs = [
@@ -292,6 +300,10 @@ class _Chooser:
     def _result(self, picked: list[int], states: list[int], cost: float, proven: bool) -> Decision:
         nodes, options = self.structure.nodes, self.axis.options
         chosen = [every[c] for every, c in zip(options.of, picked, strict=True)]
+        sent = self._sent(chosen, states)
+        reduced = [
+            node.times * sum(self._reduced(node, each)) for node, each in zip(nodes, chosen, strict=True)
+        ]
         total = sum(node.times * node.flops for node in nodes)
         done = sum(
             node.times * node.flops
@@ -302,12 +314,13 @@ class _Chooser:
             {node.op: option.strategy for node, option in zip(nodes, chosen, strict=True)},
             tuple([options.states[state] for state in states]),
             self.structure.number,
-            self._moved(chosen, states),
+            sum(sent.values()) + sum(reduced),
             proven,
             done / total if total else 1.0,
             cost,
             (*picked, *states),
             self._undivided(chosen),
+            sent,
         )
 
     def _undivided(self, chosen: Sequence[Option]) -> tuple[int, ...]:
@@ -320,21 +333,21 @@ class _Chooser:
                 found[size_of(node.signature, rule, factor)] = None
         return tuple(found)
 
-    def _moved(self, chosen: Sequence[Option], states: Sequence[int]) -> float:
-        """Return the bytes sent per rank; a state that several readers ask for is made once."""
+    def _sent(self, chosen: Sequence[Option], states: Sequence[int]) -> dict[int, float]:
+        """Return the bytes sent per rank of each group; a state that several readers ask for is made once."""
         moves: dict[tuple[int, int, int], bool] = {}  # and whether in the whole function
-        moved, names = 0.0, self.axis.options.states
+        found, names = dict[int, float](), self.axis.options.states
         for node, option in zip(self.structure.nodes, chosen, strict=True):
             moves |= {(v, s, states[v]): node.top for v, s in zip(node.outputs, option.outputs, strict=True)}
             moves |= {(v, states[v], s): node.top for v, s in zip(node.inputs, option.inputs, strict=True)}
-            moved += node.times * sum(self._reduced(node, option))
         moves |= {(t.outer, states[t.source], states[t.target]): t.top for t in self.structure.ties}
         for (number, source, target), top in moves.items():
             if source != target:
                 group = self.structure.groups[number]
                 times = group.times * group.count * self._repeats(number, top)
-                moved += times * moved_bytes(group.type, names[source], names[target], self.axis.ranks)
-        return moved
+                sent = times * moved_bytes(group.type, names[source], names[target], self.axis.ranks)
+                found[number] = found.get(number, 0.0) + sent
+        return found
 
 
 def _unmoved(table: Table, sources: Ids, targets: Ids) -> Table:

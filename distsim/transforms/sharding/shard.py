@@ -255,7 +255,7 @@ class _FunctionSharding:
         axes += [DividedAxis(axis, mesh.axis_size(axis), kind in ZIGZAG) for axis, kind in kinds.items()]
         axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR)))
         ways = dict(zip(axes, [None, *[EXPERTS] * (ep > 1), *kinds.values(), sp], strict=True))
-        decided = self._decide(function, ways, replicas, microbatches, mesh.devices[0])
+        decided = self._decide(function, ways, (replicas, ep, microbatches), mesh.devices[0])
         try:
             lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
         except DegreeNeeded:
@@ -279,31 +279,36 @@ class _FunctionSharding:
         self,
         function: Function,
         ways: Mapping[DividedAxis, bool | str | None],
-        dp: int,
-        microbatches: int,
+        batch_parts: tuple[int, int, int],
         device: Device,
     ) -> dict[DividedAxis, Decision]:
-        """Return what is decided along each axis: the batch's first, for the others depend on it."""
+        """Return what is decided along each axis: the batch's first, for the others depend on it.
+
+        ``batch_parts``: over how many ranks of the same experts, of others, and microbatches it is divided.
+        """
         balance = (device.throughput, device.peaks, device.dram_bandwidth)
+        replicas, ep, microbatches = batch_parts
         found: dict[DividedAxis, Decision] = {}
         for axis, way in ways.items():
             # Along the batch ranks and microbatches are all the same.
-            key = (axis.parts, balance) if way is None else (axis.parts, dp, microbatches, balance, way)
+            key = (axis.parts, balance) if way is None else (axis.parts, *batch_parts, balance, way)
             decision = self.decided.get(key)
             if decision is None:
-                degrees = (axis.parts, dp, microbatches)
+                degrees = (axis.parts, replicas if way == EXPERTS else replicas * ep, microbatches)
                 if way is None:
                     decision = decide_batch(self.structure, self.batch_options, axis.parts, device)
                 elif isinstance(way, str):
                     batch, options = next(iter(found.values())), self._options(function, way)
-                    decision = decide_context(self.structure, options, degrees, batch, device)
+                    decision = decide_context(self.structure, options, degrees, batch, device, axis.zigzag)
                     if way == EXPERTS:
                         check_experts(self.structure, decision, axis)
                     else:
                         check_context(self.structure, decision, axis, way)
                 else:
                     batch, options = next(iter(found.values())), self._options(function, way)
-                    decision = decide_tensor(self.structure, options, degrees, batch, device)
+                    rows = [other.sent for each, other in found.items() if each.name == EXPERT]
+                    beside = {group: ep * sent for each in rows for group, sent in each.items()}
+                    decision = decide_tensor(self.structure, options, degrees, batch, device, beside)
                 self.decided[key] = decision
             found[axis] = decision
         return found
