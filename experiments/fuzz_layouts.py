@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -68,7 +69,7 @@ def random_layout(seed: int) -> Plan:
     order = ORDER.split("-")
     rng.shuffle(order)
     zero = rng.choice((0, 0, 1, 2, 3, 3))
-    return Plan(
+    plan = Plan(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -82,4 +83,17 @@ def random_layout(seed: int) -> Plan:
         zero=zero,
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
         sp="on" if tp > 1 and rng.random() < 0.5 else "off",
+    )
+    return with_buckets(plan)
+
+
+def with_buckets(plan: Plan) -> Plan:
+    """Return a plan with random buckets, by dice of their own: recorded seeds stay the same otherwise."""
+    rng = Random(f"buckets {plan}")
+    return replace(
+        plan,
+        bucket="auto" if plan.zero == 3 else rng.choice(("auto", "1", "400", "100p", "megatron")),
+        overlap_grads=rng.choice(("on", "on", "off")),
+        overlap_params=rng.choice(("on", "off")) if plan.zero in (1, 2) else "off",
+        reshard=plan.reshard if plan.zero < 3 else rng.choice((plan.reshard, plan.reshard, "auto")),
     )
