@@ -76,7 +76,7 @@ class Division(NamedTuple):
         if plan.dp * plan.cp > 1:
             early, ahead = plan.overlap_grads == "on", plan.overlap_params == "on"
             buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero == 3, ahead)
-            divided = plan.zero, plan.reshard, buckets
+            divided = plan.zero, plan.resharding, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
@@ -181,7 +181,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
     def rematerialized() -> Sharded:
         fused = replace(local, function=recompute_interiors(local.function, key.kernels))
         divided = zero(fused, key.zero, ahead=ahead) if key.zero else fused
-        tags = gathered(divided.function, key.reshard == "always")
+        tags = gathered(divided.function, key.reshard != "never", key.reshard == "auto")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:
             made = offload(made, key.offload, layers_of(divided.function), stages)

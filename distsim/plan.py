@@ -48,8 +48,10 @@ ZERO = (0, 1, 2, 3)
 """What is divided over dp (Rajbhandari et al. 2020): nothing; the optimizer's state with master copies;
 gradients too; parameters too, which are gathered where they are used."""
 
-RESHARD = ("always", "never")
-"""What becomes of a parameter that forward gathered: it is gathered again for backward, or kept."""
+RESHARD = ("always", "never", "auto")
+"""What becomes of a parameter that forward gathered: it is gathered again for backward, or kept; or, as
+torchtitan's fsdp_reshard_after_forward "default", kept with several pipeline ranks, else gathered again but
+for those of the last unit, norm and output head, with which backward begins."""
 
 
 SWITCH = ("off", "on")
@@ -165,10 +167,10 @@ class Plan:
             )
         if self.reshard not in RESHARD:
             raise PlanError(f"reshard={_short(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}")
-        if self.reshard == "never" and self.zero != 3:
+        if self.reshard != "always" and self.zero != 3:
             raise PlanError(
-                f"reshard=never keeps parameters that forward gathered, and zero={self.zero} gathers none; "
-                "use zero=3, or reshard=always"
+                f"reshard={self.reshard} keeps parameters that forward gathered, and zero={self.zero} "
+                "gathers none; use zero=3, or reshard=always"
             )
 
     def _check_chunks(self, schedule: str) -> None:
@@ -190,6 +192,11 @@ class Plan:
         """Number of parts in which ranks hold a sequence: but for Ulysses a rank of cp has two."""
         halves = 2 if self.cp > 1 and self.cp_kind != "ulysses" else 1
         return self.cp * halves * (self.tp if self.sp == "on" else 1)
+
+    @property
+    def resharding(self) -> str:
+        """What `reshard` says for so many pipeline ranks: "auto" for one only."""
+        return "never" if self.reshard == "auto" and self.pp > 1 else self.reshard
 
     @property
     def num_stages(self) -> int:

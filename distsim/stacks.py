@@ -5,7 +5,8 @@ A stack is defaults only: every one of them is an option of its own, which goes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from distsim.errors import PlanError
 
@@ -18,7 +19,8 @@ class Stack:
     written); ``attention``: ``flash`` or ``math`` (None: by the element type); ``kernels``: of
     :data:`distsim.transforms.kernels.KERNELS`; ``remat``: what a plan recomputes that does not say;
     ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not); ``sp``: whether
-    tensor-parallel ranks divide the sequence as well. ``source`` says where these are from.
+    tensor-parallel ranks divide the sequence as well; ``plan``: further fields of a plan with several
+    data-parallel ranks, by ``zero``. ``source`` says where these are from.
     """
 
     name: str
@@ -30,7 +32,10 @@ class Stack:
     clip: float | None
     source: str
     sp: bool = False
+    plan: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]])
 
+
+_MEGATRON = {zero: {"bucket": "megatron", "overlap_grads": "off"} for zero in (0, 1, 2)}
 
 STACKS = {
     stack.name: stack
@@ -40,25 +45,31 @@ STACKS = {
             *("megatron", "mixed", "flash", "fused", "none", "adamw", 1.0),
             source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients "
             "in float32, attention of Transformer Engine, fusions on, --clip-grad 1.0; no recomputation "
-            "unless asked",
+            "unless asked; --overlap-grad-reduce and --overlap-param-gather off: one bucket after backward",
+            plan=_MEGATRON,
         ),
         Stack(
             *("megatron_2021", "mixed_fp16", "math", "fused", "full", "adamw", 1.0),
             source="Narayanan et al. 2021 (SC21), sections 3.5, 4.2 and 5: mixed precision in fp16, fused "
-            "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation",
+            "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation; its code at the "
+            "time reduces one contiguous buffer of gradients after the backward pass",
+            plan=_MEGATRON,
         ),
         Stack(
             *("torchtitan", "fsdp2", "flash", "eager", "every_early:2", "adamw", 1.0),
             source="torchtitan 238fa995, config/job_config.py: mixed_precision_param bfloat16, "
             "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
             "compile off, max_norm 1.0; models/llama3/infra/parallelize.py: norms are SequenceParallel "
-            "wherever there is tensor parallelism",
+            "wherever there is tensor parallelism; fsdp_reshard_after_forward default",
             sp=True,
+            plan={3: {"reshard": "auto"}},
         ),
         Stack(
             *("deepspeed", "mixed_bf16_grads", "flash", "eager", "none", "adamw", None),
             source="DeepSpeed, runtime/config.py: bf16 with float32 master weights, gradients in the type of "
-            "training, gradient_clipping 0; attention and checkpointing are the model's",
+            "training, gradient_clipping 0; attention and checkpointing are the model's; "
+            "runtime/zero/config.py: reduce_bucket_size 5e8, overlap_comm with stage 3 only",
+            plan={zero: {"bucket": "deepspeed", "overlap_grads": "off"} for zero in (0, 1, 2)},
         ),
         Stack(
             *("nanotron", "mixed", "flash", "eager", "none", "adamw", 1.0),

@@ -76,7 +76,7 @@ def random_layout(seed: int, experts: bool) -> Plan:
     rng.shuffle(order)
     zero = rng.choice((0, 0, 1, 2, 3, 3))
     ep = rng.choice([n for n in (1, 2, 4) if dp % n == 0]) if experts else 1
-    return Plan(
+    plan = Plan(
         dp=dp,
         tp=tp,
         pp=pp,
@@ -84,8 +84,6 @@ def random_layout(seed: int, experts: bool) -> Plan:
         cp_kind=rng.choice(("allgather", "ring", "ulysses", "usp:2" if cp % 2 == 0 else "ring")),
         order="-".join(order),
         ep=ep,
-        bucket=rng.choice(("auto", "200", "1000p")) if zero < 3 else "auto",
-        overlap_grads=rng.choice(("on", "off")),
         microbatches=microbatches,
         schedule=schedule,
         chunks=SCHEDULES[schedule].stages_a_rank or rng.choice((1, 2)),
@@ -93,4 +91,17 @@ def random_layout(seed: int, experts: bool) -> Plan:
         zero=zero,
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
         sp="on" if tp > 1 and rng.random() < 0.5 else "off",
+    )
+    return with_buckets(plan)
+
+
+def with_buckets(plan: Plan) -> Plan:
+    """Return a plan with random buckets, by dice of their own: recorded seeds stay the same otherwise."""
+    rng = Random(f"buckets {plan}")
+    return replace(
+        plan,
+        bucket="auto" if plan.zero == 3 else rng.choice(("auto", "1", "400", "100p", "megatron")),
+        overlap_grads=rng.choice(("on", "on", "off")),
+        overlap_params=rng.choice(("on", "off")) if plan.zero in (1, 2) else "off",
+        reshard=plan.reshard if plan.zero < 3 else rng.choice((plan.reshard, plan.reshard, "auto")),
     )

@@ -20,6 +20,7 @@ from training_models import (
 )
 
 from distsim.buckets import buckets_of, parse_bucket
+from distsim.commands.model import Choices
 from distsim.compose import build_program
 from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError, TypeRuleError
@@ -34,7 +35,9 @@ from distsim.schedule import SCHEDULES, schedule
 from distsim.simulate.events import engine as events
 from distsim.simulate.tasks import recurrence
 from distsim.simulate.tasks.task_table import lower
+from distsim.stacks import STACKS
 from distsim.transforms import Adam, differentiate, precision_named, set_precision
+from distsim.transforms.kernels import KERNELS
 
 MODELS = {
     "gpt": lambda: small_gpt(batch=12),
@@ -203,14 +206,38 @@ def test_zero_2(microbatches):
     assert found == {"reduce_scatter": (microbatches, microbatches * 2 * size), "all_gather": (1, 2 * size)}
 
 
-@pytest.mark.parametrize(("reshard", "gathers"), [("always", 9), ("never", 5)])
+@pytest.mark.parametrize(("reshard", "gathers"), [("always", 9), ("never", 5), ("auto", 8)])
 def test_zero_3_by_layers(reshard, gathers):
-    """Units: embedding, three layers, norm and output; backward of the embedding reads no weight."""
+    """Units: embedding, three layers, norm and output; backward of the embedding reads no weight.
+
+    As torchtitan has it, ``auto`` keeps norm and output.
+    """
     size = sum(v.type.size for v in trained("fsdp2").parameters)
     for microbatches in (1, 4):
         found = sent(step_on("fsdp2", f"zero=3,reshard={reshard}", microbatches))
         assert found["reduce_scatter"] == (5 * microbatches, 4 * size * microbatches)
         assert found["all_gather"][0] == gathers * microbatches
+
+
+def test_with_several_stages_nothing_is_gathered_again_by_default():
+    assert [Plan(2, 1, pp, zero=3, reshard="auto").resharding for pp in (1, 2)] == ["auto", "never"]
+
+
+@pytest.mark.parametrize(
+    ("stack", "plan", "fields"),
+    [
+        ("plain", "dp=2,zero=1", ("auto", "on", "always")),
+        ("megatron", "dp=2,zero=1", ("megatron", "off", "always")),
+        ("megatron", "dp=2,zero=1,overlap_grads=on", ("megatron", "on", "always")),
+        ("megatron", "dp=1", ("auto", "on", "always")),
+        ("torchtitan", "dp=2,zero=3", ("auto", "on", "auto")),
+        ("deepspeed", "dp=2,zero=2", ("deepspeed", "off", "always")),
+        ("deepspeed", "dp=2,zero=3", ("auto", "on", "always")),
+    ],
+)
+def test_stacks_reduce_as_their_framework_does(stack, plan, fields):
+    chosen = Choices(None, None, KERNELS["eager"], "adam", None, STACKS[stack], ()).plan(plan)
+    assert (chosen.bucket, chosen.overlap_grads, chosen.reshard) == fields
 
 
 # --- when ----------------------------------------------------------------------------------------------

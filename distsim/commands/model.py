@@ -12,7 +12,7 @@ from distsim.ir import DType, Float32, Function, Tensor
 from distsim.ir.joint import brings_backward
 from distsim.plan import Plan
 from distsim.report.progress import Progress
-from distsim.stacks import STACKS, stack_named
+from distsim.stacks import STACKS, Stack, stack_named
 from distsim.streams import say
 from distsim.transforms import (
     add_loss,
@@ -87,7 +87,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 class Choices:
     """How a model is trained: what was asked for, and for the rest what the stack has.
 
-    ``remat`` and ``sp`` are for a plan that does not say. ``assumed`` lists what was not asked for, as text.
+    ``stack`` has what a plan does not say. ``assumed`` lists what was not asked for, as text.
     """
 
     precision: Precision | None
@@ -95,8 +95,7 @@ class Choices:
     kernels: Kernels
     optimizer: str
     clip: float | None
-    remat: str
-    sp: bool
+    stack: Stack
     assumed: tuple[str, ...]
 
     @staticmethod
@@ -118,15 +117,16 @@ class Choices:
             kernels_named(choice("kernels")),
             choice("optimizer"),
             choice("clip"),
-            stack.remat,
-            stack.sp,
+            stack,
             tuple(assumed),
         )
 
     def plan(self, text: str) -> Plan:
-        """Return the plan of a text; what it leaves open of recomputation and sequence, the stack says."""
-        plan = Plan.parse(text if "remat=" in text else f"{text},remat={self.remat}")
-        return replace(plan, sp="on") if self.sp and plan.tp > 1 and "sp=" not in text else plan
+        """Return the plan of a text; what it leaves open the stack says."""
+        plan = Plan.parse(text if "remat=" in text else f"{text},remat={self.stack.remat}")
+        fields = {**self.stack.plan.get(plan.zero, {})} if plan.dp * plan.cp > 1 else {}
+        fields |= {"sp": "on"} if self.stack.sp and plan.tp > 1 else {}
+        return replace(plan, **{name: own for name, own in fields.items() if f"{name}=" not in text})
 
 
 def _forward(options: argparse.Namespace, choices: Choices) -> Function:

@@ -226,7 +226,7 @@ def _casts_of_weights(plan: Plan, precision: Precision | None) -> list[str]:
     """Say where weights are cast more often than frameworks cast them."""
     if precision is None or plan.microbatches == 1:
         return []
-    gathered = plan.dp > 1 and plan.zero == 3 and plan.reshard == "always"
+    gathered = plan.dp > 1 and plan.zero == 3 and plan.resharding != "never"
     whole = precision.parameter != precision.used and not gathered
     if not whole and precision.linear is None:
         return []

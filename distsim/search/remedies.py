@@ -87,8 +87,10 @@ def _changes(plan: Plan, devices: int) -> Iterator[Change]:
     if plan.remat != "full":
         yield {"remat": "full"}
     if plan.dp > 1 and plan.zero < 3:
-        yield {"zero": 3}
-    elif plan.dp > 1 and plan.reshard == "never":
+        # With layers for buckets, and nothing to gather after the update.
+        without: Change = {"bucket": "auto", "overlap_params": "off"}
+        yield {"zero": 3} | {name: own for name, own in without.items() if getattr(plan, name) != own}
+    elif plan.dp > 1 and plan.reshard != "always":
         yield {"reshard": "always"}
     for parts in SPLITS:
         yield {"microbatches": plan.microbatches * parts}

@@ -72,7 +72,7 @@ class Excerpt:
         self.what: list[tuple[str, int, int]] = []
         self.sums: dict[int, list[Value]] = {}
         self.read_so_far: set[int] = set()
-        makes = [each.makes for (_, how), each in calls.calls if not how & BEGINS]
+        makes = [each.makes for (_, how), each in calls.calls if not how & (BEGINS | LAST)]
         self.summed = {slot for places in makes for slot, which in places if which == ONCE}
         self.own_sums: dict[tuple[int, int], set[int]] = {}  # that calls of a stage and kind add to
         self.gradients: list[Value] = []

@@ -21,21 +21,25 @@ def replicating_axis(mesh: Mesh, place: Placement | None = None) -> str:
     return joined_axes([axis for axis in data if place is None or not place.along(axis).sharded])
 
 
-def gathered(function: Function, reshard: bool = True) -> dict[Value, Tag]:
+def gathered(function: Function, reshard: bool = True, keep_last: bool = False) -> dict[Value, Tag]:
     """Return tags that say what becomes of gathered parameters between forward and backward.
 
     The chain of each parameter is followed through casts, gathers over dp and views. ``reshard``: all of a
     chain is recomputed, so no gathered weight is held as an activation. Otherwise the last value that is no
     view is saved, and the rest is recomputed from it or from the parameter: of views, which need what they
-    are views of, those that backward reads.
+    are views of, those that backward reads. ``keep_last``: so it is with what the last unit reads, after the
+    last Call of forward: backward begins with it, and torch's FSDP2 keeps norm and output head.
     """
     tags: dict[Value, Tag] = {}
     numbered = Numbered(function)
     ahead = zip(function.ops, numbered.forward, strict=True)
     late = {value for op, forward in ahead if not forward for value in op.inputs}
+    layers = [place for place, op in enumerate(function.ops) if op.is_call and numbered.forward[place]]
+    body = {value for op in function.ops[: 1 + max(layers, default=len(function.ops))] for value in op.inputs}
     for chain in chains(function):
+        kept = not reshard or (keep_last and chain[-1].outputs[0] not in body)
         tags |= dict.fromkeys([v for op in chain for v in op.outputs], Tag.MUST_RECOMPUTE)
-        if not reshard:
+        if kept:
             last = max(i for i, op in enumerate(chain) if not operator(op.op_type).view)
             tags[chain[last].outputs[0]] = Tag.MUST_SAVE
             if chain[-1].outputs[0] not in late:

@@ -123,7 +123,8 @@ class _BucketFinder:
         op = self.function.ops[each.reduction]
         type_ = as_tensor(op.inputs[0].type, op.inputs[0].name)
         unit = self.units.get(self._source(each)[0], -1) if self.buckets.layers else 0
-        return each.stage, op.op_type, op.attributes, type_.dtype, type_.device, unit
+        once = self.function.steps[each.reduction]
+        return each.stage, once, op.op_type, op.attributes, type_.dtype, type_.device, unit
 
     def _size(self, each: GradientReduction) -> int:
         sent = self.function.ops[each.reduction].inputs[0]
