@@ -13,7 +13,8 @@ from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.ir import Device, Function, Mesh, Op
 from distsim.ir.device import logical_mesh
 from distsim.ir.rewrite import inline
-from distsim.plan import Plan, parse_cp_kind, parse_remat, parse_stages
+from distsim.plan import Plan, parse_remat, parse_stages
+from distsim.rank_layout import parse_cp_kind
 from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered

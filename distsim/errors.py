@@ -94,3 +94,9 @@ class CyclicPartitionError(PartitionError):
 
 class RematerializationError(DistsimError, ValueError):
     """A joint graph cannot be split into a forward and a backward pass as asked."""
+
+
+def shortened(value: object, limit: int = 40) -> str:
+    """The repr of a value from outside, cut so that an error stays one readable line."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

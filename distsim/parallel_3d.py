@@ -63,7 +63,8 @@ def parallel_transform_3d(
             f"dp={dp_degree} x hp={hp_degree} x pp={pp_degree} needs {needed} devices, {len(devices)} given"
         )
     mesh = Mesh(workers, pp=pp_degree, dp=dp_degree, tp=hp_degree)
-    plan = Plan(dp_degree, hp_degree, pp_degree, num_microbatches)
+    # DistIR reduces each gradient by itself, after the backward pass.
+    plan = Plan(dp_degree, hp_degree, pp_degree, num_microbatches, bucket="1", overlap_grads="off")
     return build_program(function, mesh, plan, cost_model).to_function()
 
 

@@ -8,7 +8,8 @@ from dataclasses import Field, dataclass, fields
 from typing import Any, NamedTuple
 
 from distsim.buckets import parse_bucket
-from distsim.errors import PlanError
+from distsim.errors import PlanError, shortened
+from distsim.rank_layout import ORDER, check_order, parse_cp_kind
 from distsim.schedule import SCHEDULES, TABLE
 
 MAX_DEGREE = 2**20
@@ -55,14 +56,6 @@ for those of the last unit, norm and output head, with which backward begins."""
 
 
 SWITCH = ("off", "on")
-
-ORDER = "tp-cp-ep-dp-pp"
-"""Which axis of ranks changes fastest over the devices, which next, as in Megatron-LM (parallel_state.py)."""
-
-CP_KINDS = ("allgather", "ring", "ulysses", "usp:U")
-"""How ranks of a context divide attention (:mod:`distsim.ops.attention_sharding`): keys and values of all
-are brought together; they pass around a ring; heads are divided, by all-to-alls; U ranks exchange heads,
-rings are of the others (Fang and Zhao 2024, USP)."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +114,7 @@ class Plan:
         sizes = parse_stages(self.stages)
         if sizes and name != TABLE and len(sizes) != self.num_stages:
             raise PlanError(
-                f"stages={_short(self.stages)} has {len(sizes)} numbers, and pp={self.pp} with "
+                f"stages={shortened(self.stages)} has {len(sizes)} numbers, and pp={self.pp} with "
                 f"chunks={self.chunks} makes {self.num_stages} stages; give one number for each"
             )
         if parse_remat(self.remat).name == "uniform" and self.offload:
@@ -130,14 +123,10 @@ class Plan:
                 "groups of layers save anything; use remat=full or block:N, or offload=0"
             )
         if self.sp not in SWITCH:
-            raise PlanError(f"sp={_short(self.sp)} is unknown; choose one of {', '.join(SWITCH)}")
+            raise PlanError(f"sp={shortened(self.sp)} is unknown; choose one of {', '.join(SWITCH)}")
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
-        if sorted(self.order.split("-")) != sorted(ORDER.split("-")):
-            raise PlanError(
-                f"order={_short(self.order)} does not name each axis once, the one that changes fastest over "
-                f"the devices first, as {ORDER} does"
-            )
+        check_order(self.order)
         ulysses = parse_cp_kind(self.cp_kind)[1]
         if self.cp % ulysses:
             raise PlanError(
@@ -153,7 +142,7 @@ class Plan:
         for name in ("overlap_grads", "overlap_params"):
             if getattr(self, name) not in SWITCH:
                 raise PlanError(
-                    f"{name}={_short(getattr(self, name))} is unknown; choose one of {', '.join(SWITCH)}"
+                    f"{name}={shortened(getattr(self, name))} is unknown; choose one of {', '.join(SWITCH)}"
                 )
         if self.overlap_params == "on" and self.zero not in (1, 2):
             raise PlanError(
@@ -166,7 +155,9 @@ class Plan:
                 f"one of {', '.join(map(str, _divisors(self.dp)))}"
             )
         if self.reshard not in RESHARD:
-            raise PlanError(f"reshard={_short(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}")
+            raise PlanError(
+                f"reshard={shortened(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}"
+            )
         if self.reshard != "always" and self.zero != 3:
             raise PlanError(
                 f"reshard={self.reshard} keeps parameters that forward gathered, and zero={self.zero} "
@@ -220,14 +211,14 @@ class Plan:
             key, equals, value = (part.strip() for part in item.partition("="))
             if not equals:
                 raise PlanError(
-                    f"plan {_short(text)}: {_short(item)} is not key=value; write for example {cls()}"
+                    f"plan {shortened(text)}: {shortened(item)} is not key=value; write for example {cls()}"
                 )
             if key not in _FIELDS:
                 instead = _REPLACED.get(key, f"choose from {', '.join(_FIELDS)}")
-                raise PlanError(f"unknown field {_short(key)} in a plan; {instead}")
+                raise PlanError(f"unknown field {shortened(key)} in a plan; {instead}")
             if key in given:
                 raise PlanError(
-                    f"{key} is given twice ({given[key]} and {_short(value)}); give each field once"
+                    f"{key} is given twice ({given[key]} and {shortened(value)}); give each field once"
                 )
             given[key] = _parse_count(key, value) if key in _COUNTS else value
         return cls(**given)
@@ -267,12 +258,12 @@ def parse_schedule(text: object) -> tuple[str, float | None]:
         return TABLE, None
     if name not in SCHEDULES:
         few = f"choose one of {', '.join([*SCHEDULES][:4])} ... (distsim schedule --help)"
-        raise PlanError(f"schedule={_short(text)} is unknown; {few}")
+        raise PlanError(f"schedule={shortened(text)} is unknown; {few}")
     if not colon:
         return name, None
     known = SCHEDULES[name]
     if not (known.searched or known.takes_updates):
-        raise PlanError(f"schedule={_short(text)}: {name} takes no number; use schedule={name}")
+        raise PlanError(f"schedule={shortened(text)}: {name} takes no number; use schedule={name}")
     pattern = r"[0-9]{1,7}(\.[0-9]{1,12})?" if known.searched else r"[0-9]{1,7}"
     if not re.fullmatch(pattern, number, re.ASCII) or not 0 < float(number) <= MAX_DEGREE:
         what = (
@@ -280,26 +271,8 @@ def parse_schedule(text: object) -> tuple[str, float | None]:
             if known.searched
             else f"the microbatches of an update, as in {name}:8"
         )
-        raise PlanError(f"schedule={_short(text)}: {name} takes {what}")
+        raise PlanError(f"schedule={shortened(text)}: {name} takes {what}")
     return name, float(number)
-
-
-def parse_cp_kind(text: object) -> tuple[str, int]:
-    """Return the kind of context parallelism and how many ranks exchange heads; 1 if not some of them do.
-
-    Raises :class:`PlanError` for one that is unknown.
-
-    >>> parse_cp_kind("ring"), parse_cp_kind("usp:4")
-    (('ring', 1), ('ring', 4))
-    """
-    name, _, count = text.partition(":") if isinstance(text, str) else ("", "", "")
-    if name == "usp" and re.fullmatch(r"[1-9][0-9]{0,6}", count, re.ASCII):
-        return "ring", int(count)
-    if text not in CP_KINDS[:-1]:
-        raise PlanError(
-            f"cp_kind={_short(text)} is unknown; choose one of {', '.join(CP_KINDS)}, as in usp:4"
-        )
-    return str(text), 1
 
 
 def parse_stages(text: object) -> tuple[int, ...]:
@@ -313,10 +286,11 @@ def parse_stages(text: object) -> tuple[int, ...]:
     if text in _NAMED_STAGES:
         return ()
     if not isinstance(text, str) or not re.fullmatch(r"[0-9]+(-[0-9]+)*", text, re.ASCII):
-        raise PlanError(f"stages={_short(text)} is unknown; choose one of {', '.join(STAGES)}, as in 3-4-4-3")
+        known = ", ".join(STAGES)
+        raise PlanError(f"stages={shortened(text)} is unknown; choose one of {known}, as in 3-4-4-3")
     # Each is written in one way, so that equal plans have equal texts.
     if not re.fullmatch(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", text, re.ASCII):
-        raise PlanError(f"stages={_short(text)}: each stage holds 1 to 9999999 blocks, as in 3-4-4-3")
+        raise PlanError(f"stages={shortened(text)}: each stage holds 1 to 9999999 blocks, as in 3-4-4-3")
     return tuple([int(number) for number in text.split("-")])
 
 
@@ -347,7 +321,7 @@ def parse_remat(text: object) -> Remat:
     name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")
     known = {choice.partition(":")[0]: choice for choice in REMAT}.get(name, "")
     if not known or bool(colon) != (":" in known):
-        raise PlanError(f"remat={_short(text)} is unknown; choose one of {', '.join(REMAT)}")
+        raise PlanError(f"remat={shortened(text)} is unknown; choose one of {', '.join(REMAT)}")
     if not colon:
         return Remat(name)
     kind = known.partition(":")[2]
@@ -358,7 +332,7 @@ def parse_remat(text: object) -> Remat:
     if not re.fullmatch(pattern, given, re.ASCII) or not low <= float(given) <= high:
         what = "an integer" if whole else "a number"
         example = f"{name}:2" if whole else f"{name}:0.5"
-        raise PlanError(f"remat={_short(text)}: {name} takes {what} in {low}..{high}, as in {example}")
+        raise PlanError(f"remat={shortened(text)}: {name} takes {what} in {low}..{high}, as in {example}")
     return Remat(name, float(given))
 
 
@@ -366,12 +340,12 @@ def _parse_ops(text: object, given: str) -> tuple[str, ...]:
     ops = tuple(given.split("+"))
     if not all(re.fullmatch(r"[A-Za-z][A-Za-z0-9]{0,63}", op, re.ASCII) for op in ops):
         raise PlanError(
-            f"remat={_short(text)}: ops takes the types of ops whose results are saved, as in "
+            f"remat={shortened(text)}: ops takes the types of ops whose results are saved, as in "
             "ops:MatMul+Attention"
         )
     twice = [op for op in ops if ops.count(op) > 1]
     if twice:
-        raise PlanError(f"remat={_short(text)} names {twice[0]} twice; name each type once")
+        raise PlanError(f"remat={shortened(text)} names {twice[0]} twice; name each type once")
     return ops
 
 
@@ -380,9 +354,9 @@ def _parse_count(name: str, text: str) -> int:
     least, most = _bounds(name)
     choices = f"choose one of {least}..{most}"
     if not (text.isascii() and text.removeprefix("-").isdigit()):
-        raise PlanError(f"{name}={_short(text)} is not an integer; {choices}")
+        raise PlanError(f"{name}={shortened(text)} is not an integer; {choices}")
     if len(text) > 20:
-        raise PlanError(f"{name}={_short(text)} is out of range; {choices}")
+        raise PlanError(f"{name}={shortened(text)} is out of range; {choices}")
     return int(text)
 
 
@@ -395,13 +369,7 @@ def _check_count(name: str, value: object) -> None:
     least, most = _bounds(name)
     choices = f"choose one of {least}..{most}"
     if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanError(f"{name}={_short(value)} is not an integer; {choices}")
+        raise PlanError(f"{name}={shortened(value)} is not an integer; {choices}")
     if not least <= value <= most:
         shown = value if abs(value) < 10**20 else "an integer of more than 20 digits"
         raise PlanError(f"{name}={shown} is out of range; {choices}")
-
-
-def _short(value: object, limit: int = 40) -> str:
-    """The repr of a value from outside, cut so that an error stays one readable line."""
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -34,7 +34,11 @@ class Stack:
     source: str
     sp: bool = False
     vocabulary_multiple: int = 0
-    plan: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]])
+    plan: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]], hash=False)
+
+    def spread_fields(self, zero: int) -> dict[str, str]:
+        """Return fields of a plan that has several ranks of the data, and this stage of ZeRO."""
+        return dict(self.plan.get(zero, {}))
 
 
 _MEGATRON = {zero: {"bucket": "megatron", "overlap_grads": "off"} for zero in (0, 1, 2)}

@@ -49,7 +49,7 @@ def assert_recognised(function: Function, count: int = 1) -> Op:
     others = sum(op.op_type == "Softmax" for op in all_ops(function)) - count  # routers of experts
     made = set_attention(function, "flash")
     assert len(attentions(made)) == count, made.notes
-    assert made.notes == (f"attention: {count} as one kernel each (flash)",)
+    assert made.notes == (*function.notes, f"attention: {count} as one kernel each (flash)")
     assert sum(op.op_type == "Softmax" for op in all_ops(made)) == others
     assert_same(function, made)
     return attentions(made)[0]

@@ -18,6 +18,7 @@ FLOORS = {
     "ir": 1,
     "schedule": 1,
     "plan": 1,
+    "rank_layout": 1,
     "buckets": 1,
     "errors": 1,
     "cache": 1,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_activation_memory import GROUPS, LLAMA, LOG_SUM_EXP, SBH, A, B, F, H, S, layer
 from test_moe import small_deepseek
-from test_sequence_parallel import of_a_layer
+from test_sequence_parallel import collectives
 from training_models import (
     Maker,
     assert_all_readers_agree,
@@ -99,11 +99,12 @@ def test_every_rank_computes_the_same_step(name, text):
 
 
 def exchanged(sizes, plan):
-    """The collectives of a layer but the sums of its gradients, one a parameter."""
-    found = of_a_layer(sizes, plan)
-    weights = 2 * H * H + 2 * H * GROUPS * D + 3 * H * F + 2 * H
-    assert sum(n * size for (kind, size), n in found.items() if kind == "all_reduce") == 2 * weights
-    return {key: n for key, n in found.items() if key[0] != "all_reduce"}
+    """The collectives of a layer but the sums of its gradients, whose bytes are those of its parameters."""
+    more, fewer = collectives(replace(sizes, layers=4), plan), collectives(sizes, plan)
+    more.subtract(fewer)
+    weights = 2 * H * H + 2 * H * sizes.attention.groups * D + 3 * H * F + 2 * H
+    assert sum(n * size for (kind, size), n in more.items() if kind == "all_reduce") == 2 * weights
+    return {key: n for key, n in more.items() if n and key[0] != "all_reduce"}
 
 
 @pytest.mark.parametrize(("c", "alone", "together"), [(2, 3, 0), (4, 7, 1)])

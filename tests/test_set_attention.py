@@ -87,7 +87,7 @@ def test_decoders_are_causal_without_a_table(build: Any) -> None:
     assert not {"Trilu", "ConstantOfShape"} & kinds(flash)
     assert all(v.name != "causal" for o in flash.ops if o.is_call for v in o.callee.inputs)
     written = set_attention(flash, "math")
-    assert "Attention" not in kinds(written) and written.notes == ("attention: 2 written out (math)",)
+    assert "Attention" not in kinds(written) and written.notes[-1] == "attention: 2 written out (math)"
     assert_same(function, written)
     again = set_attention(written, "flash")
     assert [op.attributes for op in attentions(again)] == [op.attributes] * 2
@@ -193,19 +193,19 @@ def test_a_softmax_in_float32_between_casts() -> None:
 def test_a_mask_is_folded_only_if_it_is_exactly_that(
     seq: int, kv_seq: int, window: int, causal: bool, flip: int
 ) -> None:
-    visible = seen(seq, kv_seq, AttentionOptions(is_causal=causal, window=window))
+    visible = seen(np.arange(seq), np.arange(kv_seq), AttentionOptions(is_causal=causal, window=window))
     assert visible is not None
     for mask in (visible, np.where(visible, 0.0, -np.inf), np.stack([visible] * 3)[:, None]):
         folded = as_options(mask, (seq, kv_seq))
         if visible.any(axis=1).all():
             assert folded is not None
-            same = seen(seq, kv_seq, folded)
+            same = seen(np.arange(seq), np.arange(kv_seq), folded)
             np.testing.assert_array_equal(np.ones_like(visible) if same is None else same, visible)
     other = visible.copy()
     other.flat[flip % other.size] ^= True
     folded = as_options(other, (seq, kv_seq))
     if folded is not None:
-        same = seen(seq, kv_seq, folded)
+        same = seen(np.arange(seq), np.arange(kv_seq), folded)
         np.testing.assert_array_equal(np.ones_like(other) if same is None else same, other)
 
 

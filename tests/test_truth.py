@@ -54,7 +54,7 @@ def test_a_row_of_megatron():
 
 def test_a_row_of_torchtitan():
     case = case_of(LLAMA)
-    assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", zero=3)
+    assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", zero=3, reshard="auto")
     assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
     assert (case.attention, case.kernels, case.stack.name) == ("flash", "eager", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated
@@ -147,10 +147,10 @@ def test_spellings(changed, field, value):
 @pytest.mark.parametrize(
     ("text", "zero", "reshard"),
     [
-        ("FULL_SHARD", 3, "always"),
+        ("FULL_SHARD", 3, "auto"),
         ("SHARD_GRAD_OP", 3, "never"),
         ("NO_SHARD", 0, "always"),
-        ("fsdp2 per-block", 3, "always"),
+        ("fsdp2 per-block", 3, "auto"),
     ],
 )
 def test_strategies_of_fsdp(text, zero, reshard):

@@ -12,6 +12,7 @@ from distsim.ir import DType, Float32, Function, Tensor
 from distsim.ir.joint import brings_backward
 from distsim.plan import Plan
 from distsim.report.progress import Progress
+from distsim.schedule import TABLE
 from distsim.stacks import STACKS, Stack, stack_named
 from distsim.streams import say
 from distsim.transforms import (
@@ -124,17 +125,23 @@ class Choices:
     def plan(self, text: str) -> Plan:
         """Return the plan of a text; what it leaves open the stack says."""
         plan = Plan.parse(text if "remat=" in text else f"{text},remat={self.stack.remat}")
-        fields = {**self.stack.plan.get(plan.zero, {})} if plan.dp * plan.cp > 1 else {}
+        fields = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
         fields |= {"sp": "on"} if self.stack.sp and plan.tp > 1 else {}
         return replace(plan, **{name: own for name, own in fields.items() if f"{name}=" not in text})
+
+
+def plan_text(options: argparse.Namespace) -> str:
+    """Return the text of the plan that is asked for; with a table its schedule is that."""
+    text: str = getattr(options, "plan", None) or "dp=1"
+    given = getattr(options, "schedule_csv", None) is not None and "schedule=" not in text
+    return f"{text},schedule={TABLE}" if given else text
 
 
 def _forward(options: argparse.Namespace, choices: Choices) -> Function:
     patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
-    text = getattr(options, "plan", None)
-    plan = Plan() if text is None else choices.plan(text)
+    plan = choices.plan(plan_text(options))
     multiple = max(1, choices.stack.vocabulary_multiple * plan.tp)
     model = load_model(options.model, options.batch, bindings, patterns, plan.sequence_parts, multiple)
     function = merge_composites(model)

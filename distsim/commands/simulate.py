@@ -12,7 +12,7 @@ from pathlib import Path
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
 from distsim.commands.cluster import add_settings, read_cluster
 from distsim.commands.layout import lay_out
-from distsim.commands.model import add_model_options, read_model, training_step
+from distsim.commands.model import add_model_options, plan_text, read_model, training_step
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
@@ -190,11 +190,8 @@ def _tell(
 
 def _plan(options: argparse.Namespace, order: Schedule | None) -> str:
     """Return the text of the plan; a table says how many stages a rank has, where the plan does not."""
-    text = "dp=1" if options.plan is None else options.plan
-    if order is not None:
-        text += "" if "schedule=" in text else f",schedule={TABLE}"
-        text += "" if "chunks=" in text else f",chunks={order.stages_a_rank}"
-    return text
+    text = plan_text(options)
+    return text if order is None or "chunks=" in text else f"{text},chunks={order.stages_a_rank}"
 
 
 def _table(options: argparse.Namespace) -> Schedule | None:

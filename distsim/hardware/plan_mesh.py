@@ -8,7 +8,8 @@ from distsim.cache import Cache
 from distsim.errors import PlanError
 from distsim.ir.device import Mesh, RankAxes
 from distsim.ir.topology import Topology
-from distsim.plan import Plan, parse_cp_kind
+from distsim.plan import Plan
+from distsim.rank_layout import parse_cp_kind
 
 DEGREES = {"cp_ring": "cp", "cp_heads": "cp", "edp": "dp"}
 """The degree of a plan that an axis is of, where it has another name."""

@@ -22,7 +22,7 @@ from distsim.transforms.autodiff.precision import Precision
 from distsim.truth.architecture import sizes_of
 from distsim.truth.layout import global_batch, layout_of, zero_of
 from distsim.truth.machine import Cluster, cluster_of
-from distsim.truth.row import Row, number
+from distsim.truth.row import Row, number, plain
 from distsim.truth.software import software_of
 
 
@@ -64,7 +64,7 @@ def case_of(row: Row) -> Case:
     software = software_of(row, zero_of(row), assumed)
     stack = software.stack
     layout = layout_of(row, stack, assumed)
-    sizes = sizes_of(row, stack.name.startswith("megatron"), layout.plan.tp, assumed)
+    sizes = sizes_of(row, "megatron" in plain(row, "framework"), layout.plan.tp, assumed)
     return Case(
         *(sizes, number(row, "seq"), global_batch(row), layout.plan),
         *(software.precision, software.attention, software.kernels, stack),

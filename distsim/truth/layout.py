@@ -95,7 +95,8 @@ def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
     }
     spread = degrees["dp"] * degrees["cp"] > 1
     said = _overlap(row, spread, spread and zero_of(row) in (1, 2))
-    return _planned({**_defaults(stack), **items, **said} if spread else {**items, **said})
+    usual = stack.spread_fields(zero_of(row)) if spread else {}
+    return _planned({**usual, **items, **said})
 
 
 def _planned(items: Mapping[str, str | int]) -> Layout:
@@ -113,16 +114,6 @@ def _planned(items: Mapping[str, str | int]) -> Layout:
         return Layout(Plan.parse(text), tuple(left_out))
     except PlanError as error:
         raise MissingFeatureError(str(error)) from None
-
-
-def _defaults(stack: Stack) -> dict[str, str | int]:
-    """Return what a stack says of when gradients and parameters travel, where it does."""
-    found: dict[str, str | int] = {}
-    for name in TIMING:
-        value = getattr(stack, name, None)
-        if value is not None:
-            found[name] = ("on" if value else "off") if isinstance(value, bool) else value
-    return found
 
 
 # --- degrees and batch ------------------------------------------------------------------------------------

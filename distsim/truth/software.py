@@ -13,6 +13,7 @@ from distsim.truth.row import MissingFeatureError, Row, plain
 FRAMEWORKS = (
     ("torchtitan", "torchtitan", None),
     ("nanotron", "nanotron", None),
+    ("megatron.?deepspeed", "deepspeed", "fused"),  # the model is Megatron-LM's
     ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
     ("composer|llm-?foundry|fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
     ("parax|alpa|jax|xla|maxtext|levanter|easylm", "plain", "compiled"),
