@@ -322,6 +322,10 @@ def devices_of(device: Device | Mesh | None) -> tuple[Device, ...]:
     return device.devices if isinstance(device, Mesh) else (device,)
 
 
+OUTER, INNER = "dp_outer", "dp_inner"
+"""The axes of data-parallel ranks of which some divide what all would hold: these lie along the inner one."""
+
+
 @dataclass(frozen=True)
 class RankAxes:
     """The axes of the ranks of a pipeline stage, ``sizes`` by name, slowest first, and views of them.
@@ -335,6 +339,8 @@ class RankAxes:
     >>> axes = RankAxes.of(dp=4, tp=2, ep=2)
     >>> axes.sizes, axes.views
     ({'edp': 2, 'ep': 2, 'tp': 2}, {'dp': ('edp', 'ep')})
+    >>> RankAxes.of(dp=4, tp=2, inner=2).sizes
+    {'dp_outer': 2, 'dp_inner': 2, 'tp': 2}
     """
 
     sizes: Mapping[str, int]
@@ -342,16 +348,22 @@ class RankAxes:
     views: Mapping[str, tuple[str, ...]]
 
     @staticmethod
-    def of(dp: int, tp: int, cp: int = 1, ulysses: int = 1, ep: int = 1) -> RankAxes:
+    def of(dp: int, tp: int, cp: int = 1, ulysses: int = 1, ep: int = 1, inner: int = 0) -> RankAxes:
         """Return the axes of these degrees; of ``cp`` ranks ``ulysses`` exchange heads, rings are of others.
 
         An axis of context parallelism is there only if it divides anything. ``ep`` neighbours of the ``dp``
-        ranks have experts each; ranks of the same are along ``edp``.
+        ranks have experts each; ranks of the same are along ``edp``. ``inner`` neighbours of the ``dp`` ranks,
+        if that is more than one and not all, have an axis of their own.
         """
         if dp % ep:
             raise TopologyError(f"ep={ep} does not divide dp={dp}")
+        apart = 1 < inner < dp
+        if apart and (dp % inner or ep > 1):
+            raise TopologyError(f"inner={inner} does not divide dp={dp} with ep={ep}")
         rings = {"cp": cp} if ulysses in (1, cp) else {"cp_ring": cp // ulysses, "cp_heads": ulysses}
-        data = ({"dp": dp} if ep == 1 else {"edp": dp // ep, "ep": ep}) | (rings if cp > 1 else {})
+        batch = {"edp": dp // ep, "ep": ep} if ep > 1 else {"dp": dp}
+        batch = {OUTER: dp // inner, INNER: inner} if apart else batch
+        data = batch | (rings if cp > 1 else {})
         views = {
             joined_axes(names): names
             for count in range(2, len(data) + 1)
@@ -371,17 +383,19 @@ def joined_axes(names: Sequence[str]) -> str:
     >>> joined_axes(["dp", "cp"]), joined_axes(["edp", "ep", "cp"])
     ('dp+cp', 'dp+cp')
     """
-    return "+".join(["dp", *names[2:]] if tuple(names[:2]) == ("edp", "ep") else names)
+    return "+".join(["dp", *names[2:]] if tuple(names[:2]) in (("edp", "ep"), (OUTER, INNER)) else names)
 
 
 @cached("meshes of ranks that lie nowhere, by device and degrees", 1024)
-def logical_mesh(device: Device, dp: int, tp: int, cp: int = 1, ulysses: int = 1, ep: int = 1) -> Mesh:
+def logical_mesh(
+    device: Device, dp: int, tp: int, cp: int = 1, ulysses: int = 1, ep: int = 1, inner: int = 0
+) -> Mesh:
     """Return a mesh of devices like ``device``, numbered from 0: ranks (:class:`RankAxes`) of no place yet.
 
     >>> logical_mesh(Device(7, "gpu"), 2, 4)
     Mesh(dp=2, tp=4)[gpu:0..gpu:7]
     """
-    axes = RankAxes.of(dp, tp, cp, ulysses, ep)
+    axes = RankAxes.of(dp, tp, cp, ulysses, ep, inner)
     return axes.mesh([replace(device, id=i) for i in range(math.prod(axes.sizes.values()))])
 
 
