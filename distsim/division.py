@@ -10,8 +10,8 @@ from weakref import ref
 from distsim.buckets import Buckets, buckets_of
 from distsim.cache import Cache
 from distsim.cost.cost_model import CostModel, DeviceCosts
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Function, Mesh, Op
-from distsim.ir.device import logical_mesh
 from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_cp_kind, parse_remat, parse_stages
 from distsim.schedule import Schedule

@@ -86,8 +86,9 @@ class Plan:
     text, in which the fields after `schedule` stand only when they are not the default, parses back to it.
 
     Raises:
-        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`: from 0; `zero`: 0..3), a name is
-            unknown, `stages` are not as many as pp * chunks, or `offload` meets `remat=uniform`.
+        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`: from 0; `zero`:
+            0..3), `zero_ranks` do not divide dp or divide nothing, a name is unknown, `stages` are not as
+            many as pp * chunks, or `offload` meets `remat=uniform`.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)

@@ -6,7 +6,8 @@ import numpy as np
 
 from distsim.cache import Cache
 from distsim.errors import PlanError
-from distsim.ir.device import INNER, OUTER, Mesh, RankAxes
+from distsim.hardware.rank_axes import INNER, OUTER, RankAxes
+from distsim.ir.device import Mesh
 from distsim.ir.topology import Topology
 from distsim.plan import Plan, parse_cp_kind
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from distsim.hardware.rank_axes import OUTER, joined_axes
 from distsim.ir import Function, Mesh, Op, Value
-from distsim.ir.device import OUTER, joined_axes
 from distsim.ops import operator
 from distsim.ops.places import shape_of
 from distsim.transforms.op_graph import Numbered, is_sum
@@ -30,7 +30,8 @@ def outer_axis(mesh: Mesh) -> str:
 def summed_axis(mesh: Mesh, axis: str) -> str:
     """Return the axes over which a gradient is summed whose parts lie along ``axis``: the outer one too.
 
-    >>> from distsim.ir.device import Device, RankAxes
+    >>> from distsim.ir.device import Device
+    >>> from distsim.hardware.rank_axes import RankAxes
     >>> mesh = RankAxes.of(dp=4, tp=1, cp=2, inner=2).mesh([Device(i, "gpu") for i in range(8)])
     >>> summed_axis(mesh, "dp_inner"), summed_axis(mesh, "dp_inner+cp")
     ('dp', 'dp+cp')

@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from distsim.buckets import Buckets
+from distsim.hardware.rank_axes import OUTER
 from distsim.ir import Function, Op, Value
-from distsim.ir.device import OUTER
 from distsim.ir.module_names import layer_of
 from distsim.ir.type import as_tensor
 from distsim.transforms.op_graph import Numbered, StageMap
