@@ -19,8 +19,9 @@ class Stack:
     written); ``attention``: ``flash`` or ``math`` (None: by the element type); ``kernels``: of
     :data:`distsim.transforms.kernels.KERNELS`; ``remat``: what a plan recomputes that does not say;
     ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not); ``sp``: whether
-    tensor-parallel ranks divide the sequence as well; ``plan``: further fields of a plan with several
-    data-parallel ranks, by ``zero``. ``source`` says where these are from.
+    tensor-parallel ranks divide the sequence as well; ``vocabulary_multiple``: what the vocabulary of each
+    tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further fields of a plan with
+    several data-parallel ranks, by ``zero``. ``source`` says where these are from.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Stack:
     clip: float | None
     source: str
     sp: bool = False
+    vocabulary_multiple: int = 0
     plan: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]])
 
 
@@ -45,14 +47,18 @@ STACKS = {
             *("megatron", "mixed", "flash", "fused", "none", "adamw", 1.0),
             source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients "
             "in float32, attention of Transformer Engine, fusions on, --clip-grad 1.0; no recomputation "
-            "unless asked; --overlap-grad-reduce and --overlap-param-gather off: one bucket after backward",
+            "unless asked; --overlap-grad-reduce and --overlap-param-gather off: one bucket after backward; "
+            "--make-vocab-size-divisible-by 128, times the tensor-parallel ranks",
+            vocabulary_multiple=128,
             plan=_MEGATRON,
         ),
         Stack(
             *("megatron_2021", "mixed_fp16", "math", "fused", "full", "adamw", 1.0),
             source="Narayanan et al. 2021 (SC21), sections 3.5, 4.2 and 5: mixed precision in fp16, fused "
             "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation; its code at the "
-            "time reduces one contiguous buffer of gradients after the backward pass",
+            "time reduces one contiguous buffer of gradients after the backward pass and pads vocabularies "
+            "as Megatron-LM core does",
+            vocabulary_multiple=128,
             plan=_MEGATRON,
         ),
         Stack(

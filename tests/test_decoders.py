@@ -210,6 +210,16 @@ def test_options_override_fields_and_batch_and_seq_are_bindings():
     assert function.notes == ("sequences of 16 tokens",)
 
 
+@pytest.mark.parametrize(("multiple", "rows"), [(1, 50257), (128, 50304), (256, 50432)])
+def test_a_vocabulary_is_padded_to_a_multiple(multiple, rows):
+    """As Megatron-LM does for GPT-2, 50304 being its figure of one tensor-parallel rank."""
+    function = load_model("gpt2:layers=1,hidden=8,heads=2", 1, "seq=8", vocabulary_multiple=multiple)
+    table = next(value for value in function.parameters if value.type.shape[0] > 50000)
+    assert table.type.shape[0] == rows
+    said = f"vocabulary of 50257 padded to {rows}, a multiple of {multiple}"
+    assert (said in function.notes) == (multiple > 1)
+
+
 def test_a_config_is_read_from_its_file_with_options(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(FAMILIES["qwen3"]), encoding="utf-8")

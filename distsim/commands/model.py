@@ -134,8 +134,10 @@ def _forward(options: argparse.Namespace, choices: Choices) -> Function:
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
     text = getattr(options, "plan", None)
-    groups = 1 if text is None else choices.plan(text).sequence_parts
-    function = merge_composites(load_model(options.model, options.batch, bindings, patterns, groups))
+    plan = Plan() if text is None else choices.plan(text)
+    multiple = max(1, choices.stack.vocabulary_multiple * plan.tp)
+    model = load_model(options.model, options.batch, bindings, patterns, plan.sequence_parts, multiple)
+    function = merge_composites(model)
     dtype = _widest(function) if choices.precision is None else choices.precision.compute
     return set_attention(function, choices.attention or default_attention(dtype))
 

@@ -32,6 +32,7 @@ def load_model(
     bindings: str = "",
     parameters: Sequence[str] = (),
     groups: int = 1,
+    vocabulary_multiple: int = 1,
 ) -> Function:
     """Return the forward function of a model.
 
@@ -41,6 +42,7 @@ def load_model(
     binds the symbolic dimension of that name (of an export), the batch of a named model or the builder's
     option; ``bindings`` (``seq=128,...``) binds others. ``parameters`` are patterns of graph inputs that are
     parameters. ``groups``: in how many groups a sequence is routed to experts, where the text does not say.
+    The vocabulary of a named or configured model is padded to a multiple of ``vocabulary_multiple``.
     """
     sizes = _pairs(bindings, "the sizes to bind")
     name, _, options = source.partition(":")
@@ -61,7 +63,7 @@ def load_model(
             f"model {source!r} is not an .onnx file, a config.json, one of {known} nor a name that "
             f"`distsim models` lists{did_you_mean(name, [*model_names(), *BUILDERS, *BUNDLED])}"
         )
-    return load_decoder(source, batch, sizes, parameters, groups)
+    return load_decoder(source, batch, sizes, parameters, groups, vocabulary_multiple)
 
 
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:

@@ -79,12 +79,14 @@ def load_decoder(
     bindings: Mapping[str, int],
     parameters: Sequence[str],
     groups: int = 1,
+    vocabulary_multiple: int = 1,
 ) -> Function:
     """Return the function of the decoder that a text names (:func:`decoder_sizes`), on a batch of sequences.
 
     Batch and seq are bindings, which the text may give too; by default 8 sequences, as long as the model was
     made for, up to 8,192 tokens. A note says how long they are. A mixture of experts that does not say
-    otherwise routes a sequence in so many ``groups``.
+    otherwise routes a sequence in so many ``groups``. The vocabulary is padded to a multiple of
+    ``vocabulary_multiple``, with a note: rows of the embedding and the head that no token names.
     """
     sizes, given = decoder_sizes(source)
     if parameters:
@@ -101,8 +103,13 @@ def load_decoder(
     seq = given.get("seq", default_seq(sizes))
     if sizes.experts is not None and sizes.experts.groups == 1:
         sizes = replace(sizes, experts=replace(sizes.experts, groups=groups))
+    notes = [f"sequences of {seq} tokens"]
+    padded = -(-sizes.vocab // vocabulary_multiple) * vocabulary_multiple
+    if padded != sizes.vocab:
+        notes.append(f"vocabulary of {sizes.vocab} padded to {padded}, a multiple of {vocabulary_multiple}")
+        sizes = replace(sizes, vocab=padded)
     loads = Loads(**{key: given[key] for key in _LOADS if key in given})
     file = source.rpartition("/")[2].partition(":")[0]
     name = re.sub(r"\W+", "_", file.removesuffix(".json"))
     function = decoder(sizes, given.get("batch", DEFAULT_BATCH), seq, loads=loads, name=name)
-    return replace(function, notes=(f"sequences of {seq} tokens", *function.notes))
+    return replace(function, notes=(*notes, *function.notes))
