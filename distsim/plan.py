@@ -180,20 +180,18 @@ class Plan:
 
     def _check_zero_ranks(self) -> None:
         """Check that what is divided over some ranks of dp can be."""
-        if not self.zero_ranks:
-            return
-        if not self.zero:
+        if self.zero_ranks and not self.zero:
             raise PlanError(
                 f"zero_ranks={self.zero_ranks} are the ranks over which zero divides, and zero=0 divides "
                 "nothing; use zero=1, 2 or 3, or zero_ranks=0"
             )
-        if self.zero_ranks == 1 or self.dp % self.zero_ranks:
-            usable = ", ".join(map(str, [0, *_divisors(self.dp)[1:]]))
+        if self.zero_ranks and (self.zero_ranks == 1 or self.dp % self.zero_ranks):
+            usable = [0, *_divisors(self.dp)[1:]]
             raise PlanError(
-                f"zero_ranks={self.zero_ranks} ranks, of which each has a part, do not divide dp={self.dp}; "
-                f"choose one of {usable}"
+                f"zero_ranks={self.zero_ranks} neighbours, of whom each has a part, do not divide "
+                f"dp={self.dp}; choose one of {', '.join(map(str, usable))}"
             )
-        if self.ep > 1:
+        if self.zero_ranks and self.ep > 1:
             raise PlanError(
                 f"zero_ranks={self.zero_ranks} with ep={self.ep}: experts' state is divided over other ranks "
                 "than the rest; use zero_ranks=0, or ep=1"
@@ -212,11 +210,6 @@ class Plan:
     def devices(self) -> int:
         """Number of devices that the plan occupies: dp * tp * pp * cp."""
         return math.prod((self.dp, self.tp, self.pp, self.cp))
-
-    @property
-    def dividing_ranks(self) -> int:
-        """Of dp, the ranks that have a part each of what `zero` divides; with cp, that many times cp."""
-        return self.zero_ranks or self.dp
 
     @property
     def sequence_parts(self) -> int:

@@ -21,7 +21,7 @@ from training_models import (
 from distsim.compose import parallelize
 from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError
-from distsim.executor import SequentialExecutor
+from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware.plan_mesh import plan_mesh
 from distsim.ir import Role, all_ops
 from distsim.models import gpt
@@ -153,6 +153,18 @@ def test_a_part_is_reduced_between_groups_with_its_bucket():
             if op.op_type in ("MPIReduceScatter", "MPIAllreduce") and op.inputs[0].type.rank:
                 moved[op.attributes["axis"]] += 1
         assert moved["dp_inner"] == moved["dp_outer"] > 1
+
+
+def test_one_bucket_goes_between_groups_while_another_is_scattered_within_them():
+    """On a stream of its own, as FSDP2's: wires here are so slow that both wait for them."""
+    topology, plan = topology_of(4, gbps=0.01), Plan.parse("dp=4,zero=1,zero_ranks=2,bucket=1")
+    costs = CostModel(topology)
+    simulation = Simulator(costs).simulate(parallelize(trained("mixed"), plan, topology))
+    within, between = (
+        [span for span in simulation.spans() if span.stream.name == f"collective {axis}"]
+        for axis in ("dp_inner", "dp_outer")
+    )
+    assert any(a.start < b.end and b.start < a.end for a in within for b in between)
 
 
 BYTES = [
