@@ -10,8 +10,8 @@ from weakref import ref
 from distsim.buckets import Buckets, buckets_of
 from distsim.cache import Cache
 from distsim.cost.cost_model import CostModel, DeviceCosts
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Function, Mesh, Op
-from distsim.ir.device import logical_mesh
 from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_remat, parse_stages
 from distsim.rank_layout import parse_cp_kind
@@ -59,6 +59,7 @@ class Division(NamedTuple):
     cp: int
     cp_kind: str
     ep: int
+    zero_ranks: int
     microbatches: int
     remat: str
     offload: int
@@ -82,8 +83,10 @@ class Division(NamedTuple):
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         kind = plan.cp_kind if plan.cp > 1 else "allgather"
-        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.ep, plan.microbatches
-        return Division(*degrees, plan.remat, plan.offload, *divided, stages, kernels, *costs.key)
+        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.ep, plan.zero_ranks
+        return Division(
+            *degrees, plan.microbatches, plan.remat, plan.offload, *divided, stages, kernels, *costs.key
+        )
 
 
 class _KeptCuts:
@@ -132,7 +135,7 @@ class _KeptCuts:
         written = self.written[level - 1] if level and plain else outlined
         shown = key.dp if key.zero else min(key.dp, 2 * key.ep)
         kind, ulysses = parse_cp_kind(key.cp_kind)
-        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep)
+        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
         apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels)
         local = replace(local, function=apart, kernels=key.kernels, buckets=key.buckets)

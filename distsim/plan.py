@@ -70,6 +70,8 @@ class Plan:
     (`pipedream_2bw:8`), or `table`: one that is given beside the plan, by which `chunks` and `stages` are
     verified then;
     `stages` one of `STAGES`, `remat` of `REMAT`, `zero` of `ZERO`, `reshard` of `RESHARD`;
+    of `zero`, `zero_ranks` neighbouring ranks of dp, with their cp, have a part each, and others the same
+    (0: all ranks of dp have a part);
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
     of tensor-parallel ranks are divided over these in the sequence; `order` says which axis changes fastest
@@ -77,8 +79,9 @@ class Plan:
     text, in which the fields after `schedule` stand only when they are not the default, parses back to it.
 
     Raises:
-        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`: from 0; `zero`: 0..3), a name is
-            unknown, `stages` are not as many as pp * chunks, or `offload` meets `remat=uniform`.
+        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`: from 0; `zero`:
+            0..3), `zero_ranks` do not divide dp or divide nothing, a name is unknown, `stages` are not as
+            many as pp * chunks, or `offload` meets `remat=uniform`.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -104,6 +107,7 @@ class Plan:
     overlap_grads: str = "on"
     ep: int = 1
     overlap_params: str = "off"
+    zero_ranks: int = 0
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -154,6 +158,7 @@ class Plan:
                 f"ep={self.ep} does not divide dp={self.dp}, over whose ranks experts are divided; choose "
                 f"one of {', '.join(map(str, _divisors(self.dp)))}"
             )
+        self._check_zero_ranks()
         if self.reshard not in RESHARD:
             raise PlanError(
                 f"reshard={shortened(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}"
@@ -162,6 +167,25 @@ class Plan:
             raise PlanError(
                 f"reshard={self.reshard} keeps parameters that forward gathered, and zero={self.zero} "
                 "gathers none; use zero=3, or reshard=always"
+            )
+
+    def _check_zero_ranks(self) -> None:
+        """Check that what is divided over some ranks of dp can be."""
+        if self.zero_ranks and not self.zero:
+            raise PlanError(
+                f"zero_ranks={self.zero_ranks} are the ranks over which zero divides, and zero=0 divides "
+                "nothing; use zero=1, 2 or 3, or zero_ranks=0"
+            )
+        if self.zero_ranks and (self.zero_ranks == 1 or self.dp % self.zero_ranks):
+            usable = [0, *_divisors(self.dp)[1:]]
+            raise PlanError(
+                f"zero_ranks={self.zero_ranks} neighbours, of whom each has a part, do not divide "
+                f"dp={self.dp}; choose one of {', '.join(map(str, usable))}"
+            )
+        if self.zero_ranks and self.ep > 1:
+            raise PlanError(
+                f"zero_ranks={self.zero_ranks} with ep={self.ep}: experts' state is divided over other ranks "
+                "than the rest; use zero_ranks=0, or ep=1"
             )
 
     def _check_chunks(self, schedule: str) -> None:
@@ -225,8 +249,8 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp", "ep")
-_BOUNDS = {"offload": (0, MAX_DEGREE), "zero": (0, 3)}
+_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp", "ep", "zero_ranks")
+_BOUNDS = {"offload": (0, MAX_DEGREE), "zero": (0, 3), "zero_ranks": (0, MAX_DEGREE)}
 _REPLACED = {
     "etp": "experts are divided over tp as all else is, so etp is tp; leave it out",
     "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none",

@@ -25,8 +25,8 @@ import common
 
 from distsim.executor import CostModel, Simulation, Simulator
 from distsim.hardware import load_cluster
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Function, Mesh, Topology
-from distsim.ir.device import logical_mesh
 from distsim.models import deepseek, llama
 from distsim.schedule import schedule
 from distsim.stage_balance import auto_split, default_split, mesh_communication

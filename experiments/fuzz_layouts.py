@@ -93,7 +93,14 @@ def random_layout(seed: int, experts: bool) -> Plan:
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
         sp="on" if tp > 1 and rng.random() < 0.5 else "off",
     )
-    return with_buckets(plan)
+    return with_zero_ranks(with_buckets(plan))
+
+
+def with_zero_ranks(plan: Plan) -> Plan:
+    """Return a plan that divides over some ranks of dp or over all, by dice of their own."""
+    rng = Random(f"zero_ranks {plan}")
+    some = [n for n in range(2, plan.dp + 1) if plan.dp % n == 0] if plan.zero and plan.ep == 1 else []
+    return replace(plan, zero_ranks=rng.choice((0, *some)))
 
 
 def with_buckets(plan: Plan) -> Plan:

@@ -24,8 +24,8 @@ import common
 from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulation, Simulator, count_flops
 from distsim.hardware import load_cluster
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Function, Mesh, Topology, Value
-from distsim.ir.device import logical_mesh
 from distsim.ir.type import BFloat16, as_tensor
 from distsim.models import llama
 from distsim.plan import Plan

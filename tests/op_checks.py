@@ -16,9 +16,9 @@ import pytest
 from op_samples import Sample, normal
 
 from distsim.errors import TypeRuleError, UnknownOperatorError
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.interpret import SequentialExecutor
 from distsim.ir import Attributes, Device, FunctionMaker, Op, Tensor, Value
-from distsim.ir.device import logical_mesh
 from distsim.ops import (
     GradientContext,
     Pieces,

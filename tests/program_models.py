@@ -15,8 +15,8 @@ from schedule_models import SCHEDULES
 from topology_models import invent_topology
 
 from distsim.executor import CostModel
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Float64, Function, FunctionMaker, Literal, Mesh, Role, Tensor, Value
-from distsim.ir.device import logical_mesh
 from distsim.ops import Operator, Work, register
 from distsim.program.block import Block
 from distsim.program.parts import ProgramInput, ProgramOutput, Stage

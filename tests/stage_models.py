@@ -9,8 +9,8 @@ import numpy as np
 from program_models import ROWS  # registers ModelWork, an op that takes as long as it says
 
 from distsim.executor import CostModel
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Tensor, Topology, Value
-from distsim.ir.device import logical_mesh
 from distsim.program.block import Block
 from distsim.program.parts import ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program

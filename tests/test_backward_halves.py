@@ -25,8 +25,8 @@ from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.errors import IRError
 from distsim.executor import SequentialExecutor
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Function, FunctionMaker, Literal, Topology, Value, needed_ops
-from distsim.ir.device import logical_mesh
 from distsim.models import gpt
 from distsim.plan import Plan
 from distsim.program.block import Block

@@ -14,8 +14,8 @@ from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import load_cluster
+from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import BFloat16, Function, Role, all_ops
-from distsim.ir.device import RankAxes
 from distsim.models import Routing, draw_routing
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes, ExpertLayers, Positions

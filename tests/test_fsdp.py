@@ -26,8 +26,8 @@ from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
 from distsim.hardware import collective_time, load_cluster
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Function, FunctionMaker, Mesh, Role, Value, all_ops, callees, verify
-from distsim.ir.device import logical_mesh
 from distsim.ir.type import BFloat16
 from distsim.models import gpt, llama, moe
 from distsim.ops import signature_of

@@ -13,8 +13,8 @@ from program_models import Habits, Writer, invent_script
 
 from distsim.errors import CostError, ScheduleError
 from distsim.executor import CostModel, Simulator
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Float64, FunctionMaker, Literal, Mesh, Role, Tensor, Value
-from distsim.ir.device import logical_mesh
 from distsim.program.block import Block
 from distsim.program.parts import ProgramOutput, Stage
 from distsim.program.program import Program

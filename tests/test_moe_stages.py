@@ -7,8 +7,8 @@ import pytest
 from distsim.errors import PartitionError
 from distsim.executor import CostModel
 from distsim.hardware import collective_time, load_cluster
+from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import Function
-from distsim.ir.device import RankAxes
 from distsim.models import Routing, draw_routing, moe
 from distsim.ops.parts import Groups
 from distsim.stage_balance import BlockCost, auto_split, split_time

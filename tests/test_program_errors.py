@@ -9,8 +9,8 @@ from training_models import laid_out, mesh_of, small_mlp, topology_of
 
 from distsim.errors import DistsimError, IRError, ScheduleError
 from distsim.executor import CostModel, Simulator
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Float64, Function, FunctionMaker, Literal, Tensor, Value, verify
-from distsim.ir.device import logical_mesh
 from distsim.program.block import Block
 from distsim.program.parts import ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program

@@ -19,8 +19,8 @@ from training_models import (
 from distsim.errors import PartitionError, PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import load_cluster
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Mesh
-from distsim.ir.device import logical_mesh
 from distsim.models import gpt, llama, mlp
 from distsim.plan import Plan
 from distsim.schedule import schedule

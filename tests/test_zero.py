@@ -25,8 +25,8 @@ from distsim.compose import build_program
 from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError, TypeRuleError
 from distsim.executor import CostModel, SequentialExecutor
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Float32, Function, FunctionMaker, Role, Tensor, all_ops
-from distsim.ir.device import logical_mesh
 from distsim.models import gpt
 from distsim.ops import operator, signature_of
 from distsim.ops.parts import flat_part

@@ -24,8 +24,8 @@ import numpy.typing as npt
 from distsim.cost.distir_costs import DistIRRules
 from distsim.errors import CostError
 from distsim.hardware import collective_time
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Op, Topology, all_ops
-from distsim.ir.device import logical_mesh
 from distsim.ops import Signature, Work, operator, signature_of, work
 from distsim.ops.operator import bytes_of, memory_bound
 

@@ -6,12 +6,13 @@ import numpy as np
 
 from distsim.cache import Cache
 from distsim.errors import PlanError
-from distsim.ir.device import Mesh, RankAxes
+from distsim.hardware.rank_axes import INNER, OUTER, RankAxes
+from distsim.ir.device import Mesh
 from distsim.ir.topology import Topology
 from distsim.plan import Plan
 from distsim.rank_layout import parse_cp_kind
 
-DEGREES = {"cp_ring": "cp", "cp_heads": "cp", "edp": "dp"}
+DEGREES = {"cp_ring": "cp", "cp_heads": "cp", "edp": "dp", OUTER: "dp", INNER: "dp"}
 """The degree of a plan that an axis is of, where it has another name."""
 
 _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and degrees", 4096)
@@ -19,7 +20,8 @@ _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and d
 
 def rank_axes(plan: Plan) -> RankAxes:
     """Return the axes of the ranks of a stage."""
-    return RankAxes.of(plan.dp, plan.tp, plan.cp, parse_cp_kind(plan.cp_kind)[1], plan.ep)
+    ulysses = parse_cp_kind(plan.cp_kind)[1]
+    return RankAxes.of(plan.dp, plan.tp, plan.cp, ulysses, plan.ep, plan.zero_ranks)
 
 
 def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
@@ -27,7 +29,7 @@ def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
 
     Raises :class:`PlanError` when there are too few.
     """
-    degrees = (plan.pp, plan.dp, plan.tp, plan.cp, plan.cp_kind, plan.ep, plan.order)
+    degrees = (plan.pp, plan.dp, plan.tp, plan.cp, plan.cp_kind, plan.ep, plan.zero_ranks, plan.order)
     return _MESHES.get(topology, (topology.version, *degrees), lambda: _mesh(plan, topology))
 
 

@@ -147,8 +147,9 @@ class _RemedySearch:
     def _has_room(self, plan: Plan) -> bool:
         """Whether what is held all step fits, if all of it is divided by all that the plan divides it by."""
         parameters, state = self.held
-        parameters /= plan.dp if plan.zero == 3 else 1
-        state /= plan.dp if plan.zero else 1
+        ranks = plan.zero_ranks or plan.dp
+        parameters /= ranks if plan.zero == 3 else 1
+        state /= ranks if plan.zero else 1
         room = max(device.usable for device in self.trials.topology.devices)
         return (parameters + state) / (plan.tp * plan.pp) <= room
 

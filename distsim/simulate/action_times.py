@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from distsim.cost.cost_model import CostModel, Group
 from distsim.errors import ScheduleError
+from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Attributes, Bool, Device, Function, FunctionMaker, Mesh, Tensor, Topology, Value
-from distsim.ir.device import logical_mesh
 from distsim.ir.link import Link
 from distsim.ir.topology import Level
 from distsim.ops import Signature, Work

@@ -83,7 +83,9 @@ class _BucketWriter:
         early = range(first, len(self.ops)) if self.buckets.early else ()
         for op in in_messages(later):
             self._add(op)
-        gone = {number for bucket in once for own in bucket for number in (own.reduction, *own.before)}
+        gone = {
+            number for bucket in once for own in bucket for number in (own.reduction, own.outer, *own.before)
+        }
         steps = [n for n in range(len(ops)) if function.steps[n] and n not in gone]
         for op in self._gathered([ops[number] for number in steps]):
             self._add(op)
@@ -145,7 +147,7 @@ class _BucketWriter:
         waits for the reduction before: the compute stream need not wait for it earlier.
         """
         function, assigned = self.function, self.assigned
-        gone = {own.reduction for bucket in buckets for own in bucket}
+        gone = {n for bucket in buckets for own in bucket for n in (own.reduction, own.outer) if n >= 0}
         last = {max(own.reduction for own in bucket): bucket for bucket in buckets}
         self.missing = {value for number in gone for value in function.ops[number].outputs}
         awaited: dict[int, Value] = {}  # by stage, what is to be done before its next op
@@ -155,7 +157,9 @@ class _BucketWriter:
             stage = assigned.stage[number]
             if number in last:
                 self._write_waiting(stage)
-                for message in in_messages([function.ops[own.reduction] for own in last[number]]):
+                outer = [function.ops[own.outer] for own in last[number] if own.outer >= 0]
+                inner = [function.ops[own.reduction] for own in last[number]]
+                for message in [*in_messages(inner), *in_messages(outer)]:
                     self._add(message, stage)
                     self.missing.difference_update(message.outputs)
                     awaited[stage] = message.outputs[0]
@@ -216,7 +220,7 @@ class _BucketWriter:
 
     def _reduce(self, bucket: Sequence[GradientReduction]) -> list[Op]:
         """Add the op that reduces a bucket; return what is to be done to its gradients after that."""
-        ops, later, sent = self.function.ops, list[Op](), list[Op]()
+        ops, later, sent, outer = self.function.ops, list[Op](), list[Op](), list[Op]()
         for each in bucket:
             value = self.held.get(each, ops[each.made].outputs[0])
             sums: list[Op] = []
@@ -230,13 +234,18 @@ class _BucketWriter:
                 self._add(replace(op, inputs=(value,), outputs=(made,)))
                 value = made
             op = ops[each.reduction]
-            result = op.outputs[0]
+            result = ops[each.reduction if each.outer < 0 else each.outer].outputs[0]
             for own in reversed(sums):
                 made = Value(result.name, result.type)
                 later.append(replace(own, inputs=(made,), outputs=(result,)))
                 result = made
+            if each.outer >= 0:
+                (part,) = op.outputs
+                scattered = Value(part.name, part.type)
+                outer.append(replace(ops[each.outer], inputs=(scattered,), outputs=(result,)))
+                result = scattered
             sent.append(replace(op, inputs=(value,), outputs=(result,)))
-        for op in in_messages(sent):
+        for op in [*in_messages(sent), *in_messages(outer)]:
             # Nobody reads the sums after that, of which the buffer is.
             self._add(replace(op, attributes=Attributes({**op.attributes, "in_place": True})))
         return later

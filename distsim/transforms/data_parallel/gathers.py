@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from distsim.hardware.rank_axes import OUTER, joined_axes
 from distsim.ir import Function, Mesh, Op, Value
-from distsim.ir.device import joined_axes
 from distsim.ops import operator
 from distsim.ops.places import shape_of
 from distsim.transforms.op_graph import Numbered, is_sum
@@ -13,12 +13,31 @@ from distsim.transforms.sharding.layout import Placement
 
 
 def replicating_axis(mesh: Mesh, place: Placement | None = None) -> str:
-    """Return the name of all axes together that divide the data, and not what lies at a place.
+    """Return the name of all axes together over which ZeRO divides what lies at a place, or a batch.
 
-    Its ranks all have a parameter there. Empty if there are none; axes of a single rank do not count.
+    These divide the data, and all their ranks have a parameter there; where ranks of an outer axis are to
+    have the same parts it is not among them. Empty if there are none; axes of a single rank do not count.
     """
-    data = [axis for axis, size in mesh.axes if size > 1 and axis != TENSOR]
+    data = [axis for axis, size in mesh.axes if size > 1 and axis not in (TENSOR, OUTER)]
     return joined_axes([axis for axis in data if place is None or not place.along(axis).sharded])
+
+
+def outer_axis(mesh: Mesh) -> str:
+    """Return the axis whose ranks have the same parts of what ZeRO divides; empty if there is none."""
+    return OUTER if OUTER in dict(mesh.axes) else ""
+
+
+def summed_axis(mesh: Mesh, axis: str) -> str:
+    """Return the axes over which a gradient is summed whose parts lie along ``axis``: the outer one too.
+
+    >>> from distsim.ir.device import Device
+    >>> from distsim.hardware.rank_axes import RankAxes
+    >>> mesh = RankAxes.of(dp=4, tp=1, cp=2, inner=2).mesh([Device(i, "gpu") for i in range(8)])
+    >>> summed_axis(mesh, "dp_inner"), summed_axis(mesh, "dp_inner+cp")
+    ('dp', 'dp+cp')
+    """
+    outer = outer_axis(mesh)
+    return joined_axes([outer, *mesh.axes_of(axis)]) if outer else axis
 
 
 def gathered(function: Function, reshard: bool = True, keep_last: bool = False) -> dict[Value, Tag]:

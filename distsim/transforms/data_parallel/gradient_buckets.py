@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from distsim.buckets import Buckets
+from distsim.hardware.rank_axes import OUTER
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ir.type import as_tensor
@@ -26,10 +27,12 @@ REDUCTIONS = ("MPIAllreduce", "MPIReduceScatter")
 class GradientReduction(NamedTuple):
     """An op that reduces a gradient, the ops that write it flat before that, what made it; on which stage.
 
-    Once a step, ``made`` is the sum over microbatches.
+    Once a step, ``made`` is the sum over microbatches. ``outer`` is the op that sums over groups of ranks
+    what ``reduction`` scattered within each, if there are groups; else -1.
     """
 
     reduction: int
+    outer: int
     before: tuple[int, ...]
     made: int
     stage: int
@@ -47,13 +50,19 @@ def gradient_buckets(
 
 def _gradients(function: Numbered, assigned: StageMap) -> list[GradientReduction]:
     found: list[GradientReduction] = []
+    outer_of = _outer_sums(function)
+    outer_sums = {*outer_of.values()}
     within = {  # what a microbatch waits for, which is no gradient of a parameter
         value
         for number, read in enumerate(function.reads)
-        for value in (() if function.sums[number] or function.steps[number] else read)
+        if number not in outer_sums and not function.sums[number] and not function.steps[number]
+        for value in read
     }
     for number, op in enumerate(function.ops):
-        if not _reduces(op) or function.forward[number] or not within.isdisjoint(function.makes[number]):
+        if not _reduces(op) or function.forward[number] or number in outer_sums:
+            continue
+        outer = outer_of.get(number, -1)
+        if not within.isdisjoint(function.makes[number if outer < 0 else outer]):
             continue
         step, uses, makes = function.steps[number], function.uses, function.makes
         before: list[int] = []
@@ -65,9 +74,24 @@ def _gradients(function: Numbered, assigned: StageMap) -> list[GradientReduction
         if not alone or made < 0:
             continue
         if not step:
-            found.append(GradientReduction(number, tuple(before), made, assigned.stage[number]))
+            found.append(GradientReduction(number, outer, tuple(before), made, assigned.stage[number]))
         elif function.sums[made] and not function.forward[made] and uses[makes[made][0]] == 1:
-            found.append(GradientReduction(number, tuple(before), made, assigned.stage[made]))
+            found.append(GradientReduction(number, outer, tuple(before), made, assigned.stage[made]))
+    return found
+
+
+def _outer_sums(function: Numbered) -> dict[int, int]:
+    """Return the ops that sum, over groups of ranks, the parts that others have scattered within each."""
+    found: dict[int, int] = {}
+    for number, op in enumerate(function.ops):
+        if op.op_type != "MPIAllreduce" or not _reduces(op):
+            continue
+        (value,) = function.reads[number]
+        scatter = function.producer[value]
+        if scatter < 0 or function.uses[value] > 1 or function.ops[scatter].op_type != "MPIReduceScatter":
+            continue
+        if _reduces(function.ops[scatter]) and op.attributes["axis"] == OUTER:
+            found[scatter] = number
     return found
 
 

@@ -9,6 +9,9 @@ after their update, in their own type, into the place of the old ones.
 
 Parts are flat, as those of DeepSpeed and of torch's FlatParameter: the elements in order, padded with zeros
 to a multiple of the ranks, so that any number of ranks divides any parameter.
+
+Of ranks in groups (``zero_ranks``; hybrid sharding, Zhao et al. 2023) each group divides all: gradients are
+reduce-scattered within it, and their parts all-reduced over those ranks of all groups that have the same.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.parts import flat_part
-from distsim.transforms.data_parallel.gathers import replicating_axis
+from distsim.transforms.data_parallel.gathers import outer_axis, replicating_axis, summed_axis
 from distsim.transforms.data_parallel.optimizer_steps import (
     OptimizerStep,
     updates_of,
@@ -84,6 +87,7 @@ class _Divider:
     def __init__(self, local: Sharded, axis: str, stage: int, chosen: dict[Value, str], ahead: bool) -> None:
         self.local, self.axis, self.function = local, axis, local.function
         self.stage, self.chosen, self.ahead = stage, chosen, ahead
+        self.outer = outer_axis(local.mesh)
         self.parameters = dict(chosen) if stage == 3 else {}  # that are divided, and casts of them
         self.divided = dict(self.parameters)  # and all that is divided like them: over which axis
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
@@ -163,7 +167,7 @@ class _Divider:
                 break
             found.insert(0, op)
             value = op.inputs[0]
-        if [op for op in found if _reduces(op, axis)]:
+        if [op for op in found if self._reduces(op, axis)]:
             self.sum_of[gradient] = found
             self.sums[found[0]] = gradient
             self.skipped.update(found)
@@ -198,6 +202,11 @@ class _Divider:
             outputs=self._places(function.outputs, local.outputs),
             needs_dp=True,
         )
+
+    def _reduces(self, op: Op, axis: str) -> bool:
+        """Whether an op sums a gradient over all ranks that have it, of which those of an axis divide it."""
+        summed = summed_axis(self.local.mesh, axis)
+        return op.op_type == "MPIAllreduce" and op.attributes["axis"] == summed
 
     def _ranks(self, axis: str) -> int:
         return self.local.mesh.axis_size(axis)
@@ -299,8 +308,12 @@ class _Divider:
             value = self._add(op.op_type, value, gradient, **op.attributes)
         axis = self.divided[gradient]
         value = self._add("MPIReduceScatter", self._flat(value, gradient, axis), gradient, axis=axis, dim=0)
+        if self.outer:
+            value = self._add("MPIAllreduce", value, gradient, axis=self.outer)
         for op in ops:
-            if op not in early and not _reduces(op, axis) and (is_sum(op) or op.op_type == "MPIAllreduce"):
+            if op in early or self._reduces(op, axis):
+                continue
+            if is_sum(op) or op.op_type == "MPIAllreduce":
                 value = self._add(op.op_type, value, gradient, **op.attributes)
         self.env[gradient] = value
 
@@ -336,8 +349,3 @@ class _Divider:
         """Add an op of one result, which has the name of ``like``."""
         operands = [read] if isinstance(read, Value) else read
         return self.maker.add(op_type, operands, attributes, output_names=[like.name])[0]
-
-
-def _reduces(op: Op, axis: str) -> bool:
-    """Whether an op sums over the ranks of an axis."""
-    return op.op_type == "MPIAllreduce" and op.attributes["axis"] == axis

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distsim.errors import PlanError
+from distsim.hardware.rank_axes import joined_axes
 from distsim.ir import FunctionMaker, Literal, Mesh, Tensor, Value
-from distsim.ir.device import joined_axes
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
 from distsim.transforms.sharding.layout import (

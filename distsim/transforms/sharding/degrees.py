@@ -25,7 +25,7 @@ def check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatch
 
 
 BATCH = ("dp", "edp")
-"""The axis that divides the batch: among all ranks, or among those that have the same experts."""
+"""The axis, or view, that divides the batch: among all ranks, or among those that have the same experts."""
 EXPERT = "ep"
 """The axis that divides the batch too, and the experts."""
 CONTEXT = {"cp": "", "cp_ring": "ring", "cp_heads": "ulysses"}
@@ -66,6 +66,11 @@ def check_sequence(function: Function, data: tuple[Value, ...], mesh: Mesh, sp: 
                 f"{asked}: {' times '.join(parts)} does not divide the sequence of {size} (input "
                 f"{value.name!r}); use {without}, {usable}"
             )
+
+
+def batch_axis(mesh: Mesh) -> str:
+    """Return the axis of a mesh that divides the batch, or the view of several that do."""
+    return next(axis for axis in (*dict(mesh.axes), *mesh.views) if axis in BATCH)
 
 
 def ranks_of_experts(mesh: Mesh) -> int:

@@ -38,6 +38,7 @@ from distsim.transforms.sharding.degrees import (
     CONTEXT,
     EXPERT,
     ZIGZAG,
+    batch_axis,
     check_batch,
     check_sequence,
     context_axes,
@@ -236,7 +237,7 @@ class _FunctionSharding:
         self, function: Function, mesh: Mesh, microbatches: int, dp: int, sp: bool, context: str
     ) -> Sharded:
         function = self.rewritten or function
-        batch = next(axis for axis, _ in mesh.axes if axis in BATCH)
+        batch = batch_axis(mesh)
         shown, ep = mesh.axis_size(batch), ranks_of_experts(mesh)
         replicas = dp // ep
         if dp % ep or shown not in (replicas, min(replicas, 2)):

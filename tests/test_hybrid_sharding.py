@@ -1,0 +1,209 @@
+"""zero_ranks: what ZeRO divides, over some neighbouring ranks of dp; replicated over the rest.
+
+Collectives are those of the row "HSDP" of ``layouts.md`` (torch's FSDP2): within a group of d ranks what ZeRO
+sends over d, then an all-reduce of each gradient's part over the g groups.
+"""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+from training_models import (
+    assert_all_readers_agree,
+    assert_same_step,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    tied,
+    topology_of,
+)
+
+from distsim.compose import parallelize
+from distsim.cost.cost_model import collective_of
+from distsim.errors import PlanError
+from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.hardware.plan_mesh import plan_mesh
+from distsim.ir import Role, all_ops
+from distsim.models import gpt
+from distsim.ops import operator, signature_of
+from distsim.plan import Plan
+from distsim.program.program import Program
+from distsim.simulate.memory.program_memory import program_memory
+from distsim.transforms import Adam, differentiate, precision_named
+from distsim.transforms.kernels.attention import set_attention
+
+MODELS = {
+    "llama": lambda: set_attention(small_llama(layers=2, batch=8, seq=8), "flash"),
+    "odd gpt": lambda: small_gpt(hidden=6, heads=2, batch=12),
+    "tied": lambda: tied(layers=4, batch=16, hidden=6),
+}
+LAYOUTS = [
+    ("llama", "dp=4,zero=1,zero_ranks=2"),
+    ("llama", "dp=8,zero=3,zero_ranks=4,bucket=auto"),
+    ("llama", "dp=4,zero=1,zero_ranks=2,microbatches=2,bucket=400"),
+    ("llama", "dp=4,zero=1,zero_ranks=2,microbatches=2,overlap_grads=off,overlap_params=on"),
+    ("llama", "dp=4,zero=2,zero_ranks=2,microbatches=2,bucket=400,overlap_params=on"),
+    ("llama", "dp=4,zero=2,zero_ranks=2,microbatches=2,overlap_grads=off,cp=2,cp_kind=ring"),
+    ("llama", "dp=4,zero=3,zero_ranks=2,microbatches=2,remat=full"),
+    ("llama", "dp=4,zero=3,zero_ranks=2,tp=2,sp=on,pp=2,microbatches=2,reshard=auto"),
+    ("llama", "dp=4,zero=3,zero_ranks=2,cp=4,cp_kind=usp:2,overlap_grads=off"),
+    ("llama", "dp=4,zero=1,zero_ranks=2,cp=2,tp=2,microbatches=2,order=dp-cp-tp-ep-pp"),
+    ("odd gpt", "dp=12,zero=3,zero_ranks=6"),  # some ranks have only padding of a bias
+    ("odd gpt", "dp=4,zero=2,zero_ranks=2,tp=2,pp=2,microbatches=3"),
+    ("tied", "dp=4,zero=1,zero_ranks=2,pp=2,microbatches=4,schedule=zb_h1"),
+    ("tied", "dp=4,zero=2,zero_ranks=2,pp=2,microbatches=2,chunks=2,schedule=interleaved"),
+    ("tied", "dp=4,zero=3,zero_ranks=2,pp=2,microbatches=2,chunks=2,schedule=looped_bfs"),
+]
+
+
+@cache
+def case(name: str):
+    joint = differentiate(MODELS[name](), Adam(), clip=0.05)
+    inputs = random_inputs(joint, 0)
+    return joint, inputs, SequentialExecutor().compute(joint, inputs)
+
+
+@pytest.mark.parametrize(("name", "text"), LAYOUTS)
+def test_every_rank_computes_the_same_step(name, text):
+    joint, inputs, expected = case(name)
+    plan = Plan.parse(text)
+    program = parallelize(joint, plan, topology_of(plan.devices))
+    assert_same_step(joint, program, inputs, expected)
+    assert_all_readers_agree(program)
+    divided = (Role.STATE, Role.PARAMETER) if plan.zero == 3 else (Role.STATE,)
+    axis = {1: "dp_inner", 2: "dp_inner+cp", 4: "dp_inner+cp_ring+cp_heads"}[plan.cp]
+    for given in program.inputs:
+        if given.source.role in (Role.STATE, Role.PARAMETER):
+            flat = given.source.role in divided
+            assert ((None, axis) in [shard[:2] for shard in given.shards]) == flat
+
+
+def test_the_ranks_of_a_group_are_neighbours():
+    mesh = plan_mesh(Plan(dp=8, tp=2, pp=2, zero=3, zero_ranks=4), topology_of(32))
+    assert mesh.axes == (("pp", 2), ("dp_outer", 2), ("dp_inner", 4), ("tp", 2))
+    assert [device.id for device in mesh.groups("dp_inner")[0]] == [0, 2, 4, 6]
+    assert [device.id for device in mesh.groups("dp_outer")[0]] == [0, 8]
+    assert [device.id for device in mesh.groups("dp")[0]] == [*range(0, 16, 2)]
+
+
+def test_all_ranks_are_one_group():
+    topology, joint = topology_of(4), case("llama")[0]
+    some = parallelize(joint, Plan(dp=4, zero=3, zero_ranks=4), topology)
+    assert some.mesh == parallelize(joint, Plan(dp=4, zero=3), topology).mesh
+
+
+# --- what is sent, and what is held ----------------------------------------------------------------------
+
+SIZES = {"layers": 2, "hidden": 16, "heads": 2, "seq": 4, "batch": 16, "vocab": 32}
+"""Whose parameters 2 and 4 ranks divide."""
+
+
+@cache
+def trained(policy: str):
+    return differentiate(gpt(**SIZES), Adam(), precision=precision_named(policy))
+
+
+def step_on(policy: str, text: str) -> Program:
+    plan = Plan.parse(text)
+    return parallelize(trained(policy), plan, topology_of(plan.devices))
+
+
+def sent(program: Program) -> dict[tuple[str, str], int]:
+    """The bytes of the collectives of tensors of a step, by kind and axis."""
+    total = Counter[tuple[str, str]]()
+    for op in all_ops(program.to_function()):
+        if operator(op.op_type).moves and "axis" in op.attributes and op.inputs[0].type.rank:
+            axis = op.attributes["axis"]
+            kind, nbytes = collective_of(signature_of(op), program.mesh.groups(axis)[0])
+            total[kind, axis] += int(nbytes)
+    return dict(total)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_are_those_of_hsdp(ranks):
+    """Gathered and scattered within a group as ZeRO does, then 1 / d of each gradient between groups."""
+    inner, outer = "dp_inner", "dp_outer"
+    count = sum(v.type.size for v in trained("mixed").parameters)
+    for microbatches in (1, 2):
+        text = f"dp=8,zero_ranks={ranks},microbatches={microbatches}"
+        assert sent(step_on("mixed", f"{text},zero=1")) == {  # float32 sums, once a step
+            ("reduce_scatter", inner): 4 * count,
+            ("all_reduce", outer): 4 * count // ranks,
+            ("all_gather", inner): 2 * count,
+        }
+        each = microbatches * count
+        assert sent(step_on("mixed_bf16_grads", f"{text},zero=2")) == {
+            ("reduce_scatter", inner): 2 * each,
+            ("all_reduce", outer): 2 * each // ranks,
+            ("all_gather", inner): 2 * count,
+        }
+        assert sent(step_on("fsdp2", f"{text},zero=3,reshard=never")) == {
+            ("reduce_scatter", inner): 4 * each,
+            ("all_reduce", outer): 4 * each // ranks,
+            ("all_gather", inner): 2 * each,
+        }
+
+
+def test_a_part_is_reduced_between_groups_with_its_bucket():
+    """As many messages as within groups."""
+    for text in ("zero=1,bucket=400", "zero=2,bucket=400,microbatches=2", "zero=3,microbatches=2"):
+        program = step_on("fsdp2", f"dp=4,zero_ranks=2,{text}")
+        moved = Counter[str]()
+        for op in all_ops(program.to_function()):
+            if op.op_type in ("MPIReduceScatter", "MPIAllreduce") and op.inputs[0].type.rank:
+                moved[op.attributes["axis"]] += 1
+        assert moved["dp_inner"] == moved["dp_outer"] > 1
+
+
+def test_one_bucket_goes_between_groups_while_another_is_scattered_within_them():
+    """On a stream of its own, as FSDP2's: wires here are so slow that both wait for them."""
+    topology, plan = topology_of(4, gbps=0.01), Plan.parse("dp=4,zero=1,zero_ranks=2,bucket=1")
+    costs = CostModel(topology)
+    simulation = Simulator(costs).simulate(parallelize(trained("mixed"), plan, topology))
+    within, between = (
+        [span for span in simulation.spans() if span.stream.name == f"collective {axis}"]
+        for axis in ("dp_inner", "dp_outer")
+    )
+    assert any(a.start < b.end and b.start < a.end for a in within for b in between)
+
+
+BYTES = [
+    ("mixed", 1, 6, 12),  # Megatron-LM, bf16, distributed optimizer
+    ("mixed_bf16_grads", 2, 2, 14),  # the ZeRO paper's stages
+    ("mixed_bf16_grads", 3, 0, 16),
+    ("fsdp2", 3, 0, 16),  # torchtitan
+]
+
+
+@pytest.mark.parametrize(("policy", "stage", "whole", "divided"), BYTES, ids=str)
+def test_bytes_a_parameter_are_those_of_the_ranks_of_a_group(policy, stage, whole, divided):
+    """At the peak of a step of many microbatches all gradients are there, and the sum of the losses."""
+    bucket = "" if stage == 3 else ",bucket=1"  # each parameter is a bucket
+    program = step_on(policy, f"dp=4,zero={stage},zero_ranks=2,microbatches=4{bucket}")
+    (memory,) = program_memory(program).ranks
+    kept = sum(memory.by_kind[kind] for kind in ("parameters", "state", "gradients"))
+    size = sum(v.type.size for v in trained(policy).parameters)
+    assert kept - trained(policy).outputs[0].type.nbytes == (whole + divided / 2) * size
+
+
+# --- what does not go ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp=8,zero=3,zero_ranks=3", "do not divide dp=8; choose one of 0, 2, 4, 8"),
+        ("dp=4,zero=1,zero_ranks=1", "zero_ranks=1 .*choose one of 0, 2, 4"),
+        ("dp=4,zero_ranks=2", "zero=0 divides nothing; use zero=1, 2 or 3"),
+        ("dp=4,zero=1,zero_ranks=2,ep=2", "with ep=2: .*use zero_ranks=0, or ep=1"),
+        ("zero=1,zero_ranks=-1", "zero_ranks=-1 is out of range"),
+    ],
+)
+def test_what_no_group_can_be_is_refused(text, message):
+    with pytest.raises(PlanError, match=message):
+        Plan.parse(text)
+
+
+def test_it_stands_in_the_text_where_it_is_not_all():
+    assert "zero_ranks" not in str(Plan(dp=4, zero=1))
+    assert Plan.parse(text := str(Plan(dp=4, zero=1, zero_ranks=2))) == Plan(dp=4, zero=1, zero_ranks=2), text
