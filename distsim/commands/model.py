@@ -132,7 +132,8 @@ class Choices:
 
 def plan_text(options: argparse.Namespace) -> str:
     """Return the text of the plan that is asked for; with a table its schedule is that."""
-    text: str = getattr(options, "plan", None) or "dp=1"
+    asked = getattr(options, "plan", None)
+    text: str = "dp=1" if asked is None else asked
     given = getattr(options, "schedule_csv", None) is not None and "schedule=" not in text
     return f"{text},schedule={TABLE}" if given else text
 
