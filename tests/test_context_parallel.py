@@ -165,8 +165,16 @@ def test_activations_of_a_layer_are_those_of_a_part_of_the_sequence(kind, c):
     ("build", "text", "message"),
     [
         (MODELS["llama"], "cp=8", "cp=8 times 2 halves does not divide the sequence of 8 .*cp one of 2, 4"),
-        (MODELS["llama"], "cp=4,cp_kind=ulysses", "cp=4 does not divide .* by ulysses: .* divide the heads"),
-        (MODELS["llama"], "cp=2,tp=2,cp_kind=ulysses", "tp=2 does not divide the 1 that other axes leave"),
+        (
+            MODELS["llama"],
+            "cp=4,cp_kind=ulysses",
+            "cp=4 by ulysses does not divide, beside tp=1, the 4 .* 2 of keys; use one of 2,",
+        ),
+        (
+            MODELS["llama"],
+            "cp=2,tp=2,cp_kind=ulysses",
+            "by ulysses does not divide, beside tp=2, .*; use one of no ranks",
+        ),
         (
             MODELS["mask"],
             "cp=2,cp_kind=ring",

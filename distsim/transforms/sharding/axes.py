@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -280,16 +281,25 @@ _TAKES = {
 }
 
 
-def check_context(structure: Structure, decision: Decision, axis: DividedAxis, kind: str) -> None:
-    """Raise for attention that a kind of context parallelism does not divide over its ranks."""
+def check_context(structure: Structure, decision: Decision, axis: DividedAxis, kind: str, tp: int) -> None:
+    """Raise for attention that a kind of context parallelism does not divide, beside ``tp`` ranks."""
     divided = False
     for node in structure.nodes:
         rule = rule_of(node.signature)
         if rule is None or not rule.context:
             continue
         divided = True
+        query, key = node.signature.inputs[:2]
+        heads = math.gcd(query.shape[1], key.shape[1])
+        if kind == "ulysses" and heads % (axis.parts * (1 if heads % tp else tp)):
+            left = heads if heads % tp else heads // tp
+            usable = ", ".join([str(n) for n in range(2, left + 1) if left % n == 0])
+            raise PlanError(
+                f"{axis.name}={axis.parts} by ulysses does not divide, beside tp={tp}, the {query.shape[1]} "
+                f"heads of queries and {key.shape[1]} of keys; use one of {usable or 'no ranks'}, or another "
+                "cp_kind, which needs no heads"
+            )
         if decision.strategies[node.op].factor is None:
-            query, key = node.signature.inputs[:2]
             raise PlanError(
                 f"{axis.name}={axis.parts} does not divide {node.op!r} by {kind}: its queries are {query}, "
                 f"its keys {key} ([batch, heads, sequence, size]); {_TAKES[kind]}"

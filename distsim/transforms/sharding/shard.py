@@ -257,6 +257,10 @@ class _FunctionSharding:
         axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR)))
         ways = dict(zip(axes, [None, *[EXPERTS] * (ep > 1), *kinds.values(), sp], strict=True))
         decided = self._decide(function, ways, (replicas, ep, microbatches), mesh.devices[0])
+        for axis in axes:
+            if axis.name in kinds:
+                own = kinds[axis.name]
+                check_context(self.structure, decided[axis], axis, own, mesh.axis_size(TENSOR))
         try:
             lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
         except DegreeNeeded:
@@ -303,8 +307,6 @@ class _FunctionSharding:
                     decision = decide_context(self.structure, options, degrees, batch, device, axis.zigzag)
                     if way == EXPERTS:
                         check_experts(self.structure, decision, axis)
-                    else:
-                        check_context(self.structure, decision, axis, way)
                 else:
                     batch, options = next(iter(found.values())), self._options(function, way)
                     rows = [other.sent for each, other in found.items() if each.name == EXPERT]
