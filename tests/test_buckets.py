@@ -4,17 +4,14 @@ from collections import Counter
 from functools import cache
 
 import pytest
-from precision_models import in_float64
+from mixed_step import assert_same_mixed_step, computed, joint_of
 from training_models import (
     F64,
-    assemble,
     assert_all_readers_agree,
     laid_out,
     mesh_of,
     np,
     random_inputs,
-    small_gpt,
-    small_llama,
     tied,
     topology_of,
 )
@@ -36,34 +33,13 @@ from distsim.simulate.events import engine as events
 from distsim.simulate.tasks import recurrence
 from distsim.simulate.tasks.task_table import lower
 from distsim.stacks import STACKS
-from distsim.transforms import Adam, differentiate, precision_named, set_precision
+from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.kernels import KERNELS
-
-MODELS = {
-    "gpt": lambda: small_gpt(batch=12),
-    "llama": lambda: small_llama(layers=3, batch=12),
-    "tied": lambda: tied(batch=12, hidden=7),
-}
-
-
-@cache
-def joint_of(model: str, policy: str, clip: float | None = None):
-    function = set_precision(MODELS[model](), Float32(), F64)
-    return differentiate(function, Adam(), precision=precision_named(policy), clip=clip)
-
-
-@cache
-def computed(model: str, policy: str, clip: float | None = None):
-    joint = joint_of(model, policy, clip)
-    inputs = random_inputs(joint, 1)
-    return inputs, SequentialExecutor().compute(in_float64(joint), inputs)
 
 
 def assert_right(program: Program, inputs, expected) -> None:
     """Every rank computes what one device does, and all readers agree."""
-    results = SequentialExecutor().compute(in_float64(program.to_function()), inputs)
-    for placed, array in zip(assemble(program, results), expected, strict=True):
-        np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
+    assert_same_mixed_step(program, inputs, expected)
     assert_all_readers_agree(program)
 
 

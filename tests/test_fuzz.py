@@ -36,3 +36,8 @@ def test_gradients_are_difference_quotients():
 def test_what_went_wrong_once():
     """Gathers of a learned weight of a loss (88, 254), and copies that a second cut put on other stages."""
     assert outcomes("pairs", [88, 146, 254, 610]).count("equal") == 4
+
+
+def test_an_exchange_within_what_other_ranks_divide():
+    """Ulysses brought cp to heads that tp was to divide outside of it."""
+    assert outcomes("layouts", [30215]) == ["equal"]

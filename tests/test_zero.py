@@ -4,19 +4,14 @@ import math
 from collections import Counter
 from functools import cache
 
-import numpy as np
 import pytest
-from precision_models import in_float64
+from mixed_step import assert_same_mixed_step, computed, joint_of
 from training_models import (
-    F64,
-    assemble,
     assert_all_readers_agree,
     laid_out,
     mesh_of,
     random_inputs,
     small_gpt,
-    small_llama,
-    small_mlp,
     tied,
     topology_of,
 )
@@ -34,39 +29,9 @@ from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule
 from distsim.simulate.memory.program_memory import program_memory
-from distsim.transforms import SGD, Adam, differentiate, precision_named, set_precision, shard, zero
+from distsim.transforms import SGD, Adam, differentiate, precision_named, shard, zero
 
 # --- the same numbers on every rank ----------------------------------------------------------------------
-
-MODELS = {
-    "gpt": lambda: small_gpt(batch=12),
-    "odd gpt": lambda: small_gpt(hidden=6, heads=2, batch=12),
-    "llama": lambda: small_llama(layers=3, batch=12),
-    "mlp": lambda: small_mlp(layers=4, batch=12),
-    "tied": lambda: tied(batch=12, hidden=7),
-    "tied, even": lambda: tied(batch=12),
-}
-
-
-@cache
-def joint_of(model: str, policy: str, clip: float | None = None) -> Function:
-    function = set_precision(MODELS[model](), Float32(), F64)
-    return differentiate(function, Adam(), precision=precision_named(policy), clip=clip)
-
-
-@cache
-def computed(model: str, policy: str, clip: float | None = None):
-    joint = joint_of(model, policy, clip)
-    inputs = random_inputs(joint, 1)
-    return inputs, SequentialExecutor().compute(in_float64(joint), inputs)
-
-
-def assert_same_step(program: Program, inputs, expected) -> None:
-    """Every rank computes, without rounding, what one device does."""
-    results = SequentialExecutor().compute(in_float64(program.to_function()), inputs)
-    for placed, array in zip(assemble(program, results), expected, strict=True):
-        np.testing.assert_allclose(placed.array, array, rtol=1e-9, atol=1e-11, err_msg=placed.name)
-
 
 CASES = [
     ("mlp", "fp32", Plan(2), "none", None),
@@ -87,7 +52,7 @@ def test_every_rank_computes_the_same_step(model, policy, plan, remat, clip, sta
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
     mesh = mesh_of(plan.dp, plan.tp, plan.pp)
     program = laid_out(joint_of(model, policy, clip), mesh, order, remat, f"zero={stage}", sp=plan.sp)
-    assert_same_step(program, *computed(model, policy, clip))
+    assert_same_mixed_step(program, *computed(model, policy, clip))
     assert_all_readers_agree(program)
     for given in program.inputs:
         flat = given.source.role is Role.STATE
@@ -114,7 +79,7 @@ def test_in_every_schedule_with_a_flush(name, stage):
     count = order.num_microbatches * order.copies
     plan = Plan(2, 1, 2, count, chunks=order.stages_a_rank, schedule=name, zero=stage)
     program = build_program(joint, mesh_of(2, 1, 2), plan, None, order)
-    assert_same_step(program, inputs, expected)
+    assert_same_mixed_step(program, inputs, expected)
     assert_all_readers_agree(program)
 
 

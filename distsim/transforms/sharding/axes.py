@@ -39,7 +39,7 @@ def batch_options(
         of_batch = marked(node.op, marks)
         return lambda factor, pieces: 0 if of_batch(factor, pieces) else None
 
-    return Options(structure, allowed, given, pieces_of(structure), decomposed=False)
+    return Options(structure, allowed, given, decomposed=False)
 
 
 def tensor_options(
@@ -97,7 +97,7 @@ def tensor_options(
     whole = (v for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT))
     given = {structure.number[v]: REPLICATED for v in whole}
     spread = _activations(structure, kept, batch) if sequence else frozenset[int]()
-    return Options(structure, allowed, given, pieces, divided=vocabulary, spread=spread)
+    return Options(structure, allowed, given, divided=vocabulary, spread=spread)
 
 
 def context_options(
@@ -131,8 +131,8 @@ def context_options(
 
     groups = structure.groups
     spread = frozenset([n for v, n in number.items() if v in marks and groups[n].role is None])
-    pieces = pieces_of(structure)
-    return Options(structure, allowed, given, pieces, decomposed=False, context=kind, spread=spread)
+    own = {value: frozenset([dim for dim, _ in dims]) for value, dims in marks.items()}
+    return Options(structure, allowed, given, decomposed=False, context=kind, spread=spread, own=own)
 
 
 def expert_options(
@@ -166,8 +166,7 @@ def expert_options(
 
         return test
 
-    pieces = pieces_of(structure, groups=True)
-    return Options(structure, allowed, given, pieces, decomposed=False, context=EXPERTS)
+    return Options(structure, allowed, given, decomposed=False, context=EXPERTS)
 
 
 def _of_experts(function: Function, structure: Structure) -> Marks:

@@ -64,7 +64,8 @@ class Decision:
     ``divided`` the share of the matrix flops that is divided over the ranks, ``proven`` whether no
     placement costs less than ``cost``. Decisions of one function with the same ``choices`` are the same.
     ``sent`` are the bytes of the values of each group that are moved, ``undivided`` the sizes of the
-    vocabularies that the ranks do not divide.
+    vocabularies that the ranks do not divide. ``own`` are the dimensions of values that the axis divides of
+    itself, as a context does those of the sequence.
     """
 
     strategies: Mapping[Op, Strategy] = field(default_factory=dict[Op, Strategy])
@@ -77,6 +78,7 @@ class Decision:
     choices: tuple[int, ...] = ()
     undivided: tuple[int, ...] = ()
     sent: Mapping[int, float] = field(default_factory=dict[int, float])
+    own: Mapping[Value, frozenset[int]] = field(default_factory=dict[Value, frozenset[int]])
 
     def state(self, value: Value) -> State:
         """Return the state in which a value is handed on."""
@@ -321,6 +323,7 @@ class _Chooser:
             (*picked, *states),
             self._undivided(chosen),
             sent,
+            options.own,
         )
 
     def _undivided(self, chosen: Sequence[Option]) -> tuple[int, ...]:

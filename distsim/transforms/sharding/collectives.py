@@ -52,14 +52,24 @@ class Mover:
         self.refusal = ""
         self._shown = [mesh.axis_size(axis.name) for axis in axes]
         self._pattern = self._shown[0] * microbatches != axes[0].parts
+        self._own: Sequence[frozenset[int]] = ()
 
-    def recipe(self, name: str, local: Tensor, source: Placement, target: Placement, top: bool) -> Recipe:
-        """Return the ops that bring a value of type ``local``; ``top``: in the whole function.
+    def recipe(
+        self,
+        name: str,
+        local: Tensor,
+        ends: tuple[Placement, Placement],
+        top: bool,
+        own: Sequence[frozenset[int]],
+    ) -> Recipe:
+        """Return the ops that bring a value of type ``local`` from one placement to another.
 
+        ``top``: in the whole function. ``own`` are by axis the dimensions that it divides of itself, those of
+        the sequence for a context; none for an axis of which that is not said.
         Raises :class:`PlanError`, naming the value, when it must be whole within a microbatch.
         """
-        maker = FunctionMaker(name)
-        self._move(maker, maker.add_input_value("", local), name, (source, target), top)
+        maker, self._own = FunctionMaker(name), own
+        self._move(maker, maker.add_input_value("", local), name, ends, top)
         found: list[Step] = []
         for op in maker.ops:
             (made,), suffix = op.outputs, op.outputs[0].name.removeprefix(op.inputs[0].name)
@@ -71,9 +81,9 @@ class Mover:
     ) -> None:
         """Sum over microbatches first, so that what crosses the ranks does so once per step.
 
-        Of axes that divide a dimension together the last is the inner one: gathered first, divided last. A
-        sum over several axes of which none divides parameters is taken once, over all of them; what is a sum
-        over one and to be divided by it is so before it moves along others.
+        Of axes that divide a dimension together the inner one (:meth:`_depth`) is gathered first, and divides
+        last. A sum over several axes of which none divides parameters is taken once, over all of them; what
+        is a sum over one and to be divided by it is so before it moves along others.
         """
         (source, *inner), target = ends[0].states, ends[1].states
         if target[0] is PARTIAL and source is not PARTIAL:
@@ -82,8 +92,11 @@ class Mover:
         if source != target[0]:
             local = self._in_time(maker, local, name, source, top)
         states, summed = [source, *inner], list[str]()
-        for place in reversed(range(len(states))):
+        places = range(len(states))
+        for place in sorted(places, key=lambda place: -self._depth(place, states[place])):
             state, wanted = states[place], target[place]
+            if state.sharded and wanted.sharded and self._depth(place, wanted) > self._depth(place, state):
+                continue  # it becomes the inner one of another dimension, once others divide that
             scattered = state is PARTIAL and wanted.sharded
             waits = scattered and self._is_divided_by_others(place, states, target)
             if state.sharded and self._is_within_a_move(place, states, target):
@@ -97,10 +110,19 @@ class Mover:
             states[place] = wanted
         if summed:
             local = _add(maker, local, "MPIAllreduce", joined_axes(summed[::-1]))
-        for place, wanted in enumerate(target):
-            if states[place] != wanted:
-                local = self._step(maker, local, place, states, wanted)
-                states[place] = wanted
+        for place in sorted(places, key=lambda place: self._depth(place, target[place])):
+            if states[place] != target[place]:
+                local = self._step(maker, local, place, states, target[place])
+                states[place] = target[place]
+
+    def _depth(self, place: int, state: State) -> int:
+        """Return how far inside an axis is, of those that divide a dimension as it does.
+
+        That is their order, but where an axis divides another dimension than its own: an exchange brings it
+        there, of what the others leave.
+        """
+        own = self._own[place]
+        return place + (len(self.axes) if state.sharded and own and state.dim not in own else 0)
 
     def _is_divided_by_others(self, place: int, states: Sequence[State], target: Sequence[State]) -> bool:
         """Whether another axis divides the dimension that one axis is to divide, or will."""
@@ -114,10 +136,11 @@ class Mover:
 
     def _is_within_a_move(self, place: int, states: Sequence[State], target: Sequence[State]) -> bool:
         """Whether an outer axis that divides the same dimension is gathered, or begins to divide it."""
-        dim = states[place].dim
-        for now, then in zip(states[:place], target[:place], strict=True):
+        dim, depth = states[place].dim, self._depth(place, states[place])
+        for other, (now, then) in enumerate(zip(states, target, strict=True)):
             exchanged = now.sharded and then.sharded
-            if now != then and not exchanged and dim in (now.dim, then.dim):
+            outer = self._depth(other, now if now.dim == dim else then) < depth
+            if outer and now != then and not exchanged and dim in (now.dim, then.dim):
                 return True
         return False
 

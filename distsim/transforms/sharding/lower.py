@@ -138,7 +138,8 @@ class _ShardLowering:
         found = self._recipes.get(key)
         if found is None:
             local, expected = self.local_type(value, source), self.local_type(value, target)
-            found = self.mover.recipe(value.name, local, source, target, top)
+            own = [decision.own.get(value, frozenset[int]()) for decision in self.decisions]
+            found = self.mover.recipe(value.name, local, (source, target), top, own)
             made = found[-1].type if found else local  # nothing moves over a single rank
             if made != expected:
                 raise PlanError(

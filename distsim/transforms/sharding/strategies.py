@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from distsim.cache import cached
 from distsim.errors import PlanError
-from distsim.ir import Op
+from distsim.ir import Op, Value
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
 from distsim.ops.parts import Groups, Parts
 from distsim.ops.sharding_rule import Dim, factors_of, label_of, labels_of
@@ -199,7 +199,7 @@ class Options:
     """What every op may do, and the states of groups that are given; both also in numbers of states.
 
     The ops ``divided`` are divided in a factor of theirs where they can be, and the groups ``spread`` are
-    handed on divided.
+    handed on divided. ``own`` are the dimensions of values that the axis divides of itself.
     ``decomposed`` and ``context`` are as of :func:`candidates`.
     """
 
@@ -208,13 +208,13 @@ class Options:
         structure: Structure,
         allowed: Callable[[Node], Allowed],
         given: Mapping[int, State],
-        pieces: PiecesBySize,
         decomposed: bool = True,
         context: str = "",
         divided: Mapping[Op, str] = MappingProxyType({}),
         spread: frozenset[int] = frozenset(),
+        own: Mapping[Value, frozenset[int]] = MappingProxyType({}),
     ) -> None:
-        self._structure = structure
+        self._structure, pieces = structure, pieces_of(structure, groups=context == EXPERTS)
         self._numbers: dict[State, int] = {REPLICATED: 0, PARTIAL: 1}
         self.of: tuple[tuple[Option, ...], ...] = tuple(
             [
@@ -232,7 +232,7 @@ class Options:
         """The options of each op, in the order of the structure."""
         self.given: dict[int, int] = {group: self._number(state) for group, state in given.items()}
         self.states: tuple[State, ...] = tuple(self._numbers)
-        self.divided, self.spread = divided, spread
+        self.divided, self.spread, self.own = divided, spread, own
 
     def that_fit(self, ranks: int, parts: int) -> list[Ids]:
         """Return per op the options that there are on so many ranks, the batch in so many parts."""
