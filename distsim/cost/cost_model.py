@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.cost.distir_costs import DistIRRules
+from distsim.cost.efficiency import TENSOR_SECONDS, efficiencies
 from distsim.errors import CostError
 from distsim.hardware import collective_time
 from distsim.hardware.rank_axes import logical_mesh
@@ -65,8 +66,9 @@ class RooflineRules:
                 "another precision"
             )
         peak = device.peak(dtype) if demand.matrix else device.throughput
-        flops = demand.flops / (peak * device.flops_efficiency)
-        moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * device.bytes_efficiency)
+        flops_share, bytes_share = efficiencies(signature, demand, dtype, device)
+        flops = demand.flops / (peak * flops_share)
+        moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * bytes_share)
         return device.kernel_launch_overhead + max(flops, moved)
 
     def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
@@ -82,8 +84,9 @@ class CostModel:
 
     Views and constants run no kernel. An op without a work rule is costed by its bytes, with one
     :class:`UncostedOperatorWarning` per operator name, and listed in :attr:`uncosted`; ``strict``
-    refuses it with a :class:`CostError`. Everything is cached by signature, so share one cost model
-    between simulations.
+    refuses it with a :class:`CostError`. ``kernels`` names how kernels are run: the host takes the time that
+    its device says for it to issue each of them (``Device.rates.launches``), none if no name is given.
+    Everything is cached by signature, so share one cost model between simulations.
 
     >>> from distsim.ir import Attributes, Float, Tensor
     >>> topology = Topology()
@@ -93,9 +96,16 @@ class CostModel:
     1.2e-05
     """
 
-    def __init__(self, topology: Topology, strict: bool = False, rules: CostRules | None = None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        strict: bool = False,
+        rules: CostRules | None = None,
+        kernels: str = "",
+    ) -> None:
         self.topology = topology
         self.strict = strict
+        self.kernels = kernels
         self.rules: CostRules = ROOFLINE if rules is None else rules
         self._uncosted: dict[str, None] = {}
         self._specs: dict[Device, int] = {}
@@ -139,6 +149,20 @@ class CostModel:
             found = self._communication[key] = usable(signature, cost)
         return found
 
+    def launch_seconds(self, signature: Signature, device: Device) -> float:
+        """Seconds in which the host of a device issues the kernel of an op; 0 for what runs none, and for a
+        message from device to device, whose latency has it.
+
+        One that works on many tensors is issued once, but the host gathers them one by one
+        (:data:`distsim.cost.efficiency.TENSOR_SECONDS`).
+        """
+        kernel = device.rates.launch(self.kernels) if self.kernels else 0.0
+        meaning = operator(signature.op_type)
+        sends = meaning.communication is not None and meaning.communication.transfers
+        if not kernel or sends or meaning.host_stream or not runs_kernel(signature.op_type):
+            return 0.0
+        return kernel + TENSOR_SECONDS * max(0, len(signature.outputs) - 1)
+
     def latencies(self, signature: Signature, device: Device) -> tuple[float, float]:
         """Return the seconds of an op's bytes alone and of its flops alone, by the rules of the model.
 
@@ -167,7 +191,7 @@ class CostModel:
         rules without a hash, agrees with itself only; a key that holds this does not keep it.
         """
         own = type(self).seconds is not CostModel.seconds or type(self.rules).__hash__ is None
-        return ref(self) if own else (self.strict, self.rules)
+        return ref(self) if own else (self.strict, self.rules, self.kernels)
 
     def spec(self, device: Device) -> int:
         """A number that two devices share when every op takes equally long on both."""
@@ -181,6 +205,7 @@ class CostModel:
                 device.flops_efficiency,
                 device.bytes_efficiency,
                 device.host_link,
+                device.rates,
             )
             found = self._specs[device] = self._spec_ids.setdefault(key, len(self._spec_ids))
         return found

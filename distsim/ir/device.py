@@ -15,6 +15,44 @@ from distsim.errors import TopologyError
 from distsim.ir.link import Link
 
 
+@dataclass(frozen=True, slots=True)
+class KernelRates:
+    """What kernels of a kind reach on a device, as measured: nothing is known unless it is given.
+
+    ``shares`` are the shares, by kind of work (:data:`distsim.cost.efficiency.KINDS`), of the peak FLOP/s, or
+    of the DRAM bandwidth for what is bound by memory. ``launches`` are the seconds in which the host issues a
+    kernel, by how kernels are run (:data:`distsim.transforms.kernels.policies.KERNELS`). ``processors`` are
+    the multiprocessors among which a product divides its tiles; 0 where that is not known.
+
+    Raises :class:`TopologyError` for a share outside of (0, 1], and a time that is negative or not finite.
+    """
+
+    shares: tuple[tuple[str, float], ...] = ()
+    launches: tuple[tuple[str, float], ...] = ()
+    processors: int = 0
+
+    def __post_init__(self) -> None:
+        for kind, share in self.shares:
+            if not 0 < share <= 1:
+                raise TopologyError(f"kernels.{kind}={share} must be a share of the peak, in (0, 1]")
+        for name, seconds in self.launches:
+            if not 0 <= seconds < math.inf:
+                raise TopologyError(f"launches.{name}={seconds} must be seconds, at least 0 and finite")
+        if self.processors < 0:
+            raise TopologyError(f"processors={self.processors} must be at least 0")
+
+    def share(self, kind: str, unknown: float) -> float:
+        """Return the share that kernels of a kind reach, or else what is given."""
+        return next((share for name, share in self.shares if name == kind), unknown)
+
+    def launch(self, kernels: str) -> float:
+        """Return the seconds of the host for a kernel under a policy, 0 for one that is not given."""
+        return next((seconds for name, seconds in self.launches if name == kernels), 0.0)
+
+
+NO_RATES = KernelRates()
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Device:
     """One accelerator (or host), with the figures a roofline needs.
@@ -25,8 +63,8 @@ class Device:
     communication library take, and ``fragmentation`` the share of the bytes in use that the allocator of a
     framework takes on top; it gives a tensor whole blocks of ``block`` bytes, and has memory in segments of
     ``segment`` bytes. The efficiencies, in (0, 1], are the achieved share of the peak FLOP/s and of
-    the DRAM bandwidth. ``host_link`` is what joins it to the memory of its host, each way: None if that is
-    not known. The defaults are those of the DistIR notebooks.
+    the DRAM bandwidth, of kernels of which ``rates`` say nothing. ``host_link`` is what joins it to the
+    memory of its host, each way: None if that is not known. The defaults are those of the DistIR notebooks.
 
     Raises :class:`TopologyError` for a figure that is not positive and finite.
 
@@ -49,6 +87,7 @@ class Device:
     block: int = 1
     segment: int = 1
     host_link: Link | None = None
+    rates: KernelRates = NO_RATES
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

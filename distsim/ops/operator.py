@@ -200,6 +200,8 @@ class Operator:
     host_stream: str = ""
     """Of a copy to or from the host's memory: the stream on which it runs. No kernel runs; each output is
     the input in its place, in another memory."""
+    issues: bool = False
+    """It is the work of the host to have the device run a kernel, and takes nothing of the device."""
     holds: bool = False
     """What it reads lies in a buffer that stays: it is freed after the function of the op, not before."""
     bounds: Bounds | None = None
@@ -213,7 +215,7 @@ class Operator:
     @property
     def computes(self) -> bool:
         """Whether an op runs on the compute units: it moves nothing, between devices or to a host."""
-        return not (self.moves or self.host_stream)
+        return not (self.moves or self.host_stream or self.issues)
 
 
 _OPERATORS: dict[str, Operator] = {}

@@ -159,6 +159,8 @@ def _device_row(simulation: Simulation, device: Device) -> tuple[str, ...]:
 def _kind(op: Op) -> str:
     if communicates(op):
         return "communication"
+    if operator(op.op_type).issues:
+        return "launch"
     return "compute" if operator(op.op_type).computes else "host copy"
 
 

@@ -24,6 +24,7 @@ _STREAM_COLOURS = {
     "collective": "#e69f00",
     "send and receive": "#009e73",
     "to and from the host": "#cc79a7",
+    "launch": "#999999",
 }
 _MOST_ROWS = 64
 _FINEST = 1 / 4000
@@ -173,6 +174,8 @@ def _bars(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
         kind = "compute"
         if communicates(span.op):
             kind = "send and receive" if span.op.op_type == "Send" else "collective"
+        elif operator(span.op.op_type).issues:
+            kind = "launch"
         elif not operator(span.op.op_type).computes:
             kind = "to and from the host"
         pieces = bars.setdefault((span.stream.rank_class, span.stream.name), {}).setdefault(kind, [])

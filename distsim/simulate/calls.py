@@ -69,7 +69,8 @@ def _union(start: Floats, end: Floats, near: float) -> tuple[tuple[float, float]
 
 def _uses(piece: Piece, communication: bool) -> tuple[Ints, Ints]:
     """Return the tasks of a piece that take time, as often as they are on a stream, and the class of each."""
-    chosen = np.array([operator(op.op_type).computes != communication for op in piece.op_table], np.bool_)
+    known = [operator(op.op_type) for op in piece.op_table]
+    chosen = np.array([each.computes != communication and not each.issues for each in known], np.bool_)
     uses = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
     now = (chosen[piece.op] & (piece.end > piece.start))[uses]
     rank_class = np.array([stream.rank_class for stream in piece.stream_table], np.int64)

@@ -13,6 +13,7 @@ from distsim.cost.cost_model import CostModel
 from distsim.errors import PartitionError, SimulationError
 from distsim.ir import Device, Function, Op
 from distsim.ops import op_label, operator, signature_of, work
+from distsim.ops.launch import HOST
 from distsim.program.program import Program
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.explain import explain
@@ -324,9 +325,12 @@ def _tasks_of_uses(piece: Piece) -> Ints:
 def _intervals(piece: Piece, rank_class: int, moving: dict[Op, bool]) -> tuple[Floats, Floats, Floats]:
     """Return start and end of what a class does in a piece, and 1.0 where it moves something.
 
+    What its host does is not among it.
+
     ``moving`` keeps which ops do, between devices or to and from the host.
     """
-    table = np.array([stream.rank_class == rank_class for stream in piece.stream_table], np.bool_)
+    own = [stream.rank_class == rank_class and stream.name != HOST for stream in piece.stream_table]
+    table = np.array(own, np.bool_)
     tasks = _tasks_of_uses(piece)[table[piece.streams]] if len(piece) else np.empty(0, np.int64)
     for op in piece.op_table:
         if op not in moving:

@@ -11,6 +11,7 @@ import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Role, Value
+from distsim.ops.launch import HOST
 from distsim.program.block import Block
 from distsim.program.parts import Stage
 from distsim.program.passes.backward_halves import stage_halves
@@ -185,8 +186,9 @@ class _Pricer:
         for _, block in stage.updates:
             tasks = self.tasks(block.function, mesh)
             first = tasks.streams[tasks.stream_start[:-1]] if len(tasks) else np.zeros(0, np.int64)
-            computes = np.array([stream.name == "compute" for stream in tasks.stream_table], np.bool_)[first]
-            busy, moving = float(tasks.durations[computes].sum()), float(tasks.durations[~computes].sum())
+            names = np.array([stream.name for stream in tasks.stream_table], np.str_)[first]
+            computes, moves = names == "compute", (names != "compute") & (names != HOST)
+            busy, moving = float(tasks.durations[computes].sum()), float(tasks.durations[moves].sum())
             update += busy
             reduce += moving
             overlap += min(max(busy + moving - self._total(block.function, mesh), 0.0), busy, moving)

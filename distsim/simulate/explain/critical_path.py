@@ -38,7 +38,7 @@ class PathPart:
         """Whether it moves something between devices, or to or from a host."""
         if self.kind in ("send", "transfer") or self.kind.startswith("collective "):
             return True
-        return not operator(self.kind).computes
+        return not (operator(self.kind).computes or operator(self.kind).issues)
 
 
 @dataclass(frozen=True, slots=True)

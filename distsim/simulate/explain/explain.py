@@ -67,7 +67,7 @@ def _free(simulation: Simulation, path: CriticalPath) -> Iterator[tuple[str, flo
     free += [(f"free {name}", what_if.operators(name)) for name in names]
     base = simulation.cost_model
     models: list[tuple[str, CostModel]] = [(change, what_if.FreeOps(base, frees)) for change, frees in free]
-    if any(device.kernel_launch_overhead for device in simulation.timestamps):
+    if any(device.kernel_launch_overhead or base.kernels for device in simulation.timestamps):
         models.append(("no kernel launch overhead", what_if.FreeLaunches(base)))
     for change, model in models:
         yield change, simulation.again(model).step_time

@@ -17,7 +17,7 @@ class FreeOps(CostModel):
     """The costs of another model, but for some ops that cost nothing."""
 
     def __init__(self, base: CostModel, free: Frees) -> None:
-        super().__init__(base.topology, base.strict, base.rules)
+        super().__init__(base.topology, base.strict, base.rules, base.kernels)
         self.base = base
         self.free = free
 
@@ -29,13 +29,17 @@ class FreeOps(CostModel):
         """Seconds of a communication op: 0 if it is free."""
         return 0.0 if self.free(signature) else self.base.communication_seconds(signature, group)
 
+    def launch_seconds(self, signature: Signature, device: Device) -> float:
+        """Seconds of the host for an op: 0 if it is free."""
+        return 0.0 if self.free(signature) else self.base.launch_seconds(signature, device)
+
     def spec(self, device: Device) -> int:
         """As in the other model: what is free is free on every device."""
         return self.base.spec(device)
 
 
 class FreeLaunches(FreeOps):
-    """The costs of another model on devices that launch a kernel in no time."""
+    """The costs of another model on devices and hosts that launch a kernel in no time."""
 
     def __init__(self, base: CostModel) -> None:
         super().__init__(base, lambda signature: False)
@@ -44,6 +48,10 @@ class FreeLaunches(FreeOps):
     def seconds(self, signature: Signature, where: Group) -> float:
         """Seconds of a compute op on the same devices with ``kernel_launch_overhead`` 0."""
         return self.base.seconds(signature, tuple([self._device(device) for device in where]))
+
+    def launch_seconds(self, signature: Signature, device: Device) -> float:
+        """No seconds."""
+        return 0.0
 
     def _device(self, device: Device) -> Device:
         found = self._without.get(device)

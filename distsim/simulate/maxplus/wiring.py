@@ -17,6 +17,7 @@ from distsim.cost.cost_model import CostModel
 from distsim.ir import NO_ATTRIBUTES, Attributes, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
+from distsim.ops.launch import HOST
 from distsim.program.table import LATEST, ONCE, BoundBlock, Key
 from distsim.simulate.maxplus.block_links import Address, BlockLinks, address
 from distsim.simulate.maxplus.matrices import Cells, Matrices, condensed, starts
@@ -157,11 +158,24 @@ class Wirer:
     def _occupied(self, block: BoundBlock, classes: Place) -> tuple[int, ...]:
         """Return the registers of what is no call: of a transfer between two classes, of a join on one."""
         if block.target < 0:
-            return (self._stream(block.rank, Stream(classes[0], "compute" if self.overlap else "all")),)
+            return tuple([self._stream(block.rank, stream) for stream in self._of_join(block, classes[0])])
         source, target = (block.rank, classes[0]), (block.target, classes[1])
         if self.overlap:
             return (self._register("channel", source, target),)
         return tuple([self._register("stream", place, "all") for place in (source, target)])
+
+    def _of_join(self, block: BoundBlock, rank_class: int) -> list[Stream]:
+        """Return the streams of a join on a class: what it runs on, and what issues it."""
+        names = ["compute" if self.overlap else "all"]
+        if self._launch_of_join(block, rank_class) is not None:
+            names.append(HOST)
+        return [Stream(rank_class, name) for name in names]
+
+    def _launch_of_join(self, block: BoundBlock, rank_class: int) -> float | None:
+        """Return the seconds of the host for a join on a class, None where it takes none."""
+        device = self._slice(block).members[rank_class][0]
+        seconds = self.cost_model.launch_seconds(join_signature(block), device)
+        return task_seconds(block.makes[0].value.name, seconds) if seconds else None
 
     def _clocks(self) -> dict[Class, Ints]:
         found: dict[Class, list[int]] = {place: [] for place in self.classes}
@@ -321,19 +335,27 @@ class Wirer:
         parts = [Value(f"{name}.{i}", t.on(part.mesh)) for i, t in enumerate(signature.inputs)]
         whole = Value(name, signature.outputs[0].on(part.mesh))
         op = Op("Concat", tuple(parts), (whole,), signature.attributes)
-        shown = (self._shown(block.rank, rank_class, "compute" if self.overlap else "all"),)
-        return self._single(number, (rank_class, rank_class), task_seconds(name, asked), op, shown)
+        shown = tuple(
+            [self._shown(block.rank, s.rank_class, s.name) for s in self._of_join(block, rank_class)]
+        )
+        launch = self._launch_of_join(block, rank_class)
+        return self._single(number, (rank_class, rank_class), task_seconds(name, asked), op, shown, launch)
 
     def _single(
-        self, number: int, classes: Place, seconds: float, op: Op, shown: tuple[Stream, ...]
+        self,
+        number: int,
+        classes: Place,
+        seconds: float,
+        op: Op,
+        shown: tuple[Stream, ...],
+        launch: float | None = None,
     ) -> Product:
-        """Return the product of a single task that reads on one class and makes on another."""
+        """Return the product of a single op that reads on one class and makes on another."""
         streams = self._occupied(self.flow.blocks[number], classes)
         entries = tuple([entry for entry in self.entries[number] if entry[1] == classes[0]])
         results = tuple([result for result in self.results[number] if result[1] == classes[1]])
-        return Product(
-            number, single_task(op, seconds, len(streams), classes), streams, shown, entries, results
-        )
+        tasks = single_task(op, seconds, len(streams), classes, launch)
+        return Product(number, tasks, streams, shown, entries, results)
 
     def _cells(self, sides: Sequence[tuple[Sequence[int], Sequence[Place], Sequence[Key]]]) -> Cells:
         """Return the cells of one side of all products: streams, then keys."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Op
+from distsim.ops.launch import LAUNCH
 from distsim.simulate.maxplus.kernels import precede, summarize
 from distsim.simulate.tasks.lower import Lowering, Stream
 from distsim.simulate.tasks.rank_classes import Classes, ClassExchange, Group, Placement
@@ -251,22 +252,28 @@ def block_tasks(function: Function, ranks: StageRanks, cost_model: CostModel, ov
     )
 
 
-def single_task(op: Op, seconds: float, streams: int, classes: tuple[int, int]) -> BlockTasks:
-    """Return the tasks of one op that reads its input on one rank class and makes its output on another."""
+def single_task(
+    op: Op, seconds: float, streams: int, classes: tuple[int, int], launch: float | None = None
+) -> BlockTasks:
+    """Return the tasks of one op that reads its input on one rank class and makes its output on another.
+
+    The op occupies all streams, but the last one if the host takes ``launch`` seconds on it to issue the op.
+    """
     source, target = classes
+    issued = launch is not None
     makers = np.full((1, target + 1), START, np.int64)
-    makers[0, target] = 0
-    zero, uses = np.zeros(1, np.int64), np.arange(streams)
+    makers[0, target] = int(issued)
+    uses = np.arange(streams)
     return BlockTasks(
-        durations=np.array([seconds]),
-        dep_start=np.array([0, 1], np.int64),
-        deps=np.array([-2], np.int64),
-        stream_start=np.array([0, streams], np.int64),
-        streams=uses,
+        durations=np.array([launch, seconds] if issued else [seconds]),
+        dep_start=np.array([0, 0, 2] if issued else [0, 1], np.int64),
+        deps=np.array([-2, 0] if issued else [-2], np.int64),
+        stream_start=np.array([0, 1, streams] if issued else [0, streams], np.int64),
+        streams=np.roll(uses, 1) if issued else uses,
         stream_table=tuple([Stream(target, str(use)) for use in range(streams)]),
-        op=zero,
-        op_table=(op,),
-        call=zero,
+        op=np.arange(2 if issued else 1),
+        op_table=(LAUNCH, op) if issued else (op,),
+        call=np.zeros(2 if issued else 1, np.int64),
         call_parent=np.array([-1], np.int64),
         call_op=(None,),
         ports=np.array([[0, source]], np.int64),

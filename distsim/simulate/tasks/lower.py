@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from distsim.cost.cost_model import CostModel, takes_turn, usable
 from distsim.ir import Function, Op, Value
-from distsim.ops import operator, signature_of
+from distsim.ops import Signature, operator, signature_of
 from distsim.ops.coalescing import moved_values
+from distsim.ops.launch import HOST, LAUNCH
 from distsim.simulate.tasks.rank_classes import (
     Classes,
     ClassExchange,
@@ -33,9 +34,9 @@ from distsim.simulate.tasks.templates import FROM_START, Calls, Floats, Ints, Te
 class Stream:
     """What runs one task after the other, in order: one lane of one rank class.
 
-    ``name`` is ``compute``, ``collective <axis>``, ``transfer`` (between one device and a mesh),
-    ``offload`` and ``fetch`` (to and from the host), ``send <class>``, ``receive <class>`` (further channels:
-    ``send <class>.<channel>``), or ``all`` when nothing overlaps.
+    ``name`` is ``compute``, ``host`` (which issues kernels), ``collective <axis>``, ``transfer`` (between one
+    device and a mesh), ``offload`` and ``fetch`` (to and from the host), ``send <class>``, ``receive <class>``
+    (further channels: ``send <class>.<channel>``). When nothing overlaps all but the host's is one, ``all``.
     """
 
     rank_class: int
@@ -61,8 +62,24 @@ class Ranks(Protocol):
 
 _TYPE = attrgetter("type")
 
-Kind = tuple[tuple[int, int], ...] | None
-"""(rank class, run) of a compute op on each of its classes; None: it communicates."""
+Kind = tuple[tuple[int, int, int], ...] | None
+"""(rank class, run, run of the host that issues it, or :data:`UNISSUED`) of a compute op on each of its
+classes; None: it communicates."""
+
+_LAUNCH = 0
+"""The number of :data:`distsim.ops.launch.LAUNCH` among the ops of a lowering that has launches."""
+
+UNISSUED = -1
+"""Instead of a run of the host: it takes no time to issue the op."""
+
+
+class Exchange(NamedTuple):
+    """How one exchange of a communication op runs: ``issues`` are the runs of the hosts that issue it."""
+
+    sources: Classes
+    targets: Classes
+    run: int
+    issues: tuple[int, ...]
 
 
 class Lowering:
@@ -76,7 +93,9 @@ class Lowering:
         self.class_of: list[int] = []
         self.runs: dict[tuple[float, tuple[int, ...]], int] = {}
         self.ops: list[Op] = []
-        self._exchanges: dict[tuple[object, ...], tuple[tuple[Classes, Classes, int], ...]] = {}
+        if cost_model.kernels:
+            self.ops.append(LAUNCH)
+        self._exchanges: dict[tuple[object, ...], tuple[Exchange, ...]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._known: dict[tuple[object, ...], Kind] = {}
         self._templates: dict[Function, Template] = {}
@@ -96,7 +115,7 @@ class Lowering:
 
     def stream(self, rank_class: int, name: str) -> int:
         """Return the number of a stream."""
-        key = Stream(rank_class, name if self.overlap else "all")
+        key = Stream(rank_class, name if self.overlap or name == HOST else "all")
         found = self.streams.get(key)
         if found is None:
             found = self.streams[key] = len(self.streams)
@@ -118,8 +137,8 @@ class Lowering:
         stream = every[begins[which][task] + ahead]
         return np.array([seconds for seconds, _ in ways])[which], task, stream
 
-    def exchanges(self, op: Op) -> tuple[tuple[Classes, Classes, int], ...]:
-        """Return (sources, targets, run) of a communication op for each of its exchanges."""
+    def exchanges(self, op: Op) -> tuple[Exchange, ...]:
+        """Return how a communication op runs, for each of its exchanges."""
         key = (op.op_type, op.attributes, *map(_TYPE, op.inputs + op.outputs))
         found = self._exchanges.get(key)
         if found is None:
@@ -129,11 +148,16 @@ class Lowering:
             seconds = [task_seconds(op, cost) for cost in asked]
             found = self._exchanges[key] = tuple(
                 [
-                    (part.sources, part.targets, self.run(s, ends))
+                    Exchange(part.sources, part.targets, self.run(s, ends), self._issues(signature, part))
                     for (part, ends), s in zip(parts, seconds, strict=True)
                 ]
             )
         return found
+
+    def _issues(self, signature: Signature, part: ClassExchange) -> tuple[int, ...]:
+        """Return the runs of the hosts that issue an exchange."""
+        classes = dict.fromkeys((*part.sources, *part.targets))
+        return tuple([run for c in classes if (run := self.issue(signature, c)) != UNISSUED])
 
     def _ends(self, op: Op, part: ClassExchange) -> tuple[int, ...]:
         """Return the streams that an exchange occupies."""
@@ -148,8 +172,15 @@ class Lowering:
             names = tuple((c, name) for c in dict.fromkeys((*part.sources, *part.targets)))
         return tuple(dict.fromkeys(self.stream(*pair) for pair in names))
 
+    def issue(self, signature: Signature, rank_class: int) -> int:
+        """Return the run of the host that issues an op on a rank class, or :data:`UNISSUED`."""
+        seconds = self.cost_model.launch_seconds(signature, self.classes.members[rank_class][0])
+        if not seconds:
+            return UNISSUED
+        return self.run(task_seconds(signature, seconds), (self.stream(rank_class, HOST),))
+
     def kind(self, function: Function, op: Op) -> Kind:
-        """Return (rank class, run) of a compute op on each of its classes.
+        """Return how a compute op runs on each of its classes.
 
         Nothing for an op that takes no turn. A communication op has none: it is None.
         """
@@ -178,7 +209,7 @@ class Lowering:
                 seconds = [task_seconds(op, cost) for cost in asked]
                 name = operator(op.op_type).host_stream or "compute"
                 runs = [self.run(s, (self.stream(c, name),)) for c, s in zip(at, seconds, strict=True)]
-                found = tuple(zip(at, runs, strict=True))
+                found = tuple(zip(at, runs, [self.issue(signature, c) for c in at], strict=True))
             self._kinds[key] = found
         return self._kinds[key]
 
@@ -239,11 +270,18 @@ class _TemplateBuilder:
         else:
             self._compute(op, kind)
 
-    def _compute(self, op: Op, kind: tuple[tuple[int, int], ...]) -> None:
+    def _compute(self, op: Op, kind: tuple[tuple[int, int, int], ...]) -> None:
         rows, where, number = self.open, self.where, self.count
         dep_task, dep_source = rows.dep_task, rows.dep_source
         ops = self.lowering.ops
-        for rank_class, run in kind:
+        made: dict[int, int] = {}
+        for rank_class, run, issue in kind:
+            if issue != UNISSUED:
+                rows.run.append(issue)
+                rows.op.append(_LAUNCH)
+                number += 1
+                dep_task.append(number)
+                dep_source.append(number - 1)
             for value in op.inputs:
                 source = where[value]
                 if type(source) is not int or source < 0:
@@ -254,14 +292,12 @@ class _TemplateBuilder:
                 dep_source.append(source)
             rows.run.append(run)
             rows.op.append(len(ops))
+            made[rank_class] = number
             number += 1
-        made: Made = self.count
-        if len(kind) > 1:
-            made = {rank_class: self.count + i for i, (rank_class, _) in enumerate(kind)}
         ops.append(op)
         self.count = number
         for value in op.outputs:
-            where[value] = made
+            where[value] = made if len(kind) > 1 else number - 1
 
     def finish(self) -> Template:
         columns = TemplateColumns(self.count, len(self.call_op))
@@ -298,15 +334,21 @@ class _TemplateBuilder:
     def _communicate(self, op: Op) -> None:
         rows, moved = self.open, moved_values(op)
         made: dict[int, int] = {}
-        for sources, targets, run in self.lowering.exchanges(op):
+        for sources, targets, run, issues in self.lowering.exchanges(op):
+            number = self.count + len(issues)
+            for place, issue in enumerate(issues, self.count):
+                rows.run.append(issue)
+                rows.op.append(_LAUNCH)
+                rows.dep_task.append(number)
+                rows.dep_source.append(place)
             for source in dict.fromkeys([self._source(value, c) for value in moved for c in sources]):
                 if source != FROM_START:
-                    rows.dep_task.append(self.count)
+                    rows.dep_task.append(number)
                     rows.dep_source.append(source)
             rows.run.append(run)
             rows.op.append(len(self.lowering.ops))
-            made.update(dict.fromkeys(targets, self.count))
-            self.count += 1
+            made.update(dict.fromkeys(targets, number))
+            self.count = number + 1
         self.lowering.ops.append(op)
         self.where.update(dict.fromkeys(op.outputs, made))
 

@@ -1,0 +1,96 @@
+"""What share of a peak a kernel reaches, by the kind of its work and its shape.
+
+A device says the share of each kind for large shapes (``Device.rates``, with its source in the preset); here
+is how shape lowers it.
+
+- ``linear``, ``linear_float8``: products with a weight. An output [m, n] is made in tiles of 128 x 256, one
+  a multiprocessor at a time, and a tile needs some depth k before its pipeline is full: the share is
+  (tiles in use / tiles of whole waves) ** 0.72 k / (k + 148). Exponent and depth: least squares over 183
+  bfloat16 products measured on A100 (SimuMax, configs/system/a100_pcie.json): mean error 3.7 %.
+- ``batched``: products of many small matrices, as in attention that is written out; ``grouped``: those of
+  experts.
+- ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
+  Over s keys the share is s / (s + 190), under a causal mask s / (s + 500), and 0.9 of it for heads of at most 64:
+  the curves of FlashAttention-2 (Dao 2023, figures 4 to 7: A100 and H100), mean error 0.6 %.
+- ``memory``: everything else, by the bytes that it reads and writes; ``embedding``: rows picked or added by
+  index.
+"""
+
+from __future__ import annotations
+
+import math
+
+from distsim.ir import Device
+from distsim.ops import Signature, Work
+
+KINDS = (
+    *("linear", "linear_float8", "batched", "grouped"),
+    *("attention", "attention_grad", "memory", "embedding"),
+)
+"""The kinds of work of which a device may give the share."""
+
+TENSOR_SECONDS = 5e-6
+"""Seconds of the host for each further tensor of a kernel that works on many: an assumption, about the time
+of a few calls of Python (torch/optim/_multi_tensor: lists by parameter)."""
+
+_TILE = (128, 256)
+_WAVE, _DEPTH = 0.72, 148.0
+_HALF, _CAUSAL_HALF, _SMALL_HEAD = 190.0, 500.0, 0.9
+
+
+def kind_of_work(signature: Signature, demand: Work, dtype: str) -> str:
+    """Return which of :data:`KINDS` an op is."""
+    name = signature.op_type
+    if not demand.matrix:
+        return "embedding" if name in ("Gather", "GatherGrad") else "memory"
+    if name.startswith("Attention"):
+        return "attention_grad" if name.endswith("Grad") else "attention"
+    if name.startswith("Grouped"):
+        return "grouped"
+    if min(len(tensor.shape) for tensor in (*signature.inputs, *signature.outputs)) > 2:
+        return "batched"
+    return "linear_float8" if dtype.startswith("float8") else "linear"
+
+
+def efficiencies(signature: Signature, demand: Work, dtype: str, device: Device) -> tuple[float, float]:
+    """Return the shares of the peak FLOP/s and of the DRAM bandwidth that an op reaches on a device."""
+    rates = device.rates
+    if not rates.shares:
+        return device.flops_efficiency, device.bytes_efficiency
+    kind = kind_of_work(signature, demand, dtype)
+    moved = rates.share("embedding" if kind == "embedding" else "memory", device.bytes_efficiency)
+    if not demand.matrix:
+        return device.flops_efficiency, moved
+    share = rates.share(kind, device.flops_efficiency)
+    if kind in ("linear", "linear_float8"):
+        share *= _of_product(signature, demand, rates.processors)
+    elif kind.startswith("attention"):
+        share *= _of_attention(signature)
+    return share, moved
+
+
+def _of_product(signature: Signature, demand: Work, processors: int) -> float:
+    """Return the share that the shape of a product leaves."""
+    made = signature.outputs[0]
+    if not processors or not made.size or not demand.flops:
+        return 1.0
+    n = made.shape[-1]
+    m, k = made.size // n, demand.flops / (2.0 * sum(tensor.size for tensor in signature.outputs))
+    return _waves(m, n, processors) ** _WAVE * k / (k + _DEPTH)
+
+
+def _waves(m: int, n: int, processors: int) -> float:
+    """Return the share of the tiles of whole waves that a result fills, the tiles lying either way."""
+    found = 0.0
+    for rows, columns in (_TILE, _TILE[::-1]):
+        tiles = math.ceil(m / rows) * math.ceil(n / columns)
+        found = max(found, m * n / (rows * columns) / (math.ceil(tiles / processors) * processors))
+    return found
+
+
+def _of_attention(signature: Signature) -> float:
+    """Return the share that the length of the sequence and the size of heads leave."""
+    query, key = signature.inputs[:2]
+    keys, size = key.shape[-2], query.shape[-1]
+    causal = bool(signature.attributes.get("is_causal", 0))
+    return keys / (keys + (_CAUSAL_HALF if causal else _HALF)) * (_SMALL_HEAD if size <= 64 else 1.0)
