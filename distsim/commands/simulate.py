@@ -115,9 +115,9 @@ def run(options: argparse.Namespace) -> int:
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
     order = _table(options)
     topology = read_cluster(options)
-    cost_model = CostModel(topology, strict=options.strict)
-    simulator = _simulator(options, cost_model)
     function, choices = training_step(options, progress)
+    cost_model = CostModel(topology, strict=options.strict, kernels=choices.kernels.name)
+    simulator = _simulator(options, cost_model)
 
     def build(plan: Plan) -> Program:
         return progress.run(

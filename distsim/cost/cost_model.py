@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.cost.distir_costs import DistIRRules
-from distsim.cost.efficiency import TENSOR_SECONDS, efficiencies
+from distsim.cost.efficiency import efficiencies
 from distsim.errors import CostError
 from distsim.hardware import collective_time
 from distsim.hardware.rank_axes import logical_mesh
@@ -153,15 +153,14 @@ class CostModel:
         """Seconds in which the host of a device issues the kernel of an op; 0 for what runs none, and for a
         message from device to device, whose latency has it.
 
-        One that works on many tensors is issued once, but the host gathers them one by one
-        (:data:`distsim.cost.efficiency.TENSOR_SECONDS`).
+        One that works on many tensors is issued once, but the host gathers them one by one.
         """
         kernel = device.rates.launch(self.kernels) if self.kernels else 0.0
         meaning = operator(signature.op_type)
         sends = meaning.communication is not None and meaning.communication.transfers
         if not kernel or sends or meaning.host_stream or not runs_kernel(signature.op_type):
             return 0.0
-        return kernel + TENSOR_SECONDS * max(0, len(signature.outputs) - 1)
+        return kernel + device.rates.tensor * max(0, len(signature.outputs) - 1)
 
     def latencies(self, signature: Signature, device: Device) -> tuple[float, float]:
         """Return the seconds of an op's bytes alone and of its flops alone, by the rules of the model.

@@ -1,7 +1,7 @@
 """What share of a peak a kernel reaches, by the kind of its work and its shape.
 
-A device says the share of each kind for large shapes (``Device.rates``, with its source in the preset); here
-is how shape lowers it.
+A device says what each kind reaches in large shapes of what is reached at best (``Device.rates``, with its
+source in the preset); here is how shape lowers it.
 
 - ``linear``, ``linear_float8``: products with a weight. An output [m, n] is made in tiles of 128 x 256, one
   a multiprocessor at a time, and a tile needs some depth k before its pipeline is full: the share is
@@ -10,8 +10,8 @@ is how shape lowers it.
 - ``batched``: products of many small matrices, as in attention that is written out; ``grouped``: those of
   experts.
 - ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
-  Over s keys the share is s / (s + 190), under a causal mask s / (s + 500), and 0.9 of it for heads of at most 64:
-  the curves of FlashAttention-2 (Dao 2023, figures 4 to 7: A100 and H100), mean error 0.6 %.
+  Over s keys the share is s / (s + 190), under a causal mask s / (s + 500), and 0.9 of it for heads of at
+  most 64: the curves of FlashAttention-2 (Dao 2023, figures 4 to 7: A100 and H100), mean error 0.6 %.
 - ``memory``: everything else, by the bytes that it reads and writes; ``embedding``: rows picked or added by
   index.
 """
@@ -23,23 +23,13 @@ import math
 from distsim.ir import Device
 from distsim.ops import Signature, Work
 
-KINDS = (
-    *("linear", "linear_float8", "batched", "grouped"),
-    *("attention", "attention_grad", "memory", "embedding"),
-)
-"""The kinds of work of which a device may give the share."""
-
-TENSOR_SECONDS = 5e-6
-"""Seconds of the host for each further tensor of a kernel that works on many: an assumption, about the time
-of a few calls of Python (torch/optim/_multi_tensor: lists by parameter)."""
-
 _TILE = (128, 256)
 _WAVE, _DEPTH = 0.72, 148.0
 _HALF, _CAUSAL_HALF, _SMALL_HEAD = 190.0, 500.0, 0.9
 
 
 def kind_of_work(signature: Signature, demand: Work, dtype: str) -> str:
-    """Return which of :data:`KINDS` an op is."""
+    """Return which of :data:`distsim.ir.device.KINDS_OF_WORK` an op is."""
     name = signature.op_type
     if not demand.matrix:
         return "embedding" if name in ("Gather", "GatherGrad") else "memory"
@@ -54,19 +44,22 @@ def kind_of_work(signature: Signature, demand: Work, dtype: str) -> str:
 
 def efficiencies(signature: Signature, demand: Work, dtype: str, device: Device) -> tuple[float, float]:
     """Return the shares of the peak FLOP/s and of the DRAM bandwidth that an op reaches on a device."""
-    rates = device.rates
-    if not rates.shares:
-        return device.flops_efficiency, device.bytes_efficiency
     kind = kind_of_work(signature, demand, dtype)
-    moved = rates.share("embedding" if kind == "embedding" else "memory", device.bytes_efficiency)
-    if not demand.matrix:
-        return device.flops_efficiency, moved
-    share = rates.share(kind, device.flops_efficiency)
-    if kind in ("linear", "linear_float8"):
-        share *= _of_product(signature, demand, rates.processors)
-    elif kind.startswith("attention"):
-        share *= _of_attention(signature)
-    return share, moved
+    flops, moved = device.flops_efficiency, device.bytes_efficiency
+    memory = device.rates.share(kind if kind == "embedding" else "memory")
+    if memory is not None:
+        moved *= memory
+    share = device.rates.share(kind) if demand.matrix else None
+    if share is not None:
+        flops *= share * _of_shape(kind, signature, demand, device.rates.processors)
+    return flops, moved
+
+
+def _of_shape(kind: str, signature: Signature, demand: Work, processors: int) -> float:
+    """Return what the shape of an op leaves of the share of its kind."""
+    if kind in ("attention", "attention_grad"):
+        return _of_attention(signature)
+    return _of_product(signature, demand, processors) if kind.startswith("linear") else 1.0
 
 
 def _of_product(signature: Signature, demand: Work, processors: int) -> float:

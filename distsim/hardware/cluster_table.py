@@ -10,6 +10,7 @@ import msgspec
 
 from distsim.errors import TopologyError
 from distsim.hardware.units import BYTES, FLOPS, NUMBER, RATE, SECONDS, SHARE, Units
+from distsim.ir.device import KINDS_OF_WORK, WAYS_TO_LAUNCH
 
 MAX_DEVICES = 1 << 20
 
@@ -62,7 +63,10 @@ class DeviceTable(_Strict, frozen=True):
     fragmentation: Amount | None = None
     block: Amount | None = None
     segment: Amount | None = None
+    processors: Amount | None = None
     peaks: dict[str, Amount] = {}
+    kernels: dict[str, Amount] = {}
+    launches: dict[str, Amount] = {}
     host_link: LinkTable | None = None
     kind: _Text = "gpu"
 
@@ -115,8 +119,16 @@ DEVICE_UNITS: dict[str, Units] = {
     "dram_bandwidth": RATE,
     "bytes_efficiency": SHARE,
     "kernel_launch_overhead": SECONDS,
+    "processors": NUMBER,
 }
 """The figures of a device, in the order in which they are shown, and their units."""
+
+NAMED_FIGURES: dict[str, tuple[tuple[str, ...], Units]] = {
+    "peaks": (DTYPES, FLOPS),
+    "kernels": (KINDS_OF_WORK, SHARE),
+    "launches": ((*WAYS_TO_LAUNCH, "tensor"), SECONDS),
+}
+"""The tables of a device in which a figure is given by name: the names that they may have, and the units."""
 
 LINK_UNITS: dict[str, Units] = {"bandwidth": RATE, "efficiency": SHARE, "latency": SECONDS}
 LEVEL_UNITS: dict[str, Units] = {**LINK_UNITS, "devices_per_port": NUMBER, "oversubscription": NUMBER}
@@ -220,7 +232,7 @@ def setting_keys(table: Raw) -> list[str]:
     return [
         "devices_per_node",
         *(f"device.{name}" for name in DEVICE_UNITS),
-        *(f"device.peaks.{dtype}" for dtype in DTYPES),
+        *(f"device.{table}.{name}" for table, (names, _) in NAMED_FIGURES.items() for name in names),
         *(f"device.host_link.{part}" for part in LINK_UNITS),
         *(f"{level}.{part}" for level in levels for part in (*LEVEL_UNITS, "group_size")),
     ]

@@ -24,10 +24,10 @@ from distsim.errors import TopologyError
 from distsim.hardware.cluster_file import bytes_of, cluster_table, located, raw_table
 from distsim.hardware.cluster_table import (
     DEVICE_UNITS,
-    DTYPES,
     LEVEL_UNITS,
     LINK_UNITS,
     MAX_DEVICES,
+    NAMED_FIGURES,
     Amount,
     ClusterTable,
     DeviceTable,
@@ -39,8 +39,8 @@ from distsim.hardware.cluster_table import (
     merged,
     with_setting,
 )
-from distsim.hardware.units import FLOPS, Units, parse_quantity, unit_named
-from distsim.ir.device import Device
+from distsim.hardware.units import Units, parse_quantity, unit_named
+from distsim.ir.device import Device, KernelRates
 from distsim.ir.link import Link
 from distsim.ir.topology import Level, Topology
 
@@ -173,6 +173,20 @@ def _device(table: DeviceTable, si: Mapping[str, float]) -> Device:
         _whole_bytes("block", si),
         _whole_bytes("segment", si),
         _link(si, "device.host_link") if table.host_link else None,
+        _rates(table, si),
+    )
+
+
+def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
+    launches = [(name, si[f"device.launches.{name}"]) for name in table.launches if name != "tensor"]
+    count = si.get("device.processors", 0.0)
+    if not (count.is_integer() and 0 <= count <= MAX_DEVICES):
+        raise TopologyError(f"device.processors={count} is no count of multiprocessors")
+    return KernelRates(
+        tuple([(kind, si[f"device.kernels.{kind}"]) for kind in table.kernels]),
+        tuple(launches),
+        si.get("device.launches.tensor", 0.0),
+        int(count),
     )
 
 
@@ -307,10 +321,11 @@ def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
 
 def _figures(read: _ClusterFile, device: DeviceTable, levels: Sequence[LevelTable]) -> Iterator[Figure]:
     """Yield the figures of a device and of levels, in SI units too."""
-    for dtype in device.peaks:
-        if dtype not in DTYPES:
-            where = located(read.origin, read.text, f"device.peaks.{dtype}")
-            raise TopologyError(f"{where}: {dtype!r:.40} is not one of {', '.join(DTYPES)}")
+    for table, (names, _) in NAMED_FIGURES.items():
+        for name in getattr(device, table):
+            if name not in names:
+                where = located(read.origin, read.text, f"device.{table}.{name}")
+                raise TopologyError(f"{where}: {name!r:.40} is not one of {', '.join(names)}")
     for name, amount, units in _amounts(device, levels):
         yield _figure(read, name, amount, units)
 
@@ -322,13 +337,20 @@ def _amounts(device: DeviceTable, levels: Sequence[LevelTable]) -> Iterator[tupl
         if amount is not None and not _is_zero(amount, field):
             yield f"device.{field}", amount, units
         if field == "throughput":
-            yield from ((f"device.peaks.{dtype}", peak, FLOPS) for dtype, peak in device.peaks.items())
+            yield from _named(device, "peaks")
+    yield from (*_named(device, "kernels"), *_named(device, "launches"))
     links = [("device.host_link", device.host_link, LINK_UNITS)] if device.host_link is not None else []
     for name, table, kinds in [*links, *((f"levels.{level.name}", level, LEVEL_UNITS) for level in levels)]:
         for field, units in kinds.items():
             amount = getattr(table, field)
             if amount is not None:
                 yield f"{name}.{field}", amount, units
+
+
+def _named(device: DeviceTable, table: str) -> Iterator[tuple[str, Amount, Units]]:
+    """Yield the figures of a table in which they are given by name."""
+    given: dict[str, Amount] = getattr(device, table)
+    yield from ((f"device.{table}.{name}", amount, NAMED_FIGURES[table][1]) for name, amount in given.items())
 
 
 def _is_zero(amount: Amount, field: str) -> bool:

@@ -14,39 +14,51 @@ from types import MappingProxyType
 from distsim.errors import TopologyError
 from distsim.ir.link import Link
 
+KINDS_OF_WORK = (
+    *("linear", "linear_float8", "batched", "grouped"),
+    *("attention", "attention_grad", "memory", "embedding"),
+)
+"""The kinds of work of which a device may say what share of its peak kernels reach
+(:mod:`distsim.cost.efficiency`)."""
+
+WAYS_TO_LAUNCH = ("eager", "fused", "compiled")
+"""The ways to run kernels of which a device may say what its host takes to issue one."""
+
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
     """What kernels of a kind reach on a device, as measured: nothing is known unless it is given.
 
-    ``shares`` are the shares, by kind of work (:data:`distsim.cost.efficiency.KINDS`), of the peak FLOP/s, or
-    of the DRAM bandwidth for what is bound by memory. ``launches`` are the seconds in which the host issues a
-    kernel, by how kernels are run (:data:`distsim.transforms.kernels.policies.KERNELS`). ``processors`` are
-    the multiprocessors among which a product divides its tiles; 0 where that is not known.
+    ``shares`` are, by :data:`KINDS_OF_WORK`, what kernels of large shapes reach in a training step of what
+    the device reaches at best: of ``peak * flops_efficiency``, or of ``dram_bandwidth * bytes_efficiency``
+    for what is bound by memory. ``launches`` are the seconds in which the host issues a kernel, by
+    :data:`WAYS_TO_LAUNCH`, and ``tensor`` those for each further tensor of a kernel that works on many.
+    ``processors`` are the multiprocessors among which a product divides its tiles; 0 where that is not known.
 
     Raises :class:`TopologyError` for a share outside of (0, 1], and a time that is negative or not finite.
     """
 
     shares: tuple[tuple[str, float], ...] = ()
     launches: tuple[tuple[str, float], ...] = ()
+    tensor: float = 0.0
     processors: int = 0
 
     def __post_init__(self) -> None:
         for kind, share in self.shares:
             if not 0 < share <= 1:
-                raise TopologyError(f"kernels.{kind}={share} must be a share of the peak, in (0, 1]")
-        for name, seconds in self.launches:
+                raise TopologyError(f"kernels.{kind}={share} must be a share of what is reached, in (0, 1]")
+        for name, seconds in (*self.launches, ("tensor", self.tensor)):
             if not 0 <= seconds < math.inf:
                 raise TopologyError(f"launches.{name}={seconds} must be seconds, at least 0 and finite")
         if self.processors < 0:
             raise TopologyError(f"processors={self.processors} must be at least 0")
 
-    def share(self, kind: str, unknown: float) -> float:
-        """Return the share that kernels of a kind reach, or else what is given."""
-        return next((share for name, share in self.shares if name == kind), unknown)
+    def share(self, kind: str) -> float | None:
+        """Return the share that kernels of a kind reach, None where that is not given."""
+        return next((share for name, share in self.shares if name == kind), None)
 
     def launch(self, kernels: str) -> float:
-        """Return the seconds of the host for a kernel under a policy, 0 for one that is not given."""
+        """Return the seconds of the host for a kernel that is run so, 0 where that is not given."""
         return next((seconds for name, seconds in self.launches if name == kernels), 0.0)
 
 
@@ -63,7 +75,7 @@ class Device:
     communication library take, and ``fragmentation`` the share of the bytes in use that the allocator of a
     framework takes on top; it gives a tensor whole blocks of ``block`` bytes, and has memory in segments of
     ``segment`` bytes. The efficiencies, in (0, 1], are the achieved share of the peak FLOP/s and of
-    the DRAM bandwidth, of kernels of which ``rates`` say nothing. ``host_link`` is what joins it to the
+    the DRAM bandwidth, at best: ``rates`` say what kernels reach of it. ``host_link`` is what joins it to the
     memory of its host, each way: None if that is not known. The defaults are those of the DistIR notebooks.
 
     Raises :class:`TopologyError` for a figure that is not positive and finite.

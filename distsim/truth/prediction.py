@@ -44,7 +44,7 @@ def predict(case: Case) -> PredictedStep:
     topology = case.topology()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
-        costs = CostModel(topology)
+        costs = CostModel(topology, kernels=case.kernels)
         program = program_of(case, costs)
         seconds = Simulator(costs).simulate(program).step_period
     memory = program_memory(full_program(program))

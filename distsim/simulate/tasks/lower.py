@@ -35,8 +35,9 @@ class Stream:
     """What runs one task after the other, in order: one lane of one rank class.
 
     ``name`` is ``compute``, ``host`` (which issues kernels), ``collective <axis>``, ``transfer`` (between one
-    device and a mesh), ``offload`` and ``fetch`` (to and from the host), ``send <class>``, ``receive <class>``
-    (further channels: ``send <class>.<channel>``). When nothing overlaps all but the host's is one, ``all``.
+    device and a mesh), ``offload`` and ``fetch`` (to and from the host), ``send <class>``, ``receive
+    <class>`` (further channels: ``send <class>.<channel>``). When nothing overlaps all but the host's is one,
+    ``all``.
     """
 
     rank_class: int

@@ -1,0 +1,435 @@
+"""Fit what kernels and hosts reach to published training steps, and write it into the presets.
+
+``python experiments/calibrate.py calibrate.csv`` lays out each row once (:mod:`distsim.truth`), then looks
+for the figures of :data:`FIGURES` with which simulated and measured seconds agree: least squares on the
+logarithms, each figure held near its prior (Gauss-Newton on differences; of a source at most
+:data:`MOST_ROWS` rows are used, evenly spread over its table, and count as :data:`ROWS_A_SOURCE`; outliers
+count for less). It prints each figure with its prior and the interval that the data leave (90 %), the errors
+by source, and those of each source when the fit has not seen it; writes both as CSV and a picture; and with
+``--write`` puts the figures into ``distsim/hardware/presets``. No figure knows who published a row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import multiprocessing
+import os
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from common import RESULTS, panels, save
+
+from distsim.cost import CostModel
+from distsim.cost.cost_model import Group
+from distsim.errors import DistsimError
+from distsim.hardware import presets as preset_names
+from distsim.ir import Device
+from distsim.ir.device import KernelRates
+from distsim.ops import Signature
+from distsim.program.program import Program
+from distsim.simulate import Simulator
+from distsim.truth import Row, case_of, read_rows
+from distsim.truth.case import Case
+from distsim.truth.prediction import program_of
+from distsim.truth.score import measured, scores, source_of
+
+Floats = npt.NDArray[np.float64]
+PRESETS = Path(__file__).parents[1] / "distsim" / "hardware" / "presets"
+MOST_ROWS, ROWS_A_SOURCE = 72, 12
+SPREAD = 0.10
+"""What a row is expected to differ by: about what sources differ by on the same machine."""
+STEPS = 4
+"""Steps of Gauss-Newton: derivatives are taken anew at every second one."""
+
+FAMILIES = {
+    "dgx-a100": "a100",
+    "dgx-a100-40gb": "a100",
+    "a100-pcie": "a100",
+    "dgx-h100": "h100",
+    "hgx-h100-96gb": "h100",
+    "h100-nvl": "h100",
+    "h100-pcie": "h100",
+    "dgx-h200": "h100",
+    "dgx-b200": "b200",
+    "gb200-nvl72": "b200",
+    "dgx-2": "v100",
+    "dgx-1": "v100",
+}
+"""The presets whose GPUs are of one kind, and share figures."""
+
+WRITTEN = {"dgx-a100": "a100", "dgx-h100": "h100", "dgx-h200": "h100", "dgx-b200": "b200", "dgx-2": "v100"}
+"""The presets that give figures; others are based on them."""
+
+
+@dataclass(frozen=True)
+class FittedFigure:
+    """A figure that is fitted: its prior, how far the logarithm may be from that, and where that is from."""
+
+    prior: float
+    spread: float
+    source: str
+
+
+_IN_SITU = "a step reaches less than a sweep's best shape: power, caches, shapes"
+FIGURES: dict[str, FittedFigure] = {
+    **{f"linear.{gpu}": FittedFigure(0.85, 0.2, _IN_SITU) for gpu in ("a100", "h100", "b200", "v100")},
+    "batched": FittedFigure(0.8, 0.2, "of linear: thin products of heads"),
+    "attention": FittedFigure(0.9, 0.1, "of the kernel alone, in a step"),
+    "memory": FittedFigure(0.95, 0.08, "of a large copy"),
+    "launch.a100": FittedFigure(25e-6, 0.4, "5 to 40 us an op in eager mode: Python, dispatcher, allocator"),
+    "launch.h100": FittedFigure(0.75, 0.15, "of launch.a100: a host of a later generation"),
+    "launch.b200": FittedFigure(0.65, 0.15, "of launch.a100: a host of a later generation"),
+    "compiled": FittedFigure(0.5, 0.3, "of an eager launch: no dispatcher between kernels"),
+    "tensor": FittedFigure(5e-6, 0.7, "a few calls of Python for each tensor"),
+}
+"""What is fitted. Shares are of what the device reaches at best (``Device.rates``)."""
+
+ATTENTION = {
+    "a100": (0.771, 0.676, "FlashAttention-2: 190 TFLOP/s both ways, 26 % of the time forward (Dao 2023)"),
+    "h100": (0.460, 0.403, "FlashAttention-2: 332 TFLOP/s both ways, 26 % of the time forward (Dao 2023)"),
+    "b200": (0.677, 0.516, "cuDNN: 1,181 and 900 TFLOP/s (SimuMax, b200_bf16_ceperm.json)"),
+    "v100": (0.450, 0.400, "assumption: no FlashAttention-2 on V100, xformers"),
+}
+"""Forward and backward, of the best product, at head size 128 and endless sequences."""
+
+FLOAT8 = 0.725
+"""1.45 times the speed of 16 bits where the peak is twice as high: products of 8192, MAMF table."""
+GROUPED = 0.85
+"""Grouped products, of linear ones: SimuMax, a100_pcie.json, at 4,096 rows a group."""
+EMBEDDING = 0.5
+"""Rows picked by index, of a large copy: assumption, not measured."""
+
+
+def rates_of(values: Mapping[str, float], family: str, device: Device) -> KernelRates:
+    """Return the figures of a kind of GPU."""
+    linear = values[f"linear.{family}"]
+    forward, backward, _ = ATTENTION[family]
+    launch = values["launch.a100"] * values.get(f"launch.{family}", 1.0) ** (family != "a100")
+    shares = {
+        "linear": linear,
+        "linear_float8": linear * FLOAT8,
+        "batched": linear * values["batched"],
+        "grouped": linear * GROUPED,
+        "attention": forward * values["attention"],
+        "attention_grad": backward * values["attention"],
+        "memory": values["memory"],
+        "embedding": values["memory"] * EMBEDDING,
+    }
+    return KernelRates(
+        tuple([(kind, min(share, 1.0)) for kind, share in shares.items()]),
+        (("eager", launch), ("fused", launch), ("compiled", launch * values["compiled"])),
+        values["tensor"],
+        device.rates.processors,
+    )
+
+
+class TrialCosts(CostModel):
+    """The costs on devices with other figures."""
+
+    def __init__(self, case: Case, values: Mapping[str, float]) -> None:
+        super().__init__(case.topology(), kernels=case.kernels)
+        self._values, self._family = values, FAMILIES[case.cluster.name.partition(":")[0]]
+        self._devices: dict[Device, Device] = {}
+
+    def seconds(self, signature: Signature, where: Group) -> float:
+        """Seconds of a compute op on the devices as they are tried."""
+        return super().seconds(signature, tuple([self._device(device) for device in where]))
+
+    def launch_seconds(self, signature: Signature, device: Device) -> float:
+        """Seconds of the host on the device as it is tried."""
+        return super().launch_seconds(signature, self._device(device))
+
+    def _device(self, device: Device) -> Device:
+        found = self._devices.get(device)
+        if found is None:
+            rates = rates_of(self._values, self._family, device)
+            found = self._devices[device] = replace(device, rates=rates)
+        return found
+
+
+# --- simulated rows ---------------------------------------------------------------------------------------
+
+Laid = tuple[Case, Program]
+
+
+def lay_out(row: Row) -> Laid | str:
+    """Return a row laid out, or why it cannot be."""
+    try:
+        case = case_of(row)
+        if case.cluster.name.partition(":")[0] not in FAMILIES:
+            return f"no figures are fitted for {case.cluster}"
+        return case, program_of(case, CostModel(case.topology(), kernels=case.kernels))
+    except DistsimError as error:
+        return str(error)
+
+
+def serve(rows: Sequence[Row], end: Connection) -> None:
+    """Lay rows out, then answer figures with seconds until there are none."""
+    warnings.simplefilter("ignore")
+    laid = [lay_out(row) for row in rows]
+    end.send([each if isinstance(each, str) else "" for each in laid])
+    while (values := end.recv()) is not None:
+        end.send([seconds_of(each, values) for each in laid if not isinstance(each, str)])
+
+
+def seconds_of(laid: Laid, values: Mapping[str, float]) -> float:
+    """Return the seconds of a step with these figures."""
+    case, program = laid
+    return Simulator(TrialCosts(case, values)).simulate(program).step_period
+
+
+class Rows:
+    """Rows, laid out over processes: those that can be, what was measured, and what figures predict."""
+
+    def __init__(self, rows: Sequence[Row], workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        order = sorted(rows, key=lambda row: [row.get(column, "") for column in ("model", "batch")])
+        size = -(-len(order) // workers)
+        parts = [order[first : first + size] for first in range(0, len(order), size)]
+        self._ends: list[Connection] = []
+        for part in parts:
+            here, there = context.Pipe()
+            context.Process(target=serve, args=(part, there), daemon=True).start()
+            self._ends.append(here)
+        missing = [why for end in self._ends for why in end.recv()]
+        self.left_out = [(row["id"], why) for row, why in zip(order, missing, strict=True) if why]
+        self.rows = [row for row, why in zip(order, missing, strict=True) if not why]
+        self.measured = np.array([measured(row, "iter_time_s") or math.nan for row in self.rows])
+
+    def predict(self, logs: Floats) -> Floats:
+        """Return the seconds of each row for the logarithms of all figures over their priors."""
+        values = figures_of(logs)
+        for end in self._ends:
+            end.send(values)
+        return np.array([seconds for end in self._ends for seconds in end.recv()])
+
+
+def figures_of(logs: Floats) -> dict[str, float]:
+    """Return the figures whose logarithms over the priors these are."""
+    return {name: each.prior * math.exp(log) for (name, each), log in zip(FIGURES.items(), logs, strict=True)}
+
+
+# --- the fit ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The solution, the residuals there (logarithms of predicted over measured) and their derivatives."""
+
+    logs: Floats
+    residuals: Floats
+    slopes: Floats
+    weights: Floats
+
+    def solve(self, chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """Return the change of the solution for some rows only, and the covariance of the solution."""
+        weights = self.weights[chosen, None] / np.sqrt(
+            1 + (self.residuals[chosen, None] * self.weights[chosen, None] / 2) ** 2
+        )
+        spreads = np.array([each.spread for each in FIGURES.values()])
+        matrix = np.vstack([self.slopes[chosen] * weights, np.diag(1 / spreads)])
+        right = np.concatenate([self.residuals[chosen] * weights[:, 0], self.logs / spreads])
+        covariance = np.linalg.inv(matrix.T @ matrix)
+        return -covariance @ (matrix.T @ right), covariance
+
+
+def fit(rows: Rows, say: Callable[[str], None]) -> Fit:
+    """Return the figures that fit best."""
+    counts = Counter(source_of(row) for row in rows.rows)
+    weights = np.array(
+        [1 / (SPREAD * math.sqrt(max(1, counts[source_of(row)] / ROWS_A_SOURCE))) for row in rows.rows]
+    )
+    logs, every = np.zeros(len(FIGURES)), np.ones(len(rows.rows), np.bool_)
+    slopes = np.zeros((len(rows.rows), len(logs)))
+    for step in range(STEPS + 1):
+        residuals = np.log(rows.predict(logs) / rows.measured)
+        say(f"step {step}: mean error {np.abs(np.expm1(residuals)).mean():.1%}")
+        if step % 2 == 0:
+            slopes = np.stack([slope(rows, logs, place, residuals) for place in range(len(logs))], axis=1)
+        if step < STEPS:
+            logs = logs + Fit(logs, residuals, slopes, weights).solve(every)[0]
+    return Fit(logs, residuals, slopes, weights)
+
+
+def slope(rows: Rows, logs: Floats, place: int, residuals: Floats, width: float = 0.05) -> Floats:
+    """Return the derivative of the residuals by one figure."""
+    moved = logs.copy()
+    moved[place] += width
+    return (np.log(rows.predict(moved) / rows.measured) - residuals) / width
+
+
+def left_out(rows: Rows, found: Fit) -> Floats:
+    """Return the seconds predicted of each row by the rows of other sources, to first order."""
+    sources = np.array([source_of(row) for row in rows.rows])
+    predicted = np.empty(len(sources))
+    for source in dict.fromkeys(sources.tolist()):
+        of_source = sources == source
+        change, _ = found.solve(~of_source)
+        logs = found.residuals[of_source] + found.slopes[of_source] @ change
+        predicted[of_source] = np.exp(logs) * rows.measured[of_source]
+    return predicted
+
+
+# --- results ----------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Fit, print, write; the exit status is 2 if the table cannot be read."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tables", type=Path, nargs="+", metavar="CSV")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for what is written")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--write", action="store_true", help="put the figures into the presets")
+    given = parser.parse_args()
+    try:
+        table = thinned([row for row in read_rows(given.tables) if measured(row, "iter_time_s")])
+    except DistsimError as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows = Rows(table, max(given.workers, 1))
+    print(f"{len(rows.rows)} of {len(table)} rows are laid out", file=sys.stderr)
+    found = fit(rows, lambda text: print(text, file=sys.stderr))
+    values, (_, covariance) = figures_of(found.logs), found.solve(np.ones(len(rows.rows), np.bool_))
+    widths = np.exp(1.645 * np.sqrt(np.diag(covariance)))
+    figures = [
+        {
+            "figure": name,
+            "value": f"{value:.4g}",
+            "low": f"{value / width:.4g}",
+            "high": f"{value * width:.4g}",
+        }
+        | {"prior": f"{FIGURES[name].prior:g}", "about": FIGURES[name].source}
+        for (name, value), width in zip(values.items(), widths, strict=True)
+    ]
+    for each in figures:
+        print(
+            f"{each['figure']:12} {each['value']:>10}  ({each['low']} to {each['high']})  "
+            f"prior {each['prior']}: {each['about']}"
+        )
+    fitted, unseen = np.exp(found.residuals) * rows.measured, left_out(rows, found)
+    print_errors(rows, fitted, "fitted")
+    print_errors(rows, unseen, "with the source left out")
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_table(given.out / "calibration.csv", figures)
+    pairs = zip(rows.rows, rows.measured.tolist(), fitted.tolist(), unseen.tolist(), strict=True)
+    columns = ("measured", "fitted", "left_out")
+    write_table(
+        given.out / "calibration_rows.csv",
+        [
+            {"id": row["id"]} | dict(zip(columns, [f"{n:.6g}" for n in each], strict=True))
+            for row, *each in pairs
+        ],
+    )
+    draw(rows, fitted, given.out / "calibration.png")
+    for row_id, why in rows.left_out:
+        print(f"left out: {row_id}: {why}")
+    if given.write:
+        write_presets(values, ", ".join(path.name for path in given.tables))
+    return 0
+
+
+def thinned(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with at most :data:`MOST_ROWS` of a source, evenly spread."""
+    of_source: dict[str, list[Row]] = {}
+    for row in rows:
+        of_source.setdefault(source_of(row), []).append(row)
+    kept = [own[:: -(-len(own) // MOST_ROWS)] for own in of_source.values()]
+    return [row for own in kept for row in own]
+
+
+def print_errors(rows: Rows, predicted: Floats, how: str) -> None:
+    """Print the errors by source."""
+    pairs = list(zip(map(source_of, rows.rows), predicted.tolist(), rows.measured.tolist(), strict=True))
+    print(f"\n{how}:")
+    for source, score in scores(pairs).items():
+        print(f"  {source:56.56} {len(score.errors):4}  {score}")
+    (score,) = scores([("", *rest) for _, *rest in pairs]).values()
+    print(f"  {'all':56} {len(score.errors):4}  {score}")
+
+
+def write_table(path: Path, lines: Sequence[Mapping[str, str]]) -> None:
+    """Write records of the same fields as CSV."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    print(f"table: {path}")
+
+
+def draw(rows: Rows, predicted: Floats, path: Path) -> None:
+    """Draw fitted over measured seconds, by source."""
+    figure, (axis,) = panels(1, 7.5, 5)
+    sources = [source_of(row) for row in rows.rows]
+    for place, source in enumerate(dict.fromkeys(sources)):
+        chosen = [i for i, each in enumerate(sources) if each == source]
+        axis.scatter(
+            rows.measured[chosen],
+            (predicted / rows.measured)[chosen],
+            s=16,
+            alpha=0.7,
+            label=source[:40],
+            color=f"C{place % 10}",
+        )
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set(xscale="log", xlabel="measured seconds of a step", ylabel="fitted / measured")
+    axis.legend(fontsize=6)
+    save(figure, path)
+
+
+def write_presets(values: Mapping[str, float], tables: str) -> None:
+    """Put the figures into the presets that give them, in place of those that were there."""
+    unknown = [name for name in WRITTEN if name not in preset_names()]
+    assert not unknown, unknown
+    about = f"fitted to {tables} by experiments/calibrate.py, {date.today().isoformat()}"
+    for name, family in WRITTEN.items():
+        path = PRESETS / f"{name}.toml"
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r"\n*# What kernels reach.*?(?=\n\[\[levels|\Z)", "\n", text, flags=re.DOTALL)
+        first = text.index("\n[[levels")
+        path.write_text(
+            text[:first].rstrip("\n")
+            + "\n\n"
+            + "\n".join(preset_lines(values, family, about))
+            + "\n"
+            + text[first:],
+            encoding="utf-8",
+        )
+        print(f"written: {path}")
+
+
+def preset_lines(values: Mapping[str, float], family: str, about: str) -> Iterable[str]:
+    """Yield the lines of a preset that give the figures of a kind of GPU."""
+    rates = rates_of(values, family, Device(0, "gpu"))
+    sources = {
+        "linear": about,
+        "linear_float8": f"linear times {FLOAT8}: 1.45 times the speed of 16 bits, MAMF table",
+        "batched": about,
+        "grouped": f"linear times {GROUPED}: SimuMax, a100_pcie.json",
+        "attention": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
+        "attention_grad": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
+        "memory": about,
+        "embedding": f"assumption: memory times {EMBEDDING}; not measured",
+    }
+    yield "# What kernels reach in a step, of what is reached at best; the host's time to issue one."
+    yield "[device.kernels]"
+    for kind, share in rates.shares:
+        yield f'{kind} = {{ value = {share:.3g}, unit = "1", source = "{sources[kind]}" }}'
+    yield ""
+    yield "[device.launches]"
+    for way, seconds in (*rates.launches, ("tensor", rates.tensor)):
+        yield f'{way} = {{ value = {seconds * 1e6:.3g}, unit = "us", source = "{about}" }}'
+
+
+if __name__ == "__main__":
+    sys.exit(main())
