@@ -1,19 +1,40 @@
-"""``Launch``: what the host of a device does to have it run a kernel.
+"""What the host of a device does: ``Launch`` has it run a kernel, ``Await`` waits for a value.
 
-No op of a model: tasks have it, on the stream ``host``, before the kernel that waits for it. It takes nothing
-of the device.
+``Launch`` is no op of a model: tasks have it, on the stream ``host``, before the kernel that waits for it.
+``Await`` hands its operand on; the host issues what follows in its function only when that is there. Neither
+takes anything of the device.
 """
 
 from __future__ import annotations
 
+from distsim.errors import TypeRuleError
 from distsim.ir.function import Op
-from distsim.ir.value import NO_ATTRIBUTES
+from distsim.ir.type import Tensor
+from distsim.ir.value import NO_ATTRIBUTES, Attributes
 from distsim.ops.operator import Operator, Work, register
+from distsim.ops.places import view_work
+
+
+def _await_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if len(inputs) != 1:
+        raise TypeRuleError(f"Await takes one value; {len(inputs)} given")
+    return inputs
+
 
 register(Operator("Launch", work=lambda signature: Work(0.0, 0.0, 0.0), issues=True))
+register(
+    Operator(
+        "Await",
+        types=_await_types,
+        compute=lambda attributes, arrays: [arrays[0]],
+        work=view_work,
+        view=True,
+        host_waits=True,
+    )
+)
 
 LAUNCH = Op("Launch", (), (), NO_ATTRIBUTES)
-"""The launch of some kernel."""
+"""The launch of some kernel, or the host's waiting for something."""
 
 HOST = "host"
 """The stream on which the host of a device issues its kernels."""

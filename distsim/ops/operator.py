@@ -202,6 +202,8 @@ class Operator:
     the input in its place, in another memory."""
     issues: bool = False
     """It is the work of the host to have the device run a kernel, and takes nothing of the device."""
+    host_waits: bool = False
+    """A view: the host issues what follows only when it is there."""
     holds: bool = False
     """What it reads lies in a buffer that stays: it is freed after the function of the op, not before."""
     bounds: Bounds | None = None

@@ -15,6 +15,7 @@ from distsim.ir import Device, Function, Op
 from distsim.ops import op_label, operator, signature_of, work
 from distsim.ops.launch import HOST
 from distsim.program.program import Program
+from distsim.simulate.explain.breakdown import breakdown
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.explain import explain
 from distsim.simulate.explain.explanation import Explanation
@@ -192,6 +193,14 @@ class Simulation:
     def critical_path(self) -> CriticalPath:
         """The chain of tasks that takes the whole step."""
         return critical_path(self.timeline, self.simulated)
+
+    def breakdown(self, by: str = "kind") -> Mapping[str, float]:
+        """Return what the seconds of the step consist of, most first, along its critical path.
+
+        ``by`` is ``kind`` (of work), ``operator``, ``module``, ``phase`` or ``axis``: see
+        :func:`distsim.simulate.explain.breakdown.breakdown`.
+        """
+        return breakdown(self.timeline, self.simulated, by)
 
     def explain(self) -> Explanation:
         """Return what bounds the step and what would gain how much; ``print`` it.

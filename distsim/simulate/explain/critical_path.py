@@ -67,15 +67,16 @@ class CriticalPath:
     @cached_property
     def by_kind(self) -> Mapping[str, float]:
         """Seconds of each kind, most first."""
-        return _sums([(part.kind, part.seconds) for part in self.parts])
+        return sums([(part.kind, part.seconds) for part in self.parts])
 
     @cached_property
     def by_stage(self) -> Mapping[int, float]:
         """Seconds on each stage, most first."""
-        return _sums([(part.stage, part.seconds) for part in self.parts])
+        return sums([(part.stage, part.seconds) for part in self.parts])
 
 
-def _sums(pairs: Sequence[tuple[K, float]]) -> dict[K, float]:
+def sums(pairs: Sequence[tuple[K, float]]) -> dict[K, float]:
+    """Return the sum of the seconds of each key, most first."""
     found: dict[K, float] = {}
     for key, seconds in pairs:
         found[key] = found.get(key, 0.0) + seconds

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from distsim.compile import compiled
-from distsim.ir import Function
+from distsim.ir import Function, Op
 from distsim.ops import op_label
 from distsim.program.program import Program
 from distsim.simulate.details import ProgramTimeline, expand
@@ -59,8 +59,10 @@ class WalkedCalls(Protocol):
         ...
 
 
-def critical_path(timeline: Timeline, simulated: Function | Program) -> CriticalPath:
-    """Return the critical path of what was simulated."""
+def critical_path(
+    timeline: Timeline, simulated: Function | Program, label: Callable[[Op], str] = kind_of
+) -> CriticalPath:
+    """Return the critical path of what was simulated; ``label`` gives the kind to which an op counts."""
     calls: WalkedCalls
     if isinstance(timeline, ProgramTimeline):
         calls = _ProgramCalls(timeline)
@@ -78,7 +80,7 @@ def critical_path(timeline: Timeline, simulated: Function | Program) -> Critical
         tasks = calls.tasks(call)
         static = known.get(tasks)
         if static is None:
-            static = known[tasks] = _Static(tasks)
+            static = known[tasks] = _Static(tasks, label)
         ports, clocks, end = calls.times(call)
         found = np.empty(len(tasks), np.int64)
         count, entry = walk_back(task, end, static.waits, ports, clocks, found)
@@ -93,8 +95,8 @@ def critical_path(timeline: Timeline, simulated: Function | Program) -> Critical
 class _Static:
     """What all calls of the same tasks share: their kinds, and what each waits for."""
 
-    def __init__(self, tasks: TaskTable) -> None:
-        own = [kind_of(op) for op in tasks.op_table]
+    def __init__(self, tasks: TaskTable, label: Callable[[Op], str]) -> None:
+        own = [label(op) for op in tasks.op_table]
         self.kinds = tuple(dict.fromkeys(own))
         self.number = np.array([self.kinds.index(kind) for kind in own], np.int64)[tasks.op]
         before = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))[0]

@@ -94,7 +94,8 @@ class Lowering:
         self.class_of: list[int] = []
         self.runs: dict[tuple[float, tuple[int, ...]], int] = {}
         self.ops: list[Op] = []
-        if cost_model.kernels:
+        self.issues = bool(cost_model.kernels)
+        if self.issues:
             self.ops.append(LAUNCH)
         self._exchanges: dict[tuple[object, ...], tuple[Exchange, ...]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
@@ -263,6 +264,8 @@ class _TemplateBuilder:
             self._call(op)
             return
         kind = self.lowering.kind(self.function, op)
+        if self.lowering.issues and operator(op.op_type).host_waits:
+            self._await(op)
         if kind is None:
             self._communicate(op)
         elif not kind:
@@ -299,6 +302,18 @@ class _TemplateBuilder:
         self.count = number
         for value in op.outputs:
             where[value] = made if len(kind) > 1 else number - 1
+
+    def _await(self, op: Op) -> None:
+        """Add the tasks of hosts that wait for a value; what reads it waits for who makes it."""
+        lowering, rows = self.lowering, self.open
+        for rank_class in lowering.classes.at(place_of_compute(self.function, op)):
+            source = self._source(op.inputs[0], rank_class)
+            if source != FROM_START:
+                rows.dep_task.append(self.count)
+                rows.dep_source.append(source)
+            rows.run.append(lowering.run(0.0, (lowering.stream(rank_class, HOST),)))
+            rows.op.append(_LAUNCH)
+            self.count += 1
 
     def finish(self) -> Template:
         columns = TemplateColumns(self.count, len(self.call_op))

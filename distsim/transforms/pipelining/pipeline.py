@@ -34,6 +34,7 @@ from distsim.transforms.data_parallel.buckets import Bucketed, bucketed
 from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums
+from distsim.transforms.pipelining.received import await_received
 from distsim.transforms.pipelining.shared_weights import copy_weights
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 from distsim.transforms.pipelining.stage_inputs import keep_received
@@ -324,7 +325,7 @@ class _Cutter:
             stages.append((forward, backward, tuple(updates)))
         name, local = self.function.name, self.local
         inputs = self._inputs(groups)
-        fused = fuse_stages(stages, local.kernels)
+        fused = await_received(fuse_stages(stages, local.kernels), local.kernels)
         return Cut(name, local.mesh, fused, inputs, self._outputs(inputs), local.notes)
 
     def _groups(self) -> dict[tuple[int, str, int], Group]:
