@@ -64,6 +64,7 @@ class DeviceTable(_Strict, frozen=True):
     block: Amount | None = None
     segment: Amount | None = None
     processors: Amount | None = None
+    spread: Amount | None = None
     peaks: dict[str, Amount] = {}
     kernels: dict[str, Amount] = {}
     launches: dict[str, Amount] = {}
@@ -120,6 +121,7 @@ DEVICE_UNITS: dict[str, Units] = {
     "bytes_efficiency": SHARE,
     "kernel_launch_overhead": SECONDS,
     "processors": NUMBER,
+    "spread": NUMBER,
 }
 """The figures of a device, in the order in which they are shown, and their units."""
 

@@ -187,6 +187,7 @@ def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
         tuple(launches),
         si.get("device.launches.tensor", 0.0),
         int(count),
+        si.get("device.spread", 0.0),
     )
 
 

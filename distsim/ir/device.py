@@ -34,14 +34,18 @@ class KernelRates:
     for what is bound by memory. ``launches`` are the seconds in which the host issues a kernel, by
     :data:`WAYS_TO_LAUNCH`, and ``tensor`` those for each further tensor of a kernel that works on many.
     ``processors`` are the multiprocessors among which a product divides its tiles; 0 where that is not known.
+    ``spread`` is how far steps that were predicted with these figures, and not among those that they are
+    fitted to, were from measured ones: the standard deviation of the logarithm; 0 where that is not known.
 
-    Raises :class:`TopologyError` for a share outside of (0, 1], and a time that is negative or not finite.
+    Raises :class:`TopologyError` for a share outside of (0, 1], and a time or spread that is negative or not
+    finite.
     """
 
     shares: tuple[tuple[str, float], ...] = ()
     launches: tuple[tuple[str, float], ...] = ()
     tensor: float = 0.0
     processors: int = 0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         for kind, share in self.shares:
@@ -50,6 +54,8 @@ class KernelRates:
         for name, seconds in (*self.launches, ("tensor", self.tensor)):
             if not 0 <= seconds < math.inf:
                 raise TopologyError(f"launches.{name}={seconds} must be seconds, at least 0 and finite")
+        if not 0 <= self.spread < math.inf:
+            raise TopologyError(f"spread={self.spread} must be at least 0 and finite")
         if self.processors < 0:
             raise TopologyError(f"processors={self.processors} must be at least 0")
 

@@ -9,6 +9,7 @@ from distsim.ir import Device, Op
 from distsim.ops import op_label, operator, signature_of, work
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
+from distsim.simulate.explain.interval import Interval
 from distsim.simulate.explain.text import count, seconds_text, table
 from distsim.simulate.memory.origins import grouped
 from distsim.simulate.quantities import bytes_label
@@ -32,11 +33,13 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
     lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}"]
     each = simulation.microbatch_time
     run = "" if each is None else " from an empty pipeline to an empty one"
-    lines.append(f"step time     {seconds_text(simulation.step_time)}{run}")
+    interval = simulation.interval()
+    trust = "" if interval is None else _trust(interval)
+    lines.append(f"step time     {seconds_text(simulation.step_time)}{trust if each is None else ''}{run}")
     if each is not None:
         period = seconds_text(simulation.step_period)
         lines.append(
-            f"steady        {seconds_text(each)} a microbatch, {period} a step: no flush between steps"
+            f"steady        {seconds_text(each)} a microbatch, {period}{trust} a step: no flush between steps"
         )
     if samples is not None and simulation.step_period > 0:
         steady = "" if each is None else " in the steady state"
@@ -51,6 +54,11 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
         *_operator_table(simulation),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _trust(interval: Interval) -> str:
+    """Say between which seconds a measured step is to be expected."""
+    return f" ({seconds_text(interval.low)} to {seconds_text(interval.high)}, {interval.level:.0%})"
 
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:

@@ -19,6 +19,7 @@ from distsim.simulate.explain.breakdown import breakdown
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.explain import explain
 from distsim.simulate.explain.explanation import Explanation
+from distsim.simulate.explain.interval import Interval, interval_of
 from distsim.simulate.explain.walk import critical_path
 from distsim.simulate.memory.host import host_memory, program_host_memory
 from distsim.simulate.memory.peak import MemoryUse, peak_memory, saved_by_module
@@ -201,6 +202,18 @@ class Simulation:
         :func:`distsim.simulate.explain.breakdown.breakdown`.
         """
         return breakdown(self.timeline, self.simulated, by)
+
+    def interval(self, level: float = 0.9) -> Interval | None:
+        """Return between which seconds a measured :attr:`step_period` lies with a probability of ``level``.
+
+        None where it is not known how far steps on such devices are from predicted ones, or where the host's
+        time is not among the costs: a bound then, not a prediction.
+        """
+        devices = list(self.timestamps)
+        if not self.cost_model.kernels or not devices or not all(d.rates.spread for d in devices):
+            return None
+        spread = max(device.rates.spread for device in devices)
+        return interval_of(self.step_period, spread, self.breakdown("kind"), level)
 
     def explain(self) -> Explanation:
         """Return what bounds the step and what would gain how much; ``print`` it.
