@@ -14,7 +14,7 @@ from distsim.ir import FunctionMaker, Mesh
 from distsim.simulate.events.disturbances import Disturbances
 from distsim.simulate.events.engine import run
 from distsim.simulate.events.network import Network
-from distsim.simulate.tasks.lower import on_grid
+from distsim.simulate.tasks.grid import on_grid
 from distsim.simulate.tasks.task_table import lower
 
 

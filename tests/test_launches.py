@@ -52,7 +52,9 @@ def test_the_way_to_launch_decides():
     topology = cluster(1)
     function = chain(topology, 64, 1)
     times = {
-        kernels: Simulator(CostModel(topology, kernels=kernels)).interpret(function, function.inputs).step_time
+        kernels: Simulator(CostModel(topology, kernels=kernels))
+        .interpret(function, function.inputs)
+        .step_time
         for kernels in ("eager", "compiled", "ops")
     }
     assert times["eager"] == pytest.approx(2 * times["compiled"], rel=1e-3)

@@ -168,9 +168,11 @@ def test_uneven_parts_of_a_group_use_as_many_links_as_the_smallest_has():
 def test_shared_ports_of_a_file(tmp_path, line, message):
     text = (Path(distsim.hardware.__file__).parent / "presets" / "dgx-a100.toml").read_text()
     path = tmp_path / "shared.toml"
-    path.write_text(f"{text}\n{line}\n")  # the last level is the one between nodes
+    between = 'name = "infiniband"\n'
+    path.write_text(text.replace(between, f"{between}{line}\n"))
     with pytest.raises(TopologyError, match=f"shared.toml.*{message}"):
         load_cluster(f"{path}:2")
-    path.write_text(f"{text}\ndevices_per_port = {{ value = 4, unit = '1', source = 'x' }}\n")
+    shared = "devices_per_port = { value = 4, unit = '1', source = 'x' }"
+    path.write_text(text.replace(between, f"{between}{shared}\n"))
     assert load_cluster(f"{path}:2").levels[-1].devices_per_port == 4
     assert "infiniband.devices_per_port  " in describe(str(path))

@@ -29,7 +29,7 @@ from distsim.hardware import load_cluster
 from distsim.ir import FunctionMaker, Mesh, Topology
 from distsim.ops import Signature, Work
 from distsim.simulate.events.engine import run
-from distsim.simulate.tasks.lower import on_grid
+from distsim.simulate.tasks.grid import on_grid
 from distsim.simulate.tasks.task_table import lower
 
 

@@ -29,7 +29,8 @@ from distsim.simulate.tasks.block_matrix import (
     StageRanks,
     single_task,
 )
-from distsim.simulate.tasks.lower import Stream, task_seconds
+from distsim.simulate.tasks.grid import task_seconds
+from distsim.simulate.tasks.lower import Stream
 from distsim.simulate.tasks.program_ranks import ProgramRanks
 from distsim.simulate.tasks.rank_classes import ClassExchange
 from distsim.simulate.tasks.templates import Ints

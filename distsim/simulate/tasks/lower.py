@@ -14,11 +14,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from distsim.cost.cost_model import CostModel, takes_turn, usable
+from distsim.cost.cost_model import CostModel, takes_turn
 from distsim.ir import Function, Op, Value
 from distsim.ops import Signature, operator, signature_of
 from distsim.ops.coalescing import moved_values
 from distsim.ops.launch import HOST, LAUNCH
+from distsim.simulate.tasks.grid import task_seconds
 from distsim.simulate.tasks.rank_classes import (
     Classes,
     ClassExchange,
@@ -74,7 +75,7 @@ UNISSUED = -1
 """Instead of a run of the host: it takes no time to issue the op."""
 
 
-class Exchange(NamedTuple):
+class IssuedExchange(NamedTuple):
     """How one exchange of a communication op runs: ``issues`` are the runs of the hosts that issue it."""
 
     sources: Classes
@@ -97,7 +98,7 @@ class Lowering:
         self.issues = bool(cost_model.kernels)
         if self.issues:
             self.ops.append(LAUNCH)
-        self._exchanges: dict[tuple[object, ...], tuple[Exchange, ...]] = {}
+        self._exchanges: dict[tuple[object, ...], tuple[IssuedExchange, ...]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._known: dict[tuple[object, ...], Kind] = {}
         self._templates: dict[Function, Template] = {}
@@ -139,7 +140,7 @@ class Lowering:
         stream = every[begins[which][task] + ahead]
         return np.array([seconds for seconds, _ in ways])[which], task, stream
 
-    def exchanges(self, op: Op) -> tuple[Exchange, ...]:
+    def exchanges(self, op: Op) -> tuple[IssuedExchange, ...]:
         """Return how a communication op runs, for each of its exchanges."""
         key = (op.op_type, op.attributes, *map(_TYPE, op.inputs + op.outputs))
         found = self._exchanges.get(key)
@@ -150,7 +151,9 @@ class Lowering:
             seconds = [task_seconds(op, cost) for cost in asked]
             found = self._exchanges[key] = tuple(
                 [
-                    Exchange(part.sources, part.targets, self.run(s, ends), self._issues(signature, part))
+                    IssuedExchange(
+                        part.sources, part.targets, self.run(s, ends), self._issues(signature, part)
+                    )
                     for (part, ends), s in zip(parts, seconds, strict=True)
                 ]
             )
@@ -214,22 +217,6 @@ class Lowering:
                 found = tuple(zip(at, runs, [self.issue(signature, c) for c in at], strict=True))
             self._kinds[key] = found
         return self._kinds[key]
-
-
-GRID = 2.0**-40
-"""Seconds (0.9 ps) of which every duration is a multiple: sums up to 8,192 s are exact in a float64."""
-_COARSE = 2.0**13
-"""Seconds from which every float64 is such a multiple."""
-
-
-def on_grid(seconds: float) -> float:
-    """Return seconds as a multiple of :data:`GRID`."""
-    return seconds if seconds >= _COARSE else round(seconds / GRID) * GRID
-
-
-def task_seconds(op: object, seconds: float) -> float:
-    """Return the seconds of a task, on the grid; raises as :func:`usable` for what is no time."""
-    return on_grid(usable(op, seconds))
 
 
 Made = dict[int, int] | int

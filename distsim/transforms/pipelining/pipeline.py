@@ -64,13 +64,13 @@ class Cut:
 
         ``saving_all`` makes the one that recomputes nothing, if this one recomputes.
         """
-        slices = mesh.slices("pp")
-        if schedule.num_ranks != len(slices) or schedule.chain != len(self.stages):
+        slices, count = mesh.slices("pp"), len(self.stages)
+        if schedule.num_ranks != len(slices) or schedule.chain != count:
             raise PlanError(
                 f"the schedule has {schedule.chain} stages on {schedule.num_ranks} ranks, the mesh has "
-                f"pp={len(slices)}, the function was cut into {len(self.stages)} stages; make them agree"
+                f"pp={len(slices)}, the function was cut into {count} stages; make them agree"
             )
-        places = [slices[schedule.rank_of[stage]] for stage in range(len(self.stages))]
+        places = [slices[schedule.rank_of[stage]] for stage in range(count)]
         return Program(
             self.name,
             mesh,
@@ -323,10 +323,9 @@ class _Cutter:
             forward = make.block("forward", groups.get((index, "F", 0), empty))
             backward = make.block("backward", groups.get((index, "B", 0), empty))
             stages.append((forward, backward, tuple(updates)))
-        name, local = self.function.name, self.local
-        inputs = self._inputs(groups)
+        local, inputs = self.local, self._inputs(groups)
         fused = await_received(fuse_stages(stages, local.kernels), local.kernels)
-        return Cut(name, local.mesh, fused, inputs, self._outputs(inputs), local.notes)
+        return Cut(self.function.name, local.mesh, fused, inputs, self._outputs(inputs), local.notes)
 
     def _groups(self) -> dict[tuple[int, str, int], Group]:
         groups: dict[tuple[int, str, int], list[int]] = {}
