@@ -24,7 +24,7 @@ def simulate(capsys, model: str, *arguments: object, cluster: str = "dgx-a100") 
 
 
 def step_time(out: str) -> float:
-    number, unit = re.search(r"^step time +([\d.e+-]+) (\w+)$", out, re.MULTILINE).groups()
+    number, unit = re.search(r"^step time +([\d.e+-]+) (\w+)(?: \(.*\))?$", out, re.MULTILINE).groups()
     return float(number) * SECONDS[unit]
 
 
@@ -102,11 +102,11 @@ def test_builders_and_files_are_simulated(capsys, model, arguments, samples):
 def test_the_command_of_the_readme_takes_what_its_python_says(capsys):
     text = (Path(__file__).parent.parent / "README.md").read_text()
     command = re.search(r"`distsim simulate (mlp:[^`]+)`", text)[1].split()
-    assert f"'{re.search('step time +(.+)', run(capsys, 'simulate', *command)[0])[1]}'\n" in text
+    assert f"'{re.search('step time +([^(]+) ', run(capsys, 'simulate', *command)[0])[1]}'\n" in text
 
 
 def test_without_a_plan_one_device_does_everything(capsys):
-    out = simulate(capsys, MLP, "--batch", 8)
+    out = simulate(capsys, MLP, "--batch", 8, "--kernels", "ops")  # without a host, which it would wait for
     assert "dp=1,tp=1,pp=1,microbatches=1,schedule=1f1b" in out
     assert "mlp_training: 1 device\n" in out
     assert re.search(r"^gpu:0 +100\.0% +0\.0% +0\.0% ", out, re.MULTILINE)
@@ -165,7 +165,7 @@ def test_adam_keeps_two_moments_per_parameter_and_sgd_none(capsys):
 
 
 def test_two_nodes_are_slower_than_one_for_the_same_plan(capsys):
-    command = ["mlp:layers=2,width=4096", "--batch", 64, "--plan", "dp=16"]
+    command = ["mlp:layers=2,width=4096", "--batch", 64, "--plan", "dp=16", "--kernels", "ops"]
     near = simulate(capsys, *command, cluster="dgx-2")
     far = simulate(capsys, *command, cluster="dgx-a100:2")
     exposed = [float(re.search(r"^gpu:\S+ +[\d.]+% +([\d.]+)%", out, re.MULTILINE)[1]) for out in (near, far)]
@@ -275,10 +275,8 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
     own = simulate(capsys, *command, "--stack", "megatron", *own)
     assert "note: assumed: attention flash, optimizer adamw, clip 1.0\n" in own
     assert "remat" not in own.splitlines()[0] and "note: precision bf16:" in own
-    times = [
-        step_time(simulate(capsys, *command, "--kernels", name)) for name in ("ops", "eager", "compiled")
-    ]
-    assert times[0] > times[1] > times[2]
+    times = [step_time(simulate(capsys, *command, "--kernels", name)) for name in ("eager", "compiled")]
+    assert times[0] > times[1]
 
 
 @pytest.mark.parametrize(

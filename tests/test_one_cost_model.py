@@ -252,7 +252,7 @@ def with_rules(monkeypatch, name):
     monkeypatch.setattr(
         distsim.commands.simulate,
         "CostModel",
-        lambda topology, strict=False: CostModel(topology, strict, Dear(name)),
+        lambda topology, strict=False, kernels="": CostModel(topology, strict, Dear(name), kernels),
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.errors import ScheduleError
-from distsim.ops import op_label, signature_of
+from distsim.ops import op_label, operator, signature_of
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, longer
 from distsim.simulate.details import ProgramTimeline
@@ -62,7 +62,7 @@ def _free(simulation: Simulation, path: CriticalPath) -> Iterator[tuple[str, flo
     free += [(f"free collectives over {axis}", what_if.collectives(axis)) for axis in axes]
     if any(what_if.sends(signature_of(op)) for op in moving):
         free.append(("free sends", what_if.sends))
-    kinds = dict.fromkeys(op_label(op) for op in ops if not communicates(op))
+    kinds = dict.fromkeys(op_label(op) for op in ops if not (communicates(op) or operator(op.op_type).issues))
     names = [kind for kind in path.by_kind if kind in kinds][:MOST_OPERATORS]
     free += [(f"free {name}", what_if.operators(name)) for name in names]
     base = simulation.cost_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distsim.ops.launch import LAUNCH
 from distsim.simulate.explain.critical_path import CriticalPath
 from distsim.simulate.explain.text import count, seconds_text, table
 
@@ -97,6 +98,8 @@ class Explanation:
     def _bound(self) -> list[str]:
         path = self.critical_path
         moves = sum(part.seconds for part in path.parts if part.communicates)
+        issues = path.by_kind.get(LAUNCH.op_type, 0.0)
+        launching = f", {self._share(issues)} launching kernels" if issues else ""
         tasks = sum(part.tasks for part in path.parts)
         runs = {kind: sum(part.tasks for part in path.parts if part.kind == kind) for kind in path.by_kind}
         rows = [
@@ -105,7 +108,8 @@ class Explanation:
         ]
         lines = [
             f"What bounds it is the critical path: {count(tasks, 'task')}, each starting when the one before "
-            f"ends; {self._share(self.step_time - moves)} computing, {self._share(moves)} communicating.",
+            f"ends; {self._share(self.step_time - moves - issues)} computing, {self._share(moves)} "
+            f"communicating{launching}.",
             *table(("on the critical path", "tasks", "time", "share"), rows[:_MOST_KINDS]),
         ]
         rest = sum(list(path.by_kind.values())[_MOST_KINDS:])
