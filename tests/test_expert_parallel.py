@@ -3,6 +3,7 @@
 Collectives are those of ``layouts.md``: T tokens of a rank, each of which goes to k experts, h width.
 """
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from distsim.ops import operator, signature_of, work
 from distsim.ops.parts import Groups
 from distsim.plan import Plan
 from distsim.program.program import Program
+from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 
 BATCH, SEQ, VOCAB = 8, 8, 16
@@ -40,8 +42,10 @@ DEEPSEEK = replace(
     expert_layers=ExpertLayers(1),
 )
 EVEN = Loads()
-SKEWED = Loads(concentration=1.0, capacity=1.5, seed=1)
+SKEWED = Loads(concentration=1.0, capacity=1.5, seed=1, pad=False)
 """Unlike slots, so that parts are padded, and some choices dropped."""
+PADDED = Loads(concentration=1.0, capacity=1.5, seed=1)
+"""Slots alike, some of which hold nothing, and some choices dropped."""
 CASES = [
     ("mixtral", "dp=2,ep=2", 1, SKEWED),
     ("mixtral", "dp=4,ep=2,microbatches=2,schedule=gpipe", 1, SKEWED),
@@ -56,6 +60,8 @@ CASES = [
     ("mixtral", "dp=2,ep=2,cp=4,cp_kind=usp:2", 4, SKEWED),
     ("mixtral", "dp=2,ep=2,cp=2,cp_kind=ring,tp=2,sp=on,pp=2,microbatches=2", 8, EVEN),
     ("deepseek", "dp=2,ep=2,pp=2,microbatches=4,schedule=zb_h1", 1, SKEWED),
+    ("mixtral", "dp=4,ep=4,microbatches=2,remat=full", 1, PADDED),
+    ("deepseek", "dp=2,ep=2,tp=2,sp=on,pp=2,microbatches=2", 2, PADDED),
 ]
 
 
@@ -177,9 +183,40 @@ def test_all_wait_for_the_rank_of_the_busiest_experts():
     assert all(work(signature_of(op)).flops == 2 * BATCH * busiest * H * 16 for op in products)
 
 
+@pytest.mark.parametrize("capacity", [1.0, 1.25, 2.0])
+def test_with_a_capacity_each_expert_has_as_many_rows_of_each_sequence(capacity):
+    """E x capacity rows are sent and multiplied, whatever is asked for (Megatron-LM's get_capacity)."""
+    joint = differentiate(decoder(SENT, BATCH, SEQ, BFloat16(), Loads(0.3, capacity, seed=2)), SGD())
+    program = parallelize(joint, Plan(dp=2, ep=2), topology_of(2))
+    rows = 8 * math.ceil(capacity * SEQ * K / 8)
+    assert sent(program)["all_to_all", "ep", 2 * BATCH // 2 * rows * H] == 2 * 4
+    products = [op for op in all_ops(program.to_function()) if op.op_type.startswith("GroupedMatMul")]
+    assert all(work(signature_of(op)).flops == 2 * BATCH * rows // 2 * H * 16 for op in products)
+
+
 LARGE = DecoderSizes(
     2, 2048, 64, GroupedHeads(16), FeedForward(64), Mixture(8, 2, 2048), positions=Positions(1024)
 )
+
+
+def test_padding_takes_the_memory_of_its_rows():
+    """A row is saved as it comes [H], its gate, up, activated and gated [ffn] each, and what it is made [H].
+
+    Its gate and place, 2 and 8 bytes, beside.
+    """
+
+    def saved_by_a_layer(loads: Loads) -> int:
+        def activations(layers: int) -> int:
+            function = decoder(replace(LARGE, layers=layers), 8, 1024, BFloat16(), loads)
+            program = parallelize(differentiate(function, SGD()), Plan(dp=2, ep=2), topology_of(2))
+            return next(iter(program_memory(program).devices.values())).by_kind["activations"]
+
+        return activations(4) - activations(3)
+
+    more = 8 // 2 * (8 * math.ceil(1.5 * 2 * 1024 / 8) - 2 * 1024)
+    grown = saved_by_a_layer(Loads(capacity=1.5)) - saved_by_a_layer(EVEN)
+    assert grown == more * (2 * (2 * LARGE.hidden + 4 * LARGE.experts.ffn) + 2 + 8)
+
 
 # --- time -------------------------------------------------------------------------------------------------
 
@@ -210,7 +247,7 @@ def test_an_imbalance_makes_the_step_longer_and_a_capacity_shorter():
         program = parallelize(joint, Plan(dp=4, ep=4), topology)
         return Simulator(CostModel(topology)).simulate(program).step_time
 
-    skewed, capped = Loads(0.5, seed=2), Loads(0.5, 1.0, seed=2)
+    skewed, capped = Loads(0.5, seed=2), Loads(0.5, 1.0, seed=2, pad=False)
     assert max(draw_routing(8, 2, 1024, 0.5, seed=2).slots) > 512
     assert simulate(skewed) > 1.1 * simulate(EVEN) > simulate(capped)
 

@@ -77,6 +77,7 @@ def deepseek(
     seed: int = 0,
     dtype: DType = Float32(),  # noqa: B008
     routings: Sequence[Routing] | None = None,
+    pad: bool | None = None,
 ) -> Function:
     """Return a DeepSeek-style decoder with a loss, of :class:`DeepseekSizes` in order or by name.
 
@@ -92,5 +93,5 @@ def deepseek(
     >>> sum(value.type.size for value in function.parameters)
     2840
     """
-    loads = Loads(concentration, capacity, seed, routings)
+    loads = Loads(concentration, capacity, seed, routings, pad)
     return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, "deepseek", "math")

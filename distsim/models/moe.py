@@ -58,19 +58,20 @@ def moe(
     seed: int = 0,
     dtype: DType = Float32(),  # noqa: B008
     routings: Sequence[Routing] | None = None,
+    pad: bool | None = None,
 ) -> Function:
     """Return a decoder with mixtures of experts for feed-forwards, of :class:`MoeSizes` in order or by name.
 
     Inputs and output as those of :func:`distsim.models.llama`. Each of the ``experts`` is a SwiGLU
     feed-forward of width ``ffn``, each token goes to ``top_k`` of them and to ``shared`` more. The load of
-    layer i is drawn with seed ``seed + i``, ``concentration`` and ``capacity`` (:func:`draw_routing`), or
-    given: ``routings``, one a layer. Layers of equal load are Calls of one callee. A sequence is routed in
-    ``groups`` of neighbouring tokens, each by itself.
+    layer i is drawn with seed ``seed + i``, ``concentration``, ``capacity`` and ``pad``
+    (:func:`draw_routing`), or given: ``routings``, one a layer. Layers of equal load are Calls of one callee.
+    A sequence is routed in ``groups`` of neighbouring tokens, each by itself.
 
     >>> sizes = dict(layers=2, hidden=16, heads=4, kv_heads=2, ffn=8, seq=8, batch=2, vocab=32)
     >>> function = moe(experts=4, top_k=2, **sizes)
     >>> sum(value.type.size for value in function.parameters)
     5840
     """
-    loads = Loads(concentration, capacity, seed, routings)
+    loads = Loads(concentration, capacity, seed, routings, pad)
     return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, "moe", "math")

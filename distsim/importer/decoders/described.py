@@ -22,11 +22,12 @@ _INPUT: dict[str, Callable[[str, str], Any]] = {
     "seq": read_number,
     "concentration": read_decimal,
     "capacity": read_decimal,
+    "pad": read_flag,
     "seed": lambda key, text: read_number(key, text, 0),
 }
 """Options that are no sizes of a model: what it is given, and the loads of its experts."""
 
-_LOADS = ("concentration", "capacity", "seed")
+_LOADS = ("concentration", "capacity", "pad", "seed")
 
 _COUNTS_FROM_ZERO = ("window", "q_lora", "shared", "dense")
 
