@@ -121,7 +121,7 @@ def test_figures_that_make_no_mixture(options, words):
 def layer_of(sizes: Mixture, slots: tuple[int, ...], tokens: int, batch: int = 2) -> Function:
     """A function that is a mixture alone, of x [batch, tokens, 6]."""
     layer = LayerMaker("mixture", Tensor(F64, (batch, tokens, 6)), 2)
-    return layer.finish(mixture(layer, layer.x, sizes, Routing(slots, slots)))
+    return layer.finish(mixture(layer, layer.x, sizes, Routing(slots, slots)).tokens)
 
 
 def token_choice(x, weights, sizes: Mixture, slots):

@@ -46,9 +46,10 @@ def decoder(
     """Return a decoder with a cross-entropy loss.
 
     Inputs: ``tokens`` and ``labels`` [batch, seq] and the parameters; output: the mean loss over the
-    positions. Layers that are alike are Calls of one callee; layers of experts are alike where their
-    ``loads`` are. ``attention``: ``flash``, one op, or ``math``, written out with a mask that all layers
-    share. Raises :class:`PlanError` for sequences or loads that the sizes do not allow.
+    positions, with what layers of experts add to it. Layers that are alike are Calls of one callee; layers of
+    experts are alike where their ``loads`` are. ``attention``: ``flash``, one op, or ``math``, written out
+    with a mask that all layers share. Raises :class:`PlanError` for sequences or loads that the sizes do not
+    allow.
     """
     sizes.check_input(batch, seq)
     if attention not in ATTENTIONS:
@@ -67,16 +68,21 @@ def decoder(
     rotations = _rotations(top, sizes.rotary, sizes.positions.theta) if sizes.rotary else {}
     windows = dict.fromkeys(kind.window for kind in kinds) if attention == "math" else ()
     masks = {window: {"causal": _mask(top, window)} for window in windows}
+    losses: list[Value] = []
     for index, kind in enumerate(kinds):
         layer = made[kind]
         tables = rotations | masks.get(kind.window, {})
         own = [top.parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
         inputs = [x, *tables.values(), *own]
-        x = top.maker.add("Call", inputs, None, (layer,), [f"x{index}"], None, f"h{index}")[0]
+        names = [f"x{index}", f"aux_loss{index}"][: len(layer.outputs)]
+        x, *aux = top.maker.add("Call", inputs, None, (layer,), names, None, f"h{index}")
+        losses += aux
     x = top.norm(x, sizes.names.final, sizes.hidden, sizes.norm, "final")
     with top.within("head"):
         logits = top.capped(_logits(top, sizes, x, table), sizes.softcap, "capped_logits")
-        return top.finish(top("CrossEntropyLoss", logits, labels, name="loss", N=batch * seq))
+        own = "cross_entropy" if losses else "loss"
+        loss = top("CrossEntropyLoss", logits, labels, name=own, N=batch * seq)
+        return top.finish(top("Sum", loss, *losses, name="loss") if losses else loss)
 
 
 def _embedded(top: PartMaker, sizes: DecoderSizes, table: Value, tokens: Value) -> Value:
@@ -121,14 +127,15 @@ def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) 
     with layer.within("attention"):
         made = _attention(layer, sizes, normed, kind.window)
     x = _added(layer, sizes, layer.x, made, 1)
-    normed = layer.norm(x, names.norm2, sizes.hidden, sizes.norm)
+    normed, aux = layer.norm(x, names.norm2, sizes.hidden, sizes.norm), None
     if kind.load is None or sizes.experts is None:
         with layer.within("mlp"):
             made = feed_forward(layer, normed, sizes.feed_forward, (names.gate, names.up, names.down))
     else:
         with layer.within("experts"):
-            made = mixture(layer, normed, sizes.experts, kind.load)
-    return layer.finish(_added(layer, sizes, x, made, 2))
+            made, aux = mixture(layer, normed, sizes.experts, kind.load)
+    x = _added(layer, sizes, x, made, 2)
+    return layer.finish(x) if aux is None else layer.finish(x, aux)
 
 
 def _attention(layer: LayerMaker, sizes: DecoderSizes, source: Value, window: int) -> Value:

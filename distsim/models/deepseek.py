@@ -42,6 +42,8 @@ class DeepseekSizes:
     batch: int = 8
     vocab: int = 129280
     groups: int = 1
+    aux_loss: float = 0.0
+    aux_over: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, ffn=self.ffn)
@@ -54,7 +56,15 @@ class DeepseekSizes:
         experts = None
         if self.experts:
             experts = Mixture(
-                self.experts, self.top_k, self.expert_ffn, self.shared, "sigmoid", 2.5, groups=self.groups
+                self.experts,
+                self.top_k,
+                self.expert_ffn,
+                self.shared,
+                "sigmoid",
+                2.5,
+                groups=self.groups,
+                aux_loss=self.aux_loss,
+                aux_over=self.aux_over,
             )
         return DecoderSizes(
             self.layers,
@@ -86,7 +96,8 @@ def deepseek(
     SwiGLU feed-forward of width ``ffn``; with them (256 in DeepSeek-V3) the first ``dense`` layers have, and
     each of the others
     ``experts`` of width ``expert_ffn``, of which a token takes ``top_k``, and ``shared`` experts for all.
-    Loads, ``routings`` (one a layer of experts) and ``groups`` are those of :func:`distsim.models.moe`.
+    Loads, ``routings`` (one a layer of experts), ``groups`` and ``aux_loss`` are those of
+    :func:`distsim.models.moe`.
 
     >>> sizes = dict(hidden=16, heads=2, kv_lora=4, nope=4, rope=2, value=4, seq=8, batch=2, vocab=32)
     >>> function = deepseek(layers=2, ffn=8, **sizes)

@@ -31,6 +31,8 @@ class MoeSizes:
     batch: int = 8
     vocab: int = 32000
     groups: int = 1
+    aux_loss: float = 0.0
+    aux_over: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
@@ -45,7 +47,15 @@ class MoeSizes:
             self.vocab,
             GroupedHeads(self.heads, self.kv_heads),
             FeedForward(self.ffn),
-            Mixture(self.experts, self.top_k, self.ffn, self.shared, groups=self.groups),
+            Mixture(
+                self.experts,
+                self.top_k,
+                self.ffn,
+                self.shared,
+                groups=self.groups,
+                aux_loss=self.aux_loss,
+                aux_over=self.aux_over,
+            ),
             positions=Positions(self.seq, theta=THETA),
         )
 
@@ -66,7 +76,8 @@ def moe(
     feed-forward of width ``ffn``, each token goes to ``top_k`` of them and to ``shared`` more. The load of
     layer i is drawn with seed ``seed + i``, ``concentration``, ``capacity`` and ``pad``
     (:func:`draw_routing`), or given: ``routings``, one a layer. Layers of equal load are Calls of one callee.
-    A sequence is routed in ``groups`` of neighbouring tokens, each by itself.
+    A sequence is routed in ``groups`` of neighbouring tokens, each by itself. ``aux_loss`` and
+    ``aux_over``: the loss that balances the experts (:class:`distsim.models.mixture.Mixture`).
 
     >>> sizes = dict(layers=2, hidden=16, heads=4, kv_heads=2, ffn=8, seq=8, batch=2, vocab=32)
     >>> function = moe(experts=4, top_k=2, **sizes)

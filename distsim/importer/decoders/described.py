@@ -10,7 +10,14 @@ from typing import Any
 from distsim.errors import ImportModelError, PlanError
 from distsim.importer.decoders.huggingface import DEFAULT_BATCH, default_seq, sizes_from_hf
 from distsim.importer.decoders.named import named_sizes
-from distsim.importer.decoders.options import read_decimal, read_flag, read_number, read_rate, split_options
+from distsim.importer.decoders.options import (
+    read_coefficient,
+    read_decimal,
+    read_flag,
+    read_number,
+    read_rate,
+    split_options,
+)
 from distsim.ir import Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
@@ -37,6 +44,8 @@ def _read(key: str, text: str) -> Any:
         return _INPUT[key](key, text)
     if key.endswith("_dropout"):
         return read_rate(key, text)
+    if key == "aux_loss":
+        return read_coefficient(key, text)
     if key == "tied":
         return read_flag(key, text)
     if key == "theta":
