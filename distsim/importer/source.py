@@ -115,6 +115,7 @@ def _pairs(text: str, what: str) -> dict[str, int]:
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "int": read_number,
     "int | None": read_number,
+    "str": lambda key, text: text,
     "float": read_coefficient,
     "float | None": read_decimal,
     "bool | None": read_flag,

@@ -30,6 +30,7 @@ from distsim.models.routing import Routing
 from distsim.models.sizes import check_caps, check_counts, check_sizes
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
+DISPATCHERS = ("alltoall", "allgather")
 MAX_EXPERTS = 2**16
 """Of a layer: 32 times those of Switch-C (Fedus et al. 2022)."""
 
@@ -45,7 +46,9 @@ class Mixture:
     experts, divided by their sum if there are several and they are ``normalized``, multiplied by ``scale``.
     Each expert is a gated feed-forward with the ``activation``. A sequence is routed in so many ``groups`` of
     neighbouring tokens, each by itself. ``aux_loss``: the coefficient of the loss that balances the experts,
-    0 for none, of the tokens of ``aux_over`` sequences together.
+    0 for none, of the tokens of ``aux_over`` sequences together. ``dispatcher``: where ranks have experts
+    each, their tokens' rows are sent to them (``alltoall``), or all ranks have all tokens and take rows of
+    them (``allgather``), as Megatron-LM's ``--moe-token-dispatcher-type``.
     """
 
     experts: int
@@ -59,6 +62,7 @@ class Mixture:
     groups: int = 1
     aux_loss: float = 0.0
     aux_over: int = 1
+    dispatcher: str = DISPATCHERS[0]
 
     def __post_init__(self) -> None:
         check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn, groups=self.groups)
@@ -76,6 +80,8 @@ class Mixture:
         check_counts(shared=self.shared)
         if self.score not in SCORES:
             raise PlanError(f"score={self.score!r} is not one of {', '.join(SCORES)}")
+        if self.dispatcher not in DISPATCHERS:
+            raise PlanError(f"dispatcher={self.dispatcher!r} is not one of {', '.join(DISPATCHERS)}")
         check_caps(scale=self.scale)
         check_activation(self.activation)
 
@@ -113,14 +119,17 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Mi
     scores, assigned = _assigned(layer, grouped, sizes)
     balance = _balance(layer, scores, assigned, sizes) if sizes.aux_loss else None
     gates, taken = _taken(layer, assigned, routing)
-    rows = layer("GatherND", grouped, taken, name="dispatched", batch_dims=len(leading))
+    places: dict[str, object] = {"batch_dims": len(leading)}
+    if sizes.dispatcher == "allgather":
+        places["groups"] = routing.slots
+    rows = layer("GatherND", grouped, taken, name="dispatched", **places)
     shared = None
     if sizes.shared:  # before the experts: while rows are on their way
         wide = FeedForward(sizes.shared * sizes.ffn, sizes.activation)
         shared = feed_forward(layer, x, wide, prefix="shared.")
     rows = _experts(layer, rows, sizes, routing)
     weighted = layer("Mul", rows, gates, name="weighted")
-    made = layer("GatherNDGrad", taken, weighted, name="combined", shape=shape, batch_dims=len(leading))
+    made = layer("GatherNDGrad", taken, weighted, name="combined", shape=shape, **places)
     if sizes.groups > 1:
         made = layer("Reshape", made, name="ungrouped", shape=(layer.batch, layer.seq, layer.hidden))
     return Mixed(made if shared is None else layer("Add", made, shared, name="mixed_experts"), balance)

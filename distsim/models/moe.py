@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import THETA, decoder
 from distsim.models.decoder_sizes import DecoderSizes, Positions
-from distsim.models.mixture import Mixture
+from distsim.models.mixture import DISPATCHERS, Mixture
 from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.routing import Loads, Routing
@@ -33,6 +33,7 @@ class MoeSizes:
     groups: int = 1
     aux_loss: float = 0.0
     aux_over: int = 1
+    dispatcher: str = DISPATCHERS[0]
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
@@ -55,6 +56,7 @@ class MoeSizes:
                 groups=self.groups,
                 aux_loss=self.aux_loss,
                 aux_over=self.aux_over,
+                dispatcher=self.dispatcher,
             ),
             positions=Positions(self.seq, theta=THETA),
         )
@@ -77,7 +79,8 @@ def moe(
     layer i is drawn with seed ``seed + i``, ``concentration``, ``capacity`` and ``pad``
     (:func:`draw_routing`), or given: ``routings``, one a layer. Layers of equal load are Calls of one callee.
     A sequence is routed in ``groups`` of neighbouring tokens, each by itself. ``aux_loss`` and
-    ``aux_over``: the loss that balances the experts (:class:`distsim.models.mixture.Mixture`).
+    ``aux_over``: the loss that balances the experts, ``dispatcher``: how rows get to ranks of experts
+    (:class:`distsim.models.mixture.Mixture`).
 
     >>> sizes = dict(layers=2, hidden=16, heads=4, kv_heads=2, ffn=8, seq=8, batch=2, vocab=32)
     >>> function = moe(experts=4, top_k=2, **sizes)

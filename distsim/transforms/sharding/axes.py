@@ -10,7 +10,7 @@ from distsim.errors import PlanError
 from distsim.ir import Device, Function, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ops.parts import Groups, Parts
-from distsim.ops.sharding_rule import factors_of
+from distsim.ops.sharding_rule import Pieces, factors_of
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, DividedAxis, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
@@ -174,9 +174,14 @@ def _of_experts(function: Function, structure: Structure) -> Marks:
     seeds: Marks = {}
     for node in structure.nodes:
         rule = rule_of(node.signature)
-        if rule is not None and rule.experts:
+        if rule is not None and (rule.experts or rule.rows):
             for value, dims in zip(node.op.inputs, rule.inputs, strict=True):
                 own = frozenset[Mark]((place, None) for place, dim in enumerate(dims) if dim == rule.experts)
+                seeds[value] = seeds.get(value, frozenset()) | own
+            ends = (*node.op.inputs, *node.op.outputs), (*rule.inputs, *rule.outputs)
+            for value, dims in zip(*ends, strict=True) if rule.rows else ():
+                rows = [(place, dim) for place, dim in enumerate(dims) if isinstance(dim, Pieces)]
+                own = frozenset[Mark]([(place, dim.sizes) for place, dim in rows if dim.factor == rule.rows])
                 seeds[value] = seeds.get(value, frozenset()) | own
     return propagate(function, propagate_back(function, seeds))
 
