@@ -241,6 +241,15 @@ def test_layers_of_equal_load_are_calls_of_one_callee():
     assert [f.name for f in callees(small_moe(layers=5))] == ["layer"]
     assert [f.name for f in callees(small_deepseek(layers=5))] == ["dense_layer", "expert_layer"]
     assert len(callees(small_moe(layers=3, concentration=0.5))) == 3
+    # Padded to a capacity all layers are, whatever is asked of each; the note says what is.
+    padded = small_moe(layers=3, concentration=0.5, capacity=1.0)
+    assert len(callees(padded)) == 1
+    drawn = [draw_routing(4, 2, 6, 0.5, 1.0, seed) for seed in range(3)]
+    lost = sum(load.dropped for load in drawn) / 36
+    assert padded.notes == (
+        f"experts: all serve as many rows, {lost:.1%} of the rows are padding, {lost:.1%} of the choices are "
+        "dropped",
+    )
 
 
 def test_the_command_line_knows_it():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,14 @@ MASKED = -1e4
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """What tells one layer from another: its window (0: none) and its load of experts (None: dense)."""
+    """What tells one layer from another: its window (0: none) and the slots of its experts (None: dense).
+
+    ``load``: what its experts are asked for, which is not in the ops.
+    """
 
     window: int
-    load: Routing | None
+    slots: tuple[int, ...] | None
+    load: Routing | None = field(compare=False)
 
 
 def decoder(
@@ -47,9 +51,9 @@ def decoder(
 
     Inputs: ``tokens`` and ``labels`` [batch, seq] and the parameters; output: the mean loss over the
     positions, with what layers of experts add to it. Layers that are alike are Calls of one callee; layers of
-    experts are alike where their ``loads`` are. ``attention``: ``flash``, one op, or ``math``, written out
-    with a mask that all layers share. Raises :class:`PlanError` for sequences or loads that the sizes do not
-    allow.
+    experts are alike where their slots are (:class:`Routing`). ``attention``: ``flash``, one op, or ``math``,
+    written out with a mask that all layers share. Raises :class:`PlanError` for sequences or loads that the
+    sizes do not allow.
     """
     sizes.check_input(batch, seq)
     if attention not in ATTENTIONS:
@@ -115,7 +119,10 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_LayerKind]:
         )
         found = dict(zip(with_experts, drawn, strict=True))
     windows = [sizes.attention.window_of(index) for index in range(sizes.layers)]
-    return [_LayerKind(w if w < seq else 0, found.get(index)) for index, w in enumerate(windows)]
+    slots = {index: load.slots for index, load in found.items()}
+    return [
+        _LayerKind(w if w < seq else 0, slots.get(index), found.get(index)) for index, w in enumerate(windows)
+    ]
 
 
 def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) -> Function:
