@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from distsim.ir import Float64, Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, Positions
-from distsim.models.mixture import Mixture
+from distsim.models.mixture import DISPATCHERS, Mixture
 from distsim.models.parts.attention import GroupedHeads, Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
@@ -39,7 +39,7 @@ def invent_decoder(seed: int) -> Function:
     own = Random(f"experts {seed}")  # recorded seeds stay what they were
     loads = Loads(own.choice((None, 0.5)), own.choice((None, 1.0)), seed)
     if experts is not None:
-        experts = replace(experts, groups=own.choice((1, 1, 2, 4)))
+        experts, loads = with_choices(replace(experts, groups=own.choice((1, 1, 2, 4))), loads)
     plain = experts is None and isinstance(attention, GroupedHeads)
     learned = plain and rng.random() < 0.3
     sizes = DecoderSizes(
@@ -56,6 +56,15 @@ def invent_decoder(seed: int) -> Function:
     )
     attended = "flash" if rng.random() < 0.9 else "math"
     return decoder(sizes, BATCH, SEQ, Float64(), loads, attention=attended)
+
+
+def with_choices(experts: Mixture, loads: Loads) -> tuple[Mixture, Loads]:
+    """Return a mixture with a random loss and dispatcher, padded or not, by dice of their own."""
+    rng = Random(f"mixture {experts} {loads}")
+    if loads.capacity is not None:
+        loads = replace(loads, pad=rng.choice((True, False)))
+    experts = replace(experts, dispatcher=rng.choice(DISPATCHERS), aux_loss=rng.choice((0.0, 0.5)))
+    return experts, loads
 
 
 def distinct_tokens(seed: int) -> NDArray[np.int64]:
