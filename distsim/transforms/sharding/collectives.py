@@ -12,6 +12,7 @@ from distsim.hardware.rank_axes import joined_axes
 from distsim.ir import FunctionMaker, Literal, Mesh, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
+from distsim.ops.parts import Groups, Parts
 from distsim.transforms.sharding.layout import (
     PARTIAL,
     REPLICATED,
@@ -19,6 +20,7 @@ from distsim.transforms.sharding.layout import (
     Placement,
     State,
     exchangeable,
+    expert_axis,
     sharded,
 )
 
@@ -53,6 +55,7 @@ class Mover:
         self._shown = [mesh.axis_size(axis.name) for axis in axes]
         self._pattern = self._shown[0] * microbatches != axes[0].parts
         self._own: Sequence[frozenset[int]] = ()
+        self.experts = [place for place, axis in enumerate(axes) if axis.experts]
 
     def recipe(
         self,
@@ -93,8 +96,16 @@ class Mover:
             local = self._in_time(maker, local, name, source, top)
         states, summed = [source, *inner], list[str]()
         places = range(len(states))
+        rows, then = self._rows(states), self._rows(target)
+        back = self.experts if rows is not None and then is None else []
+        if then is not None and then != rows:
+            local = self._dispatch(maker, local, states, then)
         for place in sorted(places, key=lambda place: -self._depth(place, states[place])):
             state, wanted = states[place], target[place]
+            if place in back:
+                continue
+            if self._is_inside(place, wanted, back, target):
+                wanted = REPLICATED if state.sharded else state  # it divides what rows go back to
             if state.sharded and wanted.sharded and self._depth(place, wanted) > self._depth(place, state):
                 continue  # it becomes the inner one of another dimension, once others divide that
             scattered = state is PARTIAL and wanted.sharded
@@ -110,10 +121,82 @@ class Mover:
             states[place] = wanted
         if summed:
             local = _add(maker, local, "MPIAllreduce", joined_axes(summed[::-1]))
+        if back:
+            local = self._combine(maker, local, states, target)
         for place in sorted(places, key=lambda place: self._depth(place, target[place])):
             if states[place] != target[place]:
                 local = self._step(maker, local, place, states, target[place])
                 states[place] = target[place]
+
+    def _rows(self, states: Sequence[State]) -> State | None:
+        """Return how a value is divided by experts, over all axes that have some; None: it is not."""
+        found = [states[place] for place in self.experts if isinstance(states[place].pieces, Groups)]
+        return found[0] if found else None
+
+    def _dispatch(self, maker: FunctionMaker, local: Value, states: list[State], rows: State) -> Value:
+        """Divide a value by experts, over all axes that have some: one all-to-all, of what these divide."""
+        if self._rows(states) is not None:
+            local = self._combine(maker, local, states, [REPLICATED] * len(states))
+        ends = [states[place] for place in self.experts]
+        moved = all(each.sharded and exchangeable(each, rows) for each in ends)
+        now = tuple(states)
+        whole = [
+            place
+            for place, state in enumerate(now)
+            if (place in self.experts and not moved) or self._is_inside(place, state, self.experts, now)
+        ]
+        for place in sorted(whole, key=lambda place: -self._depth(place, now[place])):
+            local = self._step(maker, local, place, states, REPLICATED)
+            states[place] = REPLICATED
+        if moved:
+            local = self._exchange(maker, local, ends, rows, back=False)
+        else:
+            local = _collective(maker, local, REPLICATED, rows, expert_axis(self.axes))
+        for place in self.experts:
+            states[place] = rows
+        return local
+
+    def _combine(
+        self, maker: FunctionMaker, local: Value, states: list[State], target: Sequence[State]
+    ) -> Value:
+        """Bring rows of experts back to what divides them else: one all-to-all, or all get all."""
+        rows, ends = states[self.experts[0]], [target[place] for place in self.experts]
+        moved = all(each.sharded and exchangeable(each, rows) for each in ends)
+        if moved:
+            local = self._exchange(maker, local, ends, rows, back=True)
+        else:
+            local = _collective(maker, local, rows, REPLICATED, expert_axis(self.axes))
+        for place, end in zip(self.experts, ends, strict=True):
+            states[place] = end if moved else REPLICATED
+        return local
+
+    def _exchange(
+        self, maker: FunctionMaker, local: Value, ends: Sequence[State], rows: State, back: bool
+    ) -> Value:
+        """Exchange what axes with experts divide as ``ends`` say for rows of experts, or ``back``."""
+        shape = [*as_tensor(local.type, local.name).shape]
+        axes, divided = [self.axes[place] for place in self.experts], list[tuple[int, int, Parts]]()
+        along = [*zip(axes, ends, strict=True)]
+        for axis, end in along if back else reversed(along):
+            shape[end.dim] *= 1 if back else axis.parts
+            divided.append((end.dim, axis.parts, axis.pieces(end, shape[end.dim])))
+            shape[end.dim] //= axis.parts if back else 1
+        joint, other = expert_axis(axes), "split" if back else "concat"
+        ways = {"split": rows.dim, "concat": rows.dim} | {other: tuple(divided if back else divided[::-1])}
+        pieces = {"concat_pieces" if back else "split_pieces": joint.pieces(rows, 0)}
+        return _add(maker, local, "MPIAlltoall", joint.name, **ways, **pieces)
+
+    def _is_inside(self, place: int, state: State, axes: Sequence[int], states: Sequence[State]) -> bool:
+        """Whether an axis divides, in this state, what one of some ``axes`` divides as ``states`` say."""
+        return (
+            place not in axes
+            and state.sharded
+            and any(
+                states[other].dim == state.dim
+                and self._depth(other, states[other]) < self._depth(place, state)
+                for other in axes
+            )
+        )
 
     def _depth(self, place: int, state: State) -> int:
         """Return how far inside an axis is, of those that divide a dimension as it does.
