@@ -165,9 +165,11 @@ class Plan:
                 "overlap_params=on gathers parameters after their update during the next forward pass, and "
                 f"zero={self.zero} gathers none after it; use zero=1 or 2, or overlap_params=off"
             )
-        check_experts_apart(self.degrees, self.sp == "on")
-        expert_ranks(self.degrees, self.order)
-        check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.ep)
+        if self.ep > 1 or self.etp:
+            check_experts_apart(self.degrees, self.sp == "on")
+            expert_ranks(self.degrees, self.order)
+        if self.zero_ranks:
+            check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.ep)
         if self.reshard not in RESHARD:
             raise PlanError(
                 f"reshard={shortened(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}"
@@ -200,7 +202,7 @@ class Plan:
     @property
     def expert_ranks(self) -> ExpertRanks:
         """The ranks that have experts each: `ep` of them, along dp, cp and tp."""
-        return expert_ranks(self.degrees, self.order)
+        return expert_ranks(self.degrees, self.order) if self.ep > 1 else ExpertRanks()
 
     @property
     def sequence_parts(self) -> int:

@@ -127,18 +127,18 @@ def divisors(n: int) -> list[int]:
 
 def check_zero_ranks(zero: int, zero_ranks: int, dp: int, ep: int) -> None:
     """Raise :class:`PlanError` where what ``zero`` divides cannot be over ``zero_ranks`` ranks of dp."""
-    if zero_ranks and not zero:
+    if not zero:
         raise PlanError(
             f"zero_ranks={zero_ranks} are the ranks over which zero divides, and zero=0 divides "
             "nothing; use zero=1, 2 or 3, or zero_ranks=0"
         )
-    if zero_ranks and (zero_ranks == 1 or dp % zero_ranks):
+    if zero_ranks == 1 or dp % zero_ranks:
         usable = [0, *divisors(dp)[1:]]
         raise PlanError(
             f"zero_ranks={zero_ranks} neighbours, of whom each has a part, do not divide "
             f"dp={dp}; choose one of {', '.join(map(str, usable))}"
         )
-    if zero_ranks and ep > 1:
+    if ep > 1:
         raise PlanError(
             f"zero_ranks={zero_ranks} with ep={ep}: experts' state is divided over other ranks "
             "than the rest; use zero_ranks=0, or ep=1"

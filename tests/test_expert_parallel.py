@@ -66,6 +66,7 @@ CASES = [
     ("deepseek", "dp=2,ep=4,tp=2,etp=1,sp=on,pp=2,microbatches=2,remat=full", 2, EVEN),
     ("mixtral", "dp=2,ep=2,tp=2,etp=1,sp=on,zero=3", 2, SKEWED),
     ("mixtral", "ep=4,cp=2,tp=2,etp=1,sp=on", 8, EVEN),
+    ("mixtral", "dp=2,ep=4,cp=2,tp=2,sp=on", 8, SKEWED),
 ]
 
 
@@ -304,6 +305,17 @@ def test_shared_experts_run_while_rows_are_on_their_way():
 
     exposed = [simulate(shared, False) - simulate(shared, True) for shared in (0, 4)]
     assert exposed[1] < 0.75 * exposed[0]
+
+
+def test_over_cp_rows_are_exchanged_by_parts_and_gathered_over_tp_too():
+    """The same where tp divides sequences within cp; what was gathered is saved, as Megatron-LM does."""
+    sizes = replace(SENT, experts=Mixture(4, 4, 16, groups=8))
+    found = of_two_layers(Plan.parse("dp=2,ep=4,cp=2,cp_kind=ring,tp=2,sp=on"), sizes)
+    rows = 2 * BATCH * SEQ // 4 * 4 * H
+    assert {key: n for key, n in found.items() if key[0] == "all_to_all"} == {
+        ("all_to_all", "ep", rows // 2): 8
+    }
+    assert found["reduce_scatter", "tp", rows] == found["all_gather", "tp", rows] == 4
 
 
 def test_an_imbalance_makes_the_step_longer_and_a_capacity_shorter():

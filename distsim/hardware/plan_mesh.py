@@ -29,7 +29,17 @@ def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
 
     Raises :class:`PlanError` when there are too few.
     """
-    degrees = (plan.pp, plan.degrees, plan.cp_kind, plan.zero_ranks, plan.order)
+    degrees = (
+        plan.pp,
+        plan.dp,
+        plan.tp,
+        plan.cp,
+        plan.cp_kind,
+        plan.ep,
+        plan.etp,
+        plan.zero_ranks,
+        plan.order,
+    )
     return _MESHES.get(topology, (topology.version, *degrees), lambda: _mesh(plan, topology))
 
 

@@ -7,7 +7,7 @@ in place of the one of the axis: rows are divided by their experts over all such
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distsim.errors import PlanError
@@ -109,6 +109,21 @@ class ByExperts:
             groups=tuple([self.groups.get(number, state) for number, state in enumerate(own.groups)]),
             choices=(*own.choices, *self.choice.choices),
         )
+
+    def beside(self, own: Decision, outer: Sequence[Decision]) -> Decision:
+        """Return the decision along an axis without ranks of experts; ``outer``: of those with, further out.
+
+        What it divides within what these do cannot stay so once rows are exchanged along them: it is whole.
+        """
+
+        def state(number: int, state: State) -> State:
+            dims = [each.groups[number].dim for each in outer if each.groups and each.groups[number].sharded]
+            within = number in self.groups and state.sharded and state.dim in dims
+            return REPLICATED if within else state
+
+        if not outer or not own.groups:
+            return own
+        return replace(own, groups=tuple([state(*each) for each in enumerate(own.groups)]))
 
     def _add(self, node: Node) -> None:
         """Keep the strategy of an op that is divided by experts, or adds up what such ops made in part."""

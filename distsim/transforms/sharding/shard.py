@@ -316,7 +316,7 @@ class _FunctionSharding:
         """
         balance = (device.throughput, device.peaks, device.dram_bandwidth)
         ranks = math.prod([axis.parts for axis in ways if axis.experts])
-        found, experts = dict[DividedAxis, Decision](), None
+        found, outer, experts = dict[DividedAxis, Decision](), list[Decision](), None
         for axis, way in ways.items():
             # Along the batch ranks and microbatches are all the same.
             key = (axis.parts, balance) if way is None else (axis.parts, ranks, parts, balance, way)
@@ -336,7 +336,12 @@ class _FunctionSharding:
                 self.decided[key] = decision
             if way is None and ranks > 1:
                 experts = self._by_experts(function, decision, (ranks, parts, balance), device)
-            found[axis] = experts.along(decision) if experts and axis.experts else decision
+            found[axis] = decision
+            if experts and axis.experts:
+                found[axis] = experts.along(decision)
+                outer += [] if way == EXPERTS else [decision]
+            elif experts:
+                found[axis] = experts.beside(decision, outer)
         return found
 
     def _by_experts(
