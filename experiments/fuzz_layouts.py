@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
@@ -9,6 +10,7 @@ import numpy as np
 from fuzz_checks import MOST_DEVICES, PROGRAMMED, REMAT
 from numpy.typing import NDArray
 
+from distsim.errors import PlanError
 from distsim.ir import Float64, Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, Positions
@@ -102,7 +104,8 @@ def random_layout(seed: int, experts: bool) -> Plan:
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
         sp="on" if tp > 1 and rng.random() < 0.5 else "off",
     )
-    return with_zero_ranks(with_buckets(plan))
+    plan = with_zero_ranks(with_buckets(plan))
+    return with_experts(plan) if experts else plan
 
 
 def with_zero_ranks(plan: Plan) -> Plan:
@@ -110,6 +113,16 @@ def with_zero_ranks(plan: Plan) -> Plan:
     rng = Random(f"zero_ranks {plan}")
     some = [n for n in range(2, plan.dp + 1) if plan.dp % n == 0] if plan.zero and plan.ep == 1 else []
     return replace(plan, zero_ranks=rng.choice((0, *some)))
+
+
+def with_experts(plan: Plan) -> Plan:
+    """Return a plan with experts over ranks of dp, cp and tp, by dice of their own."""
+    found = [plan]
+    for ep in (1, 2, 4):
+        for etp in (0, 1):
+            with suppress(PlanError):
+                found.append(replace(plan, ep=ep, etp=etp))
+    return Random(f"experts over ranks {plan}").choice(found)
 
 
 def with_buckets(plan: Plan) -> Plan:

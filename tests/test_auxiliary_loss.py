@@ -114,6 +114,7 @@ CASES = [
     ("mixtral", "dp=2,ep=2,cp=2", 1, 4),
     ("mixtral", "dp=2,ep=2,cp=2,cp_kind=ring,tp=2,sp=on,pp=2,microbatches=2", 1, 8),
     ("mixtral", "pp=2,microbatches=4,remat=full", 2, 1),
+    ("mixtral", "dp=2,ep=4,tp=2,etp=1,sp=on", 1, 2),
     ("mixtral", "dp=2,pp=4,microbatches=2", 1, 1),
     ("deepseek", "dp=2,ep=2,pp=3,microbatches=4,stages=layers", 1, 1),
     ("deepseek", "dp=2,ep=2,pp=2,microbatches=4,schedule=zb_h1,zero=2", 1, 1),

@@ -11,6 +11,7 @@ from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import Function
 from distsim.models import Routing, draw_routing, moe
 from distsim.ops.parts import Groups
+from distsim.rank_layout import ExpertRanks
 from distsim.stage_balance import BlockCost, auto_split, split_time
 from distsim.transforms import block_costs, differentiate
 
@@ -19,7 +20,7 @@ EVEN = draw_routing(16, 2, SEQ)
 SKEWED = draw_routing(16, 2, SEQ, concentration=0.3, seed=1)
 TOPOLOGY = load_cluster("dgx-a100")
 COSTS = CostModel(TOPOLOGY)
-MESH = RankAxes.of(dp=RANKS, tp=1, ep=RANKS).mesh(TOPOLOGY.devices[:RANKS])
+MESH = RankAxes.of(dp=RANKS, tp=1, ep=ExpertRanks(RANKS)).mesh(TOPOLOGY.devices[:RANKS])
 
 
 def joint(loads: list[Routing], shared: int = 0) -> Function:

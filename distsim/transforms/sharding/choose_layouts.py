@@ -97,8 +97,9 @@ class Axis:
     """The axis is the batch, which is divided over microbatches as well."""
     all_ops: bool = False
     """Every op is divided if at all possible, whatever the others are."""
-    parts_a_rank: int = 1
-    """Into how many parts a rank's part of a dimension divides in turn: two, where they lie in zigzag."""
+    divisor: int = 0
+    """In how many parts a dimension that is divided has to divide, if not as many as ranks: where these lie
+    in zigzag, twice as many; of ranks of experts only those along which data are divided."""
     beside: Mapping[int, float] = field(default_factory=dict[int, float])
     """Bytes that other axes send of each group, where the values of a rank are whole."""
     repeats: Sequence[tuple[float, float]] | None = None
@@ -120,7 +121,7 @@ class _Chooser:
     def __init__(self, structure: Structure, axis: Axis) -> None:
         self.structure, self.axis = structure, axis
         self.moves = Moves(axis.options.states, axis.ranks, axis.over_time)
-        self.divisor = axis.ranks * axis.parts_a_rank
+        self.divisor = axis.divisor or axis.ranks
         self.options = axis.options.that_fit(self.divisor, axis.parts)
         self.domains = self._domains()
 
