@@ -14,7 +14,7 @@ from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Function, Mesh, Op
 from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_remat, parse_stages
-from distsim.rank_layout import parse_cp_kind
+from distsim.rank_layout import ExpertRanks, parse_cp_kind
 from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
@@ -58,7 +58,7 @@ class Division(NamedTuple):
     sp: bool
     cp: int
     cp_kind: str
-    ep: int
+    ep: ExpertRanks
     zero_ranks: int
     microbatches: int
     remat: str
@@ -83,7 +83,7 @@ class Division(NamedTuple):
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         kind = plan.cp_kind if plan.cp > 1 else "allgather"
-        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.ep, plan.zero_ranks
+        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.expert_ranks, plan.zero_ranks
         return Division(
             *degrees, plan.microbatches, plan.remat, plan.offload, *divided, stages, kernels, *costs.key
         )
@@ -133,7 +133,7 @@ class _KeptCuts:
         plain = key.remat == "none" and not (key.zero or key.offload or key.kernels.interiors)
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level and plain else outlined
-        shown = key.dp if key.zero else min(key.dp, 2 * key.ep)
+        shown = key.dp if key.zero else min(key.dp, 2 * key.ep.dp)
         kind, ulysses = parse_cp_kind(key.cp_kind)
         mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 from distsim.buckets import parse_bucket
 from distsim.errors import PlanError, shortened
-from distsim.rank_layout import ORDER, check_order, parse_cp_kind
+from distsim.rank_layout import (
+    ORDER,
+    Degrees,
+    ExpertRanks,
+    check_experts_apart,
+    check_order,
+    check_zero_ranks,
+    expert_ranks,
+    parse_cp_kind,
+)
 from distsim.schedule import SCHEDULES, TABLE
 
 MAX_DEGREE = 2**20
@@ -63,8 +72,10 @@ class Plan:
     """Degrees of parallelism, microbatches per step, the pipeline's schedule and stages, what is kept.
 
     `dp` data parallel, `tp` tensor parallel, `cp` context parallel (the sequence is divided, by one of
-    `CP_KINDS`) and `pp` pipeline parallel ranks; each of `ep` neighbouring ranks of dp has its part of the
-    experts, which tp divides further; `microbatches` per data-parallel replica and step; `schedule` is a name
+    `CP_KINDS`) and `pp` pipeline parallel ranks; each of `ep` ranks of dp and cp
+    (:func:`distsim.rank_layout.expert_ranks`) has its part of the experts, which `etp` ranks divide further:
+    all of tp (0), or none (1), when those of tp are among the `ep`;
+    `microbatches` per data-parallel replica and step; `schedule` is a name
     in `distsim.schedule.SCHEDULES`, for one that is searched for with the activations that a rank may hold, 1
     being `pp` as in 1F1B (`zb_auto:2`), for `pipedream_2bw` with the microbatches of an update
     (`pipedream_2bw:8`), or `table`: one that is given beside the plan, by which `chunks` and `stages` are
@@ -79,8 +90,8 @@ class Plan:
     text, in which the fields after `schedule` stand only when they are not the default, parses back to it.
 
     Raises:
-        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`: from 0; `zero`:
-            0..3), `zero_ranks` do not divide dp or divide nothing, a name is unknown, `stages` are not as
+        PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`, `etp`: from 0; `zero`:
+            0..3), `zero_ranks` or `ep` do not divide what they are of, a name is unknown, `stages` are not as
             many as pp * chunks, or `offload` meets `remat=uniform`.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
@@ -108,6 +119,7 @@ class Plan:
     ep: int = 1
     overlap_params: str = "off"
     zero_ranks: int = 0
+    etp: int = 0
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -153,12 +165,11 @@ class Plan:
                 "overlap_params=on gathers parameters after their update during the next forward pass, and "
                 f"zero={self.zero} gathers none after it; use zero=1 or 2, or overlap_params=off"
             )
-        if self.dp % self.ep:
-            raise PlanError(
-                f"ep={self.ep} does not divide dp={self.dp}, over whose ranks experts are divided; choose "
-                f"one of {', '.join(map(str, _divisors(self.dp)))}"
-            )
-        self._check_zero_ranks()
+        if self.ep > 1 or self.etp:
+            check_experts_apart(self.degrees, self.sp == "on")
+            expert_ranks(self.degrees, self.order)
+        if self.zero_ranks:
+            check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.ep)
         if self.reshard not in RESHARD:
             raise PlanError(
                 f"reshard={shortened(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}"
@@ -167,25 +178,6 @@ class Plan:
             raise PlanError(
                 f"reshard={self.reshard} keeps parameters that forward gathered, and zero={self.zero} "
                 "gathers none; use zero=3, or reshard=always"
-            )
-
-    def _check_zero_ranks(self) -> None:
-        """Check that what is divided over some ranks of dp can be."""
-        if self.zero_ranks and not self.zero:
-            raise PlanError(
-                f"zero_ranks={self.zero_ranks} are the ranks over which zero divides, and zero=0 divides "
-                "nothing; use zero=1, 2 or 3, or zero_ranks=0"
-            )
-        if self.zero_ranks and (self.zero_ranks == 1 or self.dp % self.zero_ranks):
-            usable = [0, *_divisors(self.dp)[1:]]
-            raise PlanError(
-                f"zero_ranks={self.zero_ranks} neighbours, of whom each has a part, do not divide "
-                f"dp={self.dp}; choose one of {', '.join(map(str, usable))}"
-            )
-        if self.zero_ranks and self.ep > 1:
-            raise PlanError(
-                f"zero_ranks={self.zero_ranks} with ep={self.ep}: experts' state is divided over other ranks "
-                "than the rest; use zero_ranks=0, or ep=1"
             )
 
     def _check_chunks(self, schedule: str) -> None:
@@ -201,6 +193,16 @@ class Plan:
     def devices(self) -> int:
         """Number of devices that the plan occupies: dp * tp * pp * cp."""
         return math.prod((self.dp, self.tp, self.pp, self.cp))
+
+    @property
+    def degrees(self) -> Degrees:
+        """What the ranks that have experts each depend on."""
+        return Degrees(self.dp, self.cp, self.tp, self.ep, self.etp)
+
+    @property
+    def expert_ranks(self) -> ExpertRanks:
+        """The ranks that have experts each: `ep` of them, along dp, cp and tp."""
+        return expert_ranks(self.degrees, self.order) if self.ep > 1 else ExpertRanks()
 
     @property
     def sequence_parts(self) -> int:
@@ -249,18 +251,13 @@ class Plan:
 
 
 _FIELDS = tuple(field.name for field in fields(Plan))
-_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp", "ep", "zero_ranks")
-_BOUNDS = {"offload": (0, MAX_DEGREE), "zero": (0, 3), "zero_ranks": (0, MAX_DEGREE)}
+_COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp", "ep", "zero_ranks", "etp")
+_BOUNDS = {"zero": (0, 3)} | dict.fromkeys(("offload", "zero_ranks", "etp"), (0, MAX_DEGREE))
 _REPLACED = {
-    "etp": "experts are divided over tp as all else is, so etp is tp; leave it out",
     "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none",
 }
 """What to write in place of a field that there was, or is elsewhere."""
 _ALWAYS = ("dp", "tp", "pp", "microbatches", "schedule")
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
 
 
 def _differs(plan: Plan, field: Field[Any]) -> bool:

@@ -1,8 +1,11 @@
-"""How a plan lays its ranks out: the order of axes over the devices, and the kinds of context parallelism."""
+"""How a plan lays its ranks out: the order of axes over the devices, the kinds of context parallelism, and
+which ranks have experts each."""
 
 from __future__ import annotations
 
+import math
 import re
+from typing import NamedTuple
 
 from distsim.errors import PlanError, shortened
 
@@ -40,3 +43,103 @@ def parse_cp_kind(text: object) -> tuple[str, int]:
             f"cp_kind={shortened(text)} is unknown; choose one of {', '.join(CP_KINDS)}, as in usp:4"
         )
     return str(text), 1
+
+
+class ExpertRanks(NamedTuple):
+    """Along how many ranks of dp, of cp and of tp experts are divided: over the product of the three."""
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that have different experts."""
+        return math.prod(self)
+
+
+class Degrees(NamedTuple):
+    """What the ranks of experts depend on; ``etp``: of each expert, 0 being ``tp``."""
+
+    dp: int
+    cp: int
+    tp: int
+    ep: int = 1
+    etp: int = 0
+
+
+def expert_ranks(degrees: Degrees, order: str = ORDER) -> ExpertRanks:
+    """Return which ranks have experts each: of the ranks that lie next to each other, as Megatron-LM's do
+    (parallel_state.py, the groups of experts: cp is 1 there, so that these are the ones that change fastest).
+
+    Where experts are not divided over tp, all ranks of tp have different ones; then come the ranks of cp, all
+    of them or none, and neighbours of dp, or first those of dp where ``order`` says that these change faster.
+    Raises :class:`PlanError` where they would be some of the ranks of cp or tp.
+
+    >>> expert_ranks(Degrees(dp=4, cp=2, tp=2, ep=4)), expert_ranks(Degrees(dp=4, cp=3, tp=2, ep=4, etp=1))
+    (ExpertRanks(dp=2, cp=2, tp=1), ExpertRanks(dp=2, cp=1, tp=2))
+    """
+    dp, cp, tp, ep, etp = degrees
+    if etp not in (0, 1, tp):
+        raise PlanError(
+            f"etp={etp} with tp={tp}: an expert is divided over all ranks of tp, or lies whole on each; use "
+            f"etp={tp}" + (", or etp=1" if tp > 1 else "")
+        )
+    apart = tp if etp == 1 else 1
+    if ep % apart:
+        raise PlanError(
+            f"ep={ep} with etp=1 and tp={tp}: ranks of tp have different experts, so tp divides ep; use an "
+            f"ep that is a multiple of {tp}, or etp={tp}"
+        )
+    rest, axes = ep // apart, order.split("-")
+    within = ExpertRanks(rest, 1, apart) if dp % rest == 0 else None
+    across = ExpertRanks(rest // cp, cp, apart) if rest % cp == 0 and dp % (rest // cp) == 0 else None
+    first, second = (across, within) if axes.index("cp") < axes.index("dp") else (within, across)
+    found = first or second
+    if found is None:
+        usable = sorted({apart * n * d for n in (1, cp) for d in divisors(dp)})
+        ranks = f"dp={dp}" + (f", with all or none of cp={cp}" if cp > 1 else "")
+        ranks += f", with tp={tp}" if apart > 1 else ""
+        raise PlanError(
+            f"ep={ep} does not divide {ranks}, over whose ranks experts are divided; choose one of "
+            f"{', '.join(map(str, usable))}"
+        )
+    return found
+
+
+def check_experts_apart(degrees: Degrees, sp: bool) -> None:
+    """Raise :class:`PlanError` where ranks of tp would have the same tokens and different experts."""
+    if degrees.etp == 1 < degrees.tp and not sp:
+        raise PlanError(
+            f"etp=1 with tp={degrees.tp}: each rank of tp sends its own tokens to experts, and with sp=off "
+            f"all have the same; use sp=on, as Megatron-LM does, or etp={degrees.tp}"
+        )
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a degree, the first thousands.
+
+    >>> divisors(6)
+    [1, 2, 3, 6]
+    """
+    return [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
+
+
+def check_zero_ranks(zero: int, zero_ranks: int, dp: int, ep: int) -> None:
+    """Raise :class:`PlanError` where what ``zero`` divides cannot be over ``zero_ranks`` ranks of dp."""
+    if not zero:
+        raise PlanError(
+            f"zero_ranks={zero_ranks} are the ranks over which zero divides, and zero=0 divides "
+            "nothing; use zero=1, 2 or 3, or zero_ranks=0"
+        )
+    if zero_ranks == 1 or dp % zero_ranks:
+        usable = [0, *divisors(dp)[1:]]
+        raise PlanError(
+            f"zero_ranks={zero_ranks} neighbours, of whom each has a part, do not divide "
+            f"dp={dp}; choose one of {', '.join(map(str, usable))}"
+        )
+    if ep > 1:
+        raise PlanError(
+            f"zero_ranks={zero_ranks} with ep={ep}: experts' state is divided over other ranks "
+            "than the rest; use zero_ranks=0, or ep=1"
+        )

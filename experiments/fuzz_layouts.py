@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
@@ -9,10 +10,11 @@ import numpy as np
 from fuzz_checks import MOST_DEVICES, PROGRAMMED, REMAT
 from numpy.typing import NDArray
 
+from distsim.errors import PlanError
 from distsim.ir import Float64, Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, Positions
-from distsim.models.mixture import Mixture
+from distsim.models.mixture import DISPATCHERS, Mixture
 from distsim.models.parts.attention import GroupedHeads, Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
@@ -39,7 +41,7 @@ def invent_decoder(seed: int) -> Function:
     own = Random(f"experts {seed}")  # recorded seeds stay what they were
     loads = Loads(own.choice((None, 0.5)), own.choice((None, 1.0)), seed)
     if experts is not None:
-        experts = replace(experts, groups=own.choice((1, 1, 2, 4)))
+        experts, loads = with_choices(replace(experts, groups=own.choice((1, 1, 2, 4))), loads)
     plain = experts is None and isinstance(attention, GroupedHeads)
     learned = plain and rng.random() < 0.3
     sizes = DecoderSizes(
@@ -56,6 +58,15 @@ def invent_decoder(seed: int) -> Function:
     )
     attended = "flash" if rng.random() < 0.9 else "math"
     return decoder(sizes, BATCH, SEQ, Float64(), loads, attention=attended)
+
+
+def with_choices(experts: Mixture, loads: Loads) -> tuple[Mixture, Loads]:
+    """Return a mixture with a random loss and dispatcher, padded or not, by dice of their own."""
+    rng = Random(f"mixture {experts} {loads}")
+    if loads.capacity is not None:
+        loads = replace(loads, pad=rng.choice((True, False)))
+    experts = replace(experts, dispatcher=rng.choice(DISPATCHERS), aux_loss=rng.choice((0.0, 0.5)))
+    return experts, loads
 
 
 def distinct_tokens(seed: int) -> NDArray[np.int64]:
@@ -93,7 +104,8 @@ def random_layout(seed: int, experts: bool) -> Plan:
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
         sp="on" if tp > 1 and rng.random() < 0.5 else "off",
     )
-    return with_zero_ranks(with_buckets(plan))
+    plan = with_zero_ranks(with_buckets(plan))
+    return with_experts(plan) if experts else plan
 
 
 def with_zero_ranks(plan: Plan) -> Plan:
@@ -101,6 +113,16 @@ def with_zero_ranks(plan: Plan) -> Plan:
     rng = Random(f"zero_ranks {plan}")
     some = [n for n in range(2, plan.dp + 1) if plan.dp % n == 0] if plan.zero and plan.ep == 1 else []
     return replace(plan, zero_ranks=rng.choice((0, *some)))
+
+
+def with_experts(plan: Plan) -> Plan:
+    """Return a plan with experts over ranks of dp, cp and tp, by dice of their own."""
+    found = [plan]
+    for ep in (1, 2, 4):
+        for etp in (0, 1):
+            with suppress(PlanError):
+                found.append(replace(plan, ep=ep, etp=etp))
+    return Random(f"experts over ranks {plan}").choice(found)
 
 
 def with_buckets(plan: Plan) -> Plan:

@@ -239,7 +239,7 @@ def test_a_config_is_read_from_its_file_with_options(tmp_path):
         ("llama3-8b:layers=20000", "", ("layers=20000", "10000")),
         ("llama3-8b:experts=4", "", ("'experts'",)),
         ("llama3-8b:capacity=1.5", "", ("no experts", "capacity")),
-        ("mixtral-8x7b:depth=3", "", ("concentration, capacity, seed",)),
+        ("mixtral-8x7b:depth=3", "", ("concentration, capacity, pad, seed",)),
         ("mixtral-8x7b:ffn=64", "", ("ffn=64", "expert_ffn")),
         ("mixtral-8x7b:top_k=9", "", ("top_k=9", "8 experts")),
         ("llama3-8b:kv_heads=5", "", ("kv_heads=5", "heads=32")),

@@ -3,6 +3,7 @@
 Collectives are those of ``layouts.md``: T tokens of a rank, each of which goes to k experts, h width.
 """
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import load_cluster
+from distsim.hardware.plan_mesh import plan_mesh
 from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import BFloat16, Function, Role, all_ops
 from distsim.models import Routing, draw_routing
@@ -27,6 +29,8 @@ from distsim.ops import operator, signature_of, work
 from distsim.ops.parts import Groups
 from distsim.plan import Plan
 from distsim.program.program import Program
+from distsim.rank_layout import ExpertRanks
+from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 
 BATCH, SEQ, VOCAB = 8, 8, 16
@@ -40,8 +44,10 @@ DEEPSEEK = replace(
     expert_layers=ExpertLayers(1),
 )
 EVEN = Loads()
-SKEWED = Loads(concentration=1.0, capacity=1.5, seed=1)
+SKEWED = Loads(concentration=1.0, capacity=1.5, seed=1, pad=False)
 """Unlike slots, so that parts are padded, and some choices dropped."""
+PADDED = Loads(concentration=1.0, capacity=1.5, seed=1)
+"""Slots alike, some of which hold nothing, and some choices dropped."""
 CASES = [
     ("mixtral", "dp=2,ep=2", 1, SKEWED),
     ("mixtral", "dp=4,ep=2,microbatches=2,schedule=gpipe", 1, SKEWED),
@@ -56,6 +62,16 @@ CASES = [
     ("mixtral", "dp=2,ep=2,cp=4,cp_kind=usp:2", 4, SKEWED),
     ("mixtral", "dp=2,ep=2,cp=2,cp_kind=ring,tp=2,sp=on,pp=2,microbatches=2", 8, EVEN),
     ("deepseek", "dp=2,ep=2,pp=2,microbatches=4,schedule=zb_h1", 1, SKEWED),
+    ("mixtral", "dp=4,ep=4,microbatches=2,remat=full", 1, PADDED),
+    ("deepseek", "dp=2,ep=2,tp=2,sp=on,pp=2,microbatches=2", 2, PADDED),
+    ("mixtral", "dp=2,ep=4,cp=2,microbatches=2", 4, SKEWED),
+    ("mixtral", "dp=4,ep=4,cp=2,cp_kind=ring,zero=1", 4, SKEWED),  # two of dp, all of cp
+    ("mixtral", "dp=2,ep=4,cp=2", 1, SKEWED),  # a group is in parts of both ranks
+    ("mixtral", "ep=4,cp=4,cp_kind=usp:2,zero=3", 8, EVEN),
+    ("deepseek", "dp=2,ep=4,tp=2,etp=1,sp=on,pp=2,microbatches=2,remat=full", 2, EVEN),
+    ("mixtral", "dp=2,ep=2,tp=2,etp=1,sp=on,zero=3", 2, SKEWED),
+    ("mixtral", "ep=4,cp=2,tp=2,etp=1,sp=on", 8, EVEN),
+    ("mixtral", "dp=2,ep=4,cp=2,tp=2,sp=on", 8, SKEWED),
 ]
 
 
@@ -81,6 +97,7 @@ def test_every_rank_computes_the_same_step(name, text, groups, loads):
     assert_all_readers_agree(program)
     experts = [given for given in program.inputs if ".experts." in given.source.name]
     assert experts and all(((0, "ep", None) in given.shards) == (plan.ep > 1) for given in experts)
+    assert plan.etp == 0 or not any(axis == "tp" for given in experts for _, axis, _ in given.shards)
     others = [
         given for given in program.inputs if given.source.role is Role.PARAMETER and given not in experts
     ]
@@ -88,7 +105,7 @@ def test_every_rank_computes_the_same_step(name, text, groups, loads):
 
 
 def test_ranks_of_experts_lie_next_to_each_other_within_dp():
-    axes = RankAxes.of(dp=8, tp=2, cp=2, ep=4)
+    axes = RankAxes.of(dp=8, tp=2, cp=2, ep=ExpertRanks(dp=4))
     assert axes.sizes == {"edp": 2, "ep": 4, "cp": 2, "tp": 2}
     assert axes.views == {
         "dp": ("edp", "ep"),
@@ -96,6 +113,34 @@ def test_ranks_of_experts_lie_next_to_each_other_within_dp():
         "ep+cp": ("ep", "cp"),
         "dp+cp": ("edp", "ep", "cp"),
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "own"),
+    [
+        ("dp=8,tp=2,cp=2,pp=2,ep=4", (2, 2, 1)),
+        ("dp=4,tp=2,cp=2,pp=2,ep=2", (1, 2, 1)),
+        ("dp=4,tp=2,cp=2,pp=2,ep=8,etp=1,sp=on", (2, 2, 2)),
+        ("dp=2,tp=4,cp=2,ep=8,etp=1,sp=on", (1, 2, 4)),
+        ("dp=8,tp=4,ep=4,etp=1,sp=on", (1, 1, 4)),
+        ("dp=2,cp=2,tp=2,ep=4", (2, 2, 1)),
+    ],
+)
+def test_ranks_of_experts_are_those_of_megatron(text, own):
+    """Its expert_decoder_rank_generator: ranks as (pp, edp, ep, etp), the last changes fastest."""
+    plan = Plan.parse(text)
+    assert plan.expert_ranks == own
+    etp = plan.etp or plan.tp
+    ranks = np.arange(plan.devices).reshape(plan.pp, -1, plan.ep, etp)
+    mesh = plan_mesh(plan, topology_of(plan.devices))
+    found = {tuple([device.id for device in group]) for group in mesh.groups("ep")}
+    assert found == {tuple(group) for group in ranks.swapaxes(2, 3).reshape(-1, plan.ep).tolist()}
+
+
+def test_ranks_of_dp_have_experts_where_they_change_faster_or_those_of_cp_are_too_many():
+    assert Plan.parse("dp=4,cp=2,ep=2,order=tp-ep-dp-cp-pp").expert_ranks == (2, 1, 1)
+    assert Plan.parse("dp=4,cp=4,ep=2").expert_ranks == (2, 1, 1)
+    assert Plan.parse("dp=2,cp=2,ep=4,order=tp-ep-dp-cp-pp").expert_ranks == (2, 2, 1)
 
 
 # --- what is sent -----------------------------------------------------------------------------------------
@@ -151,6 +196,71 @@ def test_collectives_of_two_layers(dp, e, microbatches):
     assert {kind for kind, _, _ in found} == {"all_to_all", "all_reduce"}
 
 
+@pytest.mark.parametrize(
+    ("text", "others"),
+    [
+        ("dp=2,ep=4,cp=2,cp_kind=ring", "ep_dp+cp"),
+        ("dp=4,ep=4,cp=2,cp_kind=ring", "dp+cp"),
+        ("dp=2,ep=2,cp=2,cp_kind=ring", "dp+cp"),
+        ("dp=2,ep=4,tp=2,etp=1,sp=on", "ep_dp"),
+        ("dp=4,ep=4,tp=2,etp=1,sp=on", "dp"),
+        ("dp=2,ep=2,tp=2,etp=1,sp=on", "dp"),
+    ],
+)
+def test_ranks_of_a_context_or_of_tp_exchange_their_own_tokens(text, others):
+    """All-to-alls as over dp, of the T tokens of a rank after cp and sp; over tp only attention gathers.
+
+    Gradients of experts are summed over the ranks that have the same: dp cp tp / (ep etp).
+    """
+    plan = Plan.parse(text)
+    sizes = replace(SENT, experts=Mixture(4, K, 16, groups=4 if plan.cp > 1 else 2))
+    found = of_two_layers(plan, sizes)
+    tokens = BATCH * SEQ // plan.devices
+    exchanged = {key: n for key, n in found.items() if key[0] == "all_to_all"}
+    assert exchanged == {("all_to_all", "ep", 2 * tokens * K * H): 2 * 4}
+    sums: Counter[str] = Counter()
+    for (kind, axis, nbytes), n in found.items():
+        if kind == "all_reduce" and axis != "tp":
+            sums[axis] += n * nbytes
+    product = 2 * H * H + 2 * H * 2 * (H // 4)
+    whole, experts = 2 * (H * 4 + 2 * H + product // plan.tp), 2 * 3 * 4 * H * 16 // plan.ep
+    same = plan.devices // plan.ep
+    axis = "edp" if plan.ep > 2 else "dp"
+    expected = (
+        {others: 2 * whole} if same == 1 else Counter({others: 2 * whole}) + Counter({axis: 2 * experts})
+    )
+    assert sums == expected
+    gathered = [n for (kind, axis, _), n in found.items() if kind == "all_gather" and axis == "tp"]
+    if plan.dp == 2:  # of more, the norms of so small a model read whole sequences
+        assert sum(gathered) == (2 * 3 if plan.tp > 1 else 0)
+
+
+def test_a_rank_keeps_its_own_experts_whole_and_divides_their_state_over_those_with_the_same():
+    """layouts.md: bytes a parameter, of experts with edp = dp cp tp / (ep etp) for d."""
+
+    def kept(text: str) -> dict[str, int]:
+        joint = differentiate(model("mixtral", 4, EVEN), Adam())
+        program = parallelize(joint, Plan.parse(text), topology_of(8))
+        return next(iter(program_memory(program).devices.values())).by_kind
+
+    h, layers, size = MIXTRAL.hidden, 2, 8
+    experts = layers * 3 * 4 * h * 8 * size
+    divided = layers * 3 * h * h + 2 * VOCAB * h  # over tp: attention, embedding and head
+    whole = layers * (h * 4 + 2 * h) + h
+    for text, parts, same in (
+        ("dp=4,tp=2,sp=on,ep=4,etp=1", 4, 2),
+        ("dp=4,tp=2,sp=on,ep=2,etp=1", 2, 4),
+        ("dp=2,cp=4,ep=4", 4, 2),
+    ):
+        plan = Plan.parse(text)
+        rest, found = (divided // plan.tp + whole) * size, kept(text)
+        assert found["parameters"] == experts // parts + rest
+        assert found["state"] == 2 * found["parameters"]
+        found = kept(f"{text},zero=1")
+        assert found["parameters"] == experts // parts + rest
+        assert found["state"] == 2 * (experts // parts // same + rest // (plan.dp * plan.cp))
+
+
 def test_with_tp_and_sp_rows_are_exchanged_by_parts_and_gathered_where_experts_read_them():
     """Megatron-LM's dispatcher: an all-to-all of the rank's own T k h, then an all-gather over tp; back, a
     reduce-scatter before the all-to-all. Tokens are in groups as ranks of tp have them."""
@@ -177,9 +287,40 @@ def test_all_wait_for_the_rank_of_the_busiest_experts():
     assert all(work(signature_of(op)).flops == 2 * BATCH * busiest * H * 16 for op in products)
 
 
+@pytest.mark.parametrize("capacity", [1.0, 1.25, 2.0])
+def test_with_a_capacity_each_expert_has_as_many_rows_of_each_sequence(capacity):
+    """E x capacity rows are sent and multiplied, whatever is asked for (Megatron-LM's get_capacity)."""
+    joint = differentiate(decoder(SENT, BATCH, SEQ, BFloat16(), Loads(0.3, capacity, seed=2)), SGD())
+    program = parallelize(joint, Plan(dp=2, ep=2), topology_of(2))
+    rows = 8 * math.ceil(capacity * SEQ * K / 8)
+    assert sent(program)["all_to_all", "ep", 2 * BATCH // 2 * rows * H] == 2 * 4
+    products = [op for op in all_ops(program.to_function()) if op.op_type.startswith("GroupedMatMul")]
+    assert all(work(signature_of(op)).flops == 2 * BATCH * rows // 2 * H * 16 for op in products)
+
+
 LARGE = DecoderSizes(
     2, 2048, 64, GroupedHeads(16), FeedForward(64), Mixture(8, 2, 2048), positions=Positions(1024)
 )
+
+
+def test_padding_takes_the_memory_of_its_rows():
+    """A row is saved as it comes [H], its gate, up, activated and gated [ffn] each, and what it is made [H].
+
+    Its gate and place, 2 and 8 bytes, beside.
+    """
+
+    def saved_by_a_layer(loads: Loads) -> int:
+        def activations(layers: int) -> int:
+            function = decoder(replace(LARGE, layers=layers), 8, 1024, BFloat16(), loads)
+            program = parallelize(differentiate(function, SGD()), Plan(dp=2, ep=2), topology_of(2))
+            return next(iter(program_memory(program).devices.values())).by_kind["activations"]
+
+        return activations(4) - activations(3)
+
+    more = 8 // 2 * (8 * math.ceil(1.5 * 2 * 1024 / 8) - 2 * 1024)
+    grown = saved_by_a_layer(Loads(capacity=1.5)) - saved_by_a_layer(EVEN)
+    assert grown == more * (2 * (2 * LARGE.hidden + 4 * LARGE.experts.ffn) + 2 + 8)
+
 
 # --- time -------------------------------------------------------------------------------------------------
 
@@ -202,6 +343,17 @@ def test_shared_experts_run_while_rows_are_on_their_way():
     assert exposed[1] < 0.75 * exposed[0]
 
 
+def test_over_cp_rows_are_exchanged_by_parts_and_gathered_over_tp_too():
+    """The same where tp divides sequences within cp; what was gathered is saved, as Megatron-LM does."""
+    sizes = replace(SENT, experts=Mixture(4, 4, 16, groups=8))
+    found = of_two_layers(Plan.parse("dp=2,ep=4,cp=2,cp_kind=ring,tp=2,sp=on"), sizes)
+    rows = 2 * BATCH * SEQ // 4 * 4 * H
+    assert {key: n for key, n in found.items() if key[0] == "all_to_all"} == {
+        ("all_to_all", "ep", rows // 2): 8
+    }
+    assert found["reduce_scatter", "tp", rows] == found["all_gather", "tp", rows] == 4
+
+
 def test_an_imbalance_makes_the_step_longer_and_a_capacity_shorter():
     topology = load_cluster("dgx-h100")
 
@@ -210,7 +362,7 @@ def test_an_imbalance_makes_the_step_longer_and_a_capacity_shorter():
         program = parallelize(joint, Plan(dp=4, ep=4), topology)
         return Simulator(CostModel(topology)).simulate(program).step_time
 
-    skewed, capped = Loads(0.5, seed=2), Loads(0.5, 1.0, seed=2)
+    skewed, capped = Loads(0.5, seed=2), Loads(0.5, 1.0, seed=2, pad=False)
     assert max(draw_routing(8, 2, 1024, 0.5, seed=2).slots) > 512
     assert simulate(skewed) > 1.1 * simulate(EVEN) > simulate(capped)
 
@@ -226,8 +378,12 @@ def test_an_imbalance_makes_the_step_longer_and_a_capacity_shorter():
             "ep=3 does not divide dp=4, over whose ranks experts are divided; choose one of 1, 2, 4",
         ),
         ("dp=2,ep=4", "ep=4 does not divide dp=2"),
-        ("dp=4,etp=1", "etp is tp"),
+        ("cp=4,ep=2", "ep=2 does not divide dp=1, with all or none of cp=4, .* one of 1, 4"),
         ("dp=2,ep=0", "ep=0 is out of range"),
+        ("dp=4,tp=4,ep=4,etp=2,sp=on", "etp=2 with tp=4: an expert is .*; use etp=4, or etp=1"),
+        ("dp=4,tp=2,ep=4,etp=1", "etp=1 with tp=2: .* use sp=on, as Megatron-LM does, or etp=2"),
+        ("dp=4,tp=4,ep=2,etp=1,sp=on", "ep=2 with etp=1 and tp=4: .* a multiple of 4, or etp=4"),
+        ("dp=2,tp=2,ep=16,etp=1,sp=on", "does not divide dp=2, with tp=2, .* choose one of 2, 4"),
     ],
 )
 def test_plans_that_cannot_be(text, words):

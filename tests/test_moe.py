@@ -21,7 +21,7 @@ from distsim.models.mixture import Mixture, mixture
 from distsim.ops import signature_of, work
 from distsim.ops.parts import Groups
 from distsim.plan import Plan
-from distsim.transforms import Adam, differentiate
+from distsim.transforms import Adam, add_loss, differentiate
 
 SIZES = {"hidden": 16, "heads": 4, "seq": 6, "vocab": 16, "dtype": F64}
 LATENT = {"kv_lora": 4, "nope": 4, "rope": 2, "value": 4}
@@ -53,6 +53,7 @@ loads = st.builds(
     tokens=st.integers(1, 300),
     concentration=st.none() | st.floats(0.01, 100),
     capacity=st.none() | st.floats(0.1, 8),
+    pad=st.none() | st.booleans(),
     seed=st.integers(0, 10**6),
 )
 
@@ -60,13 +61,16 @@ loads = st.builds(
 @given(loads, st.data())
 def test_a_drawn_load_is_what_the_tokens_ask_for_within_the_capacity(figures, data):
     experts, tokens, capacity = figures["experts"], figures["tokens"], figures["capacity"]
+    figures = figures | ({"pad": None} if capacity is None else {})
     top_k = data.draw(st.integers(1, experts))
     routing = draw_routing(top_k=top_k, **figures)
     assert sum(routing.demand) == tokens * top_k
     assert 0 <= min(routing.demand) <= max(routing.demand) <= tokens
-    limit = tokens if capacity is None else math.ceil(capacity * tokens * top_k / experts)
-    assert routing.slots == tuple(min(want, limit) for want in routing.demand)
-    assert routing.dropped == tokens * top_k - routing.rows
+    limit = tokens if capacity is None else min(tokens, math.ceil(capacity * tokens * top_k / experts))
+    padded = capacity is not None and figures["pad"] is not False
+    assert routing.slots == tuple(limit if padded else min(want, limit) for want in routing.demand)
+    assert routing.padding == sum(max(0, limit - want) for want in routing.demand) * padded
+    assert routing.dropped == tokens * top_k - routing.rows + routing.padding
     assert routing == draw_routing(top_k=top_k, **figures)
     for ranks in (r for r in range(1, experts + 1) if experts % r == 0):
         parts = Groups(routing.slots)
@@ -95,6 +99,8 @@ def test_a_smaller_concentration_is_a_larger_imbalance():
         ({"concentration": 0.0}, "concentration=0.0"),
         ({"capacity": -1.0}, "capacity=-1.0"),
         ({"capacity": math.nan}, "capacity=nan"),
+        ({"pad": False}, "pad=False is about rows up to a capacity, and none is given"),
+        ({"capacity": 1.0, "routings": [Routing((3,) * 4, (3,) * 4)] * 2}, "and capacity=1.0 to draw them"),
         ({"seed": -1}, "seed=-1"),
         ({"shared": -1}, "shared=-1"),
         ({"experts": 0}, "experts=0"),
@@ -115,7 +121,7 @@ def test_figures_that_make_no_mixture(options, words):
 def layer_of(sizes: Mixture, slots: tuple[int, ...], tokens: int, batch: int = 2) -> Function:
     """A function that is a mixture alone, of x [batch, tokens, 6]."""
     layer = LayerMaker("mixture", Tensor(F64, (batch, tokens, 6)), 2)
-    return layer.finish(mixture(layer, layer.x, sizes, Routing(slots, slots)))
+    return layer.finish(mixture(layer, layer.x, sizes, Routing(slots, slots)).tokens)
 
 
 def token_choice(x, weights, sizes: Mixture, slots):
@@ -181,10 +187,30 @@ def test_groups_of_tokens_are_routed_as_sequences_of_their_own_would_be(groups):
     np.testing.assert_array_equal(made.reshape(expected.shape), expected)
 
 
+def test_padding_to_a_capacity_changes_the_work_and_no_number():
+    """What nobody takes is a row of weight zero: the loss and all gradients are those without it."""
+    sizes, tokens = Mixture(4, 2, 5, shared=1), 12
+
+    def gradients(slots: tuple[int, ...]) -> Function:
+        return differentiate(add_loss(layer_of(sizes, slots, tokens), "mse"), None)
+
+    padded = gradients((tokens,) * 4)
+    inputs = random_inputs(padded, seed=1)
+    given = {value.name: array for value, array in zip(padded.inputs, inputs, strict=True)}
+    chosen = np.argsort(-(given["x"] @ given["router.w"]))[..., :2]
+    asked = tuple(max(int((row == expert).sum()) for row in chosen) for expert in range(4))
+    assert max(asked) < tokens
+    made, expected = (SequentialExecutor().compute(f, inputs) for f in (padded, gradients(asked)))
+    assert len(made) == 1 + len(padded.parameters)
+    for a, b in zip(made, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("model", [small_moe, small_deepseek])
 @pytest.mark.parametrize("plan", [Plan(2, 2, 2, 2), Plan(1, 1, 3, 4)])
-def test_parallel_steps_compute_what_one_device_computes(model, plan):
-    joint = differentiate(model(shared=1, concentration=1.0, capacity=1.0), Adam())
+@pytest.mark.parametrize("pad", [True, False])
+def test_parallel_steps_compute_what_one_device_computes(model, plan, pad):
+    joint = differentiate(model(shared=1, concentration=1.0, capacity=1.0, pad=pad), Adam())
     inputs = distinct_inputs(joint)
     if plan.pp == 3 and model is small_moe:
         plan = Plan(1, 1, 2, 4)
@@ -215,18 +241,37 @@ def test_layers_of_equal_load_are_calls_of_one_callee():
     assert [f.name for f in callees(small_moe(layers=5))] == ["layer"]
     assert [f.name for f in callees(small_deepseek(layers=5))] == ["dense_layer", "expert_layer"]
     assert len(callees(small_moe(layers=3, concentration=0.5))) == 3
+    # Padded to a capacity all layers are, whatever is asked of each; the note says what is.
+    padded = small_moe(layers=3, concentration=0.5, capacity=1.0)
+    assert len(callees(padded)) == 1
+    drawn = [draw_routing(4, 2, 6, 0.5, 1.0, seed) for seed in range(3)]
+    lost = sum(load.dropped for load in drawn) / 36
+    assert padded.notes == (
+        f"experts: all serve as many rows, {lost:.1%} of the rows are padding, {lost:.1%} of the choices are "
+        "dropped",
+    )
 
 
 def test_the_command_line_knows_it():
     text = (
         "layers=2,hidden=16,heads=4,kv_heads=2,ffn=8,experts=4,seq=6,vocab=16,concentration=0.5,capacity=1.25"
     )
+    loads = [draw_routing(4, 2, 6, 0.5, 1.25, seed, False).rows for seed in (4, 5)]
+    assert rows_of(load_model(f"moe:{text},seed=4,pad=false", batch=8)) == loads
     function = load_model(f"moe:{text},seed=4", batch=8)
     assert [v.type.shape for v in function.parameters] == [v.type.shape for v in small_moe().parameters]
-    loads = [draw_routing(4, 2, 6, 0.5, 1.25, seed).rows for seed in (4, 5)]
-    found = [
+    assert rows_of(function) == [4 * math.ceil(1.25 * 6 * 2 / 4)] * 2
+    named = "mixtral-8x7b:layers=2,hidden=16,heads=4,kv_heads=2,expert_ffn=8,vocab=16,seq=6,concentration=0.5"
+    assert rows_of(load_model(f"{named},capacity=1.0", batch=2)) == [8 * 2] * 2
+    assert rows_of(load_model(f"{named},capacity=1.0,pad=false", batch=2)) == [
+        draw_routing(8, 2, 6, 0.5, 1.0, seed, False).rows for seed in (0, 1)
+    ]
+
+
+def rows_of(function: Function) -> list[int]:
+    """The rows of a sequence that the experts of each layer work on."""
+    return [
         next(op for op in op.callee.ops if op.op_type == "GroupedMatMul").inputs[0].type.shape[1]
         for op in function.ops
         if op.is_call
     ]
-    assert found == loads

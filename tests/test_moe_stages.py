@@ -11,6 +11,7 @@ from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import Function
 from distsim.models import Routing, draw_routing, moe
 from distsim.ops.parts import Groups
+from distsim.rank_layout import ExpertRanks
 from distsim.stage_balance import BlockCost, auto_split, split_time
 from distsim.transforms import block_costs, differentiate
 
@@ -19,7 +20,7 @@ EVEN = draw_routing(16, 2, SEQ)
 SKEWED = draw_routing(16, 2, SEQ, concentration=0.3, seed=1)
 TOPOLOGY = load_cluster("dgx-a100")
 COSTS = CostModel(TOPOLOGY)
-MESH = RankAxes.of(dp=RANKS, tp=1, ep=RANKS).mesh(TOPOLOGY.devices[:RANKS])
+MESH = RankAxes.of(dp=RANKS, tp=1, ep=ExpertRanks(RANKS)).mesh(TOPOLOGY.devices[:RANKS])
 
 
 def joint(loads: list[Routing], shared: int = 0) -> Function:
@@ -63,11 +64,15 @@ def test_the_busiest_rank_bounds_the_layer_and_the_capacity_bounds_the_busiest_r
     ).largest(RANKS)
     assert skewed.work > 1.3 * even.work
     capped = [
-        layer_cost(draw_routing(16, 2, SEQ, 0.3, capacity, 1)).work for capacity in (1.0, 1.25, 2.0, 16.0)
+        layer_cost(draw_routing(16, 2, SEQ, 0.3, capacity, 1, False)).work
+        for capacity in (1.0, 1.25, 2.0, 16.0)
     ]
     assert all(a <= b for a, b in pairwise(capped))
     assert capped[0] <= even.work * 1.001
     assert capped[-1] == skewed.work
+    # Padded to the capacity a layer takes as long however it is skewed.
+    padded, even = (layer_cost(draw_routing(16, 2, SEQ, chance, 1.25, 1)).work for chance in (0.3, None))
+    assert padded == even >= capped[1]
 
 
 def test_shared_experts_are_counted():

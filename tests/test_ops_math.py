@@ -163,12 +163,13 @@ def test_every_operand_that_can_have_a_gradient_is_a_value_in_some_sample() -> N
     assert unseen == set()
 
 
-def test_the_gradient_of_an_all_to_all_is_its_adjoint() -> None:
-    """<f(x), dy> = <x, f'(dy)>, summed over the ranks."""
-    maker, ranks = FunctionMaker(), 2
-    mesh = Mesh([Device(i, "gpu") for i in range(ranks)], ep=ranks)
+@pytest.mark.parametrize("concat", [1, ((1, 2, None), (1, 2, (6, -6)))], ids=str)
+def test_the_gradient_of_an_all_to_all_is_its_adjoint(concat: int | tuple[object, ...]) -> None:
+    """<f(x), dy> = <x, f'(dy)>, summed over the ranks; joined along one axis, or along two."""
+    maker, ranks = FunctionMaker(), 4
+    mesh = Mesh([Device(i, "gpu") for i in range(ranks)], {"ep": ("dp", "cp")}, dp=2, cp=2)
     x = maker.add_input_value("x", Tensor(Float64(), (4, 6), mesh))
-    outputs = maker.add("MPIAlltoall", [x], {"axis": "ep", "split": 0, "concat": 1})
+    outputs = maker.add("MPIAlltoall", [x], {"axis": "ep", "split": 0, "concat": concat})
     dy = maker.add_input_value("dy", outputs[0].type)
     ahead, known = maker.ops[-1], operator("MPIAlltoall")
     assert known.gradient is not None and known.communication is not None
@@ -179,6 +180,18 @@ def test_the_gradient_of_an_all_to_all_is_its_adjoint() -> None:
         known.communication.compute(op.attributes, a) for op, a in zip(maker.ops, (xs, dys), strict=True)
     )
     np.testing.assert_allclose(np.vdot(ys, dys), np.vdot(xs, dxs))
+
+
+def test_an_all_to_all_over_two_axes_is_what_their_ranks_hold_put_together() -> None:
+    """Ranks (d, c) hold batch d and, of two halves of a sequence each, the c-th from either end: zigzag."""
+    whole = np.arange(2 * 8 * 4.0).reshape(2, 8, 4)
+    halves = [np.r_[0:2, 6:8], np.r_[2:6]]
+    ranks = [whole[d : d + 1, halves[c]] for d in range(2) for c in range(2)]
+    attributes = Attributes({"split": 2, "concat": ((0, 2, None), (1, 2, (4, -4)))})
+    known = operator("MPIAlltoall").communication
+    assert known is not None
+    for place, made in enumerate(known.compute(attributes, ranks)):
+        np.testing.assert_array_equal(made, whole[:, :, place : place + 1])
 
 
 # --- closed forms ------------------------------------------------------------------------------------

@@ -49,6 +49,14 @@ def test_a_row_divides_the_sequence_where_it_divides_tensors():
     assert [case_of(GPT | {"sp": "yes", "tp": tp}).plan.sp for tp in ("1", "2")] == ["off", "on"]
 
 
+def test_a_row_of_more_ranks_of_experts_than_of_the_data_has_whole_ones_on_the_ranks_of_tp():
+    row = GPT | {"arch": "mixtral", "moe_experts": "8", "moe_topk": "2", "pp": "1", "tp": "2", "sp": "yes"}
+    case = case_of(row | {"dp": "2", "ep": "4"})
+    assert (case.plan.ep, case.plan.etp) == (4, 1) and "etp 1" in case.assumed
+    assert case.sizes.experts.groups == 2  # each rank routes the tokens that it has
+    assert [case_of(row | {"dp": "2", "ep": "2", "etp": etp}).plan.etp for etp in ("", "1")] == [0, 1]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_row_that_divides_state_or_gradients(stage):
     """In the types of the stack: those of torch's FSDP are for rows that divide parameters."""

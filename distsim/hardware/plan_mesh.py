@@ -6,13 +6,13 @@ import numpy as np
 
 from distsim.cache import Cache
 from distsim.errors import PlanError
-from distsim.hardware.rank_axes import INNER, OUTER, RankAxes
+from distsim.hardware.rank_axes import EXPERT, INNER, OUTER, WITHIN, RankAxes
 from distsim.ir.device import Mesh
 from distsim.ir.topology import Topology
 from distsim.plan import Plan
 from distsim.rank_layout import parse_cp_kind
 
-DEGREES = {"cp_ring": "cp", "cp_heads": "cp", "edp": "dp", OUTER: "dp", INNER: "dp"}
+DEGREES = {"cp_ring": "cp", "cp_heads": "cp", "edp": "dp", WITHIN: EXPERT, OUTER: "dp", INNER: "dp"}
 """The degree of a plan that an axis is of, where it has another name."""
 
 _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and degrees", 4096)
@@ -21,7 +21,7 @@ _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and d
 def rank_axes(plan: Plan) -> RankAxes:
     """Return the axes of the ranks of a stage."""
     ulysses = parse_cp_kind(plan.cp_kind)[1]
-    return RankAxes.of(plan.dp, plan.tp, plan.cp, ulysses, plan.ep, plan.zero_ranks)
+    return RankAxes.of(plan.dp, plan.tp, plan.cp, ulysses, plan.expert_ranks, plan.zero_ranks)
 
 
 def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
@@ -29,7 +29,17 @@ def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
 
     Raises :class:`PlanError` when there are too few.
     """
-    degrees = (plan.pp, plan.dp, plan.tp, plan.cp, plan.cp_kind, plan.ep, plan.zero_ranks, plan.order)
+    degrees = (
+        plan.pp,
+        plan.dp,
+        plan.tp,
+        plan.cp,
+        plan.cp_kind,
+        plan.ep,
+        plan.etp,
+        plan.zero_ranks,
+        plan.order,
+    )
     return _MESHES.get(topology, (topology.version, *degrees), lambda: _mesh(plan, topology))
 
 

@@ -9,7 +9,13 @@ from typing import Any
 
 from distsim.errors import ImportModelError
 from distsim.importer.decoders import did_you_mean, load_decoder, model_names
-from distsim.importer.decoders.options import read_decimal, read_number, split_options
+from distsim.importer.decoders.options import (
+    read_coefficient,
+    read_decimal,
+    read_flag,
+    read_number,
+    split_options,
+)
 from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
 from distsim.ir import Function
 from distsim.ir.type import dtype_named
@@ -109,7 +115,10 @@ def _pairs(text: str, what: str) -> dict[str, int]:
 _READERS: dict[str, Callable[[str, str], Any]] = {
     "int": read_number,
     "int | None": read_number,
+    "str": lambda key, text: text,
+    "float": read_coefficient,
     "float | None": read_decimal,
+    "bool | None": read_flag,
     "DType": lambda key, text: dtype_named(text),
 }
 """How the text of a builder's option is read, by the annotation of its parameter; others are for Python."""

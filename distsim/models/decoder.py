@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,14 @@ MASKED = -1e4
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """What tells one layer from another: its window (0: none) and its load of experts (None: dense)."""
+    """What tells one layer from another: its window (0: none) and the slots of its experts (None: dense).
+
+    ``load``: what its experts are asked for, which is not in the ops.
+    """
 
     window: int
-    load: Routing | None
+    slots: tuple[int, ...] | None
+    load: Routing | None = field(compare=False)
 
 
 def decoder(
@@ -46,9 +50,10 @@ def decoder(
     """Return a decoder with a cross-entropy loss.
 
     Inputs: ``tokens`` and ``labels`` [batch, seq] and the parameters; output: the mean loss over the
-    positions. Layers that are alike are Calls of one callee; layers of experts are alike where their
-    ``loads`` are. ``attention``: ``flash``, one op, or ``math``, written out with a mask that all layers
-    share. Raises :class:`PlanError` for sequences or loads that the sizes do not allow.
+    positions, with what layers of experts add to it. Layers that are alike are Calls of one callee; layers of
+    experts are alike where their slots are (:class:`Routing`). ``attention``: ``flash``, one op, or ``math``,
+    written out with a mask that all layers share. Raises :class:`PlanError` for sequences or loads that the
+    sizes do not allow.
     """
     sizes.check_input(batch, seq)
     if attention not in ATTENTIONS:
@@ -67,16 +72,21 @@ def decoder(
     rotations = _rotations(top, sizes.rotary, sizes.positions.theta) if sizes.rotary else {}
     windows = dict.fromkeys(kind.window for kind in kinds) if attention == "math" else ()
     masks = {window: {"causal": _mask(top, window)} for window in windows}
+    losses: list[Value] = []
     for index, kind in enumerate(kinds):
         layer = made[kind]
         tables = rotations | masks.get(kind.window, {})
         own = [top.parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
         inputs = [x, *tables.values(), *own]
-        x = top.maker.add("Call", inputs, None, (layer,), [f"x{index}"], None, f"h{index}")[0]
+        names = [f"x{index}", f"aux_loss{index}"][: len(layer.outputs)]
+        x, *aux = top.maker.add("Call", inputs, None, (layer,), names, None, f"h{index}")
+        losses += aux
     x = top.norm(x, sizes.names.final, sizes.hidden, sizes.norm, "final")
     with top.within("head"):
         logits = top.capped(_logits(top, sizes, x, table), sizes.softcap, "capped_logits")
-        return top.finish(top("CrossEntropyLoss", logits, labels, name="loss", N=batch * seq))
+        own = "cross_entropy" if losses else "loss"
+        loss = top("CrossEntropyLoss", logits, labels, name=own, N=batch * seq)
+        return top.finish(top("Sum", loss, *losses, name="loss") if losses else loss)
 
 
 def _embedded(top: PartMaker, sizes: DecoderSizes, table: Value, tokens: Value) -> Value:
@@ -109,7 +119,10 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_LayerKind]:
         )
         found = dict(zip(with_experts, drawn, strict=True))
     windows = [sizes.attention.window_of(index) for index in range(sizes.layers)]
-    return [_LayerKind(w if w < seq else 0, found.get(index)) for index, w in enumerate(windows)]
+    slots = {index: load.slots for index, load in found.items()}
+    return [
+        _LayerKind(w if w < seq else 0, slots.get(index), found.get(index)) for index, w in enumerate(windows)
+    ]
 
 
 def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) -> Function:
@@ -121,14 +134,15 @@ def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) 
     with layer.within("attention"):
         made = _attention(layer, sizes, normed, kind.window)
     x = _added(layer, sizes, layer.x, made, 1)
-    normed = layer.norm(x, names.norm2, sizes.hidden, sizes.norm)
+    normed, aux = layer.norm(x, names.norm2, sizes.hidden, sizes.norm), None
     if kind.load is None or sizes.experts is None:
         with layer.within("mlp"):
             made = feed_forward(layer, normed, sizes.feed_forward, (names.gate, names.up, names.down))
     else:
         with layer.within("experts"):
-            made = mixture(layer, normed, sizes.experts, kind.load)
-    return layer.finish(_added(layer, sizes, x, made, 2))
+            made, aux = mixture(layer, normed, sizes.experts, kind.load)
+    x = _added(layer, sizes, x, made, 2)
+    return layer.finish(x) if aux is None else layer.finish(x, aux)
 
 
 def _attention(layer: LayerMaker, sizes: DecoderSizes, source: Value, window: int) -> Value:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import THETA, decoder
 from distsim.models.decoder_sizes import MIXED_NAMES, DecoderSizes, ExpertLayers, Positions
-from distsim.models.mixture import Mixture
+from distsim.models.mixture import DISPATCHERS, Mixture
 from distsim.models.parts.attention import Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.routing import Loads, Routing
@@ -42,6 +42,9 @@ class DeepseekSizes:
     batch: int = 8
     vocab: int = 129280
     groups: int = 1
+    aux_loss: float = 0.0
+    aux_over: int = 1
+    dispatcher: str = DISPATCHERS[0]
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, ffn=self.ffn)
@@ -54,7 +57,16 @@ class DeepseekSizes:
         experts = None
         if self.experts:
             experts = Mixture(
-                self.experts, self.top_k, self.expert_ffn, self.shared, "sigmoid", 2.5, groups=self.groups
+                self.experts,
+                self.top_k,
+                self.expert_ffn,
+                self.shared,
+                "sigmoid",
+                2.5,
+                groups=self.groups,
+                aux_loss=self.aux_loss,
+                aux_over=self.aux_over,
+                dispatcher=self.dispatcher,
             )
         return DecoderSizes(
             self.layers,
@@ -77,6 +89,7 @@ def deepseek(
     seed: int = 0,
     dtype: DType = Float32(),  # noqa: B008
     routings: Sequence[Routing] | None = None,
+    pad: bool | None = None,
 ) -> Function:
     """Return a DeepSeek-style decoder with a loss, of :class:`DeepseekSizes` in order or by name.
 
@@ -85,12 +98,13 @@ def deepseek(
     SwiGLU feed-forward of width ``ffn``; with them (256 in DeepSeek-V3) the first ``dense`` layers have, and
     each of the others
     ``experts`` of width ``expert_ffn``, of which a token takes ``top_k``, and ``shared`` experts for all.
-    Loads, ``routings`` (one a layer of experts) and ``groups`` are those of :func:`distsim.models.moe`.
+    Loads, ``routings`` (one a layer of experts), ``groups``, ``aux_loss``, ``aux_over`` and
+    ``dispatcher`` are those of :func:`distsim.models.moe`.
 
     >>> sizes = dict(hidden=16, heads=2, kv_lora=4, nope=4, rope=2, value=4, seq=8, batch=2, vocab=32)
     >>> function = deepseek(layers=2, ffn=8, **sizes)
     >>> sum(value.type.size for value in function.parameters)
     2840
     """
-    loads = Loads(concentration, capacity, seed, routings)
+    loads = Loads(concentration, capacity, seed, routings, pad)
     return decoder(sizes.decoder, sizes.batch, sizes.seq, dtype, loads, "deepseek", "math")

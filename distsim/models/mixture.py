@@ -5,11 +5,19 @@ weighted by their gates. An expert has a number of *slots* per sequence (:class:
 neighbouring tokens (GShard, Lepikhin et al. 2021); the tokens that give it the largest gates take them, the
 others are dropped from it. A slot that nobody takes holds a token with weight zero, so results are those of
 dropless token choice wherever the slots suffice.
+
+So that tokens spread over the experts, a loss may be added to the model's (GShard; Switch Transformers,
+Fedus et al. 2022, equations 4 to 6): a coefficient times the sum over experts of f_e P_e, where f_e is
+E / (k T) times the choices of expert e by T tokens, and P_e the mean of its shares of their scores. The T
+tokens are those of a sequence (DeepSeek-V3, DeepSeek-AI 2024, equations 17 to 20; Megatron-LM's
+``seq_aux_loss``) or of several neighbouring ones (its ``aux_loss``, of a microbatch); the loss is the mean
+over the batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +30,7 @@ from distsim.models.routing import Routing
 from distsim.models.sizes import check_caps, check_counts, check_sizes
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
+DISPATCHERS = ("alltoall", "allgather")
 MAX_EXPERTS = 2**16
 """Of a layer: 32 times those of Switch-C (Fedus et al. 2022)."""
 
@@ -36,7 +45,10 @@ class Mixture:
     ``score``: softmax (Mixtral, DeepSeek-V2) or sigmoid (DeepSeek-V3). The gates are the scores of the chosen
     experts, divided by their sum if there are several and they are ``normalized``, multiplied by ``scale``.
     Each expert is a gated feed-forward with the ``activation``. A sequence is routed in so many ``groups`` of
-    neighbouring tokens, each by itself.
+    neighbouring tokens, each by itself. ``aux_loss``: the coefficient of the loss that balances the experts,
+    0 for none, of the tokens of ``aux_over`` sequences together. ``dispatcher``: where ranks have experts
+    each, their tokens' rows are sent to them (``alltoall``), or all ranks have all tokens and take rows of
+    them (``allgather``), as Megatron-LM's ``--moe-token-dispatcher-type``.
     """
 
     experts: int
@@ -48,9 +60,19 @@ class Mixture:
     normalized: bool = True
     activation: str = "silu"
     groups: int = 1
+    aux_loss: float = 0.0
+    aux_over: int = 1
+    dispatcher: str = DISPATCHERS[0]
 
     def __post_init__(self) -> None:
         check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn, groups=self.groups)
+        check_sizes(aux_over=self.aux_over)
+        check_caps(aux_loss=self.aux_loss)
+        if self.aux_over > 1 and not self.aux_loss:
+            raise PlanError(
+                f"aux_over={self.aux_over} sequences are balanced together by aux_loss, which is 0; give "
+                "aux_loss=0.01, or leave aux_over out"
+            )
         if self.experts > MAX_EXPERTS:
             raise PlanError(f"experts={self.experts} of a layer are more than {MAX_EXPERTS}; use fewer")
         if self.top_k > self.experts:
@@ -58,6 +80,8 @@ class Mixture:
         check_counts(shared=self.shared)
         if self.score not in SCORES:
             raise PlanError(f"score={self.score!r} is not one of {', '.join(SCORES)}")
+        if self.dispatcher not in DISPATCHERS:
+            raise PlanError(f"dispatcher={self.dispatcher!r} is not one of {', '.join(DISPATCHERS)}")
         check_caps(scale=self.scale)
         check_activation(self.activation)
 
@@ -70,8 +94,15 @@ class Mixture:
         return seq // self.groups
 
 
-def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Value:
-    """Add a mixture that reads ``x`` [batch, seq, hidden] and return what it makes of it.
+class Mixed(NamedTuple):
+    """What a mixture makes of its tokens [batch, seq, hidden], and its loss, a scalar, if it has one."""
+
+    tokens: Value
+    aux_loss: Value | None
+
+
+def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Mixed:
+    """Add a mixture that reads ``x`` [batch, seq, hidden] and return what it makes of it, and its loss.
 
     Parameters: ``router.w`` [hidden, experts], ``experts.gate.w`` and ``experts.up.w`` [experts, hidden,
     ffn], ``experts.down.w`` [experts, ffn, hidden], and those of the shared feed-forward. ``routing`` is of a
@@ -85,22 +116,27 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Va
     leading = (layer.batch,) if sizes.groups == 1 else (layer.batch, sizes.groups)
     shape = (*leading, tokens, layer.hidden)
     grouped = x if sizes.groups == 1 else layer("Reshape", x, name="grouped", shape=shape)
-    gates, taken = _taken(layer, _assigned(layer, grouped, sizes), routing)
-    rows = layer("GatherND", grouped, taken, name="dispatched", batch_dims=len(leading))
+    scores, assigned = _assigned(layer, grouped, sizes)
+    balance = _balance(layer, scores, assigned, sizes) if sizes.aux_loss else None
+    gates, taken = _taken(layer, assigned, routing)
+    places: dict[str, object] = {"batch_dims": len(leading)}
+    if sizes.dispatcher == "allgather":
+        places["groups"] = routing.slots
+    rows = layer("GatherND", grouped, taken, name="dispatched", **places)
     shared = None
     if sizes.shared:  # before the experts: while rows are on their way
         wide = FeedForward(sizes.shared * sizes.ffn, sizes.activation)
         shared = feed_forward(layer, x, wide, prefix="shared.")
     rows = _experts(layer, rows, sizes, routing)
     weighted = layer("Mul", rows, gates, name="weighted")
-    made = layer("GatherNDGrad", taken, weighted, name="combined", shape=shape, batch_dims=len(leading))
+    made = layer("GatherNDGrad", taken, weighted, name="combined", shape=shape, **places)
     if sizes.groups > 1:
         made = layer("Reshape", made, name="ungrouped", shape=(layer.batch, layer.seq, layer.hidden))
-    return made if shared is None else layer("Add", made, shared, name="mixed_experts")
+    return Mixed(made if shared is None else layer("Add", made, shared, name="mixed_experts"), balance)
 
 
-def _assigned(layer: LayerMaker, x: Value, sizes: Mixture) -> Value:
-    """Return the gates [..., tokens, experts]: zero for the experts that a token does not choose."""
+def _assigned(layer: LayerMaker, x: Value, sizes: Mixture) -> tuple[Value, Value]:
+    """Return scores and gates [..., tokens, experts]: zero for the experts that a token does not choose."""
     logits = layer.linear(x, "router", layer.hidden, sizes.experts)
     axis = {"axis": -1} if sizes.score == "softmax" else {}
     scores = layer(SCORES[sizes.score], logits, name="scores_of_experts", **axis)
@@ -112,7 +148,32 @@ def _assigned(layer: LayerMaker, x: Value, sizes: Mixture) -> Value:
     if sizes.scale != 1.0:
         gates = layer("Mul", gates, name="scaled_gates", B=sizes.scale)
     shape = as_tensor(logits.type, logits.name).shape
-    return layer("GatherElementsGrad", chosen, gates, name="assigned", shape=shape, axis=-1)
+    return scores, layer("GatherElementsGrad", chosen, gates, name="assigned", shape=shape, axis=-1)
+
+
+def _balance(layer: LayerMaker, scores: Value, assigned: Value, sizes: Mixture) -> Value:
+    """Return the loss that balances the experts, of scores and gates [..., tokens, experts]."""
+    together, batch = sizes.aux_over, layer.batch
+    if batch % together:
+        raise PlanError(f"aux_over={together} does not divide the batch of {batch}; use one that does")
+    if sizes.score != "softmax":  # shares of the experts, which sum to 1
+        scores = layer("Div", scores, layer("ReduceSum", scores, axes=(-1,), keepdims=1), name="shares")
+
+    def summed(source: Value, name: str) -> Value:
+        """The sum over the tokens that are balanced together: [batch / together, experts]."""
+        tokens = (1,) if sizes.groups == 1 else (1, 2)
+        made = layer("ReduceSum", source, name=name, axes=tokens, keepdims=0)
+        if together == 1:
+            return made
+        shape = (batch // together, together, sizes.experts)
+        return layer("ReduceSum", layer("Reshape", made, shape=shape), axes=(1,), keepdims=0)
+
+    choices = summed(layer("Sign", assigned, name="aux_loss.chosen"), "aux_loss.choices")
+    both = layer("Mul", choices, summed(scores, "aux_loss.shares"))
+    tokens = together * layer.seq
+    each = sizes.experts / (sizes.top_k * tokens**2) * (together / batch)
+    total = layer("ReduceSum", both, axes=(0, 1), keepdims=0)
+    return layer("Mul", total, name="aux_loss", B=sizes.aux_loss * each)
 
 
 def _taken(layer: LayerMaker, assigned: Value, routing: Routing) -> tuple[Value, Value]:

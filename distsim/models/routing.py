@@ -3,8 +3,9 @@
 A mixture routes each token of a sequence to ``top_k`` of its ``experts``. Which, is known when it runs; how
 many it has to be built for, is known before: the shapes of the experts' products. :func:`draw_routing` draws
 the popularity of the experts from a symmetric Dirichlet distribution, as measured loads are skewed (Switch
-Transformers, Fedus et al. 2022, section 2.2; Tutel, Hwang et al. 2023, figure 1), and caps it at the capacity
-``capacity * tokens * top_k / experts`` of GShard (Lepikhin et al. 2021).
+Transformers, Fedus et al. 2022, section 2.2; Tutel, Hwang et al. 2023, figure 1). With a capacity each expert
+has ``capacity * tokens * top_k / experts`` rows, whoever chooses it (GShard, Lepikhin et al. 2021); without
+padding to it, it is only what an expert serves at most.
 """
 
 from __future__ import annotations
@@ -39,8 +40,13 @@ class Routing:
         return sum(max(0, want - have) for want, have in zip(self.demand, self.slots, strict=True))
 
     @property
+    def padding(self) -> int:
+        """How many of the slots nobody takes."""
+        return sum(max(0, have - want) for want, have in zip(self.demand, self.slots, strict=True))
+
+    @property
     def rows(self) -> int:
-        """How many rows the experts work on together."""
+        """How many rows the experts work on together, those of padding too."""
         return sum(self.slots)
 
 
@@ -51,18 +57,24 @@ def draw_routing(
     concentration: float | None = None,
     capacity: float | None = None,
     seed: int = 0,
+    pad: bool | None = None,
 ) -> Routing:
     """Draw the load of each expert for ``tokens`` tokens of which each chooses ``top_k`` experts.
 
     ``concentration``: that of the Dirichlet distribution of the experts' popularity; 100 is nearly even,
     below 1 a few experts are chosen by most; None is even. No expert is chosen by more than all tokens: what
     is beyond goes to the others. ``capacity``: the share of its even load that an expert serves at most,
-    None being all that choose it. Raises :class:`PlanError` for figures that are none.
+    None being all that choose it (dropless). ``pad``: whether experts have that many slots even where fewer
+    tokens choose them, as in GShard, Switch Transformers and DeepSpeed, which is the default; False is
+    Megatron-LM's capacity factor without ``--moe-pad-expert-input-to-capacity``. Raises :class:`PlanError`
+    for figures that are none, and for ``pad`` without a capacity.
 
     >>> draw_routing(4, 2, 100)
     Routing(demand=(50, 50, 50, 50), slots=(50, 50, 50, 50))
     >>> draw_routing(4, 2, 100, concentration=1.0, capacity=1.25, seed=3)
-    Routing(demand=(6, 20, 74, 100), slots=(6, 20, 63, 63))
+    Routing(demand=(6, 20, 74, 100), slots=(63, 63, 63, 63))
+    >>> draw_routing(4, 2, 100, concentration=1.0, capacity=1.25, seed=3, pad=False).slots
+    (6, 20, 63, 63)
     """
     check_sizes(experts=experts, top_k=top_k, tokens=tokens)
     if top_k > experts:
@@ -72,33 +84,51 @@ def draw_routing(
             raise PlanError(f"{name}={figure} must be a positive number")
     if type(seed) is not int or seed < 0:
         raise PlanError(f"seed={seed!r} must be a whole number of at least 0")
+    _check_pad(capacity, pad)
     popularity = np.full(experts, 1.0 / experts)
     if concentration is not None:
         popularity = np.random.default_rng(seed).dirichlet(np.full(experts, concentration))
     demand = _whole(_shares(popularity, tokens, tokens * top_k), tokens, tokens * top_k)
-    most = tokens if capacity is None else min(tokens, math.ceil(capacity * tokens * top_k / experts))
-    return Routing(demand, tuple(min(want, most) for want in demand))
+    if capacity is None:
+        return Routing(demand, demand)
+    most = min(tokens, math.ceil(capacity * tokens * top_k / experts))
+    if pad is False:
+        return Routing(demand, tuple(min(want, most) for want in demand))
+    return Routing(demand, (most,) * experts)
+
+
+def _check_pad(capacity: float | None, pad: bool | None) -> None:
+    if pad is not None and capacity is None:
+        raise PlanError(f"pad={pad} is about rows up to a capacity, and none is given; give capacity=1.25")
 
 
 @dataclass(frozen=True)
 class Loads:
     """The loads of the layers of experts: ``routings``, one a layer, or drawn ones.
 
-    The load of the i-th layer of experts is drawn with ``seed + i``, ``concentration`` and ``capacity``
-    (:func:`draw_routing`).
+    The load of the i-th layer of experts is drawn with ``seed + i``, ``concentration``, ``capacity`` and
+    ``pad`` (:func:`draw_routing`). Raises :class:`PlanError` for routings beside figures to draw others by.
     """
 
     concentration: float | None = None
     capacity: float | None = None
     seed: int = 0
     routings: Sequence[Routing] | None = None
+    pad: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_pad(self.capacity, self.pad)
+        drawn = {"concentration": self.concentration, "capacity": self.capacity}
+        beside = [f"{name}={figure}" for name, figure in drawn.items() if figure is not None]
+        if self.routings is not None and beside:
+            raise PlanError(f"routings are given, and {beside[0]} to draw them by; give one of the two")
 
     def of_layers(self, experts: int, top_k: int, layers: int, seq: int) -> tuple[Routing, ...]:
         """Return the load of each layer. Raises :class:`PlanError` when as many are not given."""
         if self.routings is None:
             chances = self.concentration, self.capacity
             seeds = range(self.seed, self.seed + layers) if self.concentration else [self.seed] * layers
-            made = {seed: draw_routing(experts, top_k, seq, *chances, seed) for seed in set(seeds)}
+            made = {seed: draw_routing(experts, top_k, seq, *chances, seed, self.pad) for seed in set(seeds)}
             return tuple(made[seed] for seed in seeds)
         if len(self.routings) != layers:
             raise PlanError(f"{len(self.routings)} routings for {layers} layers of experts; give one a layer")
@@ -110,10 +140,15 @@ def describe_loads(routings: Sequence[Routing], groups: int = 1) -> str:
 
     >>> describe_loads([Routing((6, 2), (5, 2))], 2)
     'experts: the busiest serves 1.43 times the mean, 12.5% of the choices are dropped; 2 groups a sequence'
+    >>> describe_loads([Routing((6, 2), (5, 5))])
+    'experts: all serve as many rows, 30.0% of the rows are padding, 12.5% of the choices are dropped'
     """
     busiest = max([max(load.slots) * len(load.slots) / max(load.rows, 1) for load in routings])
     dropped = sum([load.dropped for load in routings]) / sum([sum(load.demand) for load in routings])
-    load = "all serve as many tokens" if busiest == 1 else f"the busiest serves {busiest:.2f} times the mean"
+    rows = sum([load.rows for load in routings])
+    padding = sum([load.padding for load in routings]) / max(rows, 1)
+    load = "all serve as many rows" if busiest == 1 else f"the busiest serves {busiest:.2f} times the mean"
+    load += f", {padding:.1%} of the rows are padding" if padding else ""
     lost = f"{dropped:.1%} of the choices are dropped" if dropped else "none is dropped"
     routed = f"; {groups} groups a sequence" if groups > 1 else ""
     return f"experts: {load}, {lost}{routed}"

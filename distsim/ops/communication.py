@@ -2,21 +2,24 @@
 
 ``MPIAllreduce(x; axis)``, ``MPIAllgather(x; axis, dim)``, ``MPIReduceScatter(x; axis, dim)``,
 ``MPIAlltoall(x; axis, split, concat)`` run inside a mesh, ``pieces`` say how a dimension is divided
-(``split_pieces``, ``concat_pieces`` of an all-to-all, by groups only); ``MPIAllreduce`` with ``reduce="max"``
-takes the largest, not the sum. ``MPIAllgatherInto(part, old; axis, shapes)`` writes the whole of a tensor of
-the first of ``shapes`` in the place of the old one, of its flat parts. It, ``MPIAllreduce``, ``MPIAllgather``
-and ``MPIReduceScatter`` may be given several tensors, and move them as one message
-(:mod:`distsim.ops.coalescing`); with ``in_place`` sums over ranks, or their parts, are where the operands
-were. ``LocalSlice(x; axis, dim)`` keeps the own part and moves nothing, nor does ``LocalIndices(indices;
-axis, size)``, which makes indices of all ranks' rows those of the own ``size``, nor ``LocalPart(x, ...;
-axis)``, the own flat part where it lies, once the further operands are there. ``Send(x; to, channel)`` goes
-from a mesh to another of the same axes, rank by rank; Sends between the same two devices wait for each other
-on one channel (0 unless given). ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go from one device to
-a mesh, ``MPIGather(x; to, shards)`` back. ``shards`` lists :data:`distsim.ops.parts.Shard`.
+(``split_pieces``, ``concat_pieces`` of an all-to-all, by groups only; over several axes together it may split
+or join several dimensions, one an axis, the slowest first: (dimension, ranks, pieces) each); ``MPIAllreduce``
+with ``reduce="max"`` takes the largest, not the sum. ``MPIAllgatherInto(part, old; axis, shapes)`` writes the
+whole of a tensor of the first of ``shapes`` in the place of the old one, of its flat parts. It,
+``MPIAllreduce``, ``MPIAllgather`` and ``MPIReduceScatter`` may be given several tensors, and move them as one
+message (:mod:`distsim.ops.coalescing`); with ``in_place`` sums over ranks, or their parts, are where the
+operands were. ``LocalSlice(x; axis, dim)`` keeps the own part and moves nothing, nor does
+``LocalIndices(indices; axis, size)``, which makes indices of all ranks' rows those of the own ``size``, nor
+``LocalPart(x, ...; axis)``, the own flat part where it lies, once the further operands are there. ``Send(x;
+to, channel)`` goes from a mesh to another of the same axes, rank by rank; Sends between the same two devices
+wait for each other on one channel (0 unless given). ``MPIBroadcast(x; to)``, ``MPIScatter(x; to, shards)`` go
+from one device to a mesh, ``MPIGather(x; to, shards)`` back. ``shards`` lists
+:data:`distsim.ops.parts.Shard`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +41,16 @@ from distsim.ops.operator import (
     memory_bound,
     register,
 )
-from distsim.ops.parts import divided_size, flat_part, gather, join_parts, joined_size, scatter, take_part
+from distsim.ops.parts import (
+    Parts,
+    divided_size,
+    flat_part,
+    gather,
+    join_parts,
+    joined_size,
+    scatter,
+    take_part,
+)
 from distsim.ops.places import view_work
 
 
@@ -107,13 +119,26 @@ def _slice_types(op_type: str) -> TypesRule:
     return rule
 
 
+def _exchanged(attributes: Attributes, name: str, count: int) -> Sequence[tuple[int, int, Parts]]:
+    """Return what an all-to-all of ``count`` ranks splits, or joins: of each axis a dimension, its ranks, and
+    pieces."""
+    given: int | tuple[tuple[int, int, Parts], ...] = attributes[name]
+    return given if isinstance(given, tuple) else [(given, count, attributes.get(f"{name}_pieces"))]
+
+
 def _alltoall_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, count = mesh_and_ranks("MPIAlltoall", attributes, inputs)
-    split = _dim("MPIAlltoall", tensor, attributes, "split")
-    concat = _dim("MPIAlltoall", tensor, attributes, "concat")
-    part = divided_size("MPIAlltoall", tensor, split, count, attributes.get("split_pieces"))
-    (half,) = _resized(tensor, split, part)
-    return _resized(half, concat, joined_size(half, concat, count, attributes.get("concat_pieces")))
+    _required("MPIAlltoall", attributes, "split", "concat")
+    split, concat = (_exchanged(attributes, name, count) for name in ("split", "concat"))
+    if {math.prod([ranks for _, ranks, _ in each]) for each in (split, concat)} != {count}:
+        raise TypeRuleError(f"MPIAlltoall: {count} ranks neither split {split} nor join {concat}")
+    for dim, ranks, pieces in split:
+        (tensor,) = _resized(tensor, dim, divided_size("MPIAlltoall", tensor, dim, ranks, pieces))
+    for dim, ranks, pieces in reversed(concat):
+        if not 0 <= dim < tensor.rank:
+            raise TypeRuleError(f"MPIAlltoall: there is no dimension {dim} in {tensor}")
+        (tensor,) = _resized(tensor, dim, joined_size(tensor, dim, ranks, pieces))
+    return (tensor,)
 
 
 def _allreduce(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
@@ -161,12 +186,23 @@ def _local_indices(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[A
 
 
 def _alltoall(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
-    split, concat, count = attributes["split"], attributes["concat"], len(ranks)
-    taken, joined = attributes.get("split_pieces"), attributes.get("concat_pieces")
-    return [
-        join_parts([take_part(array, split, i, count, taken) for array in ranks], concat, joined)
-        for i in range(count)
-    ]
+    split, concat = (_exchanged(attributes, name, len(ranks)) for name in ("split", "concat"))
+
+    def part(array: Array, index: int) -> Array:
+        left = len(ranks)
+        for dim, count, pieces in split:
+            left //= count
+            array = take_part(array, dim, index // left, count, pieces)
+            index %= left
+        return array
+
+    def joined(parts: Sequence[Array]) -> Array:
+        for dim, count, pieces in reversed(concat):
+            inner = range(0, len(parts), count)
+            parts = [join_parts(parts[start : start + count], dim, pieces) for start in inner]
+        return parts[0]
+
+    return [joined([part(array, i) for array in ranks]) for i in range(len(ranks))]
 
 
 def _send_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -31,6 +31,7 @@ from distsim.ops.operator import (
     bytes_of,
     register,
 )
+from distsim.ops.parts import Groups
 from distsim.ops.places import (
     by_place,
     like_shape,
@@ -43,7 +44,7 @@ from distsim.ops.places import (
     wanted,
     whole_rule,
 )
-from distsim.ops.sharding_rule import Decomposition, Dim, ShardingRule, letters
+from distsim.ops.sharding_rule import Decomposition, Dim, Pieces, ShardingRule, letters
 
 _DATA = ("data", "indices")
 _GRAD = ("indices", "dy")
@@ -146,7 +147,8 @@ def _scattered(ctx: GradientContext, op_type: str, option: str) -> Value | None:
     index = places(_DATA, ctx.attributes, len(ctx.inputs))
     shape = shape_of(ctx.inputs[index["data"]])
     indices = (ctx.inputs[index["indices"]],) if "indices" in index else ()
-    return ctx.add(op_type, *indices, ctx.grad, shape=shape, **picked(ctx.attributes, option, "indices"))
+    options = picked(ctx.attributes, option, "indices", "groups")
+    return ctx.add(op_type, *indices, ctx.grad, shape=shape, **options)
 
 
 def _gather_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -245,24 +247,49 @@ def elements_bounds(op_type: str, formals: tuple[str, ...]) -> Bounds:
 # GatherND: out[b, i, j, k] = data[b, indices[b, i, j], k], the last dimension of the indices being a tuple.
 
 
+# With ``groups`` the last dimension of places, rows of experts, consists of groups of these sizes: ranks of
+# experts divide it by them, whatever is sent for that. The data of all are brought together, each rank takes
+# the rows of its experts, and what these add up to is reduce-scattered: an all-gather dispatcher.
+
+_ROWS = "groups"
+
+
 def _nd_labels(
-    batch: int, data_rank: int, indices_rank: int, depth: int
+    attributes: Attributes, data_rank: int, indices: tuple[int, ...]
 ) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]:
+    """Return the labels of the data, of indices of this shape, and of the output."""
+    batch, depth, sizes = attributes.get("batch_dims", 0), indices[-1], attributes.get("groups")
     first = letters(batch, "b")
-    middle = letters(indices_rank - 1 - batch, "i")
+    middle: tuple[Dim, ...] = letters(len(indices) - 1 - batch, "i")
+    if sizes is not None:
+        middle = (*middle[:-1], Pieces(_ROWS, Groups(sizes)))
     rest = letters(data_rank - batch - depth)
     return (*first, *(None,) * depth, *rest), (*first, *middle, None), (*first, *middle, *rest)
 
 
-def _nd_rule(signature: Signature) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]]:
-    data, indices = signature.inputs
-    return _nd_labels(signature.attributes.get("batch_dims", 0), data.rank, indices.rank, indices.shape[-1])
+def _nd_rule(
+    attributes: Attributes, inputs: tuple[tuple[Dim, ...], ...], output: tuple[Dim, ...], shape: str
+) -> ShardingRule:
+    """Return the rule of a GatherND, or of its gradient, whose attribute ``shape`` is a shape."""
+    rows = _ROWS if "groups" in attributes else ""
+
+    def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
+        """Of a part of the groups it is not known before which they are."""
+        known = {name: item for name, item in attributes.items() if name != "groups"}
+        return Attributes(known | ({shape: outputs[0]} if shape else {}))
+
+    linear = ((1 if shape else 0,),)
+    return ShardingRule(
+        inputs, (output,), linear, localize=localize, whole=(rows,) if rows else (), rows=rows
+    )
 
 
 def _gather_nd_rule(signature: Signature) -> ShardingRule:
     if len(signature.inputs) == 2:
-        data, indices, output = _nd_rule(signature)
-        return ShardingRule((data, indices), (output,), ((0,),))
+        data, indices, output = _nd_labels(
+            signature.attributes, signature.inputs[0].rank, signature.inputs[1].shape
+        )
+        return _nd_rule(signature.attributes, (data, indices), output, "")
     return whole_rule(signature)
 
 
@@ -288,10 +315,9 @@ def _gather_nd_grad_rule(signature: Signature) -> ShardingRule:
     if "indices" in signature.attributes:
         whole = (None,) * signature.inputs[0].rank
         return ShardingRule((whole,), ((None,) * signature.outputs[0].rank,), ((0,),))
-    indices, _ = signature.inputs
-    batch, rank = signature.attributes.get("batch_dims", 0), signature.outputs[0].rank
-    data, where, output = _nd_labels(batch, rank, indices.rank, indices.shape[-1])
-    return ShardingRule((where, output), (data,), ((1,),), localize=resizing("shape"))
+    shape = signature.inputs[0].shape
+    data, where, output = _nd_labels(signature.attributes, signature.outputs[0].rank, shape)
+    return _nd_rule(signature.attributes, (where, output), data, "shape")
 
 
 def _gather_nd_bounds(attributes: Attributes, shapes: Shapes) -> None:
@@ -319,7 +345,7 @@ def _register_gather(
         """What is added at a place has the gradient of that place: a gather again."""
         index = places(_GRAD, ctx.attributes, len(ctx.inputs))
         indices = (ctx.inputs[index["indices"]],) if "indices" in index else ()
-        made = ctx.add(name, ctx.grad, *indices, **picked(ctx.attributes, option, "indices"))
+        made = ctx.add(name, ctx.grad, *indices, **picked(ctx.attributes, option, "indices", "groups"))
         return by_place(_GRAD, ctx, {"dy": made})
 
     register(

@@ -84,7 +84,8 @@ class ShardingRule:
     ``localize`` rewrites the attributes for the local shapes. ``decompositions`` are by factor. ``whole`` are
     factors that are not divided: they say which dimensions are of the same. ``context``: by kind of context
     parallelism the factor, maybe one of those, that its ranks divide where others divide the sequence.
-    ``experts``: the factor, one of those, that ranks of expert parallelism divide.
+    ``experts``: the factor, one of those, that ranks of expert parallelism divide; ``rows``: the one that
+    they divide, rather than the batch, of an op that takes rows to experts or brings them back.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -98,6 +99,7 @@ class ShardingRule:
     whole: tuple[str, ...] = ()
     context: Mapping[str, str] = field(default_factory=dict[str, str])
     experts: str = ""
+    rows: str = ""
 
 
 def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:

@@ -7,7 +7,7 @@ distsim cannot lay out is refused by the name of the missing feature.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distsim.cache import cached
 from distsim.ir import Function, Topology
@@ -65,6 +65,8 @@ def case_of(row: Row) -> Case:
     stack = software.stack
     layout = layout_of(row, stack, assumed)
     sizes = sizes_of(row, "megatron" in plain(row, "framework"), layout.plan.tp, assumed)
+    if sizes.experts is not None:  # each rank routes its own tokens
+        sizes = replace(sizes, experts=replace(sizes.experts, groups=layout.plan.sequence_parts))
     return Case(
         *(sizes, number(row, "seq"), global_batch(row), layout.plan),
         *(software.precision, software.attention, software.kernels, stack),

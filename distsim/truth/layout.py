@@ -92,6 +92,7 @@ def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
         **_context(row, stack, degrees["cp"]),
         **_sharding(row),
         **_sequence(row, stack, degrees["tp"]),
+        **_experts(row, degrees, assumed),
     }
     spread = degrees["dp"] * degrees["cp"] > 1
     said = _overlap(row, spread, spread and zero_of(row) in (1, 2))
@@ -256,6 +257,17 @@ def _sequence(row: Row, stack: Stack, tp: int) -> dict[str, str | int]:
     if not re.match(r"(yes|on|true|1|no|off|false|0)\b", text):
         raise MissingFeatureError(f"sp {text!r:.60}")
     return {"sp": "on"} if re.match(r"(yes|on|true|1)\b", text) else {}
+
+
+def _experts(row: Row, degrees: Mapping[str, int], assumed: list[str]) -> dict[str, int]:
+    """Return over how many ranks of tp an expert is divided: all, unless dp and cp are too few for ep."""
+    tp, ep = degrees["tp"], degrees["ep"]
+    if cell(row, "etp"):
+        return {"etp": number(row, "etp")}
+    if degrees["dp"] * degrees["cp"] % ep and degrees["dp"] * degrees["cp"] * tp % ep == 0:
+        assumed.append("etp 1")
+        return {"etp": 1}
+    return {}
 
 
 _SUBJECTS = (

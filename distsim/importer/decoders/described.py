@@ -10,7 +10,14 @@ from typing import Any
 from distsim.errors import ImportModelError, PlanError
 from distsim.importer.decoders.huggingface import DEFAULT_BATCH, default_seq, sizes_from_hf
 from distsim.importer.decoders.named import named_sizes
-from distsim.importer.decoders.options import read_decimal, read_flag, read_number, read_rate, split_options
+from distsim.importer.decoders.options import (
+    read_coefficient,
+    read_decimal,
+    read_flag,
+    read_number,
+    read_rate,
+    split_options,
+)
 from distsim.ir import Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
@@ -22,11 +29,12 @@ _INPUT: dict[str, Callable[[str, str], Any]] = {
     "seq": read_number,
     "concentration": read_decimal,
     "capacity": read_decimal,
+    "pad": read_flag,
     "seed": lambda key, text: read_number(key, text, 0),
 }
 """Options that are no sizes of a model: what it is given, and the loads of its experts."""
 
-_LOADS = ("concentration", "capacity", "seed")
+_LOADS = ("concentration", "capacity", "pad", "seed")
 
 _COUNTS_FROM_ZERO = ("window", "q_lora", "shared", "dense")
 
@@ -36,6 +44,10 @@ def _read(key: str, text: str) -> Any:
         return _INPUT[key](key, text)
     if key.endswith("_dropout"):
         return read_rate(key, text)
+    if key == "dispatcher":
+        return text
+    if key == "aux_loss":
+        return read_coefficient(key, text)
     if key == "tied":
         return read_flag(key, text)
     if key == "theta":

@@ -36,6 +36,13 @@ def read_decimal(key: str, text: str) -> float:
     return float(text)
 
 
+def read_coefficient(key: str, text: str) -> float:
+    """Return a number of at least 0."""
+    if not _is_decimal(text) or not float(text) <= MAX_SIZE:
+        raise ImportModelError(f"{key}={text} must be a decimal number from 0 to {MAX_SIZE}")
+    return float(text)
+
+
 def read_rate(key: str, text: str) -> float:
     """Return a number from 0 to below 1."""
     if not _is_decimal(text) or not float(text) < 1:

@@ -100,9 +100,9 @@ class PartMaker:
         drawn = {"ratio": np.array(rate), "training_mode": np.array(True), "seed": seed}
         return self("Dropout", source, name=name, **drawn)
 
-    def finish(self, output: Value) -> Function:
+    def finish(self, *outputs: Value) -> Function:
         """Return the function, without ops that nothing reads."""
-        self.maker.set_outputs([output])
+        self.maker.set_outputs(outputs)
         return trim(self.maker.finalize()).function
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import multimode
 from weakref import WeakValueDictionary
 
 from distsim.cache import Cache
@@ -212,8 +213,8 @@ def _untie(
 ) -> tuple[Numbered, StageMap]:
     """Sum over microbatches before adding gradients that come from two stages.
 
-    A parameter that two stages read (tied embeddings) gets a gradient from each; adding them per
-    microbatch would send one of them every time.
+    A parameter that two stages read (tied embeddings) gets a gradient from each, and each may have a part of
+    the loss; adding them per microbatch would send one of them every time.
     """
     tied: dict[Op, tuple[Op, ...]] = {}
     for number, op in enumerate(function.ops):
@@ -234,7 +235,7 @@ def _untie(
                 for each in scattered:
                     value = maker.add(each.op_type, [value], each.attributes, output_names=[value.name])[0]
                 sums += maker.add("Accumulate", [value], output_names=[value.name])
-            maker.adopt(Op("Add", tuple(sums), op.outputs))
+            maker.adopt(Op(added.op_type, tuple(sums), op.outputs))
         elif op not in gone:
             maker.adopt(op)
     maker.set_outputs([function.values[value] for value in function.outputs])
@@ -259,7 +260,7 @@ def _added_before(function: Numbered, sum_: int) -> list[int]:
 
 def _from_two_stages(function: Numbered, assigned: StageMap, added: int) -> bool:
     """Whether an op adds what two stages make, and its sum is read once."""
-    if function.ops[added].op_type != "Add" or len(function.reads[added]) < 2:
+    if function.ops[added].op_type not in ("Add", "Sum") or len(function.reads[added]) < 2:
         return False
     (value,) = function.makes[added]
     if function.uses[value] + function.outputs.count(value) > 1:
@@ -288,14 +289,13 @@ class _Cutter:
 
     def _place_step(self, op: int) -> None:
         """Place an op that runs once per step where its parameter is, or else with most of what it reads."""
-        function, homes = self.function, self.homes
-        read = function.reads[op]
+        function, homes, read = self.function, self.homes, self.function.reads[op]
         made = [m for m in [function.producer[v] for v in read] if m >= 0 and not function.loose[m]]
         owned = [homes[v][0] for v in map(self._viewed, read) if v in homes]
         most = max([function.values[v].type.nbytes for v in read], default=0)
         large = [function.producer[v] for v in read if function.values[v].type.nbytes == most]
         with_most = [self.stage[m] for m in large if m in made]
-        stage = self.stage[op] = min(owned or with_most or [self.stage[m] for m in made] or [0])
+        stage = self.stage[op] = min(owned or multimode(with_most) or [self.stage[m] for m in made] or [0])
         before = [self.round[m] + (self.stage[m] != stage) for m in made if self.round[m] >= 0]
         self.round[op] = max(before, default=0)
 

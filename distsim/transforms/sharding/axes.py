@@ -9,19 +9,13 @@ from types import MappingProxyType
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
-from distsim.ops.parts import Groups, Parts
+from distsim.ops.parts import Parts
 from distsim.ops.sharding_rule import factors_of
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, DividedAxis, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
-from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate, propagate_back
-from distsim.transforms.sharding.strategies import (
-    EXPERTS,
-    Allowed,
-    Options,
-    pieces_of,
-    rule_of,
-)
+from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
+from distsim.transforms.sharding.strategies import Allowed, Options, pieces_of, rule_of
 
 
 def batch_options(
@@ -48,6 +42,7 @@ def tensor_options(
     known: Mapping[Value, Role],
     batch: Marks,
     sequence: bool = False,
+    experts: bool = False,
 ) -> Options:
     """Return the choice over tp: what derives from parameters and does not carry the batch.
 
@@ -55,7 +50,9 @@ def tensor_options(
     embedding, whatever it costs: whoever asks for ranks wants the weights divided (Megatron-LM, torchtitan).
     ``sequence``: what is between the products is divided too, in the dimensions that data have beside the
     batch, and handed on so (Korthikanti et al. 2022): what has a product divided over ranks to sum is
-    reduce-scattered, and gathered where the next product reads it, in each pass anew.
+    reduce-scattered, and gathered where the next product reads it, in each pass anew; but not where it only
+    chooses, as Megatron-LM's router does (router.py), which has a rank's own part. ``experts``: those are
+    whole on their ranks, so that their products are divided as what is between the others is, if at all.
     """
     pieces = pieces_of(structure)
 
@@ -74,17 +71,19 @@ def tensor_options(
     # Of an embedding's gradient the rows follow from none of what it is made of.
     made = [op.outputs[0] for op in vocabulary if op.op_type == "GatherGrad"]
     marks = propagate(function, seeds | {v: dims(v, as_tensor(v.type, v.name).rank) for v in made})
+    routers = _choosing(structure, kept) if sequence else frozenset[Node]()
 
     def allowed(node: Node) -> Allowed:
         of_parameter, of_data, of_batch = (marked(node.op, m) for m in (marks, kept, batch))
-        own = vocabulary.get(node.op)
-        along = sequence and not node.flops
+        own, rule = vocabulary.get(node.op), rule_of(node.signature)
+        apart = experts and rule is not None and bool(rule.experts)
+        along = sequence and (apart or not node.flops or node in routers)
 
         def test(factor: str, part: Parts) -> int | None:
             if factor == own:
                 return 0
             if not (of_data(factor, part) and along) and (
-                not of_parameter(factor, part) or of_data(factor, part)
+                apart or not of_parameter(factor, part) or of_data(factor, part)
             ):
                 return None
             if not of_batch(factor, None):
@@ -135,72 +134,6 @@ def context_options(
     return Options(structure, allowed, given, decomposed=False, context=kind, spread=spread, own=own)
 
 
-def expert_options(
-    function: Function,
-    structure: Structure,
-    known: Mapping[Value, Role],
-    divided: Mapping[Value, int],
-    batch: Marks,
-) -> Options:
-    """Return the choice over ranks of experts: these inputs are ``divided`` as the batch is, experts are too.
-
-    ``batch`` are the dimensions that carry the batch. Rows of experts go back to the rank of their tokens
-    before they are added up: all-to-alls, not sums over the ranks.
-    """
-    number = structure.number
-    given = {number[v]: REPLICATED for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT)}
-    given |= {number[v]: sharded(dim) for v, dim in divided.items()}
-    marks = _of_experts(function, structure)
-
-    def allowed(node: Node) -> Allowed:
-        rule = rule_of(node.signature)
-        if rule is None or rule.experts:
-            return lambda factor, pieces: 0
-        of_expert, of_batch = marked(node.op, marks), marked(node.op, batch)
-
-        def test(factor: str, part: Parts) -> int | None:
-            if of_batch(factor, part):
-                return 0
-            within = all(any(factor in factors_of(dim) for dim in dims) for dims in rule.outputs)
-            return 0 if of_expert(factor, part) and (within or not isinstance(part, Groups)) else None
-
-        return test
-
-    return Options(structure, allowed, given, decomposed=False, context=EXPERTS)
-
-
-def _of_experts(function: Function, structure: Structure) -> Marks:
-    """Return the dimensions that have a place or a group for each expert: of weights, and what follows."""
-    seeds: Marks = {}
-    for node in structure.nodes:
-        rule = rule_of(node.signature)
-        if rule is not None and rule.experts:
-            for value, dims in zip(node.op.inputs, rule.inputs, strict=True):
-                own = frozenset[Mark]((place, None) for place, dim in enumerate(dims) if dim == rule.experts)
-                seeds[value] = seeds.get(value, frozenset()) | own
-    return propagate(function, propagate_back(function, seeds))
-
-
-def check_experts(structure: Structure, decision: Decision, axis: DividedAxis) -> None:
-    """Raise where ranks of experts do not divide them, or there are none."""
-    found = False
-    for node in structure.nodes:
-        rule = rule_of(node.signature)
-        if rule is None or not rule.experts:
-            continue
-        found = True
-        sizes = zip(node.signature.inputs, rule.inputs, strict=True)
-        count = next(t.shape[dims.index(rule.experts)] for t, dims in sizes if rule.experts in dims)
-        if decision.strategies[node.op].factor != rule.experts:
-            usable = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            raise PlanError(
-                f"{axis.name}={axis.parts} does not divide the {count} experts of {node.op!r}; choose one of "
-                f"{usable}"
-            )
-    if not found:
-        raise PlanError(f"{axis.name}={axis.parts}, but {structure.name} has no experts; use {axis.name}=1")
-
-
 def _activations(structure: Structure, data: Marks, batch: Marks) -> frozenset[int]:
     """Return the groups of what is computed of parameters and has a sequence."""
     computed = {n for n, group in enumerate(structure.groups) if group.role is Role.PARAMETER}
@@ -217,6 +150,24 @@ def _activations(structure: Structure, data: Marks, batch: Marks) -> frozenset[i
         if along and number in computed and as_tensor(value.type, value.name).dtype.is_floating:
             found.add(number)
     return frozenset(found)
+
+
+def _choosing(structure: Structure, data: Marks) -> frozenset[Node]:
+    """Return the products of which, before any other, places are chosen, and those of the same weights.
+
+    ``data`` are the dimensions that follow from data.
+    """
+    read: set[int] = set()
+    weights: set[int] = set()
+    for node in reversed(structure.nodes):
+        whole = [type_.dtype.is_floating for type_ in node.signature.outputs]
+        if node.flops and not read.isdisjoint(node.outputs):
+            weights.update([n for v, n in zip(node.op.inputs, node.inputs, strict=True) if v not in data])
+        elif not node.flops and (not all(whole) or not read.isdisjoint(node.outputs)):
+            read.update(node.inputs)
+    weights |= {tie.source for tie in structure.ties if tie.target in weights}
+    weights |= {tie.target for tie in structure.ties if tie.source in weights}
+    return frozenset([node for node in structure.nodes if node.flops and not weights.isdisjoint(node.inputs)])
 
 
 def _over_vocabulary(structure: Structure, trained: Marks, data: Marks) -> dict[Op, str]:
@@ -255,17 +206,17 @@ def decide_context(
     degrees: tuple[int, int, int],
     batch: Decision,
     device: Device,
-    zigzag: bool,
+    divisor: int,
 ) -> Decision:
     """Return how the ranks of a context, or of experts, divide the work.
 
-    ``degrees`` are (ranks, dp, microbatches). ``zigzag``: a rank has two parts of what is divided.
+    ``degrees`` are (ranks, dp, microbatches). ``divisor``: in how many parts what is divided has to divide.
     """
     ranks, dp, microbatches = degrees
     repeats = _repeats(structure, batch, dp, microbatches, LATE)
-    parts, halves = dp * microbatches, 2 if zigzag else 1
+    parts = dp * microbatches
     return decide(
-        structure, Axis(ranks, device, options, parts, all_ops=True, parts_a_rank=halves, repeats=repeats)
+        structure, Axis(ranks, device, options, parts, all_ops=True, divisor=divisor, repeats=repeats)
     )
 
 

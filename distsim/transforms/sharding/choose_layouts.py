@@ -97,8 +97,9 @@ class Axis:
     """The axis is the batch, which is divided over microbatches as well."""
     all_ops: bool = False
     """Every op is divided if at all possible, whatever the others are."""
-    parts_a_rank: int = 1
-    """Into how many parts a rank's part of a dimension divides in turn: two, where they lie in zigzag."""
+    divisor: int = 0
+    """In how many parts a dimension that is divided has to divide, if not as many as ranks: where these lie
+    in zigzag, twice as many; of ranks of experts only those along which data are divided."""
     beside: Mapping[int, float] = field(default_factory=dict[int, float])
     """Bytes that other axes send of each group, where the values of a rank are whole."""
     repeats: Sequence[tuple[float, float]] | None = None
@@ -120,7 +121,7 @@ class _Chooser:
     def __init__(self, structure: Structure, axis: Axis) -> None:
         self.structure, self.axis = structure, axis
         self.moves = Moves(axis.options.states, axis.ranks, axis.over_time)
-        self.divisor = axis.ranks * axis.parts_a_rank
+        self.divisor = axis.divisor or axis.ranks
         self.options = axis.options.that_fit(self.divisor, axis.parts)
         self.domains = self._domains()
 
@@ -153,17 +154,35 @@ class _Chooser:
         return found
 
     def _sums(self) -> set[int]:
-        """Return the groups of single numbers within the function that an op may make as partial sums."""
+        """Return the groups of single numbers within the function that an op may make as partial sums.
+
+        They are sums over what some op divides: a number that all ranks have, as the gradient of the loss,
+        is none.
+        """
         groups, states = self.structure.groups, self.axis.options.states
-        return {
-            place
-            for node, every, chosen in zip(
-                self.structure.nodes, self.axis.options.of, self.options, strict=True
-            )
-            for index in chosen
-            for place, state in zip(node.outputs, every[index].outputs, strict=True)
-            if states[state] is PARTIAL and groups[place].type.size == 1 and not groups[place].returned
-        }
+        of_sums: dict[int, list[int]] = {}  # by group what is made of it by a linear op, or through Calls
+        sums = set[int]()
+        for node, every, chosen in zip(self.structure.nodes, self.axis.options.of, self.options, strict=True):
+            for option in [every[index] for index in chosen]:
+                partial = [
+                    p for p, s in zip(node.outputs, option.outputs, strict=True) if states[s] is PARTIAL
+                ]
+                made = [place for place in partial if groups[place].type.size == 1]
+                if option.strategy.factor is not None:
+                    sums.update(made)
+                for place, state in zip(node.inputs, option.inputs, strict=True):
+                    if states[state] is PARTIAL:
+                        of_sums.setdefault(place, []).extend(made)
+        for tie in self.structure.ties:
+            if groups[tie.source].type.size == 1:
+                of_sums.setdefault(tie.source, []).append(tie.target)
+        todo = list(sums)
+        while todo:
+            fresh = set(of_sums.get(todo.pop(), ())) - sums
+            sums |= fresh
+            todo += fresh
+        made = {place for node in self.structure.nodes for place in node.outputs}
+        return {place for place in sums & made if not groups[place].returned}
 
     def decide(self, insistence: float) -> Decision:
         """Return the least-cost placement when undivided flops count ``insistence`` times."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from distsim.hardware.rank_axes import joined_axes
 from distsim.ir import FunctionMaker, Literal, Mesh, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
+from distsim.ops.parts import Groups, Parts, take_part
 from distsim.transforms.sharding.layout import (
     PARTIAL,
     REPLICATED,
@@ -19,6 +21,7 @@ from distsim.transforms.sharding.layout import (
     Placement,
     State,
     exchangeable,
+    expert_axis,
     sharded,
 )
 
@@ -53,6 +56,7 @@ class Mover:
         self._shown = [mesh.axis_size(axis.name) for axis in axes]
         self._pattern = self._shown[0] * microbatches != axes[0].parts
         self._own: Sequence[frozenset[int]] = ()
+        self.experts = [place for place, axis in enumerate(axes) if axis.experts]
 
     def recipe(
         self,
@@ -93,8 +97,16 @@ class Mover:
             local = self._in_time(maker, local, name, source, top)
         states, summed = [source, *inner], list[str]()
         places = range(len(states))
+        rows, then = self._rows(states), self._rows(target)
+        back = self.experts if rows is not None and then is None else []
+        if then is not None and then != rows:
+            local = self._dispatch(maker, local, states, target)
         for place in sorted(places, key=lambda place: -self._depth(place, states[place])):
             state, wanted = states[place], target[place]
+            if place in back:
+                continue
+            if self._is_inside(place, wanted, back, target):
+                wanted = REPLICATED if state.sharded else state  # it divides what rows go back to
             if state.sharded and wanted.sharded and self._depth(place, wanted) > self._depth(place, state):
                 continue  # it becomes the inner one of another dimension, once others divide that
             scattered = state is PARTIAL and wanted.sharded
@@ -110,10 +122,145 @@ class Mover:
             states[place] = wanted
         if summed:
             local = _add(maker, local, "MPIAllreduce", joined_axes(summed[::-1]))
+        if back:
+            local = self._combine(maker, local, states, target)
         for place in sorted(places, key=lambda place: self._depth(place, target[place])):
             if states[place] != target[place]:
                 local = self._step(maker, local, place, states, target[place])
                 states[place] = target[place]
+
+    def _rows(self, states: Sequence[State]) -> State | None:
+        """Return how a value is divided by experts, over all axes that have some; None: it is not."""
+        found = [states[place] for place in self.experts if isinstance(states[place].pieces, Groups)]
+        return found[0] if found else None
+
+    def _dispatch(
+        self, maker: FunctionMaker, local: Value, states: list[State], target: Sequence[State]
+    ) -> Value:
+        """Divide a value by experts, over all axes that have some: one all-to-all, of what these divide.
+
+        What another axis divides within is exchanged by parts, and gathered after, if it is to be whole.
+        """
+        rows = target[self.experts[0]]
+        if self._rows(states) is not None:
+            local = self._combine(maker, local, states, [REPLICATED] * len(states))
+        ends, now = [states[place] for place in self.experts], tuple(states)
+        moved = all(each.sharded and exchangeable(each, rows) for each in ends)
+        whole = [place for place in range(len(now)) if self._is_inside(place, now[place], self.experts, now)]
+        after = whole if moved and self._by_parts(whole, now, target) else []
+        whole += [] if moved else self.experts
+        for place in sorted(whole, key=lambda place: -self._depth(place, now[place])):
+            local = local if place in after else self._step(maker, local, place, states, REPLICATED)
+            states[place] = REPLICATED
+        if moved:
+            local = self._exchange(maker, local, ends, rows, back=False, zigzag=not after)
+        else:
+            local = _collective(maker, local, REPLICATED, rows, expert_axis(self.axes))
+        for place in after:
+            (dim, axis), blocks = (now[place].dim, self.axes[place]), self._blocks(now[place].dim, ends)
+            size = as_tensor(local.type, local.name).shape[dim] * axis.parts
+            state = sharded(dim, (size // blocks,) * blocks)
+            local = self._reordered(
+                maker, _collective(maker, local, state, REPLICATED, axis), dim, ends, False
+            )
+        for place in self.experts:
+            states[place] = rows
+        return local
+
+    def _combine(
+        self, maker: FunctionMaker, local: Value, states: list[State], target: Sequence[State]
+    ) -> Value:
+        """Bring rows of experts back to what divides them else: one all-to-all, or all get all.
+
+        What another axis is to divide within, by parts: summed or taken before.
+        """
+        rows, ends = states[self.experts[0]], [target[place] for place in self.experts]
+        moved = all(each.sharded and exchangeable(each, rows) for each in ends)
+        every = range(len(states))
+        inside = [place for place in every if self._is_inside(place, target[place], self.experts, target)]
+        before = inside if moved and self._by_parts(inside, target, states) else []
+        for place in before:
+            (dim, axis), blocks = (target[place].dim, self.axes[place]), self._blocks(target[place].dim, ends)
+            local = self._reordered(maker, local, dim, ends, True)
+            state = sharded(dim, (as_tensor(local.type, local.name).shape[dim] // blocks,) * blocks)
+            local = _collective(maker, local, states[place], state, axis)
+            states[place] = target[place]
+        if moved:
+            local = self._exchange(maker, local, ends, rows, back=True, zigzag=not before)
+        else:
+            local = _collective(maker, local, rows, REPLICATED, expert_axis(self.axes))
+        for place, end in zip(self.experts, ends, strict=True):
+            states[place] = end if moved else REPLICATED
+        return local
+
+    def _by_parts(self, inside: Sequence[int], parts: Sequence[State], other: Sequence[State]) -> bool:
+        """Whether what axes divide ``inside`` can be exchanged by parts: one does, of what is whole."""
+        return all(
+            len(inside) == 1
+            and not parts[place].pieces
+            and not self.axes[place].zigzag
+            and not other[place].sharded
+            for place in inside
+        )
+
+    def _blocks(self, dim: int, ends: Sequence[State]) -> int:
+        """Return of how many ranks with experts a dimension has parts."""
+        axes = [self.axes[place] for place in self.experts]
+        return math.prod([axis.parts for axis, end in zip(axes, ends, strict=True) if end.dim == dim])
+
+    def _reordered(
+        self, maker: FunctionMaker, local: Value, dim: int, ends: Sequence[State], by_rank: bool
+    ) -> Value:
+        """Put a whole dimension of parts that lie rank by rank in order, or in the order ``by_rank``."""
+        axes = [(self.axes[place], end) for place, end in zip(self.experts, ends, strict=True)]
+        zigzag = [axis for axis, end in axes if end.dim == dim]
+        if not any(axis.zigzag for axis in zigzag):
+            return local
+        parts = [np.arange(as_tensor(local.type, local.name).shape[dim])]
+        for axis in zigzag:
+            pieces = axis.pieces(sharded(0), len(parts[0]))
+            parts = [take_part(part, 0, i, axis.parts, pieces) for part in parts for i in range(axis.parts)]
+        order = np.concatenate(parts)
+        indices = Literal(order if by_rank else np.argsort(order))
+        return maker.add("Gather", [local], {"axis": dim, "indices": indices}, output_names=[local.name])[0]
+
+    def _exchange(
+        self,
+        maker: FunctionMaker,
+        local: Value,
+        ends: Sequence[State],
+        rows: State,
+        back: bool,
+        zigzag: bool,
+    ) -> Value:
+        """Exchange what axes with experts divide as ``ends`` say for rows of experts, or ``back``.
+
+        Without ``zigzag`` parts lie rank by rank, whatever their axes say.
+        """
+        shape = [*as_tensor(local.type, local.name).shape]
+        axes, divided = [self.axes[place] for place in self.experts], list[tuple[int, int, Parts]]()
+        axes = axes if zigzag else [replace(axis, zigzag=False) for axis in axes]
+        along = [*zip(axes, ends, strict=True)]
+        for axis, end in along if back else reversed(along):
+            shape[end.dim] *= 1 if back else axis.parts
+            divided.append((end.dim, axis.parts, axis.pieces(end, shape[end.dim])))
+            shape[end.dim] //= axis.parts if back else 1
+        joint, other = expert_axis(axes), "split" if back else "concat"
+        ways = {"split": rows.dim, "concat": rows.dim} | {other: tuple(divided if back else divided[::-1])}
+        pieces = {"concat_pieces" if back else "split_pieces": joint.pieces(rows, 0)}
+        return _add(maker, local, "MPIAlltoall", joint.name, **ways, **pieces)
+
+    def _is_inside(self, place: int, state: State, axes: Sequence[int], states: Sequence[State]) -> bool:
+        """Whether an axis divides, in this state, what one of some ``axes`` divides as ``states`` say."""
+        return (
+            place not in axes
+            and state.sharded
+            and any(
+                states[other].dim == state.dim
+                and self._depth(other, states[other]) < self._depth(place, state)
+                for other in axes
+            )
+        )
 
     def _depth(self, place: int, state: State) -> int:
         """Return how far inside an axis is, of those that divide a dimension as it does.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from distsim.errors import PlanError
+from distsim.hardware.rank_axes import EXPERT, WITHIN
 from distsim.ir import Function, Mesh, Value
 from distsim.ir.type import as_tensor
 from distsim.transforms.sharding.collectives import TENSOR
@@ -26,8 +27,6 @@ def check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatch
 
 BATCH = ("dp", "edp")
 """The axis, or view, that divides the batch: among all ranks, or among those that have the same experts."""
-EXPERT = "ep"
-"""The axis that divides the batch too, and the experts."""
 CONTEXT = {"cp": "", "cp_ring": "ring", "cp_heads": "ulysses"}
 """The axes that divide sequences, and of which kind each is, where that is not given."""
 ZIGZAG = ("allgather", "ring")
@@ -73,9 +72,15 @@ def batch_axis(mesh: Mesh) -> str:
     return next(axis for axis in (*dict(mesh.axes), *mesh.views) if axis in BATCH)
 
 
-def ranks_of_experts(mesh: Mesh) -> int:
-    """Return how many ranks divide the experts."""
-    return dict(mesh.axes).get(EXPERT, 1)
+def expert_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes along which experts are divided, that of dp first."""
+    every = (*dict(mesh.axes), *mesh.views)
+    return mesh.axes_of(EXPERT) if EXPERT in every else ()
+
+
+def expert_ranks_of_dp(mesh: Mesh) -> int:
+    """Return how many ranks along dp have different experts."""
+    return math.prod([mesh.axis_size(axis) for axis in expert_axes(mesh) if axis in (EXPERT, WITHIN)])
 
 
 def context_axes(mesh: Mesh) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.cache import cached
+from distsim.hardware.rank_axes import EXPERT
 from distsim.ir.type import Tensor, UInt8, as_tensor
 from distsim.ir.value import Value
 from distsim.ops.parts import Groups, Parts, Shard
@@ -59,12 +60,14 @@ class DividedAxis:
 
     ``zigzag``: what is divided is in twice as many parts, of which rank r has the r-th and the r-th from the
     end, so that a causal mask leaves all ranks the same work (Brandon et al. 2023, striped attention, and the
-    "2cp chunks" of TransformerEngine, ``context_parallel.py``).
+    "2cp chunks" of TransformerEngine, ``context_parallel.py``). ``experts``: its ranks have different
+    ones, so that with other such axes it divides rows of experts (:func:`divisions`).
     """
 
     name: str
     parts: int
     zigzag: bool = False
+    experts: bool = False
 
     def pieces(self, state: State, size: int) -> Parts:
         """Return the pieces in which a dimension of ``size`` is divided, for ``MPIScatter`` and the like."""
@@ -101,17 +104,39 @@ class Placement:
         ``MPIGather``."""
         shape = list(local if self.flat is None else self.flat[1])
         found: list[Shard] = []
-        for axis, state in reversed(tuple(zip(self.axes, self.states, strict=True))):
-            if state.sharded:
-                pieces = axis.pieces(state, 0)
-                even = shape[state.dim] * axis.parts
-                shape[state.dim] = sum(pieces.sizes) if isinstance(pieces, Groups) else even
-                found.insert(0, (state.dim, axis.name, axis.pieces(state, shape[state.dim])))
+        for axis, state in reversed(divisions(self.axes, self.states)):
+            pieces = axis.pieces(state, 0)
+            even = shape[state.dim] * axis.parts
+            shape[state.dim] = sum(pieces.sizes) if isinstance(pieces, Groups) else even
+            found.insert(0, (state.dim, axis.name, axis.pieces(state, shape[state.dim])))
         return tuple(found) if self.flat is None else (*found, (None, *self.flat))
 
     def __str__(self) -> str:
         flat = [] if self.flat is None else [f"{self.flat[0]}:flat{list(self.flat[1])}"]
         return " ".join([*(f"{a.name}:{s}" for a, s in zip(self.axes, self.states, strict=True)), *flat])
+
+
+def expert_axis(axes: Sequence[DividedAxis]) -> DividedAxis:
+    """Return all axes together whose ranks have different experts."""
+    return DividedAxis(EXPERT, math.prod([axis.parts for axis in axes if axis.experts]))
+
+
+def divisions(axes: Sequence[DividedAxis], states: Sequence[State]) -> list[tuple[DividedAxis, State]]:
+    """Return along which axes a value is divided, and how: by experts it is along all at once that have some.
+
+    >>> rows, axes = sharded(1, Groups((6, 2, 3, 6))), [DividedAxis(name, 2, False, True) for name in "ab"]
+    >>> [(axis.name, axis.parts, str(state)) for axis, state in divisions(axes, [rows, rows])]
+    [('ep', 4, 'S1:4 groups')]
+    """
+    found: list[tuple[DividedAxis, State]] = []
+    together = False
+    for axis, state in zip(axes, states, strict=True):
+        if axis.experts and isinstance(state.pieces, Groups):
+            found += [] if together else [(expert_axis(axes), state)]
+            together = True
+        elif state.sharded:
+            found.append((axis, state))
+    return found
 
 
 class Divisions:

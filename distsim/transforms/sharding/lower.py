@@ -18,7 +18,14 @@ from distsim.ops import signature_of
 from distsim.transforms.op_graph import Numbered
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
-from distsim.transforms.sharding.layout import REPLICATED, DividedAxis, Placement, State, local_shape
+from distsim.transforms.sharding.layout import (
+    REPLICATED,
+    DividedAxis,
+    Placement,
+    State,
+    divisions,
+    local_shape,
+)
 from distsim.transforms.sharding.strategies import Strategy, rule_of
 
 __all__ = ["DegreeNeeded", "Lowered", "lower"]
@@ -114,8 +121,8 @@ class _ShardLowering:
         found = self._types.get((whole, placement))
         if found is None:
             shape = whole.shape
-            for axis, state in zip(self.axes, placement.states, strict=True):
-                if state.sharded and not state.pieces and shape[state.dim] % axis.parts:
+            for axis, state in divisions(self.axes, placement.states):
+                if not state.pieces and shape[state.dim] % axis.parts:
                     raise PlanError(
                         f"{value.name}, {whole}: {axis.name}={axis.parts} does not divide the "
                         f"{shape[state.dim]} that other axes leave of dimension {state.dim} ({placement}); "

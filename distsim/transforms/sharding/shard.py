@@ -8,8 +8,10 @@ the fewest bytes; the column-then-row pattern of Megatron-LM (Shoeybi et al. 201
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from distsim.buckets import Buckets
 from distsim.cache import Cache
@@ -22,12 +24,10 @@ from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.sharding.axes import (
     batch_options,
     check_context,
-    check_experts,
     context_options,
     decide_batch,
     decide_context,
     decide_tensor,
-    expert_options,
     tensor_options,
 )
 from distsim.transforms.sharding.choose_layouts import Decision
@@ -36,20 +36,40 @@ from distsim.transforms.sharding.constants import as_inputs, as_values
 from distsim.transforms.sharding.degrees import (
     BATCH,
     CONTEXT,
-    EXPERT,
     ZIGZAG,
     batch_axis,
     check_batch,
     check_sequence,
     context_axes,
-    ranks_of_experts,
+    expert_axes,
+    expert_ranks_of_dp,
     sequences,
 )
+from distsim.transforms.sharding.experts import ByExperts, check_experts, expert_options
 from distsim.transforms.sharding.layout import DividedAxis, Placement
 from distsim.transforms.sharding.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.sharding.problem_graph import structure_of
 from distsim.transforms.sharding.roles import WHOLE_BATCH, Marks, batch_inputs, propagate_both, roles
 from distsim.transforms.sharding.strategies import EXPERTS, Options
+
+
+class BatchParts(NamedTuple):
+    """Over what a batch is divided: ranks of dp with the same experts, with others, and microbatches."""
+
+    replicas: int
+    experts: int
+    microbatches: int
+
+
+class OverTensor(NamedTuple):
+    """How tp ranks divide: also what is between the products; experts not, that lie whole on each."""
+
+    sequence: bool
+    experts_apart: bool
+
+
+Way = OverTensor | str | None
+"""How an axis divides: the batch; as a kind of context parallelism, or experts, say; or as tp does."""
 
 REPLICATION_NOTED = 0.95
 """Less than this share of the matrix flops divided over tp is worth a note."""
@@ -228,7 +248,8 @@ class _FunctionSharding:
         self.structure = structure_of(function, self.known)
         self.batch_options = batch_options(function, self.structure, divided, marks)
         self.marks, self.roles = marks, known
-        self.options: dict[bool | str, Options] = {}
+        self.options: dict[OverTensor | str, Options] = {}
+        self.by_experts: dict[tuple[int, BatchParts, Balance], ByExperts] = {}
         self.decided: dict[tuple[object, ...], Decision] = {}
         self.lowered: dict[tuple[object, ...], Lowered] = {}
         self.results: dict[tuple[Mesh, int, int | None, bool, str], Sharded] = {}
@@ -238,8 +259,8 @@ class _FunctionSharding:
     ) -> Sharded:
         function = self.rewritten or function
         batch = batch_axis(mesh)
-        shown, ep = mesh.axis_size(batch), ranks_of_experts(mesh)
-        replicas = dp // ep
+        shown, ep = mesh.axis_size(batch), expert_ranks_of_dp(mesh)
+        replicas, apart = dp // ep, expert_axes(mesh)
         if dp % ep or shown not in (replicas, min(replicas, 2)):
             raise PlanError(
                 f"dp={dp} on a mesh of {batch}={shown}; give one of {batch}={min(replicas, 2)} or of "
@@ -251,12 +272,18 @@ class _FunctionSharding:
         if len(self.results) >= MOST_RESULTS:
             self.results.clear()
             self.decided.clear()
+            self.by_experts.clear()
         axes = [DividedAxis(batch, replicas * microbatches)]
-        axes += [DividedAxis(EXPERT, ep)] if ep > 1 else []
-        axes += [DividedAxis(axis, mesh.axis_size(axis), kind in ZIGZAG) for axis, kind in kinds.items()]
-        axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR)))
-        ways = dict(zip(axes, [None, *[EXPERTS] * (ep > 1), *kinds.values(), sp], strict=True))
-        decided = self._decide(function, ways, (replicas, ep, microbatches), mesh.devices[0])
+        axes += [DividedAxis(apart[0], ep, experts=True)] if ep > 1 else []
+        axes += [
+            DividedAxis(axis, mesh.axis_size(axis), kind in ZIGZAG, axis in apart)
+            for axis, kind in kinds.items()
+        ]
+        axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR), experts=TENSOR in apart))
+        way = OverTensor(sp, TENSOR in apart)
+        ways = dict(zip(axes, [None, *[EXPERTS] * (ep > 1), *kinds.values(), way], strict=True))
+        parts = BatchParts(replicas, ep, microbatches)
+        decided = self._decide(function, ways, parts, mesh.devices[0])
         for axis in axes:
             if axis.name in kinds:
                 own = kinds[axis.name]
@@ -281,43 +308,58 @@ class _FunctionSharding:
         )
 
     def _decide(
-        self,
-        function: Function,
-        ways: Mapping[DividedAxis, bool | str | None],
-        batch_parts: tuple[int, int, int],
-        device: Device,
+        self, function: Function, ways: Mapping[DividedAxis, Way], parts: BatchParts, device: Device
     ) -> dict[DividedAxis, Decision]:
         """Return what is decided along each axis: the batch's first, for the others depend on it.
 
-        ``batch_parts``: over how many ranks of the same experts, of others, and microbatches it is divided.
+        What is decided of experts holds along all axes that have ranks of them.
         """
         balance = (device.throughput, device.peaks, device.dram_bandwidth)
-        replicas, ep, microbatches = batch_parts
-        found: dict[DividedAxis, Decision] = {}
+        ranks = math.prod([axis.parts for axis in ways if axis.experts])
+        found, outer, experts = dict[DividedAxis, Decision](), list[Decision](), None
         for axis, way in ways.items():
             # Along the batch ranks and microbatches are all the same.
-            key = (axis.parts, balance) if way is None else (axis.parts, *batch_parts, balance, way)
-            decision = self.decided.get(key)
+            key = (axis.parts, balance) if way is None else (axis.parts, ranks, parts, balance, way)
+            decision = experts.choice if experts and way == EXPERTS else self.decided.get(key)
             if decision is None:
-                degrees = (axis.parts, replicas if way == EXPERTS else replicas * ep, microbatches)
+                degrees = (axis.parts, parts.replicas * parts.experts, parts.microbatches)
                 if way is None:
                     decision = decide_batch(self.structure, self.batch_options, axis.parts, device)
                 elif isinstance(way, str):
                     batch, options = next(iter(found.values())), self._options(function, way)
-                    decision = decide_context(self.structure, options, degrees, batch, device, axis.zigzag)
-                    if way == EXPERTS:
-                        check_experts(self.structure, decision, axis)
+                    divisor = axis.parts * (2 if axis.zigzag else 1)
+                    decision = decide_context(self.structure, options, degrees, batch, device, divisor)
                 else:
                     batch, options = next(iter(found.values())), self._options(function, way)
-                    rows = [other.sent for each, other in found.items() if each.name == EXPERT]
-                    beside = {group: ep * sent for each in rows for group, sent in each.items()}
+                    beside = {n: ranks * sent for n, sent in experts.choice.sent.items()} if experts else {}
                     decision = decide_tensor(self.structure, options, degrees, batch, device, beside)
                 self.decided[key] = decision
+            if way is None and ranks > 1:
+                experts = self._by_experts(function, decision, (ranks, parts, balance), device)
             found[axis] = decision
+            if experts and axis.experts:
+                found[axis] = experts.along(decision)
+                outer += [] if way == EXPERTS else [decision]
+            elif experts:
+                found[axis] = experts.beside(decision, outer)
         return found
 
-    def _options(self, function: Function, way: bool | str) -> Options:
-        """Return what may be chosen over experts, a context, or tp, with sequence parallelism or without."""
+    def _by_experts(
+        self, function: Function, batch: Decision, key: tuple[int, BatchParts, Balance], device: Device
+    ) -> ByExperts:
+        """Return what so many ranks divide by experts; of these some are along dp, which divide the batch."""
+        found = self.by_experts.get(key)
+        if found is None:
+            ranks, parts, _ = key
+            options, degrees = self._options(function, EXPERTS), (ranks, parts.replicas, parts.microbatches)
+            choice = decide_context(self.structure, options, degrees, batch, device, parts.experts)
+            check_experts(self.structure, choice, ranks)
+            found = ByExperts(self.structure, choice, self.marks)
+            self.by_experts[key] = found
+        return found
+
+    def _options(self, function: Function, way: OverTensor | str) -> Options:
+        """Return what may be chosen over experts, a context, or tp."""
         found = self.options.get(way)
         if found is None:
             if way == EXPERTS:
@@ -326,7 +368,7 @@ class _FunctionSharding:
                 along = dict.fromkeys(sequences(self.data), 1)
                 found = context_options(function, self.structure, along, self.marks, way)
             else:
-                found = tensor_options(function, self.structure, self.roles, self.marks, way)
+                found = tensor_options(function, self.structure, self.roles, self.marks, *way)
             self.options[way] = found
         return found
 

@@ -103,6 +103,8 @@ def candidates(
     if rule is None:
         return tuple(found)
     required = _required(rule, context)
+    if required is not None and required == rule.rows:
+        allowed = _any
     for factor in factors(rule):
         if required is not None:
             if factor != required:
@@ -117,10 +119,14 @@ def candidates(
     return tuple(found)
 
 
+def _any(factor: str, pieces: Parts) -> int | None:
+    return 0
+
+
 def _required(rule: ShardingRule, context: str) -> str | None:
     """Return the one factor that ranks of a context or of experts may divide; None: any."""
     if context == EXPERTS:
-        return rule.experts or None
+        return rule.experts or rule.rows or None
     return rule.context.get(context, "") if context and rule.context else None
 
 
@@ -232,7 +238,9 @@ class Options:
         """The options of each op, in the order of the structure."""
         self.given: dict[int, int] = {group: self._number(state) for group, state in given.items()}
         self.states: tuple[State, ...] = tuple(self._numbers)
-        self.divided, self.spread, self.own = divided, spread, own
+        rows = {node.op: _rows(node) for node in structure.nodes} if context == EXPERTS else {}
+        self.divided = {**divided, **{op: factor for op, factor in rows.items() if factor}}
+        self.spread, self.own = spread, own
 
     def that_fit(self, ranks: int, parts: int) -> list[Ids]:
         """Return per op the options that there are on so many ranks, the batch in so many parts."""
@@ -274,6 +282,12 @@ class Options:
 
     def _number(self, state: State) -> int:
         return self._numbers.setdefault(state, len(self._numbers))
+
+
+def _rows(node: Node) -> str:
+    """Return the factor of an op that ranks of experts divide rather than the batch."""
+    rule = rule_of(node.signature)
+    return rule.rows if rule else ""
 
 
 def pieces_of(structure: Structure, groups: bool = False) -> PiecesBySize:

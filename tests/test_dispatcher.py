@@ -1,0 +1,137 @@
+"""How rows get to the ranks of their experts: sent by all-to-alls, or taken from the tokens of all ranks.
+
+Megatron-LM's all-gather dispatcher (token_dispatcher.py, MoEAllGatherTokenDispatcher): an all-gather of the
+tokens of all ranks, a reduce-scatter of what experts make of them; backward the same two mirrored.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from test_expert_parallel import (
+    BATCH,
+    DEEPSEEK,
+    EVEN,
+    LARGE,
+    MIXTRAL,
+    PADDED,
+    SENT,
+    SEQ,
+    SKEWED,
+    H,
+    K,
+    distinct_inputs,
+    of_two_layers,
+)
+from training_models import F64, assert_all_readers_agree, assert_same_step, topology_of
+
+from distsim.compose import parallelize
+from distsim.errors import ImportModelError, PlanError
+from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.hardware import load_cluster
+from distsim.importer import load_model
+from distsim.ir import BFloat16, all_ops
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import DecoderSizes
+from distsim.models.mixture import Mixture
+from distsim.models.routing import Loads
+from distsim.ops import signature_of, work
+from distsim.plan import Plan
+from distsim.transforms import SGD, Adam, differentiate
+
+
+def gathering(sizes: DecoderSizes, **changes: object) -> DecoderSizes:
+    return replace(sizes, experts=replace(sizes.experts, dispatcher="allgather", **changes))
+
+
+CASES = [
+    ("mixtral", "dp=2,ep=2", 1, SKEWED),
+    ("mixtral", "dp=4,ep=2,microbatches=2,schedule=gpipe", 1, PADDED),
+    ("mixtral", "dp=2,tp=2", 1, SKEWED),  # no ranks of experts: nothing to bring together
+    ("mixtral", "dp=4,ep=2,tp=2,sp=on,pp=2,microbatches=2", 2, SKEWED),
+    ("mixtral", "dp=2,ep=2,cp=2", 4, SKEWED),
+    ("deepseek", "dp=4,ep=4,tp=2", 1, SKEWED),
+    ("deepseek", "dp=2,ep=2,pp=2,microbatches=4,schedule=zb_h1,zero=2,remat=full", 1, SKEWED),
+    ("deepseek", "dp=4,ep=2,microbatches=2,zero=3", 1, EVEN),
+    ("mixtral", "dp=2,ep=4,cp=2,microbatches=2", 4, SKEWED),  # over ranks of dp and cp
+    ("mixtral", "ep=4,cp=2,tp=2,etp=1,sp=on", 8, PADDED),  # of cp and tp
+]
+
+
+@pytest.mark.parametrize(("name", "text", "groups", "loads"), CASES, ids=str)
+def test_every_rank_computes_the_same_step(name, text, groups, loads):
+    sizes = {"mixtral": MIXTRAL, "deepseek": replace(DEEPSEEK, layers=3)}[name]
+    joint = differentiate(decoder(gathering(sizes, groups=groups), BATCH, SEQ, F64, loads), Adam())
+    plan = Plan.parse(text)
+    inputs = distinct_inputs(joint)
+    program = parallelize(joint, plan, topology_of(plan.devices))
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    assert_all_readers_agree(program)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("dp", "e"), [(2, 2), (4, 2), (4, 4)])
+def test_collectives_of_two_layers(dp, e, microbatches):
+    """All tokens of the ranks gathered, what is made of them reduce-scattered, and mirrored in backward.
+
+    Beside, each rank sends where the rows of others' experts lie and their gates, and gets their gradients:
+    a number of 8 and of 2 bytes a row.
+    """
+    found = of_two_layers(Plan(dp=dp, ep=e, microbatches=microbatches), gathering(SENT))
+    tokens = BATCH * SEQ // (dp * microbatches)
+    moved = Counter({key: n for key, n in found.items() if key[0] != "all_reduce"})
+    assert moved == {
+        ("all_gather", "ep", 2 * e * tokens * H): 2 * 2 * microbatches,
+        ("reduce_scatter", "ep", 2 * e * tokens * H): 2 * 2 * microbatches,
+        ("all_to_all", "ep", 8 * tokens * K): 2 * microbatches,
+        ("all_to_all", "ep", 2 * tokens * K): 2 * 2 * microbatches,
+    }
+
+
+def test_the_dispatcher_is_pinned_whatever_it_costs():
+    """Rows are sent where tokens would be fewer bytes, and tokens are where rows would."""
+    many, few = Mixture(8, 6, 16), Mixture(8, 1, 16)
+    for experts, e in ((many, 2), (few, 4)):
+        for dispatcher in ("alltoall", "allgather"):
+            sizes = replace(SENT, experts=replace(experts, dispatcher=dispatcher))
+            found = of_two_layers(Plan(dp=e, ep=e), sizes)
+            rows = 2 * BATCH * SEQ // e * experts.top_k * H
+            gathers = {key: n for key, n in found.items() if key[0] in ("all_gather", "reduce_scatter")}
+            assert bool(gathers) == (dispatcher == "allgather")
+            assert (("all_to_all", "ep", rows) in found) == (dispatcher == "alltoall")
+
+
+def test_experts_do_the_same_work():
+    def flops(sizes: DecoderSizes, loads: Loads) -> list[float]:
+        joint = differentiate(decoder(sizes, BATCH, SEQ, BFloat16(), loads), SGD())
+        program = parallelize(joint, Plan(dp=4, ep=4), topology_of(4))
+        products = [op for op in all_ops(program.to_function()) if op.op_type.startswith("GroupedMatMul")]
+        return sorted(work(signature_of(op)).flops for op in products)
+
+    for loads in (EVEN, Loads(0.3, seed=2), Loads(0.3, 1.25, seed=2)):
+        assert flops(gathering(SENT), loads) == flops(SENT, loads)
+
+
+def test_tokens_are_brought_together_where_many_experts_want_them():
+    """(e - 1) T h against (e - 1) / e T k h elements of each rank: many choices over few ranks, and back."""
+    topology = load_cluster("dgx-h100")
+
+    def step(dispatcher: str, top_k: int, ranks: int) -> float:
+        experts = Mixture(16, top_k, 256, dispatcher=dispatcher)
+        joint = differentiate(decoder(replace(LARGE, experts=experts), 8, 1024, BFloat16()), SGD())
+        program = parallelize(joint, Plan(dp=ranks, ep=ranks), topology)
+        return Simulator(CostModel(topology)).simulate(program).step_time
+
+    assert step("allgather", 8, 2) < step("alltoall", 8, 2)
+    assert step("allgather", 1, 8) > step("alltoall", 1, 8)
+
+
+def test_options_of_models():
+    small = "layers=2,hidden=16,heads=4,kv_heads=2,vocab=16,seq=8,experts=4"
+    for name in ("mixtral-8x7b:expert_ffn=8", "moe:ffn=8"):
+        function = load_model(f"{name},{small},dispatcher=allgather", batch=4)
+        assert [op.attributes["groups"] for op in all_ops(function) if op.op_type == "GatherND"]
+        with pytest.raises(
+            (PlanError, ImportModelError), match="dispatcher='flex' is not one of alltoall, allgather"
+        ):
+            load_model(f"{name},{small},dispatcher=flex", batch=4)
