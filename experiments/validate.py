@@ -2,8 +2,8 @@
 
 ``python experiments/validate.py CSV ... --out predictions.csv`` translates each row by its columns
 (:mod:`distsim.truth`), simulates it, and writes a line for each as it comes: ``id``, ``pred_iter_s``,
-``low``, ``high``, ``pred_mem_gb`` (in the unit, and of the kind, that ``mem_kind`` says; GiB allocated
-if it says none) and ``pred_oom``. ``low`` and ``high`` are empty: a prediction has no interval yet. Rows
+``low``, ``high`` (between which a measured step lies with 90 %), ``pred_mem_gb`` (in the unit, and of the
+kind, that ``mem_kind`` says; GiB allocated if it says none) and ``pred_oom``. Rows
 that cannot be expressed have empty cells and are listed with the missing feature, rows on which distsim
 failed with the error. Then it prints the error by source, beside the baseline of 40 % MFU, and draws
 predicted against measured seconds next to the CSV. No figure is fitted; nothing that was measured is read
@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import multiprocessing
 import os
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +46,8 @@ class Outcome:
     """What became of a row: a prediction, or why there is none; ``failed`` where distsim is at fault."""
 
     seconds: float = 0.0
+    low: float = 0.0
+    high: float = math.inf
     baseline: float = 0.0
     peak: float = 0.0
     fits: bool = True
@@ -112,7 +116,8 @@ def outcome_of(row: Row, limit: float) -> Outcome:
         peak = shown_peak(found.peak, kind, found.device) / unit
         took = time.perf_counter() - start
         said = {"left_out": case.left_out, "assumed": case.assumed}
-        return Outcome(found.seconds, baseline_seconds(case), peak, found.fits, took=took, **said)
+        low, high, _ = found.interval or (0.0, math.inf, 1.0)
+        return Outcome(found.seconds, low, high, baseline_seconds(case), peak, found.fits, took=took, **said)
     except (MissingFeatureError, DistsimError) as error:
         return Outcome(missing=str(error), took=time.perf_counter() - start)
     except TimeoutError:
@@ -173,7 +178,8 @@ def line(row: Row, outcome: Outcome) -> list[str]:
     if not outcome.predicted:
         return [row["id"], "", "", "", "", ""]
     oom = "false" if outcome.fits else "true"
-    return [row["id"], f"{outcome.seconds:.6g}", "", "", f"{outcome.peak:.6g}", oom]
+    bounds = ["", ""] if outcome.high == math.inf else [f"{outcome.low:.6g}", f"{outcome.high:.6g}"]
+    return [row["id"], f"{outcome.seconds:.6g}", *bounds, f"{outcome.peak:.6g}", oom]
 
 
 def progress(row: Row, outcome: Outcome, done: int, total: int) -> str:
@@ -200,6 +206,7 @@ def comparisons(rows: Sequence[Row], outcomes: dict[int, Outcome]) -> list[dict[
                 {
                     **{"source": source_of(row), "table": row["table"], "measured": seconds},
                     **{"predicted": outcome.seconds, "baseline": outcome.baseline},
+                    **{"low": outcome.low, "high": outcome.high, "group": group_of(row)},
                 }
             )
     return found
@@ -210,6 +217,8 @@ def report(rows: Sequence[Row], outcomes: Sequence[Outcome], took: float) -> Non
     pairs = comparisons(rows, dict(enumerate(outcomes)))
     if pairs:
         print_errors(pairs)
+        print_coverage(pairs)
+        print_regret(pairs)
     print_memory(rows, outcomes)
     for what in ("missing", "failed"):
         texts = [getattr(outcome, what) for outcome in outcomes if getattr(outcome, what)]
@@ -254,6 +263,42 @@ def error_line(group: str, score: Score, base: Score) -> str:
         f"{group:58.58} {len(score.errors):4} {score.mean:6.1%} {score.median:7.1%} {score.bias:+6.1%} "
         f"{score.worst:+7.1%} {'':11} {base.mean:6.1%} {base.bias:+6.1%}"
     )
+
+
+def print_coverage(pairs: Sequence[dict[str, Any]]) -> None:
+    """Print how many measured steps lie in their intervals, and how wide these are."""
+    for table in dict.fromkeys(row["table"] for row in pairs):
+        known = [row for row in pairs if row["table"] == table and row["high"] < math.inf]
+        if known:
+            inside = sum(row["low"] <= row["measured"] <= row["high"] for row in known)
+            half = statistics.median([row["high"] / row["predicted"] - 1 for row in known])
+            print(
+                f"90 % intervals of {table}: {inside / len(known):.0%} of {len(known)} rows lie within, "
+                f"the median one goes {half:.0%} up"
+            )
+
+
+def group_of(row: Row) -> tuple[str, ...]:
+    """Return what rows have in common of which a user would choose one: source, model, devices, batch."""
+    names = ("model", "hw_gpu", "n_gpus", "seq", "global_batch", "n_layers", "hidden", "precision")
+    return (source_of(row), *[row.get(name, "") for name in names])
+
+
+def print_regret(pairs: Sequence[dict[str, Any]]) -> None:
+    """Print by how much the layout that is predicted to be fastest is slower than the fastest one."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in pairs:
+        groups.setdefault(row["group"], []).append(row)
+    found = [
+        min(own, key=lambda row: row["predicted"])["measured"] / min(row["measured"] for row in own) - 1
+        for own in groups.values()
+        if len(own) > 1
+    ]
+    if found:
+        print(
+            f"choosing the fastest of a group costs {statistics.fmean(found):.1%} (mean), {max(found):.1%} "
+            f"(worst), over {len(found)} groups of the same model, devices and batch"
+        )
 
 
 def print_memory(rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:

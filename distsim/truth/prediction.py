@@ -11,6 +11,7 @@ from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.ir import Device
 from distsim.program.program import Program
 from distsim.simulate import Simulator
+from distsim.simulate.explain.interval import Interval
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.simulate.steady_state import full_program
 from distsim.transforms.kernels.policies import kernels_named
@@ -24,10 +25,11 @@ UNITS = {"gib": 2**30, "gb": 10**9}
 class PredictedStep:
     """Seconds of a step, bytes in use on the fullest device, which this is, and whether all of it fits.
 
-    There is no interval: how far to trust the seconds is not known here.
+    ``interval`` is where the measured seconds lie with 90 %; None where that is not known.
     """
 
     seconds: float
+    interval: Interval | None
     peak: int
     device: Device
     fits: bool
@@ -46,9 +48,10 @@ def predict(case: Case) -> PredictedStep:
         warnings.simplefilter("ignore", UncostedOperatorWarning)
         costs = CostModel(topology, kernels=case.kernels)
         program = program_of(case, costs)
-        seconds = Simulator(costs).simulate(program).step_period
+        simulation = Simulator(costs).simulate(program)
+        seconds, interval = simulation.step_period, simulation.interval()
     memory = program_memory(full_program(program))
-    return PredictedStep(seconds, max(memory.peaks), topology.devices[0], not memory.missing)
+    return PredictedStep(seconds, interval, max(memory.peaks), topology.devices[0], not memory.missing)
 
 
 def measure_of(row: Row) -> tuple[str, int]:
