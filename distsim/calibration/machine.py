@@ -165,10 +165,13 @@ class Machine:
             raise TimingsError(f"{call}: {nodes} nodes of {size} devices are more than {MAX_RANKS} devices")
         return tuple([rank // each * size + rank % each for rank in range(call.ranks)])
 
-    def level_of(self, call: CollectiveCall) -> int | None:
-        """Return the number of the smallest level that joins all ranks of a collective, None for none."""
+    def level_of(self, call: CollectiveCall) -> int:
+        """Return the number of the smallest level that joins all ranks of a collective.
+
+        Raises :class:`TimingsError` where none does.
+        """
         places = self.places(call)
         for number, level in enumerate(self.levels):
             if level.group_size is None or len({place // level.group_size for place in places}) == 1:
                 return number
-        return None
+        raise TimingsError(f"{call}: no level of the base joins its ranks; choose one that joins nodes")

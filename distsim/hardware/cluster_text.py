@@ -33,12 +33,15 @@ def complete_table(name: str, settings: Sequence[str] = ()) -> Raw:
     """
     table, figures = table_and_figures(name, settings)
     raw = cast(Raw, _given(msgspec.to_builtins(table)))
-    levels = {level["name"]: level for level in raw["levels"]}
+    levels: dict[str, Raw] = {level["name"]: level for level in raw["levels"]}
     for figure in figures:
         path, _, field = figure.name.rpartition(".")
-        place = levels.get(path.removeprefix("levels.")) if path.startswith("levels.") else raw
-        for part in path.split(".") if place is raw else ():
-            place = place[part]
+        place = raw
+        if path.startswith("levels."):
+            place = levels[path.removeprefix("levels.")]
+        else:
+            for part in path.split("."):
+                place = cast(Raw, place[part])
         place[field] = {"value": figure.value, "unit": figure.unit, "source": figure.source}
     return raw
 
