@@ -1,7 +1,7 @@
 """A machine whose figures are being fitted, and what they make of timings.
 
 Quantities are those of the machine, not the shares of a preset: of the peak that kernels of a kind reach
-(``device.kernels.linear``: 0.6), seconds, bytes/s. :mod:`distsim.calibration.calibrate` divides them by what
+(``device.kernels.linear``: 0.6), seconds, bytes/s. :mod:`distsim.calibration.fitting` divides them by what
 the preset says is reached at best.
 """
 
@@ -159,7 +159,7 @@ class Machine:
         each = size if call.nodes is None else call.ranks // nodes
         if each > size:
             raise TimingsError(
-                f"{call} needs {each} devices a node, the base has {size}; --set devices_per_node"
+                f"{call} needs {each} devices a node, and the base has {size}; --set devices_per_node={each}"
             )
         if nodes * size > MAX_RANKS:
             raise TimingsError(f"{call}: {nodes} nodes of {size} devices are more than {MAX_RANKS} devices")

@@ -1,4 +1,8 @@
-"""Least squares on the logarithms of seconds, for as many quantities as timings can tell apart."""
+"""Least squares on the logarithms of seconds, for as many quantities as timings can tell apart.
+
+Timings far off count for less, as of a first call that sets up: a residual r counts as 2 s^2 (sqrt(1 + (r /
+s)^2) - 1), that is r^2 where it is small and 2 s r where it is large, with s of :data:`USUAL` (soft L1).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ LEAST_SHARE = 1 / 3
 """What part of a time must depend on a quantity for its timing to say something of it."""
 FEWEST = 3
 """Timings that must say something of a quantity."""
+USUAL = 0.15
+"""What the logarithm of a timing may well differ by."""
 _STEP, _MOST_STEPS = 1e-3, 60
 _MOST_ALIKE = 30.0
 """Condition of the derivatives beyond which two quantities are not told apart."""
@@ -62,7 +68,7 @@ class Solution:
 
 
 def solve(regression: Regression) -> Solution:
-    """Return the values with which the squares of log(predicted / measured) sum to least.
+    """Return the values with which log(predicted / measured) is smallest, as the module's docstring says.
 
     A quantity on which too few timings depend (by :data:`LEAST_SHARE` of their time), and one that cannot be
     told from another, keeps its value in the base, and the others are fitted again.
@@ -99,15 +105,17 @@ def _fitted(regression: Regression, active: Sequence[int]) -> list[float]:
         return np.log(regression.predict(_values(regression, active, logs))) - measured
 
     def loss(logs: Sequence[float]) -> float:
-        return float(np.square(residuals(logs)).sum())
+        return float((np.sqrt(1 + np.square(residuals(logs) / USUAL)) - 1).sum())
 
     starts = itertools.product(*(map(math.log, regression.quantities[i].starts) for i in active))
     logs = list(min(starts, key=loss))
     least, damping = loss(logs), 1e-3
     for _ in range(_MOST_STEPS):
         slopes = _slopes(regression, _values(regression, active, logs), active)
-        matrix = slopes.T @ slopes + damping * np.eye(len(active))
-        step = -np.linalg.solve(matrix, slopes.T @ residuals(logs))
+        far = residuals(logs)
+        weighted = slopes.T / np.sqrt(1 + np.square(far / USUAL))
+        matrix = weighted @ slopes + damping * np.eye(len(active))
+        step = -np.linalg.solve(matrix, weighted @ far)
         moved = [log + min(max(change, -1.0), 1.0) for log, change in zip(logs, step.tolist(), strict=True)]
         reached = loss(moved)
         if reached < least:

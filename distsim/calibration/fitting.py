@@ -207,9 +207,7 @@ class _Fitting:
             self.made.kept[f"device.launches.{mode}"] = _NOTHING
             if factor != 1.0 and rates.launch(mode):
                 self._scale(self.device["launches"][mode], factor, "as launches that were measured")
-                self.made.kept[f"device.launches.{mode}"] = (
-                    f"no timings; times {factor:.4g}, as those measured"
-                )
+                self.made.kept[f"device.launches.{mode}"] = f"no timings; times {factor:.4g}, as others"
 
     def levels(self, timings: Sequence[Timing]) -> None:
         """Fit the levels from the smallest on, each by the collectives over groups that it joins."""
