@@ -168,6 +168,14 @@ def test_one_timing_far_off_moves_little(tmp_path):
     assert "far off: made.csv, line 2" in str(made)
 
 
+def test_timings_that_contradict_each_other():
+    calls = [LaunchCall(100), LaunchCall(100), LaunchCall(100)]
+    timings = [Timing(call, 1e-3 * 10**i, "f.csv", f"line {i}") for i, call in enumerate(calls)]
+    made = calibrate(timings, "dgx-a100", name="ours", date="today")
+    assert "its 3 timings contradict each other: mean error " in made.kept["device.launches.eager"]
+    assert not made.figures and "launches" not in made.table["device"]
+
+
 def test_other_launches_change_in_proportion(tmp_path):
     base = ours(tmp_path, TRUTH.replace('eager = "11 us"', 'eager = "11 us"\ncompiled = "4 us"'), "b.toml")
     timings = [Timing(LaunchCall(1000), 22e-3, "trace.json", "1000 launches")]

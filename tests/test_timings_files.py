@@ -324,6 +324,8 @@ def test_bytes_of_a_trace(tmp_path):
         kernel(1, 1.0),
         op(2, "aten::copy_", 100, [[64, 32], [64, 32], []], [HALF, "float", "Scalar"]),
         kernel(2, 2.0),
+        op(5, "aten::mul", 150, [[64, 64], []], ["float", "long int"]),
+        kernel(5, 3.0),
         op(3, "aten::mul", 200, [[64, 32], [32]], ["float", "float"]),
         kernel(3, 1.0),
         op(4, "aten::gelu", 300, [[64, 32]], [HALF], **{"Input Strides": [[1, 64]]}),
@@ -332,7 +334,12 @@ def test_bytes_of_a_trace(tmp_path):
         event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 0, 7.0, bytes=5000),
     )
     assert {timing.call: timing.seconds for timing in found.timings} == pytest.approx(
-        {memory(3 * 64 * 32 * 4): 1e-6, memory(64 * 32 * 6): 2e-6, memory(10000): 7e-6}
+        {
+            memory(3 * 64 * 32 * 4): 1e-6,
+            memory(64 * 32 * 6): 2e-6,
+            memory(64 * 64 * 8): 3e-6,
+            memory(10000): 7e-6,
+        }
     )
     assert len(found.notes) == 2
 

@@ -23,6 +23,8 @@ from distsim.simulate.explain.text import table as text_table
 
 MAX_TIMINGS = 5000
 _DIGITS = 4
+_TOO_FAR = 0.5
+"""Mean error beyond which timings of one kind do not have a figure in common."""
 _NOTHING = "no timings"
 _OF_BYTES = ("memory", "embedding")
 """Kinds of work whose share is one of the DRAM bandwidth."""
@@ -226,7 +228,8 @@ class _Fitting:
             raw: Raw = self.made.table["levels"][number]
             achieved = values.get(f"levels.{level.name}.bandwidth", level.link.achieved)
             latency = values.get(f"levels.{level.name}.latency", level.link.latency)
-            self.machine = self.machine.with_link(number, achieved, latency)
+            if values:
+                self.machine = self.machine.with_link(number, achieved, latency)
             for name, value in values.items():
                 if name.endswith("latency"):
                     self._put(raw, name, value * 1e6, "us", quality)
@@ -248,6 +251,10 @@ class _Fitting:
         errors = np.abs(predicted / regression.measured - 1)
         place = int(np.argmax(errors))
         worst, count, mean = regression.timings[place], len(regression.timings), float(errors.mean())
+        if values and mean > _TOO_FAR:
+            why = f"its {count} timings contradict each other: mean error {_percent(mean)}"
+            self.made.kept |= dict.fromkeys(values, why)
+            values = {}
         files = list(dict.fromkeys(timing.file for timing in regression.timings))
         said = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         return values, _Quality(

@@ -41,7 +41,7 @@ _NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{0,9})?(e[+-]?[0-9]{1,2})?", re.ASCII 
 
 def read_nccl_tests(path: Path) -> list[Timing]:
     """Return the timings of one run or of several; raises :class:`TimingsError` with the line."""
-    run = _Run(path)
+    run = _Printout(path)
     found = [timing for number, line in _lines(path) if (timing := run.read(number, line)) is not None]
     if not found:
         raise TimingsError(
@@ -56,7 +56,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         yield number, _PREFIX.sub("", line).strip()
 
 
-class _Run:
+class _Printout:
     """What the lines have said so far of the run that prints the next rows."""
 
     def __init__(self, path: Path) -> None:

@@ -60,14 +60,14 @@ class Regression:
 
 
 @dataclass(frozen=True)
-class Solution:
+class FittedValues:
     """Values by name of what was fitted, and by name why others were not."""
 
     values: dict[str, float]
     kept: dict[str, str]
 
 
-def solve(regression: Regression) -> Solution:
+def solve(regression: Regression) -> FittedValues:
     """Return the values with which log(predicted / measured) is smallest, as the module's docstring says.
 
     A quantity on which too few timings depend (by :data:`LEAST_SHARE` of their time), and one that cannot be
@@ -94,7 +94,7 @@ def solve(regression: Regression) -> Solution:
         else:
             break
         active.remove(dropped)
-    return Solution({quantities[i].name: values[i] for i in active}, kept)
+    return FittedValues({quantities[i].name: values[i] for i in active}, kept)
 
 
 def _fitted(regression: Regression, active: Sequence[int]) -> list[float]:

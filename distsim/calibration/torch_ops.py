@@ -158,19 +158,22 @@ def _attention(args: OpArgs, query: int, causal: int, heads_first: bool) -> Kern
 
 
 def _elementwise(args: OpArgs, operands: int) -> KernelCall:
-    """Return an op that reads operands of one shape and writes a result like the first."""
-    shapes = [_shape(args, place) for place in range(operands)]
+    """Return an op that reads operands of one shape, or a number, and writes a result like the first."""
+    dims = args.dims or []
+    places = [place for place in range(operands) if place == 0 or dims[place : place + 1] != [[]]]
+    shapes = [_shape(args, place) for place in places]
     if len(set(shapes)) > 1:
         raise UnreadableCallError("operands of several shapes")
-    for place, shape in enumerate(shapes):
+    for place, shape in zip(places, shapes, strict=True):
         if not _contiguous(shape, args.strides, place):
             raise UnreadableCallError("operands that are not contiguous")
-    sizes = [dtype_named(_dtype(args, place)).itemsize for place in range(operands)]
+    sizes = [dtype_named(_dtype(args, place)).itemsize for place in places]
     return memory(math.prod(shapes[0]) * (sum(sizes) + sizes[0]))
 
 
 def _copy(args: OpArgs) -> KernelCall:
     """Return a copy of the second operand into the first, also to another type."""
+    _shape(args, 1)
     call = _elementwise(args, 2)
     own = math.prod(_shape(args, 0)) * dtype_named(_dtype(args, 0)).itemsize
     return memory(int(call.demand.bytes_read + call.demand.bytes_written) - own)

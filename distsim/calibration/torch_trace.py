@@ -2,8 +2,8 @@
 
 A kernel names the op that launched it (``External id``, or ``correlation`` with a launch that does), and an
 op its operands where the profiler was asked to (``record_shapes=True``). The kernels of one op are one call;
-of equal calls the median counts, of collectives, whose kernels wait for the last rank, the least. Layouts of
-arguments: torch's native_functions.yaml and flash-attn's library (from memory, not re-read).
+of equal calls the median counts, of collectives, whose kernels wait for the last rank, the least. Places of
+arguments: the schemas of torch 2.13; those of flash-attn's ops are from memory.
 
 The host's time for a launch is the mean time from one launch to the next on a thread, of those between which
 it waits for nothing: no synchronisation, no launch of unusual length (a full queue), no pause of more than 20
