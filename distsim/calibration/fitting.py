@@ -192,8 +192,7 @@ class _Fitting:
     def launches(self, timings: Sequence[Timing]) -> None:
         """Fit the time of a launch, by the way in which kernels are run.
 
-        It is one host that runs them in all ways: where the base knows the time of another way too, that
-        changes in proportion.
+        It is one host that runs them in all ways: what else the base knows of its time changes in proportion.
         """
         rates, factor = self.machine.device.rates, 1.0
         for mode in WAYS_TO_LAUNCH:
@@ -205,11 +204,12 @@ class _Fitting:
                 factor = seconds / rates.launch(mode) if factor == 1.0 and rates.launch(mode) else factor
                 self._put(self.device.setdefault("launches", {}), name, seconds * 1e6, "us", quality)
         timed = {t.call.mode for t in timings if isinstance(t.call, LaunchCall)}
-        for mode in [mode for mode in WAYS_TO_LAUNCH if mode not in timed]:
-            self.made.kept[f"device.launches.{mode}"] = _NOTHING
-            if factor != 1.0 and rates.launch(mode):
-                self._scale(self.device["launches"][mode], factor, "as launches that were measured")
-                self.made.kept[f"device.launches.{mode}"] = f"no timings; times {factor:.4g}, as others"
+        given: Raw = self.device.get("launches", {})
+        for name in [name for name in (*WAYS_TO_LAUNCH, "tensor") if name not in timed]:
+            self.made.kept[f"device.launches.{name}"] = _NOTHING
+            if factor != 1.0 and name in given:
+                self._scale(given[name], factor, "as launches that were measured")
+                self.made.kept[f"device.launches.{name}"] = f"no timings; times {factor:.4g}, as others"
 
     def levels(self, timings: Sequence[Timing]) -> None:
         """Fit the levels from the smallest on, each by the collectives over groups that it joins."""
