@@ -94,7 +94,7 @@ def test_work_of_calls():
         ("all_reduce,1,,,,,1024,1", ("ranks=1", "2 to")),
         ("all_reduce,1,,,,,1024,3,2", ("nodes=2 does not divide ranks=3",)),
         ("send,1,,,,,1024,4", ("ranks=4", "a send has 2")),
-        ("all_reduce,1,,,,,1024,9999", ("column ranks", "from 1 to 8192")),
+        ("all_reduce,1,,,,,1024,9999", ("column ranks", "from 1 to 4096")),
     ],
 )
 def test_rows_that_are_wrong(tmp_path, row, said):
@@ -199,6 +199,9 @@ def test_one_file_of_several_runs(tmp_path):
     four = (DATA / "b200_efa_all_reduce_perf.txt").read_text()
     found = read(tmp_path, "slurm.out", "+ srun ./build/all_reduce_perf -b 32K\n" + one + four).timings
     assert [timing.call.ranks for timing in found] == [8] * 20 + [32] * 20
+    other = four.replace("starting: all_reduce_perf", "starting: alltoallv_perf")
+    with says(TimingsError, "line 85", "nothing says which collective this is"):
+        read(tmp_path, "all_reduce.out", one + other)
 
 
 @pytest.mark.parametrize(
@@ -444,3 +447,24 @@ def test_odd_arguments_are_refused_or_passed_over(tmp_path_factory, args, name):
 def test_odd_text_is_refused(tmp_path_factory, name, text):
     with pytest.raises(TimingsError, match=name):
         read(tmp_path_factory.mktemp("odd"), name, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("my_allgather.txt", "all_gather"),
+        ("b200-all-gather-2n.log", "all_gather"),
+        ("nccl_reduce_scatter_perf", "reduce_scatter"),
+        ("gather_perf.txt", "gather"),
+        ("alltoall.txt", "all_to_all"),
+        ("gathered.txt", None),
+        ("alltoallv_perf.txt", None),
+        ("reduce_perf.txt", None),
+    ],
+)
+def test_names_that_say_which_collective(tmp_path, name, kind):
+    if kind is None:
+        with says(TimingsError, "nothing says which collective this is"):
+            read(tmp_path, name, OLDER)
+    else:
+        assert read(tmp_path, name, OLDER).timings[0].call.kind == kind

@@ -39,7 +39,7 @@ def read_timings(paths: Sequence[Path]) -> Readings:
     found = Readings([], [])
     for path in paths:
         names = [suffix.lower() for suffix in path.suffixes]
-        if ".json" in names[-2:]:
+        if names[-1:] == [".json"] or names[-2:] == [".json", ".gz"]:
             timings, notes = read_torch_trace(path)
         elif names[-1:] == [".csv"]:
             timings, notes = read_timings_csv(path), []

@@ -19,23 +19,23 @@ from distsim.calibration.timings_csv import check_ranks
 from distsim.errors import TimingsError, shortened
 
 _KINDS = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
+    "all_?reduce": "all_reduce",
+    "all_?gather": "all_gather",
+    "reduce_?scatter": "reduce_scatter",
+    "all_?to_?all": "all_to_all",
     "broadcast": "broadcast",
     "scatter": "scatter",
     "gather": "gather",
-    "sendrecv": "shift",  # each rank sends to the next
+    "send_?recv": "shift",  # each rank sends to the next
 }
-"""Their names of collectives, and those of distsim."""
+"""Patterns of their names of collectives, and the names of distsim."""
 
 _PREFIX = re.compile(r"^\s*(?:\[[0-9]+,[0-9]+\](?:<std(?:out|err)>)?:|[0-9]{1,5}:)")
 """What mpirun (--tag-output) and srun (--label) put before a line."""
 _RANK = re.compile(
     r"#\s*Rank\s+([0-9]+)\s+(?:Group\s+([0-9]+)\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device\s+[0-9]+"
 )
-_TEST = re.compile(r"\b(" + "|".join(sorted(_KINDS, key=len, reverse=True)) + r")(?:_perf|\b|_)")
+_TEST = re.compile(rf"(?<![a-z])(?:{'|'.join(f'({name})' for name in _KINDS)})(?:_perf)?(?![a-z])")
 _NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{0,9})?(e[+-]?[0-9]{1,2})?", re.ASCII | re.IGNORECASE)
 
 
@@ -80,7 +80,7 @@ class _Printout:
                     f"{where}: rank {rank[1]} is listed twice, as by nccl-tests without MPI: build with MPI=1"
                 )
             self.hosts[int(rank[1])] = rank[3]
-        elif "_perf" in line and self._named(line):
+        elif "Collective test starting" in line or ("_perf" in line and self._named(line)):
             self.kind = self._named(line)
         elif re.match(r"#\s+size\s+count\s", line):
             names = line.lstrip("#").split()
@@ -95,7 +95,7 @@ class _Printout:
     @staticmethod
     def _named(text: str) -> str:
         found = _TEST.search(text.replace("-", "_"))
-        return _KINDS[found[1]] if found else ""
+        return [*_KINDS.values()][(found.lastindex or 1) - 1] if found else ""
 
     def _timing(self, cells: list[str], where: str, place: str) -> Timing | None:
         size, ranks = int(cells[0][:16]), len(self.hosts)

@@ -17,7 +17,7 @@ from distsim.ops import Signature, Work, work
 MAX_SIZE = 2**31
 """Of a dimension of a product or an attention: more is a slip, or another unit."""
 MAX_BYTES = 2**44
-MAX_RANKS = 2**13
+MAX_RANKS = 2**12
 MAX_SECONDS = 1e4
 
 
