@@ -1,4 +1,4 @@
-"""The command line: ``distsim simulate``, ``show``, ``schedule``, ``models`` and ``clusters``."""
+"""The command line: ``distsim simulate``, ``show``, ``schedule``, ``models``, ``clusters``, ``calibrate``."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ MODELS_EPILOG = """examples:
 """
 
 
+CALIBRATE_EPILOG = """examples:
+  distsim calibrate kernels.csv all_reduce_perf.txt --base dgx-h100 --out ours.toml
+  distsim calibrate trace.json.gz --base dgx-a100 --set device.memory=40GiB --out ours.toml
+  distsim simulate llama3-8b --cluster ours.toml:2 --plan tp=8,dp=2,microbatches=8 --batch 16
+
+experiments/measure_machine.py makes the table on a machine with GPUs; distsim/calibration/timings_csv.py has
+its columns.
+"""
+
+
 class Command(NamedTuple):
     """What the list of commands says of one; the rest is in its module of :mod:`distsim.commands`."""
 
@@ -46,6 +56,7 @@ COMMANDS = {
     "schedule": Command("print and draw a pipeline schedule", SCHEDULE_EPILOG),
     "models": Command("list the models that have a name, or count the parameters of some", MODELS_EPILOG),
     "clusters": Command("list the presets, or the figures of one"),
+    "calibrate": Command("fit a cluster's figures to timings of a machine", CALIBRATE_EPILOG),
 }
 
 

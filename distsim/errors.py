@@ -40,6 +40,10 @@ class TopologyError(DistsimError, ValueError):
     """A device, a link or a preset is missing or makes no sense."""
 
 
+class TimingsError(DistsimError, ValueError):
+    """A file of timings cannot be read, or what it says cannot be."""
+
+
 class CostError(DistsimError, ValueError):
     """An op has no usable cost."""
 

@@ -33,6 +33,7 @@ FLOORS = {
     "cost": 3,
     "importer": 3,
     "simulate": 4,
+    "calibration": 4,
     "transforms": 5,
     "device_placement": 5,
     "stage_balance": 5,

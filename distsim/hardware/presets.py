@@ -137,6 +137,12 @@ def figures(name: str, settings: Sequence[str] = ()) -> tuple[Figure, ...]:
     return tuple(_read(name, settings).figures.values())
 
 
+def table_and_figures(name: str, settings: Sequence[str] = ()) -> tuple[ClusterTable, tuple[Figure, ...]]:
+    """The table of a preset or of a ``.toml`` file with all that is in its base, and its figures."""
+    read = _read(name, settings)
+    return read.table, tuple(read.figures.values())
+
+
 def describe(name: str, settings: Sequence[str] = ()) -> str:
     """A preset as text: one line per figure, with where it comes from."""
     read = _read(name, settings)

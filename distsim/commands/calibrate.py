@@ -1,0 +1,57 @@
+"""The command ``distsim calibrate``: timings of a machine -> a cluster's file with its figures."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import date
+from pathlib import Path
+
+from distsim.calibration import calibrate, read_timings
+from distsim.commands.cluster import add_settings
+from distsim.errors import TimingsError
+from distsim.report.output import check_target, replacing
+from distsim.streams import complain, say
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "timings",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a table of timings (.csv), a trace of torch's profiler (.json, .json.gz), or what nccl-tests "
+        "printed (any other name)",
+    )
+    parser.add_argument(
+        "--base", required=True, help="the preset or .toml file that says what was not measured"
+    )
+    add_settings(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="TOML", help="the cluster's file to write")
+    parser.add_argument("--name", help="what the cluster is called (by default the name of the file)")
+    parser.add_argument("--date", help="when it was measured (by default today)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Fit, print each figure with its residual, and write the file."""
+    out: Path = options.out
+    if out.suffix != ".toml":
+        raise TimingsError(f"--out {out}: a cluster's file is called .toml, as in --out my-cluster.toml")
+    check_target(out)
+    timings, notes = read_timings(options.timings)
+    for note in notes:
+        complain(f"passed over: {note}")
+    made = calibrate(
+        timings,
+        options.base,
+        options.set,
+        name=options.name or out.stem,
+        date=options.date or date.today().isoformat(),
+    )
+    say(str(made))
+    if not made.figures:
+        raise TimingsError("no figure is supported by these timings, so nothing is written")
+    with replacing(out) as file:
+        file.write(made.text.encode())
+    say(f"written: {out}; use it as --cluster {out}")
+    return 0
