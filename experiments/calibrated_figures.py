@@ -101,6 +101,7 @@ def rates_of(values: Mapping[str, float], family: str, device: Device) -> Kernel
         values["tensor"],
         device.rates.processors,
         SPREAD_OF_STEPS,
+        device.rates.slowdown,
     )
 
 

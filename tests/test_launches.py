@@ -20,7 +20,7 @@ from distsim.transforms.kernels import KERNELS
 from distsim.transforms.kernels.attention import set_attention
 
 LAUNCH = 2.0**-17  # 7.6 us, on the grid of durations
-RATES = KernelRates(launches=(("eager", LAUNCH), ("compiled", LAUNCH / 2)), tensor=LAUNCH / 8)
+RATES = KernelRates(launches=(("eager", LAUNCH), ("compiled", LAUNCH / 2)), tensor=LAUNCH / 8, slowdown=0.125)
 
 
 def cluster(count: int, **figures) -> Topology:

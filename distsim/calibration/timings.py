@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from distsim.cost.cost_model import element_type
-from distsim.cost.efficiency import kind_of_work
+from distsim.cost.efficiency import element_type, kind_of_work
 from distsim.errors import TimingsError, shortened
 from distsim.hardware.cluster_table import DTYPES
 from distsim.ir import Attributes, Float32, Tensor

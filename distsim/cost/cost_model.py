@@ -1,10 +1,9 @@
-"""What an op costs, in seconds: compute by a roofline, communication by what its collective costs.
+"""What an op costs, in seconds, on the devices and links of a topology.
 
-A compute op takes ``launch + max(flops / (peak * flops_efficiency), bytes / (dram_bandwidth *
-bytes_efficiency))`` (Williams, Waterman and Patterson, "Roofline", 2009). The peak of matrix work
-(``Work.matrix``) is that of the device for the element type; all other work runs on the vector units,
-at ``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`. A copy to or from the host
-takes ``latency + bytes / (bandwidth * efficiency)`` of ``Device.host_link``, each way at full speed.
+Compute and collectives cost what the rules of a model say (:mod:`distsim.cost.roofline`). A copy to or from
+the host takes ``latency + bytes / (bandwidth * efficiency)`` of ``Device.host_link``, each way at full speed.
+The host of a device takes time to issue a kernel, and a collective slows the computation beside it, as
+``Device.rates`` say.
 """
 
 from __future__ import annotations
@@ -12,19 +11,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from typing import Protocol
 from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
 from distsim.cost.distir_costs import DistIRRules
-from distsim.cost.efficiency import efficiencies
+from distsim.cost.roofline import ROOFLINE, CostRules
 from distsim.errors import CostError
-from distsim.hardware import collective_time
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Op, Topology, all_ops
 from distsim.ops import Signature, Work, operator, signature_of, work
@@ -35,48 +31,6 @@ Group = tuple[Device, ...]
 
 class UncostedOperatorWarning(UserWarning):
     """An operator without a work rule is costed by the bytes that it reads and writes."""
-
-
-class CostRules(Protocol):
-    """How a :class:`CostModel` turns work into seconds: the same for the same work, each time.
-
-    Rules that are equal (those of a class without ``__eq__``: the same object) share what is kept of them.
-    """
-
-    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
-        """Seconds of a compute op that asks for ``demand`` on a device."""
-        ...
-
-    def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
-        """Seconds of a collective; kind, size and group as in :func:`collective_time`."""
-        ...
-
-
-@dataclass(frozen=True)
-class RooflineRules:
-    """The rules of this module's docstring."""
-
-    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
-        """Seconds by the roofline of the device."""
-        dtype = element_type(signature)
-        known = dict(device.peaks)
-        if demand.matrix and dtype.startswith("float8") and known and dtype not in known:
-            raise CostError(
-                f"{signature}: {device} has no rate for {dtype}; give one under [device.peaks], or choose "
-                "another precision"
-            )
-        peak = device.peak(dtype) if demand.matrix else device.throughput
-        flops_share, bytes_share = efficiencies(signature, demand, dtype, device)
-        flops = demand.flops / (peak * flops_share)
-        moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * bytes_share)
-        return device.kernel_launch_overhead + max(flops, moved)
-
-    def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
-        """Seconds by the cheapest algorithm for the group."""
-        return collective_time(kind, nbytes, group, topology)
-
-
-ROOFLINE = RooflineRules()
 
 
 class CostModel:
@@ -161,6 +115,18 @@ class CostModel:
         if not kernel or sends or meaning.host_stream or not runs_kernel(signature.op_type):
             return 0.0
         return kernel + device.rates.tensor * max(0, len(signature.outputs) - 1)
+
+    def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
+        """Seconds that computation on a device of a group loses while a collective runs beside it.
+
+        ``max(computation + slowdown, collective)`` is what both take: Galvatron (Miao et al. 2022, section 5)
+        measures so. 0 without ``kernels``, and for a message from device to device.
+        """
+        slowdown = device.rates.slowdown if self.kernels else 0.0
+        meaning = operator(signature.op_type).communication
+        if not slowdown or meaning is None or meaning.transfers:
+            return 0.0
+        return slowdown * self.communication_seconds(signature, group)
 
     def latencies(self, signature: Signature, device: Device) -> tuple[float, float]:
         """Return the seconds of an op's bytes alone and of its flops alone, by the rules of the model.
@@ -369,19 +335,6 @@ def runs_kernel(op_type: str) -> bool:
 def takes_turn(op_type: str) -> bool:
     """Whether an op waits for its turn on a stream: it runs a kernel, or keeps back what follows."""
     return runs_kernel(op_type) or operator(op_type).waits
-
-
-def element_type(signature: Signature) -> str:
-    """The element type that decides which matrix unit is used: that of the first real operand, if no
-    attribute ``rate`` says as which it is read.
-    """
-    rate = signature.attributes.get("rate")
-    if rate is not None:
-        return rate
-    for tensor in (*signature.inputs, *signature.outputs):
-        if tensor.dtype.is_floating:
-            return tensor.dtype.name
-    return signature.outputs[0].dtype.name
 
 
 def usable(op: object, seconds: float) -> float:

@@ -87,3 +87,16 @@ def _of_attention(signature: Signature) -> float:
     keys, size = key.shape[-2], query.shape[-1]
     causal = bool(signature.attributes.get("is_causal", 0))
     return keys / (keys + (_CAUSAL_HALF if causal else _HALF)) * (_SMALL_HEAD if size <= 64 else 1.0)
+
+
+def element_type(signature: Signature) -> str:
+    """The element type that decides which matrix unit is used: that of the first real operand, if no
+    attribute ``rate`` says as which it is read.
+    """
+    rate = signature.attributes.get("rate")
+    if rate is not None:
+        return rate
+    for tensor in (*signature.inputs, *signature.outputs):
+        if tensor.dtype.is_floating:
+            return tensor.dtype.name
+    return signature.outputs[0].dtype.name

@@ -65,6 +65,7 @@ class DeviceTable(_Strict, frozen=True):
     segment: Amount | None = None
     processors: Amount | None = None
     spread: Amount | None = None
+    slowdown: Amount | None = None
     peaks: dict[str, Amount] = {}
     kernels: dict[str, Amount] = {}
     launches: dict[str, Amount] = {}
@@ -122,6 +123,7 @@ DEVICE_UNITS: dict[str, Units] = {
     "kernel_launch_overhead": SECONDS,
     "processors": NUMBER,
     "spread": NUMBER,
+    "slowdown": NUMBER,
 }
 """The figures of a device, in the order in which they are shown, and their units."""
 

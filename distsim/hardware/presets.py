@@ -194,6 +194,7 @@ def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
         si.get("device.launches.tensor", 0.0),
         int(count),
         si.get("device.spread", 0.0),
+        si.get("device.slowdown", 0.0),
     )
 
 

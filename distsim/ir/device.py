@@ -33,6 +33,7 @@ class KernelRates:
     the device reaches at best: of ``peak * flops_efficiency``, or of ``dram_bandwidth * bytes_efficiency``
     for what is bound by memory. ``launches`` are the seconds in which the host issues a kernel, by
     :data:`WAYS_TO_LAUNCH`, and ``tensor`` those for each further tensor of a kernel that works on many.
+    ``slowdown`` is the share of the seconds of a collective by which computation beside it takes longer.
     ``processors`` are the multiprocessors among which a product divides its tiles; 0 where that is not known.
     ``spread`` is how far steps that were predicted with these figures, and not among those that they are
     fitted to, were from measured ones: the standard deviation of the logarithm; 0 where that is not known.
@@ -46,6 +47,7 @@ class KernelRates:
     tensor: float = 0.0
     processors: int = 0
     spread: float = 0.0
+    slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         for kind, share in self.shares:
@@ -54,8 +56,9 @@ class KernelRates:
         for name, seconds in (*self.launches, ("tensor", self.tensor)):
             if not 0 <= seconds < math.inf:
                 raise TopologyError(f"launches.{name}={seconds} must be seconds, at least 0 and finite")
-        if not 0 <= self.spread < math.inf:
-            raise TopologyError(f"spread={self.spread} must be at least 0 and finite")
+        for name, value in (("spread", self.spread), ("slowdown", self.slowdown)):
+            if not 0 <= value < math.inf:
+                raise TopologyError(f"{name}={value} must be at least 0 and finite")
         if self.processors < 0:
             raise TopologyError(f"processors={self.processors} must be at least 0")
 

@@ -1,8 +1,10 @@
-"""What the host of a device does: ``Launch`` has it run a kernel, ``Await`` waits for a value.
+"""What else a device and its host do: ``Launch``, ``Slowdown`` and ``Await``.
 
-``Launch`` is no op of a model: tasks have it, on the stream ``host``, before the kernel that waits for it.
-``Await`` hands its operand on; the host issues what follows in its function only when that is there. Neither
-takes anything of the device.
+``Launch`` has the device run a kernel. It is no op of a model: tasks have it, on the stream ``host``, before
+the kernel that waits for it. ``Slowdown`` is none either: what computation loses while a collective runs
+beside it, on the stream ``compute`` where the collective is issued; where computation waits for the
+collective anyway, it is lost in that. ``Await`` hands its operand on; the host issues what follows in its
+function only when that is there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ def _await_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Te
 
 
 register(Operator("Launch", work=lambda signature: Work(0.0, 0.0, 0.0), issues=True))
+register(Operator("Slowdown", work=lambda signature: Work(0.0, 0.0, 0.0)))
 register(
     Operator(
         "Await",
@@ -35,6 +38,9 @@ register(
 
 LAUNCH = Op("Launch", (), (), NO_ATTRIBUTES)
 """The launch of some kernel, or the host's waiting for something."""
+
+SLOWDOWN = Op("Slowdown", (), (), NO_ATTRIBUTES)
+"""What computation loses to some collective."""
 
 HOST = "host"
 """The stream on which the host of a device issues its kernels."""

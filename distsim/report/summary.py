@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from distsim.cost.cost_model import element_type
+from distsim.cost.efficiency import element_type
 from distsim.ir import Device, Op
 from distsim.ops import op_label, operator, signature_of, work
 from distsim.report.labels import ranks_label

@@ -26,8 +26,8 @@ from distsim.report.output import packed, replacing
 from distsim.simulate import Simulation
 from distsim.simulate.memory.timeline import memory_timeline
 from distsim.simulate.memory.walk import KINDS
-from distsim.simulate.tasks.lower import Stream
 from distsim.simulate.tasks.rank_classes import communicates
+from distsim.simulate.tasks.streams import Stream
 from distsim.simulate.tasks.templates import Ints
 from distsim.simulate.tasks.timeline import Piece
 

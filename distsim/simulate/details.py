@@ -15,8 +15,8 @@ from distsim.simulate.maxplus.record import Record, record_of
 from distsim.simulate.maxplus.row_loop import run_rounds
 from distsim.simulate.maxplus.wiring import Product
 from distsim.simulate.tasks.block_matrix import BlockTasks
-from distsim.simulate.tasks.lower import Stream
 from distsim.simulate.tasks.rank_classes import RankClasses
+from distsim.simulate.tasks.streams import Stream
 from distsim.simulate.tasks.templates import Floats
 from distsim.simulate.tasks.timeline import Piece, names_of
 

@@ -25,8 +25,8 @@ from distsim.simulate.memory.host import host_memory, program_host_memory
 from distsim.simulate.memory.peak import MemoryUse, peak_memory, saved_by_module
 from distsim.simulate.memory.program_memory import program_memory, program_saved_by_module
 from distsim.simulate.steady_state import full_program, microbatch_time, short_step_note
-from distsim.simulate.tasks.lower import Stream
 from distsim.simulate.tasks.rank_classes import RankClasses, communicates, placement_classes
+from distsim.simulate.tasks.streams import Stream
 from distsim.simulate.tasks.templates import Floats, Ints
 from distsim.simulate.tasks.timeline import FlatTimeline, Piece, Timeline
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from distsim.cost.cost_model import element_type
-from distsim.cost.efficiency import kind_of_work
+from distsim.cost.efficiency import element_type, kind_of_work
 from distsim.errors import SimulationError
 from distsim.ir import Function, Op
 from distsim.ir.module_names import module_of
@@ -16,7 +15,7 @@ from distsim.simulate.explain.critical_path import kind_of, sums
 from distsim.simulate.explain.walk import critical_path
 from distsim.simulate.tasks.timeline import Timeline
 
-HOST, OTHER = "host", "other"
+HOST, OTHER, SLOWED = "host", "other", "slowed by collectives"
 
 PHASES = {
     **{"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"},
@@ -29,8 +28,9 @@ def breakdown(timeline: Timeline, simulated: Function | Program, by: str) -> Map
     """Return the seconds of a step by part, most first; they sum to the step time.
 
     ``by``: ``operator``; ``kind`` of work (:data:`distsim.ir.device.KINDS_OF_WORK`, collectives by their
-    kind, ``host`` for launches); ``module`` of the model, where ops have one; ``phase``; or ``axis`` of the
-    mesh, ``compute`` for what communicates over none. Raises :class:`SimulationError` for another.
+    kind, ``host`` for launches, and what computation loses to collectives); ``module`` of the model, where ops
+    have one; ``phase``; or ``axis`` of the mesh, ``compute`` for what communicates over none. Raises
+    :class:`SimulationError` for another.
     """
     if by == "phase":
         path = critical_path(timeline, simulated)
@@ -54,6 +54,8 @@ def _kind(op: Op) -> str:
         return meaning.communication.kind
     if meaning.host_stream:
         return meaning.host_stream
+    if not op.outputs:
+        return SLOWED
     signature = signature_of(op)
     demand = work(signature)
     return OTHER if demand is None else kind_of_work(signature, demand, element_type(signature))

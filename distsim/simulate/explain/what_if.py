@@ -33,6 +33,10 @@ class FreeOps(CostModel):
         """Seconds of the host for an op: 0 if it is free."""
         return 0.0 if self.free(signature) else self.base.launch_seconds(signature, device)
 
+    def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
+        """Seconds that computation loses to a collective: 0 if that is free."""
+        return 0.0 if self.free(signature) else self.base.slowdown_seconds(signature, group, device)
+
     def spec(self, device: Device) -> int:
         """As in the other model: what is free is free on every device."""
         return self.base.spec(device)

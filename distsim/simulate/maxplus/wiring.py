@@ -30,9 +30,9 @@ from distsim.simulate.tasks.block_matrix import (
     single_task,
 )
 from distsim.simulate.tasks.grid import task_seconds
-from distsim.simulate.tasks.lower import Stream
 from distsim.simulate.tasks.program_ranks import ProgramRanks
 from distsim.simulate.tasks.rank_classes import ClassExchange
+from distsim.simulate.tasks.streams import Stream
 from distsim.simulate.tasks.templates import Ints
 
 Class = tuple[int, int]

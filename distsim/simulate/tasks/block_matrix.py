@@ -14,8 +14,9 @@ from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Op
 from distsim.ops.launch import LAUNCH
 from distsim.simulate.maxplus.kernels import precede, summarize
-from distsim.simulate.tasks.lower import Lowering, Stream
+from distsim.simulate.tasks.lower import Lowering
 from distsim.simulate.tasks.rank_classes import Classes, ClassExchange, Group, Placement
+from distsim.simulate.tasks.streams import Stream
 from distsim.simulate.tasks.task_table import TaskTable
 from distsim.simulate.tasks.templates import Floats, Ints, Where, starts
 

@@ -7,10 +7,9 @@ function waits for that was made outside.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,49 +17,16 @@ from distsim.cost.cost_model import CostModel, takes_turn
 from distsim.ir import Function, Op, Value
 from distsim.ops import Signature, operator, signature_of
 from distsim.ops.coalescing import moved_values
-from distsim.ops.launch import HOST, LAUNCH
+from distsim.ops.launch import HOST, LAUNCH, SLOWDOWN
 from distsim.simulate.tasks.grid import task_seconds
 from distsim.simulate.tasks.rank_classes import (
     Classes,
     ClassExchange,
-    Group,
-    Placement,
     communicates,
     place_of_compute,
 )
+from distsim.simulate.tasks.streams import Ranks, Stream
 from distsim.simulate.tasks.templates import FROM_START, Calls, Floats, Ints, Template, TemplateColumns, Where
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """What runs one task after the other, in order: one lane of one rank class.
-
-    ``name`` is ``compute``, ``host`` (which issues kernels), ``collective <axis>``, ``transfer`` (between one
-    device and a mesh), ``offload`` and ``fetch`` (to and from the host), ``send <class>``, ``receive
-    <class>`` (further channels: ``send <class>.<channel>``). When nothing overlaps all but the host's is one,
-    ``all``.
-    """
-
-    rank_class: int
-    name: str
-
-
-class Ranks(Protocol):
-    """The rank classes on which ops are placed; :class:`RankClasses` is one."""
-
-    @property
-    def members(self) -> Sequence[Group]:
-        """The devices of each class."""
-        ...
-
-    def at(self, placement: Placement, /) -> Classes:
-        """Return the classes that a placement consists of."""
-        ...
-
-    def exchanges(self, op: Op, /) -> Sequence[ClassExchange]:
-        """Return the exchanges of a communication op."""
-        ...
-
 
 _TYPE = attrgetter("type")
 
@@ -68,20 +34,24 @@ Kind = tuple[tuple[int, int, int], ...] | None
 """(rank class, run, run of the host that issues it, or :data:`UNISSUED`) of a compute op on each of its
 classes; None: it communicates."""
 
-_LAUNCH = 0
-"""The number of :data:`distsim.ops.launch.LAUNCH` among the ops of a lowering that has launches."""
+_LAUNCH, _SLOWDOWN = 0, 1
+"""The numbers of ``LAUNCH`` and ``SLOWDOWN`` among the ops of a lowering that has launches."""
 
 UNISSUED = -1
 """Instead of a run of the host: it takes no time to issue the op."""
 
 
 class IssuedExchange(NamedTuple):
-    """How one exchange of a communication op runs: ``issues`` are the runs of the hosts that issue it."""
+    """How one exchange of a communication op runs.
+
+    ``issues`` are the runs of the hosts that issue it, ``slows`` those that computation loses to it.
+    """
 
     sources: Classes
     targets: Classes
     run: int
     issues: tuple[int, ...]
+    slows: tuple[int, ...]
 
 
 class Lowering:
@@ -97,7 +67,7 @@ class Lowering:
         self.ops: list[Op] = []
         self.issues = bool(cost_model.kernels)
         if self.issues:
-            self.ops.append(LAUNCH)
+            self.ops += (LAUNCH, SLOWDOWN)
         self._exchanges: dict[tuple[object, ...], tuple[IssuedExchange, ...]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._known: dict[tuple[object, ...], Kind] = {}
@@ -152,7 +122,11 @@ class Lowering:
             found = self._exchanges[key] = tuple(
                 [
                     IssuedExchange(
-                        part.sources, part.targets, self.run(s, ends), self._issues(signature, part)
+                        part.sources,
+                        part.targets,
+                        self.run(s, ends),
+                        self._issues(signature, part),
+                        self._slows(signature, part),
                     )
                     for (part, ends), s in zip(parts, seconds, strict=True)
                 ]
@@ -163,6 +137,16 @@ class Lowering:
         """Return the runs of the hosts that issue an exchange."""
         classes = dict.fromkeys((*part.sources, *part.targets))
         return tuple([run for c in classes if (run := self.issue(signature, c)) != UNISSUED])
+
+    def _slows(self, signature: Signature, part: ClassExchange) -> tuple[int, ...]:
+        """Return the runs that computation loses on each class of an exchange."""
+        found: list[int] = []
+        for c in dict.fromkeys((*part.sources, *part.targets)) if self.overlap else ():
+            device = self.classes.members[c][0]
+            seconds = self.cost_model.slowdown_seconds(signature, part.group, device)
+            if seconds:
+                found.append(self.run(task_seconds(signature, seconds), (self.stream(c, "compute"),)))
+        return tuple(found)
 
     def _ends(self, op: Op, part: ClassExchange) -> tuple[int, ...]:
         """Return the streams that an exchange occupies."""
@@ -337,9 +321,12 @@ class _TemplateBuilder:
     def _communicate(self, op: Op) -> None:
         rows, moved = self.open, moved_values(op)
         made: dict[int, int] = {}
-        for sources, targets, run, issues in self.lowering.exchanges(op):
-            number = self.count + len(issues)
-            for place, issue in enumerate(issues, self.count):
+        for sources, targets, run, issues, slows in self.lowering.exchanges(op):
+            rows.run += slows
+            rows.op += [_SLOWDOWN] * len(slows)
+            first = self.count + len(slows)
+            number = first + len(issues)
+            for place, issue in enumerate(issues, first):
                 rows.run.append(issue)
                 rows.op.append(_LAUNCH)
                 rows.dep_task.append(number)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Op
-from distsim.simulate.tasks.lower import Lowering, Stream
+from distsim.simulate.tasks.lower import Lowering
 from distsim.simulate.tasks.rank_classes import RankClasses, rank_classes
+from distsim.simulate.tasks.streams import Stream
 from distsim.simulate.tasks.templates import Floats, Ints, starts
 
 

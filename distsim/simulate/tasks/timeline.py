@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 
 from distsim.ir import Op
-from distsim.simulate.tasks.lower import Stream
 from distsim.simulate.tasks.rank_classes import RankClasses
+from distsim.simulate.tasks.streams import Stream
 from distsim.simulate.tasks.task_table import Tasks
 from distsim.simulate.tasks.templates import Floats, Ints
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distsim.cost.cost_model import element_type
+from distsim.cost.efficiency import element_type
 from distsim.errors import PlanError
 from distsim.ir import Device, Op, Value
 from distsim.transforms.sharding.layout import (

@@ -1,0 +1,63 @@
+"""The rules by which a cost model turns work into seconds, and those that it has by default.
+
+A compute op takes ``launch + max(flops / (peak * flops_efficiency), bytes / (dram_bandwidth *
+bytes_efficiency))`` (Williams, Waterman and Patterson, "Roofline", 2009), the shares of peak and bandwidth as
+:mod:`distsim.cost.efficiency` has them. The peak of matrix work (``Work.matrix``) is that of the device for
+the element type; all other work runs on the vector units, at ``Device.throughput``. Communication:
+:mod:`distsim.hardware.collectives`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from distsim.cost.efficiency import efficiencies, element_type
+from distsim.errors import CostError
+from distsim.hardware import collective_time
+from distsim.ir import Device, Topology
+from distsim.ops import Signature, Work
+
+Group = tuple[Device, ...]
+
+
+class CostRules(Protocol):
+    """How a :class:`CostModel` turns work into seconds: the same for the same work, each time.
+
+    Rules that are equal (those of a class without ``__eq__``: the same object) share what is kept of them.
+    """
+
+    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
+        """Seconds of a compute op that asks for ``demand`` on a device."""
+        ...
+
+    def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
+        """Seconds of a collective; kind, size and group as in :func:`collective_time`."""
+        ...
+
+
+@dataclass(frozen=True)
+class RooflineRules:
+    """The rules of this module's docstring."""
+
+    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
+        """Seconds by the roofline of the device."""
+        dtype = element_type(signature)
+        known = dict(device.peaks)
+        if demand.matrix and dtype.startswith("float8") and known and dtype not in known:
+            raise CostError(
+                f"{signature}: {device} has no rate for {dtype}; give one under [device.peaks], or choose "
+                "another precision"
+            )
+        peak = device.peak(dtype) if demand.matrix else device.throughput
+        flops_share, bytes_share = efficiencies(signature, demand, dtype, device)
+        flops = demand.flops / (peak * flops_share)
+        moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * bytes_share)
+        return device.kernel_launch_overhead + max(flops, moved)
+
+    def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
+        """Seconds by the cheapest algorithm for the group."""
+        return collective_time(kind, nbytes, group, topology)
+
+
+ROOFLINE = RooflineRules()
