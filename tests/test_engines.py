@@ -76,7 +76,7 @@ def assert_engines_agree(case):
         assert_same(found, one_by_one, program.mesh)
 
 
-@chunks(480)
+@chunks(320)
 def test_block_by_block_op_by_op_and_event_by_event(seeds):
     """Times by every engine, and memory stage by stage as of the step written out."""
     for seed in seeds:
@@ -127,7 +127,7 @@ def invent_named(rng, stages, microbatches):
             microbatches += rng.choice([0, 1])
 
 
-@chunks(240)
+@chunks(200)
 def test_any_stages_a_rank_halves_pairs_and_copies(seeds):
     for seed in seeds:
         case = invent_placed(seed)
@@ -154,7 +154,7 @@ def assert_skipped_exactly(case):
     return run.computed, computed
 
 
-@chunks(240)
+@chunks(160)
 def test_skipped_repetitions_are_those_that_would_be_computed(seeds):
     kinds = ("1f1b", "gpipe", "groups", "warmed up")
     for seed in seeds:
