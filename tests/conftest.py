@@ -11,6 +11,22 @@ import pytest
 gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """Let go with the last test of a file what its tests share: among many models collections are slow."""
+    if isinstance(item, pytest.Function) and (nextitem is None or nextitem.path != item.path):
+        for each in vars(item.module).values():
+            if hasattr(each, "cache_clear") and each.__module__ == item.module.__name__:
+                each.cache_clear()
+
+
+@pytest.fixture
+def collect():
+    """gc.collect, which looks at nothing older than the test: at all that others left takes a second."""
+    gc.freeze()
+    yield gc.collect
+    gc.unfreeze()
+
+
 @pytest.fixture
 def put(tmp_path):
     def write(model):

@@ -42,8 +42,10 @@ def joint_of(model: str, policy: str) -> Function:
 
 def in_float64(function: Function) -> Function:
     """The same function with every type a float64: what it computes must not depend on where casts are."""
+    used = {value.type.dtype for value in values(function)}
     for source in (BFloat16(), Float16(), Float32()):
-        function = set_precision(function, F64, source)
+        if source in used:
+            function = set_precision(function, F64, source)
     return function
 
 

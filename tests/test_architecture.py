@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -117,6 +118,7 @@ def statements(node: ast.AST, at_import_time: bool) -> Iterator[ast.stmt]:
             yield from statements(child, at_import_time)
 
 
+@cache
 def imports(module: str, at_import_time: bool) -> list[tuple[int, str]]:
     """(line, module) for each module of distsim that `module` imports, submodules told from names."""
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
@@ -372,8 +374,9 @@ def test_library_code_asserts_nothing_and_stubs_nothing():
 )
 def test_the_checks_see_every_kind_of_import(monkeypatch, statement, module, expected):
     monkeypatch.setitem(TREES, module, ast.parse(statement))
-    assert imports(module, at_import_time=False) == [(statement.count("\n") + 1, expected)]
-    assert (imports(module, at_import_time=True) == []) == statement.startswith("def")
+    anew = imports.__wrapped__
+    assert anew(module, at_import_time=False) == [(statement.count("\n") + 1, expected)]
+    assert (anew(module, at_import_time=True) == []) == statement.startswith("def")
 
 
 def test_a_circle_is_reported_by_name():

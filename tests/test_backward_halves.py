@@ -1,6 +1,5 @@
 """The backward pass in halves: I, then W, is the block; what is waited for, and no more, is in I."""
 
-import gc
 from dataclasses import replace
 from random import Random
 from weakref import ref
@@ -176,12 +175,12 @@ def test_stages_that_do_the_same_share_their_halves():
     assert len(keys) == len({*keys})
 
 
-def test_halves_are_forgotten_with_the_block():
+def test_halves_are_forgotten_with_the_block(collect):
     block, waited = random_blocks(5)[0], []
     halves = split_backward(block, block.outputs[:1])
     known = ref(halves[0].function)
     del halves, block, waited
-    gc.collect()
+    collect()
     assert known() is None
 
 

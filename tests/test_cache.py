@@ -1,7 +1,5 @@
 """What is kept: by owner and key, so many of each, and no longer than the owner lives."""
 
-import gc
-
 import pytest
 
 from distsim.cache import Cache, cached, kept
@@ -16,7 +14,7 @@ class Owner:
     __hash__ = object.__hash__
 
 
-def test_the_results_used_last_of_each_owner_are_kept():
+def test_the_results_used_last_of_each_owner_are_kept(collect):
     cache, a, b = Cache[Owner, str]("texts, by owner and number", 2), Owner(), Owner()
     made: list[int] = []
 
@@ -28,7 +26,7 @@ def test_the_results_used_last_of_each_owner_are_kept():
     get(b, 1), get(a, 2)  # 2 was forgotten for 3, and b has its own
     assert made == [1, 2, 3, 1, 2] and len(cache) == 3 == kept()["texts, by owner and number"]
     del a
-    gc.collect()
+    collect()
     assert len(cache) == 1
 
 

@@ -63,7 +63,7 @@ def makespan(p: int, m: int, name: str, rules: UnitRules) -> float:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("m", range(1, 17))
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8, 13])
 @pytest.mark.parametrize("p", range(1, 9))
 def test_the_makespan_of_equal_stages_is_m_plus_p_minus_1_times_a_microbatch(name, p, m):
     """GPipe (Huang et al. 2019) and PipeDream-flush (Narayanan et al. 2021): the same bubble."""

@@ -1,6 +1,5 @@
 """Deciding per distinct value: the same least cost as per value, whose price does not grow with layers."""
 
-import gc
 import sys
 import weakref
 
@@ -104,7 +103,7 @@ def layered(kinds, layers: list[int]) -> Function:
     st.sampled_from([2, 4, 8]),
     st.sampled_from([(1, 1), (2, 1), (2, 4)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 def test_merging_costs_nothing_whatever_the_layers(kinds, layers, optimizer, tp, degrees):
     assert_merging_costs_nothing(differentiate(layered(kinds, layers), optimizer), tp, *degrees)
 
@@ -237,10 +236,10 @@ def test_only_the_last_functions_are_remembered(monkeypatch):
     assert text(again.function) == text(first.function)
 
 
-def test_a_function_that_nobody_holds_is_forgotten():
+def test_a_function_that_nobody_holds_is_forgotten(collect):
     joint = differentiate(small_gpt(), Adam())
     shard(joint, mesh_of(dp=2, tp=2), 2)
     gone = weakref.ref(joint)
     del joint
-    gc.collect()
+    collect()
     assert gone() is None

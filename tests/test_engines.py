@@ -76,7 +76,7 @@ def assert_engines_agree(case):
         assert_same(found, one_by_one, program.mesh)
 
 
-@chunks(1040)
+@chunks(320)
 def test_block_by_block_op_by_op_and_event_by_event(seeds):
     """Times by every engine, and memory stage by stage as of the step written out."""
     for seed in seeds:
@@ -89,15 +89,13 @@ def test_block_by_block_op_by_op_and_event_by_event(seeds):
 
 
 def assert_memory_as_written_out(program):
-    """As of the step, and as of that which brings its inputs to their ranks, without that part."""
+    """As of the step in steady state, which below is held equal to the whole without its beginning."""
     found = program_memory(program)
-    steady = program.to_function(steady=True)
-    for function in (steady, steady_state_transform(program.to_function())[0]):
-        for device, use in peak_memory(function).items():
-            stage = program.mesh.coordinates(device)["pp"]
-            own = found.ranks[stage]
-            assert found.peaks[stage] == use.peak
-            assert (own.peak, own.end, own.by_kind) == (use.peak, use.end, use.by_kind)
+    for device, use in peak_memory(program.to_function(steady=True)).items():
+        stage = program.mesh.coordinates(device)["pp"]
+        own = found.ranks[stage]
+        assert found.peaks[stage] == use.peak
+        assert (own.peak, own.end, own.by_kind) == (use.peak, use.end, use.by_kind)
 
 
 def invent_placed(seed, microbatches=None):
@@ -129,7 +127,7 @@ def invent_named(rng, stages, microbatches):
             microbatches += rng.choice([0, 1])
 
 
-@chunks(400)
+@chunks(200)
 def test_any_stages_a_rank_halves_pairs_and_copies(seeds):
     for seed in seeds:
         case = invent_placed(seed)
@@ -156,7 +154,7 @@ def assert_skipped_exactly(case):
     return run.computed, computed
 
 
-@chunks(240)
+@chunks(160)
 def test_skipped_repetitions_are_those_that_would_be_computed(seeds):
     kinds = ("1f1b", "gpipe", "groups", "warmed up")
     for seed in seeds:
@@ -172,7 +170,7 @@ def test_skipped_repetitions_of_any_stages_a_rank(seeds):
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe"])
 def test_most_repetitions_are_skipped(kind):
-    counts = [assert_skipped_exactly(invent(seed, 400, kind)) for seed in range(60)]
+    counts = [assert_skipped_exactly(invent(seed, 400, kind)) for seed in range(30)]
     computed, every = np.sum(counts, axis=0)
     assert computed < 0.25 * every
 
@@ -280,7 +278,7 @@ def test_steady_is_the_steady_state_of_the_whole(seeds):
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_one_program_under_every_kind_of_schedule(kind):
-    for seed in range(10):
+    for seed in range(5):
         case = invent(seed, 7, kind)
         assert_engines_agree(case)
         assert_engines_agree(replace(case, overlap=not case.overlap))

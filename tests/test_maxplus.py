@@ -1,6 +1,5 @@
 """The max-plus engine: matrices of blocks and steps of pipelines in closed form, periods that are skipped."""
 
-import gc
 import math
 import weakref
 from itertools import pairwise
@@ -378,13 +377,13 @@ def test_an_unusable_cost_of_custom_rules_names_the_op(engine, cost):
         Simulator(model, engine=engine).simulate(program)
 
 
-def test_what_was_made_for_a_program_goes_with_it():
+def test_what_was_made_for_a_program_goes_with_it(collect):
     program, model = timed_program(one_f_one_b(3, 7))
     kept = [weakref.ref(each) for each in (model, program.parts, program.table())]
     kept.append(weakref.ref(run_program(program, model).model.wiring))
     del program
-    gc.collect()
+    collect()
     assert [each() is None for each in kept] == [False, True, True, True]
     del model
-    gc.collect()
+    collect()
     assert kept[0]() is None

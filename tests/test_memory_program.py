@@ -100,7 +100,7 @@ def networks(draw) -> Function:
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_network_on_any_schedule(data):
     joint = differentiate(data.draw(networks()), data.draw(st.sampled_from(OPTIMIZERS)))
     stages, m = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2, 3, 4, 6]))
@@ -173,7 +173,7 @@ def predicting(layers: int, batch: int) -> Function:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_outputs_of_every_microbatch_are_put_together(data):
     stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2, 4]))
     program = laid_out(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))
@@ -186,7 +186,7 @@ def test_outputs_of_every_microbatch_are_put_together(data):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_an_output_may_be_what_the_last_microbatch_made(data):
     stages, m = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([2, 4]))
     program = laid_out(predicting(4, 8), mesh_of(pp=stages), data.draw(schedules(stages, m)))

@@ -59,7 +59,7 @@ def test_what_is_sent_is_there_from_the_start_of_the_send():
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_it_ends_as_the_order_of_the_function_does(data):
     plan = Plan(
         dp=data.draw(st.sampled_from([1, 2])),

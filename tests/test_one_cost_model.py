@@ -1,6 +1,5 @@
 """One cost model per run: what is given to a call decides wherever seconds are asked for."""
 
-import gc
 import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -134,7 +133,7 @@ class Unhashable:
 
 
 @pytest.mark.parametrize("make", [Halved, lambda t: CostModel(t, rules=Unhashable())])
-def test_a_model_without_rules_to_compare_agrees_with_itself_only_and_is_let_go(make):
+def test_a_model_without_rules_to_compare_agrees_with_itself_only_and_is_let_go(make, collect):
     function = differentiate(mlp(layers=4, width=64, batch=32), SGD())
     own, other = make(topology()), make(topology())
     first, again = (parallelize(function, PLAN, topology(), own) for _ in range(2))
@@ -143,7 +142,7 @@ def test_a_model_without_rules_to_compare_agrees_with_itself_only_and_is_let_go(
     assert parallelize(function, PLAN, topology(), other).parts is not first.parts
     gone = weakref.ref(own)
     del own, first, again
-    gc.collect()
+    collect()
     assert gone() is None
 
 

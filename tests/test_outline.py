@@ -307,7 +307,7 @@ def invented(recipes, unread=False) -> Function:
     return recipe.end(unread)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(parts, min_size=1, max_size=4), st.integers(1, 3))
 def test_an_invented_function_stays_the_same(recipes, products):
     function = invented(recipes)
@@ -325,7 +325,7 @@ def test_an_invented_function_stays_the_same(recipes, products):
     np.testing.assert_array_equal(array, expected)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(parts, min_size=1, max_size=3))
 def test_the_gradients_of_an_invented_function_stay_the_same(recipes):
     function = invented([([("weight", 1, 1)], 1), *recipes], unread=True)

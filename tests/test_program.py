@@ -1,6 +1,5 @@
 """Programs: equal stages share their Functions, on a pattern that stands for every stage's slice."""
 
-import gc
 import sys
 
 import pytest
@@ -173,7 +172,7 @@ def test_another_cut_of_a_function_does_not_change_the_first():
     assert [text(op) for op in program_of(joint, pp=2, m=2).to_function().ops] == before
 
 
-def test_what_is_remembered_is_bounded_and_forgotten_with_the_function(monkeypatch):
+def test_what_is_remembered_is_bounded_and_forgotten_with_the_function(monkeypatch, collect):
     joint = differentiate(small_mlp())
     known = sys.modules["distsim.division"]._MEMORIES
     program = program_of(joint, m=1)
@@ -186,5 +185,5 @@ def test_what_is_remembered_is_bounded_and_forgotten_with_the_function(monkeypat
     assert program_of(joint, m=8).inputs is program_of(joint, m=8).inputs
     count = len(known)
     del memory, joint, program
-    gc.collect()
+    collect()
     assert len(known) < count

@@ -326,8 +326,9 @@ def whole_of(ranks: list[np.ndarray], mesh: Mesh, shards, name: str) -> np.ndarr
     assert len(ranks) == len(mesh), f"{name}: {len(ranks)} local arrays on {mesh}"
     whole = gather(ranks, mesh, shards)
     for device, part, array in zip(mesh.devices, scatter(whole, mesh, shards), ranks, strict=True):
-        text = f"{name}: replicas differ on {device} of {mesh}"
-        np.testing.assert_allclose(array, part, rtol=1e-12, atol=1e-12, err_msg=text)
+        if not np.array_equal(array, part):  # which takes a tenth of what the other takes
+            text = f"{name}: replicas differ on {device} of {mesh}"
+            np.testing.assert_allclose(array, part, rtol=1e-12, atol=1e-12, err_msg=text)
     return whole
 
 

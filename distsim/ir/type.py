@@ -164,8 +164,8 @@ class Tensor(Type):
         return (
             self._hash == other._hash
             and self.shape == other.shape
-            and self.dtype == other.dtype
-            and self.device == other.device
+            and (self.dtype is other.dtype or self.dtype == other.dtype)
+            and (self.device is other.device or self.device == other.device)
             and self.on_host == other.on_host
         )
 

@@ -137,26 +137,37 @@ def _by_factor(
     allowed: Allowed,
     pieces: PiecesBySize,
 ) -> Iterable[Candidate]:
+    cut = _cut_size(signature, rule, factor)
+    for choice in (None, *pieces.get(cut, ())) if cut else (None,):
+        parts = allowed(factor, choice)
+        divided = _divided(signature, factor, choice) if parts is not None else None
+        if parts is not None and divided is not None:
+            yield Candidate(divided[0], divided[1], parts)
+
+
+def _cut_size(signature: Signature, rule: ShardingRule, factor: str) -> int:
+    """Return the size of what a factor labels if it may be divided in pieces as well, else 0."""
     labels = [label_of(dim, factor) for group in (*rule.inputs, *rule.outputs) for dim in group]
-    choices: list[Parts] = [None]
+    whole = factor in rule.decompositions or any(isinstance(label, Pieces) for label in labels)
+    return 0 if whole else size_of(signature, rule, factor)
+
+
+@cached("strategies, by signature, factor and pieces", 65536)
+def _divided(signature: Signature, factor: str, choice: Parts) -> tuple[Strategy, int] | None:
+    """Return the strategy that divides a factor, and what the number of ranks must divide; None: none can."""
+    rule = rule_of(signature)
+    if rule is None:
+        return None
     decomposition = rule.decompositions.get(factor)
     whole = REPLICATED if decomposition and decomposition.reduced else PARTIAL
-    if decomposition is None and not any(isinstance(label, Pieces) for label in labels):
-        size = size_of(signature, rule, factor)
-        choices += pieces.get(size, ())
-    for choice in choices:
-        parts = allowed(factor, choice)
-        if parts is None:
-            continue
-        outputs = tuple(_state(group, factor, choice) or whole for group in rule.outputs)
-        addends = rule.addends if PARTIAL in outputs else ()
-        inputs = tuple(
-            _state(group, factor, choice) or (PARTIAL if i in addends else REPLICATED)
-            for i, group in enumerate(rule.inputs)
-        )
-        ranks = _degrees(signature, inputs, outputs)
-        if ranks is not None:
-            yield Candidate(Strategy(inputs, outputs, factor, factor in rule.mean), ranks, parts)
+    outputs = tuple(_state(group, factor, choice) or whole for group in rule.outputs)
+    addends = rule.addends if PARTIAL in outputs else ()
+    inputs = tuple(
+        _state(group, factor, choice) or (PARTIAL if i in addends else REPLICATED)
+        for i, group in enumerate(rule.inputs)
+    )
+    ranks = _degrees(signature, inputs, outputs)
+    return None if ranks is None else (Strategy(inputs, outputs, factor, factor in rule.mean), ranks)
 
 
 def size_of(signature: Signature, rule: ShardingRule, factor: str) -> int:
