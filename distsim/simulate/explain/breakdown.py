@@ -28,8 +28,8 @@ def breakdown(timeline: Timeline, simulated: Function | Program, by: str) -> Map
     """Return the seconds of a step by part, most first; they sum to the step time.
 
     ``by``: ``operator``; ``kind`` of work (:data:`distsim.ir.device.KINDS_OF_WORK`, collectives by their
-    kind, ``host`` for launches, and what computation loses to collectives); ``module`` of the model, where ops
-    have one; ``phase``; or ``axis`` of the mesh, ``compute`` for what communicates over none. Raises
+    kind, ``host`` for launches, and what computation loses to collectives); ``module`` of the model, where
+    ops have one; ``phase``; or ``axis`` of the mesh, ``compute`` for what communicates over none. Raises
     :class:`SimulationError` for another.
     """
     if by == "phase":

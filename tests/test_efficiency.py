@@ -1,0 +1,138 @@
+"""What share of a peak kernels reach, by kind and shape: closed forms, and kernels that others measured."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from distsim.cost import CostModel
+from distsim.cost.efficiency import element_type, kind_of_work
+from distsim.errors import SimulationError
+from distsim.hardware import load_cluster
+from distsim.ir import Attributes, BFloat16, Device, FunctionMaker, Int64, Tensor, Topology
+from distsim.ir.device import KINDS_OF_WORK, KernelRates
+from distsim.ops import Signature, types, work
+from distsim.simulate import Simulator
+from distsim.simulate.explain.interval import SPREADS, interval_of
+
+SHARES = KernelRates(tuple([(kind, 0.5) for kind in KINDS_OF_WORK]), processors=108)
+GPU = Device(0, "gpu", 1e13, 1e15, 0.0, peaks=(("bfloat16", 312e12),), rates=SHARES)
+BF16 = BFloat16()
+
+
+def signature(op_type: str, *shapes: tuple[int, ...], **attributes) -> Signature:
+    given = tuple([Tensor(BF16, shape) for shape in shapes])
+    found = Attributes(attributes)
+    return Signature(op_type, found, given, tuple(types(op_type, found, given, None)))
+
+
+def seconds(device: Device, which: Signature) -> float:
+    return CostModel(Topology.hierarchical(device, 1, [])).seconds(which, (device,))
+
+
+@pytest.mark.parametrize(
+    ("which", "kind"),
+    [
+        (signature("MatMul", (4, 128, 256), (256, 512)), "linear"),
+        (signature("MatMulGradB", (4, 128, 256), (4, 128, 512), shape=(256, 512)), "linear"),
+        (signature("MatMul", (4, 8, 128, 64), (4, 8, 64, 128)), "batched"),
+        (signature("Attention", (1, 8, 256, 64), (1, 8, 256, 64), (1, 8, 256, 64)), "attention"),
+        (signature("Relu", (4, 4)), "memory"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.op_type,
+)
+def test_kinds_of_work(which, kind):
+    assert kind_of_work(which, work(which), element_type(which)) == kind
+
+
+def test_rows_by_index_are_a_kind_of_their_own():
+    given = (Tensor(BF16, (100, 8)), Tensor(Int64(), (4,)))
+    which = Signature("Gather", Attributes({"axis": 0}), given, (Tensor(BF16, (4, 8)),))
+    assert kind_of_work(which, work(which), "bfloat16") == "embedding"
+
+
+def test_a_product_fills_waves_of_tiles_and_needs_depth():
+    """108 tiles of 128 x 256 are a wave; 109 take two."""
+    depth, whole = 4096, (128 * 108, 256)
+    for rows, waves in ((128 * 108, 1), (128 * 109, 2)):
+        filled = rows / 128 / (108 * waves)
+        share = 0.5 * filled**0.72 * depth / (depth + 148)
+        found = seconds(GPU, signature("MatMul", (rows, depth), (depth, 256)))
+        assert found == pytest.approx(2 * rows * 256 * depth / (312e12 * share))
+    shallow = seconds(GPU, signature("MatMul", (whole[0], 148), (148, 256)))
+    assert shallow == pytest.approx(2 * whole[0] * 256 * 148 / (312e12 * 0.25))
+
+
+@pytest.mark.parametrize(("causal", "half"), [(0, 190.0), (1, 500.0)])
+@pytest.mark.parametrize(("size", "share"), [(128, 0.5), (64, 0.45)])
+def test_attention_by_sequence_and_head(causal, half, size, share):
+    heads = ((1, 8, 1024, size),) * 3
+    which = signature("Attention", *heads, is_causal=causal)
+    flops = work(which).flops
+    assert seconds(GPU, which) == pytest.approx(flops / (312e12 * share * 1024 / (1024 + half)))
+
+
+FLASH2 = {
+    # TFLOP/s forward and backward at head size 128, 16k tokens, 2048 / 128 heads, by (causal, sequence): Dao
+    # 2023 (FlashAttention-2), figures 4 and 5 (A100).
+    **{(0, 512): 151, (0, 1024): 173, (0, 2048): 187, (0, 4096): 196},
+    **{(1, 512): 99, (1, 1024): 133, (1, 2048): 155, (1, 4096): 173},
+}
+
+
+def test_attention_as_it_was_measured():
+    """The kernel alone: the share that a step reaches of it is taken out."""
+    device = load_cluster("dgx-a100").devices[0]
+    inside = (
+        dict(device.rates.shares)["attention"] / 0.771
+    )  # what experiments/calibrated_figures.py starts from
+    known = device.rates.shares
+    shares = tuple([(kind, share / inside) for kind, share in known if kind.startswith("attention")])
+    alone = replace(device, rates=replace(device.rates, shares=shares), kernel_launch_overhead=0.0)
+    for (causal, seq), measured in FLASH2.items():
+        heads = ((16384 // seq, 16, seq, 128),) * 3
+        forward = signature("Attention", *heads, is_causal=causal)
+        saved = (*forward.inputs, *forward.outputs, forward.outputs[0])
+        options = Attributes({"is_causal": causal})
+        backward = Signature("AttentionGrad", options, saved, forward.inputs)
+        flops = 3.5 * work(forward).flops
+        found = flops / (seconds(alone, forward) + seconds(alone, backward)) / 1e12
+        assert found == pytest.approx(measured, rel=0.03)
+
+
+# --- intervals and breakdowns ------------------------------------------------------------------------------
+
+
+def test_an_interval_has_the_spread_of_the_device_and_of_what_is_less_known():
+    low, high, level = interval_of(2.0, 0.1, {"linear": 2.0})
+    assert (low, high, level) == pytest.approx((2 / math.exp(0.16449), 2 * math.exp(0.16449), 0.9), rel=1e-4)
+    wider = interval_of(2.0, 0.1, {"linear": 1.0, "send": 1.0}).high
+    assert math.log(wider / 2) == pytest.approx(1.6449 * math.hypot(0.1, SPREADS["send"] / 2), rel=1e-4)
+    assert interval_of(2.0, 0.0, {"linear": 2.0}) is None
+    with pytest.raises(SimulationError, match="level=1.5"):
+        interval_of(2.0, 0.1, {}, 1.5)
+
+
+def chain(topology: Topology):
+    maker = FunctionMaker("chain")
+    value = maker.add_input_value("x", Tensor(BF16, (256, 256), topology.devices[0]))
+    (value,) = maker.add("MatMul", [value, value])
+    maker.set_outputs(maker.add("Relu", [value]))
+    return maker.finalize()
+
+
+def test_a_breakdown_sums_to_the_step():
+    topology = load_cluster("dgx-a100")
+    function = chain(topology)
+    simulation = Simulator(CostModel(topology, kernels="eager")).interpret(function, function.inputs)
+    for by in ("kind", "operator", "module", "axis"):
+        assert sum(simulation.breakdown(by).values()) == pytest.approx(simulation.step_time)
+    assert {"host", "memory"} >= set(simulation.breakdown("kind"))
+    with pytest.raises(SimulationError, match="breakdown by 'colour'"):
+        simulation.breakdown("colour")
+
+
+def test_without_a_host_there_is_no_interval():
+    topology = load_cluster("dgx-a100")
+    function = chain(topology)
+    assert Simulator(CostModel(topology)).interpret(function, function.inputs).interval() is None
