@@ -154,7 +154,7 @@ def assert_skipped_exactly(case):
     return run.computed, computed
 
 
-@chunks(160)
+@chunks(120)
 def test_skipped_repetitions_are_those_that_would_be_computed(seeds):
     kinds = ("1f1b", "gpipe", "groups", "warmed up")
     for seed in seeds:
@@ -162,7 +162,7 @@ def test_skipped_repetitions_are_those_that_would_be_computed(seeds):
         assert_skipped_exactly(invent(seed, microbatches, kinds[seed % 4]))
 
 
-@chunks(80)
+@chunks(40)
 def test_skipped_repetitions_of_any_stages_a_rank(seeds):
     for seed in seeds:
         assert_skipped_exactly(invent_placed(seed, Random(seed).choice([20, 50, 100])))

@@ -24,7 +24,7 @@ def test_a_plan_computes_what_one_device_computes_and_the_engines_agree(seeds):
     assert outcomes("pairs", seeds).count("equal") > len(seeds) / 3
 
 
-@pytest.mark.parametrize("seeds", [range(0, 16), range(16, 32)], ids=str)
+@pytest.mark.parametrize("seeds", [range(0, 10), range(10, 20)], ids=str)
 def test_a_layout_of_every_axis_computes_what_one_device_computes(seeds):
     assert outcomes("layouts", seeds).count("equal") > len(seeds) / 3
 

@@ -102,7 +102,7 @@ SOME = {
     "reference gpt2-forward-backward": [Plan(), Plan(dp=2, tp=2, pp=2), Plan(tp=2, pp=4)],
     "reference mlp": [Plan(dp=2, tp=2, pp=2, microbatches=2), Plan(dp=8, microbatches=4)],
 }
-MICROBATCHES = {"gpt2": (1, 4)}
+MICROBATCHES = {"gpt2": (1, 4), "mlp": (1, 4, 32)}
 # Of the nine models of the onnx package each has one device and a third of the others, a plan three models.
 NINE = [name for name in PACKAGED if name not in ("gpt2", "mlp")]
 

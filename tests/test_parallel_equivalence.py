@@ -137,7 +137,7 @@ def test_an_mlp_of_calls_under_every_plan(plan):
     assert_plan(case("mlp"), plan)
 
 
-@pytest.mark.parametrize("plan", plans(batch=8, deepest=7), ids=text)
+@pytest.mark.parametrize("plan", plans(batch=8, microbatches=(1, 4), deepest=7), ids=text)
 def test_a_gpt_under_every_plan(plan):
     assert_plan(case("gpt"), plan)
 
