@@ -97,7 +97,7 @@ def test_attention_as_it_was_measured():
         backward = Signature("AttentionGrad", options, saved, forward.inputs)
         flops = 3.5 * work(forward).flops
         found = flops / (seconds(alone, forward) + seconds(alone, backward)) / 1e12
-        assert found == pytest.approx(measured, rel=0.03 if causal else 0.09)
+        assert found == pytest.approx(measured, rel=0.06 if causal else 0.09)
 
 
 # --- intervals and breakdowns ------------------------------------------------------------------------------
