@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from precision_models import MODELS, PLANS, in_float64, joint_of, rounded, small_gpt, updates, values
+from topology_models import bare_cluster
 from training_models import assemble, laid_out, mesh_of, random_inputs
 
 from distsim.errors import CostError, PlanError
 from distsim.executor import CostModel, SequentialExecutor
-from distsim.hardware import load_cluster
 from distsim.interpret import count_flops
 from distsim.ir import (
     Attributes,
@@ -231,7 +231,7 @@ def test_ranks_compute_a_policy_to_the_tolerance_of_its_types(policy):
 
 
 def test_products_run_at_the_rate_of_their_types():
-    h100 = load_cluster("dgx-h100")
+    h100 = bare_cluster("dgx-h100")
     device = h100.devices[:1]
     model = CostModel(h100)
     seconds = {}
@@ -241,7 +241,7 @@ def test_products_run_at_the_rate_of_their_types():
         seconds[policy] = max(model.seconds(signature_of(op), device) for op in products)
     for slow, fast, ratio in (("fp32", "tf32", 494.7 / 67), ("tf32", "bf16", 2), ("bf16", "fp8", 2)):
         assert seconds[slow] / seconds[fast] == pytest.approx(ratio * (2 if fast == "fp8" else 1), rel=0.05)
-    a100 = load_cluster("dgx-a100")
+    a100 = bare_cluster("dgx-a100")
     with pytest.raises(CostError, match="has no rate for float8e4m3fn"):
         for op in all_ops(joint):
             CostModel(a100).seconds(signature_of(op), a100.devices[:1])

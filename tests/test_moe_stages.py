@@ -3,10 +3,11 @@
 from itertools import pairwise
 
 import pytest
+from topology_models import bare_cluster
 
 from distsim.errors import PartitionError
 from distsim.executor import CostModel
-from distsim.hardware import collective_time, load_cluster
+from distsim.hardware import collective_time
 from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import Function
 from distsim.models import Routing, draw_routing, moe
@@ -18,7 +19,7 @@ from distsim.transforms import block_costs, differentiate
 RANKS, LAYERS, SEQ = 4, 8, 1024
 EVEN = draw_routing(16, 2, SEQ)
 SKEWED = draw_routing(16, 2, SEQ, concentration=0.3, seed=1)
-TOPOLOGY = load_cluster("dgx-a100")
+TOPOLOGY = bare_cluster("dgx-a100")
 COSTS = CostModel(TOPOLOGY)
 MESH = RankAxes.of(dp=RANKS, tp=1, ep=ExpertRanks(RANKS)).mesh(TOPOLOGY.devices[:RANKS])
 

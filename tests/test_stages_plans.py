@@ -4,6 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from topology_models import bare_cluster
 from training_models import (
     assert_same_step,
     flat_mlp,
@@ -18,7 +19,6 @@ from training_models import (
 
 from distsim.errors import PartitionError, PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
-from distsim.hardware import load_cluster
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Mesh
 from distsim.models import gpt, llama, mlp
@@ -49,7 +49,7 @@ def model(name):
 
 @cache
 def cluster():
-    topology = load_cluster("dgx-a100:2")
+    topology = bare_cluster("dgx-a100:2")
     return topology, CostModel(topology)
 
 

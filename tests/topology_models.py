@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
+from distsim.hardware import load_cluster
 from distsim.ir import Link, Topology
+from distsim.ir.device import NO_RATES
 
 SPEED = 2.0**12
+
+
+def bare_cluster(name: str) -> Topology:
+    """Return a preset on which every kernel reaches what is reached at best, whatever its kind and shape.
+
+    Costs of parts sum up to those of the whole there.
+    """
+    found = load_cluster(name)
+    devices = [replace(device, rates=NO_RATES, kernel_launch_overhead=4e-6) for device in found.devices]
+    return Topology.of_devices(devices, found.levels)
 
 
 def invent_topology(rng: Random, count: int) -> Topology:

@@ -63,13 +63,15 @@ def _of_shape(kind: str, signature: Signature, demand: Work, processors: int) ->
 
 
 def _of_product(signature: Signature, demand: Work, processors: int) -> float:
-    """Return the share that the shape of a product leaves."""
-    made = signature.outputs[0]
-    if not processors or not made.size or not demand.flops:
+    """Return the share that shapes of products leave: of one for each result, all of as many flops."""
+    sizes = [(tensor.size, tensor.shape[-1]) for tensor in signature.outputs if tensor.shape]
+    if not processors or not demand.flops or not sizes or not all(size for size, _ in sizes):
         return 1.0
-    n = made.shape[-1]
-    m, k = made.size // n, demand.flops / (2.0 * sum(tensor.size for tensor in signature.outputs))
-    return _waves(m, n, processors) ** _WAVE * k / (k + _DEPTH)
+    slowness = 0.0
+    for size, n in sizes:
+        k = demand.flops / (2.0 * size * len(sizes))
+        slowness += (k + _DEPTH) / k / _waves(size // n, n, processors) ** _WAVE
+    return len(sizes) / slowness
 
 
 def _waves(m: int, n: int, processors: int) -> float:
