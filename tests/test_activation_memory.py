@@ -81,6 +81,13 @@ def test_a_layer_with_dropout_and_gelu(remat: str, inside: int, divided: int, sc
     assert layer(DROPPING, "math", Plan(tp=t, remat=remat)) == expected
 
 
+@pytest.mark.parametrize("t", [2, 4])
+@pytest.mark.parametrize("attention", ["math", "flash"])
+def test_a_layer_with_sequence_parallelism(attention: str, t: int) -> None:
+    """Table 2: sbh 34 / t with attention recomputed, dropout and its masks included."""
+    assert layer(DROPPING, attention, Plan(tp=t, sp="on", remat="attention")) == 34 * SBH // t
+
+
 def test_a_layer_without_dropout() -> None:
     """Of 34 + 5as/h no masks: one byte for each branch and one for each score; and probabilities once."""
     assert layer(GPT, "math", Plan()) == 32 * SBH + 2 * A * S * S * B

@@ -137,3 +137,19 @@ def test_rows_over_two_processes(tmp_path, monkeypatch):
     assert [found[place].missing for place in range(3)] == [
         validate.outcome_of(row, 1.0).missing for row in rows
     ]
+
+
+def test_dropout_beside_sequence_parallelism_leaves_no_activation_whole():
+    """A mask, which dropout makes of scores, is no choice of places: only routers have their own rows."""
+    large = {
+        "hidden": "6144",
+        "heads": "64",
+        "kv_heads": "64",
+        "ffn": "24576",
+        "seq": "2048",
+        "n_layers": "1",
+    }
+    large |= {"tp": "8", "pp": "1", "micro_batch": "4", "global_batch": "4", "attention": "no flash"}
+    row = GPT | large | {"recompute": "selective(attention core)"}
+    apart, whole = (predict(case_of(row | {"sp": sp})).peak for sp in ("yes", "no"))
+    assert whole - apart > (10 + 24 / 8 - 34 / 8) * 2048 * 4 * 6144  # Korthikanti et al. 2022, table 2

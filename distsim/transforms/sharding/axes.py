@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Op, Role, Tensor, Value
+from distsim.ir import Device, Function, Int32, Int64, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ops.parts import Parts
 from distsim.ops.sharding_rule import factors_of
@@ -155,15 +155,16 @@ def _activations(structure: Structure, data: Marks, batch: Marks) -> frozenset[i
 def _choosing(structure: Structure, data: Marks) -> frozenset[Node]:
     """Return the products of which, before any other, places are chosen, and those of the same weights.
 
-    ``data`` are the dimensions that follow from data.
+    Places are whole numbers: a mask, as dropout makes of a scale, is none. ``data`` are the dimensions that
+    follow from data.
     """
     read: set[int] = set()
     weights: set[int] = set()
     for node in reversed(structure.nodes):
-        whole = [type_.dtype.is_floating for type_ in node.signature.outputs]
+        places = any(type_.dtype in (Int32(), Int64()) for type_ in node.signature.outputs)
         if node.flops and not read.isdisjoint(node.outputs):
             weights.update([n for v, n in zip(node.op.inputs, node.inputs, strict=True) if v not in data])
-        elif not node.flops and (not all(whole) or not read.isdisjoint(node.outputs)):
+        elif not node.flops and (places or not read.isdisjoint(node.outputs)):
             read.update(node.inputs)
     weights |= {tie.source for tie in structure.ties if tie.target in weights}
     weights |= {tie.target for tie in structure.ties if tie.source in weights}
