@@ -1,4 +1,6 @@
-"""The command line: ``distsim simulate``, ``show``, ``schedule``, ``models``, ``clusters``, ``calibrate``."""
+"""The command line: ``distsim simulate``, ``show``, ``schedule``, ``models``, ``clusters``, ``calibrate``,
+``validate``.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,15 @@ experiments/measure_machine.py makes the table on a machine with GPUs; distsim/c
 its columns.
 """
 
+VALIDATE_EPILOG = """examples:
+  distsim validate
+  distsim validate measured.csv --out predictions.csv --plot predictions.png
+
+Each row is laid out by its columns alone. Without a table it is distsim/truth/published.csv: published steps,
+each with its source and where that is. Rows that cannot be expressed are listed; the exit status is 1 if
+distsim fails on a row.
+"""
+
 
 class Command(NamedTuple):
     """What the list of commands says of one; the rest is in its module of :mod:`distsim.commands`."""
@@ -57,6 +68,7 @@ COMMANDS = {
     "models": Command("list the models that have a name, or count the parameters of some", MODELS_EPILOG),
     "clusters": Command("list the presets, or the figures of one"),
     "calibrate": Command("fit a cluster's figures to timings of a machine", CALIBRATE_EPILOG),
+    "validate": Command("predict measured steps, and say how true that is", VALIDATE_EPILOG),
 }
 
 

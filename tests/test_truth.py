@@ -1,8 +1,6 @@
 """A row of published measurements becomes a model and a plan by its columns, or names what is missing."""
 
-import importlib
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,13 +13,6 @@ from distsim.plan import Plan
 from distsim.truth import MissingFeatureError, case_of
 from distsim.truth.row import cell, number, plain
 from distsim.truth.stage_layers import StageSizes, stages_of
-
-ROOT = Path(__file__).parents[1]
-with pytest.MonkeyPatch.context() as patch:
-    # The experiments are scripts: each finds the others next to itself.
-    patch.syspath_prepend(str(ROOT / "experiments"))
-    cases = importlib.import_module("memory_cases")
-    validate = importlib.import_module("validate")
 
 FIELDS = {field.name for field in fields(Plan)}
 

@@ -2,16 +2,32 @@
 
 import csv
 import importlib
+import multiprocessing
+import re
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from truth_rows import GPT, LLAMA
 
+from distsim.cli import main
+from distsim.commands import validate as command
+from distsim.compose import parallelize
+from distsim.cost import CostModel
 from distsim.errors import DistsimError
 from distsim.hardware import load_cluster
-from distsim.truth import MissingFeatureError, case_of, predict, read_rows, shown_peak
+from distsim.ir import Topology
+from distsim.ir.device import NO_RATES
+from distsim.simulate import Simulator
+from distsim.transforms.kernels.policies import kernels_named
+from distsim.truth import MissingFeatureError, case_of, evaluation, predict, read_rows, shown_peak
+from distsim.truth.accuracy import Accuracy
+from distsim.truth.evaluation import Outcome, evaluated, outcome_of
 from distsim.truth.prediction import measure_of
-from distsim.truth.score import scores
+from distsim.truth.score import detection, mfu_seconds, regret, scores
 
 ROOT = Path(__file__).parents[1]
 with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +58,7 @@ def test_scores():
 def write(path: Path, *rows: dict[str, str]) -> Path:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(
-            file, [key for key in GPT if key != "table"] + ["iter_time_s"], extrasaction="ignore"
+            file, [key for key in GPT if key != "table"] + ["iter_time_s", "outcome"], extrasaction="ignore"
         )
         writer.writeheader()
         writer.writerows(rows)
@@ -62,6 +78,11 @@ def test_the_tables_of_memory_are_written(tmp_path, monkeypatch):
     assert "a preset for 'TPU'" in (tmp_path / "memory_cases_missing.csv").read_text()
 
 
+def predictions(path: Path) -> dict[str, dict[str, str]]:
+    with path.open() as file:
+        return {row["id"]: row for row in csv.DictReader(file)}
+
+
 def test_predictions_are_written_whatever_becomes_of_a_row(tmp_path, monkeypatch, capsys):
     """What is predicted, what is missing, and a row on which distsim fails."""
     table = write(
@@ -75,12 +96,11 @@ def test_predictions_are_written_whatever_becomes_of_a_row(tmp_path, monkeypatch
             raise ZeroDivisionError("of a test")
         return predict(case)
 
-    monkeypatch.setattr(validate, "predict", failing)
-    out = tmp_path / "predictions.csv"
+    monkeypatch.setattr(evaluation, "predict", failing)
+    out = tmp_path / "new" / "predictions.csv"
     monkeypatch.setattr("sys.argv", ["validate.py", str(table), "--out", str(out), "--workers", "1"])
     assert validate.main() == 1
-    with out.open() as file:
-        found = {row["id"]: row for row in csv.DictReader(file)}
+    found = predictions(out)
     assert list(found) == ["a", "b", "c", "d"]
     assert list(found["a"]) == ["id", "pred_iter_s", "low", "high", "pred_mem_gb", "pred_oom"]
     expected = predict(case_of(GPT))
@@ -96,9 +116,168 @@ def test_predictions_are_written_whatever_becomes_of_a_row(tmp_path, monkeypatch
     assert out.with_suffix(".png").is_file()
 
 
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_compares_with_the_baselines(tmp_path, capsys):
+    """Two layouts of one model: the errors printed are those of what is predicted and costed here."""
+    table = write(
+        tmp_path / "rows.csv",
+        GPT | {"iter_time_s": "0.05"},
+        GPT | {"id": "b", "pp": "2", "tp": "2", "n_layers": "6", "iter_time_s": "0.2", "outcome": "oom"},
+    )
+    out, picture = tmp_path / "predictions.csv", tmp_path / "picture.svg"
+    arguments = [table, "--out", out, "--plot", picture, "--workers", "1"]
+    assert main(["validate", *map(str, arguments)]) == 0
+    printed, progress = capsys.readouterr()
+    first, second = [case_of(row) for row in read_rows([table])]
+    steps = [predict(case) for case in (first, second)]
+    assert [float(row["pred_iter_s"]) for row in predictions(out).values()] == pytest.approx(
+        [step.seconds for step in steps], rel=1e-5
+    )
+    predicted = ([step.seconds for step in steps], [mfu_seconds(case) for case in (first, second)])
+    errors = [
+        [seconds / real - 1 for seconds, real in zip(each, (0.05, 0.2), strict=True)]
+        for each in (*predicted, [step.best_shape for step in steps])
+    ]
+    own, *others = [f"{sum(map(abs, each)) / 2:.1%}" for each in errors]
+    (line,) = [line for line in printed.splitlines() if line.startswith("all rows ")]
+    assert [line.split()[index] for index in (3, 7, 9)] == [own, *others]
+    for name in ("pp", r"tp\+pp"):
+        assert re.findall(rf"^  {name} +(\d+) ", printed, re.MULTILINE) == ["1"]
+    assert f"regret of taking the layout that is predicted to be fastest, {GROUP}" in printed
+    assert "recall 0% (of 1 that did not), 2 rows" in printed
+    assert progress.count("[") == 2 and "[2/2] b (" in progress
+    assert picture.read_text().startswith("<?xml")
+
+
+GROUP = "1 group of one model, cluster and batch"
+
+
+def test_rows_that_were_not_measured_are_predicted(tmp_path, capsys):
+    table = write(tmp_path / "rows.csv", GPT)
+    out, picture = tmp_path / "predictions.csv", tmp_path / "picture.png"
+    arguments = [table, "--out", out, "--plot", picture, "--workers", "1"]
+    assert main(["validate", *map(str, arguments)]) == 0
+    printed, said = capsys.readouterr()
+    assert predictions(out)["a"]["pred_iter_s"] and "error of seconds" not in printed
+    assert not picture.exists() and "no row was both predicted and measured" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.csv"], "none.csv is not a file"),
+        (["empty.csv"], "empty.csv: no rows; give a table"),
+        (["empty.csv", "--workers", "0"], "--workers 0 must be at least 1"),
+        (["empty.csv", "--limit", "nan"], "--limit nan more than 0"),
+        (["empty.csv", "--plot", "picture.txt"], "picture.txt: predicted against measured is written as one"),
+        (["empty.csv", "--out", "nowhere/out.csv"], "there is no folder nowhere"),
+    ],
+)
+def test_bad_input_of_the_command(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write(Path("empty.csv"))
+    assert main(["validate", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.csv"]
+
+
+def test_the_published_rows_say_where_they_are_from(monkeypatch, capsys):
+    """Without a table it is they; all but one are laid out."""
+    taken = []
+
+    def evaluated(rows, workers, limit):
+        taken.extend(rows)
+        return enumerate([Outcome(missing="not tried")] * len(rows))
+
+    monkeypatch.setattr(command, "evaluated", evaluated)
+    assert main(["validate"]) == 0
+    assert f"{len(taken)} of {len(taken)} rows cannot be expressed" in capsys.readouterr().out
+    assert len(taken) == len({row["id"] for row in taken}) == 101
+    assert all(row["source"] and row["source_url"] and float(row["iter_time_s"]) > 0 for row in taken)
+    refused = []
+    for row in taken:
+        measure_of(row)
+        try:
+            case_of(row)
+        except MissingFeatureError as error:
+            refused.append(str(error))
+    assert refused == ["stages of no layer: 0 of 32 on the last of 8"]
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def test_a_case_without_tables_is_that_of_devices_without_rates():
+    case = case_of(GPT)
+    found = case.topology()
+    devices = [replace(device, rates=NO_RATES) for device in found.devices]
+    bare = Topology.of_devices(devices, found.levels)
+    kernels = kernels_named(case.kernels)
+    program = parallelize(case.joint(), case.plan, bare, CostModel(bare), kernels=kernels)
+    assert predict(case).best_shape == Simulator(CostModel(bare)).simulate(program).step_period
+
+
+def made_up(measured: float, seconds: float, **changed: object) -> tuple[dict[str, str], Outcome]:
+    row = GPT | {"iter_time_s": str(measured), "peak_mem_gb": "", "model": "m"}
+    figures = {"low": 0.8 * seconds, "high": 1.2 * seconds, "mfu_seconds": 1.0, "best_shape": 1 / measured}
+    return row, replace(Outcome(seconds, layouts=("pp",)), **{**figures, **changed})
+
+
+def test_the_figures_of_made_up_outcomes():
+    pairs = [
+        made_up(1.0, 2.0),  # outside of its interval
+        made_up(2.0, 1.75, layouts=("tp", "zero")),  # taken, and 100 % slower than the fastest
+        made_up(4.0, 4.0, fits=False),
+        made_up(1.0, 1.0, high=float("inf")),
+        made_up(9.0, 0.0, missing="a wheel"),
+    ]
+    pairs[3][0]["model"] = "another"
+    pairs[2][0]["outcome"] = "OOM at once"
+    pairs[0][0]["peak_mem_gb"] = "10"
+    pairs[0] = (pairs[0][0], replace(pairs[0][1], peak=11.0))
+    accuracy = Accuracy(*zip(*pairs, strict=True))
+    assert [each.measured for each in accuracy.comparisons] == [1.0, 2.0, 4.0, 1.0]
+    assert [[each.measured for each in group] for group in accuracy.choices] == [[1.0, 2.0, 4.0]]
+    text = re.sub(" +", " ", str(accuracy))
+    # Errors 100 %, -12.5 %, 0, 0; at 1 s each: 0, -50 %, -75 %, 0; at 1 / measured: 0, -75 %, -93.75 %, 0.
+    assert "\nall rows 4 28.1% 6.2% +21.9% +100.0% 31.2% -31.2% 42.2% -42.2%\n" in text
+    assert "\n zero 1 12.5% 12.5% -12.5% -12.5% 50.0% -50.0% 75.0% -75.0%" in text
+    assert "\n pp 3 33.3%" in text and " dp only " not in text
+    # All alike: the mean of 1, 2 and 4 s is taken; by 1 / measured the one of 4.
+    assert "\n distsim 100.0% mean, 100.0% worst nobody, m\n 40% MFU 133.3% mean," in text
+    assert "\n no tables 300.0% mean," in text
+    assert "90 % intervals: 66.7% of 3 rows lie within; the median half width is 20.0%" in text
+    assert "peak of memory: 1 row, 10.0% mean" in text
+    assert (
+        "precision 100% (1 of the 1 that are said not to fit), recall 100% (of 1 that did not), 4 rows"
+        in text
+    )
+    assert "1 of 5 rows cannot be expressed:\n 1 a wheel\n0 of 5 rows FAILED" in text
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans())))
+def test_precision_and_recall_go_together(pairs):
+    found = detection(pairs)
+    assert (found.precision is None) == (not found.said) and (found.recall is None) == (not found.happened)
+    if found.said and found.happened:
+        assert found.precision * found.said == pytest.approx(found.recall * found.happened)
+        assert (found.precision == found.recall == 1.0) == all(said == happened for said, happened in pairs)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1))
+def test_regret_is_none_where_the_order_is_right(pairs):
+    assert regret(pairs) >= -1e-12
+    assert regret([(measured, measured) for _, measured in pairs]) == 0.0
+
+
+# --- rows and tables ------------------------------------------------------------------------------
+
+
 def test_a_row_that_takes_too_long_loses_itself_only():
-    assert "not done within" in validate.outcome_of(GPT | {"hidden": "512"}, 0.0005).failed
-    assert validate.outcome_of(GPT, 100.0).predicted
+    assert "not done within" in outcome_of(GPT | {"hidden": "512"}, 0.0005).failed
+    assert outcome_of(GPT, 100.0).predicted
 
 
 @pytest.mark.parametrize(
@@ -128,15 +307,25 @@ def test_columns_in_any_case_and_short_rows(tmp_path):
         case_of(first)
 
 
-def test_rows_over_two_processes(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "experiments"))  # where the processes find the script
+def test_rows_over_two_processes():
     rows = [
         GPT | {"hw_gpu": name} for name in ("TPU", "IPU", "CPU")
     ]  # no prediction: it takes seconds to start
-    found = dict(validate.evaluated(rows, 2, 100.0))
-    assert [found[place].missing for place in range(3)] == [
-        validate.outcome_of(row, 1.0).missing for row in rows
-    ]
+    found = dict(evaluated(rows, 2, 100.0))
+    assert [found[place].missing for place in range(3)] == [outcome_of(row, 1.0).missing for row in rows]
+
+
+def test_who_wants_no_more_rows_waits_for_none():
+    """All of them take over a minute."""
+    slow = GPT | {"model": "slow", "hidden": "4096", "n_layers": "96", "heads": "32", "pp": "1"}
+    rows = [GPT | {"hw_gpu": "TPU"}, *[slow | {"seq": str(64 * times)} for times in range(1, 40)]]
+    before = set(multiprocessing.active_children())
+    found = evaluated(rows, 2, 100.0)
+    next(found)
+    start = time.perf_counter()
+    found.close()
+    assert set(multiprocessing.active_children()) == before
+    assert time.perf_counter() - start < 10
 
 
 def test_dropout_beside_sequence_parallelism_leaves_no_activation_whole():

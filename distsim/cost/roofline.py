@@ -9,13 +9,14 @@ the element type; all other work runs on the vector units, at ``Device.throughpu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from distsim.cost.efficiency import efficiencies, element_type
 from distsim.errors import CostError
 from distsim.hardware import collective_time
 from distsim.ir import Device, Topology
+from distsim.ir.device import NO_RATES
 from distsim.ops import Signature, Work
 
 Group = tuple[Device, ...]
@@ -60,4 +61,14 @@ class RooflineRules:
         return collective_time(kind, nbytes, group, topology)
 
 
+@dataclass(frozen=True)
+class BestShapeRules(RooflineRules):
+    """The same rules where every kernel reaches what its device reaches at best, whatever its shape."""
+
+    def compute(self, signature: Signature, demand: Work, device: Device) -> float:
+        """Seconds by the roofline of the device, without what is known of its kernels."""
+        return super().compute(signature, demand, replace(device, rates=NO_RATES))
+
+
 ROOFLINE = RooflineRules()
+BEST_SHAPE = BestShapeRules()

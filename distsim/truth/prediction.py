@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
+from distsim.cost.roofline import BEST_SHAPE
 from distsim.ir import Device
 from distsim.program.program import Program
 from distsim.simulate import Simulator
@@ -25,10 +26,13 @@ UNITS = {"gib": 2**30, "gb": 10**9}
 class PredictedStep:
     """Seconds of a step, bytes in use on the fullest device, which this is, and whether all of it fits.
 
-    ``interval`` is where the measured seconds lie with 90 %; None where that is not known.
+    ``interval`` is where the measured seconds lie with 90 %; None where that is not known. ``best_shape`` are
+    the seconds by the preset without its tables: kernels that all reach what their device reaches at best,
+    and a host that takes no time.
     """
 
     seconds: float
+    best_shape: float
     interval: Interval | None
     peak: int
     device: Device
@@ -49,9 +53,12 @@ def predict(case: Case) -> PredictedStep:
         costs = CostModel(topology, kernels=case.kernels)
         program = program_of(case, costs)
         simulation = Simulator(costs).simulate(program)
-        seconds, interval = simulation.step_period, simulation.interval()
+        bare = Simulator(CostModel(topology, rules=BEST_SHAPE)).simulate(program)
     memory = program_memory(full_program(program))
-    return PredictedStep(seconds, interval, max(memory.peaks), topology.devices[0], not memory.missing)
+    return PredictedStep(
+        *(simulation.step_period, bare.step_period, simulation.interval()),
+        *(max(memory.peaks), topology.devices[0], not memory.missing),
+    )
 
 
 def measure_of(row: Row) -> tuple[str, int]:

@@ -9,6 +9,7 @@ import csv
 import io
 import re
 from collections.abc import Mapping, Sequence
+from importlib.resources import as_file, files
 from pathlib import Path
 
 from distsim.errors import DistsimError
@@ -34,6 +35,12 @@ def read_rows(paths: Sequence[Path]) -> list[dict[str, str]]:
     :class:`DistsimError` for a file that is none, has no columns, or is larger than ``MAX_FILE_BYTES``.
     """
     return [row for path in paths for row in _read(path)]
+
+
+def published_rows() -> list[dict[str, str]]:
+    """Return the published steps that come with distsim: each names its ``source`` and ``source_url``."""
+    with as_file(files("distsim.truth") / "published.csv") as path:
+        return _read(path)
 
 
 def _read(path: Path) -> list[dict[str, str]]:

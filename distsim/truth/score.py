@@ -1,14 +1,15 @@
-"""How far predictions are from what was measured: errors by group, beside a baseline that knows no layout."""
+"""How far predictions are from what was measured: errors, intervals, memory, choices; and a baseline."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from distsim.interpret import count_model_flops
 from distsim.truth.case import Case
-from distsim.truth.row import MissingFeatureError, Row, decimal
+from distsim.truth.row import MissingFeatureError, Row, decimal, plain
 
 BASELINE_MFU = 0.4
 """Model utilisation of the baseline: every step takes the model's FLOPs at this share of the peak."""
@@ -58,7 +59,84 @@ def scores(pairs: Iterable[tuple[str, float, float]]) -> dict[str, Score]:
     return {group: Score(tuple(errors)) for group, errors in found.items()}
 
 
-def baseline_seconds(case: Case) -> float:
+@dataclass(frozen=True)
+class Coverage:
+    """How many of some measured steps lie in their intervals, and half the width of these, the median."""
+
+    inside: int
+    rows: int
+    half_width: float
+
+    @property
+    def share(self) -> float:
+        """The share of the steps that lie in their intervals."""
+        return self.inside / self.rows
+
+    def __str__(self) -> str:
+        return (
+            f"{self.share:.1%} of {self.rows} rows lie within; the median half width is {self.half_width:.1%}"
+        )
+
+
+def coverage(intervals: Sequence[tuple[float, float, float, float]]) -> Coverage | None:
+    """Return the coverage of (low, predicted, high, measured), None of none; widths are over the predicted.
+
+    >>> coverage([(0.5, 1.0, 1.5, 0.5), (1.5, 2.0, 2.5, 3.0)])
+    Coverage(inside=1, rows=2, half_width=0.375)
+    """
+    if not intervals:
+        return None
+    inside = sum(low <= measured <= high for low, _, high, measured in intervals)
+    widths = [(high - low) / 2 / predicted for low, predicted, high, _ in intervals]
+    return Coverage(inside, len(intervals), statistics.median(widths))
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How often it was said that memory does not suffice: rightly, in all, and how often it did not."""
+
+    right: int
+    said: int
+    happened: int
+
+    @property
+    def precision(self) -> float | None:
+        """Of what was said not to fit, the share that did not; None if it was never said."""
+        return self.right / self.said if self.said else None
+
+    @property
+    def recall(self) -> float | None:
+        """Of what did not fit, the share of which it was said; None if all fitted."""
+        return self.right / self.happened if self.happened else None
+
+
+def detection(pairs: Sequence[tuple[bool, bool]]) -> Detection:
+    """Return how well (said, happened) agree.
+
+    >>> detection([(True, True), (True, False), (False, False)]).precision
+    0.5
+    """
+    return Detection(
+        sum(said and happened for said, happened in pairs),
+        sum(said for said, _ in pairs),
+        sum(happened for _, happened in pairs),
+    )
+
+
+def regret(choices: Sequence[tuple[float, float]]) -> float:
+    """Return by what share the choice that is predicted to be fastest is slower than the fastest one.
+
+    ``choices`` are (predicted, measured); of several predicted alike any may be taken: it is their mean.
+
+    >>> regret([(1.0, 3.0), (1.1, 2.0), (1.0, 2.0)])
+    0.25
+    """
+    least = min(predicted for predicted, _ in choices)
+    taken = [measured for predicted, measured in choices if predicted == least]
+    return statistics.fmean(taken) / min(measured for _, measured in choices) - 1
+
+
+def mfu_seconds(case: Case) -> float:
     """Return what the step takes at ``BASELINE_MFU`` of the peak of the devices of its plan."""
     peak = case.topology().devices[0].peak(case.precision.compute.name)
     return count_model_flops(case.joint()) / (BASELINE_MFU * peak * case.plan.devices)
@@ -70,6 +148,17 @@ def measured(row: Row, column: str) -> float | None:
         return decimal(row, column)
     except MissingFeatureError:
         return None
+
+
+def ran_out(row: Row) -> bool | None:
+    """Return whether memory did not suffice for a row, by its outcome; None where it says nothing of it.
+
+    >>> ran_out({"outcome": "OOM"}), ran_out({"outcome": "ok"}), ran_out({"iter_time_s": "2"}), ran_out({})
+    (True, False, False, None)
+    """
+    if re.match(r"oom|(cuda )?out[ -]of[ -]memory", plain(row, "outcome")):
+        return True
+    return False if plain(row, "outcome") == "ok" or measured(row, "iter_time_s") else None
 
 
 def by_count(texts: Sequence[str]) -> list[tuple[str, int]]:
