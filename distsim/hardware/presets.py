@@ -324,7 +324,18 @@ def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
     base = raw.pop("base")
     if not isinstance(base, str) or base == name or len(above) > 2:
         raise TopologyError(f'{located(name, text, "base")} must name a preset, as in base = "dgx-a100"')
-    return text, merged(_raw(base, (*above, name))[1], raw)
+    return text, merged(_taken_over(_raw(base, (*above, name))[1], base), raw)
+
+
+def _taken_over(raw: Raw, base: str) -> Raw:
+    """Return the table of a base in which measured figures of its kernels and hosts say whose they are."""
+    device = dict(raw.get("device", {}))
+    for table in ("kernels", "launches"):
+        device[table] = {
+            name: {**figure, "source": f"of {base}: {figure['source']}"} if "source" in figure else figure
+            for name, figure in device.get(table, {}).items()
+        }
+    return {**raw, "device": device}
 
 
 def _figures(read: _ClusterFile, device: DeviceTable, levels: Sequence[LevelTable]) -> Iterator[Figure]:
