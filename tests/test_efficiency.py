@@ -9,7 +9,7 @@ from distsim.cost import CostModel
 from distsim.cost.efficiency import element_type, kind_of_work
 from distsim.errors import SimulationError
 from distsim.hardware import load_cluster
-from distsim.ir import Attributes, BFloat16, Device, FunctionMaker, Int64, Tensor, Topology
+from distsim.ir import Attributes, BFloat16, Device, Float32, FunctionMaker, Int64, Tensor, Topology
 from distsim.ir.device import KINDS_OF_WORK, KernelRates
 from distsim.ops import Signature, types, work
 from distsim.simulate import Simulator
@@ -38,11 +38,27 @@ def seconds(device: Device, which: Signature) -> float:
         (signature("MatMul", (4, 8, 128, 64), (4, 8, 64, 128)), "batched"),
         (signature("Attention", (1, 8, 256, 64), (1, 8, 256, 64), (1, 8, 256, 64)), "attention"),
         (signature("Relu", (4, 4)), "memory"),
+        (signature("Conv", (4, 8, 16, 16), (8, 8, 3, 3)), "linear"),
+        (signature("Conv", (4, 8, 16, 16), (8, 8, 3, 3), (8,)), "linear"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.op_type,
 )
 def test_kinds_of_work(which, kind):
     assert kind_of_work(which, work(which), element_type(which)) == kind
+
+
+def test_a_bias_takes_nothing_of_a_convolution():
+    shapes = (64, 512, 7, 7), (512, 512, 3, 3)
+    plain, biased = (
+        seconds(GPU, signature("Conv", *shapes, *bias, pads=(1,) * 4)) for bias in ((), ((512,),))
+    )
+    assert biased == pytest.approx(plain, rel=1e-3)
+
+
+def test_tiles_are_those_of_types_of_16_bits():
+    single = [Tensor(Float32(), shape) for shape in ((512, 256), (256, 512))]
+    which = Signature("MatMul", Attributes(), tuple(single), (Tensor(Float32(), (512, 512)),))
+    assert seconds(GPU, which) == pytest.approx(2 * 512 * 256 * 512 / (1e13 * 0.5))
 
 
 def test_rows_by_index_are_a_kind_of_their_own():
@@ -125,6 +141,8 @@ def test_a_breakdown_sums_to_the_step():
     topology = load_cluster("dgx-a100")
     function = chain(topology)
     simulation = Simulator(CostModel(topology, kernels="eager")).interpret(function, function.inputs)
+    with pytest.raises(SimulationError, match="no phases"):
+        simulation.breakdown("phase")
     for by in ("kind", "operator", "module", "axis"):
         assert sum(simulation.breakdown(by).values()) == pytest.approx(simulation.step_time)
     assert {"host", "memory"} >= set(simulation.breakdown("kind"))

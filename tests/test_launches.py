@@ -7,12 +7,14 @@ import pytest
 from training_models import assert_all_readers_agree, small_gpt
 
 from distsim.compose import parallelize
-from distsim.errors import TopologyError
+from distsim.errors import CostError, TopologyError
 from distsim.executor import CostModel, Simulator
-from distsim.ir import Device, FunctionMaker, Link, Tensor, Topology
+from distsim.ir import NO_ATTRIBUTES, Attributes, Device, FunctionMaker, Link, Mesh, Tensor, Topology
 from distsim.ir.device import KernelRates
 from distsim.ir.topology import Level
 from distsim.ir.type import Float
+from distsim.ops import Signature
+from distsim.ops.kernel import KERNEL
 from distsim.plan import Plan
 from distsim.simulate.explain import what_if
 from distsim.transforms import SGD, Adam, differentiate
@@ -63,13 +65,53 @@ def test_the_way_to_launch_decides():
 
 def test_a_kernel_over_many_tensors_is_issued_once_but_gathers_them():
     topology = cluster(1)
-    maker = FunctionMaker("split")
-    x = maker.add_input_value("x", Tensor(Float(), (8,), topology.devices[0]))
-    maker.set_outputs(maker.add("Split", [x], {"axis": 0, "num_outputs": 4}))
-    function = maker.finalize()
-    found = Simulator(CostModel(topology, kernels="eager")).interpret(function, function.inputs)
-    device = Simulator(CostModel(topology)).interpret(function, function.inputs).step_time
-    assert found.step_time == pytest.approx(LAUNCH * (1 + 3 / 8) + device)
+    device, vector = topology.devices[0], Tensor(Float(), (8,), topology.devices[0])
+    costs, work = CostModel(topology, kernels="eager"), {"flops": 8.0, "matrix": False}
+    squares = Signature(KERNEL, Attributes({"ops": "SquareSum", **work}), (vector,) * 4, (vector,))
+    scaled = Signature(KERNEL, Attributes({"ops": "ScaleGradient", **work}), (vector,) * 5, (vector,) * 4)
+    for many in (squares, scaled):
+        assert costs.launch_seconds(many, device) == LAUNCH * (1 + 3 / 8)
+    fused = Signature(KERNEL, Attributes({"ops": "Mul+Split", **work}), (vector,), (vector,) * 4)
+    single = Signature("LayerNormalizationGrad", NO_ATTRIBUTES, (vector,) * 3, (vector,) * 3)
+    for one in (fused, single):
+        assert costs.launch_seconds(one, device) == LAUNCH
+
+
+@pytest.mark.parametrize("engine", ["maxplus", "events"])
+@pytest.mark.parametrize("slowdown", [0.125, 0.5])
+def test_computation_loses_a_share_of_a_collective_that_runs_beside_it(engine, slowdown):
+    """Beside enough computation the share is lost; where computation waits for it, nothing."""
+    rates = KernelRates(launches=(("eager", 2.0**-40),), slowdown=slowdown)
+    device = Device(0, "gpu", 1e13, 1e12, 0.0, rates=rates)
+    topology = Topology.hierarchical(device, 2, [Level("link", Link(1e10, 0.0))])
+    mesh = Mesh(topology.devices, dp=2)
+    for kernels, beside in ((64, True), (64, False)):
+        maker = FunctionMaker("beside")
+        x = maker.add_input_value("x", Tensor(Float(), (2**20,), mesh))
+        (summed,) = maker.add("MPIAllreduce", [x], {"axis": "dp"})
+        value = x if beside else summed
+        for _ in range(kernels):
+            (value,) = maker.add("Relu", [value])
+        maker.set_outputs([value, summed])
+        function = maker.finalize()
+        times = [
+            Simulator(costs, engine=engine).interpret(function, function.inputs).step_time
+            for costs in (CostModel(topology, kernels="eager"), CostModel(topology))
+        ]
+        collective = 2**22 / 1e10
+        each = 2 * 2**22 / 1e12
+        plain = max(kernels * each, collective) if beside else collective + kernels * each
+        assert times[1] == pytest.approx(plain, rel=1e-6)
+        lost = slowdown * collective if beside else 0.0
+        assert times[0] == pytest.approx(plain + lost, rel=1e-6)
+
+
+def test_names_that_nobody_knows_are_refused():
+    with pytest.raises(CostError, match="kernels='Eager'"):
+        CostModel(cluster(1), kernels="Eager")
+    with pytest.raises(TopologyError, match="'liner'"):
+        KernelRates(shares=(("liner", 0.5),))
+    assert CostModel(cluster(1), kernels="ops").kernels == ""
 
 
 PLANS = [
@@ -151,6 +193,8 @@ def test_the_slower_host_of_a_group_keeps_all_back():
         ({"tensor": np.inf}, "launches.tensor=inf"),
         ({"processors": -1}, "processors=-1"),
         ({"spread": -0.1}, "spread=-0.1"),
+        ({"slowdown": -0.1}, "slowdown=-0.1"),
+        ({"launches": (("eagr", 1.0),)}, "'eagr'"),
     ],
 )
 def test_rates_that_cannot_be(rates, message):

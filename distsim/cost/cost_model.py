@@ -23,7 +23,9 @@ from distsim.cost.roofline import ROOFLINE, CostRules
 from distsim.errors import CostError
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Op, Topology, all_ops
+from distsim.ir.device import WAYS_TO_LAUNCH
 from distsim.ops import Signature, Work, operator, signature_of, work
+from distsim.ops.kernel import KERNEL, MULTI_TENSOR
 from distsim.ops.operator import bytes_of, memory_bound
 
 Group = tuple[Device, ...]
@@ -59,7 +61,10 @@ class CostModel:
     ) -> None:
         self.topology = topology
         self.strict = strict
-        self.kernels = kernels
+        if kernels not in ("", "ops", *WAYS_TO_LAUNCH):
+            ways = ", ".join(WAYS_TO_LAUNCH)
+            raise CostError(f"kernels={kernels!r:.40}: choose {ways}, or ops, with a host that takes no time")
+        self.kernels = kernels if kernels in WAYS_TO_LAUNCH else ""
         self.rules: CostRules = ROOFLINE if rules is None else rules
         self._uncosted: dict[str, None] = {}
         self._specs: dict[Device, int] = {}
@@ -107,14 +112,14 @@ class CostModel:
         """Seconds in which the host of a device issues the kernel of an op; 0 for what runs none, and for a
         message from device to device, whose latency has it.
 
-        One that works on many tensors is issued once, but the host gathers them one by one.
+        A multi-tensor kernel is issued once, but the host gathers its tensors one by one.
         """
         kernel = device.rates.launch(self.kernels) if self.kernels else 0.0
         meaning = operator(signature.op_type)
         sends = meaning.communication is not None and meaning.communication.transfers
         if not kernel or sends or meaning.host_stream or not runs_kernel(signature.op_type):
             return 0.0
-        return kernel + device.rates.tensor * max(0, len(signature.outputs) - 1)
+        return kernel + device.rates.tensor * (_tensors(signature) - 1)
 
     def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
         """Seconds that computation on a device of a group loses while a collective runs beside it.
@@ -325,6 +330,14 @@ def _host_copy(signature: Signature, device: Device) -> float:
             "under [device.host_link] of a cluster's file"
         )
     return link.latency + bytes_of((*signature.inputs, *signature.outputs)) / link.achieved
+
+
+def _tensors(signature: Signature) -> int:
+    """Return on how many tensors a multi-tensor kernel works; one for any other op."""
+    if signature.op_type != KERNEL or signature.attributes["ops"] not in MULTI_TENSOR:
+        return 1
+    made = len(signature.outputs)
+    return made if made > 1 else len(signature.inputs)
 
 
 def runs_kernel(op_type: str) -> bool:

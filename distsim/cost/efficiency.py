@@ -6,7 +6,9 @@ source in the preset); here is how shape lowers it.
 - ``linear``, ``linear_float8``: products with a weight. An output [m, n] is made in tiles of 128 x 256, one
   a multiprocessor at a time, and a tile needs some depth k before its pipeline is full: the share is
   (tiles in use / tiles of whole waves) ** 0.72 k / (k + 148). Exponent and depth: least squares over 183
-  bfloat16 products measured on A100 (SimuMax, configs/system/a100_pcie.json): mean error 3.7 %.
+  bfloat16 products of at least 8.6e9 multiplications measured on A100 (SimuMax, a100_pcie.json): mean error
+  3.7 %, 27 % at worst; 10.9 % over 514 on B200, where thin ones come out too fast. Types of 8 and 16 bits
+  alone: kernels of others have smaller tiles. Convolutions have the share without the rule.
 - ``batched``: products of many small matrices, as in attention that is written out; ``grouped``: those of
   experts.
 - ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
@@ -21,8 +23,9 @@ from __future__ import annotations
 import math
 
 from distsim.ir import Device
-from distsim.ops import Signature, Work
+from distsim.ops import Signature, Work, op_label
 
+_TILED_TYPES = ("bfloat16", "float16")
 _TILE = (128, 256)
 _WAVE, _DEPTH = 0.72, 148.0
 _HALF, _CAUSAL_HALF, _SMALL_HEAD = 190.0, 500.0, 0.9
@@ -37,9 +40,19 @@ def kind_of_work(signature: Signature, demand: Work, dtype: str) -> str:
         return "attention_grad" if name.endswith("Grad") else "attention"
     if name.startswith("Grouped"):
         return "grouped"
-    if min(len(tensor.shape) for tensor in (*signature.inputs, *signature.outputs)) > 2:
+    if not is_convolution(signature) and min(map(len, _matrices(signature)), default=2) > 2:
         return "batched"
     return "linear_float8" if dtype.startswith("float8") else "linear"
+
+
+def is_convolution(signature: Signature) -> bool:
+    """Whether an op, or one of a kernel, is a convolution: a product whose tiles are not a matrix's."""
+    return "Conv" in op_label(signature)
+
+
+def _matrices(signature: Signature) -> list[tuple[int, ...]]:
+    """Return the shapes that can be factors or results of a product: biases and scales are none."""
+    return [tensor.shape for tensor in (*signature.inputs, *signature.outputs) if len(tensor.shape) > 1]
 
 
 def efficiencies(signature: Signature, demand: Work, dtype: str, device: Device) -> tuple[float, float]:
@@ -51,7 +64,8 @@ def efficiencies(signature: Signature, demand: Work, dtype: str, device: Device)
         moved *= memory
     share = device.rates.share(kind) if demand.matrix else None
     if share is not None:
-        flops *= share * _of_shape(kind, signature, demand, device.rates.processors)
+        known = dtype in _TILED_TYPES or dtype.startswith("float8")
+        flops *= share * _of_shape(kind, signature, demand, device.rates.processors if known else 0)
     return flops, moved
 
 
@@ -59,7 +73,8 @@ def _of_shape(kind: str, signature: Signature, demand: Work, processors: int) ->
     """Return what the shape of an op leaves of the share of its kind."""
     if kind in ("attention", "attention_grad"):
         return _of_attention(signature)
-    return _of_product(signature, demand, processors) if kind.startswith("linear") else 1.0
+    tiled = kind.startswith("linear") and not is_convolution(signature)
+    return _of_product(signature, demand, processors) if tiled else 1.0
 
 
 def _of_product(signature: Signature, demand: Work, processors: int) -> float:

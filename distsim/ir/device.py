@@ -35,8 +35,8 @@ class KernelRates:
     :data:`WAYS_TO_LAUNCH`, and ``tensor`` those for each further tensor of a kernel that works on many.
     ``slowdown`` is the share of the seconds of a collective by which computation beside it takes longer.
     ``processors`` are the multiprocessors among which a product divides its tiles; 0 where that is not known.
-    ``spread`` is how far steps that were predicted with these figures, and not among those that they are
-    fitted to, were from measured ones: the standard deviation of the logarithm; 0 where that is not known.
+    ``spread`` is how far predicted steps are taken to be from measured ones: the standard deviation of the
+    logarithm, of sources that nothing was fitted to; 0 where that is not known.
 
     Raises :class:`TopologyError` for a share outside of (0, 1], and a time or spread that is negative or not
     finite.
@@ -50,6 +50,9 @@ class KernelRates:
     slowdown: float = 0.0
 
     def __post_init__(self) -> None:
+        for given, known in ((self.shares, KINDS_OF_WORK), (self.launches, WAYS_TO_LAUNCH)):
+            if unknown := [name for name, _ in given if name not in known]:
+                raise TopologyError(f"rates of {unknown[0]!r:.40}: choose from {', '.join(known)}")
         for kind, share in self.shares:
             if not 0 < share <= 1:
                 raise TopologyError(f"kernels.{kind}={share} must be a share of what is reached, in (0, 1]")

@@ -13,9 +13,13 @@ from collections.abc import Sequence
 from distsim.ir.function import Op
 from distsim.ir.value import Attributes
 from distsim.ops.operator import Operator, Signature, Work, bytes_of, operator, register, signature_of
+from distsim.ops.optimizers import OPTIMIZER_OPS
 from distsim.ops.rules import work
 
 KERNEL = "Kernel"
+
+MULTI_TENSOR = OPTIMIZER_OPS | {"SquareSum", "ScaleGradient"}
+"""The ops of which one kernel runs those of many tensors (:mod:`distsim.transforms.kernels.multi_tensor`)."""
 
 
 def kernel_attributes(ops: Sequence[Op]) -> Attributes:

@@ -24,7 +24,7 @@ def _await_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Te
 
 
 register(Operator("Launch", work=lambda signature: Work(0.0, 0.0, 0.0), issues=True))
-register(Operator("Slowdown", work=lambda signature: Work(0.0, 0.0, 0.0)))
+register(Operator("Slowdown", work=lambda signature: Work(0.0, 0.0, 0.0), stalls=True))
 register(
     Operator(
         "Await",

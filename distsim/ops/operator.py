@@ -202,6 +202,8 @@ class Operator:
     the input in its place, in another memory."""
     issues: bool = False
     """It is the work of the host to have the device run a kernel, and takes nothing of the device."""
+    stalls: bool = False
+    """It is what computation loses to communication: the device computes nothing in it."""
     host_waits: bool = False
     """A view: the host issues what follows only when it is there."""
     holds: bool = False
@@ -217,7 +219,7 @@ class Operator:
     @property
     def computes(self) -> bool:
         """Whether an op runs on the compute units: it moves nothing, between devices or to a host."""
-        return not (self.moves or self.host_stream or self.issues)
+        return not (self.moves or self.host_stream or self.issues or self.stalls)
 
 
 _OPERATORS: dict[str, Operator] = {}

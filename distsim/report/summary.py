@@ -165,7 +165,7 @@ def _device_row(simulation: Simulation, device: Device) -> tuple[str, ...]:
 
 
 def _kind(op: Op) -> str:
-    if communicates(op):
+    if communicates(op) or operator(op.op_type).stalls:
         return "communication"
     if operator(op.op_type).issues:
         return "launch"

@@ -176,6 +176,8 @@ def _bars(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
             kind = "send and receive" if span.op.op_type == "Send" else "collective"
         elif operator(span.op.op_type).issues:
             kind = "launch"
+        elif operator(span.op.op_type).stalls:
+            kind = "collective"
         elif not operator(span.op.op_type).computes:
             kind = "to and from the host"
         pieces = bars.setdefault((span.stream.rank_class, span.stream.name), {}).setdefault(kind, [])

@@ -32,6 +32,8 @@ def breakdown(timeline: Timeline, simulated: Function | Program, by: str) -> Map
     ops have one; ``phase``; or ``axis`` of the mesh, ``compute`` for what communicates over none. Raises
     :class:`SimulationError` for another.
     """
+    if by == "phase" and not isinstance(simulated, Program):
+        raise SimulationError(f"{simulated.name} is a Function, which has no phases; simulate a Program")
     if by == "phase":
         path = critical_path(timeline, simulated)
         return sums([(_phase(segment.name), segment.end - segment.start) for segment in path.segments])
@@ -54,7 +56,7 @@ def _kind(op: Op) -> str:
         return meaning.communication.kind
     if meaning.host_stream:
         return meaning.host_stream
-    if not op.outputs:
+    if meaning.stalls:
         return SLOWED
     signature = signature_of(op)
     demand = work(signature)
@@ -69,6 +71,8 @@ def _axis(op: Op) -> str:
     meaning = operator(op.op_type)
     if meaning.issues:
         return HOST
+    if meaning.stalls:
+        return SLOWED
     if not meaning.moves:
         return "compute" if meaning.computes else meaning.host_stream
     return str(op.attributes.get("axis", "pp"))

@@ -12,14 +12,13 @@ from distsim.ir.function import Op
 from distsim.ir.type import Tensor
 from distsim.ir.value import Value
 from distsim.ops import operator
+from distsim.ops.kernel import MULTI_TENSOR
 from distsim.ops.optimizers import OPTIMIZER_OPS
 
 _MOST_TENSORS = (110, 64, 48, 36, 30)
 """Tensors a launch, by the number of lists: aten/src/ATen/native/cuda/MultiTensorApply.cuh,
 ``depth_to_max_tensors``, and apex's csrc/multi_tensor_apply.cuh (a torch built for CUDA 13 takes seven times
 as many). A launch over many elements is cut further; its time is that of their bytes in any case."""
-
-_OF_GRADIENTS = frozenset(("SquareSum", "ScaleGradient"))
 
 
 def is_update(op: Op) -> bool:
@@ -32,7 +31,7 @@ def kind_of(op: Op) -> Hashable:
 
     An optimizer with ``kernel="single"`` launches a kernel a parameter.
     """
-    if op.op_type not in OPTIMIZER_OPS and op.op_type not in _OF_GRADIENTS:
+    if op.op_type not in MULTI_TENSOR:
         return None
     if op.attributes.get("kernel") == "single":
         return None
@@ -71,5 +70,5 @@ def _is_of_step(op: Op) -> bool:
     meaning = operator(op.op_type)
     if op.is_call:
         return all(part.op_type in OPTIMIZER_OPS for part in op.callee.ops)
-    known = op.op_type in OPTIMIZER_OPS or op.op_type in (*_OF_GRADIENTS, "GradientFactor")
+    known = op.op_type in MULTI_TENSOR or op.op_type == "GradientFactor"
     return known or meaning.view or meaning.communication is not None
