@@ -14,8 +14,9 @@ from distsim.ir.device import KernelRates
 
 PRESETS = Path(__file__).parents[1] / "distsim" / "hardware" / "presets"
 SPREAD_OF_STEPS = 0.115
-"""Standard deviation of the logarithm of measured over predicted steps of sources that a fit has not seen: 19
-% either way held 90 % of the rows in a study of the same tables with as many figures in closed formulas."""
+"""Standard deviation of the logarithm of measured over predicted steps: 19 % either way held 90 % of the rows
+in a study of both tables with as many figures in closed formulas. It is no residual of this fit, whose errors
+with sources left out calibrate.py prints."""
 SPREAD_LINE = (
     f'spread = {{ value = {SPREAD_OF_STEPS}, unit = "1", source = "19 % either way held 90 % of the '
     'published steps of sources left out, in an analytic study of the same rows" }'

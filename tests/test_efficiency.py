@@ -4,7 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
+from training_models import small_gpt
 
+from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.cost.efficiency import element_type, kind_of_work
 from distsim.errors import SimulationError
@@ -12,8 +14,10 @@ from distsim.hardware import load_cluster
 from distsim.ir import Attributes, BFloat16, Device, Float32, FunctionMaker, Int64, Tensor, Topology
 from distsim.ir.device import KINDS_OF_WORK, KernelRates
 from distsim.ops import Signature, types, work
+from distsim.plan import Plan
 from distsim.simulate import Simulator
 from distsim.simulate.explain.interval import SPREADS, interval_of
+from distsim.transforms import Adam, differentiate
 
 SHARES = KernelRates(tuple([(kind, 0.5) for kind in KINDS_OF_WORK]), processors=108)
 GPU = Device(0, "gpu", 1e13, 1e15, 0.0, peaks=(("bfloat16", 312e12),), rates=SHARES)
@@ -154,3 +158,13 @@ def test_without_a_host_there_is_no_interval():
     topology = load_cluster("dgx-a100")
     function = chain(topology)
     assert Simulator(CostModel(topology)).interpret(function, function.inputs).interval() is None
+
+
+def test_phases_of_a_step_of_pairs():
+    topology = load_cluster("dgx-a100")
+    plan = Plan.parse("pp=2,microbatches=8,schedule=dualpipe")
+    program = parallelize(differentiate(small_gpt(layers=4, batch=16), Adam()), plan, topology)
+    simulation = Simulator(CostModel(topology)).simulate(program)
+    found = simulation.breakdown("phase")
+    assert sum(found.values()) == pytest.approx(simulation.step_time)
+    assert found["forward with backward"] > found["backward"] and "other" not in found

@@ -45,7 +45,8 @@ def breakdown(timeline: Timeline, simulated: Function | Program, by: str) -> Map
 def _phase(name: str) -> str:
     if name == "Send":
         return PHASES[name]
-    return PHASES.get(name[0], OTHER) if re.match(r"[FBIWU]\d*@\d", name) else OTHER
+    letters = re.findall(r"([FBIWU])\d*@\d", name)  # of a pair, (F2@2;B1@1), both
+    return " with ".join([PHASES[letter] for letter in letters]) or OTHER
 
 
 def _kind(op: Op) -> str:
