@@ -74,9 +74,11 @@ ATTENTION = {
 """Forward and backward, of the best product, at head size 128 and endless sequences."""
 
 FLOAT8 = 0.725
-"""1.45 times the speed of 16 bits where the peak is twice as high: products of 8192, MAMF table."""
+"""1.45 times the speed of 16 bits where the peak is twice as high: an assumption, casts and thin products
+included; the best shapes alone reach 1.77 times on H100 (1,402.6 and 794.5 TFLOP/s, MAMF table)."""
 GROUPED = 0.85
-"""Grouped products, of linear ones: SimuMax, a100_pcie.json, at 4,096 rows a group."""
+"""Grouped products, of linear ones: an assumption. Kernels alone reach 0.82 by the shape rule, over 12
+products on A100 (SimuMax, a100_pcie.json), and 0.55 over 108 on B200."""
 EMBEDDING = 0.5
 """Rows picked by index, of a large copy: assumption, not measured."""
 
@@ -127,9 +129,9 @@ def preset_lines(values: Mapping[str, float], family: str, about: str) -> Iterab
     rates = rates_of(values, family, Device(0, "gpu"))
     sources = {
         "linear": about,
-        "linear_float8": f"linear times {FLOAT8}: 1.45 times the speed of 16 bits, MAMF table",
+        "linear_float8": f"assumption: linear times {FLOAT8}, 1.45 times the speed of 16 bits; not measured",
         "batched": about,
-        "grouped": f"linear times {GROUPED}: SimuMax, a100_pcie.json",
+        "grouped": f"assumption: linear times {GROUPED}; kernels alone 0.82 on A100, 0.55 on B200 (SimuMax)",
         "attention": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
         "attention_grad": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
         "memory": about,

@@ -9,45 +9,42 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from training_models import F64, assert_all_readers_agree, assert_same_step, random_inputs, topology_of
+from expert_models import (
+    BATCH,
+    EVEN,
+    LARGE,
+    MIXTRAL,
+    PADDED,
+    SENT,
+    SEQ,
+    SKEWED,
+    VOCAB,
+    H,
+    K,
+    computed_over_ranks,
+    model,
+    of_two_layers,
+    sent,
+)
+from training_models import topology_of
 
 from distsim.compose import parallelize
-from distsim.errors import PlanError
-from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.executor import CostModel, Simulator
 from distsim.hardware import load_cluster
 from distsim.hardware.plan_mesh import plan_mesh
 from distsim.hardware.rank_axes import RankAxes
-from distsim.ir import BFloat16, Function, Role, all_ops
+from distsim.ir import BFloat16, Role, all_ops
 from distsim.models import Routing, draw_routing
 from distsim.models.decoder import decoder
-from distsim.models.decoder_sizes import DecoderSizes, ExpertLayers, Positions
 from distsim.models.mixture import Mixture
-from distsim.models.parts.attention import GroupedHeads, Latent
-from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.routing import Loads
-from distsim.ops import operator, signature_of, work
+from distsim.ops import signature_of, work
 from distsim.ops.parts import Groups
 from distsim.plan import Plan
-from distsim.program.program import Program
 from distsim.rank_layout import ExpertRanks
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 
-BATCH, SEQ, VOCAB = 8, 8, 16
-MIXTRAL = DecoderSizes(
-    2, 16, VOCAB, GroupedHeads(4, 2), FeedForward(24), Mixture(4, 2, 8), positions=Positions(SEQ)
-)
-DEEPSEEK = replace(
-    MIXTRAL,
-    attention=Latent(4, 0, 4, 4, 2, 4),
-    experts=Mixture(4, 2, 8, 1, "sigmoid", 2.5),
-    expert_layers=ExpertLayers(1),
-)
-EVEN = Loads()
-SKEWED = Loads(concentration=1.0, capacity=1.5, seed=1, pad=False)
-"""Unlike slots, so that parts are padded, and some choices dropped."""
-PADDED = Loads(concentration=1.0, capacity=1.5, seed=1)
-"""Slots alike, some of which hold nothing, and some choices dropped."""
 CASES = [
     ("mixtral", "dp=2,ep=2", 1, SKEWED),
     ("mixtral", "dp=4,ep=2,microbatches=2,schedule=gpipe", 1, SKEWED),
@@ -75,26 +72,10 @@ CASES = [
 ]
 
 
-def model(name: str, groups: int = 1, loads: Loads = SKEWED) -> Function:
-    sizes = {"mixtral": MIXTRAL, "deepseek": replace(DEEPSEEK, layers=3)}[name]
-    sizes = replace(sizes, experts=replace(sizes.experts, groups=groups))
-    return decoder(sizes, BATCH, SEQ, F64, loads)
-
-
-def distinct_inputs(function: Function) -> list[np.ndarray]:
-    """Inputs without equal tokens in a sequence: rounding says which of two is dropped."""
-    tokens, *others = random_inputs(function)
-    rng = np.random.default_rng(0)
-    return [np.stack([rng.permutation(VOCAB)[: tokens.shape[1]] for _ in tokens]), *others]
-
-
 @pytest.mark.parametrize(("name", "text", "groups", "loads"), CASES, ids=str)
 def test_every_rank_computes_the_same_step(name, text, groups, loads):
     joint, plan = differentiate(model(name, groups, loads), Adam()), Plan.parse(text)
-    inputs = distinct_inputs(joint)
-    program = parallelize(joint, plan, topology_of(plan.devices))
-    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
-    assert_all_readers_agree(program)
+    program = computed_over_ranks(joint, plan)
     experts = [given for given in program.inputs if ".experts." in given.source.name]
     assert experts and all(((0, "ep", None) in given.shards) == (plan.ep > 1) for given in experts)
     assert plan.etp == 0 or not any(axis == "tp" for given in experts for _, axis, _ in given.shards)
@@ -144,34 +125,6 @@ def test_ranks_of_dp_have_experts_where_they_change_faster_or_those_of_cp_are_to
 
 
 # --- what is sent -----------------------------------------------------------------------------------------
-
-SENT = replace(MIXTRAL, layers=2, hidden=32, experts=Mixture(8, 2, 16))
-H, K = SENT.hidden, SENT.experts.top_k
-
-
-def sent(program: Program) -> Counter[tuple[str, str, int]]:
-    """The collectives of a step: kind, axis and bytes."""
-    found: Counter[tuple[str, str, int]] = Counter()
-
-    def count(current: Function) -> None:
-        for op in current.ops:
-            if op.is_call:
-                count(op.callee)
-            elif (moved := operator(op.op_type).communication) is not None and operator(op.op_type).moves:
-                found[moved.kind, op.attributes["axis"], moved.nbytes(signature_of(op))] += 1
-
-    count(program.to_function(steady=True))
-    return found
-
-
-def of_two_layers(plan: Plan, sizes: DecoderSizes = SENT, loads: Loads = EVEN) -> dict:
-    def step(layers: int) -> Counter[tuple[str, str, int]]:
-        function = decoder(replace(sizes, layers=layers), BATCH, SEQ, BFloat16(), loads)
-        return sent(parallelize(differentiate(function, SGD()), plan, topology_of(plan.devices)))
-
-    found = step(4)
-    found.subtract(step(2))
-    return {key: n for key, n in found.items() if n}
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -298,11 +251,6 @@ def test_with_a_capacity_each_expert_has_as_many_rows_of_each_sequence(capacity)
     assert all(work(signature_of(op)).flops == 2 * BATCH * rows // 2 * H * 16 for op in products)
 
 
-LARGE = DecoderSizes(
-    2, 2048, 64, GroupedHeads(16), FeedForward(64), Mixture(8, 2, 2048), positions=Positions(1024)
-)
-
-
 def test_padding_takes_the_memory_of_its_rows():
     """A row is saved as it comes [H], its gate, up, activated and gated [ffn] each, and what it is made [H].
 
@@ -365,46 +313,3 @@ def test_an_imbalance_makes_the_step_longer_and_a_capacity_shorter():
     skewed, capped = Loads(0.5, seed=2), Loads(0.5, 1.0, seed=2, pad=False)
     assert max(draw_routing(8, 2, 1024, 0.5, seed=2).slots) > 512
     assert simulate(skewed) > 1.1 * simulate(EVEN) > simulate(capped)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (
-            "dp=4,ep=3",
-            "ep=3 does not divide dp=4, over whose ranks experts are divided; choose one of 1, 2, 4",
-        ),
-        ("dp=2,ep=4", "ep=4 does not divide dp=2"),
-        ("cp=4,ep=2", "ep=2 does not divide dp=1, with all or none of cp=4, .* one of 1, 4"),
-        ("dp=2,ep=0", "ep=0 is out of range"),
-        ("dp=4,tp=4,ep=4,etp=2,sp=on", "etp=2 with tp=4: an expert is .*; use etp=4, or etp=1"),
-        ("dp=4,tp=2,ep=4,etp=1", "etp=1 with tp=2: .* use sp=on, as Megatron-LM does, or etp=2"),
-        ("dp=4,tp=4,ep=2,etp=1,sp=on", "ep=2 with etp=1 and tp=4: .* a multiple of 4, or etp=4"),
-        ("dp=2,tp=2,ep=16,etp=1,sp=on", "does not divide dp=2, with tp=2, .* choose one of 2, 4"),
-    ],
-)
-def test_plans_that_cannot_be(text, words):
-    with pytest.raises(PlanError, match=words):
-        Plan.parse(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("dp=8,ep=8", "ep=8 does not divide the 4 experts of .*; choose one of 1, 2, 4"),
-        ("dp=16,ep=2", "dp=16 times microbatches=1 does not divide the batch of 8"),
-    ],
-)
-def test_plans_that_do_not_fit_the_model(text, words):
-    joint, plan = differentiate(model("mixtral"), SGD()), Plan.parse(text)
-    with pytest.raises(PlanError, match=words):
-        parallelize(joint, plan, topology_of(plan.devices))
-
-
-def test_a_dense_model_has_no_experts_to_divide():
-    dense = differentiate(decoder(replace(MIXTRAL, experts=None), BATCH, SEQ, F64), SGD())
-    with pytest.raises(PlanError, match="ep=2, but decoder_training has no experts; use ep=1"):
-        parallelize(dense, Plan(dp=2, ep=2), topology_of(2))
