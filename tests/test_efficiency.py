@@ -93,8 +93,8 @@ def test_attention_by_sequence_and_head(causal, half, size, share):
 
 
 FLASH2 = {
-    # TFLOP/s forward and backward at head size 128, 16k tokens, 2048 / 128 heads, by (causal, sequence): Dao
-    # 2023 (FlashAttention-2), figures 4 and 5 (A100).
+    # TFLOP/s forward and backward at head size 128, 16k tokens, 2048 / 128 heads, by (causal, sequence): the
+    # figures of FlashAttention-2 (Dao 2023) for A100.
     **{(0, 512): 151, (0, 1024): 173, (0, 2048): 187, (0, 4096): 196},
     **{(1, 512): 99, (1, 1024): 133, (1, 2048): 155, (1, 4096): 173},
 }

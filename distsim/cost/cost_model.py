@@ -124,8 +124,8 @@ class CostModel:
     def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
         """Seconds that computation on a device of a group loses while a collective runs beside it.
 
-        ``max(computation + slowdown, collective)`` is what both take: Galvatron (Miao et al. 2022, section 5)
-        measures so. 0 without ``kernels``, and for a message from device to device.
+        Both take ``max(computation + slowdown, collective)``, as far as one does not wait for the other. 0
+        without ``kernels``, and for a message from device to device.
         """
         slowdown = device.rates.slowdown if self.kernels else 0.0
         meaning = operator(signature.op_type).communication
