@@ -74,11 +74,12 @@ MALFORMED = {
     "no links": (cluster().split("[[levels]]")[0], "levels"),
     "level twice": (cluster(level={"group_size": "2"}, more=levels()), "'near'", "already"),
     "group of one": (cluster(level={"group_size": "1"}), "'near'", "groups of 1"),
+    "limit of no power": (cluster(device={"power_limit": '"500 W"'}), "power_limit=500", "give device.power"),
 }
 
 
 # What only shows when devices and links are made of the figures.
-BUILT = ("zero", "infinite", "more than all", "level twice", "group of one")
+BUILT = ("zero", "infinite", "more than all", "level twice", "group of one", "limit of no power")
 
 
 @pytest.mark.parametrize("case", MALFORMED)
@@ -92,7 +93,7 @@ def test_malformed_clusters(tmp_path, case):
 
 @pytest.mark.parametrize("name", ["", "dgx", "dgx-2:", "dgx-2:two", "dgx-2:-1", "dgx-2:1:1", "../x"])
 def test_names_of_clusters(name):
-    with says(TopologyError, name.removesuffix(":1"), "choose one of a10, a100-pcie, dgx-1"):
+    with says(TopologyError, name.removesuffix(":1"), "choose one of a10, a100-pcie, aws-p4d"):
         load_cluster(name)
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from distsim.errors import TopologyError
-from distsim.hardware.units import BYTES, FLOPS, NUMBER, RATE, SECONDS, SHARE, Units
-from distsim.ir.device import KINDS_OF_WORK, WAYS_TO_LAUNCH
+from distsim.hardware.units import BYTES, FLOPS, NUMBER, POWER, RATE, SECONDS, SHARE, Units
+from distsim.ir.kernel_rates import ATTENTION_KERNELS, KINDS_OF_WORK, WAYS_TO_LAUNCH
 
 MAX_DEVICES = 1 << 20
 
@@ -66,9 +66,12 @@ class DeviceTable(_Strict, frozen=True):
     processors: Amount | None = None
     spread: Amount | None = None
     slowdown: Amount | None = None
+    power: Amount | None = None
+    power_limit: Amount | None = None
     peaks: dict[str, Amount] = {}
     kernels: dict[str, Amount] = {}
     launches: dict[str, Amount] = {}
+    attention: dict[str, Amount] = {}
     host_link: LinkTable | None = None
     kind: _Text = "gpu"
 
@@ -124,6 +127,8 @@ DEVICE_UNITS: dict[str, Units] = {
     "processors": NUMBER,
     "spread": NUMBER,
     "slowdown": NUMBER,
+    "power": POWER,
+    "power_limit": POWER,
 }
 """The figures of a device, in the order in which they are shown, and their units."""
 
@@ -131,6 +136,7 @@ NAMED_FIGURES: dict[str, tuple[tuple[str, ...], Units]] = {
     "peaks": (DTYPES, FLOPS),
     "kernels": (KINDS_OF_WORK, SHARE),
     "launches": ((*WAYS_TO_LAUNCH, "tensor"), SECONDS),
+    "attention": (ATTENTION_KERNELS, NUMBER),
 }
 """The tables of a device in which a figure is given by name: the names that they may have, and the units."""
 

@@ -39,8 +39,10 @@ from distsim.hardware.cluster_table import (
     merged,
     with_setting,
 )
+from distsim.hardware.power import speed_under_limit
 from distsim.hardware.units import Units, parse_quantity, unit_named
-from distsim.ir.device import Device, KernelRates
+from distsim.ir.device import Device
+from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.link import Link
 from distsim.ir.topology import Level, Topology
 
@@ -172,7 +174,8 @@ def _device(table: DeviceTable, si: Mapping[str, float]) -> Device:
         si["device.kernel_launch_overhead"],
         si["device.memory"],
         tuple((dtype, si[f"device.peaks.{dtype}"]) for dtype in table.peaks),
-        si["device.flops_efficiency"],
+        si["device.flops_efficiency"]
+        * speed_under_limit(si.get("device.power"), si.get("device.power_limit")),
         si["device.bytes_efficiency"],
         si.get("device.context", 0.0),
         si.get("device.fragmentation", 0.0),
@@ -195,6 +198,7 @@ def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
         int(count),
         si.get("device.spread", 0.0),
         si.get("device.slowdown", 0.0),
+        tuple([(kernel, si[f"device.attention.{kernel}"]) for kernel in table.attention]),
     )
 
 
@@ -330,7 +334,7 @@ def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
 def _taken_over(raw: Raw, base: str) -> Raw:
     """Return the table of a base in which measured figures of its kernels and hosts say whose they are."""
     device = dict(raw.get("device", {}))
-    for table in ("kernels", "launches"):
+    for table in ("kernels", "launches", "attention"):
         device[table] = {
             name: {**figure, "source": f"of {base}: {figure['source']}"} if "source" in figure else figure
             for name, figure in device.get(table, {}).items()
@@ -357,7 +361,8 @@ def _amounts(device: DeviceTable, levels: Sequence[LevelTable]) -> Iterator[tupl
             yield f"device.{field}", amount, units
         if field == "throughput":
             yield from _named(device, "peaks")
-    yield from (*_named(device, "kernels"), *_named(device, "launches"))
+    for table in ("kernels", "launches", "attention"):
+        yield from _named(device, table)
     links = [("device.host_link", device.host_link, LINK_UNITS)] if device.host_link is not None else []
     for name, table, kinds in [*links, *((f"levels.{level.name}", level, LEVEL_UNITS) for level in levels)]:
         for field, units in kinds.items():

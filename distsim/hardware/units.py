@@ -23,6 +23,7 @@ BYTES: Units = {
     **{"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40},
 }
 SECONDS: Units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+POWER: Units = {"W": 1.0, "kW": 1e3}
 SHARE: Units = {"1": 1.0, "%": 0.01}
 NUMBER: Units = {"1": 1.0}
 
@@ -74,4 +75,5 @@ def unit_named(unit: str, units: Units, what: str, value: str = "1") -> str:
 def _example(units: Units) -> str:
     if "1" in units:
         return "0.9 or 90 %" if "%" in units else "2"
-    return {"FLOP/s": "312 TFLOP/s", "B/s": "25 GB/s", "B": "80 GiB", "s": "5 us"}[next(iter(units))]
+    written = {"FLOP/s": "312 TFLOP/s", "B/s": "25 GB/s", "B": "80 GiB", "s": "5 us", "W": "700 W"}
+    return written[next(iter(units))]

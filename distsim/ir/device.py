@@ -12,69 +12,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from distsim.errors import TopologyError
+from distsim.ir.kernel_rates import NO_RATES, KernelRates
 from distsim.ir.link import Link
-
-KINDS_OF_WORK = (
-    *("linear", "linear_float8", "batched", "grouped"),
-    *("attention", "attention_grad", "memory", "embedding"),
-)
-"""The kinds of work of which a device may say what share of its peak kernels reach
-(:mod:`distsim.cost.efficiency`)."""
-
-WAYS_TO_LAUNCH = ("eager", "fused", "compiled")
-"""The ways to run kernels of which a device may say what its host takes to issue one."""
-
-
-@dataclass(frozen=True, slots=True)
-class KernelRates:
-    """What kernels of a kind reach on a device, as measured: nothing is known unless it is given.
-
-    ``shares`` are, by :data:`KINDS_OF_WORK`, what kernels of large shapes reach in a training step of what
-    the device reaches at best: of ``peak * flops_efficiency``, or of ``dram_bandwidth * bytes_efficiency``
-    for what is bound by memory. ``launches`` are the seconds in which the host issues a kernel, by
-    :data:`WAYS_TO_LAUNCH`, and ``tensor`` those for each further tensor of a kernel that works on many.
-    ``slowdown`` is the share of the seconds of a collective by which computation beside it takes longer.
-    ``processors`` are the multiprocessors among which a product divides its tiles; 0 where that is not known.
-    ``spread`` is how far predicted steps are taken to be from measured ones: the standard deviation of the
-    logarithm, of sources that nothing was fitted to; 0 where that is not known.
-
-    Raises :class:`TopologyError` for a share outside of (0, 1], and a time or spread that is negative or not
-    finite.
-    """
-
-    shares: tuple[tuple[str, float], ...] = ()
-    launches: tuple[tuple[str, float], ...] = ()
-    tensor: float = 0.0
-    processors: int = 0
-    spread: float = 0.0
-    slowdown: float = 0.0
-
-    def __post_init__(self) -> None:
-        for given, known in ((self.shares, KINDS_OF_WORK), (self.launches, WAYS_TO_LAUNCH)):
-            if unknown := [name for name, _ in given if name not in known]:
-                raise TopologyError(f"rates of {unknown[0]!r:.40}: choose from {', '.join(known)}")
-        for kind, share in self.shares:
-            if not 0 < share <= 1:
-                raise TopologyError(f"kernels.{kind}={share} must be a share of what is reached, in (0, 1]")
-        for name, seconds in (*self.launches, ("tensor", self.tensor)):
-            if not 0 <= seconds < math.inf:
-                raise TopologyError(f"launches.{name}={seconds} must be seconds, at least 0 and finite")
-        for name, value in (("spread", self.spread), ("slowdown", self.slowdown)):
-            if not 0 <= value < math.inf:
-                raise TopologyError(f"{name}={value} must be at least 0 and finite")
-        if self.processors < 0:
-            raise TopologyError(f"processors={self.processors} must be at least 0")
-
-    def share(self, kind: str) -> float | None:
-        """Return the share that kernels of a kind reach, None where that is not given."""
-        return next((share for name, share in self.shares if name == kind), None)
-
-    def launch(self, kernels: str) -> float:
-        """Return the seconds of the host for a kernel that is run so, 0 where that is not given."""
-        return next((seconds for name, seconds in self.launches if name == kernels), 0.0)
-
-
-NO_RATES = KernelRates()
 
 
 @dataclass(frozen=True, slots=True, repr=False)

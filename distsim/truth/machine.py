@@ -35,6 +35,9 @@ GPUS = (
 )
 """The preset for a GPU whose column has the pattern, the first that fits; none where there is none."""
 
+CLOUDS = {"dgx-a100-40gb": "aws-p4d", "dgx-a100": "aws-p4de", "dgx-h100": "aws-p5", "dgx-h200": "aws-p5en"}
+"""The presets of the same GPUs on nodes that AWS joins by its adapters (EFA)."""
+
 CUT_NVLINK = r"\b[ah]800\b"
 """GPUs whose NVLink carries 400 GB/s both ways, where the presets' carries more."""
 
@@ -75,6 +78,8 @@ def cluster_of(row: Row, devices: int, assumed: list[str]) -> Cluster:
         preset = "dgx-a100-40gb"
     if preset == "dgx-2" and number(row, "gpus_per_node", 16) == 8 and "switch" not in gpu:
         preset = "dgx-1"  # no other machine has eight V100
+    if re.search(r"\b(efa|aws|p4de?|p5(en)?)\b", plain(row, "inter_link")):
+        preset = CLOUDS.get(preset or "", preset)
     if preset is None:
         raise MissingFeatureError(f"a preset for {cell(row, 'hw_gpu') or 'a row without hw_gpu'!r:.60}")
     if preset == "dgx-a100" and memory is None and "80" not in gpu:
@@ -97,6 +102,8 @@ def _with_columns(row: Row, preset: str, gpu: str, memory: float | None, devices
         settings += _changed(f"{inner}.bandwidth", inside * 1e9, plainly.levels[0].link.bandwidth)
     elif re.search(CUT_NVLINK, gpu):
         settings.append(f"{inner}.bandwidth=200GB/s")
+    if limit := re.search(r"\b([0-9]{2,4}) ?w\b[ -]*(cap|limit|power)", gpu):
+        settings.append(f"device.power_limit={limit[1]}W")
     sized = _topology(preset, tuple(settings))
     per_node = len(sized.devices)
     settings += _between(row, sized, per_node)
