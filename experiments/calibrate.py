@@ -6,7 +6,9 @@ logarithms, each figure held near its prior (Gauss-Newton on differences; of a s
 :data:`MOST_ROWS` rows are used, evenly spread over its table, and count as :data:`ROWS_A_SOURCE`; outliers
 count for less). It prints each figure with its prior and the interval that the data leave (90 %), the errors
 by source, and those of each source when the fit has not seen it; writes both as CSV and a picture; and with
-``--write`` puts the figures into ``distsim/hardware/presets``. No figure knows who published a row.
+``--write`` puts the figures into ``distsim/hardware/presets``. No figure knows who published a row. Of the
+rows of ``--judge CSV``, which nothing is fitted to, it prints the errors too, the rows of their source left
+out of the fit.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from distsim.ir import Device
 from distsim.ops import Signature
 from distsim.program.program import Program
 from distsim.simulate import Simulator
+from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth import Row, case_of, read_rows
 from distsim.truth.case import Case
 from distsim.truth.prediction import program_of
@@ -53,7 +56,7 @@ class TrialCosts(CostModel):
     """The costs on devices with other figures."""
 
     def __init__(self, case: Case, values: Mapping[str, float]) -> None:
-        super().__init__(case.topology(), kernels=case.kernels)
+        super().__init__(case.topology(), kernels=kernels_named(case.kernels).way)
         self._values, self._family = values, FAMILIES[case.cluster.name.partition(":")[0]]
         self._devices: dict[Device, Device] = {}
 
@@ -88,7 +91,7 @@ def lay_out(row: Row) -> Laid | str:
         case = case_of(row)
         if case.cluster.name.partition(":")[0] not in FAMILIES:
             return f"no figures are fitted for {case.cluster}"
-        return case, program_of(case, CostModel(case.topology(), kernels=case.kernels))
+        return case, program_of(case, CostModel(case.topology(), kernels=kernels_named(case.kernels).way))
     except DistsimError as error:
         return str(error)
 
@@ -175,7 +178,7 @@ def fit(rows: Rows, say: Callable[[str], None]) -> Fit:
         residuals = np.log(rows.predict(logs) / rows.measured)
         say(f"step {step}: mean error {np.abs(np.expm1(residuals)).mean():.1%}")
         if step % 2 == 0:
-            slopes = np.stack([slope(rows, logs, place, residuals) for place in range(len(logs))], axis=1)
+            slopes = slopes_of(rows, logs, residuals)
         if step < STEPS:
             logs = logs + Fit(logs, residuals, slopes, weights).solve(every)[0]
     return Fit(logs, residuals, slopes, weights)
@@ -188,16 +191,25 @@ def slope(rows: Rows, logs: Floats, place: int, residuals: Floats, width: float 
     return (np.log(rows.predict(moved) / rows.measured) - residuals) / width
 
 
-def left_out(rows: Rows, found: Fit) -> Floats:
-    """Return the seconds predicted of each row by the rows of other sources, to first order."""
-    sources = np.array([source_of(row) for row in rows.rows])
+def left_out(rows: Rows, found: Fit, judged: Rows, residuals: Floats, slopes: Floats) -> Floats:
+    """Return the seconds predicted of each judged row by rows of other sources, to first order.
+
+    ``residuals`` and ``slopes`` are those of the judged rows at the solution.
+    """
+    fitted = np.array([source_of(row) for row in rows.rows])
+    sources = np.array([source_of(row) for row in judged.rows])
     predicted = np.empty(len(sources))
     for source in dict.fromkeys(sources.tolist()):
         of_source = sources == source
-        change, _ = found.solve(~of_source)
-        logs = found.residuals[of_source] + found.slopes[of_source] @ change
-        predicted[of_source] = np.exp(logs) * rows.measured[of_source]
+        change, _ = found.solve(fitted != source)
+        logs = residuals[of_source] + slopes[of_source] @ change
+        predicted[of_source] = np.exp(logs) * judged.measured[of_source]
     return predicted
+
+
+def slopes_of(rows: Rows, logs: Floats, residuals: Floats) -> Floats:
+    """Return the derivatives of the residuals by all figures."""
+    return np.stack([slope(rows, logs, place, residuals) for place in range(len(logs))], axis=1)
 
 
 # --- results ----------------------------------------------------------------------------------------------
@@ -207,12 +219,16 @@ def main() -> int:
     """Fit, print, write; the exit status is 2 if the table cannot be read."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tables", type=Path, nargs="+", metavar="CSV")
+    parser.add_argument(
+        "--judge", type=Path, nargs="+", default=[], metavar="CSV", help="what is not fitted to"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for what is written")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--write", action="store_true", help="put the figures into the presets")
     given = parser.parse_args()
     try:
         table = thinned([row for row in read_rows(given.tables) if measured(row, "iter_time_s")])
+        judge = [row for row in read_rows(given.judge) if measured(row, "iter_time_s")] if given.judge else []
     except DistsimError as error:
         print(error, file=sys.stderr)
         return 2
@@ -236,9 +252,15 @@ def main() -> int:
             f"{each['figure']:12} {each['value']:>10}  ({each['low']} to {each['high']})  "
             f"prior {each['prior']}: {each['about']}"
         )
-    fitted, unseen = np.exp(found.residuals) * rows.measured, left_out(rows, found)
+    fitted = np.exp(found.residuals) * rows.measured
+    unseen = left_out(rows, found, rows, found.residuals, found.slopes)
     print_errors(rows, fitted, "fitted")
     print_errors(rows, unseen, "with the source left out")
+    if judge:
+        judged = Rows(judge, max(given.workers, 1))
+        residuals = np.log(judged.predict(found.logs) / judged.measured)
+        others = left_out(rows, found, judged, residuals, slopes_of(judged, found.logs, residuals))
+        print_errors(judged, others, f"of {', '.join(map(str, given.judge))}, with the source left out")
     given.out.mkdir(parents=True, exist_ok=True)
     write_table(given.out / "calibration.csv", figures)
     pairs = zip(rows.rows, rows.measured.tolist(), fitted.tolist(), unseen.tolist(), strict=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from distsim.hardware import presets as preset_names
 from distsim.ir import Device
-from distsim.ir.device import KernelRates
+from distsim.ir.kernel_rates import KernelRates
 
 PRESETS = Path(__file__).parents[1] / "distsim" / "hardware" / "presets"
 SPREAD_OF_STEPS = 0.115
@@ -35,6 +35,10 @@ FAMILIES = {
     "gb200-nvl72": "b200",
     "dgx-2": "v100",
     "dgx-1": "v100",
+    "aws-p4d": "a100",
+    "aws-p4de": "a100",
+    "aws-p5": "h100",
+    "aws-p5en": "h100",
 }
 """The presets whose GPUs are of one kind, and share figures."""
 
@@ -51,13 +55,16 @@ class FittedFigure:
     source: str
 
 
-_IN_SITU = "a step reaches less than a sweep's best shape: power, caches, shapes"
+_ALONE = "of {} kernels alone over the shape rule, median (SimuMax, {})"
 FIGURES: dict[str, FittedFigure] = {
-    **{f"linear.{gpu}": FittedFigure(0.85, 0.2, _IN_SITU) for gpu in ("a100", "h100", "b200", "v100")},
+    "linear.a100": FittedFigure(0.96, 0.1, _ALONE.format(120, "a100_pcie.json")),
+    "linear.h100": FittedFigure(0.8, 0.2, "between A100 and B200; not measured"),
+    "linear.b200": FittedFigure(0.67, 0.1, _ALONE.format(282, "b200_bf16_ceperm.json")),
+    "linear.v100": FittedFigure(0.96, 0.2, "as A100; not measured"),
     "batched": FittedFigure(0.8, 0.2, "of linear: thin products of heads"),
     "attention": FittedFigure(0.9, 0.1, "of the kernel alone, in a step"),
     "memory": FittedFigure(0.95, 0.08, "of a large copy"),
-    "launch.a100": FittedFigure(25e-6, 0.4, "5 to 40 us an op in eager mode: Python, dispatcher, allocator"),
+    "launch.a100": FittedFigure(32e-6, 0.4, "25 to 40 us an op in eager mode (40: SimuMax, a100_pcie.json)"),
     "launch.h100": FittedFigure(0.75, 0.15, "of launch.a100: a host of a later generation"),
     "launch.b200": FittedFigure(0.65, 0.15, "of launch.a100: a host of a later generation"),
     "compiled": FittedFigure(0.5, 0.3, "of an eager launch: no dispatcher between kernels"),
@@ -73,12 +80,36 @@ ATTENTION = {
 }
 """Forward and backward, of the best product, at head size 128 and endless sequences."""
 
+_OLDER = {
+    "flash1": (0.44, "FlashAttention-2 is 1.7 to 3.0 times as fast (Dao 2023, section 4.1): geometric mean"),
+    "triton": (0.55, "FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1): geometric mean"),
+    "flash2": (1.0, "what the shares of attention are of"),
+}
+KERNELS: dict[str, dict[str, tuple[float, str]]] = {
+    "a100": {**_OLDER, "cudnn": (1.0, "assumption: as FlashAttention-2; not measured")},
+    "h100": {
+        **{name: (share, f"{source}, on A100") for name, (share, source) in _OLDER.items()},
+        "flash3": (
+            1.65,
+            "1.5 to 2.0 times forward, 1.5 to 1.75 backward (Shah et al. 2024): geometric means",
+        ),
+        "cudnn": (1.5, "assumption: between FlashAttention-2 and 3, as in the figures of Shah et al. 2024"),
+    },
+    "b200": {"cudnn": (1.0, "what the shares of attention are of")},
+    "v100": {},
+}
+"""How fast kernels of attention are, 1 being what ATTENTION gives."""
+
 FLOAT8 = 0.725
 """1.45 times the speed of 16 bits where the peak is twice as high: an assumption, casts and thin products
 included; the best shapes alone reach 1.77 times on H100 (1,402.6 and 794.5 TFLOP/s, MAMF table)."""
-GROUPED = 0.85
-"""Grouped products, of linear ones: an assumption. Kernels alone reach 0.82 by the shape rule, over 12
-products on A100 (SimuMax, a100_pcie.json), and 0.55 over 108 on B200."""
+GROUPED = {
+    "a100": (0.82, "12 kernels alone, on A100 PCIe (SimuMax, a100_pcie.json), by the shape rule"),
+    "h100": (0.82, "taken over from A100; not measured"),
+    "b200": (0.55, "108 kernels alone (SimuMax, b200_bf16_ceperm.json), by the shape rule"),
+    "v100": (0.82, "taken over from A100; not measured"),
+}
+"""Grouped products, of linear ones of the same shapes: the mean of kernels of 600 to 1,200 rows a group."""
 EMBEDDING = 0.5
 """Rows picked by index, of a large copy: assumption, not measured."""
 
@@ -92,7 +123,7 @@ def rates_of(values: Mapping[str, float], family: str, device: Device) -> Kernel
         "linear": linear,
         "linear_float8": linear * FLOAT8,
         "batched": linear * values["batched"],
-        "grouped": linear * GROUPED,
+        "grouped": linear * GROUPED[family][0],
         "attention": forward * values["attention"],
         "attention_grad": backward * values["attention"],
         "memory": values["memory"],
@@ -105,6 +136,7 @@ def rates_of(values: Mapping[str, float], family: str, device: Device) -> Kernel
         device.rates.processors,
         SPREAD_OF_STEPS,
         device.rates.slowdown,
+        tuple([(kernel, factor) for kernel, (factor, _) in KERNELS[family].items()]),
     )
 
 
@@ -131,7 +163,7 @@ def preset_lines(values: Mapping[str, float], family: str, about: str) -> Iterab
         "linear": about,
         "linear_float8": f"assumption: linear times {FLOAT8}, 1.45 times the speed of 16 bits; not measured",
         "batched": about,
-        "grouped": f"assumption: linear times {GROUPED}; kernels alone 0.82 on A100, 0.55 on B200 (SimuMax)",
+        "grouped": f"linear times {GROUPED[family][0]}: {GROUPED[family][1]}",
         "attention": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
         "attention_grad": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
         "memory": about,
@@ -142,6 +174,12 @@ def preset_lines(values: Mapping[str, float], family: str, about: str) -> Iterab
     for kind, share in rates.shares:
         yield f'{kind} = {{ value = {share:.3g}, unit = "1", source = "{sources[kind]}" }}'
     yield ""
+    if KERNELS[family]:
+        yield "# How fast kernels of attention are, of what the shares above say."
+        yield "[device.attention]"
+        for kernel, (factor, source) in KERNELS[family].items():
+            yield f'{kernel} = {{ value = {factor}, unit = "1", source = "{source}" }}'
+        yield ""
     yield "[device.launches]"
     for way, seconds in (*rates.launches, ("tensor", rates.tensor)):
         yield f'{way} = {{ value = {seconds * 1e6:.3g}, unit = "us", source = "{about}" }}'
