@@ -60,6 +60,7 @@ class Division(NamedTuple):
     cp_kind: str
     ep: ExpertRanks
     zero_ranks: int
+    tp_overlap: bool
     microbatches: int
     remat: str
     offload: int
@@ -84,8 +85,17 @@ class Division(NamedTuple):
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         kind = plan.cp_kind if plan.cp > 1 else "allgather"
         degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.expert_ranks, plan.zero_ranks
+        beside = plan.tp == 1 or plan.tp_overlap == "on"
         return Division(
-            *degrees, plan.microbatches, plan.remat, plan.offload, *divided, stages, kernels, *costs.key
+            *degrees,
+            beside,
+            plan.microbatches,
+            plan.remat,
+            plan.offload,
+            *divided,
+            stages,
+            kernels,
+            *costs.key,
         )
 
 
@@ -137,7 +147,7 @@ class _KeptCuts:
         kind, ulysses = parse_cp_kind(key.cp_kind)
         mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
-        apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels)
+        apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels, key.tp_overlap)
         local = replace(local, function=apart, kernels=key.kernels, buckets=key.buckets)
         return local if plain else _rematerialized(local, key, costs, level)
 

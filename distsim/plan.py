@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from distsim.buckets import parse_bucket
@@ -49,9 +49,9 @@ REMAT = (
 """What backward computes again: nothing; each block from its inputs, all of it, or up to the last op that
 backward needs; every N-th block so; the first N layers of each stage; the layers of each stage in groups of
 N, each group from its input; core attention, from queries, keys and values; all of a block but what ops of
-the types listed make, as in ops:MatMul+Attention; all but matrix products; what a minimum cut does not save;
-what does not fit into the share X, 0 to 1, of the bytes that the minimum cut of each block saves beyond its
-inputs."""
+the types listed make, as in ops:MatMul+Attention, or all but each N-th of them, as in ops:MatMul/2; all but
+matrix products; what a minimum cut does not save; what does not fit into the share X, 0 to 1, of the bytes
+that the minimum cut of each block saves beyond its inputs."""
 
 
 ZERO = (0, 1, 2, 3)
@@ -85,9 +85,10 @@ class Plan:
     (0: all ranks of dp have a part);
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
-    of tensor-parallel ranks are divided over these in the sequence; `order` says which axis changes fastest
-    over the devices. A plan is verified when made, and its
-    text, in which the fields after `schedule` stand only when they are not the default, parses back to it.
+    of tensor-parallel ranks are divided over these in the sequence; with `tp_overlap=on` what these bring
+    together of the gradient of a product's input travels beside the gradient of its weight; `order` says
+    which axis changes fastest over the devices. A plan is verified when made, and its text, in which the
+    fields after `schedule` stand only when they are not the default, parses back to it.
 
     Raises:
         PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`, `etp`: from 0; `zero`:
@@ -120,6 +121,7 @@ class Plan:
     overlap_params: str = "off"
     zero_ranks: int = 0
     etp: int = 0
+    tp_overlap: str = "on"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -138,13 +140,15 @@ class Plan:
                 f"offload={self.offload} copies what each layer saves, and with remat={self.remat} only "
                 "groups of layers save anything; use remat=full or block:N, or offload=0"
             )
-        if self.sp not in SWITCH:
-            raise PlanError(f"sp={shortened(self.sp)} is unknown; choose one of {', '.join(SWITCH)}")
+        for name in ("sp", "overlap_grads", "overlap_params", "tp_overlap"):
+            if getattr(self, name) not in SWITCH:
+                raise PlanError(
+                    f"{name}={shortened(getattr(self, name))} is unknown; choose one of {', '.join(SWITCH)}"
+                )
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
         check_order(self.order)
-        ulysses = parse_cp_kind(self.cp_kind)[1]
-        if self.cp % ulysses:
+        if self.cp % (ulysses := parse_cp_kind(self.cp_kind)[1]):
             raise PlanError(
                 f"cp_kind={self.cp_kind}: {ulysses} ranks that exchange heads do not divide cp={self.cp}; "
                 "use usp:U with a U that does"
@@ -155,11 +159,6 @@ class Plan:
                 f"bucket={self.bucket} is what a bucket of gradients holds, and with zero=3 those of a layer "
                 "are reduced together; use bucket=auto, or zero=2"
             )
-        for name in ("overlap_grads", "overlap_params"):
-            if getattr(self, name) not in SWITCH:
-                raise PlanError(
-                    f"{name}={shortened(getattr(self, name))} is unknown; choose one of {', '.join(SWITCH)}"
-                )
         if self.overlap_params == "on" and self.zero not in (1, 2):
             raise PlanError(
                 "overlap_params=on gathers parameters after their update during the next forward pass, and "
@@ -221,8 +220,9 @@ class Plan:
         return self.pp * self.chunks
 
     def __str__(self) -> str:
-        shown = [field for field in fields(self) if field.name in _ALWAYS or _differs(self, field)]
-        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in shown)
+        given = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        shown = {name: own for name, (own, usual) in given.items() if name in _ALWAYS or own != usual}
+        return ",".join(f"{name}={own}" for name, own in shown.items())
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -258,10 +258,6 @@ _REPLACED = {
 }
 """What to write in place of a field that there was, or is elsewhere."""
 _ALWAYS = ("dp", "tp", "pp", "microbatches", "schedule")
-
-
-def _differs(plan: Plan, field: Field[Any]) -> bool:
-    return getattr(plan, field.name) != field.default
 
 
 def parse_schedule(text: object) -> tuple[str, float | None]:
@@ -316,11 +312,14 @@ def parse_stages(text: object) -> tuple[int, ...]:
 
 
 class Remat(NamedTuple):
-    """A way to save or recompute, one of REMAT, with its number or its types of ops where it has them."""
+    """A way to save or recompute, one of REMAT, with its number or its types of ops where it has them.
+
+    Of a type (name, N) all but each N-th are saved, all where N is 0.
+    """
 
     name: str
     number: float = 0.0
-    ops: tuple[str, ...] = ()
+    ops: tuple[tuple[str, int], ...] = ()
 
     @property
     def counts_layers(self) -> bool:
@@ -336,8 +335,8 @@ def parse_remat(text: object) -> Remat:
 
     >>> parse_remat("every:2")
     Remat(name='every', number=2.0, ops=())
-    >>> parse_remat("ops:MatMul+Attention").ops
-    ('MatMul', 'Attention')
+    >>> parse_remat("ops:MatMul/2+Attention").ops
+    (('MatMul', 2), ('Attention', 0))
     """
     name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")
     known = {choice.partition(":")[0]: choice for choice in REMAT}.get(name, "")
@@ -357,14 +356,19 @@ def parse_remat(text: object) -> Remat:
     return Remat(name, float(given))
 
 
-def _parse_ops(text: object, given: str) -> tuple[str, ...]:
-    ops = tuple(given.split("+"))
-    if not all(re.fullmatch(r"[A-Za-z][A-Za-z0-9]{0,63}", op, re.ASCII) for op in ops):
+def _parse_ops(text: object, given: str) -> tuple[tuple[str, int], ...]:
+    """Return the types of ops, each with the N of ``TYPE/N``, or 0."""
+    items = given.split("+")
+    if not all(
+        re.fullmatch(r"[A-Za-z][A-Za-z0-9]{0,63}(/([2-9]|[1-9][0-9]{1,3}))?", op, re.ASCII) for op in items
+    ):
         raise PlanError(
             f"remat={shortened(text)}: ops takes the types of ops whose results are saved, as in "
-            "ops:MatMul+Attention"
+            "ops:MatMul+Attention, or of all but each N-th, as in ops:MatMul/2"
         )
-    twice = [op for op in ops if ops.count(op) > 1]
+    ops = tuple([(name, int(every or 0)) for name, _, every in (item.partition("/") for item in items)])
+    names = [name for name, _ in ops]
+    twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise PlanError(f"remat={shortened(text)} names {twice[0]} twice; name each type once")
     return ops

@@ -16,12 +16,14 @@ class Stack:
     """The defaults of a framework.
 
     ``precision``: a policy of :data:`distsim.transforms.autodiff.precision.POLICIES` (None: as the model is
-    written); ``attention``: ``flash`` or ``math`` (None: by the element type); ``kernels``: of
+    written); ``attention``: of :data:`distsim.ops.attention_options.ATTENTION_CHOICES` (None: ``flash`` or
+    ``math``, by the element type); ``kernels``: of
     :data:`distsim.transforms.kernels.KERNELS`; ``remat``: what a plan recomputes that does not say;
     ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not); ``sp``: whether
     tensor-parallel ranks divide the sequence as well; ``vocabulary_multiple``: what the vocabulary of each
     tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further fields of a plan with
-    several data-parallel ranks, by ``zero``. ``source`` says where these are from.
+    several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with several
+    tensor-parallel ranks. ``source`` says where these are from.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Stack:
     clip: float | None
     source: str
     sp: bool = False
+    tp_overlap: str = "on"
     vocabulary_multiple: int = 0
     plan: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]], hash=False)
 
@@ -48,11 +51,12 @@ STACKS = {
     for stack in (
         Stack("plain", None, None, "eager", "none", "adam", None, "PyTorch, op by op; nothing added"),
         Stack(
-            *("megatron", "mixed", "flash", "fused", "none", "adamw", 1.0),
+            *("megatron", "mixed", "cudnn", "fused", "none", "adamw", 1.0),
             source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients "
-            "in float32, attention of Transformer Engine, fusions on, --clip-grad 1.0; no recomputation "
-            "unless asked; --overlap-grad-reduce and --overlap-param-gather off: one bucket after backward; "
-            "--make-vocab-size-divisible-by 128, times the tensor-parallel ranks",
+            "in float32, attention of Transformer Engine (cuDNN's on Hopper and later), fusions on, "
+            "--clip-grad 1.0; no recomputation unless asked; --overlap-grad-reduce, --overlap-param-gather "
+            "off: one bucket after backward; --make-vocab-size-divisible-by 128, times the tensor-parallel "
+            "ranks",
             vocabulary_multiple=128,
             plan=_MEGATRON,
         ),
@@ -61,28 +65,39 @@ STACKS = {
             source="Narayanan et al. 2021 (SC21), sections 3.5, 4.2 and 5: mixed precision in fp16, fused "
             "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation; its code at the "
             "time reduces one contiguous buffer of gradients after the backward pass and pads vocabularies "
-            "as Megatron-LM core does",
+            "as Megatron-LM core does; its linear layers return both gradients before that of the input is "
+            "reduced (megatron/mpu/layers.py)",
             vocabulary_multiple=128,
+            tp_overlap="off",
             plan=_MEGATRON,
         ),
         Stack(
-            *("torchtitan", "fsdp2", "flash", "eager", "every_early:2", "adamw", 1.0),
+            *("torchtitan", "fsdp2", "flash2", "eager", "every_early:2", "adamw", 1.0),
             source="torchtitan 238fa995, config/job_config.py: mixed_precision_param bfloat16, "
             "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
-            "compile off, max_norm 1.0; models/llama3/infra/parallelize.py: norms are SequenceParallel "
-            "wherever there is tensor parallelism; fsdp_reshard_after_forward default",
+            "compile off, max_norm 1.0; attention by scaled_dot_product_attention; "
+            "models/llama3/infra/parallelize.py: norms are SequenceParallel "
+            "wherever there is tensor parallelism; fsdp_reshard_after_forward default; MmBackward0 of torch "
+            "returns both gradients before a DTensor is redistributed",
             sp=True,
+            tp_overlap="off",
             plan={3: {"reshard": "auto"}},
         ),
         Stack(
-            *("deepspeed", "mixed_bf16_grads", "flash", "eager", "none", "adamw", None),
+            *("composer", "fsdp2", "triton", "eager", "none", "adamw", 1.0),
+            source="llm-foundry 0.1 to 0.4: models/mpt/configuration_mpt.py, attn_impl triton (of 2022, from "
+            "before FlashAttention-2), and its benchmarks' configuration: FSDP of torch with FULL_SHARD, "
+            "bfloat16 computing, activation_checkpointing off, gradient_clipping 1.0",
+        ),
+        Stack(
+            *("deepspeed", "mixed_bf16_grads", "flash2", "eager", "none", "adamw", None),
             source="DeepSpeed, runtime/config.py: bf16 with float32 master weights, gradients in the type of "
             "training, gradient_clipping 0; attention and checkpointing are the model's; "
             "runtime/zero/config.py: reduce_bucket_size 5e8, overlap_comm with stage 3 only",
             plan={zero: {"bucket": "deepspeed", "overlap_grads": "off"} for zero in (0, 1, 2)},
         ),
         Stack(
-            *("nanotron", "mixed", "flash", "eager", "none", "adamw", 1.0),
+            *("nanotron", "mixed", "flash2", "eager", "none", "adamw", 1.0),
             source="nanotron, config/config.py and its example configurations: accumulate_grad_in_fp32, "
             "FlashAttention-2, recompute_layer false, clip_grad 1.0",
         ),

@@ -270,10 +270,10 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
     command = ["gpt:layers=4,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8]
     out = simulate(capsys, *command, "--stack", "torchtitan", "--clip", 2)
     assert "remat=every_early:2" in out.splitlines()[0]
-    assert "note: assumed: precision fsdp2, attention flash, kernels eager, optimizer adamw\n" in out
+    assert "note: assumed: precision fsdp2, attention flash2, kernels eager, optimizer adamw\n" in out
     own = ["--precision", "bf16", "--kernels", "compiled", "--plan", "dp=1,remat=none"]
     own = simulate(capsys, *command, "--stack", "megatron", *own)
-    assert "note: assumed: attention flash, optimizer adamw, clip 1.0\n" in own
+    assert "note: assumed: attention cudnn, optimizer adamw, clip 1.0\n" in own
     assert "remat" not in own.splitlines()[0] and "note: precision bf16:" in own
     times = [step_time(simulate(capsys, *command, "--kernels", name)) for name in ("eager", "compiled")]
     assert times[0] > times[1]
@@ -297,14 +297,14 @@ def test_copies_of_weights_that_are_held_too_often_are_noted(capsys, policy, pla
 
 def test_a_stack_divides_the_sequence_where_there_are_ranks_to(capsys):
     command = ["gpt:layers=2,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8, "--stack"]
-    for stack, plan, said in (
-        ("torchtitan", "tp=2", ",sp=on,"),
-        ("torchtitan", "tp=2,sp=off", "tp=2"),
-        ("torchtitan", "dp=2", "dp=2"),
-        ("megatron", "tp=2", "tp=2"),
+    for stack, plan, said, unsaid in (
+        ("torchtitan", "tp=2", ",sp=on,tp_overlap=off,", "sp=off"),
+        ("torchtitan", "tp=2,sp=off", "tp_overlap=off", "sp=on"),
+        ("torchtitan", "dp=2", "dp=2", "sp=on"),
+        ("megatron", "tp=2", "tp=2", "tp_overlap"),
     ):
         first = simulate(capsys, *command, stack, "--plan", plan).splitlines()[0]
-        assert said in first and ("sp=on" in first) == ("sp=on" in said)
+        assert said in first and unsaid not in first
 
 
 def test_what_a_stack_recomputes_and_a_model_cannot_is_left_out_with_a_note(capsys):
@@ -321,7 +321,7 @@ def test_what_a_stack_recomputes_and_a_model_cannot_is_left_out_with_a_note(caps
 
 @pytest.mark.parametrize(
     ("option", "value", "choices"),
-    [("--stack", "jax", "plain, megatron"), ("--kernels", "triton", "ops, eager, fused, compiled")],
+    [("--stack", "jax", "plain, megatron"), ("--kernels", "triton", "ops, eager, fused, fused_loss")],
 )
 def test_an_unknown_stack_or_kernels_are_refused(capsys, option, value, choices):
     assert main(["simulate", GPT, "--cluster", "dgx-a100", option, value]) == 2

@@ -9,10 +9,10 @@ from training_models import small_gpt
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.cost.efficiency import element_type, kind_of_work
-from distsim.errors import SimulationError
+from distsim.errors import SimulationError, TypeRuleError
 from distsim.hardware import load_cluster
 from distsim.ir import Attributes, BFloat16, Device, Float32, FunctionMaker, Int64, Tensor, Topology
-from distsim.ir.device import KINDS_OF_WORK, KernelRates
+from distsim.ir.kernel_rates import KINDS_OF_WORK, KernelRates
 from distsim.ops import Signature, types, work
 from distsim.plan import Plan
 from distsim.simulate import Simulator
@@ -90,6 +90,20 @@ def test_attention_by_sequence_and_head(causal, half, size, share):
     which = signature("Attention", *heads, is_causal=causal)
     flops = work(which).flops
     assert seconds(GPU, which) == pytest.approx(flops / (312e12 * share * 1024 / (1024 + half)))
+
+
+def test_attention_by_kernel():
+    """As fast as the device says, never beyond its best; as usual where it says nothing."""
+    heads = ((1, 8, 1024, 128),) * 3
+    device = replace(GPU, rates=replace(SHARES, attentions=(("triton", 0.5), ("flash3", 100.0))))
+    usual, triton, other, fast = (
+        seconds(device, signature("Attention", *heads, **({"kernel": kernel} if kernel else {})))
+        for kernel in ("", "triton", "cudnn", "flash3")
+    )
+    assert (triton, other) == pytest.approx((2 * usual, usual))
+    assert fast == pytest.approx(work(signature("Attention", *heads)).flops / 312e12)
+    with pytest.raises(TypeRuleError, match="kernel=fast must be one of flash1"):
+        signature("Attention", *heads, kernel="fast")
 
 
 FLASH2 = {

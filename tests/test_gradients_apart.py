@@ -40,7 +40,11 @@ def product(rows: int, width: int) -> Function:
 
 @pytest.mark.parametrize("build", [small_gpt, small_llama])
 @pytest.mark.parametrize(
-    "text", ["tp=2", "dp=2,tp=2,microbatches=2,sp=on,remat=full", "tp=2,pp=2,microbatches=4"]
+    "text",
+    [
+        *("tp=2", "dp=2,tp=2,microbatches=2,sp=on,remat=full", "tp=2,pp=2,microbatches=4"),
+        "dp=2,tp=2,microbatches=2,sp=on,tp_overlap=off",
+    ],
 )
 @pytest.mark.parametrize("kernels", ["eager", "fused"])
 def test_the_step_is_the_same(build, text, kernels):
@@ -60,6 +64,21 @@ def test_engines_and_memories_agree(schedule):
         differentiate(small_llama(4, batch=8), Adam()), plan, costs.topology, costs, None, PLAIN
     )
     assert_all_readers_agree(program, costs)
+
+
+def test_with_tp_overlap_off_an_all_reduce_runs_after_both_gradients():
+    """As long as the one kernel that makes both, then the collective."""
+    topology = topology_of(2, gbps=1.0, throughput=1e12, kernel_launch_overhead=0.0)
+    joint = differentiate(product(512, 512), SGD(lr=0.1))
+    costs = CostModel(topology)
+    ways = ((KERNELS["ops"], "on"), (PLAIN, "off"))
+    together, apart = (
+        Simulator(costs)
+        .simulate(parallelize(joint, Plan(tp=2, tp_overlap=overlap), topology, costs, None, kernels))
+        .step_time
+        for kernels, overlap in ways
+    )
+    assert apart == pytest.approx(together, rel=1e-6)
 
 
 def test_an_all_reduce_of_inputs_runs_beside_the_gradients_of_weights():

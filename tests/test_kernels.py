@@ -11,7 +11,7 @@ from distsim.cost import CostModel
 from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.interpret import SequentialExecutor, count_flops
-from distsim.ir import Float, FunctionMaker, Tensor, callees, verify
+from distsim.ir import Float, FunctionMaker, Tensor, all_ops, callees, verify
 from distsim.models import gpt
 from distsim.ops import op_label, signature_of, work
 from distsim.plan import Plan
@@ -142,6 +142,38 @@ def test_eager_mode_takes_a_cross_entropy_apart(precision):
     labels = [op_label(op) for op in function.ops if "Log" in op.op_type]
     assert labels == ["LogSoftmax", "LogLikelihoodLoss", "LogLikelihoodLossGrad", "LogSoftmaxGrad"]
     assert losses_apart(function, KERNELS["eager"]) is function
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_megatron_computes_a_cross_entropy_in_steps(tp):
+    """Of the logits in 32 bits: the largest is read, and subtracted, exponentials are taken, summed, and
+    divided by the sum; over ranks the first is an op of its own. Fused it is one kernel that reads them."""
+    batch, seq, vocab = 2, 16, 512
+    joint = differentiate(gpt(1, 8, 2, seq, batch, vocab), SGD(), precision=precision_named("mixed"))
+    topology, logits = load_cluster("dgx-a100"), batch * seq * vocab * 4 // tp
+    read: dict[str, list[tuple[float, float]]] = {}
+    for name in ("fused", "fused_loss"):
+        program = parallelize(joint, Plan(tp=tp), topology, kernels=KERNELS[name])
+        ops = [op for stage in program.stages for op in all_ops(stage.forward.function)]
+        found = [op for op in ops if op.op_type in ("CrossEntropyLoss", "SumOfExponentials", "Kernel")]
+        found = [
+            op for op in found if "CrossEntropyLoss" in op_label(op) or op.op_type == "SumOfExponentials"
+        ]
+        demands = [work(signature_of(op)) for op in found]
+        read[name] = [(demand.bytes_read, demand.bytes_written) for demand in demands]
+    (steps,), (whole,) = read.values()
+    wanted = (5 - (tp > 1)) * logits, 3 * logits
+    assert steps == pytest.approx(wanted, rel=0.01)
+    assert whole == pytest.approx((logits, 0) if tp > 1 else (logits // 2, logits), rel=0.02, abs=400)
+
+
+def test_a_cross_entropy_in_steps_computes_the_same():
+    function = differentiate(gpt(1, 8, 2, 16, 2, 64), SGD())
+    steps = losses_apart(function, KERNELS["fused"])
+    assert [op.attributes["in_steps"] for op in steps.ops if op.op_type == "CrossEntropyLoss"] == [1]
+    inputs = random_inputs(function)
+    for one, other in zip(*(SequentialExecutor().compute(f, inputs) for f in (function, steps)), strict=True):
+        assert (one == other).all()
 
 
 def test_a_kernel_reads_and_writes_what_crosses_it_and_does_all_the_flops():

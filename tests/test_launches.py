@@ -10,7 +10,7 @@ from distsim.compose import parallelize
 from distsim.errors import CostError, TopologyError
 from distsim.executor import CostModel, Simulator
 from distsim.ir import NO_ATTRIBUTES, Attributes, Device, FunctionMaker, Link, Mesh, Tensor, Topology
-from distsim.ir.device import KernelRates
+from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.topology import Level
 from distsim.ir.type import Float
 from distsim.ops import Signature
@@ -185,6 +185,21 @@ def test_the_slower_host_of_a_group_keeps_all_back():
     assert 3.5 < times[1] / times[0] < 4.1
 
 
+def test_what_comes_as_one_message_is_copied_out_of_it():
+    """Read once and written once; a tensor that comes alone lies where it is wanted."""
+    topology = cluster(2)
+    costs, mesh = CostModel(topology, kernels="eager"), Mesh(topology.devices, dp=2)
+    part, whole = (Tensor(Float(), (n, 64), mesh) for n in (32, 64))
+    group = tuple(topology.devices)
+    attributes = Attributes({"axis": "dp", "dim": 0})
+    lost: list[float] = []
+    for count in (1, 3):
+        gather = Signature("MPIAllgather", attributes, (part,) * count, (whole,) * count)
+        beside = RATES.slowdown * costs.communication_seconds(gather, group)
+        lost.append(costs.slowdown_seconds(gather, group, group[0]) - beside)
+    assert lost == pytest.approx([0.0, 2 * 3 * whole.nbytes / 1e12], abs=1e-15)
+
+
 @pytest.mark.parametrize(
     ("rates", "message"),
     [
@@ -195,6 +210,8 @@ def test_the_slower_host_of_a_group_keeps_all_back():
         ({"spread": -0.1}, "spread=-0.1"),
         ({"slowdown": -0.1}, "slowdown=-0.1"),
         ({"launches": (("eagr", 1.0),)}, "'eagr'"),
+        ({"attentions": (("flash2", 0.0),)}, "attention.flash2=0"),
+        ({"attentions": (("flash9", 1.0),)}, "'flash9'"),
     ],
 )
 def test_rates_that_cannot_be(rates, message):

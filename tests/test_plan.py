@@ -147,6 +147,8 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
         ("remat=ops:", ["ops takes the types of ops", "as in ops:MatMul+Attention"]),
         ("remat=ops:MatMul+", ["remat='ops:MatMul+': ops takes the types of ops"]),
         ("remat=ops:MatMul+Gelu+MatMul", ["names MatMul twice"]),
+        ("remat=ops:MatMul/2+MatMul", ["names MatMul twice"]),
+        ("remat=ops:MatMul/1", ["ops takes the types of ops", "ops:MatMul/2"]),
         ("remat=every:0", ["every takes an integer in 1..", "every:2"]),
         ("remat=every:1.5", ["every takes an integer in 1.."]),
         ("remat=budget:1.01", ["budget takes a number in 0..1", "budget:0.5"]),

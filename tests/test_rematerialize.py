@@ -88,11 +88,27 @@ def test_a_list_of_ops_saves_their_results_and_no_other() -> None:
     """As in torchtitan: what the listed ops make, and the inputs of the block."""
     joint = case("gpt")[0]
     for policy, saved in (("ops:MatMul+Softmax", {"MatMul", "Softmax"}), ("ops:Gelu", {"Gelu"})):
-        again = rematerialize(joint, policy)
-        ahead, *_, behind = [op for op in again.ops if op.is_call and op.callee.name.startswith("layer")]
-        made = {v: op.op_type for op in ahead.callee.ops for v in op.outputs}
-        read = [ahead.callee.outputs[ahead.outputs.index(v)] for v in behind.inputs if v in ahead.outputs]
-        assert {made[v] for v in read} == saved
+        assert {op.op_type for op in saved_of_a_layer(joint, policy)} == saved
+
+
+def saved_of_a_layer(joint, policy):
+    """The ops of a layer whose results are saved for its backward pass."""
+    again = rematerialize(joint, policy)
+    ahead, *_, behind = [op for op in again.ops if op.is_call and op.callee.name.startswith("layer")]
+    read = [ahead.callee.outputs[ahead.outputs.index(v)] for v in behind.inputs if v in ahead.outputs]
+    return [op for op in ahead.callee.ops if not set(op.outputs).isdisjoint(read)]
+
+
+def test_each_second_op_of_a_type_runs_again() -> None:
+    """As torchtitan's policy counts products within a block: the first is saved, the second is not."""
+    joint = case("llama")[0]
+    layer = next(op.callee for op in joint.ops if op.is_call and op.callee.name.startswith("layer"))
+    products = [op.name for op in layer.ops if op.op_type == "MatMul"]
+    every, second, third = (
+        {op.name for op in saved_of_a_layer(joint, f"ops:MatMul{n}")} for n in ("", "/2", "/3")
+    )
+    assert second == every - set(products[1::2]) < every
+    assert third == every - set(products[2::3]) < every
 
 
 PLANS = [

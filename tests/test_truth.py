@@ -30,10 +30,10 @@ def test_a_row_of_torchtitan():
     case = case_of(LLAMA)
     assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", zero=3, reshard="auto")
     assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
-    assert (case.attention, case.kernels, case.stack.name) == ("flash", "eager", "torchtitan")
+    assert (case.attention, case.kernels, case.stack.name) == ("flash2", "eager", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated
     assert case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled"
-    assert case_of(LLAMA | {"framework": "Composer"}).assumed == ("the stack torchtitan for composer",)
+    assert case_of(LLAMA | {"framework": "OLMo"}).assumed == ("the stack torchtitan for olmo",)
 
 
 def test_a_row_divides_the_sequence_where_it_divides_tensors():
@@ -115,7 +115,8 @@ def test_what_cannot_be_expressed_is_named(changed, missing):
         ({"recompute": ""}, "remat", "full"),
         ({"recompute": "every 2nd layer"}, "remat", "every:2"),
         ({"recompute": "yes"}, "remat", "full"),
-        ({"recompute": "selective (per-op SAC)"}, "remat", "ops:MatMul+Attention"),
+        ({"recompute": "selective (per-op SAC)"}, "remat", "ops:MatMul/2+Attention"),
+        ({"recompute": "selective (per-op SAC)", "precision": "fp8"}, "remat", "ops:Attention"),
         ({"global_batch": "", "n_microbatches": "4"}, "microbatches", 4),
         ({"dp": "", "n_gpus": "4"}, "dp", 1),
         ({"global_batch": "1,024"}, "microbatches", 512),
@@ -174,15 +175,58 @@ def test_when_gradients_travel_is_left_out_with_a_word():
     ("text", "kind"),
     [
         ("no flash (not stated)", "math"),
-        ("FlashAttention-2", "flash"),
-        ("fa3", "flash"),
+        ("FlashAttention-2", "flash2"),
+        ("flash-attn v1", "flash1"),
+        ("fa3", "flash3"),
+        ("SDPA flash", "flash2"),
         ("unfused softmax (fused scale-mask-softmax), no flash", "math"),
-        ("cuDNN", "flash"),
+        ("cuDNN", "cudnn"),
         ("w/o flash", "math"),
     ],
 )
 def test_kinds_of_attention(text, kind):
     assert case_of(GPT | {"attention": text}).attention == kind
+
+
+def test_a_kernel_of_attention_that_no_column_names_is_the_stacks():
+    row = GPT | {"attention": "flash (v1/v2 not stated)"}
+    for framework, kernel in (("Composer", "triton"), ("nanotron", "flash2"), ("PyTorch", "flash")):
+        case = case_of(row | {"framework": framework})
+        assert case.attention == kernel and f"attention {kernel}" in case.assumed
+
+
+@pytest.mark.parametrize(
+    ("framework", "text", "overlap", "left_out"),
+    [
+        ("torchtitan", "", "off", ()),
+        ("torchtitan", "AsyncTP", "on", ("tp_split=on",)),
+        ("torchtitan", "none (vanilla TP)", "off", ()),
+        ("nanotron", "", "on", ()),
+        ("Megatron-LM", "", "off", ()),
+        ("Megatron-LM", "TP bwd all-reduce overlapped with wgrad", "on", ()),
+    ],
+)
+def test_what_tensor_parallel_ranks_overlap(framework, text, overlap, left_out):
+    row = GPT | {"framework": framework, "overlap": text, "tp": "2", "attention": "flash"}
+    case = case_of(row | ({"attention": ""} if "Megatron" in framework else {}))
+    assert (case.plan.tp_overlap, case.left_out) == (overlap, left_out)
+    assert case_of(row | {"tp": "1"}).plan.tp_overlap == "on"
+
+
+def test_a_limit_of_power_and_a_fused_loss_are_read():
+    row = GPT | {"hw_gpu": "H100-SXM 96GB HBM2e (2.4TB/s), 500W cap", "intra_link": ""}
+    case = case_of(row)
+    assert "device.power_limit=500W" in case.cluster.settings
+    plainly = case_of(row | {"hw_gpu": "H100-SXM 96GB HBM2e"}).topology().devices[0]
+    limited = case.topology().devices[0]
+    assert limited.flops_efficiency / plainly.flops_efficiency == pytest.approx((5 / 7) ** 0.243)
+    assert case_of(GPT | {"overlap": "off; fused cross-entropy"}).kernels == "fused_loss"
+
+
+def test_nodes_that_aws_joins_have_the_links_of_its_adapters():
+    row = GPT | {"hw_gpu": "H100-SXM5-80GB", "intra_link": "", "intra_bw_GBps_unidir": ""}
+    assert case_of(row | {"inter_link": "EFA (p5)"}).cluster.name.startswith("aws-p5:")
+    assert case_of(row | {"inter_link": "InfiniBand"}).cluster.name.startswith("dgx-h100:")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from random import Random
 
 from distsim.hardware import load_cluster
 from distsim.ir import Link, Topology
-from distsim.ir.device import NO_RATES
+from distsim.ir.kernel_rates import NO_RATES
 
 SPEED = 2.0**12
 

@@ -49,7 +49,7 @@ from distsim.calibration.timings import (
 )
 from distsim.errors import TimingsError, shortened
 from distsim.hardware import COLLECTIVES
-from distsim.ir.device import WAYS_TO_LAUNCH
+from distsim.ir.kernel_rates import WAYS_TO_LAUNCH
 
 _ATTENTION = ("batch", "heads", "seq", "head_dim", "causal")
 _NEEDED: dict[str, tuple[str, ...]] = {

@@ -10,6 +10,7 @@ from distsim.errors import PlanError
 from distsim.importer import load_model
 from distsim.ir import DType, Float32, Function, Tensor
 from distsim.ir.joint import brings_backward
+from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.report.progress import Progress
 from distsim.schedule import TABLE
@@ -26,7 +27,7 @@ from distsim.transforms.autodiff.loss import LOSSES
 from distsim.transforms.autodiff.optimizers import OPTIMIZERS
 from distsim.transforms.autodiff.precision import POLICIES, Precision, precision_named
 from distsim.transforms.autodiff.set_precision import apply_precision
-from distsim.transforms.kernels.attention import ATTENTIONS, default_attention, set_attention
+from distsim.transforms.kernels.attention import default_attention, set_attention
 from distsim.transforms.kernels.composites import merge_composites
 from distsim.transforms.kernels.policies import KERNELS, Kernels, kernels_named
 
@@ -65,7 +66,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--attention",
-        help=f"{' or '.join(ATTENTIONS)}: one kernel each, or op by op (default flash for 16 bits)",
+        help="math: op by op; flash: one kernel each, the usual one of the device (default for 16 bits), or "
+        f"{', '.join(ATTENTION_KERNELS)}",
     )
     parser.add_argument(
         "--kernels",
@@ -126,7 +128,8 @@ class Choices:
         """Return the plan of a text; what it leaves open the stack says."""
         plan = Plan.parse(text if "remat=" in text else f"{text},remat={self.stack.remat}")
         fields = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
-        fields |= {"sp": "on"} if self.stack.sp and plan.tp > 1 else {}
+        if plan.tp > 1:
+            fields |= {"tp_overlap": self.stack.tp_overlap} | ({"sp": "on"} if self.stack.sp else {})
         return replace(plan, **{name: own for name, own in fields.items() if f"{name}=" not in text})
 
 

@@ -19,6 +19,7 @@ from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError
 from distsim.interpret import count_model_flops
 from distsim.ir import Device, Function, Topology
+from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
@@ -116,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     order = _table(options)
     topology = read_cluster(options)
     function, choices = training_step(options, progress)
-    cost_model = CostModel(topology, strict=options.strict, kernels=choices.kernels.name)
+    cost_model = CostModel(topology, strict=options.strict, kernels=choices.kernels.way)
     simulator = _simulator(options, cost_model)
 
     def build(plan: Plan) -> Program:
@@ -131,6 +132,7 @@ def run(options: argparse.Namespace) -> int:
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += said
+    notes += _unknown_kernel(choices.attention, topology)
     notes += _casts_of_weights(plan, choices.precision)
     notes += _idle_devices(options, plan, topology, _samples(function))
     notes += _uneven_ranks(plan, program.schedule, simulation)
@@ -217,6 +219,17 @@ def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, s
         way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
     idle = f"{count - plan.devices} of {count} devices of {options.cluster} are idle"
     return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
+
+
+def _unknown_kernel(attention: str | None, topology: Topology) -> list[str]:
+    """Say where devices have no figure for the kernel of attention that is asked for."""
+    rates = topology.devices[0].rates
+    if attention not in ATTENTION_KERNELS or rates.attention(attention) is not None:
+        return []
+    return [
+        f"attention {attention}: the cluster has no figure for it ([device.attention] of its file), so it "
+        "takes as long as the usual kernel"
+    ]
 
 
 def _casts_of_weights(plan: Plan, precision: Precision | None) -> list[str]:

@@ -14,7 +14,8 @@ source in the preset); here is how shape lowers it.
 - ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
   Over s keys the share is s / (s + 190), under a causal mask s / (s + 500), and 0.9 of it for heads of at
   most 64: by the curves that FlashAttention-2 prints for A100 and H100 (Dao 2023), within
-  6 % under a causal mask and 9 % without.
+  6 % under a causal mask and 9 % without. An op that says which kernel runs it is as much faster or slower
+  as the device says (``Device.rates.attentions``).
 - ``memory``: everything else, by the bytes that it reads and writes; ``embedding``: rows picked or added by
   index.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 
 from distsim.ir import Device
+from distsim.ir.kernel_rates import KernelRates
 from distsim.ops import Signature, Work, op_label
 
 _TILED_TYPES = ("bfloat16", "float16")
@@ -33,7 +35,7 @@ _HALF, _CAUSAL_HALF, _SMALL_HEAD = 190.0, 500.0, 0.9
 
 
 def kind_of_work(signature: Signature, demand: Work, dtype: str) -> str:
-    """Return which of :data:`distsim.ir.device.KINDS_OF_WORK` an op is."""
+    """Return which of :data:`distsim.ir.kernel_rates.KINDS_OF_WORK` an op is."""
     name = signature.op_type
     if not demand.matrix:
         return "embedding" if name in ("Gather", "GatherGrad") else "memory"
@@ -66,16 +68,20 @@ def efficiencies(signature: Signature, demand: Work, dtype: str, device: Device)
     share = device.rates.share(kind) if demand.matrix else None
     if share is not None:
         known = dtype in _TILED_TYPES or dtype.startswith("float8")
-        flops *= share * _of_shape(kind, signature, demand, device.rates.processors if known else 0)
+        flops *= min(share * _of_shape(kind, signature, demand, device.rates, known), 1.0)
     return flops, moved
 
 
-def _of_shape(kind: str, signature: Signature, demand: Work, processors: int) -> float:
-    """Return what the shape of an op leaves of the share of its kind."""
+def _of_shape(kind: str, signature: Signature, demand: Work, rates: KernelRates, known: bool) -> float:
+    """Return what the shape of an op, and its kernel, leave of the share of its kind.
+
+    ``known``: whether its type is one whose tiles are known.
+    """
     if kind in ("attention", "attention_grad"):
-        return _of_attention(signature)
+        kernel = signature.attributes.get("kernel", "")
+        return _of_attention(signature) * (rates.attention(kernel) or 1.0)
     tiled = kind.startswith("linear") and not is_convolution(signature)
-    return _of_product(signature, demand, processors) if tiled else 1.0
+    return _of_product(signature, demand, rates.processors if known else 0) if tiled else 1.0
 
 
 def _of_product(signature: Signature, demand: Work, processors: int) -> float:

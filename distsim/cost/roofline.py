@@ -16,7 +16,7 @@ from distsim.cost.efficiency import efficiencies, element_type
 from distsim.errors import CostError
 from distsim.hardware import collective_time
 from distsim.ir import Device, Topology
-from distsim.ir.device import NO_RATES
+from distsim.ir.kernel_rates import NO_RATES
 from distsim.ops import Signature, Work
 
 Group = tuple[Device, ...]

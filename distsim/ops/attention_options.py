@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
+from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.ops.operator import Array
 
 Shape = tuple[int, ...]
@@ -17,8 +18,11 @@ Shape = tuple[int, ...]
 ATTENTIONS = ("flash", "math")
 """How attention runs: as one kernel, the op ``Attention``, or written out in ops."""
 
+ATTENTION_CHOICES = (*ATTENTIONS, *ATTENTION_KERNELS)
+"""The same, or as which kernel: ``flash`` is the one that a device has its figures for."""
+
 ATTENTION_FORMALS = ("Q", "K", "V", "attn_mask")
-OPTION_NAMES = ("is_causal", "scale", "softcap", "window", "dropout", "seed")
+OPTION_NAMES = ("is_causal", "scale", "softcap", "window", "dropout", "seed", "kernel")
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class AttentionOptions:
 
     ``scale``: of the products (None: 1 / sqrt(size)); ``softcap`` c: c tanh(scores / c) before the mask, 0
     for none (Gemma 2); ``window``: how many tokens a query sees up to its own place, itself included (None:
-    all); ``dropout``: the share of the probabilities that is dropped, by numbers drawn from ``seed``.
+    all); ``dropout``: the share of the probabilities that is dropped, by numbers drawn from ``seed``;
+    ``kernel``: which of ``ATTENTION_KERNELS`` runs it, "" being the device's usual one.
     """
 
     is_causal: bool = False
@@ -36,6 +41,7 @@ class AttentionOptions:
     window: int | None = None
     dropout: float = 0.0
     seed: int = 0
+    kernel: str = ""
 
     @staticmethod
     def of_attributes(attributes: Mapping[str, Any]) -> AttentionOptions:
@@ -54,12 +60,14 @@ class AttentionOptions:
             None if window is None else int(window),
             float(attributes.get("dropout", 0.0)),
             int(attributes.get("seed", 0)),
+            attributes.get("kernel", ""),
         )
         for name, fits, rule in (
             ("scale", made.scale is None or math.isfinite(made.scale), "a finite number"),
             ("softcap", 0 <= made.softcap < math.inf, "a finite number from 0 (none) on"),
             ("window", made.window is None or made.window >= 1, "at least 1: a query sees itself"),
             ("dropout", 0 <= made.dropout < 1, "at least 0 and below 1"),
+            ("kernel", made.kernel in ("", *ATTENTION_KERNELS), f"one of {', '.join(ATTENTION_KERNELS)}"),
         ):
             if not fits:
                 raise TypeRuleError(f"Attention: {name}={attributes[name]} must be {rule}")

@@ -8,6 +8,10 @@ Ranks may have classes of their own, as Megatron-LM divides a vocabulary over te
 (``megatron/core/tensor_parallel/cross_entropy.py``): three all-reduces of a number a position bring
 together the largest logit, the sum of the exponentials and the logit of the label; backward needs none
 (``own_classes=1``: a label that is one past the classes is another rank's).
+
+With ``in_steps=1`` the exponentials are made, summed and divided by their sum one kernel after the other, in
+the place of the logits (:mod:`distsim.transforms.kernels.losses`): nothing else changes but what is read and
+written.
 """
 
 from __future__ import annotations
@@ -112,6 +116,18 @@ def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     index = labels[..., None].astype(np.int64)
     np.put_along_axis(grad, index, np.take_along_axis(grad, index, axis=-1) - 1, axis=-1)
     return scaled(attributes, arrays, grad[..., :-1] / attributes["N"], 2 + saved)
+
+
+def _steps_work(signature: Signature, steps: int) -> Work:
+    """Work of a loss; in steps, of which all read the logits in 32 bits, and three write them: the largest is
+    subtracted, exponentials are taken, and divided by their sum.
+    """
+    plain = reading_bound(signature, 5.0 if steps == 5 else 3.0)
+    if not signature.attributes.get("in_steps", 0):
+        return plain
+    logits = signature.inputs[0]
+    wide = float(logits.size * _wide(logits).itemsize)
+    return Work(plain.flops, plain.bytes_read + (steps - 1) * wide, plain.bytes_written + 3 * wide)
 
 
 # --- ranks with classes of their own ------------------------------------------------------------------
@@ -219,7 +235,7 @@ register(
         "SumOfExponentials",
         types=_of_positions("SumOfExponentials", 2),
         compute=_exponentials,
-        work=lambda s: reading_bound(s, 3.0),
+        work=lambda s: _steps_work(s, 4),
     )
 )
 register(
@@ -238,7 +254,7 @@ register(
         "CrossEntropyLoss",
         types=_types,
         compute=_loss,
-        work=lambda s: reading_bound(s, 5.0),
+        work=lambda s: _steps_work(s, 5),
         gradient=_gradient,
         saved=lambda attributes, inputs, outputs: ("lse",) if outputs == 1 else (),
         sharding=_sharding,

@@ -19,6 +19,7 @@ from distsim.transforms.autodiff.differentiate import differentiate
 from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import optimizer_named
 from distsim.transforms.autodiff.precision import Precision
+from distsim.transforms.kernels.attention import set_attention
 from distsim.truth.architecture import sizes_of
 from distsim.truth.layout import global_batch, layout_of, zero_of
 from distsim.truth.machine import Cluster, cluster_of
@@ -80,5 +81,6 @@ def case_of(row: Row) -> Case:
 def _joint(
     sizes: DecoderSizes, batch: int, seq: int, attention: str, precision: Precision, stack: Stack
 ) -> Function:
-    model = decoder(sizes, batch, seq, attention=attention)
+    form = "math" if attention == "math" else "flash"
+    model = set_attention(decoder(sizes, batch, seq, attention=form), attention)
     return differentiate(add_loss(model, "auto"), optimizer_named(stack.optimizer), (), precision, stack.clip)

@@ -15,9 +15,10 @@ from distsim.plan import Plan
 from distsim.schedule import SCHEDULES
 from distsim.stacks import Stack
 from distsim.truth.row import MissingFeatureError, Row, cell, number, plain, without_remark
+from distsim.truth.software import eight_bits
 from distsim.truth.stage_layers import StageSizes, stages_of
 
-TIMING = ("overlap_grads", "overlap_params", "tp_overlap", "bucket")
+TIMING = ("overlap_grads", "overlap_params", "tp_overlap", "tp_split", "bucket")
 """Fields that change when something runs, not what or where."""
 
 SCHEDULE_NAMES = (
@@ -39,7 +40,7 @@ SCHEDULE_NAMES = (
 )
 """Schedules by how papers and tables write them, remarks left out."""
 
-TORCH_CHECKPOINT = ("torchtitan", "plain")
+TORCH_CHECKPOINT = ("torchtitan", "composer", "plain")
 """Stacks whose checkpoints are torch.utils.checkpoint without reentrance: a block recomputed is left as soon
 as backward has all it needs."""
 
@@ -97,6 +98,10 @@ def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
     spread = degrees["dp"] * degrees["cp"] > 1
     said = _overlap(row, spread, spread and zero_of(row) in (1, 2))
     usual = stack.spread_fields(zero_of(row)) if spread else {}
+    if degrees["tp"] > 1:
+        usual["tp_overlap"] = stack.tp_overlap
+    else:
+        said = {name: value for name, value in said.items() if not name.startswith("tp_")}
     return _planned({**usual, **items, **said})
 
 
@@ -211,9 +216,9 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
         return f"every{early}:{every[1] or every[2]}"
     if re.match(r"(selective|sac|attention|core)", text):
         if re.search(r"per-op|\bop\b|matmul", text):
-            # torchtitan, _op_sac_save_list: aten.mm and attention, of 8-bit products (_scaled_mm) none. That
-            # it saves every second product only is left out.
-            return "ops:MatMul+Attention"
+            # torchtitan, _op_sac_save_list: attention and aten.mm, of which each second; of 8-bit products,
+            # aten._scaled_mm, none.
+            return "ops:Attention" if eight_bits(row) else "ops:MatMul/2+Attention"
         if re.search(r"attention|core", text) or stack.name.startswith("megatron"):
             return "attention"
     raise MissingFeatureError(f"recompute {text!r:.60}")
@@ -290,8 +295,9 @@ def _overlap(row: Row, grads: bool, params: bool) -> dict[str, str | int]:
             continue
         for name in [name for pattern, name in _SUBJECTS if re.search(pattern, clause)]:
             if name == "tp_overlap":
-                # Behind the weight gradient it is by default; torch's async TP splits products.
-                found |= {name: "split"} if "async" in clause and not off else {}
+                found[name] = "off" if off else "on"
+                # Torch's async TP splits products, too.
+                found |= {"tp_split": "on"} if "async" in clause and not off else {}
                 break
             if grads if name == "overlap_grads" else params:
                 found[name] = "off" if off else "on"

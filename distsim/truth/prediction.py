@@ -50,7 +50,7 @@ def predict(case: Case) -> PredictedStep:
     topology = case.topology()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
-        costs = CostModel(topology, kernels=case.kernels)
+        costs = CostModel(topology, kernels=kernels_named(case.kernels).way)
         program = program_of(case, costs)
         simulation = Simulator(costs).simulate(program)
         bare = Simulator(CostModel(topology, rules=BEST_SHAPE)).simulate(program)

@@ -15,7 +15,8 @@ FRAMEWORKS = (
     ("nanotron", "nanotron", None),
     ("megatron.?deepspeed", "deepspeed", "fused"),  # the model is Megatron-LM's
     ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
-    ("composer|llm-?foundry|fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
+    ("composer|llm-?foundry", "composer", None),
+    ("fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
     ("parax|alpa|jax|xla|maxtext|levanter|easylm", "plain", "compiled"),
     ("megatron|megascale|nemo|mcore|galvatron|transformer ?engine", "megatron", None),
     ("pytorch|torch|transformers|hugging ?face", "plain", None),
@@ -23,7 +24,7 @@ FRAMEWORKS = (
 """The stack of a framework whose column has the pattern, the first that fits, and kernels where they are not
 the stack's: those of FSDP are as torchtitan's, block by block; XLA fuses what it compiles."""
 
-TORCH_FSDP = ("torchtitan", "plain")
+TORCH_FSDP = ("torchtitan", "composer", "plain")
 """Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
 
 _MATH = (
@@ -31,6 +32,15 @@ _MATH = (
     r"|scale-mask-softmax|fused softmax"
 )
 _FLASH = r"flash|\bfa-?[1-4]?\b|cudnn|sdpa|xformers|memory[- ]efficient|triton|fused attention|splash|\bte\b"
+
+_KERNELS = (
+    (r"flash[- ]?(attention|attn)?[- ]?v?3\b|\bfa-?3\b", "flash3"),
+    (r"flash[- ]?(attention|attn)?[- ]?v?2\b|\bfa-?2\b|sdpa", "flash2"),
+    (r"flash[- ]?(attention|attn)?[- ]?v?1\b|\bfa-?1\b", "flash1"),
+    (r"triton", "triton"),
+    (r"cudnn|transformer[- ]?engine|\bte\b|fused attention", "cudnn"),
+)
+"""The kernel of attention that a column names."""
 
 _EIGHT_BITS = r"\b(mx)?fp8|float-?8|\be4m3"
 _HALF, _BRAIN = r"fp-?16|float-?16\b|\bhalf\b", r"bf-?16|bfloat-?16"
@@ -55,9 +65,17 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     framework = plain(row, "framework")
     if stack.name.partition("_")[0] not in framework:
         assumed.append(f"the stack {stack.name} for {framework:.40}")
-    if re.search(r"torch[. ]?compile|\+ ?compile", f"{plain(row, 'notes')} {framework}"):
+    said = " ".join([plain(row, "notes"), plain(row, "overlap"), framework])
+    if re.search(r"torch[. ]?compile|\+ ?compile", said):
         kernels = "compiled"
+    if kernels == "fused" and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
+        kernels = "fused_loss"
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
+
+
+def eight_bits(row: Row) -> bool:
+    """Whether linear layers of a row have operands of 8 bits."""
+    return bool(re.search(_EIGHT_BITS, plain(row, "precision")))
 
 
 def _stack(row: Row) -> tuple[Stack, str]:
@@ -68,7 +86,8 @@ def _stack(row: Row) -> tuple[Stack, str]:
             old = (
                 name == "megatron"
                 and _kind(row) != "flash"
-                and not re.search(f"{_BRAIN}|{_EIGHT_BITS}", plain(row, "precision"))
+                and not re.search(_BRAIN, plain(row, "precision"))
+                and not eight_bits(row)
             )
             stack = STACKS["megatron_2021" if old else name]
             return stack, kernels or stack.kernels
@@ -87,15 +106,20 @@ def _kind(row: Row) -> str:
 
 def _attention(row: Row, stack: Stack, assumed: list[str]) -> str:
     kind = _kind(row)
-    if not kind:
-        kind = stack.attention or "math"
-        assumed.append(f"attention {kind}")
-    return kind
+    if kind == "math":
+        return kind
+    text = plain(row, "attention")
+    found = next((kernel for pattern, kernel in _KERNELS if re.search(pattern, text)), None)
+    if found is None:
+        usual = stack.attention or kind or "math"
+        found = kind if kind and usual == "math" else usual
+        assumed.append(f"attention {found}")
+    return found
 
 
 def _precision(row: Row, stack: Stack, zero: int) -> Precision:
     text, sharding = plain(row, "precision"), plain(row, "fsdp")
-    half, brain, eight = (bool(re.search(each, text)) for each in (_HALF, _BRAIN, _EIGHT_BITS))
+    half, brain, eight = bool(re.search(_HALF, text)), bool(re.search(_BRAIN, text)), eight_bits(row)
     if re.search(r"(mx|nv)?fp4|int-?[48]|float-?4", text):
         raise MissingFeatureError(f"precision {text!r:.60}")
     if zero == 3 and stack.name in TORCH_FSDP and (half or brain or eight or not text):

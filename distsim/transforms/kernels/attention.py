@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distsim.errors import PlanError
-from distsim.ir import DType, Function, Op, all_ops
+from distsim.ir import Attributes, DType, Function, Op, all_ops
 from distsim.ir.joint import brings_backward
-from distsim.ops.attention_options import ATTENTION_FORMALS, ATTENTIONS, AttentionOptions
+from distsim.ir.kernel_rates import ATTENTION_KERNELS
+from distsim.ops.attention_options import ATTENTION_CHOICES, ATTENTION_FORMALS, AttentionOptions
 from distsim.ops.places import places, shape_of
 from distsim.ops.written_attention import write_attention
 from distsim.transforms.kernels.fused_attention import OpWriter, as_options, fused_attention, joined
@@ -20,6 +21,8 @@ from distsim.transforms.kernels.recognition import NoAttentionError, attention_a
 def set_attention(function: Function, kind: str) -> Function:
     """Return the function with its attention as one op each (``flash``) or written out (``math``).
 
+    One of ``ATTENTION_KERNELS`` does what ``flash`` does, and says by which kernel each op runs.
+
     ``flash`` finds softmax(QK')V in any spelling, in callees too, and puts the op ``Attention`` in its place:
     the same numbers, up to the order of sums, for every query that sees a key. A mask becomes
     ``is_causal`` and ``window`` only where its numbers are known to say that. ``math`` writes each such op
@@ -27,16 +30,16 @@ def set_attention(function: Function, kind: str) -> Function:
     backward pass is left as it is. Raises :class:`PlanError` for another ``kind``, and for ``math`` of a
     function that is differentiated already.
     """
-    if kind not in ATTENTIONS:
-        raise PlanError(f"attention={kind!r} is not one of {', '.join(ATTENTIONS)}")
+    if kind not in ATTENTION_CHOICES:
+        raise PlanError(f"attention={kind!r:.40} is not one of {', '.join(ATTENTION_CHOICES)}")
     others = [note for note in function.notes if not note.startswith("attention: ")]
     if brings_backward(function):
         text = "attention: left as it is, with the backward pass that the function brings"
         return replace(function, notes=(*others, text))
     reasons: list[NoAttentionError] = []
-    whole = rewrite_scopes(
-        function, lambda scope: _flash(scope, reasons) if kind == "flash" else _math(scope)
-    )
+    whole = rewrite_scopes(function, lambda scope: _math(scope) if kind == "math" else _flash(scope, reasons))
+    if kind in ATTENTION_KERNELS:
+        whole = rewrite_scopes(whole, lambda scope: _run_by(scope, kind))
     return replace(whole, notes=(*others, *_notes(kind, function, _count(whole), reasons)))
 
 
@@ -55,7 +58,7 @@ def _notes(kind: str, function: Function, after: int, reasons: Sequence[NoAttent
         written = any(op.op_type == "Softmax" for op in all_ops(function))
         rest = ["attention: as the model writes it (math)"] if written else []
         return [f"attention: {before} written out (math)"] if before else rest
-    first = f"{after} as one kernel each (flash)" if after else "none recognised (flash)"
+    first = f"{after} as one kernel each ({kind})" if after else f"none recognised ({kind})"
     told = Counter([str(error) for error in reasons if error.is_close or not after])
     return [f"attention: {first}", *(f"attention: {n} left as written, {why}" for why, n in told.items())]
 
@@ -89,6 +92,15 @@ def _flash(scope: FunctionScope, reasons: list[NoAttentionError]) -> Changes:
             except NoAttentionError as error:
                 reasons.append(error)
     return changes
+
+
+def _run_by(scope: FunctionScope, kernel: str) -> Changes:
+    """Return each op Attention as one that runs by a kernel."""
+    return {
+        op: (replace(op, attributes=Attributes({**op.attributes, "kernel": kernel})),)
+        for op in scope.function.ops
+        if op.op_type == "Attention"
+    }
 
 
 def _with_known_mask(scope: FunctionScope, op: Op) -> Changes:

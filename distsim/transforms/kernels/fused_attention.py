@@ -52,7 +52,7 @@ def as_options(mask: Array, scores: tuple[int, int]) -> AttentionOptions | None:
     A mask is boolean (what is seen), or added: 0 where a key is seen, ``HIDDEN`` or less where not.
 
     >>> as_options(np.tri(4, dtype=bool), (4, 4))
-    AttentionOptions(is_causal=True, scale=None, softcap=0.0, window=None, dropout=0.0, seed=0)
+    AttentionOptions(is_causal=True, scale=None, softcap=0.0, window=None, dropout=0.0, seed=0, kernel='')
     """
     if mask.dtype == np.bool_:
         visible = mask

@@ -4,7 +4,8 @@ Autograd makes the gradients of the two operands of a product by a kernel each. 
 gradient of the input, or divided sequences to be brought together for it, Megatron-LM starts that collective
 at once and makes the gradient of the weight meanwhile (``core/tensor_parallel/layers.py``,
 ``LinearWithGradAccumulationAndAsyncCommunication``): here the gradients of weights of all products whose
-collective it is stand right behind it. Nothing else changes places.
+collective it is stand right behind it. Nothing else changes places. Where a framework makes both gradients
+first, as autograd does to which a product is one node, that of the weight stands before that of the input.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ from distsim.ir import Function, Op, Value, callees
 from distsim.ops import operator, signature_of, work
 from distsim.transforms.kernels.policies import Kernels
 
-_APART = Cache[Function, Function | None]("functions with a kernel for each gradient of products", 1)
+_APART = Cache[Function, Function | None]("functions with a kernel for each gradient of products", 2)
 
 
-def gradients_apart(function: Function, kernels: Kernels) -> Function:
+def gradients_apart(function: Function, kernels: Kernels, beside: bool = True) -> Function:
     """Return what a rank runs with each gradient of a product as an op of its own, in the order of issue.
 
-    It is the function itself for policies that run both as one kernel. Made once per function.
+    ``beside``: the gradients of weights run beside the collectives of those of inputs, else before them. It
+    is the function itself for policies that run both as one kernel. Made once per function.
     """
     if not kernels.gradients_apart:
         return function
-    return _APART.get(function, None, lambda: _rewritten(function)) or function
+    return _APART.get(function, beside, lambda: _rewritten(function, beside)) or function
 
 
-def _rewritten(function: Function) -> Function | None:
+def _rewritten(function: Function, beside: bool) -> Function | None:
     """Return the function with its gradients apart, or None: what is kept does not hold its key."""
     done: dict[Function, Function] = {}
     for current in (*callees(function), function):
-        ops = tuple(_issued([_with_callees(op, done) for op in current.ops]))
+        called = [_with_callees(op, done) for op in current.ops]
+        ops = tuple(_issued(called) if beside else _weights_first(called))
         same = len(ops) == len(current.ops) and all(a is b for a, b in zip(ops, current.ops, strict=True))
         done[current] = current if same else replace(current, ops=ops)
     return None if done[function] is function else done[function]
@@ -71,6 +74,12 @@ def _issued(ops: Sequence[Op]) -> Iterator[Op]:
         yield from [late for late, collectives in waiting if collectives <= issued]
         waiting = [(late, collectives) for late, collectives in waiting if not collectives <= issued]
     yield from [late for late, _ in waiting]
+
+
+def _weights_first(ops: Sequence[Op]) -> Iterator[Op]:
+    """Yield the ops, gradients of products apart, those of inputs, which are the first, behind the others."""
+    for op in ops:
+        yield from reversed(_parts(op)) if len(_parts(op)) else [op]
 
 
 def _parts(op: Op) -> list[Op]:

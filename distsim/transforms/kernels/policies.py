@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distsim.cache import cached
 from distsim.errors import PlanError
@@ -11,6 +11,10 @@ from distsim.ir.function import Op
 from distsim.ir.type import Tensor
 from distsim.ir.value import Value
 from distsim.ops import Signature, operator, sharding_rule, signature_of, work
+
+LOSS_KERNELS = ("one", "torch", "megatron")
+"""Which kernels a cross entropy is: one; the two of torch; those that Megatron-LM's Python runs, one after
+the other in the place of the logits."""
 
 Joins = Callable[[Op, Op], bool]
 """(op, one that reads its result) -> whether one kernel may run both."""
@@ -26,9 +30,10 @@ class Kernels:
     ``multi_tensor``: optimizers and gradient clipping launch a kernel for many tensors
     (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
     kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
-    fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``apart``: a cross entropy is the two
-    kernels that torch runs for it (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: so are the
-    gradients of the operands of a product (:mod:`distsim.transforms.kernels.gradients`).
+    fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``loss``: which kernels a cross
+    entropy is, of :data:`LOSS_KERNELS` (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
+    gradients of the operands of a product are a kernel each (:mod:`distsim.transforms.kernels.gradients`).
+    ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
     """
 
     name: str
@@ -37,8 +42,14 @@ class Kernels:
     rotary: bool = False
     multi_tensor: bool = False
     interiors: bool = False
-    apart: bool = False
+    loss: str = "one"
     gradients_apart: bool = False
+    launched_as: str = ""
+
+    @property
+    def way(self) -> str:
+        """What a cost model is given for the launches of such kernels (``CostModel(kernels=...)``)."""
+        return self.launched_as or self.name
 
 
 @cached("whether an op is element by element, by signature", 65536)
@@ -136,7 +147,7 @@ def _megatron(first: Op, second: Op) -> bool:
         return True
     if "scale" in before and _scales(first):
         return True
-    if first.op_type in before:
+    if first.op_type in before and "in_steps" not in second.attributes:
         return True
     if second.op_type in ("Add", "Where"):
         residual = _shape(second.outputs[0]) == _shape(second.inputs[0]) == _shape(second.inputs[-1])
@@ -147,6 +158,11 @@ def _megatron(first: Op, second: Op) -> bool:
     if first.op_type in ("Swish", "Gelu") and second.op_type == "Mul":
         return True
     return first.op_type == "Softmax" and second.op_type == "Cast"
+
+
+def _alone(first: Op, second: Op) -> bool:
+    """Each op is a kernel of its own."""
+    return False
 
 
 def _compiled(first: Op, second: Op) -> bool:
@@ -167,20 +183,23 @@ def _elements(op: Op) -> int:
     return max([value.type.size for value in values if isinstance(value.type, Tensor)], default=0)
 
 
-_TORCH = {"epilogues": True, "multi_tensor": True, "gradients_apart": True}
+_TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True)
+_MEGATRON_LM = replace(_TORCH, joins=_megatron, rotary=True, interiors=True)
 
 KERNELS = {
     each.name: each
     for each in (
         Kernels("ops"),
-        Kernels("eager", lambda first, second: False, apart=True, **_TORCH),
-        Kernels("fused", _megatron, rotary=True, interiors=True, **_TORCH),
-        Kernels("compiled", _compiled, interiors=True, **_TORCH),
+        replace(_TORCH, name="eager", joins=_alone, loss="torch"),
+        replace(_MEGATRON_LM, name="fused", loss="megatron"),
+        replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
+        replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
-by op; ``fused``: with the fusions of Megatron-LM; ``compiled``: as a compiler joins them. All but the first
-have multi-tensor kernels."""
+by op; ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with that of the cross
+entropy too (``--cross-entropy-loss-fusion``); ``compiled``: as a compiler joins them. All but the first have
+multi-tensor kernels."""
 
 
 def kernels_named(name: str) -> Kernels:

@@ -102,8 +102,10 @@ def policy_named(text: str) -> Policy:
 
     ``ops:LIST`` saves of a block its inputs and the results of the ops of the types listed, as torchtitan's
     selective ``op`` does (``activation_checkpoint.py``: torch's policy function over a list of ops to save):
-    all others run again, collectives too, up to the last that backward needs. (Torch holds all results of
-    listed ops until the block has run again; here one that nothing reads again is not kept.)
+    all others run again, collectives too, up to the last that backward needs. ``TYPE/N`` saves of the ops of
+    a type in a block all but each N-th, as torchtitan's policy counts ``mm`` (``mm_count % 2``). (Torch
+    holds all results of listed ops until the block has run again; here one that nothing reads again is not
+    kept.)
 
     ``matmuls`` saves the results of matrix
     products only; ``min_cut`` the least bytes from which all that is cheap follows; ``budget:X`` at most the
@@ -120,8 +122,8 @@ def policy_named(text: str) -> Policy:
         share = partial(_within_budget, share=figure)
         return Policy(text, share, share)
     if name == "ops":
-        check_op_types(f"remat={text}", ops, "give types as in ops:MatMul+Attention")
-        return Policy(text, partial(only_ops, types=frozenset(ops)), run=Run.EARLY)
+        check_op_types(f"remat={text}", [name for name, _ in ops], "give types as in ops:MatMul+Attention")
+        return Policy(text, partial(only_ops, types=ops), run=Run.EARLY)
     if name == "block":
         return Policy(text, checkpoint, run=Run.WHOLE, first=int(figure))
     if name == "uniform":
@@ -136,9 +138,24 @@ def checkpoint(graph: JointGraph) -> list[int]:
     return _kept(graph, lambda node: False, collectives=False)
 
 
-def only_ops(graph: JointGraph, types: AbstractSet[str]) -> list[int]:
-    """Save the results of ops of these types, and what is tagged to be."""
-    return _kept(graph, lambda node: node.op in types and not node.wants_recompute, collectives=False)
+def only_ops(graph: JointGraph, types: Sequence[tuple[str, int]]) -> list[int]:
+    """Save the results of ops of these types, but each so many-th, and what is tagged to be.
+
+    With 0, the results of all ops of a type are saved.
+    """
+    among = dict(types)
+    places: dict[str, list[int]] = {name: [] for name in among}
+    for position, node in enumerate(graph.nodes):
+        if node.role is NodeRole.OP and node.phase is Phase.FORWARD and node.op in among:
+            places[node.op].append(position)
+    again = {at for name, every in types if every for at in places[name][every - 1 :: every]}
+    return [
+        position
+        for position in _kept(
+            graph, lambda node: node.op in among and not node.wants_recompute, collectives=False
+        )
+        if _op_of(graph, position) not in again
+    ]
 
 
 def matmuls(graph: JointGraph) -> list[int]:
@@ -196,11 +213,17 @@ def by_region(graph: JointGraph) -> Sequence[int]:
     return save_by_region(graph).saved
 
 
+def _op_of(graph: JointGraph, position: int) -> int:
+    """Return the place of the op of which a node is a result."""
+    node = graph.nodes[position]
+    return position if node.item is None else node.inputs[0]
+
+
 def _kept(graph: JointGraph, wanted: Callable[[JointNode], bool], collectives: bool = True) -> list[int]:
     """Return the forward values to save: those wanted or tagged, and ``collectives`` that are not tagged."""
     found: list[int] = []
     for position, node in enumerate(graph.nodes):
-        op = node if node.item is None else graph.nodes[node.inputs[0]]
+        op = graph.nodes[_op_of(graph, position)]
         if op.role is not NodeRole.OP or op.phase is not Phase.FORWARD or node.kind is NodeKind.TUPLE:
             continue
         collective = collectives and op.has(Trait.COLLECTIVE) and not node.wants_recompute
