@@ -44,21 +44,20 @@ def weight_versions(
     share, for sums of a batch that a pass makes beside those of a step, and where nothing is updated.
     """
     for _, _, updates in blocks:
-        if any(block.place == FIRST_CALL for _, block in updates):
+        if any(block.place == FIRST_CALL and replaced_inputs(block.function) for _, block in updates):
             raise ScheduleError(
                 f"{name}: new weights are gathered in the first forward pass of a step, and without a flush "
                 "they are new before that: use overlap_params=off, or 1f1b"
             )
     successor: dict[Value, Value] = {}
-    for block in [block for _, _, updates in blocks for _, block in updates]:
+    later = [[(n, block) for n, block in own if block.place != FIRST_CALL] for _, _, own in blocks]
+    for block in [block for own in later for _, block in own]:
         successor.update(_replaced(block, inputs))
     read = {*successor.values()}  # what is made after each batch, and what that is made of
     each: list[tuple[Block, ...]] = [() for _ in blocks]
     last: list[list[tuple[int, Block]]] = [[] for _ in blocks]
     updates = [
-        (n, stage, place, block)
-        for stage, (_, _, own) in enumerate(blocks)
-        for place, (n, block) in enumerate(own)
+        (n, stage, place, block) for stage, own in enumerate(later) for place, (n, block) in enumerate(own)
     ]
     for number, stage, _, block in sorted(updates, key=lambda update: update[:3], reverse=True):
         places = _of_batch(block, read)
