@@ -32,7 +32,6 @@ from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.text import seconds_text
 from distsim.simulate.quantities import bytes_label
 from distsim.streams import say
-from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
 MOST_EVENTS = 2_000_000
@@ -131,7 +130,6 @@ def run(options: argparse.Namespace) -> int:
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += said
-    notes += _casts_of_weights(plan, choices.precision)
     notes += _idle_devices(options, plan, topology, _samples(function))
     notes += _uneven_ranks(plan, program.schedule, simulation)
     if order is None and not simulation.fits:
@@ -217,20 +215,6 @@ def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, s
         way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
     idle = f"{count - plan.devices} of {count} devices of {options.cluster} are idle"
     return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
-
-
-def _casts_of_weights(plan: Plan, precision: Precision | None) -> list[str]:
-    """Say where weights are cast more often than frameworks cast them."""
-    if precision is None or plan.microbatches == 1:
-        return []
-    gathered = plan.dp > 1 and plan.zero == 3 and plan.resharding != "never"
-    whole = precision.parameter != precision.used and not gathered
-    if not whole and precision.linear is None:
-        return []
-    return [
-        f"each of the {plan.microbatches} microbatches casts weights anew and holds the copies until its "
-        "backward pass; frameworks hold one for all, so this takes too much memory, and some time"
-    ]
 
 
 UNEVEN = 1.1
