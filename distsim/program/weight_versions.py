@@ -133,8 +133,9 @@ def _verify(
             "weights; use 1f1b, or train with an optimizer"
         )
     home = {key: makers[new].stage for key, new in versions.successor.items()}
-    for stage, (forward, backward, _) in enumerate(blocks):
-        shared = [key for key in (*forward.inputs, *backward.inputs) if home.get(key, stage) != stage]
+    for stage, (forward, backward, updates) in enumerate(blocks):
+        ahead = [key for _, block in updates if block.place == FIRST_CALL for key in block.inputs]
+        shared = [key for key in (*forward.inputs, *backward.inputs, *ahead) if home.get(key, stage) != stage]
         if shared:
             raise _shared(name, shared[0], stage, home[shared[0]])
         for update in versions.each[stage]:

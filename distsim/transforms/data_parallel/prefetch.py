@@ -139,18 +139,19 @@ class _Prefetcher:
             unit = open_unit.get(key)
             layer = layer_of(op)
             if unit is not None and call and layer and unit.layer == layer:  # it reads what was cast for it
-                unit.anchor = unit.anchor or self._anchor(number, weights)
+                unit.anchor = unit.anchor or self._anchor(number, weights, unit.start)
             elif unit is None or call or unit.layer != layer:
                 unit = _Unit(number, self._anchor(number, weights), [], layer)
                 self.units.setdefault(key, []).append(unit)
             unit.gathers += waiting.get(number, ())
             open_unit[key] = None if call else unit
 
-    def _anchor(self, number: int, weights: set[int]) -> Value | None:
-        """Return what the op waits for: the last made of what it reads that is no weight."""
+    def _anchor(self, number: int, weights: set[int], start: int | None = None) -> Value | None:
+        """Return what the op waits for: what it reads that is made last, before ``start``, and no weight."""
         function = self.function
         read = [v for v in function.reads[number] if v not in weights and not function.held[v]]
         read = [v for v in read if function.producer[v] < 0 or not function.loose[function.producer[v]]]
+        read = [v for v in read if start is None or function.producer[v] < start]
         return function.values[max(read)] if read else None
 
     def _written(self, gather: int, anchor: Value | None) -> list[Op]:
