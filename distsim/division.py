@@ -23,6 +23,7 @@ from distsim.transforms.kernels.gradients import gradients_apart
 from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.op_graph import Numbered, is_sum
+from distsim.transforms.outlining.lift import lift_weights
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Cut, cut_stages
 from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut, layers_of_stages
@@ -105,7 +106,7 @@ class _KeptCuts:
     def __init__(self, function: Function) -> None:
         whole, function = function, only_needed(function, function.outputs, "no output needs it")
         flat = not any(op.is_call for op in function.ops)
-        outlined = outline(updates_last(function)) if flat else function
+        outlined = lift_weights(outline(updates_last(function)) if flat else function)
         self.outlined = None if outlined is whole else outlined
         self.numbered = [Numbered(outlined)]
         self.written: list[Function] = []  # with one level of Calls written out, with two, ...
@@ -194,7 +195,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
 
     def rematerialized() -> Sharded:
         fused = replace(local, function=recompute_interiors(local.function, key.kernels))
-        divided = zero(fused, key.zero, ahead=ahead) if key.zero else fused
+        divided = zero(fused, key.zero, ahead=ahead, kept=key.reshard == "never") if key.zero else fused
         tags = gathered(divided.function, key.reshard != "never", key.reshard == "auto")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:

@@ -279,22 +279,6 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
     assert times[0] > times[1]
 
 
-@pytest.mark.parametrize(
-    ("policy", "plan", "said"),
-    [
-        ("fp8", "pp=2,microbatches=4", True),
-        ("fp8", "pp=2", False),
-        ("fsdp2", "dp=2,microbatches=2", True),
-        ("fsdp2", "dp=2,microbatches=2,zero=3", False),
-        ("mixed", "pp=2,microbatches=4", False),
-    ],
-)
-def test_copies_of_weights_that_are_held_too_often_are_noted(capsys, policy, plan, said):
-    command = ["mlp:layers=4,width=64", "--batch", 8, "--precision", policy, "--plan", plan]
-    out = simulate(capsys, *command, cluster="dgx-h100")
-    assert ("microbatches casts weights anew" in out) == said
-
-
 def test_a_stack_divides_the_sequence_where_there_are_ranks_to(capsys):
     command = ["gpt:layers=2,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8, "--stack"]
     for stack, plan, said, unsaid in (

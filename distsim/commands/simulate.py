@@ -33,7 +33,6 @@ from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.text import seconds_text
 from distsim.simulate.quantities import bytes_label
 from distsim.streams import say
-from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
 MOST_EVENTS = 2_000_000
@@ -133,7 +132,6 @@ def run(options: argparse.Namespace) -> int:
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += said
     notes += _unknown_kernel(choices.attention, topology)
-    notes += _casts_of_weights(plan, choices.precision)
     notes += _idle_devices(options, plan, topology, _samples(function))
     notes += _uneven_ranks(plan, program.schedule, simulation)
     if order is None and not simulation.fits:
@@ -229,20 +227,6 @@ def _unknown_kernel(attention: str | None, topology: Topology) -> list[str]:
     return [
         f"attention {attention}: the cluster has no figure for it ([device.attention] of its file), so it "
         "takes as long as the usual kernel"
-    ]
-
-
-def _casts_of_weights(plan: Plan, precision: Precision | None) -> list[str]:
-    """Say where weights are cast more often than frameworks cast them."""
-    if precision is None or plan.microbatches == 1:
-        return []
-    gathered = plan.dp > 1 and plan.zero == 3 and plan.resharding != "never"
-    whole = precision.parameter != precision.used and not gathered
-    if not whole and precision.linear is None:
-        return []
-    return [
-        f"each of the {plan.microbatches} microbatches casts weights anew and holds the copies until its "
-        "backward pass; frameworks hold one for all, so this takes too much memory, and some time"
     ]
 
 

@@ -35,6 +35,9 @@ from distsim.ops.places import (
 )
 from distsim.ops.sharding_rule import ShardingRule, letters
 
+ONCE = "once"
+"""The attribute of what is made of weights once a step, and held for every microbatch: casts, gathers."""
+
 register(
     Operator(
         "Identity",

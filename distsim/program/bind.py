@@ -64,6 +64,9 @@ class Binder:
         self.chain = len(parts.blocks)
         self.makers = parts.makers()
         self.versions = None if flush else parts.versions
+        # Without a flush each forward call makes of its version of the weights what else is made once a step.
+        ahead = () if self.versions is None else parts.ahead.values()
+        self.anew = frozenset([key for block in ahead for key in block.outputs])
         # Copies of the model are summed first; versions of the weights have their own sums.
         self.ends_early = flush and copies == 1 and bool(parts.early)
         self.calls: dict[tuple[int, int, bool], BoundBlock | None] = {}
@@ -88,7 +91,7 @@ class Binder:
     def once(self, key: Value) -> bool:
         """Whether there is one value of a key per step; one that only two halves of a pass know has many."""
         maker = self.makers.get(key)
-        return maker is not None and maker.once
+        return maker is not None and maker.once and key not in self.anew
 
     # --- calls ----------------------------------------------------------------------------------------
 
@@ -125,13 +128,22 @@ class Binder:
             found = self.keys[stage, kind, start] = reads, makes
         reads, makes = found
         function, names = part.function, part.names
-        ahead = self.parts.ahead.get(stage % self.chain)
-        if ahead is not None and kind is Kind.FORWARD and not place & LATER:
-            return self._begun(part, stage, ahead, reads, makes)
         adds = bool(part.accumulated and place & LATER and part.accumulating is not None)
         if adds and part.accumulating is not None:
             reads = (*reads, *[Key(v, rank, ONCE) for v in part.accumulated])
             function, names = part.accumulating, part.accumulating_names
+        ahead = self.parts.ahead.get(stage % self.chain)
+        if ahead is not None and kind is Kind.FORWARD and (self.versions or not place & LATER):
+            made = {key: at for at, key in enumerate(ahead.outputs)}
+            places = tuple([made.get(key.value, -1) for key in reads])
+            begin = beginning(function, ahead.function, places)
+            reads = (*[key for key, at in zip(reads, places, strict=True) if at < 0],)
+            reads += tuple([self._read(v, rank, start) for v in ahead.inputs])
+            makes += tuple([Key(v, rank, ONCE if self.once(v) else FIRST) for v in ahead.outputs])
+            names = begin.names(names, ahead.names)
+            return BoundBlock(
+                kind.value, rank, reads, makes, begin.function, names, (stage,), adds=adds, begins=True
+            )
         after = self.parts.early.get(stage % self.chain) if self.ends_early and place & LAST else None
         if after is None or not {*after.inputs} <= {*part.accumulated}:
             return BoundBlock(kind.value, rank, reads, makes, function, names, (stage,), adds=adds)
@@ -141,21 +153,6 @@ class Binder:
         makes = (*[makes[place] for place in end.kept], *[Key(v, rank, ONCE) for v in after.outputs])
         names = end.names(names, after.names)
         return BoundBlock(kind.value, rank, reads, makes, end.function, names, (stage,), adds=adds, ends=True)
-
-    def _begun(
-        self, part: Block, stage: int, ahead: Block, reads: tuple[Key, ...], makes: tuple[Key, ...]
-    ) -> BoundBlock:
-        """Return the first forward call of a stage, which makes what later ones read."""
-        rank, made = self.rank_of[stage], {key: place for place, key in enumerate(ahead.outputs)}
-        places = tuple([made.get(value, -1) for value in part.inputs])
-        begin = beginning(part.function, ahead.function, places)
-        reads = (*[key for key, place in zip(reads, places, strict=True) if place < 0],)
-        reads += tuple([Key(v, rank, ONCE) for v in ahead.inputs])
-        makes += tuple([Key(v, rank, ONCE) for v in ahead.outputs])
-        names = begin.names(part.names, ahead.names)
-        return BoundBlock(
-            Kind.FORWARD.value, rank, reads, makes, begin.function, names, (stage,), begins=True
-        )
 
     def _read(self, value: Value, rank: int, start: bool) -> Key:
         """Return the key that is read of a value: of weights those of the start, or the row's version."""

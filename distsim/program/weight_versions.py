@@ -44,21 +44,20 @@ def weight_versions(
     share, for sums of a batch that a pass makes beside those of a step, and where nothing is updated.
     """
     for _, _, updates in blocks:
-        if any(block.place == FIRST_CALL for _, block in updates):
+        if any(block.place == FIRST_CALL and replaced_inputs(block.function) for _, block in updates):
             raise ScheduleError(
                 f"{name}: new weights are gathered in the first forward pass of a step, and without a flush "
                 "they are new before that: use overlap_params=off, or 1f1b"
             )
     successor: dict[Value, Value] = {}
-    for block in [block for _, _, updates in blocks for _, block in updates]:
+    later = [[(n, block) for n, block in own if block.place != FIRST_CALL] for _, _, own in blocks]
+    for block in [block for own in later for _, block in own]:
         successor.update(_replaced(block, inputs))
     read = {*successor.values()}  # what is made after each batch, and what that is made of
     each: list[tuple[Block, ...]] = [() for _ in blocks]
     last: list[list[tuple[int, Block]]] = [[] for _ in blocks]
     updates = [
-        (n, stage, place, block)
-        for stage, (_, _, own) in enumerate(blocks)
-        for place, (n, block) in enumerate(own)
+        (n, stage, place, block) for stage, own in enumerate(later) for place, (n, block) in enumerate(own)
     ]
     for number, stage, _, block in sorted(updates, key=lambda update: update[:3], reverse=True):
         places = _of_batch(block, read)
@@ -134,8 +133,9 @@ def _verify(
             "weights; use 1f1b, or train with an optimizer"
         )
     home = {key: makers[new].stage for key, new in versions.successor.items()}
-    for stage, (forward, backward, _) in enumerate(blocks):
-        shared = [key for key in (*forward.inputs, *backward.inputs) if home.get(key, stage) != stage]
+    for stage, (forward, backward, updates) in enumerate(blocks):
+        ahead = [key for _, block in updates if block.place == FIRST_CALL for key in block.inputs]
+        shared = [key for key in (*forward.inputs, *backward.inputs, *ahead) if home.get(key, stage) != stage]
         if shared:
             raise _shared(name, shared[0], stage, home[shared[0]])
         for update in versions.each[stage]:

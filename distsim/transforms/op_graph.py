@@ -12,6 +12,7 @@ from functools import cached_property
 from distsim.cost.cost_model import DeviceCosts
 from distsim.ir import Attributes, Function, Op, Role, Tensor, Value
 from distsim.ops import operator
+from distsim.ops.conversion import ONCE
 
 Numbers = tuple[int, ...]
 
@@ -155,7 +156,7 @@ class Numbered:
     def seconds(self, costs: DeviceCosts) -> dict[int, float]:
         """Return how long each forward op keeps the device busy; equal ops are looked at once.
 
-        What is made of parameters alone, as casts of weights, is work of the op that reads it first.
+        What is made of parameters alone is work of the op that reads it first; of none if once a step.
         """
         found = self._seconds.get(costs.key)
         if found is None:
@@ -167,11 +168,12 @@ class Numbered:
                     if kind not in known:
                         known[kind] = costs.seconds(op)
                     found[index] = known[kind]
+            once = self.once()
             for index in sorted(self.of_weights & found.keys()):  # before its reader
                 readers = [self._first_reader[v] for v in self.makes[index] if v in self._first_reader]
                 reader = min(readers, default=-1)
                 if reader in found:
-                    found[reader] += found[index]
+                    found[reader] += 0.0 if index in once else found[index]
                     found[index] = 0.0
             self._seconds[costs.key] = found
         return found
@@ -190,6 +192,40 @@ class Numbered:
                 found.add(index)
                 for value in self.makes[index]:
                     weight[value] = True
+        return found
+
+    def once(self, stage: Sequence[int] = ()) -> set[int]:
+        """Return the forward ops that run once a step: those that are marked so (:data:`ONCE`), what leads to
+        them, and views.
+
+        They read parameters alone. Not what is made of one that is gathered over ranks for each pass, nor
+        what only such a gather reads: it is there as long as that. Given the ``stage`` of each op, not what
+        another stage reads: that is sent to it with each microbatch.
+        """
+        marked = [bool(op.attributes.get(ONCE)) for op in self.ops]
+        if not any(marked):
+            return set()
+        readers: dict[int, list[int]] = {}
+        for index, read in enumerate(self.reads):
+            for value in read:
+                readers.setdefault(value, []).append(index)
+        moved: set[int] = set()
+        for index in sorted(self.of_weights):
+            before = {self.producer[value] for value in self.reads[index]}
+            moves = operator(self.ops[index].op_type).moves and not marked[index]
+            users = [user for value in self.makes[index] for user in readers.get(value, ())]
+            away = stage and any(stage[user] != stage[index] for user in users if not self.steps[user])
+            if moves or away or not before.isdisjoint(moved):
+                moved.add(index)
+        found: set[int] = set()
+        for index in sorted(self.of_weights - moved, reverse=True):
+            users = [user for value in self.makes[index] for user in readers.get(value, ())]
+            if (marked[index] and not moved.issuperset(users)) or not found.isdisjoint(users):
+                found.add(index)
+        for index in sorted(self.of_weights - moved - found):
+            before = {self.producer[value] for value in self.reads[index]}
+            if operator(self.ops[index].op_type).view and before <= found:
+                found.add(index)
         return found
 
     @cached_property

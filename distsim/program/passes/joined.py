@@ -8,7 +8,7 @@ parameters are gathered during the first forward pass of the next step, a bucket
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.cache import Cache
@@ -117,37 +117,46 @@ class _Joiner:
         env: dict[Value, Value] = {
             value: Value(value.name, value.type, value.role) for value in before.inputs
         }
-        buckets = self._buckets(before, made)
-        readers = [reader for reader, _ in buckets]
-        for number in range(len(buckets)):  # each is gathered where the one before is read first
-            readers[number] = buckets[max(number - 1, 0)][0]
-        ahead = list(zip(readers, [own for _, own in buckets], strict=True))
+        ahead = self._parts(before, made)
         for place, op in enumerate(function.ops):
-            while ahead and ahead[0][0] == place:
-                self._gather(before, ahead.pop(0)[1], env, made, self._anchor(op, made))
+            while ahead and ahead[0][0] <= place:
+                self._make(before, ahead.pop(0)[1], env, made, op)
             self._add(op, (0, place))
         for _, own in ahead:
-            self._gather(before, own, env, made, None)
+            self._make(before, own, env, made, None)
         given = [value for value, at in zip(function.inputs, places, strict=True) if at < 0]
         inputs = (*given, *[env[value] for value in before.inputs])
         kept = tuple(range(len(function.outputs)))
         outputs = [made.get(value, env.get(value, value)) for value in before.outputs]
         return self._joined(inputs, kept, outputs, "first")
 
-    def _buckets(self, before: Function, made: Mapping[Value, Value]) -> list[tuple[int, list[int]]]:
-        """Return, in order, where each collective is read first, and its ops with those that lead to it."""
-        function = self.function
+    def _parts(self, before: Function, made: Mapping[Value, Value]) -> list[tuple[int, list[int]]]:
+        """Return, in order, the place before which each part of ``before`` runs, and its ops.
+
+        A part is a collective with what leads to it, or another op: right before what reads it first.
+        """
         first: dict[Value, int] = {}
-        for place in reversed(range(len(function.ops))):
-            first.update(dict.fromkeys(function.ops[place].inputs, place))
-        found: list[tuple[int, list[int]]] = []
+        for place in reversed(range(len(self.function.ops))):
+            first.update(dict.fromkeys(self.function.ops[place].inputs, place))
+        end = len(self.function.ops)
+        needed = {value: first.get(formal, end) for value, formal in made.items()}
         producer = {value: place for place, op in enumerate(before.ops) for value in op.outputs}
-        for place, op in enumerate(before.ops):
-            if operator(op.op_type).moves:
-                read = [first.get(made[value], len(function.ops)) for value in op.outputs if value in made]
-                own = [producer[value] for value in op.inputs if value in producer]
-                found.append((min(read, default=len(function.ops)), [*own, place]))
-        return sorted(found, key=lambda bucket: bucket[0])
+        found: list[tuple[int, list[int]]] = []
+        at: list[int] = [end] * len(before.ops)
+        for place in reversed(range(len(before.ops))):
+            op = before.ops[place]
+            at[place] = min([needed.get(value, end) for value in op.outputs], default=end)
+            for value in op.inputs:
+                needed[value] = min(needed.get(value, end), at[place])
+        sent = [place for place, op in enumerate(before.ops) if operator(op.op_type).moves]
+        sent.sort(key=at.__getitem__)
+        taken: set[int] = set()
+        for number, place in enumerate(sent):  # each is gathered where the one before is read first
+            own = _leading(before, place, producer, taken)
+            taken.update(own)
+            found.append((at[sent[max(number - 1, 0)]], own))
+        found += [(at[place], [place]) for place in range(len(before.ops)) if place not in taken]
+        return sorted(found, key=lambda part: part[0])
 
     def _anchor(self, op: Op, made: Mapping[Value, Value]) -> Value | None:
         """Return what an op waits for besides weights, if it does."""
@@ -156,22 +165,38 @@ class _Joiner:
         last = {value: place for place, own in enumerate(self.ops) for value in own.outputs}
         return max(read, key=lambda value: last.get(value, -1), default=None)
 
-    def _gather(
+    def _make(
         self,
         before: Function,
         places: Sequence[int],
         env: dict[Value, Value],
         made: Mapping[Value, Value],
-        anchor: Value | None,
+        reader: Op | None,
     ) -> None:
-        """Add the ops of a collective, behind a barrier that waits for ``anchor``."""
+        """Add ops of what runs once a step; a collective waits for what its ``reader`` waits for besides."""
         for place in places:
             op = before.ops[place]
             inputs = [env.get(value, value) for value in op.inputs]
-            if anchor is not None and operator(op.op_type).moves:
+            moves = operator(op.op_type).moves
+            anchor = self._anchor(reader, made) if reader is not None and moves else None
+            if anchor is not None:
                 late = Value(inputs[0].name, inputs[0].type)
                 self._add(Op("OptimizationBarrier", (inputs[0], anchor), (late,)), None)
                 inputs[0] = late
             outputs = tuple([made.get(value, Value(value.name, value.type)) for value in op.outputs])
             env.update(zip(op.outputs, outputs, strict=True))
             self._add(replace(op, inputs=tuple(inputs), outputs=outputs), (1, place))
+
+
+def _leading(
+    function: Function, place: int, producer: Mapping[Value, int], taken: Collection[int]
+) -> list[int]:
+    """Return an op and those before it of which it is made, but for those ``taken``, in order."""
+    found, todo = {place}, [place]
+    while todo:
+        for value in function.ops[todo.pop()].inputs:
+            made = producer.get(value, -1)
+            if made >= 0 and made not in found and made not in taken:
+                found.add(made)
+                todo.append(made)
+    return sorted(found)

@@ -49,16 +49,18 @@ class Precision:
     """The element types of a training step.
 
     ``parameter``: as which a weight is held. ``used``: as which ops read it, and float inputs; where that is
-    another type the whole weight is cast before it is read, and gathered as that. ``compute``: what products
-    read and make. ``wide``: in which the operators of ``wide_ops`` read and make everything. ``master``: of
-    the copy that is updated in place of the weight (None: there is none). ``gradient_sum``: in which
-    gradients are summed over microbatches and over ranks. ``update``: as which the optimizer reads their
-    sum. ``states``: of the optimizer's states in order, the last one of those that follow as well.
-    ``product_rate`` names the rate at which float32 products run, where it is not their own (tfloat32).
-    ``linear``: to which the operands of products with a weight are cast, but for that which makes the
-    predictions (None: they stay as they are); an 8-bit type, of which the gradient of a result takes the one
-    with the larger range. ``loss_scale``: by what the loss is multiplied before the backward pass, and
-    gradients divided before the update (None: not at all); that of a step somewhere in training.
+    another type the whole weight is cast before it is read, and gathered as that: once a step, unless it is
+    gathered for each pass, as FSDP2 does. ``compute``: what products read and make. ``wide``: in which the
+    operators of ``wide_ops`` read and make everything. ``master``: of the copy that is updated in place of
+    the weight (None: there is none). ``gradient_sum``: in which gradients are summed over microbatches and
+    over ranks. ``update``: as which the optimizer reads their sum. ``states``: of the optimizer's states in
+    order, the last one of those that follow as well. ``product_rate`` names the rate at which float32
+    products run, where it is not their own (tfloat32). ``linear``: to which the operands of products with a
+    weight are cast, but for that which makes the predictions (None: they stay as they are), weights once a
+    step, as Transformer Engine's ``is_first_microbatch`` has it; an 8-bit type, of which the gradient of a
+    result takes the one with the larger range. ``loss_scale``: by what the loss is multiplied before the
+    backward pass, and gradients divided before the update (None: not at all); that of a step somewhere in
+    training.
 
     What travels between ranks is of the type ``gradient_sum``, and gathered as ``used``. Raises
     :class:`PlanError` for a type that is none of those that a field may have, and for an op that does not

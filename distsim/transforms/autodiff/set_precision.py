@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import onnx.helper
 
 from distsim.ir import (
+    NO_ATTRIBUTES,
     Attributes,
     BFloat16,
     DType,
@@ -28,6 +29,7 @@ from distsim.ir import (
     rewrite,
 )
 from distsim.ops import signature_of, work
+from distsim.ops.conversion import ONCE
 from distsim.transforms.autodiff.precision import LOSSES, Precision
 
 _CASTS = ("Cast", "GradientCast", "GradientCopy", "ScaleGradient")
@@ -66,7 +68,8 @@ def apply_precision(function: Function, precision: Precision) -> Function:
     is not ``precision.used`` the first op that reads one finds it cast as a whole. Products read
     ``precision.compute``, the operators of ``precision.wide_ops`` ``precision.wide``; any other op takes the
     widest type of what it reads, of which constants do not count: they take the type of what they meet. A
-    value is cast once for all ops of its function that read it so.
+    value is cast once for all ops of its function that read it so. What is cast of a parameter as a whole,
+    and the weights of linear layers, are marked to be made once a step (:data:`ONCE`).
     """
     if all(dtype == Float32() for dtype in (precision.parameter, precision.used, precision.compute)):
         return function
@@ -183,7 +186,7 @@ class _FunctionCaster:
     def _used(self, value: Value) -> Value:
         """Return a value as ops read it: a parameter is cast as a whole."""
         if value in self.held and _float_type(value) == self.precision.parameter:
-            return self._cast(value, self.precision.used)
+            return self._cast(value, self.precision.used, {ONCE: True})
         return value
 
     def _call(self, op: Op, reads: Sequence[Value]) -> tuple[Value, ...]:
@@ -220,11 +223,12 @@ class _FunctionCaster:
         options = {"to": cast_number(self.precision.linear or self.precision.compute)}
         factors: list[Value] = []
         for value, name in zip(reads[:2], ("transA", "transB"), strict=True):
+            once = {ONCE: True} if value in self.weights else {}
             if op.attributes.get(name, 0):
                 value = self.maker.add("Transpose", [value], {"perm": (1, 0)})[0]
             key = value, self.precision.linear or self.precision.compute
             if key not in self.casts:
-                self.casts[key] = self.maker.add("Float8Cast", [value], options)[0]
+                self.casts[key] = self.maker.add("Float8Cast", [value], options | once)[0]
             factors.append(self.casts[key])
         to = {"to": cast_number(self.precision.compute)}
         names = [value.name for value in op.outputs]
@@ -248,8 +252,9 @@ class _FunctionCaster:
         counted = [dtype for value, dtype in floats.items() if value not in self.constants]
         return max(counted or floats.values(), key=_WIDTH.__getitem__)
 
-    def _cast(self, value: Value, dtype: DType) -> Value:
-        """Return a value as one of a type; a constant is made anew, or else it is cast, once."""
+    def _cast(self, value: Value, dtype: DType, marks: Mapping[str, Any] = NO_ATTRIBUTES) -> Value:
+        """Return a value as one of a type; a constant is made anew, or else it is cast, once: by a Cast with
+        these attributes besides."""
         if _float_type(value) == dtype:
             return value
         found = self.casts.get((value, dtype))
@@ -260,9 +265,9 @@ class _FunctionCaster:
                 literal = Literal(number.array.astype(dtype.np)) if isinstance(number, Literal) else number
                 found = self.maker.add("Constant", (), {**op.attributes, "value": literal})[0]
             else:
-                found = self.maker.add(
-                    "Cast", [value], {"to": cast_number(dtype)}, output_names=[f"{value.name}.{dtype.short}"]
-                )[0]
+                options = {"to": cast_number(dtype), **marks}
+                name = f"{value.name}.{dtype.short}"
+                found = self.maker.add("Cast", [value], options, output_names=[name])[0]
             self.casts[value, dtype] = found
             if value in self.weights:
                 self.weights.add(found)

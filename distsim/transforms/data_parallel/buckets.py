@@ -15,6 +15,7 @@ from distsim.ir import Attributes, Function, Mesh, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.coalescing import in_messages
+from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
 from distsim.transforms.data_parallel.gradient_buckets import (
     GradientReduction,
@@ -27,14 +28,12 @@ from distsim.transforms.op_graph import Numbered, StageMap
 class Bucketed(NamedTuple):
     """A function with its stages.
 
-    ``early`` are the ops that reduce buckets during backward, or prepare for that, ``ahead`` those that
-    gather parameters when a step begins.
+    ``early`` are the ops that reduce buckets during backward, or prepare for that.
     """
 
     function: Numbered
     assigned: StageMap
     early: frozenset[int]
-    ahead: frozenset[int]
 
 
 def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) -> Bucketed:
@@ -46,7 +45,7 @@ def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) ->
     """
     found = gradient_buckets(function, assigned, buckets) if buckets is not None else []
     if buckets is None or not found:
-        return Bucketed(function, assigned, frozenset(), frozenset())
+        return Bucketed(function, assigned, frozenset())
     return _BucketWriter(function, assigned, buckets).write(found)
 
 
@@ -73,7 +72,6 @@ class _BucketWriter:
         for number, bucket in enumerate(buckets):
             self.bucket_of.update({ops[own.reduction].outputs[0]: number for own in bucket})
         self._gather_ahead()
-        ahead = frozenset(range(len(self.ops)))
         self._write_passes(each)
         first, later = len(self.ops), list[Op]()
         if not self.buckets.early:
@@ -93,7 +91,7 @@ class _BucketWriter:
         made = Numbered(Function(function.name, tuple(function.inputs), tuple(self.ops), outputs))
         place = {value: i for i, value in enumerate(made.values)}
         homes = {place[function.values[value]]: at for value, at in self.assigned.homes.items()}
-        return Bucketed(made, StageMap(self.stages, homes), frozenset(early), ahead)
+        return Bucketed(made, StageMap(self.stages, homes), frozenset(early))
 
     def _add(self, op: Op, stage: int = -1) -> None:
         inputs = op.inputs
@@ -130,7 +128,7 @@ class _BucketWriter:
                 self.ops.append(Op("LocalPart", (value,), (part,), Attributes({"axis": axis})))
                 self.stages.append(stage)
                 made = self.whole[value, stage] = Value(value.name, type_)
-                attributes = Attributes({"axis": axis, "shapes": (type_.shape,)})
+                attributes = Attributes({"axis": axis, "shapes": (type_.shape,), ONCE: True})
                 gather = Op("MPIAllgatherInto", (part, value), (made,), attributes)
                 sent.setdefault((bucket_of[value], stage), []).append(gather)
         for (_, stage), gathers in sent.items():

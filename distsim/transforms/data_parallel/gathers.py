@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from distsim.hardware.rank_axes import OUTER, joined_axes
-from distsim.ir import Function, Mesh, Op, Value
+from distsim.ir import Function, Mesh, Op, Value, needed_ops
 from distsim.ops import operator
+from distsim.ops.conversion import ONCE
 from distsim.ops.places import shape_of
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.recompute.saves import Tag
@@ -47,9 +48,11 @@ def gathered(function: Function, reshard: bool = True, keep_last: bool = False) 
     chain is recomputed, so no gathered weight is held as an activation. Otherwise the last value that is no
     view is saved, and the rest is recomputed from it or from the parameter: of views, which need what they
     are views of, those that backward reads. ``keep_last``: so it is with what the last unit reads, after the
-    last Call of forward: backward begins with it, and torch's FSDP2 keeps norm and output head.
+    last Call of forward: backward begins with it, and torch's FSDP2 keeps norm and output head. What is made
+    once a step (:data:`ONCE`) of a weight that is gathered again is made again as well.
     """
     tags: dict[Value, Tag] = {}
+    dropped = set[Value]()
     numbered = Numbered(function)
     ahead = zip(function.ops, numbered.forward, strict=True)
     late = {value for op, forward in ahead if not forward for value in op.inputs}
@@ -64,7 +67,21 @@ def gathered(function: Function, reshard: bool = True, keep_last: bool = False) 
             if chain[-1].outputs[0] not in late:
                 for op in chain[last + 1 :]:
                     del tags[op.outputs[0]]
-    return tags
+        else:
+            dropped.update([v for op in chain for v in op.outputs])
+    return tags | _follow(function, dropped)
+
+
+def _follow(function: Function, dropped: set[Value]) -> dict[Value, Tag]:
+    """Return tags that say of what is made once a step of dropped values that it is recomputed."""
+    after: list[Op] = []
+    for op in function.ops:
+        if op.inputs and not op.is_call and dropped.issuperset(op.inputs) and dropped.isdisjoint(op.outputs):
+            dropped.update(op.outputs)
+            after.append(op)
+    once = [value for op in after if op.attributes.get(ONCE) for value in op.outputs]
+    made = [value for op in needed_ops(after, once) for value in op.outputs]
+    return dict.fromkeys(made, Tag.MUST_RECOMPUTE)
 
 
 def chains(function: Function) -> list[tuple[Op, ...]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ops.coalescing import in_messages
+from distsim.ops.conversion import ONCE
 from distsim.transforms.data_parallel.gathers import chains, gathers
 from distsim.transforms.op_graph import Numbered, StageMap
 
@@ -24,7 +25,8 @@ def prefetch(function: Numbered, assigned: StageMap, whole: bool = False) -> tup
 
     In each pass of each stage the gathers of a unit stand before the unit that comes before it there, behind
     a barrier that waits for what that one waits for. Those of the first unit of the forward pass wait for
-    nothing, those of the first of the backward pass for what it reads of the forward pass. A function that
+    nothing, as those do that are made once a step (:meth:`Numbered.once`), those of the first of the backward
+    pass for what it reads of the forward pass. A function that
     gathers no parameters over dp is returned as it is.
     """
     if not any(gathers(op) for op in function.ops):
@@ -73,7 +75,8 @@ class _Prefetcher:
         for (_, forward), units in self.units.items():
             for place, unit in enumerate(units):
                 ahead = units[place - 1] if place else unit
-                anchor = None if forward and not place else ahead.anchor
+                kept = any(self.function.ops[gather].attributes.get(ONCE) for gather in unit.gathers)
+                anchor = None if forward and (kept or not place) else ahead.anchor
                 if unit.gathers:
                     self.before.setdefault(ahead.start, []).append((unit.gathers, anchor))
         ops: list[Op] = []
@@ -120,28 +123,35 @@ class _Prefetcher:
             waiting.setdefault(last, []).append(number)
         open_unit: dict[tuple[int, bool], _Unit | None] = {}
         gathered = {value for number in self.chain for value in function.makes[number]}
+        weights = set(gathered)  # with what is made of them alone
         for number, op in enumerate(function.ops):
             if number in self.chain or function.steps[number] or function.loose[number]:
                 continue
             key = (self.assigned.stage[number], function.forward[number])
             reads = [v for v in function.reads[number] if v in gathered]
             call = op.is_call
+            if reads and not call and weights.issuperset(function.reads[number]):
+                weights.update(function.makes[number])
             if not reads:
                 if call:
                     open_unit[key] = None
                 continue
             unit = open_unit.get(key)
-            if unit is None or call or unit.layer != layer_of(op):
-                unit = _Unit(number, self._anchor(number, gathered), [], layer_of(op))
+            layer = layer_of(op)
+            if unit is not None and call and layer and unit.layer == layer:  # it reads what was cast for it
+                unit.anchor = unit.anchor or self._anchor(number, weights, unit.start)
+            elif unit is None or call or unit.layer != layer:
+                unit = _Unit(number, self._anchor(number, weights), [], layer)
                 self.units.setdefault(key, []).append(unit)
             unit.gathers += waiting.get(number, ())
             open_unit[key] = None if call else unit
 
-    def _anchor(self, number: int, gathered: set[int]) -> Value | None:
-        """Return what the op waits for: the last made of what it reads that is no weight."""
+    def _anchor(self, number: int, weights: set[int], start: int | None = None) -> Value | None:
+        """Return what the op waits for: what it reads that is made last, before ``start``, and no weight."""
         function = self.function
-        read = [v for v in function.reads[number] if v not in gathered and not function.held[v]]
+        read = [v for v in function.reads[number] if v not in weights and not function.held[v]]
         read = [v for v in read if function.producer[v] < 0 or not function.loose[function.producer[v]]]
+        read = [v for v in read if start is None or function.producer[v] < start]
         return function.values[max(read)] if read else None
 
     def _written(self, gather: int, anchor: Value | None) -> list[Op]:

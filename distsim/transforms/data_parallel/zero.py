@@ -24,6 +24,7 @@ from distsim.interpret import infer_types
 from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
+from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
 from distsim.transforms.data_parallel.gathers import outer_axis, replicating_axis, summed_axis
 from distsim.transforms.data_parallel.optimizer_steps import (
@@ -42,7 +43,9 @@ _BY_ELEMENT = ("GradientCopy", "ScaleGradient")
 """What may stand between the sum of a gradient and its update, besides views."""
 
 
-def zero(local: Sharded, stage: int = 3, smallest: int = 1, ahead: bool = False) -> Sharded:
+def zero(
+    local: Sharded, stage: int = 3, smallest: int = 1, ahead: bool = False, kept: bool = False
+) -> Sharded:
     """Divide over the dp ranks what a stage of ZeRO divides of what :func:`shard` made.
 
     Of each parameter of at least ``smallest`` elements, as tp leaves it, of its gradient or its optimizer
@@ -51,6 +54,7 @@ def zero(local: Sharded, stage: int = 3, smallest: int = 1, ahead: bool = False)
     once for each run of ops between Calls, and for each Call, that reads it in forward; backward reads what
     forward gathered (:func:`gathered` tags it to be gathered again instead).
 
+    ``kept``: in stage 3 parameters are gathered once a step (:data:`ONCE`), and held for every microbatch.
     ``ahead``: before stage 3, a step ends with each rank's part of the new parameters: who cuts the function
     into stages gathers them when the next step begins (:func:`bucketed`).
 
@@ -74,7 +78,7 @@ def zero(local: Sharded, stage: int = 3, smallest: int = 1, ahead: bool = False)
         for v in local.function.parameters
         if as_tensor(v.type, v.name).size >= max(smallest, 1)
     }
-    return _Divider(local, axis, stage, {v: own for v, own in chosen.items() if own}, ahead).run()
+    return _Divider(local, axis, stage, {v: own for v, own in chosen.items() if own}, ahead, kept).run()
 
 
 class _Divider:
@@ -84,9 +88,12 @@ class _Divider:
     which a batch and its sequences are divided, or, of an expert, some of them.
     """
 
-    def __init__(self, local: Sharded, axis: str, stage: int, chosen: dict[Value, str], ahead: bool) -> None:
+    def __init__(
+        self, local: Sharded, axis: str, stage: int, chosen: dict[Value, str], ahead: bool, kept: bool
+    ) -> None:
         self.local, self.axis, self.function = local, axis, local.function
         self.stage, self.chosen, self.ahead = stage, chosen, ahead
+        self.marks = {ONCE: True} if kept else {}
         self.outer = outer_axis(local.mesh)
         self.parameters = dict(chosen) if stage == 3 else {}  # that are divided, and casts of them
         self.divided = dict(self.parameters)  # and all that is divided like them: over which axis
@@ -282,7 +289,7 @@ class _Divider:
         known = self.whole if forward else self.first
         if value not in known:
             axis = self.parameters[value]
-            padded = self._add("MPIAllgather", self.env[value], value, axis=axis, dim=0)
+            padded = self._add("MPIAllgather", self.env[value], value, axis=axis, dim=0, **self.marks)
             made = self._add("Unflatten", padded, value, shape=as_tensor(value.type, value.name).shape)
             known[value] = made
             self.first.setdefault(value, made)

@@ -13,6 +13,7 @@ from distsim.ops import signature_of, work
 from distsim.schedule import gpipe
 from distsim.stage_balance import BlockCost, default_split, program_costs
 from distsim.transforms.autodiff.outputs import only_needed
+from distsim.transforms.outlining.lift import lift_weights
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Starts, cut_stages, to_cut
 from distsim.transforms.sharding.degrees import BATCH
@@ -179,6 +180,7 @@ def block_costs(
     function = only_needed(function, function.outputs, "no output needs it")
     if not any(op.is_call for op in function.ops):
         function = outline(function)
+    function = lift_weights(function)
     costs = cost_model.on(mesh.devices[0])
     shown = {axis: min(size, 2) for axis, size in mesh.axes if axis in BATCH}
     local = shard(function, mesh.resized(costs.device, shown), microbatches, mesh.axis_size("dp"))

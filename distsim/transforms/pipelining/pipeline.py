@@ -278,8 +278,8 @@ class _Cutter:
 
     def __init__(self, local: Sharded, source: _Source, made: Bucketed, count: int) -> None:
         self.local, self.source, self.count = local, source, count
-        self.function, assigned, self.early, self.ahead = made
-        self.homes = assigned.homes
+        self.function, assigned, self.early = made
+        self.ahead, self.homes = self.function.once(assigned.stage), assigned.homes
         self.stage = list(assigned.stage)
         function = self.function
         self.round = [-1] * len(function.ops)

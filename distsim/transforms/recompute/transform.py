@@ -11,6 +11,7 @@ from distsim.errors import PlanError
 from distsim.ir import Device, Function, Op, Topology, Value, trim
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
+from distsim.ops.conversion import ONCE
 from distsim.transforms.recompute.graph import Marks, graph_of
 from distsim.transforms.recompute.joint import Joint, Pair, PairRewriter, find_pairs, with_calls
 from distsim.transforms.recompute.policies import Policy, Rule, Run, as_read, by_region, policy_named
@@ -36,20 +37,22 @@ def rematerialize(
     as a whole (:class:`Run`) before the first op of its backward pass, behind an ``OptimizationBarrier`` that
     waits for the gradient there, so that the recomputation of a block begins when its backward pass does.
 
-    ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them.
-    Where the policy has no rule, what is tagged so, or is of a region, is recomputed. ``replay`` are the
-    values that a first partition saved; they are for the policy :data:`REPLAY`. ``costs`` say how long
-    ops take: by default those of a :class:`CostModel` on one of the devices of the function. ``stages`` says
-    how many blocks each pipeline stage will have, for policies that count them: by default one has all.
+    ``tags`` and ``regions`` say of values of ``function`` and of its callees what a user asks of them. Where
+    the policy has no rule, what is tagged so, or is of a region, is recomputed. What is made once a step
+    (:data:`ONCE`) is saved unless it is tagged. ``replay`` are the values that a first partition saved; they
+    are for the policy :data:`REPLAY`. ``costs`` say how long ops take: by default those of a
+    :class:`CostModel` on one of the devices of the function. ``stages`` says how many blocks each pipeline
+    stage will have, for policies that count them: by default one has all.
 
     Inputs and outputs are those of ``function``. Raises :class:`PlanError` for a policy that is unknown,
     or that is for blocks where there are none.
     """
     policy = policy_named(policy) if isinstance(policy, str) else policy
-    marks = Marks(tags or {}, regions or {}, frozenset(replay))
     idle = policy.blocks is None and policy.rest is None and not policy.group
-    if idle and not (marks.tags or marks.regions):
+    if idle and not (tags or regions):
         return function
+    once = _made_once(function) if policy.rest is not None or tags else {}
+    marks = Marks({**once, **(tags or {})}, regions or {}, frozenset(replay))
     costs = costs or CostModel(Topology()).on(_some_device(function))
     return _Rematerializer(policy, marks, costs).run(function, stages)
 
@@ -178,6 +181,11 @@ def _by_part(joint: Joint, parts: Sequence[AbstractSet[Value]], behind: Sequence
             ]
             runs.setdefault(first, []).extend(again)
     return runs
+
+
+def _made_once(function: Function) -> dict[Value, Tag]:
+    ops = [op for op in function.ops if op.attributes.get(ONCE)]
+    return dict.fromkeys([value for op in ops for value in op.outputs], Tag.MUST_SAVE)
 
 
 def _some_device(function: Function) -> Device:
