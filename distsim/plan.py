@@ -82,7 +82,7 @@ class Plan:
     verified then;
     `stages` one of `STAGES`, `remat` of `REMAT`, `zero` of `ZERO`, `reshard` of `RESHARD`;
     of `zero`, `zero_ranks` neighbouring ranks of dp, with their cp, have a part each, and others the same
-    (0: all ranks of dp have a part);
+    (0: all ranks of dp have a part); of experts, those of these neighbours have that have the same ones;
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
     of tensor-parallel ranks are divided over these in the sequence; `order` says which axis changes fastest
@@ -169,7 +169,7 @@ class Plan:
             check_experts_apart(self.degrees, self.sp == "on")
             expert_ranks(self.degrees, self.order)
         if self.zero_ranks:
-            check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.ep)
+            check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.expert_ranks)
         if self.reshard not in RESHARD:
             raise PlanError(
                 f"reshard={shortened(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}"

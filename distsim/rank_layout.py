@@ -125,21 +125,26 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
 
 
-def check_zero_ranks(zero: int, zero_ranks: int, dp: int, ep: int) -> None:
-    """Raise :class:`PlanError` where what ``zero`` divides cannot be over ``zero_ranks`` ranks of dp."""
+def check_zero_ranks(zero: int, zero_ranks: int, dp: int, experts: ExpertRanks) -> None:
+    """Raise :class:`PlanError` where what ``zero`` divides cannot be over ``zero_ranks`` ranks of dp.
+
+    With ``experts`` over ranks of dp, as many of the neighbours have each (torchtitan's dp_shard,
+    Megatron-LM's num-distributed-optimizer-instances), or no two have the same.
+    """
     if not zero:
         raise PlanError(
             f"zero_ranks={zero_ranks} are the ranks over which zero divides, and zero=0 divides "
             "nothing; use zero=1, 2 or 3, or zero_ranks=0"
         )
-    if zero_ranks == 1 or dp % zero_ranks:
-        usable = [0, *divisors(dp)[1:]]
+    usable = [n for n in divisors(dp)[1:] if n % experts.dp == 0 or experts.dp % n == 0]
+    if zero_ranks in usable:
+        return
+    choices = f"choose one of {', '.join(map(str, [0, *usable]))}"
+    if zero_ranks > 1 and dp % zero_ranks == 0:
         raise PlanError(
-            f"zero_ranks={zero_ranks} neighbours, of whom each has a part, do not divide "
-            f"dp={dp}; choose one of {', '.join(map(str, usable))}"
+            f"zero_ranks={zero_ranks} with experts over {experts.dp} neighbouring ranks of dp: neither "
+            f"divides the other; {choices}"
         )
-    if ep > 1:
-        raise PlanError(
-            f"zero_ranks={zero_ranks} with ep={ep}: experts' state is divided over other ranks "
-            "than the rest; use zero_ranks=0, or ep=1"
-        )
+    raise PlanError(
+        f"zero_ranks={zero_ranks} neighbours, of whom each has a part, do not divide dp={dp}; {choices}"
+    )

@@ -12,7 +12,11 @@ from distsim.ir.topology import Topology
 from distsim.plan import Plan
 from distsim.rank_layout import parse_cp_kind
 
-DEGREES = {"cp_ring": "cp", "cp_heads": "cp", "edp": "dp", WITHIN: EXPERT, OUTER: "dp", INNER: "dp"}
+DEGREES = {
+    **dict.fromkeys(("cp_ring", "cp_heads"), "cp"),
+    **dict.fromkeys(("edp", "edp_inner", OUTER, INNER), "dp"),
+    **dict.fromkeys((WITHIN, "ep_outer", "ep_inner"), EXPERT),
+}
 """The degree of a plan that an axis is of, where it has another name."""
 
 _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and degrees", 4096)

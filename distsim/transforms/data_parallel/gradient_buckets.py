@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from distsim.buckets import Buckets
-from distsim.hardware.rank_axes import OUTER
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ir.type import as_tensor
@@ -90,7 +89,7 @@ def _outer_sums(function: Numbered) -> dict[int, int]:
         scatter = function.producer[value]
         if scatter < 0 or function.uses[value] > 1 or function.ops[scatter].op_type != "MPIReduceScatter":
             continue
-        if _reduces(function.ops[scatter]) and op.attributes["axis"] == OUTER:
+        if _reduces(function.ops[scatter]):
             found[scatter] = number
     return found
 

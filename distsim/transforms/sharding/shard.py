@@ -42,7 +42,7 @@ from distsim.transforms.sharding.degrees import (
     check_sequence,
     context_axes,
     expert_axes,
-    expert_ranks_of_dp,
+    expert_axes_of_dp,
     sequences,
 )
 from distsim.transforms.sharding.experts import ByExperts, check_experts, expert_options
@@ -259,8 +259,9 @@ class _FunctionSharding:
     ) -> Sharded:
         function = self.rewritten or function
         batch = batch_axis(mesh)
-        shown, ep = mesh.axis_size(batch), expert_ranks_of_dp(mesh)
-        replicas, apart = dp // ep, expert_axes(mesh)
+        shown, apart, of_dp = mesh.axis_size(batch), expert_axes(mesh), expert_axes_of_dp(mesh)
+        ep = math.prod([mesh.axis_size(axis) for axis in of_dp])
+        replicas = dp // ep
         if dp % ep or shown not in (replicas, min(replicas, 2)):
             raise PlanError(
                 f"dp={dp} on a mesh of {batch}={shown}; give one of {batch}={min(replicas, 2)} or of "
@@ -274,14 +275,14 @@ class _FunctionSharding:
             self.decided.clear()
             self.by_experts.clear()
         axes = [DividedAxis(batch, replicas * microbatches)]
-        axes += [DividedAxis(apart[0], ep, experts=True)] if ep > 1 else []
+        axes += [DividedAxis(axis, mesh.axis_size(axis), experts=True) for axis in of_dp]
         axes += [
             DividedAxis(axis, mesh.axis_size(axis), kind in ZIGZAG, axis in apart)
             for axis, kind in kinds.items()
         ]
         axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR), experts=TENSOR in apart))
         way = OverTensor(sp, TENSOR in apart)
-        ways = dict(zip(axes, [None, *[EXPERTS] * (ep > 1), *kinds.values(), way], strict=True))
+        ways = dict(zip(axes, [None, *[EXPERTS] * len(of_dp), *kinds.values(), way], strict=True))
         parts = BatchParts(replicas, ep, microbatches)
         decided = self._decide(function, ways, parts, mesh.devices[0])
         for axis in axes:
