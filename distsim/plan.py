@@ -14,6 +14,7 @@ from distsim.rank_layout import (
     Degrees,
     ExpertRanks,
     check_experts_apart,
+    check_experts_of_context,
     check_order,
     check_zero_ranks,
     expert_ranks,
@@ -73,8 +74,8 @@ class Plan:
 
     `dp` data parallel, `tp` tensor parallel, `cp` context parallel (the sequence is divided, by one of
     `CP_KINDS`) and `pp` pipeline parallel ranks; each of `ep` ranks of dp and cp
-    (:func:`distsim.rank_layout.expert_ranks`) has its part of the experts, which `etp` ranks divide further:
-    all of tp (0), or none (1), when those of tp are among the `ep`;
+    (:func:`distsim.rank_layout.expert_ranks`) has its part of the experts, each of which `etp` neighbouring
+    ranks of tp divide further (0: all), when of those of tp others are among the `ep`;
     `microbatches` per data-parallel replica and step; `schedule` is a name
     in `distsim.schedule.SCHEDULES`, for one that is searched for with the activations that a rank may hold, 1
     being `pp` as in 1F1B (`zb_auto:2`), for `pipedream_2bw` with the microbatches of an update
@@ -91,8 +92,8 @@ class Plan:
 
     Raises:
         PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`, `etp`: from 0; `zero`:
-            0..3), `zero_ranks` or `ep` do not divide what they are of, a name is unknown, `stages` are not as
-            many as pp * chunks, or `offload` meets `remat=uniform`.
+            0..3), `zero_ranks`, `ep` or `etp` do not divide what they are of, a name is unknown, `stages` are
+            not as many as pp * chunks, or `offload` meets `remat=uniform`.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -167,7 +168,7 @@ class Plan:
             )
         if self.ep > 1 or self.etp:
             check_experts_apart(self.degrees, self.sp == "on")
-            expert_ranks(self.degrees, self.order)
+            check_experts_of_context(expert_ranks(self.degrees, self.order), self.cp, ulysses)
         if self.zero_ranks:
             check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.expert_ranks)
         if self.reshard not in RESHARD:

@@ -119,7 +119,7 @@ def with_experts(plan: Plan) -> Plan:
     """Return a plan with experts over ranks of dp, cp and tp, by dice of their own."""
     found = [plan]
     for ep in (1, 2, 4):
-        for etp in (0, 1):
+        for etp in (0, 1, 2):
             with suppress(PlanError):
                 found.append(replace(plan, ep=ep, etp=etp))
     return Random(f"experts over ranks {plan}").choice(found)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from distsim.cache import cached
 from distsim.errors import TopologyError
@@ -20,6 +21,10 @@ EXPERT, WITHIN = "ep", "ep_dp"
 """The axis, or view, along which ranks have experts each; and the axis of those that are ranks of dp, where
 the view has others too."""
 
+TENSOR = "tp"
+"""The axis, or view, along which parameters are divided, with the work on them."""
+
+_CONTEXT = ("cp", "cp_ring", "cp_heads")
 _JOINT = {
     (OUTER, INNER): "dp",
     ("edp", EXPERT): "dp",
@@ -30,8 +35,12 @@ _JOINT = {
     ("edp", "ep_outer"): OUTER,
     ("ep_outer", "ep_inner"): WITHIN,
     (OUTER, "ep_inner"): "dp",
+    **{(f"e{axis}", f"ep_{axis}"): axis for axis in _CONTEXT},
+    ("ep_tp", "etp"): TENSOR,
 }
 """What two axes, or views, are together where that has a name of its own."""
+PARTS = {part: joint for parts, joint in _JOINT.items() if joint in (*_CONTEXT, TENSOR) for part in parts}
+"""The axes into which experts cut another, each with that: along one experts are divided, along one not."""
 _ONE = ExpertRanks()
 
 
@@ -70,27 +79,31 @@ class RankAxes:
 
         An axis of context parallelism is there only if it divides anything. ``ep`` says along which ranks
         experts are divided: neighbours of the ``dp`` ranks, of whom those with the same are along ``edp``,
-        all of ``cp`` and ``tp``, or none. ``inner`` neighbours of the ``dp`` ranks, if that is more than one
+        and of those of ``cp`` and of ``tp``: where these are some, they have an axis of their own beside that
+        of the others, and both are a view. ``inner`` neighbours of the ``dp`` ranks, if that is more than one
         and not all, have an axis of their own, or a view: of those along which experts are divided, and of
         some with the same; or these are among those along which experts are divided.
         """
-        if dp % ep.dp or ep.cp not in (1, cp) or ep.tp not in (1, tp):
+        if dp % ep.dp or cp % ep.cp or tp % ep.tp:
             raise TopologyError(f"experts over {ep} do not divide dp={dp}, cp={cp}, tp={tp}")
         if 1 < inner < dp and (dp % inner or (inner % ep.dp and ep.dp % inner)):
             raise TopologyError(f"inner={inner} does not divide dp={dp} with experts over {ep.dp}")
-        rings = {"cp": cp} if ulysses in (1, cp) else {"cp_ring": cp // ulysses, "cp_heads": ulysses}
         batch = _batch_axes(dp, inner if 1 < inner < dp else dp, ep)
-        data = batch | (rings if cp > 1 else {})
+        context = _context_axes(cp, ulysses, ep.cp) if cp > 1 else _Axes({}, ())
+        tensor = _Axes({TENSOR: tp}, (TENSOR,) * (ep.tp > 1))
+        if 1 < ep.tp < tp:
+            tensor = _Axes({"ep_tp": ep.tp, "etp": tp // ep.tp}, ("ep_tp",))
+        data = {**batch.sizes, **context.sizes}
         views = {
             joined_axes(names): names
             for count in range(2, len(data) + 1)
             for names in combinations(data, count)
         }
         if ep.ranks > 1 and EXPERT not in data:
-            within = [axis for axis in batch if axis in (WITHIN, "ep_outer", "ep_inner")]
-            others = {**dict.fromkeys(rings, ep.cp), "tp": ep.tp}
-            views[EXPERT] = (*within, *[axis for axis, size in others.items() if size > 1])
-        return RankAxes({**data, "tp": tp}, tuple(data), views)
+            views[EXPERT] = (*batch.experts, *context.experts, *tensor.experts)
+        if len(tensor.sizes) > 1:
+            views[TENSOR] = tuple(tensor.sizes)
+        return RankAxes({**data, **tensor.sizes}, tuple(data), views)
 
     def mesh(self, devices: Sequence[Device], pp: int | None = None) -> Mesh:
         """Return the mesh of these ranks, or of ``pp`` pipeline ranks that have them each."""
@@ -98,16 +111,46 @@ class RankAxes:
         return Mesh(devices, self.views, **stages, **self.sizes)
 
 
-def _batch_axes(dp: int, inner: int, ep: ExpertRanks) -> dict[str, int]:
+class _Axes(NamedTuple):
+    """Axes, slowest first, and those of them along which experts are divided."""
+
+    sizes: dict[str, int]
+    experts: tuple[str, ...]
+
+
+def _batch_axes(dp: int, inner: int, ep: ExpertRanks) -> _Axes:
     """Return the axes of the ranks of dp, cut where experts differ and into ``inner`` neighbours."""
     within = EXPERT if ep.ranks == ep.dp else WITHIN
-    if inner == dp:
-        return {"edp": dp // ep.dp, within: ep.dp} if ep.dp > 1 else {"dp": dp}
     if ep.dp == 1:
-        return {OUTER: dp // inner, INNER: inner}
+        return _Axes({"dp": dp} if inner == dp else {OUTER: dp // inner, INNER: inner}, ())
+    if inner == dp:
+        return _Axes({"edp": dp // ep.dp, within: ep.dp}, (within,))
     if inner % ep.dp == 0:
-        return {OUTER: dp // inner, "edp_inner": inner // ep.dp, within: ep.dp}
-    return {"edp": dp // ep.dp, "ep_outer": ep.dp // inner, "ep_inner": inner}
+        return _Axes({OUTER: dp // inner, "edp_inner": inner // ep.dp, within: ep.dp}, (within,))
+    sizes = {"edp": dp // ep.dp, "ep_outer": ep.dp // inner, "ep_inner": inner}
+    return _Axes(sizes, ("ep_outer", "ep_inner"))
+
+
+def _context_axes(cp: int, ulysses: int, ep: int) -> _Axes:
+    """Return the axes of the ranks of a context, of which ``ep`` neighbours have experts each."""
+    apart = ulysses not in (1, cp)
+    ranks = {"cp_ring": cp // ulysses, "cp_heads": ulysses} if apart else {"cp": cp}
+    sizes, experts = dict[str, int](), list[str]()
+    for axis, size in reversed(ranks.items()):
+        part = math.gcd(ep, size)
+        ep //= part
+        if 1 < part < size:
+            sizes |= {f"ep_{axis}": part, f"e{axis}": size // part}
+            experts.insert(0, f"ep_{axis}")
+        else:
+            sizes[axis] = size
+            experts[:0] = [axis] * (part > 1)
+    return _Axes(dict(reversed(sizes.items())), tuple(experts))
+
+
+def over_tensor(axis: str) -> bool:
+    """Whether an axis is the one along which parameters are divided, or a part of that."""
+    return PARTS.get(axis, axis) == TENSOR
 
 
 def joined_axes(names: Sequence[str]) -> str:

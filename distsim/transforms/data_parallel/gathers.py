@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distsim.hardware.rank_axes import OUTER, joined_axes
+from distsim.hardware.rank_axes import OUTER, joined_axes, over_tensor
 from distsim.ir import Function, Mesh, Op, Value
 from distsim.ops import operator
 from distsim.ops.places import shape_of
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.recompute.saves import Tag
-from distsim.transforms.sharding.collectives import TENSOR
 from distsim.transforms.sharding.layout import Placement
 
 
@@ -31,7 +30,9 @@ def outer_axis(mesh: Mesh, place: Placement) -> str:
 def _having(mesh: Mesh, place: Placement | None, outer: bool) -> list[str]:
     """Return the axes of the data, outer ones or others, whose ranks all have what lies at a place."""
     apart = mesh.axes_of(OUTER) if OUTER in (*dict(mesh.axes), *mesh.views) else ()
-    data = [axis for axis, size in mesh.axes if size > 1 and axis != TENSOR and (axis in apart) == outer]
+    data = [
+        axis for axis, size in mesh.axes if size > 1 and not over_tensor(axis) and (axis in apart) == outer
+    ]
     return [axis for axis in data if place is None or not place.along(axis).sharded]
 
 
@@ -91,7 +92,7 @@ def chains(function: Function) -> list[tuple[Op, ...]]:
 def gathers(op: Op) -> bool:
     """Whether an op gathers something flat over ranks that have other parts of the data: a parameter."""
     flat = op.op_type == "MPIAllgather" and len(shape_of(op.inputs[0])) == 1
-    return flat and op.attributes["axis"] != TENSOR
+    return flat and not over_tensor(op.attributes["axis"])
 
 
 def _passes(op: Op) -> bool:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 from distsim.errors import PlanError
-from distsim.hardware.rank_axes import EXPERT
+from distsim.hardware.rank_axes import EXPERT, TENSOR
 from distsim.ir import Function, Mesh, Value
 from distsim.ir.type import as_tensor
-from distsim.transforms.sharding.collectives import TENSOR
 
 
 def check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatches: int) -> None:
@@ -84,8 +83,8 @@ def expert_axes_of_dp(mesh: Mesh) -> tuple[str, ...]:
 
 
 def context_axes(mesh: Mesh) -> list[str]:
-    """Return the axes of context parallelism that a mesh has."""
-    return [axis for axis, _ in mesh.axes if axis in CONTEXT]
+    """Return the axes, or views, of context parallelism that a mesh has."""
+    return [axis for axis in CONTEXT if axis in dict(mesh.axes) or axis in mesh.views]
 
 
 def _divisors(n: int, least: int = 1) -> str:
