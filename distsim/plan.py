@@ -14,6 +14,7 @@ from distsim.rank_layout import (
     Degrees,
     ExpertRanks,
     check_experts_apart,
+    check_experts_of_context,
     check_order,
     check_zero_ranks,
     expert_ranks,
@@ -73,16 +74,15 @@ class Plan:
 
     `dp` data parallel, `tp` tensor parallel, `cp` context parallel (the sequence is divided, by one of
     `CP_KINDS`) and `pp` pipeline parallel ranks; each of `ep` ranks of dp and cp
-    (:func:`distsim.rank_layout.expert_ranks`) has its part of the experts, which `etp` ranks divide further:
-    all of tp (0), or none (1), when those of tp are among the `ep`;
-    `microbatches` per data-parallel replica and step; `schedule` is a name
-    in `distsim.schedule.SCHEDULES`, for one that is searched for with the activations that a rank may hold, 1
-    being `pp` as in 1F1B (`zb_auto:2`), for `pipedream_2bw` with the microbatches of an update
-    (`pipedream_2bw:8`), or `table`: one that is given beside the plan, by which `chunks` and `stages` are
-    verified then;
+    (:func:`distsim.rank_layout.expert_ranks`) has its part of the experts, each of which `etp` neighbouring
+    ranks of tp divide further (0: all), when of those of tp others are among the `ep`;
+    `microbatches` per data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`,
+    for one that is searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B
+    (`zb_auto:2`), for `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`:
+    one that is given beside the plan, by which `chunks` and `stages` are verified then;
     `stages` one of `STAGES`, `remat` of `REMAT`, `zero` of `ZERO`, `reshard` of `RESHARD`;
     of `zero`, `zero_ranks` neighbouring ranks of dp, with their cp, have a part each, and others the same
-    (0: all ranks of dp have a part);
+    (0: all ranks of dp have a part); of experts, those of these neighbours have that have the same ones;
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
     of tensor-parallel ranks are divided over these in the sequence; with `tp_overlap=on` what these bring
@@ -92,8 +92,8 @@ class Plan:
 
     Raises:
         PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`, `etp`: from 0; `zero`:
-            0..3), `zero_ranks` or `ep` do not divide what they are of, a name is unknown, `stages` are not as
-            many as pp * chunks, or `offload` meets `remat=uniform`.
+            0..3), `zero_ranks`, `ep` or `etp` do not divide what they are of, a name is unknown, `stages` are
+            not as many as pp * chunks, or `offload` meets `remat=uniform`.
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -166,9 +166,9 @@ class Plan:
             )
         if self.ep > 1 or self.etp:
             check_experts_apart(self.degrees, self.sp == "on")
-            expert_ranks(self.degrees, self.order)
+            check_experts_of_context(expert_ranks(self.degrees, self.order), self.cp, ulysses)
         if self.zero_ranks:
-            check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.ep)
+            check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.expert_ranks)
         if self.reshard not in RESHARD:
             raise PlanError(
                 f"reshard={shortened(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}"

@@ -59,7 +59,7 @@ class ExpertRanks(NamedTuple):
 
 
 class Degrees(NamedTuple):
-    """What the ranks of experts depend on; ``etp``: of each expert, 0 being ``tp``."""
+    """What the ranks of experts depend on; ``etp``: of each expert, a divisor of ``tp``, 0 being that."""
 
     dp: int
     cp: int
@@ -72,47 +72,61 @@ def expert_ranks(degrees: Degrees, order: str = ORDER) -> ExpertRanks:
     """Return which ranks have experts each: of the ranks that lie next to each other, as Megatron-LM's do
     (parallel_state.py, the groups of experts: cp is 1 there, so that these are the ones that change fastest).
 
-    Where experts are not divided over tp, all ranks of tp have different ones; then come the ranks of cp, all
-    of them or none, and neighbours of dp, or first those of dp where ``order`` says that these change faster.
-    Raises :class:`PlanError` where they would be some of the ranks of cp or tp.
+    Where experts are divided over ``etp`` ranks of tp only, the others of tp have different ones; then come
+    neighbours of cp, as many as there can be, and neighbours of dp, or first those of dp where ``order`` says
+    that these change faster.
+    Raises :class:`PlanError` where ep does not divide the ranks that there are.
 
     >>> expert_ranks(Degrees(dp=4, cp=2, tp=2, ep=4)), expert_ranks(Degrees(dp=4, cp=3, tp=2, ep=4, etp=1))
     (ExpertRanks(dp=2, cp=2, tp=1), ExpertRanks(dp=2, cp=1, tp=2))
+    >>> expert_ranks(Degrees(dp=2, cp=4, tp=4, ep=4, etp=2))
+    ExpertRanks(dp=1, cp=2, tp=2)
     """
     dp, cp, tp, ep, etp = degrees
-    if etp not in (0, 1, tp):
+    etp = etp or tp
+    if tp % etp:
         raise PlanError(
-            f"etp={etp} with tp={tp}: an expert is divided over all ranks of tp, or lies whole on each; use "
-            f"etp={tp}" + (", or etp=1" if tp > 1 else "")
+            f"etp={etp} does not divide tp={tp}, over so many of whose ranks an expert is divided; choose "
+            f"one of {', '.join(map(str, divisors(tp)))}"
         )
-    apart = tp if etp == 1 else 1
+    apart = tp // etp
     if ep % apart:
         raise PlanError(
-            f"ep={ep} with etp=1 and tp={tp}: ranks of tp have different experts, so tp divides ep; use an "
-            f"ep that is a multiple of {tp}, or etp={tp}"
+            f"ep={ep} with etp={etp} and tp={tp}: ranks of tp have {apart} different experts, so that "
+            f"divides ep; use an ep that is a multiple of {apart}, or etp={tp}"
         )
     rest, axes = ep // apart, order.split("-")
-    within = ExpertRanks(rest, 1, apart) if dp % rest == 0 else None
-    across = ExpertRanks(rest // cp, cp, apart) if rest % cp == 0 and dp % (rest // cp) == 0 else None
-    first, second = (across, within) if axes.index("cp") < axes.index("dp") else (within, across)
-    found = first or second
-    if found is None:
-        usable = sorted({apart * n * d for n in (1, cp) for d in divisors(dp)})
-        ranks = f"dp={dp}" + (f", with all or none of cp={cp}" if cp > 1 else "")
-        ranks += f", with tp={tp}" if apart > 1 else ""
+    if dp * cp % rest:
+        usable = [apart * n for n in divisors(dp * cp)]
+        ranks = f"dp={dp}" + (f" times cp={cp}" if cp > 1 else "")
+        ranks += f", with {apart} of tp={tp}" if apart > 1 else ""
         raise PlanError(
             f"ep={ep} does not divide {ranks}, over whose ranks experts are divided; choose one of "
             f"{', '.join(map(str, usable))}"
         )
-    return found
+    if axes.index("cp") < axes.index("dp"):
+        near = math.gcd(rest, cp)
+        return ExpertRanks(rest // near, near, apart)
+    near = math.gcd(rest, dp)
+    return ExpertRanks(near, rest // near, apart)
 
 
 def check_experts_apart(degrees: Degrees, sp: bool) -> None:
     """Raise :class:`PlanError` where ranks of tp would have the same tokens and different experts."""
-    if degrees.etp == 1 < degrees.tp and not sp:
+    if 0 < degrees.etp < degrees.tp and not sp:
         raise PlanError(
-            f"etp=1 with tp={degrees.tp}: each rank of tp sends its own tokens to experts, and with sp=off "
-            f"all have the same; use sp=on, as Megatron-LM does, or etp={degrees.tp}"
+            f"etp={degrees.etp} with tp={degrees.tp}: each rank of tp sends its own tokens to experts, and "
+            f"with sp=off all have the same; use sp=on, as Megatron-LM does, or etp={degrees.tp}"
+        )
+
+
+def check_experts_of_context(experts: ExpertRanks, cp: int, ulysses: int) -> None:
+    """Raise :class:`PlanError` where neighbours of a context with an expert each are no ranks of its kind."""
+    if ulysses % experts.cp and experts.cp % ulysses:
+        usable = [n for n in divisors(cp) if n % experts.cp == 0 or experts.cp % n == 0]
+        raise PlanError(
+            f"cp_kind=usp:{ulysses} with experts over {experts.cp} neighbouring ranks of cp={cp}: neither "
+            f"divides the other; use usp:U with a U of {', '.join(map(str, usable))}, or another ep"
         )
 
 
@@ -125,21 +139,26 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, min(n, 4096) + 1) if n % d == 0]
 
 
-def check_zero_ranks(zero: int, zero_ranks: int, dp: int, ep: int) -> None:
-    """Raise :class:`PlanError` where what ``zero`` divides cannot be over ``zero_ranks`` ranks of dp."""
+def check_zero_ranks(zero: int, zero_ranks: int, dp: int, experts: ExpertRanks) -> None:
+    """Raise :class:`PlanError` where what ``zero`` divides cannot be over ``zero_ranks`` ranks of dp.
+
+    With ``experts`` over ranks of dp, as many of the neighbours have each (torchtitan's dp_shard,
+    Megatron-LM's num-distributed-optimizer-instances), or no two have the same.
+    """
     if not zero:
         raise PlanError(
             f"zero_ranks={zero_ranks} are the ranks over which zero divides, and zero=0 divides "
             "nothing; use zero=1, 2 or 3, or zero_ranks=0"
         )
-    if zero_ranks == 1 or dp % zero_ranks:
-        usable = [0, *divisors(dp)[1:]]
+    usable = [n for n in divisors(dp)[1:] if n % experts.dp == 0 or experts.dp % n == 0]
+    if zero_ranks in usable:
+        return
+    choices = f"choose one of {', '.join(map(str, [0, *usable]))}"
+    if zero_ranks > 1 and dp % zero_ranks == 0:
         raise PlanError(
-            f"zero_ranks={zero_ranks} neighbours, of whom each has a part, do not divide "
-            f"dp={dp}; choose one of {', '.join(map(str, usable))}"
+            f"zero_ranks={zero_ranks} with experts over {experts.dp} neighbouring ranks of dp: neither "
+            f"divides the other; {choices}"
         )
-    if ep > 1:
-        raise PlanError(
-            f"zero_ranks={zero_ranks} with ep={ep}: experts' state is divided over other ranks "
-            "than the rest; use zero_ranks=0, or ep=1"
-        )
+    raise PlanError(
+        f"zero_ranks={zero_ranks} neighbours, of whom each has a part, do not divide dp={dp}; {choices}"
+    )

@@ -111,7 +111,7 @@ def random_layout(seed: int, experts: bool) -> Plan:
 def with_zero_ranks(plan: Plan) -> Plan:
     """Return a plan that divides over some ranks of dp or over all, by dice of their own."""
     rng = Random(f"zero_ranks {plan}")
-    some = [n for n in range(2, plan.dp + 1) if plan.dp % n == 0] if plan.zero and plan.ep == 1 else []
+    some = [n for n in range(2, plan.dp + 1) if plan.dp % n == 0] if plan.zero else []
     return replace(plan, zero_ranks=rng.choice((0, *some)))
 
 
@@ -119,7 +119,7 @@ def with_experts(plan: Plan) -> Plan:
     """Return a plan with experts over ranks of dp, cp and tp, by dice of their own."""
     found = [plan]
     for ep in (1, 2, 4):
-        for etp in (0, 1):
+        for etp in (0, 1, 2):
             with suppress(PlanError):
                 found.append(replace(plan, ep=ep, etp=etp))
     return Random(f"experts over ranks {plan}").choice(found)

@@ -55,6 +55,8 @@ CASES = [
     ("deepseek", "dp=4,ep=2,microbatches=2,zero=3", 1, EVEN),
     ("mixtral", "dp=2,ep=4,cp=2,microbatches=2", 4, SKEWED),  # over ranks of dp and cp
     ("mixtral", "ep=4,cp=2,tp=2,etp=1,sp=on", 8, PADDED),  # of cp and tp
+    ("mixtral", "tp=4,ep=2,etp=2,sp=on", 2, SKEWED),  # groups are in parts of all ranks of tp
+    ("mixtral", "cp=4,ep=2,cp_kind=ring", 8, PADDED),
 ]
 
 

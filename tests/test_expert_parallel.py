@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from expert_models import (
     BATCH,
@@ -26,22 +25,21 @@ from expert_models import (
     of_two_layers,
     sent,
 )
-from training_models import topology_of
+from training_models import F64, topology_of
 
 from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import load_cluster
-from distsim.hardware.plan_mesh import plan_mesh
-from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import BFloat16, Role, all_ops
 from distsim.models import Routing, draw_routing
 from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import Positions
 from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import GroupedHeads
 from distsim.models.routing import Loads
 from distsim.ops import signature_of, work
 from distsim.ops.parts import Groups
 from distsim.plan import Plan
-from distsim.rank_layout import ExpertRanks
 from distsim.simulate.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 
@@ -69,6 +67,15 @@ CASES = [
     ("mixtral", "dp=2,ep=2,tp=2,etp=1,sp=on,zero=3", 2, SKEWED),
     ("mixtral", "ep=4,cp=2,tp=2,etp=1,sp=on", 8, EVEN),
     ("mixtral", "dp=2,ep=4,cp=2,tp=2,sp=on", 8, SKEWED),
+    ("mixtral", "cp=4,ep=2,cp_kind=ring,microbatches=2", 8, SKEWED),  # of a context two have the same
+    ("mixtral", "dp=2,cp=4,ep=2,zero=3", 1, SKEWED),
+    ("deepseek", "cp=4,ep=2,cp_kind=ulysses,pp=2,microbatches=2,zero=1", 4, PADDED),
+    ("mixtral", "cp=4,ep=2,cp_kind=usp:2,remat=full", 8, EVEN),  # those that exchange heads
+    ("mixtral", "dp=2,cp=2,ep=4,tp=2,etp=1,sp=on,zero=1", 8, EVEN),
+    ("mixtral", "tp=4,ep=2,etp=2,sp=on,microbatches=2", 4, SKEWED),  # an expert on two of four ranks
+    ("mixtral", "dp=2,tp=4,ep=4,etp=2,sp=on,zero=3,remat=full", 4, SKEWED),
+    ("deepseek", "dp=2,tp=4,ep=2,etp=2,sp=on,pp=2,microbatches=2", 4, PADDED),
+    ("mixtral", "dp=2,tp=4,ep=2,etp=2,sp=on,zero=1,order=dp-tp-ep-cp-pp", 1, SKEWED),
 ]
 
 
@@ -78,50 +85,27 @@ def test_every_rank_computes_the_same_step(name, text, groups, loads):
     program = computed_over_ranks(joint, plan)
     experts = [given for given in program.inputs if ".experts." in given.source.name]
     assert experts and all(((0, "ep", None) in given.shards) == (plan.ep > 1) for given in experts)
-    assert plan.etp == 0 or not any(axis == "tp" for given in experts for _, axis, _ in given.shards)
+    within = {axis: plan.etp for given in experts for _, axis, _ in given.shards if axis in ("tp", "etp")}
+    assert plan.etp == 0 or within == ({"etp": plan.etp} if plan.etp > 1 else {})
     others = [
         given for given in program.inputs if given.source.role is Role.PARAMETER and given not in experts
     ]
     assert not any(axis == "ep" for given in others for _, axis, _ in given.shards)
 
 
-def test_ranks_of_experts_lie_next_to_each_other_within_dp():
-    axes = RankAxes.of(dp=8, tp=2, cp=2, ep=ExpertRanks(dp=4))
-    assert axes.sizes == {"edp": 2, "ep": 4, "cp": 2, "tp": 2}
-    assert axes.views == {
-        "dp": ("edp", "ep"),
-        "edp+cp": ("edp", "cp"),
-        "ep+cp": ("ep", "cp"),
-        "dp+cp": ("edp", "ep", "cp"),
-    }
-
-
 @pytest.mark.parametrize(
-    ("text", "own"),
-    [
-        ("dp=8,tp=2,cp=2,pp=2,ep=4", (2, 2, 1)),
-        ("dp=4,tp=2,cp=2,pp=2,ep=2", (1, 2, 1)),
-        ("dp=4,tp=2,cp=2,pp=2,ep=8,etp=1,sp=on", (2, 2, 2)),
-        ("dp=2,tp=4,cp=2,ep=8,etp=1,sp=on", (1, 2, 4)),
-        ("dp=8,tp=4,ep=4,etp=1,sp=on", (1, 1, 4)),
-        ("dp=2,cp=2,tp=2,ep=4", (2, 2, 1)),
-    ],
+    "text", ["cp=8,ep=2,cp_kind=usp:4", "cp=8,ep=4,cp_kind=usp:2", "cp=2,tp=4,ep=4,etp=2,sp=on,zero=1"]
 )
-def test_ranks_of_experts_are_those_of_megatron(text, own):
-    """Its expert_decoder_rank_generator: ranks as (pp, edp, ep, etp), the last changes fastest."""
-    plan = Plan.parse(text)
-    assert plan.expert_ranks == own
-    etp = plan.etp or plan.tp
-    ranks = np.arange(plan.devices).reshape(plan.pp, -1, plan.ep, etp)
-    mesh = plan_mesh(plan, topology_of(plan.devices))
-    found = {tuple([device.id for device in group]) for group in mesh.groups("ep")}
-    assert found == {tuple(group) for group in ranks.swapaxes(2, 3).reshape(-1, plan.ep).tolist()}
-
-
-def test_ranks_of_dp_have_experts_where_they_change_faster_or_those_of_cp_are_too_many():
-    assert Plan.parse("dp=4,cp=2,ep=2,order=tp-ep-dp-cp-pp").expert_ranks == (2, 1, 1)
-    assert Plan.parse("dp=4,cp=4,ep=2").expert_ranks == (2, 1, 1)
-    assert Plan.parse("dp=2,cp=2,ep=4,order=tp-ep-dp-cp-pp").expert_ranks == (2, 2, 1)
+def test_every_rank_of_eight_computes_the_same_step_of_longer_sequences(text):
+    """Of those that exchange heads some; of a ring some, and all that exchange heads; of cp and of tp."""
+    sizes = replace(
+        MIXTRAL,
+        attention=GroupedHeads(4),
+        experts=replace(MIXTRAL.experts, groups=16),
+        positions=Positions(2 * SEQ),
+    )
+    joint = differentiate(decoder(sizes, 2, 2 * SEQ, F64, EVEN), Adam())
+    computed_over_ranks(joint, Plan.parse(text))
 
 
 # --- what is sent -----------------------------------------------------------------------------------------
@@ -188,22 +172,58 @@ def test_ranks_of_a_context_or_of_tp_exchange_their_own_tokens(text, others):
         assert sum(gathered) == (2 * 3 if plan.tp > 1 else 0)
 
 
+def test_some_ranks_of_a_context_exchange_and_the_others_have_the_same_experts():
+    """T k h of a rank over ep; gradients of experts over the cp / ep ranks with the same, others over cp."""
+    found = of_two_layers(
+        Plan.parse("cp=4,ep=2,cp_kind=ring"), replace(SENT, experts=Mixture(4, 4, 16, groups=8))
+    )
+    tokens = BATCH * SEQ // 4
+    assert {key: n for key, n in found.items() if key[0] == "all_to_all"} == {
+        ("all_to_all", "ep", 2 * tokens * 4 * H): 8
+    }
+    sums: Counter[str] = Counter()
+    for (kind, axis, nbytes), n in found.items():
+        assert kind in ("all_to_all", "all_reduce", "shift") and axis in ("ep", "ecp", "cp")
+        sums[axis] += n * nbytes * (kind == "all_reduce")
+    product = 2 * H * H + 2 * H * 2 * (H // 4)
+    assert +sums == {"ecp": 2 * 2 * 3 * 4 * H * 16 // 2, "cp": 2 * 2 * (H * 4 + 2 * H + product)}
+
+
+def test_rows_are_gathered_over_the_ranks_of_an_expert():
+    """Megatron-LM's dispatcher with etp: an all-to-all of a rank's own T k h over ep, an all-gather of them
+    over etp, back a reduce-scatter; mirrored in backward, of what was saved as gathered."""
+    found = of_two_layers(
+        Plan.parse("dp=2,tp=4,ep=4,etp=2,sp=on"), replace(SENT, experts=Mixture(4, K, 16, groups=4))
+    )
+    rows = 2 * BATCH * SEQ // 8 * K * H
+    exchanged = {key: n for key, n in found.items() if key[1] in ("ep", "etp", "ep_tp")}
+    assert exchanged == {
+        ("all_to_all", "ep", rows): 8,
+        ("all_gather", "etp", 2 * rows): 4,
+        ("reduce_scatter", "etp", 2 * rows): 4,
+    }
+
+
 def test_a_rank_keeps_its_own_experts_whole_and_divides_their_state_over_those_with_the_same():
     """layouts.md: bytes a parameter, of experts with edp = dp cp tp / (ep etp) for d."""
 
     def kept(text: str) -> dict[str, int]:
-        joint = differentiate(model("mixtral", 4, EVEN), Adam())
+        sizes = replace(MIXTRAL, attention=GroupedHeads(4), experts=replace(MIXTRAL.experts, groups=4))
+        joint = differentiate(decoder(sizes, BATCH, SEQ, F64, EVEN), Adam())
         program = parallelize(joint, Plan.parse(text), topology_of(8))
         return next(iter(program_memory(program).devices.values())).by_kind
 
     h, layers, size = MIXTRAL.hidden, 2, 8
     experts = layers * 3 * 4 * h * 8 * size
-    divided = layers * 3 * h * h + 2 * VOCAB * h  # over tp: attention, embedding and head
+    divided = layers * 4 * h * h + 2 * VOCAB * h  # over tp: attention, embedding and head
     whole = layers * (h * 4 + 2 * h) + h
     for text, parts, same in (
         ("dp=4,tp=2,sp=on,ep=4,etp=1", 4, 2),
         ("dp=4,tp=2,sp=on,ep=2,etp=1", 2, 4),
         ("dp=2,cp=4,ep=4", 4, 2),
+        ("dp=2,cp=4,ep=2", 2, 4),
+        ("dp=2,tp=4,sp=on,ep=2,etp=2", 4, 2),
+        ("dp=2,tp=4,sp=on,ep=4,etp=2", 8, 1),
     ):
         plan = Plan.parse(text)
         rest, found = (divided // plan.tp + whole) * size, kept(text)

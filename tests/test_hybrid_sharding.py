@@ -8,6 +8,7 @@ from collections import Counter
 from functools import cache
 
 import pytest
+from expert_models import BATCH, EVEN, SENT, SEQ, SKEWED, computed_over_ranks, model
 from training_models import (
     assert_all_readers_agree,
     assert_same_step,
@@ -23,8 +24,9 @@ from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware.plan_mesh import plan_mesh
-from distsim.ir import Role, all_ops
+from distsim.ir import BFloat16, Role, all_ops
 from distsim.models import gpt
+from distsim.models.decoder import decoder
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.program.program import Program
@@ -86,6 +88,30 @@ def test_the_ranks_of_a_group_are_neighbours():
     assert [device.id for device in mesh.groups("dp")[0]] == [*range(0, 16, 2)]
 
 
+WITH_EXPERTS = [
+    ("dp=8,ep=2,zero=1,zero_ranks=4", 1, "edp_inner", "dp_inner"),
+    ("dp=8,ep=2,zero=3,zero_ranks=4", 1, "edp_inner", "dp_inner"),
+    ("dp=4,ep=2,zero=3,zero_ranks=2", 1, "", "ep"),  # of a group each has experts of its own
+    ("dp=8,ep=4,zero=2,zero_ranks=2", 1, "", "ep_inner"),
+    ("dp=4,ep=4,cp=2,zero=1,zero_ranks=2,microbatches=2", 4, "", "ep_dp+cp"),
+    ("dp=4,ep=4,cp=2,zero=3,zero_ranks=2,order=tp-ep-dp-cp-pp", 4, "cp", "ep_inner+cp"),
+    ("dp=4,ep=2,tp=2,etp=1,sp=on,zero=3,zero_ranks=2", 2, "dp_inner", "dp_inner"),
+    ("dp=4,ep=2,zero=1,zero_ranks=2,pp=2,microbatches=2,overlap_params=on", 1, "", "ep"),
+]
+
+
+@pytest.mark.parametrize(("text", "groups", "experts", "rest"), WITH_EXPERTS, ids=str)
+def test_experts_are_divided_over_those_of_a_group_that_have_the_same(text, groups, experts, rest):
+    plan, joint = Plan.parse(text), differentiate(model("mixtral", groups, SKEWED), Adam(), clip=0.05)
+    program = computed_over_ranks(joint, plan)
+    divided = (Role.STATE, Role.PARAMETER) if plan.zero == 3 else (Role.STATE,)
+    for given in program.inputs:
+        if given.source.role in divided:
+            flat = [axis for dim, axis, _ in given.shards if dim is None]
+            own = experts if ".experts." in given.source.name else rest
+            assert flat == [own] * bool(own)
+
+
 def test_all_ranks_are_one_group():
     topology, joint = topology_of(4), case("llama")[0]
     some = parallelize(joint, Plan(dp=4, zero=3, zero_ranks=4), topology)
@@ -144,6 +170,34 @@ def test_collectives_are_those_of_hsdp(ranks):
         }
 
 
+@pytest.mark.parametrize(
+    ("text", "experts", "rest"),
+    [
+        ("dp=8,ep=2,zero_ranks=4", ("edp_inner", 2, "dp_outer"), ("dp_inner", 4, "dp_outer")),
+        ("dp=8,ep=4,zero_ranks=4", ("", 1, "edp"), ("ep", 4, "dp_outer")),
+        ("dp=8,ep=4,zero_ranks=2", ("", 1, "edp"), ("ep_inner", 2, "dp_outer")),
+    ],
+)
+def test_gradients_of_experts_are_scattered_over_those_of_a_group_with_the_same(text, experts, rest):
+    """Once a step, each over d of its own ranks and then 1 / d between groups; torchtitan's experts lie along
+    dp_shard_mod_ep, Megatron-LM's over the expert-data-parallel ranks of an optimizer instance."""
+    joint = differentiate(
+        decoder(SENT, BATCH, SEQ, BFloat16(), EVEN), Adam(), precision=precision_named("mixed")
+    )
+    plan = Plan.parse(f"{text},zero=1")
+    sizes = [0, 0]
+    for value in joint.parameters:
+        sizes[".experts." in value.name] += value.type.size
+    expected = Counter[tuple[str, str]]()
+    for (within, ranks, between), count in ((rest, sizes[0]), (experts, sizes[1] // plan.ep)):
+        expected["all_reduce", between] += 4 * count // ranks
+        if within:
+            expected["reduce_scatter", within] += 4 * count
+            expected["all_gather", within] += 2 * count
+    found = sent(parallelize(joint, plan, topology_of(plan.devices)))
+    assert {key: n for key, n in found.items() if key[0] != "all_to_all"} == expected
+
+
 def test_a_part_is_reduced_between_groups_with_its_bucket():
     """As many messages as within groups."""
     for text in ("zero=1,bucket=400", "zero=2,bucket=400,microbatches=2", "zero=3,microbatches=2"):
@@ -195,7 +249,10 @@ def test_bytes_a_parameter_are_those_of_the_ranks_of_a_group(policy, stage, whol
         ("dp=8,zero=3,zero_ranks=3", "do not divide dp=8; choose one of 0, 2, 4, 8"),
         ("dp=4,zero=1,zero_ranks=1", "zero_ranks=1 .*choose one of 0, 2, 4"),
         ("dp=4,zero_ranks=2", "zero=0 divides nothing; use zero=1, 2 or 3"),
-        ("dp=4,zero=1,zero_ranks=2,ep=2", "with ep=2: .*use zero_ranks=0, or ep=1"),
+        (
+            "dp=12,zero=1,zero_ranks=4,ep=6",
+            "experts over 6 .*neither divides .*choose one of 0, 2, 3, 6, 12$",
+        ),
         ("zero=1,zero_ranks=-1", "zero_ranks=-1 is out of range"),
     ],
 )

@@ -6,13 +6,18 @@ import numpy as np
 
 from distsim.cache import Cache
 from distsim.errors import PlanError
-from distsim.hardware.rank_axes import EXPERT, INNER, OUTER, WITHIN, RankAxes
+from distsim.hardware.rank_axes import EXPERT, INNER, OUTER, PARTS, WITHIN, RankAxes
 from distsim.ir.device import Mesh
 from distsim.ir.topology import Topology
 from distsim.plan import Plan
 from distsim.rank_layout import parse_cp_kind
 
-DEGREES = {"cp_ring": "cp", "cp_heads": "cp", "edp": "dp", WITHIN: EXPERT, OUTER: "dp", INNER: "dp"}
+DEGREES = {
+    **dict.fromkeys(("cp_ring", "cp_heads"), "cp"),
+    **dict.fromkeys(("edp", "edp_inner", OUTER, INNER), "dp"),
+    **dict.fromkeys((WITHIN, "ep_outer", "ep_inner"), EXPERT),
+    **{part: axis.partition("_")[0] for part, axis in PARTS.items()},
+}
 """The degree of a plan that an axis is of, where it has another name."""
 
 _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and degrees", 4096)

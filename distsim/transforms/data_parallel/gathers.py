@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from distsim.hardware.rank_axes import OUTER, joined_axes
+from collections.abc import Sequence
+
+from distsim.hardware.rank_axes import OUTER, joined_axes, over_tensor
 from distsim.ir import Function, Mesh, Op, Value, needed_ops
 from distsim.ops import operator
 from distsim.ops.conversion import ONCE
 from distsim.ops.places import shape_of
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.recompute.saves import Tag
-from distsim.transforms.sharding.collectives import TENSOR
 from distsim.transforms.sharding.layout import Placement
 
 
@@ -19,26 +20,34 @@ def replicating_axis(mesh: Mesh, place: Placement | None = None) -> str:
     These divide the data, and all their ranks have a parameter there; where ranks of an outer axis are to
     have the same parts it is not among them. Empty if there are none; axes of a single rank do not count.
     """
-    data = [axis for axis, size in mesh.axes if size > 1 and axis not in (TENSOR, OUTER)]
-    return joined_axes([axis for axis in data if place is None or not place.along(axis).sharded])
+    return joined_axes(_having(mesh, place, outer=False))
 
 
-def outer_axis(mesh: Mesh) -> str:
-    """Return the axis whose ranks have the same parts of what ZeRO divides; empty if there is none."""
-    return OUTER if OUTER in dict(mesh.axes) else ""
+def outer_axis(mesh: Mesh, place: Placement) -> str:
+    """Return the axis whose ranks have the same parts of what ZeRO divides there; empty if there is none."""
+    return joined_axes(_having(mesh, place, outer=True))
 
 
-def summed_axis(mesh: Mesh, axis: str) -> str:
-    """Return the axes over which a gradient is summed whose parts lie along ``axis``: the outer one too.
+def _having(mesh: Mesh, place: Placement | None, outer: bool) -> list[str]:
+    """Return the axes of the data, outer ones or others, whose ranks all have what lies at a place."""
+    apart = mesh.axes_of(OUTER) if OUTER in (*dict(mesh.axes), *mesh.views) else ()
+    data = [
+        axis for axis, size in mesh.axes if size > 1 and not over_tensor(axis) and (axis in apart) == outer
+    ]
+    return [axis for axis in data if place is None or not place.along(axis).sharded]
+
+
+def sums_over(mesh: Mesh, axis: str, names: Sequence[str]) -> bool:
+    """Whether what sums along an axis does so over all ranks along those axes together, and no others.
 
     >>> from distsim.ir.device import Device
     >>> from distsim.hardware.rank_axes import RankAxes
     >>> mesh = RankAxes.of(dp=4, tp=1, cp=2, inner=2).mesh([Device(i, "gpu") for i in range(8)])
-    >>> summed_axis(mesh, "dp_inner"), summed_axis(mesh, "dp_inner+cp")
-    ('dp', 'dp+cp')
+    >>> sums_over(mesh, "dp+cp", ["dp_outer", "dp_inner+cp"]), sums_over(mesh, "dp", ["dp_inner+cp"])
+    (True, False)
     """
-    outer = outer_axis(mesh)
-    return joined_axes([outer, *mesh.axes_of(axis)]) if outer else axis
+    summed, own = ({each for name in some for each in mesh.axes_of(name)} for some in ([axis], names))
+    return all(mesh.axis_size(each) == 1 for each in summed ^ own)
 
 
 def gathered(function: Function, reshard: bool = True, keep_last: bool = False) -> dict[Value, Tag]:
@@ -100,7 +109,7 @@ def chains(function: Function) -> list[tuple[Op, ...]]:
 def gathers(op: Op) -> bool:
     """Whether an op gathers something flat over ranks that have other parts of the data: a parameter."""
     flat = op.op_type == "MPIAllgather" and len(shape_of(op.inputs[0])) == 1
-    return flat and op.attributes["axis"] != TENSOR
+    return flat and not over_tensor(op.attributes["axis"])
 
 
 def _passes(op: Op) -> bool:

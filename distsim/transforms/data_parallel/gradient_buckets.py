@@ -11,12 +11,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 from distsim.buckets import Buckets
-from distsim.hardware.rank_axes import OUTER
+from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ir.type import as_tensor
 from distsim.transforms.op_graph import Numbered, StageMap
-from distsim.transforms.sharding.collectives import TENSOR
 
 Item = TypeVar("Item")
 
@@ -90,7 +89,7 @@ def _outer_sums(function: Numbered) -> dict[int, int]:
         scatter = function.producer[value]
         if scatter < 0 or function.uses[value] > 1 or function.ops[scatter].op_type != "MPIReduceScatter":
             continue
-        if _reduces(function.ops[scatter]) and op.attributes["axis"] == OUTER:
+        if _reduces(function.ops[scatter]):
             found[scatter] = number
     return found
 
@@ -107,7 +106,7 @@ def _reduces(op: Op) -> bool:
     """Whether an op sums one tensor over the data-parallel ranks."""
     return (
         op.op_type in REDUCTIONS
-        and op.attributes["axis"] != TENSOR
+        and not over_tensor(op.attributes["axis"])
         and op.attributes.get("reduce", "sum") == "sum"
         and len(op.inputs) == 1
     )

@@ -26,7 +26,7 @@ from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
-from distsim.transforms.data_parallel.gathers import outer_axis, replicating_axis, summed_axis
+from distsim.transforms.data_parallel.gathers import outer_axis, replicating_axis, sums_over
 from distsim.transforms.data_parallel.optimizer_steps import (
     OptimizerStep,
     updates_of,
@@ -85,7 +85,8 @@ class _Divider:
     """Rewrites the function of one Sharded.
 
     A parameter and what belongs to it are divided over the ranks that all have it: those of ``axis``, over
-    which a batch and its sequences are divided, or, of an expert, some of them.
+    which a batch and its sequences are divided, or, of an expert, some of them; ``outer`` is, by each such
+    axis, the one whose ranks have the same parts.
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class _Divider:
         self.local, self.axis, self.function = local, axis, local.function
         self.stage, self.chosen, self.ahead = stage, chosen, ahead
         self.marks = {ONCE: True} if kept else {}
-        self.outer = outer_axis(local.mesh)
+        places = dict(zip(self.function.inputs, local.inputs, strict=True))
+        self.outer = {own: outer_axis(local.mesh, places[v]) for v, own in chosen.items()}
         self.parameters = dict(chosen) if stage == 3 else {}  # that are divided, and casts of them
         self.divided = dict(self.parameters)  # and all that is divided like them: over which axis
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
@@ -212,8 +214,8 @@ class _Divider:
 
     def _reduces(self, op: Op, axis: str) -> bool:
         """Whether an op sums a gradient over all ranks that have it, of which those of an axis divide it."""
-        summed = summed_axis(self.local.mesh, axis)
-        return op.op_type == "MPIAllreduce" and op.attributes["axis"] == summed
+        every = [axis, self.outer[axis]] if self.outer[axis] else [axis]
+        return op.op_type == "MPIAllreduce" and sums_over(self.local.mesh, op.attributes["axis"], every)
 
     def _ranks(self, axis: str) -> int:
         return self.local.mesh.axis_size(axis)
@@ -315,8 +317,8 @@ class _Divider:
             value = self._add(op.op_type, value, gradient, **op.attributes)
         axis = self.divided[gradient]
         value = self._add("MPIReduceScatter", self._flat(value, gradient, axis), gradient, axis=axis, dim=0)
-        if self.outer:
-            value = self._add("MPIAllreduce", value, gradient, axis=self.outer)
+        if self.outer[axis]:
+            value = self._add("MPIAllreduce", value, gradient, axis=self.outer[axis])
         for op in ops:
             if op in early or self._reduces(op, axis):
                 continue

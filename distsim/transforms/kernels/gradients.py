@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from distsim.cache import Cache
+from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Function, Op, Value, callees
 from distsim.ops import operator, signature_of, work
 from distsim.transforms.kernels.policies import Kernels
@@ -103,7 +104,7 @@ def _collective(value: Value, readers: Mapping[Value, Sequence[Op]]) -> Op | Non
     """Return the collective over tp that alone reads a value, or the sum of it with others of its kind."""
     while len(readers.get(value, ())) == 1:
         (reader,) = readers[value]
-        if operator(reader.op_type).moves and reader.attributes.get("axis") == "tp":
+        if operator(reader.op_type).moves and over_tensor(reader.attributes.get("axis", "")):
             return reader
         if reader.op_type != "Add":
             return None

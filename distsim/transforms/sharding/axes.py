@@ -15,7 +15,7 @@ from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, DividedAxis, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
-from distsim.transforms.sharding.strategies import Allowed, Options, pieces_of, rule_of
+from distsim.transforms.sharding.strategies import Allowed, Options, PiecesBySize, pieces_of, rule_of
 
 
 def batch_options(
@@ -55,22 +55,15 @@ def tensor_options(
     whole on their ranks, so that their products are divided as what is between the others is, if at all.
     """
     pieces = pieces_of(structure)
-
-    def dims(value: Value, count: int) -> frozenset[Mark]:
-        sizes = as_tensor(value.type, value.name).shape[:count]
-        return frozenset((i, p) for i, n in enumerate(sizes) if n > 1 for p in (None, *pieces.get(n, ())))
-
     trained = [v for v in function.inputs if known[v] in (Role.PARAMETER, Role.STATE)]
-    fed = [v for v in function.inputs if known[v] is Role.INPUT]
-    seeds: Marks = {v: dims(v, as_tensor(v.type, v.name).rank) for v in trained}
+    seeds: Marks = {v: _dimensions(v, as_tensor(v.type, v.name).rank, pieces) for v in trained}
     marks = propagate(function, seeds)
-    own = {v: dims(v, kept_whole(as_tensor(v.type, v.name))) for v in fed}
-    # The batch is divided as a whole only, also where it is as large as what some op has in pieces.
-    kept = propagate(function, {v: frozenset([m for m in own[v] if m[0] or m[1] is None]) for v in fed})
+    kept = data_marks(function, structure, known)
     vocabulary = _over_vocabulary(structure, marks, kept)
     # Of an embedding's gradient the rows follow from none of what it is made of.
     made = [op.outputs[0] for op in vocabulary if op.op_type == "GatherGrad"]
-    marks = propagate(function, seeds | {v: dims(v, as_tensor(v.type, v.name).rank) for v in made})
+    seeds |= {v: _dimensions(v, as_tensor(v.type, v.name).rank, pieces) for v in made}
+    marks = propagate(function, seeds)
     routers = _choosing(structure, kept) if sequence else frozenset[Node]()
 
     def allowed(node: Node) -> Allowed:
@@ -97,6 +90,20 @@ def tensor_options(
     given = {structure.number[v]: REPLICATED for v in whole}
     spread = _activations(structure, kept, batch) if sequence else frozenset[int]()
     return Options(structure, allowed, given, divided=vocabulary, spread=spread)
+
+
+def data_marks(function: Function, structure: Structure, known: Mapping[Value, Role]) -> Marks:
+    """Return the dimensions that follow from those of data which are no features."""
+    pieces, fed = pieces_of(structure), [v for v in function.inputs if known[v] is Role.INPUT]
+    own = {v: _dimensions(v, kept_whole(as_tensor(v.type, v.name)), pieces) for v in fed}
+    # The batch is divided as a whole only, also where it is as large as what some op has in pieces.
+    return propagate(function, {v: frozenset([m for m in own[v] if m[0] or m[1] is None]) for v in fed})
+
+
+def _dimensions(value: Value, count: int, pieces: PiecesBySize) -> frozenset[Mark]:
+    """Return the first dimensions of a value, and in which pieces these may be divided."""
+    sizes = as_tensor(value.type, value.name).shape[:count]
+    return frozenset((i, p) for i, n in enumerate(sizes) if n > 1 for p in (None, *pieces.get(n, ())))
 
 
 def context_options(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distsim.errors import PlanError
-from distsim.hardware.rank_axes import joined_axes
+from distsim.hardware.rank_axes import joined_axes, over_tensor
 from distsim.ir import FunctionMaker, Literal, Mesh, Tensor, Value
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
@@ -22,11 +22,9 @@ from distsim.transforms.sharding.layout import (
     State,
     exchangeable,
     expert_axis,
+    joint_axes,
     sharded,
 )
-
-TENSOR = "tp"
-"""The axis along which parameters are divided, with the work on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +55,7 @@ class Mover:
         self._pattern = self._shown[0] * microbatches != axes[0].parts
         self._own: Sequence[frozenset[int]] = ()
         self.experts = [place for place, axis in enumerate(axes) if axis.experts]
+        self._joint: dict[tuple[DividedAxis, ...], Mover] = {}
 
     def recipe(
         self,
@@ -72,8 +71,16 @@ class Mover:
         the sequence for a context; none for an axis of which that is not said.
         Raises :class:`PlanError`, naming the value, when it must be whole within a microbatch.
         """
-        maker, self._own = FunctionMaker(name), own
-        self._move(maker, maker.add_input_value("", local), name, ends, top)
+        source, target = (place.states for place in ends)
+        joint = joint_axes(self.axes, source, target)
+        axes, places = tuple([axis for axis, _ in joint]), [own[0] for _, own in joint]
+        mover = self if axes == self.axes else self._joint.get(axes)
+        if mover is None:
+            mover = self._joint[axes] = Mover(self.mesh, axes, self.microbatches)
+        maker, mover._own = FunctionMaker(name), [own[place] for place in places]
+        states = [[end[place] for place in places] for end in (source, target)]
+        mover._move(maker, maker.add_input_value("", local), name, states, top)
+        self.needs_dp, self.refusal = self.needs_dp or mover.needs_dp, mover.refusal or self.refusal
         found: list[Step] = []
         for op in maker.ops:
             (made,), suffix = op.outputs, op.outputs[0].name.removeprefix(op.inputs[0].name)
@@ -81,7 +88,7 @@ class Mover:
         return tuple(found)
 
     def _move(
-        self, maker: FunctionMaker, local: Value, name: str, ends: tuple[Placement, Placement], top: bool
+        self, maker: FunctionMaker, local: Value, name: str, ends: Sequence[Sequence[State]], top: bool
     ) -> None:
         """Sum over microbatches first, so that what crosses the ranks does so once per step.
 
@@ -89,7 +96,7 @@ class Mover:
         last. A sum over several axes of which none divides parameters is taken once, over all of them; what
         is a sum over one and to be divided by it is so before it moves along others.
         """
-        (source, *inner), target = ends[0].states, ends[1].states
+        (source, *inner), target = ends
         if target[0] is PARTIAL and source is not PARTIAL:
             local = share(maker, local, self.axes[0].parts)
             source = PARTIAL
@@ -111,11 +118,12 @@ class Mover:
                 continue  # it becomes the inner one of another dimension, once others divide that
             scattered = state is PARTIAL and wanted.sharded
             waits = scattered and self._is_divided_by_others(place, states, target)
+            waits = waits or (state.sharded and self._goes_within_a_move(place, wanted, states, target))
             if state.sharded and self._is_within_a_move(place, states, target):
                 wanted = REPLICATED
             elif state == wanted or state is REPLICATED or waits:
                 continue
-            if state is PARTIAL and not scattered and self.axes[place].name != TENSOR:
+            if state is PARTIAL and not scattered and not over_tensor(self.axes[place].name):
                 summed += [self.axes[place].name] if self._shown[place] > 1 else []
             else:
                 local = self._step(maker, local, place, states, wanted)
@@ -290,6 +298,16 @@ class Mover:
             if outer and now != then and not exchanged and dim in (now.dim, then.dim):
                 return True
         return False
+
+    def _goes_within_a_move(
+        self, place: int, wanted: State, states: Sequence[State], target: Sequence[State]
+    ) -> bool:
+        """Whether an axis is to divide what an outer one has yet to begin, or to cease, to divide."""
+        return wanted.sharded and any(
+            now != then and wanted.dim in (now.dim, then.dim) and ranks > 1
+            for other, (ranks, now, then) in enumerate(zip(self._shown, states, target, strict=True))
+            if self._depth(other, then) < self._depth(place, wanted)
+        )
 
     def _step(
         self, maker: FunctionMaker, local: Value, place: int, states: Sequence[State], wanted: State

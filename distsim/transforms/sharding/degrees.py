@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 from distsim.errors import PlanError
-from distsim.hardware.rank_axes import EXPERT, WITHIN
+from distsim.hardware.rank_axes import EXPERT, TENSOR
 from distsim.ir import Function, Mesh, Value
 from distsim.ir.type import as_tensor
-from distsim.transforms.sharding.collectives import TENSOR
 
 
 def check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatches: int) -> None:
@@ -25,8 +24,8 @@ def check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatch
             )
 
 
-BATCH = ("dp", "edp")
-"""The axis, or view, that divides the batch: among all ranks, or among those that have the same experts."""
+BATCH = ("edp", "dp")
+"""The axis, or view, that divides the batch: among those that have the same experts, if there are, or all."""
 CONTEXT = {"cp": "", "cp_ring": "ring", "cp_heads": "ulysses"}
 """The axes that divide sequences, and of which kind each is, where that is not given."""
 ZIGZAG = ("allgather", "ring")
@@ -69,7 +68,7 @@ def check_sequence(function: Function, data: tuple[Value, ...], mesh: Mesh, sp: 
 
 def batch_axis(mesh: Mesh) -> str:
     """Return the axis of a mesh that divides the batch, or the view of several that do."""
-    return next(axis for axis in (*dict(mesh.axes), *mesh.views) if axis in BATCH)
+    return next(axis for axis in BATCH if axis in dict(mesh.axes) or axis in mesh.views)
 
 
 def expert_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -78,14 +77,14 @@ def expert_axes(mesh: Mesh) -> tuple[str, ...]:
     return mesh.axes_of(EXPERT) if EXPERT in every else ()
 
 
-def expert_ranks_of_dp(mesh: Mesh) -> int:
-    """Return how many ranks along dp have different experts."""
-    return math.prod([mesh.axis_size(axis) for axis in expert_axes(mesh) if axis in (EXPERT, WITHIN)])
+def expert_axes_of_dp(mesh: Mesh) -> tuple[str, ...]:
+    """Return those of the axes of dp along which experts are divided."""
+    return tuple([axis for axis in expert_axes(mesh) if axis in mesh.axes_of("dp")])
 
 
 def context_axes(mesh: Mesh) -> list[str]:
-    """Return the axes of context parallelism that a mesh has."""
-    return [axis for axis, _ in mesh.axes if axis in CONTEXT]
+    """Return the axes, or views, of context parallelism that a mesh has."""
+    return [axis for axis in CONTEXT if axis in dict(mesh.axes) or axis in mesh.views]
 
 
 def _divisors(n: int, least: int = 1) -> str:

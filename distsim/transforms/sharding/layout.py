@@ -61,13 +61,15 @@ class DividedAxis:
     ``zigzag``: what is divided is in twice as many parts, of which rank r has the r-th and the r-th from the
     end, so that a causal mask leaves all ranks the same work (Brandon et al. 2023, striped attention, and the
     "2cp chunks" of TransformerEngine, ``context_parallel.py``). ``experts``: its ranks have different
-    ones, so that with other such axes it divides rows of experts (:func:`divisions`).
+    ones, so that with other such axes it divides rows of experts (:func:`divisions`). ``part_of``: it is cut
+    out of this axis, with which it goes but for experts (:func:`joint_axes`).
     """
 
     name: str
     parts: int
     zigzag: bool = False
     experts: bool = False
+    part_of: str = ""
 
     def pieces(self, state: State, size: int) -> Parts:
         """Return the pieces in which a dimension of ``size`` is divided, for ``MPIScatter`` and the like."""
@@ -121,6 +123,33 @@ def expert_axis(axes: Sequence[DividedAxis]) -> DividedAxis:
     return DividedAxis(EXPERT, math.prod([axis.parts for axis in axes if axis.experts]))
 
 
+def joint_axes(
+    axes: Sequence[DividedAxis], *ends: Sequence[State]
+) -> list[tuple[DividedAxis, tuple[int, ...]]]:
+    """Return the axes along which values are divided, and the places in ``axes`` that each has.
+
+    Parts of one axis are that axis where a value is along all of them in one state, at both of its ends, say:
+    what moves does so over all ranks at once. In zigzag too: of the two parts that a rank of the outer one
+    has, those of the inner one have what they have of the axis.
+
+    >>> axes = [DividedAxis("ep_tp", 2, experts=True, part_of="tp"), DividedAxis("etp", 4, part_of="tp")]
+    >>> [(axis.name, axis.parts) for axis, _ in joint_axes(axes, [sharded(1), sharded(1)])]
+    [('tp', 8)]
+    >>> [(axis.name, axis.parts) for axis, _ in joint_axes(axes, [REPLICATED, sharded(1)])]
+    [('ep_tp', 2), ('etp', 4)]
+    """
+    found: list[tuple[DividedAxis, tuple[int, ...]]] = []
+    for place, axis in enumerate(axes):
+        joint = place > 0 and axis.part_of and axis.part_of == axes[place - 1].part_of
+        if joint and all(states[place] == states[place - 1] for states in ends):
+            before, places = found[-1]
+            whole = DividedAxis(axis.part_of, before.parts * axis.parts, axis.zigzag)
+            found[-1] = whole, (*places, place)
+        else:
+            found.append((axis, (place,)))
+    return found
+
+
 def divisions(axes: Sequence[DividedAxis], states: Sequence[State]) -> list[tuple[DividedAxis, State]]:
     """Return along which axes a value is divided, and how: by experts it is along all at once that have some.
 
@@ -130,7 +159,8 @@ def divisions(axes: Sequence[DividedAxis], states: Sequence[State]) -> list[tupl
     """
     found: list[tuple[DividedAxis, State]] = []
     together = False
-    for axis, state in zip(axes, states, strict=True):
+    for axis, places in joint_axes(axes, states):
+        state = states[places[0]]
         if axis.experts and isinstance(state.pieces, Groups):
             found += [] if together else [(expert_axis(axes), state)]
             together = True

@@ -257,16 +257,17 @@ class _FunctionLowering:
         if not op.inputs:
             attributes = {**attributes, "device": lowering.mesh}
         decomposed = [
-            (rule.decompositions[each.factor], axis)
+            (rule.decompositions[each.factor], axis.part_of or axis.name)
             for each, axis in zip(along, lowering.axes, strict=True)
             if rule and each and each.factor is not None and each.factor in rule.decompositions
         ]
+        decomposed = [each for place, each in enumerate(decomposed) if each not in decomposed[:place]]
         if not decomposed:
             names = [value.name for value in op.outputs]
             made = self.maker.add(op.op_type, inputs, attributes, (), names, op.version, op.name)
         else:
             ((decomposition, axis),) = decomposed
-            made = decomposition.build(self.maker, replace(op, attributes=attributes), inputs, axis.name)
+            made = decomposition.build(self.maker, replace(op, attributes=attributes), inputs, axis)
         for value, local, type_, place in zip(op.outputs, made, expected, raw, strict=True):
             if local.type != type_:
                 raise PlanError(

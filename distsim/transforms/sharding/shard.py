@@ -11,28 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from distsim.buckets import Buckets
 from distsim.cache import Cache
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Mesh, Role, Value, callees
+from distsim.hardware.rank_axes import TENSOR
+from distsim.ir import Function, Mesh, Role, Value, callees
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels
-from distsim.transforms.sharding.axes import (
-    batch_options,
-    check_context,
-    context_options,
-    decide_batch,
-    decide_context,
-    decide_tensor,
-    tensor_options,
-)
+from distsim.transforms.sharding.axes import check_context
 from distsim.transforms.sharding.choose_layouts import Decision
-from distsim.transforms.sharding.collectives import TENSOR
 from distsim.transforms.sharding.constants import as_inputs, as_values
+from distsim.transforms.sharding.decisions import (
+    BatchParts,
+    Decisions,
+    Dimensions,
+    OverTensor,
+    Way,
+    axis_parts,
+)
 from distsim.transforms.sharding.degrees import (
     BATCH,
     CONTEXT,
@@ -42,34 +41,14 @@ from distsim.transforms.sharding.degrees import (
     check_sequence,
     context_axes,
     expert_axes,
-    expert_ranks_of_dp,
+    expert_axes_of_dp,
     sequences,
 )
-from distsim.transforms.sharding.experts import ByExperts, check_experts, expert_options
 from distsim.transforms.sharding.layout import DividedAxis, Placement
 from distsim.transforms.sharding.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.sharding.problem_graph import structure_of
 from distsim.transforms.sharding.roles import WHOLE_BATCH, Marks, batch_inputs, propagate_both, roles
-from distsim.transforms.sharding.strategies import EXPERTS, Options
-
-
-class BatchParts(NamedTuple):
-    """Over what a batch is divided: ranks of dp with the same experts, with others, and microbatches."""
-
-    replicas: int
-    experts: int
-    microbatches: int
-
-
-class OverTensor(NamedTuple):
-    """How tp ranks divide: also what is between the products; experts not, that lie whole on each."""
-
-    sequence: bool
-    experts_apart: bool
-
-
-Way = OverTensor | str | None
-"""How an axis divides: the batch; as a kind of context parallelism, or experts, say; or as tp does."""
+from distsim.transforms.sharding.strategies import EXPERTS
 
 REPLICATION_NOTED = 0.95
 """Less than this share of the matrix flops divided over tp is worth a note."""
@@ -241,16 +220,13 @@ class _FunctionSharding:
         function, marks, self.made = _constants_divided(needed, self.data)
         self.rewritten = None if function is given else function  # not to refer to what it is known by
         known |= dict.fromkeys(function.inputs[len(needed.inputs) :], Role.CONSTANT)
-        divided = self.divided = dict.fromkeys(self.data, 0) | _constants_with_batch(known, marks)
+        divided = dict.fromkeys(self.data, 0) | _constants_with_batch(known, marks)
         scalars = [v for v in function.inputs if known[v] is Role.INPUT and v not in divided]
         # What has no batch is the same for every microbatch: the weight of a loss that is given, say.
         self.known = known | dict.fromkeys(scalars, Role.CONSTANT) | dict.fromkeys(divided, Role.INPUT)
         self.structure = structure_of(function, self.known)
-        self.batch_options = batch_options(function, self.structure, divided, marks)
-        self.marks, self.roles = marks, known
-        self.options: dict[OverTensor | str, Options] = {}
-        self.by_experts: dict[tuple[int, BatchParts, Balance], ByExperts] = {}
-        self.decided: dict[tuple[object, ...], Decision] = {}
+        every = Dimensions(self.known, known, divided, dict.fromkeys(sequences(self.data), 1), marks)
+        self.decisions = Decisions(function, self.structure, every)
         self.lowered: dict[tuple[object, ...], Lowered] = {}
         self.results: dict[tuple[Mesh, int, int | None, bool, str], Sharded] = {}
 
@@ -259,8 +235,9 @@ class _FunctionSharding:
     ) -> Sharded:
         function = self.rewritten or function
         batch = batch_axis(mesh)
-        shown, ep = mesh.axis_size(batch), expert_ranks_of_dp(mesh)
-        replicas, apart = dp // ep, expert_axes(mesh)
+        shown, apart, of_dp = mesh.axis_size(batch), expert_axes(mesh), expert_axes_of_dp(mesh)
+        ep = math.prod([mesh.axis_size(axis) for axis in of_dp])
+        replicas = dp // ep
         if dp % ep or shown not in (replicas, min(replicas, 2)):
             raise PlanError(
                 f"dp={dp} on a mesh of {batch}={shown}; give one of {batch}={min(replicas, 2)} or of "
@@ -271,23 +248,21 @@ class _FunctionSharding:
         check_sequence(function, self.data, mesh, sp, any(kind in ZIGZAG for kind in kinds.values()))
         if len(self.results) >= MOST_RESULTS:
             self.results.clear()
-            self.decided.clear()
-            self.by_experts.clear()
+            self.decisions.forget()
         axes = [DividedAxis(batch, replicas * microbatches)]
-        axes += [DividedAxis(apart[0], ep, experts=True)] if ep > 1 else []
-        axes += [
-            DividedAxis(axis, mesh.axis_size(axis), kind in ZIGZAG, axis in apart)
-            for axis, kind in kinds.items()
-        ]
-        axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR), experts=TENSOR in apart))
-        way = OverTensor(sp, TENSOR in apart)
-        ways = dict(zip(axes, [None, *[EXPERTS] * (ep > 1), *kinds.values(), way], strict=True))
+        axes += [DividedAxis(axis, mesh.axis_size(axis), experts=True) for axis in of_dp]
+        axes += [DividedAxis(axis, mesh.axis_size(axis), kind in ZIGZAG) for axis, kind in kinds.items()]
+        axes.append(DividedAxis(TENSOR, mesh.axis_size(TENSOR)))
+        ways: list[Way] = [None, *[EXPERTS] * len(of_dp), *kinds.values(), OverTensor(sp, TENSOR in apart)]
+        cut = {axis: axis_parts(axis, mesh, apart) for axis in axes}
         parts = BatchParts(replicas, ep, microbatches)
-        decided = self._decide(function, ways, parts, mesh.devices[0])
+        decided = self.decisions.decide(
+            function, dict(zip(axes, ways, strict=True)), cut, parts, mesh.devices[0]
+        )
         for axis in axes:
             if axis.name in kinds:
-                own = kinds[axis.name]
-                check_context(self.structure, decided[axis], axis, own, mesh.axis_size(TENSOR))
+                own, choice = kinds[axis.name], decided[cut[axis][0]]
+                check_context(self.structure, choice, axis, own, mesh.axis_size(TENSOR))
         try:
             lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
         except DegreeNeeded:
@@ -300,77 +275,12 @@ class _FunctionSharding:
             function.inputs,
             lowered.inputs,
             lowered.outputs,
-            {axis.name: decision for axis, decision in decided.items()},
+            {axis.name: decided[parts[0]] for axis, parts in cut.items()},
             dp,
             lowered.needs_dp,
             function.notes,
             self.made,
         )
-
-    def _decide(
-        self, function: Function, ways: Mapping[DividedAxis, Way], parts: BatchParts, device: Device
-    ) -> dict[DividedAxis, Decision]:
-        """Return what is decided along each axis: the batch's first, for the others depend on it.
-
-        What is decided of experts holds along all axes that have ranks of them.
-        """
-        balance = (device.throughput, device.peaks, device.dram_bandwidth)
-        ranks = math.prod([axis.parts for axis in ways if axis.experts])
-        found, outer, experts = dict[DividedAxis, Decision](), list[Decision](), None
-        for axis, way in ways.items():
-            # Along the batch ranks and microbatches are all the same.
-            key = (axis.parts, balance) if way is None else (axis.parts, ranks, parts, balance, way)
-            decision = experts.choice if experts and way == EXPERTS else self.decided.get(key)
-            if decision is None:
-                degrees = (axis.parts, parts.replicas * parts.experts, parts.microbatches)
-                if way is None:
-                    decision = decide_batch(self.structure, self.batch_options, axis.parts, device)
-                elif isinstance(way, str):
-                    batch, options = next(iter(found.values())), self._options(function, way)
-                    divisor = axis.parts * (2 if axis.zigzag else 1)
-                    decision = decide_context(self.structure, options, degrees, batch, device, divisor)
-                else:
-                    batch, options = next(iter(found.values())), self._options(function, way)
-                    beside = {n: ranks * sent for n, sent in experts.choice.sent.items()} if experts else {}
-                    decision = decide_tensor(self.structure, options, degrees, batch, device, beside)
-                self.decided[key] = decision
-            if way is None and ranks > 1:
-                experts = self._by_experts(function, decision, (ranks, parts, balance), device)
-            found[axis] = decision
-            if experts and axis.experts:
-                found[axis] = experts.along(decision)
-                outer += [] if way == EXPERTS else [decision]
-            elif experts:
-                found[axis] = experts.beside(decision, outer)
-        return found
-
-    def _by_experts(
-        self, function: Function, batch: Decision, key: tuple[int, BatchParts, Balance], device: Device
-    ) -> ByExperts:
-        """Return what so many ranks divide by experts; of these some are along dp, which divide the batch."""
-        found = self.by_experts.get(key)
-        if found is None:
-            ranks, parts, _ = key
-            options, degrees = self._options(function, EXPERTS), (ranks, parts.replicas, parts.microbatches)
-            choice = decide_context(self.structure, options, degrees, batch, device, parts.experts)
-            check_experts(self.structure, choice, ranks)
-            found = ByExperts(self.structure, choice, self.marks)
-            self.by_experts[key] = found
-        return found
-
-    def _options(self, function: Function, way: OverTensor | str) -> Options:
-        """Return what may be chosen over experts, a context, or tp."""
-        found = self.options.get(way)
-        if found is None:
-            if way == EXPERTS:
-                found = expert_options(function, self.structure, self.known, self.divided, self.marks)
-            elif isinstance(way, str):
-                along = dict.fromkeys(sequences(self.data), 1)
-                found = context_options(function, self.structure, along, self.marks, way)
-            else:
-                found = tensor_options(function, self.structure, self.roles, self.marks, *way)
-            self.options[way] = found
-        return found
 
     def _lower(
         self,
@@ -391,8 +301,5 @@ class _FunctionSharding:
             self.lowered[key] = found
         return found
 
-
-Balance = tuple[float, tuple[tuple[str, float], ...], float]
-"""The figures of a device on which the choice depends."""
 
 _KNOWN = Cache[Function, _FunctionSharding]("what is known of the division of a function", 1)
