@@ -16,7 +16,7 @@ from distsim.ir.kernel_rates import KINDS_OF_WORK, KernelRates
 from distsim.ops import Signature, types, work
 from distsim.plan import Plan
 from distsim.simulate import Simulator
-from distsim.simulate.explain.interval import SPREADS, interval_of
+from distsim.simulate.explain.interval import BETWEEN, SPREADS, correction, interval_of
 from distsim.transforms import Adam, differentiate
 
 SHARES = KernelRates(tuple([(kind, 0.5) for kind in KINDS_OF_WORK]), processors=108)
@@ -145,6 +145,23 @@ def test_an_interval_has_the_spread_of_the_device_and_of_what_is_less_known():
     assert interval_of(2.0, 0.0, {"linear": 2.0}) is None
     with pytest.raises(SimulationError, match="level=1.5"):
         interval_of(2.0, 0.1, {}, 1.5)
+
+
+def test_steps_of_ones_own_correct_and_narrow():
+    """By so much as the variance between machines is of the mean of so many: none, one, many."""
+    parts = {"linear": 1.0}
+    plain = interval_of(1.0, 0.1, parts)
+    one = interval_of(1.0, 0.1, parts, own=[1.2])
+    many = interval_of(1.0, 0.1, parts, own=[1.2] * 10_000)
+    centre = [math.sqrt(each.low * each.high) for each in (plain, one, many)]
+    assert centre == pytest.approx([1.0, 1.2**BETWEEN, 1.2], rel=1e-3)
+    variances = [
+        (math.log(each.high / each.low) / math.log(plain.high / plain.low)) ** 2 for each in (one, many)
+    ]
+    assert variances == pytest.approx([1 - BETWEEN**2, 1 - BETWEEN], rel=1e-3)
+    assert correction([1.2, 1.2, 50.0]) == correction([1.2] * 3)  # a run that went wrong
+    with pytest.raises(SimulationError, match="0 is no ratio of measured to predicted"):
+        correction([1.0, 0.0])
 
 
 def chain(topology: Topology):

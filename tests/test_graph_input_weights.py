@@ -9,7 +9,7 @@ from training_models import F64, Maker
 from distsim.cli import main
 from distsim.errors import PlanError
 from distsim.importer import import_from_onnx
-from distsim.ir.joint import brings_backward
+from distsim.ir.dead import brings_backward
 from distsim.plan import Plan
 from distsim.transforms import SGD, add_loss, differentiate, outline, set_precision
 

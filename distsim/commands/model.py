@@ -9,7 +9,7 @@ from typing import Any
 from distsim.errors import PlanError
 from distsim.importer import load_model
 from distsim.ir import DType, Float32, Function, Tensor
-from distsim.ir.joint import brings_backward
+from distsim.ir.dead import brings_backward
 from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.report.progress import Progress

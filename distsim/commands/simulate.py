@@ -81,6 +81,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jitter", type=float, default=0.0, help="coefficient of variation of every op's time (event engine)"
     )
+    parser.add_argument(
+        "--own-runs",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="RATIO",
+        help="measured over predicted seconds of other steps on this cluster: they correct this one",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the jitter")
     parser.add_argument(
         "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
@@ -178,7 +186,7 @@ def _tell(
     say(f"{options.model} on {options.cluster}, {way}, batch {samples}\n")
     if about:
         say(about)
-    say(summarize(simulation, samples, count_model_flops(function)))
+    say(summarize(simulation, samples, count_model_flops(function), options.own_runs))
     if options.explain:
         say(progress.run("explaining", simulation.explain))
     uncosted = ", ".join(cost_model.uncosted)

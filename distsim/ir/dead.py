@@ -1,7 +1,7 @@
 """Dead ops: those that no output of a function needs, in the function and in what it calls.
 
 No op does anything but make its outputs, so that a transfer or a collective whose result nobody reads is as
-dead as any other.
+dead as any other. By the same walk a function is known to bring its backward pass: what an output follows from.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from distsim.ir.function import Function, Op
 from distsim.ir.rewrite import copy_function
+from distsim.ir.type import Tensor
 from distsim.ir.value import Value
 
 Mask = tuple[bool, ...]
@@ -101,3 +102,21 @@ class _Trimmer:
         # Values of its own: Calls that need other outputs may call the callee as it was, in one function.
         own = function if made is function else copy_function(made)
         return own, tuple([v in read for v in function.inputs])
+
+
+def brings_backward(function: Function) -> bool:
+    """Whether a function is joint: it returns a scalar loss and the gradient, or new value, of a parameter.
+
+    Such an output has the type of a parameter and follows, as the prediction does in the gradient of a loss,
+    from every input that the loss follows from, but is nothing that the loss is made of. The type alone says
+    little: running statistics are like the scale of their normalization, predictions may be like a weight.
+    """
+    tensors = {value: value.type for value in function.outputs if isinstance(value.type, Tensor)}
+    losses = [v for v, type_ in tensors.items() if type_.rank == 0 and type_.dtype.is_floating]
+    if not losses:
+        return False
+    forward = trim(function, losses[:1], ()).function
+    held = {*forward.inputs, *(value for op in forward.ops for value in op.outputs)}
+    trained = {value.type for value in function.parameters}
+    likely = [v for v, type_ in tensors.items() if v not in held and type_.rank and type_ in trained]
+    return any(set(forward.inputs).issubset(trim(function, [v], ()).function.inputs) for v in likely)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import median
 
 from distsim.cost.efficiency import element_type
 from distsim.ir import Device, Op
 from distsim.ops import op_label, operator, signature_of, work
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
-from distsim.simulate.explain.interval import Interval
+from distsim.simulate.explain.interval import Interval, correction
 from distsim.simulate.explain.text import count, seconds_text, table
 from distsim.simulate.memory.origins import grouped
 from distsim.simulate.quantities import bytes_label
@@ -20,7 +22,12 @@ _MOST_OPS = 10
 _MOST_MODULES = 8
 
 
-def summarize(simulation: Simulation, samples: float | None = None, model_flops: float | None = None) -> str:
+def summarize(
+    simulation: Simulation,
+    samples: float | None = None,
+    model_flops: float | None = None,
+    own: Sequence[float] = (),
+) -> str:
     """Return a text: step time, speed, how each device spends the step, memory, and the top operators.
 
     ``samples`` is what one step processes; ``model_flops`` the FLOPs that the model itself needs for them
@@ -28,7 +35,8 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
     so are then the lines that need them. The hardware utilisation (HFU) is of all that kernels do: where they
     skip the pairs of query and key that a mask hides, it may be the lesser one. Of a step without a flush,
     throughput and utilisation are those of the steady state (:attr:`Simulation.step_period`); all else, as
-    the shares of the devices, is of a single step, in which the pipeline fills and drains.
+    the shares of the devices, is of a single step, in which the pipeline fills and drains. ``own`` are
+    measured over predicted seconds of other steps on the same machine: a line says what these make of it.
     """
     lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}"]
     each = simulation.microbatch_time
@@ -41,6 +49,8 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
         lines.append(
             f"steady        {seconds_text(each)} a microbatch, {period}{trust} a step: no flush between steps"
         )
+    if own:
+        lines.append(_corrected(simulation, own))
     if samples is not None and simulation.step_period > 0:
         steady = "" if each is None else " in the steady state"
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s{steady}")
@@ -59,6 +69,15 @@ def summarize(simulation: Simulation, samples: float | None = None, model_flops:
 def _trust(interval: Interval) -> str:
     """Say between which seconds a measured step is to be expected."""
     return f" ({seconds_text(interval.low)} to {seconds_text(interval.high)}, {interval.level:.0%})"
+
+
+def _corrected(simulation: Simulation, own: Sequence[float]) -> str:
+    """Say how long the step takes by what one's own steps took."""
+    interval = simulation.interval(own=own)
+    trust = "" if interval is None else _trust(interval)
+    seconds = seconds_text(simulation.step_period * correction(own))
+    runs = f"{count(len(own), 'run')} took {median(own):.3g} times as long as predicted"
+    return f"own runs      {seconds}{trust}: {runs}"
 
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:

@@ -203,17 +203,19 @@ class Simulation:
         """
         return breakdown(self.timeline, self.simulated, by)
 
-    def interval(self, level: float = 0.9) -> Interval | None:
+    def interval(self, level: float = 0.9, own: Sequence[float] = ()) -> Interval | None:
         """Return between which seconds a measured :attr:`step_period` lies with a probability of ``level``.
 
-        None where it is not known how far steps on such devices are from predicted ones, or where the host's
-        time is not among the costs: a bound then, not a prediction.
+        ``own``: measured over predicted seconds of other steps on the same machine, which correct and narrow
+        it (:func:`distsim.simulate.explain.interval.correction`). None where it is not known how far steps
+        on such devices are from predicted ones, or where the host's time is not among the costs: a bound
+        then, not a prediction.
         """
         devices = list(self.timestamps)
         if not self.cost_model.kernels or not devices or not all(d.rates.spread for d in devices):
             return None
         spread = max(device.rates.spread for device in devices)
-        return interval_of(self.step_period, spread, self.breakdown("kind"), level)
+        return interval_of(self.step_period, spread, self.breakdown("kind"), level, own)
 
     def explain(self) -> Explanation:
         """Return what bounds the step and what would gain how much; ``print`` it.

@@ -16,6 +16,7 @@ from distsim.truth.evaluation import Outcome
 from distsim.truth.row import Row
 from distsim.truth.score import (
     BASELINE_MFU,
+    after_own_runs,
     by_count,
     coverage,
     detection,
@@ -28,6 +29,9 @@ from distsim.truth.score import (
 
 _CHOICE = ("model", "hw_gpu", "n_gpus", "seq", "global_batch", "n_layers", "hidden", "precision")
 """Columns that rows share, beside their source, of which a user would choose one."""
+
+OWN_RUNS = (1, 3, 5)
+"""How many measured steps of one's own are tried."""
 
 _LAYOUTS = ("dp only", "tp", "pp", "tp+pp", "zero", "cp", "ep")
 _LONGEST_NAME = 58
@@ -85,7 +89,8 @@ class Accuracy:
         return [group for group in groups.values() if len(group) > 1]
 
     def __str__(self) -> str:
-        parts = (self._errors(), self._regret(), self._intervals(), self._memory(), self._rest())
+        parts = [self._errors(), self._regret(), self._intervals(), self._own_runs()]
+        parts += [self._memory(), self._rest()]
         return "\n\n".join(["\n".join(lines) for lines in parts if lines])
 
     def _errors(self) -> list[str]:
@@ -135,6 +140,26 @@ class Accuracy:
         )
         return [] if found is None else [f"90 % intervals: {found}"]
 
+    def _own_runs(self) -> list[str]:
+        """Return the errors where some measured steps of the same source and machine are known."""
+        groups: dict[tuple[str, str], list[float]] = {}
+        for each in self.comparisons:
+            groups.setdefault((source_of(each.row), each.row.get("hw_gpu", "")), []).append(
+                each.measured / each.outcome.seconds
+            )
+        known = [ratios for ratios in groups.values() if len(ratios) > max(OWN_RUNS)]
+        if not known:
+            return []
+        errors = [
+            f"{runs}: {statistics.fmean([_after(ratios, runs) for ratios in known]):.1%}"
+            for runs in (0, *OWN_RUNS)
+        ]
+        what = f"{count(len(known), 'group')} of a source and its GPUs, {sum(map(len, known))} rows"
+        return [
+            f"mean error where so many measured steps of a group correct the others, {what}:",
+            f"  {', '.join(errors)}",
+        ]
+
     def _memory(self) -> list[str]:
         done = [pair for pair in zip(self.rows, self.outcomes, strict=True) if pair[1].predicted]
         peaks = [("", outcome.peak, peak) for row, outcome in done if (peak := measured(row, "peak_mem_gb"))]
@@ -178,6 +203,11 @@ def _error_cells(name: str, group: Sequence[Comparison]) -> list[str]:
     cells = [f"{own.mean:.1%}", f"{own.median:.1%}", f"{own.bias:+.1%}", f"{own.worst:+.1%}"]
     cells += [text for other in others for text in (f"{other.mean:.1%}", f"{other.bias:+.1%}")]
     return [name[:_LONGEST_NAME], str(len(group)), *cells]
+
+
+def _after(ratios: Sequence[float], runs: int) -> float:
+    """Return the mean error of the other steps of a group after so many of them."""
+    return statistics.fmean(map(abs, after_own_runs(ratios, runs)))
 
 
 def _share(share: float | None) -> str:

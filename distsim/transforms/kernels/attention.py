@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from distsim.errors import PlanError
 from distsim.ir import Attributes, DType, Function, Op, all_ops
-from distsim.ir.joint import brings_backward
+from distsim.ir.dead import brings_backward
 from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.ops.attention_options import ATTENTION_CHOICES, ATTENTION_FORMALS, AttentionOptions
 from distsim.ops.places import places, shape_of

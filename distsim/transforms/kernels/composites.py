@@ -19,7 +19,7 @@ import numpy as np
 from distsim.cache import cached
 from distsim.errors import DistsimError
 from distsim.ir import DType, Function, Op, Value
-from distsim.ir.joint import brings_backward
+from distsim.ir.dead import brings_backward
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
 from distsim.ops import compute
