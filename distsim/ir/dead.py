@@ -1,7 +1,7 @@
 """Dead ops: those that no output of a function needs, in the function and in what it calls.
 
 No op does anything but make its outputs, so that a transfer or a collective whose result nobody reads is as
-dead as any other. By the same walk a function is known to bring its backward pass: what an output follows from.
+dead as any other. By the same walk it is seen whether a function brings its backward pass.
 """
 
 from __future__ import annotations
