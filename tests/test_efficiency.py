@@ -88,8 +88,8 @@ def test_a_product_fills_waves_of_tiles_and_needs_depth():
 def test_attention_by_sequence_and_head(causal, half, size, share):
     heads = ((1, 8, 1024, size),) * 3
     which = signature("Attention", *heads, is_causal=causal)
-    flops = work(which).flops
-    assert seconds(GPU, which) == pytest.approx(flops / (312e12 * share * 1024 / (1024 + half)))
+    flops, filled = work(which).flops, 64 / (64 + 2.8 * 108)  # 8 blocks of 128 queries of each of 8 heads
+    assert seconds(GPU, which) == pytest.approx(flops / (312e12 * share * 1024 / (1024 + half) * filled))
 
 
 def test_attention_by_kernel():
@@ -117,9 +117,7 @@ FLASH2 = {
 def test_attention_as_it_was_measured():
     """The kernel alone: the share that a step reaches of it is taken out."""
     device = load_cluster("dgx-a100").devices[0]
-    inside = (
-        dict(device.rates.shares)["attention"] / 0.771
-    )  # what experiments/calibrated_figures.py starts from
+    inside = dict(device.rates.shares)["attention"] / 0.885  # what calibrated_figures.py starts from
     known = device.rates.shares
     shares = tuple([(kind, share / inside) for kind, share in known if kind.startswith("attention")])
     alone = replace(device, rates=replace(device.rates, shares=shares), kernel_launch_overhead=0.0)

@@ -1,0 +1,195 @@
+"""Shape rules and alpha-beta against kernels and collectives alone, on halves that nothing is fitted to.
+
+``python experiments/micro_cases.py DIR`` reads ``micro_gemm.csv``, ``micro_attention.csv`` and
+``micro_collectives.csv`` of the folder. Of each group (a machine, a kind of kernel or a collective over so
+many ranks) the rows with an even place fit one share of the peak, or a bandwidth and a latency; the others
+are predicted. It prints mean and worst errors by group, collectives from 1 MiB and below apart, and writes
+``results/micro_cases.csv``. Products are those of at least 8.6e9 multiplications without accumulation; the
+exponents of the rules (:mod:`distsim.cost.efficiency`) were fitted to all products of A100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common import RESULTS, write_csv
+from scipy.optimize import least_squares
+
+from distsim.cost import CostModel
+from distsim.hardware import collective_time
+from distsim.ir import Attributes, BFloat16, Device, Link, Tensor, Topology
+from distsim.ir.kernel_rates import KernelRates
+from distsim.ir.topology import Level
+from distsim.ops import Signature, types, work
+
+FEWEST_MULTIPLICATIONS = 8.6e9
+FEWEST_ROWS = 8
+MIB = 2**20
+PEAK = 1e15
+PROCESSORS = {"A100": 108, "B200": 148, "H100": 132}
+Row = dict[str, str]
+Halves = dict[str, tuple[list[float], list[float]]]
+"""By group: predicted and measured figures of the rows that nothing was fitted to."""
+
+
+def main() -> int:
+    """Print and write the errors; the exit status is 2 where a table cannot be read."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    try:
+        tables = [read(given.folder / f"micro_{name}.csv") for name in ("gemm", "attention", "collectives")]
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
+    lines: list[dict[str, object]] = []
+    for what, halves in zip(
+        ("products", "attention", "collectives"),
+        (products(tables[0]), attention(tables[1]), collectives(tables[2])),
+        strict=True,
+    ):
+        for group, (predicted, measured) in halves.items():
+            errors = [abs(one / other - 1) for one, other in zip(predicted, measured, strict=True)]
+            mean, worst = statistics.fmean(errors), max(errors)
+            print(f"{what:12} {group:58.58} {len(errors):4} rows  {mean:6.1%} mean  {worst:6.1%} worst")
+            lines.append({"what": what, "group": group, "rows": len(errors), "mean": mean, "worst": worst})
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_csv(given.out / "micro_cases.csv", lines)
+    return 0
+
+
+def read(path: Path) -> list[Row]:
+    """Return the rows of a table."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Return the groups that are large enough to be halved."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(name(row), []).append(row)
+    return {group: own for group, own in found.items() if len(own) >= FEWEST_ROWS}
+
+
+# --- products and attention -------------------------------------------------------------------------------
+
+
+def speed(which: Signature, processors: int, kind: str) -> float:
+    """Return the FLOP/s of a kernel on a device of a peak of 1e15, of which it reaches what shape leaves."""
+    rates = KernelRates(((kind, 1.0),), processors=processors)
+    peaks = (("bfloat16", PEAK),)
+    device = Device(0, "gpu", PEAK, 1e18, 0.0, peaks=peaks, rates=rates)
+    return work(which).flops / CostModel(Topology.hierarchical(device, 1, [])).seconds(which, (device,))
+
+
+def signature(op_type: str, *shapes: tuple[int, ...], **attributes: object) -> Signature:
+    """Return an op on tensors in 16 bits."""
+    given, options = tuple([Tensor(BFloat16(), shape) for shape in shapes]), Attributes(attributes)
+    return Signature(op_type, options, given, tuple(types(op_type, options, given, None)))
+
+
+def shared(rows: Sequence[Row], rule: Callable[[Row], float]) -> tuple[list[float], list[float]]:
+    """Return TFLOP/s of the second half, by one share of the rule that fits the first, and as measured."""
+    ratios = [float(row["tflops"]) / rule(row) for row in rows[::2]]
+    share = math.exp(statistics.median(map(math.log, ratios)))
+    return [share * rule(row) for row in rows[1::2]], [float(row["tflops"]) for row in rows[1::2]]
+
+
+def products(rows: Sequence[Row]) -> Halves:
+    """Return the halves of products with a weight."""
+
+    def sizes(row: Row) -> tuple[int, int, int]:
+        return int(row["m"]), int(row["n"]), int(row["k"])
+
+    def rule(row: Row) -> float:
+        m, n, k = sizes(row)
+        processors = next(count for name, count in PROCESSORS.items() if name in row["hw"])
+        return speed(signature("MatMul", (m, k), (k, n)), processors, "linear") / 1e12
+
+    chosen = [
+        row
+        for row in rows
+        if row["op"] == "matmul"
+        and row["accumulate"] == "False"
+        and math.prod(sizes(row)) >= FEWEST_MULTIPLICATIONS
+    ]
+    return {group: shared(own, rule) for group, own in grouped(chosen, lambda row: row["hw"]).items()}
+
+
+def attention(rows: Sequence[Row]) -> Halves:
+    """Return the halves of attention, forward, backward, or both together, by head size and mask."""
+
+    def rule(row: Row) -> float:
+        seq, heads, size = int(row["seq"]), int(row["heads"]), int(row["head_dim"])
+        causal = int(row["causal"].lower().startswith(("true", "causal")))
+        which = signature("Attention", *[(int(row["batch"]), heads, seq, size)] * 3, is_causal=causal)
+        return speed(which, 0, "attention") / 1e12
+
+    groups = grouped(rows, lambda row: f"{row['hw']} {row['kernel']}, {row['causal'][:6]}, {row['head_dim']}")
+    groups |= grouped(
+        [row for row in rows if "FlashAttention-2" in row["source"]],
+        lambda row: f"{row['hw']} {row['kernel']}, all",
+    )
+    return {group: shared(own, rule) for group, own in groups.items()}
+
+
+# --- collectives ------------------------------------------------------------------------------------------
+
+
+def cluster(ranks: int, nodes: int, bandwidth: float, latency: float) -> Topology:
+    """Return ranks on nodes; of several nodes the figures are of what joins them, NVLink is B200's."""
+    outer = Link(bandwidth, latency)
+    if nodes == 1:
+        return Topology.hierarchical(Device(0, "gpu"), ranks, [Level("link", outer)])
+    levels = [Level("nvlink", Link(724e9, 4.9e-6), ranks // nodes), Level("between", outer)]
+    return Topology.hierarchical(Device(0, "gpu"), ranks, levels)
+
+
+def collectives(rows: Sequence[Row]) -> Halves:
+    """Return the halves of collectives: microseconds, from 1 MiB on and below."""
+    found: Halves = {}
+    groups = grouped(
+        [row for row in rows if row["time_us"] and row["size_bytes"]],
+        lambda row: f"{row['hw'][:36]}, {row['op']}, {row['n_gpus']} ranks",
+    )
+    for group, own in groups.items():
+        ranks, nodes, kind = int(own[0]["n_gpus"]), int(own[0]["nodes"] or 1), own[0]["op"]
+
+        def seconds(
+            row: Row, figures: Sequence[float], size: int = ranks, where: int = nodes, of: str = kind
+        ) -> float:
+            topology = cluster(size, where, math.exp(figures[0]), math.exp(figures[1]))
+            return collective_time(of, float(row["size_bytes"]), tuple(topology.devices), topology)
+
+        for name, part in (
+            ("from 1 MiB", [row for row in own if int(row["size_bytes"]) >= MIB]),
+            ("below", [row for row in own if int(row["size_bytes"]) < MIB]),
+        ):
+            half = part[::2]
+            if len(part) < 4:
+                continue
+            fitted = least_squares(
+                lambda figures, half=half, seconds=seconds: [
+                    math.log(seconds(row, figures) * 1e6 / float(row["time_us"])) for row in half
+                ],
+                [math.log(1e11), math.log(1e-5)],
+                loss="soft_l1",
+                f_scale=0.15,
+            ).x
+            found[f"{group}, {name}"] = (
+                [seconds(row, fitted) * 1e6 for row in part[1::2]],
+                [float(row["time_us"]) for row in part[1::2]],
+            )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
