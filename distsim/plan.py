@@ -147,6 +147,8 @@ class Plan:
                 )
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
+        if self.tp_overlap == "off" and self.tp == 1:
+            raise PlanError("tp_overlap=off is about what tp ranks bring together, and tp=1; leave it out")
         check_order(self.order)
         if self.cp % (ulysses := parse_cp_kind(self.cp_kind)[1]):
             raise PlanError(

@@ -258,6 +258,9 @@ def main() -> int:
     print_errors(rows, unseen, "with the source left out")
     if judge:
         judged = Rows(judge, max(given.workers, 1))
+        print(f"\n{len(judged.rows)} of {len(judge)} judged rows are laid out")
+        for row_id, why in judged.left_out:
+            print(f"left out: {row_id}: {why}")
         residuals = np.log(judged.predict(found.logs) / judged.measured)
         others = left_out(rows, found, judged, residuals, slopes_of(judged, found.logs, residuals))
         print_errors(judged, others, f"of {', '.join(map(str, given.judge))}, with the source left out")

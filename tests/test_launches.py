@@ -185,21 +185,6 @@ def test_the_slower_host_of_a_group_keeps_all_back():
     assert 3.5 < times[1] / times[0] < 4.1
 
 
-def test_what_comes_as_one_message_is_copied_out_of_it():
-    """Read once and written once; a tensor that comes alone lies where it is wanted."""
-    topology = cluster(2)
-    costs, mesh = CostModel(topology, kernels="eager"), Mesh(topology.devices, dp=2)
-    part, whole = (Tensor(Float(), (n, 64), mesh) for n in (32, 64))
-    group = tuple(topology.devices)
-    attributes = Attributes({"axis": "dp", "dim": 0})
-    lost: list[float] = []
-    for count in (1, 3):
-        gather = Signature("MPIAllgather", attributes, (part,) * count, (whole,) * count)
-        beside = RATES.slowdown * costs.communication_seconds(gather, group)
-        lost.append(costs.slowdown_seconds(gather, group, group[0]) - beside)
-    assert lost == pytest.approx([0.0, 2 * 3 * whole.nbytes / 1e12], abs=1e-15)
-
-
 @pytest.mark.parametrize(
     ("rates", "message"),
     [

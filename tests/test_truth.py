@@ -225,8 +225,12 @@ def test_a_limit_of_power_and_a_fused_loss_are_read():
 
 def test_nodes_that_aws_joins_have_the_links_of_its_adapters():
     row = GPT | {"hw_gpu": "H100-SXM5-80GB", "intra_link": "", "intra_bw_GBps_unidir": ""}
-    assert case_of(row | {"inter_link": "EFA (p5)"}).cluster.name.startswith("aws-p5:")
-    assert case_of(row | {"inter_link": "InfiniBand"}).cluster.name.startswith("dgx-h100:")
+    links = (("H100-SXM5-80GB", "EFA (p5, assumed)"), ("B200", "EFAv4"), ("A100-SXM4-80GB", "EFA p4de"))
+    for gpu, text in links:
+        case = case_of(row | {"hw_gpu": gpu, "inter_link": text})
+        assert case.topology().levels[-1].link.latency == pytest.approx(77e-6)
+        assert ("the link between nodes" in case.assumed) == ("assumed" in text)
+    assert case_of(row | {"inter_link": "InfiniBand"}).topology().levels[-1].link.latency < 20e-6
 
 
 @pytest.mark.parametrize(

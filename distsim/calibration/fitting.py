@@ -268,7 +268,11 @@ class _Fitting:
         )
 
     def _put_shares(self, found: Mapping[str, tuple[float, _Quality]]) -> None:
-        """Put shares of the peaks into the table: as those of what is reached at best, which may be more."""
+        """Put shares of the peaks into the table: as those of what is reached at best, which may be more.
+
+        What was measured was so under the machine's limit of power, and with its own kernel of attention: the
+        table has neither a limit then nor other kernels.
+        """
         for best, kinds in (
             ("bytes_efficiency", [kind for kind in found if kind in _OF_BYTES]),
             ("flops_efficiency", [kind for kind in found if kind not in _OF_BYTES]),
@@ -277,14 +281,18 @@ class _Fitting:
                 continue
             before = reached = getattr(self.machine.device, best)
             most = max(kinds, key=lambda kind: found[kind][0])
-            if found[most][0] > before:
-                reached = found[most][0]
+            limited = best == "flops_efficiency" and self.device.pop("power_limit", None) is not None
+            if found[most][0] > before or limited:
+                reached = max(found[most][0], before)
                 self._put(self.device, f"device.{best}", reached, "1", found[most][1])
                 self._rescale(before / reached, best == "bytes_efficiency", found)
             for kind in kinds:
                 share, quality = found[kind]
                 name = f"device.kernels.{kind}"
                 self._put(self.device.setdefault("kernels", {}), name, share / reached, "1", quality)
+
+        if "attention" in found or "attention_grad" in found:
+            self.device.pop("attention", None)
 
     def _rescale(self, factor: float, of_bytes: bool, found: Mapping[str, object]) -> None:
         """Keep what kernels that were not measured reach, where what is reached at best has changed."""

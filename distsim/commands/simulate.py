@@ -30,6 +30,7 @@ from distsim.schedule.refusals import count as count_of
 from distsim.search import PlanTrials, remedies
 from distsim.search.remedies import SEARCH_SECONDS
 from distsim.simulate import Disturbances, Simulation, Simulator
+from distsim.simulate.explain.interval import correction
 from distsim.simulate.explain.text import seconds_text
 from distsim.simulate.quantities import bytes_label
 from distsim.streams import say
@@ -110,6 +111,9 @@ def run(options: argparse.Namespace) -> int:
     """Simulate what is asked for, and report it."""
     for path in filter(None, (options.trace, options.plot)):
         check_target(path)
+    correction(options.own_runs)  # refused before anything is simulated
+    if options.own_runs and options.kernels == "ops":
+        raise PlanError("--own-runs corrects a prediction, and with --kernels ops there is none: a bound")
     if options.plot:
         check_format(options.plot, "a timeline")
     elif options.streams:

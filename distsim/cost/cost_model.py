@@ -25,6 +25,7 @@ from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Op, Topology, all_ops
 from distsim.ir.kernel_rates import WAYS_TO_LAUNCH
 from distsim.ops import Signature, Work, operator, signature_of, work
+from distsim.ops.cross_entropy import LOSS_STEPS
 from distsim.ops.kernel import KERNEL, MULTI_TENSOR
 from distsim.ops.operator import bytes_of, memory_bound
 
@@ -112,33 +113,28 @@ class CostModel:
         """Seconds in which the host of a device issues the kernel of an op; 0 for what runs none, and for a
         message from device to device, whose latency has it.
 
-        A multi-tensor kernel is issued once, but the host gathers its tensors one by one.
+        A multi-tensor kernel is issued once, but the host gathers its tensors one by one. A loss in steps is
+        several kernels.
         """
         kernel = device.rates.launch(self.kernels) if self.kernels else 0.0
         meaning = operator(signature.op_type)
         sends = meaning.communication is not None and meaning.communication.transfers
         if not kernel or sends or meaning.host_stream or not runs_kernel(signature.op_type):
             return 0.0
-        return kernel + device.rates.tensor * (_tensors(signature) - 1)
+        count = LOSS_STEPS if signature.attributes.get("in_steps", 0) else 1
+        return kernel * count + device.rates.tensor * (_tensors(signature) - 1)
 
     def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
-        """Seconds that computation on a device of a group loses to a collective beside it.
+        """Seconds that computation on a device of a group loses while a collective runs beside it.
 
-        It is slower while the collective runs: both take ``max(computation + slowdown, collective)``, as far
-        as one does not wait for the other. And parameters that are gathered as one message are copied out of
-        it by a kernel (torch's FSDP: ``_fsdp_collectives.py``, ``split_with_sizes_copy``; DeepSpeed's
-        ``AllGatherCoalescedHandle`` concatenates each). 0 without ``kernels``, for a message from device to
-        device, and on devices without figures for it.
+        Both take ``max(computation + slowdown, collective)``, as far as one does not wait for the other. 0
+        without ``kernels``, and for a message from device to device.
         """
         slowdown = device.rates.slowdown if self.kernels else 0.0
         meaning = operator(signature.op_type).communication
         if not slowdown or meaning is None or meaning.transfers:
             return 0.0
-        lost = slowdown * self.communication_seconds(signature, group)
-        if meaning.copies_out and len(signature.outputs) > 1:
-            moved = float(sum(tensor.nbytes for tensor in signature.outputs))
-            lost += usable(signature, self.rules.compute(signature, Work(0.0, moved, moved), device))
-        return lost
+        return slowdown * self.communication_seconds(signature, group)
 
     def latencies(self, signature: Signature, device: Device) -> tuple[float, float]:
         """Return the seconds of an op's bytes alone and of its flops alone, by the rules of the model.

@@ -13,15 +13,17 @@ stas00/ml-engineering)."""
 def speed_under_limit(power: float | None, limit: float | None) -> float:
     """Return what share of their speed products keep on a device that may draw ``limit`` of ``power`` watts.
 
-    1 without a limit. Raises :class:`TopologyError` for one that is not lower, or of a device whose usual
-    power is not known.
+    1 without a limit. Raises :class:`TopologyError` for one that is not lower, or lower than half, of which
+    the measurements say nothing, and for a device whose usual power is not known.
 
     >>> round(speed_under_limit(700.0, 500.0), 3)
     0.921
     """
     if limit is None:
         return 1.0
-    if power is None or not 0 < limit <= power:
+    if power is None or not power / 2 <= limit <= power:
         usual = "give device.power, what it may draw without" if power is None else f"it may draw {power:g} W"
-        raise TopologyError(f"device.power_limit={limit:g} W must be lower than the device's power: {usual}")
+        raise TopologyError(
+            f"device.power_limit={limit:g} W must be lower than the device's power, by half at most: {usual}"
+        )
     return (limit / power) ** POWER_EXPONENT

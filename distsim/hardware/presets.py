@@ -79,7 +79,7 @@ def presets() -> tuple[str, ...]:
     """The names that :func:`load_cluster` knows.
 
     >>> presets()[:4]
-    ('a10', 'a100-pcie', 'dgx-1', 'dgx-2')
+    ('a10', 'a100-pcie', 'aws-p4d', 'aws-p4de')
     """
     names = (entry.name for entry in _folder().iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))

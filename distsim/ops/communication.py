@@ -315,7 +315,7 @@ _register(
 _register(
     "MPIAllgather",
     coalesced("MPIAllgather", _allgather_types),
-    Communication("all_gather", _allgather, _output_bytes, operand=alike, copies_out=True),
+    Communication("all_gather", _allgather, _output_bytes, operand=alike),
 )
 register(
     Operator(

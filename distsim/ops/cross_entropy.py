@@ -118,6 +118,10 @@ def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     return scaled(attributes, arrays, grad[..., :-1] / attributes["N"], 2 + saved)
 
 
+LOSS_STEPS = 5
+"""How many kernels over the logits a loss in steps is: the largest, subtract, exponentials, sum, divide."""
+
+
 def _steps_work(signature: Signature, steps: int) -> Work:
     """Work of a loss; in steps, of which all read the logits in 32 bits, and three write them: the largest is
     subtracted, exponentials are taken, and divided by their sum.

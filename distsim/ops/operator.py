@@ -133,7 +133,6 @@ class Communication:
     ``transfers``: the op moves its value to another device or mesh (attribute ``to``). ``operand``: several
     tensors may go as one message, as in a contiguous buffer: an op with n results has n groups of operands,
     the first of each being what is moved, with the attributes that this rule gives for the n-th.
-    ``copies_out``: each of several tensors that came as one message is copied out of it.
     """
 
     kind: str
@@ -141,7 +140,6 @@ class Communication:
     nbytes: Callable[[Signature], int]
     transfers: bool = False
     operand: OperandRule | None = None
-    copies_out: bool = False
 
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from distsim.cache import cached
 from distsim.ir import Function, Topology
+from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.plan import Plan
@@ -68,10 +69,14 @@ def case_of(row: Row) -> Case:
     sizes = sizes_of(row, "megatron" in plain(row, "framework"), layout.plan.tp, assumed)
     if sizes.experts is not None:  # each rank routes its own tokens
         sizes = replace(sizes, experts=replace(sizes.experts, groups=layout.plan.sequence_parts))
+    cluster = cluster_of(row, layout.plan.devices, assumed)
+    known = cluster.topology().devices[0].rates.attention(software.attention) is not None
+    if software.attention in ATTENTION_KERNELS and not known:
+        assumed.append(f"attention {software.attention} as fast as the usual kernel")
     return Case(
         *(sizes, number(row, "seq"), global_batch(row), layout.plan),
         *(software.precision, software.attention, software.kernels, stack),
-        cluster_of(row, layout.plan.devices, assumed),
+        cluster,
         tuple(assumed),
         layout.left_out,
     )

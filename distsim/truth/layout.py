@@ -216,9 +216,10 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
         return f"every{early}:{every[1] or every[2]}"
     if re.match(r"(selective|sac|attention|core)", text):
         if re.search(r"per-op|\bop\b|matmul", text):
-            # torchtitan, _op_sac_save_list: attention and aten.mm, of which each second; of 8-bit products,
-            # aten._scaled_mm, none.
-            return "ops:Attention" if eight_bits(row) else "ops:MatMul/2+Attention"
+            # torchtitan, _op_sac_save_list: attention, what tp ranks scatter, and aten.mm, of which each
+            # second; of 8-bit products, aten._scaled_mm, none.
+            saved = "Attention" if eight_bits(row) else "MatMul/2+Attention"
+            return f"ops:{saved}+MPIReduceScatter" if number(row, "tp", 1) > 1 else f"ops:{saved}"
         if re.search(r"attention|core", text) or stack.name.startswith("megatron"):
             return "attention"
     raise MissingFeatureError(f"recompute {text!r:.60}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distsim.cache import cached
 from distsim.errors import TopologyError
-from distsim.hardware import load_cluster
+from distsim.hardware import figures, load_cluster
 from distsim.ir import Topology
 from distsim.truth.row import MissingFeatureError, Row, cell, decimal, number, plain
 
@@ -35,8 +35,8 @@ GPUS = (
 )
 """The preset for a GPU whose column has the pattern, the first that fits; none where there is none."""
 
-CLOUDS = {"dgx-a100-40gb": "aws-p4d", "dgx-a100": "aws-p4de", "dgx-h100": "aws-p5", "dgx-h200": "aws-p5en"}
-"""The presets of the same GPUs on nodes that AWS joins by its adapters (EFA)."""
+ADAPTERS = r"\b(efa(v[0-9])?|aws|p4de?|p5(en)?)\b"
+"""Links of AWS between nodes; what they start and carry is as in the presets of its machines."""
 
 CUT_NVLINK = r"\b[ah]800\b"
 """GPUs whose NVLink carries 400 GB/s both ways, where the presets' carries more."""
@@ -78,13 +78,13 @@ def cluster_of(row: Row, devices: int, assumed: list[str]) -> Cluster:
         preset = "dgx-a100-40gb"
     if preset == "dgx-2" and number(row, "gpus_per_node", 16) == 8 and "switch" not in gpu:
         preset = "dgx-1"  # no other machine has eight V100
-    if re.search(r"\b(efa|aws|p4de?|p5(en)?)\b", plain(row, "inter_link")):
-        preset = CLOUDS.get(preset or "", preset)
     if preset is None:
         raise MissingFeatureError(f"a preset for {cell(row, 'hw_gpu') or 'a row without hw_gpu'!r:.60}")
     if preset == "dgx-a100" and memory is None and "80" not in gpu:
         assumed.append("80 GB of memory")
     try:
+        if re.search(r"assumed|not stated", plain(row, "inter_link")):
+            assumed.append("the link between nodes")
         found = _with_columns(row, preset, gpu, memory, devices)
         found.topology()
         return found
@@ -107,6 +107,11 @@ def _with_columns(row: Row, preset: str, gpu: str, memory: float | None, devices
     sized = _topology(preset, tuple(settings))
     per_node = len(sized.devices)
     settings += _between(row, sized, per_node)
+    if re.search(ADAPTERS, plain(row, "inter_link")):
+        adapter = {figure.name: figure for figure in figures("aws-p5")}
+        for name in ("efficiency", "latency"):
+            figure = adapter[f"levels.efa.{name}"]
+            settings.append(f"{sized.levels[-1].name}.{name}={figure.value:g}{figure.unit}")
     return Cluster(f"{preset}:{-(-devices // per_node)}", tuple(settings))
 
 

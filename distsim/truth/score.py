@@ -146,7 +146,7 @@ def after_own_runs(ratios: Sequence[float], count: int, most: int = 60) -> list[
     corrects the others; of many choices the first ``most``, in an order of their own, are taken.
 
     >>> [round(error, 3) for error in after_own_runs([1.2, 1.2, 1.2], 2)]
-    [-0.06, -0.06, -0.06]
+    [-0.068, -0.068, -0.068]
     """
     choices = list(combinations(range(len(ratios)), count))
     Random(0).shuffle(choices)

@@ -35,10 +35,11 @@ _FLASH = r"flash|\bfa-?[1-4]?\b|cudnn|sdpa|xformers|memory[- ]efficient|triton|f
 
 _KERNELS = (
     (r"flash[- ]?(attention|attn)?[- ]?v?3\b|\bfa-?3\b", "flash3"),
-    (r"flash[- ]?(attention|attn)?[- ]?v?2\b|\bfa-?2\b|sdpa", "flash2"),
+    (r"flash[- ]?(attention|attn)?[- ]?v?2\b|\bfa-?2\b", "flash2"),
     (r"flash[- ]?(attention|attn)?[- ]?v?1\b|\bfa-?1\b", "flash1"),
     (r"triton", "triton"),
     (r"cudnn|transformer[- ]?engine|\bte\b|fused attention", "cudnn"),
+    (r"sdpa", "flash2"),
 )
 """The kernel of attention that a column names."""
 

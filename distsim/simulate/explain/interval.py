@@ -57,7 +57,7 @@ def correction(ratios: Sequence[float]) -> float:
     Raises :class:`SimulationError` for a ratio that cannot be one.
 
     >>> round(correction([1.2]), 3), round(correction([1.2] * 5), 3), correction([])
-    (1.083, 1.156, 1.0)
+    (1.084, 1.156, 1.0)
     """
     for ratio in ratios:
         if not 1 / MOST_RATIO <= ratio <= MOST_RATIO:
