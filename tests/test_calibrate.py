@@ -101,7 +101,9 @@ def test_known_figures_come_back(tmp_path):
     fitted = {figure.name for figure in made.figures}
     assert len(fitted) == 11 and "device.launches.eager" in fitted
     for name, value in (si("dgx-a100") | {name: expected[name] for name in fitted}).items():
-        if name in fitted or "launches" not in name and name not in kernels:  # launches change in proportion
+        if name in fitted or (
+            "launches" not in name and name not in kernels
+        ):  # launches change in proportion
             assert found[name] == pytest.approx(value, rel=2e-3), name
     assert all(figure.mean_error < 1e-3 for figure in made.figures)
     assert load_cluster(str(tmp_path / "ours.toml:2")).levels[1].name == "infiniband"
