@@ -22,9 +22,10 @@ source in the preset); here is how shape lowers it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from distsim.ir import Device
-from distsim.ops import Signature, Work, op_label
+from distsim.ir import Device, Op
+from distsim.ops import Signature, Work, op_label, signature_of, work
 
 _TILED_TYPES = ("bfloat16", "float16")
 _TILE = (128, 256)
@@ -118,3 +119,15 @@ def element_type(signature: Signature) -> str:
         if tensor.dtype.is_floating:
             return tensor.dtype.name
     return signature.outputs[0].dtype.name
+
+
+def matrix_type(ops: Iterable[Op]) -> str | None:
+    """Return the element type in which most FLOPs of products are done; None where there are none."""
+    flops: dict[str, float] = {}
+    for op in ops:
+        signature = signature_of(op)
+        demand = work(signature)
+        if demand is not None and demand.matrix:
+            name = element_type(signature)
+            flops[name] = flops.get(name, 0.0) + demand.flops
+    return max(flops, key=lambda name: flops[name]) if flops else None
