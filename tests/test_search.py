@@ -7,15 +7,11 @@ import pytest
 from decoder_models import small
 from training_models import small_gpt, topology_of
 
-from distsim.errors import PlanError, SimulationError
-from distsim.ir.device import Device
 from distsim.models import mlp
-from distsim.plan import Plan
-from distsim.search import SearchRun, parse_sets, search
+from distsim.search import SearchRun, parse_sets
 from distsim.search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.search.run import FixedModel
 from distsim.search.space import PlanSpace
-from distsim.search.text import describe
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.kernels.policies import KERNELS
 

@@ -4,6 +4,7 @@ from distsim.search.remedies import PlanTrials, Remedies, Remedy, remedies
 from distsim.search.results import SearchResult
 from distsim.search.run import SearchRun, search
 from distsim.search.space import PlanSpace, parse_sets
+from distsim.search.text import describe
 from distsim.search.trial import PlanTrial
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Remedy",
     "SearchResult",
     "SearchRun",
+    "describe",
     "parse_sets",
     "remedies",
     "search",

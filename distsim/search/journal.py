@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -93,11 +92,9 @@ class JournalWriter:
         os.close(self._file)
 
 
-def digest_of(functions: Mapping[str, Function], topology: Topology, kernels: Kernels) -> str:
+def digest_of(function: Function, topology: Topology, kernels: Kernels) -> str:
     """Return what is equal for searches of equal training steps, devices, links and kernels."""
-    hashed = hashlib.sha256()
-    for name in sorted(functions):
-        hashed.update(f"{name}\n{pformat(functions[name])}\n".encode())
+    hashed = hashlib.sha256(pformat(function).encode())
     devices = [[getattr(d, name.name) for name in fields(d) if name.compare] for d in topology.devices]
     links = topology.pair_links(topology.devices), topology.levels
     hashed.update(repr((devices, links, kernels.name)).encode())

@@ -68,6 +68,11 @@ class SearchResult:
         value = _by_time if self.objective == "time" else _by_memory
         return tuple(sorted([trial for trial in self.trials if trial.fits], key=value))
 
+    @property
+    def fastest(self) -> PlanTrial:
+        """The fastest of the plans that fit and were simulated; raises as :attr:`best`."""
+        return min([self.best, *self.fitting], key=_by_time)
+
     def top(self, count: int) -> tuple[PlanTrial, ...]:
         """Return the ``count`` best plans, or as many as fit.
 

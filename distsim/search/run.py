@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from distsim.cost.efficiency import matrix_type
-from distsim.errors import PlanError
+from distsim.errors import DistsimError, PlanError
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
@@ -121,8 +121,13 @@ class SearchRun:
         """Return what was found."""
         known = self._known()
         evaluator = PlanEvaluator(self.problem)
-        units = _units(self.plans, evaluator, known)
-        standing, found = Standing(), dict[str, PlanTrial]()
+        found = {
+            str(plan): PlanTrial(str(plan), refused=why)
+            for plan in self.plans
+            if (why := self._unsuited(plan))
+        }
+        units = _units([plan for plan in self.plans if str(plan) not in found], evaluator, known)
+        standing = Standing()
         start, tried = time.monotonic(), 0
         workers = Workers(self.problem, self.workers, self.journal, evaluator)
         try:
@@ -148,13 +153,20 @@ class SearchRun:
             _step(self.problem, self.plans[0]),
         )
 
+    def _unsuited(self, plan: Plan) -> str:
+        """Return why there is no such model as a plan divides, if there is none."""
+        try:
+            self.problem.model(plan)
+        except DistsimError as error:
+            return str(error)
+        return ""
+
     def _known(self) -> Mapping[str, PlanTrial]:
         """Return what the journal has, and begin it where there is none."""
         if self.journal is None:
             return {}
-        functions = {self.problem.model(plan): None for plan in self.plans}
-        named = {f"{place}": function for place, function in enumerate(functions)}
-        digest = digest_of(named, self.problem.topology, self.problem.kernels)
+        problem = self.problem
+        digest = digest_of(problem.model(Plan()), problem.topology, problem.kernels)
         journal = TrialJournal(self.journal, self.subject, digest)
         if self.resume:
             return journal.read()
@@ -204,12 +216,11 @@ def _guess(plan: Plan, evaluator: PlanEvaluator, standing: Standing) -> tuple[fl
     bound = evaluator.bound(plan, standing)
     if evaluator.problem.objective == "memory":
         return (bound,)
-    crowded = evaluator.bounds(plan).device_bytes(plan) / max(
-        d.usable for d in evaluator.problem.topology.devices
-    )
+    most = max(device.usable for device in evaluator.problem.topology.devices)
+    crowded = evaluator.bounds(plan).device_bytes(plan) > 0.7 * most
     recomputed = RECOMPUTED if plan.remat.startswith("full") else 1.0
     moved = 1.0 + 0.05 * (plan.tp * plan.cp - 1)
-    return (bound * recomputed * moved * (1.0 if crowded < 0.7 else 2.0),)
+    return (bound * recomputed * moved * (2.0 if crowded else 1.0),)
 
 
 def _round(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from distsim.cache import cached
 from distsim.errors import PlanError
@@ -39,6 +40,10 @@ class Kernels:
     interiors: bool = False
     apart: bool = False
     gradients_apart: bool = False
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle a policy that has a name by it: what its kernels join are functions."""
+        return (kernels_named, (self.name,)) if KERNELS.get(self.name) is self else super().__reduce__()
 
 
 @cached("whether an op is element by element, by signature", 65536)
