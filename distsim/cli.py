@@ -51,7 +51,7 @@ SEARCH_EPILOG = """what a plan leaves open:
   ep          divisors of the experts
   microbatch_size  1, 2, 4, ... up to 32,768 tokens a rank, with at least pp microbatches
   zero        0, 1, and 3 without a pipeline
-  sp          on where tp > 1
+  sp          on where tp > 1 divides sequences of tokens
   remat       none, full, and what the stack has; attention, unless it is one kernel
   schedule    1f1b; interleaved with 2 or 4 chunks
   others      as `distsim simulate` has them

@@ -7,8 +7,10 @@ import pytest
 from decoder_models import small
 from training_models import small_gpt, topology_of
 
+from distsim.errors import PlanError, SimulationError
 from distsim.models import mlp
-from distsim.search import SearchRun, parse_sets
+from distsim.plan import Plan
+from distsim.search import SearchRun, describe, parse_sets, search
 from distsim.search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.search.run import FixedModel
 from distsim.search.space import PlanSpace
@@ -44,7 +46,7 @@ def random_problem(seed):
     most = topology_of(4, gbps=10 ** rng.uniform(-1, 2), **figures)
     problem = SearchProblem(FixedModel(model(name)), most, KERNELS[rng.choice(["ops", "eager"])], "time", 10)
     plans = list(PlanSpace.of(model(name), most, parse_sets(SETS[name])).plans)
-    plans = sorted(rng.sample(plans, min(len(plans), 10)), key=str)
+    plans = sorted(rng.sample(plans, min(len(plans), 8)), key=str)
     evaluator = PlanEvaluator(problem)
     trials = [evaluator.trial(plan) for plan in plans]
     peaks = sorted(trial.peak for trial in trials if trial.simulated)
@@ -79,3 +81,79 @@ def test_the_best_are_those_of_trying_all(seed):
             assert known <= trial.seconds * (1 + 1e-9)
     assert [trial.text for trial in found.trials] == [str(plan) for plan in plans]
     assert sum(found.counts.values()) == len(plans)
+
+
+# --- spaces -------------------------------------------------------------------------------------------
+
+
+def space(sets="", devices=8, **options):
+    return PlanSpace.of(model("mixtral"), topology_of(devices), parse_sets(sets), **options)
+
+
+def test_a_space_has_every_layout_once_and_in_one_order():
+    plans = space("zero=0|1").plans
+    assert plans == space("zero=0|1").plans and len({*map(str, plans)}) == len(plans)
+    assert {plan.devices for plan in plans} == {8}
+    degrees = {(plan.dp, plan.tp, plan.pp) for plan in plans}
+    # Two layers are two stages at most, and a batch of 8 is a sample a rank at least.
+    assert degrees == {(8 // t // p, t, p) for t in (1, 2, 4, 8) for p in (1, 2) if t * p <= 8}
+    assert {plan.ep for plan in plans if plan.dp == 8} == {1, 2, 4}
+    assert {plan.sp for plan in plans if plan.tp == 2} == {"on"}
+    assert {plan.sp for plan in plans if plan.tp == 1} == {"off"}
+    assert all(plan.zero == 0 or plan.dp * plan.cp > 1 for plan in plans)
+
+
+def test_what_is_given_goes_before_what_is_sensible():
+    assert {plan.tp for plan in space(most_tp=2).plans} == {1, 2}
+    assert {plan.remat for plan in space("remat=every:2|none").plans} == {"every:2", "none"}
+    assert {plan.schedule for plan in space("schedule=*,pp=2").plans} > {"zb_h1", "dualpipe", "gpipe"}
+    assert {8 // plan.dp // plan.microbatches for plan in space("microbatch_size=2").plans} == {2}
+    assert {plan.microbatches for plan in space("microbatches=4,dp=1|2").plans} == {4}
+
+
+@pytest.mark.parametrize("sets", ["tp=16", "remat=all", "sp=on,tp=1", "ep=3", "zero=7", "dp=16"])
+def test_a_value_that_no_plan_has_is_refused(sets):
+    with pytest.raises(PlanError, match="no plan of 8 devices"):
+        _ = space(sets).plans
+
+
+# --- results ------------------------------------------------------------------------------------------
+
+
+def test_what_is_said_of_a_result():
+    topology = topology_of(4, memory=3e6)
+    found = search(model("mlp"), topology, "remat=none|full,tp=1|2,pp=1,zero=0|1|3", top=4)
+    seconds = [trial.seconds for trial in found.top(4)]
+    assert found.best is found.top(1)[0] and seconds == sorted(seconds)
+    assert [trial.peak for trial in found.pareto] == sorted({t.peak for t in found.pareto}, reverse=True)
+    assert all(trial.fits for trial in found.fitting) and all(trial.parts for trial in found.winners)
+    assert all(0 < trial.missing <= 0.1 * trial.usable for trial in found.nearly)
+    text = describe(found)
+    assert (
+        "all of them with " in text
+        and f"{len(found.trials)} plans: {found.counts['simulated']} simulated" in text
+    )
+    assert found.to_dict()["counts"] == dict(found.counts) and len(found.rows()) == len(found.trials)
+    with pytest.raises(SimulationError, match="search with top=9"):
+        found.top(9)
+
+
+def test_refused_plans_are_counted_by_reason():
+    plans = [Plan(dp=4), Plan(dp=4, ep=2), Plan(dp=2, tp=2, ep=2), Plan(tp=4)]
+    found = search(model("mlp"), topology_of(4), plans)
+    assert found.counts["refused"] == sum(count for count, _ in found.refusals.values()) >= 2
+    assert f"refused: {found.counts['refused']} as " in describe(found)
+
+
+def test_nothing_fits():
+    found = search(model("mlp"), topology_of(2, memory=1e4), "remat=none")
+    assert not found.fitting and "none of" in describe(found) and "none fits" in repr(found)
+    with pytest.raises(SimulationError, match="fits in memory"):
+        _ = found.best
+
+
+def test_no_plans_and_unknown_objectives_are_refused():
+    with pytest.raises(PlanError, match="0 plans"):
+        search(model("mlp"), topology_of(2), [])
+    with pytest.raises(PlanError, match="choose time or memory"):
+        search(model("mlp"), topology_of(2), objective="speed")

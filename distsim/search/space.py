@@ -10,7 +10,7 @@ What a plan leaves open has a set of sensible values:
 ``ep``               divisors of the experts, up to the ranks that can hold them; 1 without experts
 microbatches         of 1, 2, 4, ... samples, up to 32,768 tokens a rank; with a pipeline, ``pp`` or more
 ``zero``             0, 1, and without a pipeline 3 (with one, each microbatch gathers anew)
-``sp``               on where ``tp`` > 1
+``sp``               on where ``tp`` > 1 divides sequences of tokens
 ``remat``            none, full; attention too, unless it is one kernel, which saves nothing to compute again
 ``schedule``         1f1b; interleaved with 2 or 4 chunks, as far as there are layers
 others               the defaults of :class:`distsim.plan.Plan`
@@ -228,6 +228,9 @@ class PlanSpace:
         alone = {"zero": dp * cp == 1, "sp": tp == 1, "cp_kind": cp == 1, "chunks": pp == 1}
         zero = [z for z in self._values("zero") if z < 3 or pp == 1 or "zero" in self.sets]
         yield [()] if alone["zero"] else [(("zero", value),) for value in zero]
+        parts = tp * (2 * cp if cp > 1 else 1)
+        divides = self.traits.sequence and self.traits.sequence % parts == 0
+        alone["sp"] |= not divides and "sp" not in self.sets
         yield [()] if alone["sp"] else [(("sp", value),) for value in self._values("sp")]
         yield [()] if alone["chunks"] else list(self._schedules(pp))
         done = {"dp", "tp", "cp", "pp", "ep", "microbatches", SIZE, "zero", "sp", "schedule", "chunks"}

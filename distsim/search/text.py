@@ -46,7 +46,9 @@ def _counts(result: SearchResult) -> list[str]:
 
 
 def best_table(result: SearchResult) -> list[str]:
-    """Return the table of the best plans."""
+    """Return the table of the best plans, and below it what all of their plans say."""
+    plans = [short(trial.plan).split(",") for trial in result.winners]
+    shared = [part for part in plans[0] if len(plans) > 1 and all(part in other for other in plans)]
     header = ("", "step", "90 %", f"{result.step.unit}/s/device", "MFU", "memory", "bound by", "plan")
     rows = [
         (
@@ -57,11 +59,11 @@ def best_table(result: SearchResult) -> list[str]:
             f"{result.mfu(trial):.1%}",
             bytes_label(trial.peak),
             trial.bound_by(),
-            short(trial.plan),
+            ",".join(part for part in own if part not in shared) or "as all",
         )
-        for place, trial in enumerate(result.winners, 1)
+        for place, (trial, own) in enumerate(zip(result.winners, plans, strict=True), 1)
     ]
-    return _left_last(header, rows)
+    return [*_left_last(header, rows), *([f"all of them with {','.join(shared)}"] if shared else [])]
 
 
 def _left_last(header: Sequence[str], rows: Sequence[Sequence[str]], last: int = 2) -> list[str]:
