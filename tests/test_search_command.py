@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,21 @@ def test_what_makes_no_sense_is_refused(capsys, options, said):
 
 def test_workers_find_the_same(capsys):
     assert run(capsys, *SMALL, "--workers", 2)[0] == run(capsys, *SMALL)[0]
+
+
+def test_a_worker_that_is_killed_costs_nothing(capsys, monkeypatch):
+    whole, _ = run(capsys, *SMALL)
+    submit, killed = ProcessPoolExecutor.submit, []
+
+    def kill_first(pool, *task):
+        future = submit(pool, *task)
+        if not killed:
+            killed.append(next(iter(pool._processes)))
+            os.kill(killed[0], signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", kill_first)
+    assert run(capsys, *SMALL, "--workers", 2)[0] == whole and killed
 
 
 def test_killed_and_resumed_it_says_the_same(capsys, tmp_path):

@@ -40,6 +40,7 @@ class Workers:
         self._problem, self._journal = problem, journal
         self._local = _UnitRunner(evaluator, journal) if count == 1 else None
         # Processes of their own from the start: one that is forked has the locks of threads that it lacks.
+        self._before = set(multiprocessing.active_children())
         self._context = multiprocessing.get_context("spawn")
         self._pools = [] if count == 1 else [self._pool() for _ in range(count)]
 
@@ -85,10 +86,9 @@ class Workers:
         if self._local is not None:
             self._local.close()
         for pool in self._pools:
-            processes = list(getattr(pool, "_processes", {}).values())
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
-                process.terminate()
+        for process in set(multiprocessing.active_children()) - self._before:
+            process.terminate()
 
 
 class _UnitRunner:

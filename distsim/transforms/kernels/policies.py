@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 from distsim.cache import cached
 from distsim.errors import PlanError
@@ -41,9 +41,10 @@ class Kernels:
     apart: bool = False
     gradients_apart: bool = False
 
-    def __reduce__(self) -> str | tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Pickle a policy that has a name by it: what its kernels join are functions."""
-        return (kernels_named, (self.name,)) if KERNELS.get(self.name) is self else super().__reduce__()
+        named = KERNELS.get(self.name) is self
+        return (kernels_named, (self.name,)) if named else super().__reduce_ex__(protocol)
 
 
 @cached("whether an op is element by element, by signature", 65536)
