@@ -1,5 +1,5 @@
 """The command line: ``distsim simulate``, ``show``, ``schedule``, ``models``, ``clusters``, ``calibrate``,
-``validate``.
+``validate``, ``search``.
 """
 
 from __future__ import annotations
@@ -44,6 +44,26 @@ experiments/measure_machine.py makes the table on a machine with GPUs; distsim/c
 its columns.
 """
 
+SEARCH_EPILOG = """what a plan leaves open:
+  tp          divisors of the devices, up to a node, or --max-tp
+  cp          divisors that leave each rank 4,096 tokens of a sequence or more
+  pp          divisors, up to the layers of the model; dp: the devices that are left
+  ep          divisors of the experts
+  microbatch_size  1, 2, 4, ... up to 32,768 tokens a rank, with at least pp microbatches
+  zero        0, 1, and 3 without a pipeline
+  sp          on where tp > 1 divides sequences of tokens
+  remat       none, full, and what the stack has; attention, unless it is one kernel
+  schedule    1f1b; interleaved with 2 or 4 chunks
+  others      as `distsim simulate` has them
+Plans are discarded without being simulated when their FLOPs, bubble or bytes prove that they are slower than
+the best --top, or too large. The exit status is 3 if no plan fits.
+
+examples:
+  distsim search llama3-8b --cluster dgx-h100:2 --batch 128 --seq 8192 --stack megatron --workers 2
+  distsim search gpt2 --cluster dgx-a100 --batch 64 --plan 'tp=1|2,pp=1,zero=*,remat=*' --csv plans.csv
+  distsim search llama3-8b --cluster dgx-h100 --gpus 8,16,32 --batch 256 --tokens 1e12 --price 2.5
+"""
+
 VALIDATE_EPILOG = """examples:
   distsim validate
   distsim validate measured.csv --out predictions.csv --plot predictions.png
@@ -63,6 +83,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "simulate": Command("simulate one training step", EPILOG),
+    "search": Command("find the best plans of a model on a cluster", SEARCH_EPILOG),
     "show": Command("print the function, also after a transform"),
     "schedule": Command("print and draw a pipeline schedule", SCHEDULE_EPILOG),
     "models": Command("list the models that have a name, or count the parameters of some", MODELS_EPILOG),

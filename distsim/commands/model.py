@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,10 +128,15 @@ class Choices:
     def plan(self, text: str) -> Plan:
         """Return the plan of a text; what it leaves open the stack says."""
         plan = Plan.parse(text if "remat=" in text else f"{text},remat={self.stack.remat}")
+        sp = {"sp": "on"} if self.stack.sp and plan.tp > 1 and "sp=" not in text else {}
+        return self.spread(replace(plan, **sp), [part.partition("=")[0].strip() for part in text.split(",")])
+
+    def spread(self, plan: Plan, given: Collection[str]) -> Plan:
+        """Return a plan with what the stack has for several ranks of the data or tp, but for fields given."""
         fields = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
         if plan.tp > 1:
-            fields |= {"tp_overlap": self.stack.tp_overlap} | ({"sp": "on"} if self.stack.sp else {})
-        return replace(plan, **{name: own for name, own in fields.items() if f"{name}=" not in text})
+            fields |= {"tp_overlap": self.stack.tp_overlap}
+        return replace(plan, **{name: own for name, own in fields.items() if name not in given})
 
 
 def plan_text(options: argparse.Namespace) -> str:
@@ -141,11 +147,10 @@ def plan_text(options: argparse.Namespace) -> str:
     return f"{text},schedule={TABLE}" if given else text
 
 
-def _forward(options: argparse.Namespace, choices: Choices) -> Function:
+def _forward(options: argparse.Namespace, choices: Choices, plan: Plan) -> Function:
     patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
-    plan = choices.plan(plan_text(options))
     multiple = max(1, choices.stack.vocabulary_multiple * plan.tp)
     model = load_model(options.model, options.batch, bindings, patterns, plan.sequence_parts, multiple)
     function = merge_composites(model)
@@ -162,13 +167,13 @@ def _widest(function: Function) -> DType:
 def read_model(options: argparse.Namespace, progress: Progress) -> Function:
     """Return the forward pass of the model in its precision, outlined if that is asked for."""
     choices = Choices.of(options)
-    function = _logical_model(options, choices, progress)
+    function = _logical_model(options, choices, progress, choices.plan(plan_text(options)))
     return function if choices.precision is None else apply_precision(function, choices.precision)
 
 
-def _logical_model(options: argparse.Namespace, choices: Choices, progress: Progress) -> Function:
-    """Return the forward pass of the model in the types that it is written in."""
-    function = progress.run(f"reading {options.model}", lambda: _forward(options, choices))
+def _logical_model(options: argparse.Namespace, choices: Choices, progress: Progress, plan: Plan) -> Function:
+    """Return the forward pass of the model, as a plan divides it, in the types that it is written in."""
+    function = progress.run(f"reading {options.model}", lambda: _forward(options, choices, plan))
     if not getattr(options, "outline", False):
         return function
     outlined = progress.run("outlining", lambda: outline(function))
@@ -181,13 +186,18 @@ BROUGHT = ("loss", "optimizer", "keep", "precision", "clip", "stack")
 """Options that say what a model that brings its own backward pass has decided."""
 
 
-def training_step(options: argparse.Namespace, progress: Progress) -> tuple[Function, Choices]:
-    """Return the training step of the model, and how it is trained."""
+def training_step(
+    options: argparse.Namespace, progress: Progress, plan: Plan | None = None
+) -> tuple[Function, Choices]:
+    """Return the training step of the model, as the plan (by default that asked for) divides it, and how it
+    is trained.
+    """
     choices = Choices.of(options)
     optimizer, loss = optimizer_named(choices.optimizer), options.loss or "auto"
     if loss not in LOSSES:
         raise PlanError(f"loss {loss!r} is not one of {', '.join(LOSSES)}")
-    function = _logical_model(options, choices, progress)
+    divided = choices.plan(plan_text(options)) if plan is None else plan
+    function = _logical_model(options, choices, progress, divided)
     if brings_backward(function):
         if any(getattr(options, name) for name in BROUGHT):
             refused = ", ".join(f"--{name}" for name in BROUGHT)

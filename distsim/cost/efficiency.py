@@ -25,10 +25,11 @@ source in the preset); here is how shape lowers it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from distsim.ir import Device
+from distsim.ir import Device, Op
 from distsim.ir.kernel_rates import KernelRates
-from distsim.ops import Signature, Work, op_label
+from distsim.ops import Signature, Work, op_label, signature_of, work
 
 _TILED_TYPES = ("bfloat16", "float16")
 _TILE = (128, 256)
@@ -69,23 +70,29 @@ def efficiencies(signature: Signature, demand: Work, dtype: str, device: Device)
     memory = device.rates.share(kind if kind == "embedding" else "memory")
     if memory is not None:
         moved *= memory
-    share = device.rates.share(kind) if demand.matrix else None
+    share = best_share(signature, kind, device.rates) if demand.matrix else None
     if share is not None:
         known = dtype in _TILED_TYPES or dtype.startswith("float8")
-        flops *= min(share * _of_shape(kind, signature, demand, device.rates, known), 1.0)
+        flops *= min(share * _of_shape(kind, signature, demand, device.rates.processors, known), 1.0)
     return flops, moved
 
 
-def _of_shape(kind: str, signature: Signature, demand: Work, rates: KernelRates, known: bool) -> float:
-    """Return what the shape of an op, and its kernel, leave of the share of its kind.
+def best_share(signature: Signature, kind: str, rates: KernelRates) -> float | None:
+    """Return the share that an op of a kind reaches whatever its shape; None where that is not known."""
+    share = rates.share(kind)
+    kernel = signature.attributes.get("kernel", "") if kind.startswith("attention") else ""
+    return share if share is None else share * (rates.attention(kernel) or 1.0)
+
+
+def _of_shape(kind: str, signature: Signature, demand: Work, processors: int, known: bool) -> float:
+    """Return what the shape of an op leaves of the share of its kind.
 
     ``known``: whether its type is one whose tiles are known.
     """
     if kind in ("attention", "attention_grad"):
-        kernel = signature.attributes.get("kernel", "")
-        return _of_attention(signature, kind, rates.processors) * (rates.attention(kernel) or 1.0)
+        return _of_attention(signature, kind, processors)
     tiled = kind.startswith("linear") and not is_convolution(signature)
-    return _of_product(signature, demand, rates.processors if known else 0) if tiled else 1.0
+    return _of_product(signature, demand, processors if known else 0) if tiled else 1.0
 
 
 def _of_product(signature: Signature, demand: Work, processors: int) -> float:
@@ -130,3 +137,15 @@ def element_type(signature: Signature) -> str:
         if tensor.dtype.is_floating:
             return tensor.dtype.name
     return signature.outputs[0].dtype.name
+
+
+def matrix_type(ops: Iterable[Op]) -> str | None:
+    """Return the element type in which most FLOPs of products are done; None where there are none."""
+    flops: dict[str, float] = {}
+    for op in ops:
+        signature = signature_of(op)
+        demand = work(signature)
+        if demand is not None and demand.matrix:
+            name = element_type(signature)
+            flops[name] = flops.get(name, 0.0) + demand.flops
+    return max(flops, key=lambda name: flops[name]) if flops else None

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from distsim.cost.efficiency import element_type
+from distsim.cost.efficiency import matrix_type
 from distsim.ir import Device, Op
-from distsim.ops import op_label, operator, signature_of, work
+from distsim.ops import op_label, operator
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
 from distsim.simulate.explain.interval import Interval, correction
@@ -81,7 +81,7 @@ def _corrected(simulation: Simulation, own: Sequence[float]) -> str:
 
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:
-    dtype = _matrix_type(simulation)
+    dtype = matrix_type(op for op, _, _ in simulation.timeline.op_counts)
     if dtype is None or not simulation.step_period > 0:
         return []
     peak = sum(device.peak(dtype) for device in simulation.timestamps)
@@ -95,18 +95,6 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
         for name, flops, counted in shares
         if flops is not None
     ]
-
-
-def _matrix_type(simulation: Simulation) -> str | None:
-    """The element type in which most FLOPs of matrix ops are done."""
-    flops: dict[str, float] = {}
-    for op, _, _ in simulation.timeline.op_counts:
-        signature = signature_of(op)
-        demand = work(signature)
-        if demand is not None and demand.matrix:
-            name = element_type(signature)
-            flops[name] = flops.get(name, 0.0) + demand.flops
-    return max(flops, key=lambda name: flops[name]) if flops else None
 
 
 def _memory_lines(simulation: Simulation) -> list[str]:

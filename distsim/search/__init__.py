@@ -1,5 +1,22 @@
-"""Which plan: what would make one fit."""
+"""Which plan: the best of a space, and what would make one fit."""
 
 from distsim.search.remedies import PlanTrials, Remedies, Remedy, remedies
+from distsim.search.results import SearchResult
+from distsim.search.run import SearchRun, search
+from distsim.search.space import PlanSpace, parse_sets
+from distsim.search.text import describe
+from distsim.search.trial import PlanTrial
 
-__all__ = ["PlanTrials", "Remedies", "Remedy", "remedies"]
+__all__ = [
+    "PlanSpace",
+    "PlanTrial",
+    "PlanTrials",
+    "Remedies",
+    "Remedy",
+    "SearchResult",
+    "SearchRun",
+    "describe",
+    "parse_sets",
+    "remedies",
+    "search",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, SupportsIndex
 
 from distsim.cache import cached
 from distsim.errors import PlanError
@@ -50,6 +51,11 @@ class Kernels:
     def way(self) -> str:
         """What a cost model is given for the launches of such kernels (``CostModel(kernels=...)``)."""
         return self.launched_as or self.name
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Pickle a policy that has a name by it: what its kernels join are functions."""
+        named = KERNELS.get(self.name) is self
+        return (kernels_named, (self.name,)) if named else super().__reduce_ex__(protocol)
 
 
 @cached("whether an op is element by element, by signature", 65536)

@@ -1,0 +1,40 @@
+"""The training step of a model for each of many plans, which share one as far as they divide the same."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field
+
+from distsim.commands.model import Choices, training_step
+from distsim.ir import Function, pformat
+from distsim.plan import Plan
+from distsim.report.progress import Progress
+
+
+@dataclass(eq=False)
+class ModelOfPlans:
+    """Returns the training step of a command line for a plan.
+
+    It depends on the plan where a stack pads the vocabulary for tensor-parallel ranks, and where sequences
+    are routed to experts part by part.
+    """
+
+    options: argparse.Namespace
+    choices: Choices
+    _made: dict[tuple[int, int], Function] = field(default_factory=dict[tuple[int, int], Function])
+    _by_text: dict[str, Function] = field(default_factory=dict[str, Function])
+
+    def __call__(self, plan: Plan) -> Function:
+        """Return the step: the same object for plans that divide the same."""
+        parts = plan.sequence_parts
+        if parts > 1 and self._step(Plan(), 1) is self._step(Plan(cp=2), Plan(cp=2).sequence_parts):
+            parts = 1
+        return self._step(plan, parts)
+
+    def _step(self, plan: Plan, parts: int) -> Function:
+        key = self.choices.stack.vocabulary_multiple * plan.tp, parts
+        if key not in self._made:
+            made, _ = training_step(self.options, Progress(sys.stderr), plan)
+            self._made[key] = self._by_text.setdefault(pformat(made), made)
+        return self._made[key]

@@ -1,0 +1,139 @@
+"""``distsim search``: what it prints and writes, whatever the processes, and after it was killed."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+from cli_cases import run
+
+from distsim.cli import main
+
+MODEL = ("search", "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100", "--cluster", "dgx-a100", "--batch", 16)
+LITTLE = ("--set", "device.context=0GiB", "--set", "device.memory=2MiB")
+SMALL = (*MODEL, "--plan", "tp=1|2,pp=1|2,dp=2|4|8,microbatch_size=1|2,remat=none,zero=0|1", "--top", 3)
+
+
+def test_the_best_plan_is_what_simulate_says_of_it(capsys, tmp_path):
+    out, err = run(capsys, *SMALL, "--csv", tmp_path / "a.csv", "--json", tmp_path / "a.json")
+    with (tmp_path / "a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found = json.loads((tmp_path / "a.json").read_text())["searches"][0]
+    assert len(rows) == found["plans"] == sum(found["counts"].values())
+    assert f"{len(rows)} plans: {found['counts']['simulated']} simulated" in out
+    assert re.search(r"searching: \d+ of \d+ plans, \d+ tried, [\d.]+ plans/s", err)
+    best = rows[0]
+    assert [float(row["step_s"]) for row in rows[:3]] == sorted(float(row["step_s"]) for row in rows[:3])
+    simulated, _ = run(capsys, "simulate", *MODEL[1:], "--plan", best["plan"])
+    shown = re.search(r"step time +([\d.]+ \w+)", simulated)[1]
+    assert re.search(rf"^1 +{shown} ", out, re.MULTILINE)
+    assert f"MFU           {float(best['mfu']):.1%}" in simulated
+
+
+def test_nothing_fits_is_status_3_and_says_what_nearly_does(capsys):
+    status = main([str(a) for a in (*MODEL, "--plan", "dp=8,remat=none,microbatch_size=2", *LITTLE)])
+    out, _ = capsys.readouterr()
+    assert status == 3 and re.search(r"none of \d+ plans? fits in memory", out)
+
+
+def test_sizes_are_compared_by_cost(capsys):
+    sets = ("--plan", "tp=1,pp=1,remat=none,zero=0,microbatch_size=1", "--gpus", "2,4,16", "--tokens", "1e9")
+    out, _ = run(capsys, *MODEL, *sets, "--price", 2.0, "--objective", "cost")
+    rows = re.findall(r"^dgx-a100(?::2)? \((\d+) GPUs\) .* ([\d,]+)  dp=(\d+)", out, re.MULTILINE)
+    assert {int(gpus) for gpus, *_ in rows} == {2, 4, 16}
+    assert all(gpus == dp for gpus, _, dp in rows)
+    costs = [int(cost.replace(",", "")) for _, cost, _ in rows]
+    assert costs == sorted(costs)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--plan", "tp=3"), "no plan of 8 devices"),
+        (("--plan", "tp=1,tp=2"), r"tp is given twice; write tp=1|2"),
+        (("--plan", "foo=1"), "unknown field 'foo'"),
+        (("--plan", "order=*"), "no end of values"),
+        (("--plan", "tp=1|"), "is not field=value|value"),
+        (("--plan", "microbatches=1,microbatch_size=2"), "say the same"),
+        (("--top", "0"), "--top 0: at least 1"),
+        (("--price", "2"), "give --tokens"),
+        (("--resume",), "--resume goes on with a --journal"),
+        (("--objective", "cost"), "give --gpus"),
+        (("--gpus", "8,x"), "is not numbers of GPUs"),
+        (("--gpus", "12"), "a node of dgx-a100 has 8"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(capsys, options, said):
+    assert main([*map(str, MODEL), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --- processes and journals ---------------------------------------------------------------------------
+
+
+def test_workers_find_the_same(capsys):
+    assert run(capsys, *SMALL, "--workers", 2)[0] == run(capsys, *SMALL)[0]
+
+
+def test_a_worker_that_is_killed_costs_nothing(capsys, monkeypatch):
+    whole, _ = run(capsys, *SMALL)
+    submit, killed = ProcessPoolExecutor.submit, []
+
+    def kill_first(pool, *task):
+        future = submit(pool, *task)
+        if not killed:
+            killed.append(next(iter(pool._processes)))
+            os.kill(killed[0], signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", kill_first)
+    assert run(capsys, *SMALL, "--workers", 2)[0] == whole and killed
+
+
+def test_killed_and_resumed_it_says_the_same(capsys, tmp_path):
+    journal = tmp_path / "search.jsonl"
+    whole, _ = run(capsys, *SMALL, "--journal", journal)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 8
+    code = "import sys; from distsim.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, *map(str, SMALL), "--journal", str(journal)]
+    journal.unlink()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 4:
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    # What was found before is there; a line that was being written is damaged.
+    with journal.open("ab") as file:
+        file.write(lines[5][:40])
+    assert journal.read_bytes().count(b"\n") >= 4
+    assert run(capsys, *SMALL, "--journal", journal, "--resume")[0] == whole
+    resumed = journal.read_bytes().splitlines(keepends=True)
+    assert sorted(map(len, resumed)) == sorted(map(len, lines))  # nothing was tried twice
+    # More of the best from the same journal are those of a new search.
+    more = [*SMALL[:-1], 5]
+    assert run(capsys, *more, "--journal", journal, "--resume")[0] == run(capsys, *more)[0]
+
+
+def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
+    journal = tmp_path / "search.jsonl"
+    few = ("--plan", "dp=8,remat=none,zero=0,microbatch_size=2", "--journal", str(journal))
+    run(capsys, *MODEL, *few)
+    other = [str(a) for a in MODEL]
+    other[3] = "dgx-h100"
+    assert main([*other, *few, "--resume"]) == 2
+    assert "is the journal of another search: gpt:layers=2" in capsys.readouterr().err
+    journal.write_text("not a journal\n")
+    assert main([*map(str, MODEL), *few, "--resume"]) == 2
+    assert "is no journal of a search" in capsys.readouterr().err
+    Path(journal).unlink()
+    assert main([*map(str, MODEL), *few, "--resume"]) == 2
+    assert "there is no journal to resume" in capsys.readouterr().err
