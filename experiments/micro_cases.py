@@ -131,7 +131,12 @@ def attention(rows: Sequence[Row]) -> Halves:
         seq, heads, size = int(row["seq"]), int(row["heads"]), int(row["head_dim"])
         causal = int(row["causal"].lower().startswith(("true", "causal")))
         which = signature("Attention", *[(int(row["batch"]), heads, seq, size)] * 3, is_causal=causal)
-        return speed(which, 0, "attention") / 1e12
+        processors = next(count for name, count in PROCESSORS.items() if name in row["hw"])
+        if not row["kernel"].endswith("_bwd"):
+            return speed(which, processors, "attention") / 1e12
+        saved = (*which.inputs, *which.outputs, which.outputs[0])
+        backward = Signature("AttentionGrad", which.attributes, saved, which.inputs)
+        return speed(backward, processors, "attention_grad") / 1e12
 
     groups = grouped(rows, lambda row: f"{row['hw']} {row['kernel']}, {row['causal'][:6]}, {row['head_dim']}")
     groups |= grouped(
