@@ -19,8 +19,9 @@ from distsim.program.program import Program
 from distsim.program.table import Table
 from distsim.simulate.maxplus.block_links import BlockLinks, block_links
 from distsim.simulate.maxplus.call_arrays import CallOrder, call_arrays, call_order
+from distsim.simulate.maxplus.products import Class, Wiring
 from distsim.simulate.maxplus.row_loop import CallArrays, LoopState, Reach, find_reach, run_rounds
-from distsim.simulate.maxplus.wiring import Class, Wirer, Wiring
+from distsim.simulate.maxplus.wiring import Wirer
 from distsim.simulate.tasks.block_matrix import BlockTasks, block_tasks
 from distsim.simulate.tasks.program_ranks import ProgramRanks, program_ranks, used_axes
 from distsim.simulate.tasks.templates import Floats
@@ -112,6 +113,7 @@ class _Kept:
         self.version = version
         self.models: WeakKeyDictionary[Table, dict[tuple[Mesh, bool], ProgramModel]] = WeakKeyDictionary()
         self.wirings: WeakValueDictionary[tuple[object, ...], Wiring] = WeakValueDictionary()
+        self.wired: WeakKeyDictionary[BlockLinks, dict[object, Wirer]] = WeakKeyDictionary()
         self.tasks: WeakKeyDictionary[Function, dict[object, BlockTasks]] = WeakKeyDictionary()
 
     def block(
@@ -159,7 +161,15 @@ def _wiring(
             else kept.block(block.function, block.rank, ranks, cost_model, overlap)
             for block in flow.blocks
         ]
-        found = kept.wirings[key] = Wirer(flow, last, ranks, tasks, cost_model, overlap).wiring()
+        wired = kept.wired.setdefault(flow.like or flow, {})
+        # Tables that differ in sizes alone are wired as the first of them is.
+        alike = (last, ranks, overlap)
+        found = wired[alike].resized(flow, tasks) if alike in wired else None
+        if found is None:
+            wirer = Wirer(flow, last, ranks, tasks, cost_model, overlap)
+            found = wirer.wiring()
+            wired[alike] = wirer.kept(found)
+        kept.wirings[key] = found
     return found
 
 
