@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from distsim.ir import Function, Role, Tensor, Type, Value
 from distsim.program.parts import ProgramInput
-from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table
+from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table, TableCalls
 from distsim.schedule import FLUSH, LAST, LATER, Kind, Schedule
 from distsim.simulate.memory.plan import gradient_inputs
 
@@ -138,6 +138,49 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     for key in table.outputs:
         builders[key.rank].outputs.append(builders[key.rank].place(key))
     return tuple([builder.rank() for builder in builders])
+
+
+def resized_ranks(ranks: Sequence[Rank], calls: TableCalls) -> tuple[Rank, ...]:
+    """Return the ranks of the blocks of tables, if these are those of blocks that differ in sizes alone."""
+    if calls.like is None:
+        return tuple(ranks)
+    like, values = calls.like
+    pairs = zip(like.blocks, calls.blocks, strict=True)
+    functions = {a.function: b.function for a, b in pairs if a.function and b.function}
+    outputs = {each: tuple([size_of(v.type) for v in each.outputs]) for each in functions.values()}
+    found: list[Rank] = []
+    done: dict[object, RankCalls] = {}
+    for rank in ranks:
+        moved = {value: values[value] for value in values.keys() & rank.slots.keys()}
+        own = {rank.slots[value]: size_of(new.type) for value, new in moved.items()}
+        key = rank.calls, tuple(sorted(own.items()))
+        if key not in done:
+            done[key] = _resized(rank.calls, own, functions, outputs)
+        slots = {**rank.slots, **{new: rank.slots[value] for value, new in moved.items()}}
+        found.append(rank._replace(calls=done[key], slots=slots))
+    return tuple(found)
+
+
+def _resized(
+    calls: RankCalls,
+    own: Mapping[int, int],
+    functions: Mapping[Function, Function],
+    outputs: Mapping[Function, tuple[int, ...]],
+) -> RankCalls:
+    """Return what a rank does with these bytes of slots, functions, and bytes of what they make."""
+    slots = list(calls.slots)
+    for slot, nbytes in own.items():
+        slots[slot] = slots[slot]._replace(nbytes=nbytes)
+    each: list[tuple[tuple[int, int], SlotCall]] = []
+    for key, call in calls.calls:
+        function = functions[call.function]
+        each.append((key, call._replace(function=function, sizes=outputs[function])))
+    tail: list[TailCall] = []
+    for row in calls.tail:
+        function = None if row.function is None else functions[row.function]
+        sizes = () if function is None else outputs[function]
+        tail.append(row._replace(function=function, sizes=sizes))
+    return replace(calls, slots=tuple(slots), calls=tuple(each), tail=tuple(tail))
 
 
 def roles_of_ranks(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Value, Role]]:
