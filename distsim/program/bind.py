@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from weakref import proxy
 
 import numpy as np
@@ -12,6 +13,7 @@ from distsim.cache import Cache
 from distsim.errors import ScheduleError
 from distsim.ir import Value
 from distsim.program.block import Block
+from distsim.program.links import Maker
 from distsim.program.parts import Parts
 from distsim.program.passes.joined import beginning, ending
 from distsim.program.passes.overlap_pairs import interleave, interleaved_names
@@ -57,6 +59,10 @@ MOST_TABLES = 64
 """Of the parts of a program in one placement: those in the schedules used last."""
 
 
+FEWEST_RESIZED = 3
+"""Fewer microbatches make calls that no other number makes: of one batch nothing else would share them."""
+
+
 class Binder:
     """The blocks of some parts, each made once, with the stages on these ranks.
 
@@ -67,7 +73,6 @@ class Binder:
         self.parts: Parts = proxy(parts)  # which are kept by programs, and keep this
         self.rank_of, self.copies = rank_of, copies
         self.chain = len(parts.blocks)
-        self.makers = parts.makers()
         self.versions = None if flush else parts.versions
         # Copies of the model are summed first; versions of the weights have their own sums.
         self.ends_early = flush and copies == 1 and bool(parts.early)
@@ -75,15 +80,24 @@ class Binder:
         self.keys: dict[tuple[int, Kind, bool], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
-        self.readers = self._readers()
         self.joins = any(output.microbatched for output in parts.outputs)
         self._updates: dict[tuple[int, bool], tuple[BoundBlock, ...]] = {}
         self._sends: dict[BoundBlock, tuple[_Follower, ...]] = {}
         self._tables: OrderedDict[Schedule, Table] = OrderedDict()
         self._tails: dict[int, Tail] = {}
 
+    @property
+    def makers(self) -> dict[Value, Maker]:
+        """Who makes each key."""
+        return self.parts.makers()
+
+    @property
+    def readers(self) -> dict[Value, tuple[int, ...]]:
+        """The stages of the chain whose passes over a microbatch read each key."""
+        return self._readers
+
+    @cached_property
     def _readers(self) -> dict[Value, tuple[int, ...]]:
-        """Return the stages of the chain whose passes over a microbatch read each key."""
         found: dict[Value, dict[int, None]] = {}
         for stage, (forward, backward, _) in enumerate(self.parts.blocks):
             for key in (*forward.inputs, *backward.inputs):
@@ -291,7 +305,8 @@ class Binder:
 
     def _resized(self, order: IssueOrder) -> tuple[TableCalls, dict[tuple[Value, int], int]] | None:
         """Return the blocks of an order, and what is latest, as they are for parts of other sizes."""
-        if self.parts.like is None or self.versions or self.copies > 1:
+        count = order.schedule.num_microbatches
+        if self.parts.like is None or self.versions or self.copies > 1 or count < FEWEST_RESIZED:
             return None
         (other, values), schedule = self.parts.like, order.schedule
         binder = _binder(other, (self.rank_of, self.copies, schedule.weights == FLUSH))

@@ -69,4 +69,4 @@ def _functions(of: Parts, parts: Parts) -> dict[Function, Function]:
 def _keys(keys: tuple[Key, ...], values: Mapping[Value, Value]) -> tuple[Key, ...]:
     if values.keys().isdisjoint([key.value for key in keys]):
         return keys
-    return tuple([key._replace(value=values[key.value]) if key.value in values else key for key in keys])
+    return tuple([Key(values[k.value], k.rank, k.which) if k.value in values else k for k in keys])

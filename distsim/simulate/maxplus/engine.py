@@ -17,6 +17,7 @@ from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh
 from distsim.program.program import Program
 from distsim.program.table import Table
+from distsim.resizing import likeness_of
 from distsim.simulate.maxplus.block_links import BlockLinks, block_links
 from distsim.simulate.maxplus.call_arrays import CallOrder, call_arrays, call_order
 from distsim.simulate.maxplus.products import Class, Wiring
@@ -24,6 +25,7 @@ from distsim.simulate.maxplus.row_loop import CallArrays, LoopState, Reach, find
 from distsim.simulate.maxplus.wiring import Wirer
 from distsim.simulate.tasks.block_matrix import BlockTasks, block_tasks
 from distsim.simulate.tasks.program_ranks import ProgramRanks, program_ranks, used_axes
+from distsim.simulate.tasks.resized_tasks import resized_tasks
 from distsim.simulate.tasks.templates import Floats
 
 FEWEST_REPETITIONS = 16
@@ -123,7 +125,12 @@ class _Kept:
         key = (overlap, ranks.key(rank, used_axes(function)))
         found = known.get(key)
         if found is None:
-            found = known[key] = block_tasks(function, ranks.slices[rank], cost_model, overlap)
+            likeness, part = likeness_of(function), ranks.slices[rank]
+            if likeness is not None and used_axes(likeness.like) == used_axes(function):
+                like = self.block(likeness.like, rank, ranks, cost_model, overlap)
+                found = resized_tasks(like, function, part, cost_model, overlap)
+            found = found or block_tasks(function, part, cost_model, overlap)
+            known[key] = found
         return found
 
 

@@ -74,6 +74,8 @@ def ordered_alike(one: BlockTasks | None, two: BlockTasks | None) -> bool:
     if one is two:
         return True
     a, b = one.order, two.order
+    if a is b:
+        return one.stream_table == two.stream_table
     pairs = (a.hides, b.hides), (a.waits, b.waits), (a.enters, b.enters)
     pairs += (one.makers, two.makers), (one.ports, two.ports)
     return one.stream_table == two.stream_table and all(np.array_equal(x, y) for x, y in pairs)

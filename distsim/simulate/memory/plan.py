@@ -102,7 +102,7 @@ def _resized(function: Function, same: Places, held: Places) -> MemoryPlan | Non
             return None
     return MemoryPlan(
         {values.get(value, value): values.get(owner, owner) for value, owner in plan.home.items()},
-        tuple([substitute(owners, values) for owners in plan.dying]),
+        tuple([o if values.keys().isdisjoint(o) else substitute(o, values) for o in plan.dying]),
         substitute(plan.never, values),
         plan.sources,
         plan.twins,

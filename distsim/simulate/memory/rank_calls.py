@@ -146,7 +146,7 @@ def resized_ranks(ranks: Sequence[Rank], calls: TableCalls) -> tuple[Rank, ...]:
         return tuple(ranks)
     like, values = calls.like
     pairs = zip(like.blocks, calls.blocks, strict=True)
-    functions = {a.function: b.function for a, b in pairs if a.function and b.function}
+    functions = {a.function: b.function for a, b in pairs if a.function and b.function and a is not b}
     outputs = {each: tuple([size_of(v.type) for v in each.outputs]) for each in functions.values()}
     found: list[Rank] = []
     done: dict[object, RankCalls] = {}
@@ -163,23 +163,24 @@ def resized_ranks(ranks: Sequence[Rank], calls: TableCalls) -> tuple[Rank, ...]:
 
 def _resized(
     calls: RankCalls,
-    own: Mapping[int, int],
+    sizes: Mapping[int, int],
     functions: Mapping[Function, Function],
     outputs: Mapping[Function, tuple[int, ...]],
 ) -> RankCalls:
     """Return what a rank does with these bytes of slots, functions, and bytes of what they make."""
     slots = list(calls.slots)
-    for slot, nbytes in own.items():
+    for slot, nbytes in sizes.items():
         slots[slot] = slots[slot]._replace(nbytes=nbytes)
     each: list[tuple[tuple[int, int], SlotCall]] = []
     for key, call in calls.calls:
-        function = functions[call.function]
-        each.append((key, call._replace(function=function, sizes=outputs[function])))
+        function = functions.get(call.function)
+        own = call if function is None else call._replace(function=function, sizes=outputs[function])
+        each.append((key, own))
     tail: list[TailCall] = []
     for row in calls.tail:
-        function = None if row.function is None else functions[row.function]
-        sizes = () if function is None else outputs[function]
-        tail.append(row._replace(function=function, sizes=sizes))
+        function = None if row.function is None else functions.get(row.function)
+        own = row if function is None else row._replace(function=function, sizes=outputs[function])
+        tail.append(own)
     return replace(calls, slots=tuple(slots), calls=tuple(each), tail=tuple(tail))
 
 

@@ -127,14 +127,13 @@ class RankUse:
 
     def _started(self) -> tuple[Amounts, dict[int, Amounts]]:
         """Return what is there before the first row, and for each microbatch of a label."""
-        start, each = NOTHING, dict.fromkeys(self._labels, NOTHING)
+        found = {label: [0] * len(NOTHING) for label in (STEP, *self._labels)}
         for number, kind, label in self._inputs:
-            size = _amounts(self.sizes[number], kind)
-            if label == STEP:
-                start = _sum(start, size)
-            else:
-                each[label] = _sum(each[label], size)
-        return start, each
+            amounts = found[label]
+            amounts[0] += self.sizes[number]
+            amounts[1 + kind] += self.sizes[number]
+        start = tuple(found.pop(STEP))
+        return start, {label: tuple(amounts) for label, amounts in found.items()}
 
     # --- what rows do ---------------------------------------------------------------------------------
 

@@ -34,13 +34,13 @@ from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
+from distsim.transforms.pipelining.ends import Ends
 from distsim.transforms.pipelining.received import await_received
 from distsim.transforms.pipelining.shared_weights import copy_weights
 from distsim.transforms.pipelining.sized import Sized
 from distsim.transforms.pipelining.stage_inputs import keep_received
 from distsim.transforms.pipelining.stages import assign_stages
 from distsim.transforms.pipelining.tied_weights import untie
-from distsim.transforms.sharding.layout import Divisions
 from distsim.transforms.sharding.shard import Sharded
 
 Starts = tuple[int, ...]
@@ -153,16 +153,20 @@ class _Stages(NamedTuple):
             changed = sized.changed((change, assigned), partial(change, assigned=assigned))
             if changed is not sized:
                 sized, assigned = changed, self._assign(changed)
-        if sized.likeness is None:
-            blocks = self._blocks(sized.first, assigned)
-            return source.cut(blocks, local)
-        if sized.own.copies != sized.first.copies:
+        likeness, first = sized.likeness, source
+        if likeness is not None:
+            if source.first is None or sized.own.copies != sized.first.copies:
+                raise Unlike
+            first = source.first
+        blocks = self._blocks(sized.first, assigned)
+        if likeness is not None and not likeness.values.keys().isdisjoint(blocks.sized):
             raise Unlike
-        first, blocks = source.first, self._blocks(sized.first, assigned)
-        if first is None or not sized.likeness.values.keys().isdisjoint(blocks.sized):
-            raise Unlike
-        like = _LIKE.get(blocks, local.mesh, lambda: first.cut(blocks, local))
-        return replace(source.cut(blocks.resized(sized), local), like=(like, sized.likeness.values))
+        key = (local.mesh, local.kernels, local.microbatches > 1)
+        found = _LIKE.get(blocks, key, lambda: first.cut(blocks, local))
+        if likeness is not None:
+            like = (found, likeness.values)
+            found = replace(source.cut(blocks.resized(sized), local, found), like=like)
+        return found if found.notes == local.notes else replace(found, notes=local.notes)
 
     def _assign(self, sized: Sized) -> StageMap:
         return assign_stages(sized.own, self.number, self.costs, self.starts)
@@ -180,7 +184,7 @@ class _Stages(NamedTuple):
 
 
 _BLOCKS = Cache[Numbered, CutBlocks]("the blocks of stages, by function, stages and buckets", 64)
-_LIKE = Cache[CutBlocks, Cut]("cuts that others are like, by blocks", 1)
+_LIKE = Cache[CutBlocks, Cut]("cuts that others are like, by blocks", 4)
 
 
 def to_cut(local: Sharded) -> Numbered:
@@ -197,21 +201,7 @@ class _Source:
         self.sized = _sized(local, None if self.first is None else self.first.function, likeness)
         self.function = function = self.sized.own
         self.plain = function.ops == local.function.ops
-        self.inputs: list[Value] = []
-        for key, source in zip(function.inputs, local.sources, strict=True):
-            same = source.role is key.role
-            self.inputs.append(source if same else Value(source.name, source.type, key.role))
-        divided = Divisions()
-        self.divided = [
-            (divided.of(place, value), place.batch.sharded, max(place.batch.dim, 0))
-            for place, value in zip(local.inputs, function.inputs, strict=True)
-        ]
-        given: list[Function | None] = [None] * (len(self.inputs) - len(local.made))
-        self.made = [*given, *local.made]
-        self.outputs = [
-            (divided.of(place, value), place.batch)
-            for place, value in zip(local.outputs, local.function.outputs, strict=True)
-        ]
+        self.ends = Ends(local, function.inputs, None if self.first is None else self.first.ends)
         # No cache: the cuts that are in use.
         self.cuts: WeakValueDictionary[Hashable, Cut] = WeakValueDictionary()
 
@@ -221,29 +211,12 @@ class _Source:
             local.function, local.microbatches > 1, lambda: _Source(local)
         )
 
-    def cut(self, blocks: CutBlocks, local: Sharded) -> Cut:
-        """Return the cut of these blocks."""
+    def cut(self, blocks: CutBlocks, local: Sharded, like: Cut | None = None) -> Cut:
+        """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
         stages = await_received(fuse_stages(blocks.stages, local.kernels), local.kernels)
-        inputs = tuple(
-            [
-                ProgramInput(typed, key, shards, divided, stages, dim, made)
-                for typed, key, (shards, divided, dim), made, stages in zip(
-                    self.inputs, blocks.inputs, self.divided, self.made, blocks.holders, strict=True
-                )
-            ]
-        )
-        outputs: list[ProgramOutput] = []
-        for key, place, (shards, batch) in zip(blocks.outputs, blocks.places, self.outputs, strict=True):
-            microbatched = batch.sharded and not place.once
-            if microbatched and batch.pieces and local.microbatches > 1:
-                raise PlanError(
-                    f"output {key.name!r} has the batch in parts of dimension {batch.dim}, which "
-                    f"{local.microbatches} microbatches do not make one after the other; use "
-                    "microbatches=1, or return it before its dimensions are merged"
-                )
-            dim = max(batch.dim, 0)
-            outputs.append(ProgramOutput(key, shards, microbatched, place.stage, place.copies, dim))
-        return Cut(blocks.name, local.mesh, stages, inputs, tuple(outputs), local.notes)
+        inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
+        outputs = self.ends.cut_outputs(blocks, local.microbatches, None if like is None else like.outputs)
+        return Cut(blocks.name, local.mesh, stages, inputs, outputs, local.notes)
 
 
 _SOURCES = Cache[Function, _Source]("what is cut, by local function and whether it has microbatches", 2)
