@@ -59,10 +59,6 @@ MOST_TABLES = 64
 """Of the parts of a program in one placement: those in the schedules used last."""
 
 
-FEWEST_RESIZED = 3
-"""Fewer microbatches make calls that no other number makes: of one batch nothing else would share them."""
-
-
 class Binder:
     """The blocks of some parts, each made once, with the stages on these ranks.
 
@@ -305,8 +301,7 @@ class Binder:
 
     def _resized(self, order: IssueOrder) -> tuple[TableCalls, dict[tuple[Value, int], int]] | None:
         """Return the blocks of an order, and what is latest, as they are for parts of other sizes."""
-        count = order.schedule.num_microbatches
-        if self.parts.like is None or self.versions or self.copies > 1 or count < FEWEST_RESIZED:
+        if self.parts.like is None or self.versions or self.copies > 1:
             return None
         (other, values), schedule = self.parts.like, order.schedule
         binder = _binder(other, (self.rank_of, self.copies, schedule.weights == FLUSH))
@@ -360,7 +355,7 @@ class Binder:
     def _tail(self, schedule: Schedule) -> Tail:
         """Return what follows the last action; how many microbatches matters only where they are joined."""
         count = schedule.num_microbatches
-        key = count if self.joins else min(count * self.copies, 2)
+        key = count if self.joins else 1
         found = self._tails.get(key)
         if found is None:
             found = self._tails[key] = Tail(self, count)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distsim.cache import cached
 from distsim.ir import Function, Role, Tensor, Type, Value
 from distsim.program.parts import ProgramInput
 from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table, TableCalls
@@ -34,6 +35,12 @@ class Slot(NamedTuple):
 
     nbytes: int
     role: Role | None
+
+
+@cached("slots, by bytes and role", 4096)
+def _slot(nbytes: int, role: Role | None) -> Slot:
+    """Return a slot, the same object every time: of thousands few differ."""
+    return Slot(nbytes, role)
 
 
 class SlotCall(NamedTuple):
@@ -170,7 +177,7 @@ def _resized(
     """Return what a rank does with these bytes of slots, functions, and bytes of what they make."""
     slots = list(calls.slots)
     for slot, nbytes in sizes.items():
-        slots[slot] = slots[slot]._replace(nbytes=nbytes)
+        slots[slot] = _slot(nbytes, slots[slot].role)
     each: list[tuple[tuple[int, int], SlotCall]] = []
     for key, call in calls.calls:
         function = functions.get(call.function)
@@ -224,7 +231,7 @@ class _Builder:
         slot = self.number.get(key.value)
         if slot is None:
             slot = self.number[key.value] = len(self.slots)
-            self.slots.append(Slot(self.size_of(key.value.type), self.roles.get(key.value)))
+            self.slots.append(_slot(self.size_of(key.value.type), self.roles.get(key.value)))
         return slot, key.which
 
     def places(self, keys: Iterable[Key]) -> Places:

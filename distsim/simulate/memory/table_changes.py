@@ -247,11 +247,16 @@ _ROW_CHANGES = Cache[_TableRanks, _RowChanges]("what distinct rows do, by the us
 _RANKS = Cache[Parts, _TableRanks]("what ranks do in memory, by blocks and what follows the last action", 16)
 
 
+FEWEST_SHARED = 3
+"""Fewer microbatches are called as no other number is: of one batch no other plan is like such a one."""
+
+
 def _ranks_of(parts: Parts, table: Table) -> _TableRanks:
     """Return the ranks of a table, kept with the parts for all tables of the same blocks."""
 
     def made() -> _TableRanks:
-        if parts.like is None or table.calls.like is None:
+        few = table.microbatches < FEWEST_SHARED
+        if few or parts.like is None or table.calls.like is None:
             return _TableRanks(ranks_of(table, parts.inputs), table)
         other, (calls, _) = parts.like[0], table.calls.like
         like = _ranks_of(other, Table(table.order, calls, table.columns, {}))

@@ -24,6 +24,8 @@ class Ends:
         given: list[Function | None] = [None] * (len(keys) - len(local.made))
         self.made = [*given, *local.made]
         self._divided = Divisions()
+        batches = [place.batch for place in self.outputs]
+        self.in_parts = [n for n, batch in enumerate(batches) if batch.sharded and batch.pieces]
         self.same_inputs = [False] * len(self.keys)
         self.same_outputs = [False] * len(self.returned)
         if first is not None:
@@ -63,31 +65,34 @@ class Ends:
         return ProgramInput(source, key, shards, batch.sharded, stages, max(batch.dim, 0), self.made[number])
 
     def cut_outputs(
-        self, blocks: CutBlocks, microbatches: int, like: Sequence[ProgramOutput] | None = None
+        self, blocks: CutBlocks, like: Sequence[ProgramOutput] | None = None
     ) -> tuple[ProgramOutput, ...]:
-        """Return the same of outputs; raises :class:`PlanError` for one that microbatches do not make up."""
+        """Return the same of outputs."""
         made = zip(blocks.outputs, blocks.places, strict=True)
         if like is None:
-            return tuple([self._output(n, *each, microbatches) for n, each in enumerate(made)])
+            return tuple([self._output(n, *each) for n, each in enumerate(made)])
         return tuple(
             [
-                known if same else self._output(n, *each, microbatches)
+                known if same else self._output(n, *each)
                 for n, (each, same, known) in enumerate(zip(made, self.same_outputs, like, strict=True))
             ]
         )
 
-    def _output(self, number: int, key: Value, made: CutOutput, microbatches: int) -> ProgramOutput:
+    def _output(self, number: int, key: Value, made: CutOutput) -> ProgramOutput:
         place = self.outputs[number]
-        batch = place.batch
-        microbatched = batch.sharded and not made.once
-        if microbatched and batch.pieces and microbatches > 1:
-            raise PlanError(
-                f"output {key.name!r} has the batch in parts of dimension {batch.dim}, which "
-                f"{microbatches} microbatches do not make one after the other; use "
-                "microbatches=1, or return it before its dimensions are merged"
-            )
+        microbatched, dim = place.batch.sharded and not made.once, max(place.batch.dim, 0)
         shards = self._divided.of(place, self.returned[number])
-        return ProgramOutput(key, shards, microbatched, made.stage, made.copies, max(batch.dim, 0))
+        return ProgramOutput(key, shards, microbatched, made.stage, made.copies, dim)
+
+    def check(self, blocks: CutBlocks, microbatches: int) -> None:
+        """Raise :class:`PlanError` for an output that microbatches do not make up one after the other."""
+        for number in self.in_parts if microbatches > 1 else ():
+            if not blocks.places[number].once:
+                raise PlanError(
+                    f"output {blocks.outputs[number].name!r} has the batch in parts of dimension "
+                    f"{self.outputs[number].batch.dim}, which {microbatches} microbatches do not make one "
+                    "after the other; use microbatches=1, or return it before its dimensions are merged"
+                )
 
 
 class _Alike:

@@ -161,8 +161,8 @@ class _Stages(NamedTuple):
         blocks = self._blocks(sized.first, assigned)
         if likeness is not None and not likeness.values.keys().isdisjoint(blocks.sized):
             raise Unlike
-        key = (local.mesh, local.kernels, local.microbatches > 1)
-        found = _LIKE.get(blocks, key, lambda: first.cut(blocks, local))
+        source.ends.check(blocks, local.microbatches)
+        found = _LIKE.get(blocks, (local.mesh, local.kernels), lambda: first.cut(blocks, local))
         if likeness is not None:
             like = (found, likeness.values)
             found = replace(source.cut(blocks.resized(sized), local, found), like=like)
@@ -215,7 +215,7 @@ class _Source:
         """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
         stages = await_received(fuse_stages(blocks.stages, local.kernels), local.kernels)
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
-        outputs = self.ends.cut_outputs(blocks, local.microbatches, None if like is None else like.outputs)
+        outputs = self.ends.cut_outputs(blocks, None if like is None else like.outputs)
         return Cut(blocks.name, local.mesh, stages, inputs, outputs, local.notes)
 
 
