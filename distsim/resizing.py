@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from distsim.cache import Cache
-from distsim.ir import Environment, Function, Op, Tensor, Type, Value, substitute
+from distsim.ir import Environment, Function, Op, Tensor, Type, Value, place_of, substitute
 from distsim.ir.rewrite import retype_op
 
 Done = dict[tuple[Function, Function], Function]
@@ -100,6 +100,8 @@ class Likeness:
 
 _LIKE = Cache[Function, Likeness]("what functions differ from in sizes alone", 1)
 _MAKERS = Cache[Function, dict[Value | None, Op]]("which op makes each value, by function", 1)
+MOST_ALIKE = 8
+"""With how many functions of the same ops in the same order, wired otherwise, one is compared."""
 _FIRST: WeakValueDictionary[tuple[object, ...], Function] = WeakValueDictionary()
 
 
@@ -114,13 +116,17 @@ def shared(function: Function) -> Function:
     sizes alone, while that is in use."""
     if likeness_of(function) is not None:
         return function
-    key = (function.name, len(function.inputs), function.notes, *[op.op_type for op in function.ops])
-    first = _FIRST.get(key)
-    if first is None or first is function:
-        _FIRST[key] = function
-        return function
-    found = _compared(first, function, {})
-    return function if found is None else found
+    places = dict.fromkeys(map(place_of, function.inputs))
+    key = (function.name, len(function.inputs), *places, *[op.op_type for op in function.ops])
+    for number in range(MOST_ALIKE):
+        first = _FIRST.get((number, key))
+        if first is None or first is function:
+            _FIRST[number, key] = function
+            return function
+        found = _compared(first, function, {})
+        if found is not None:
+            return found
+    return function
 
 
 def _makers(function: Function) -> dict[Value | None, Op]:
