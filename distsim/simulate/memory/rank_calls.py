@@ -236,8 +236,12 @@ class _Builder:
 
     def places(self, keys: Iterable[Key]) -> Places:
         """Return the slots of keys."""
-        number, place = self.number, self.place
-        return tuple([(number[k.value], k.which) if k.value in number else place(k) for k in keys])
+        number, found = self.number, list[tuple[int, int]]()
+        for key in keys:
+            value, _, which = key
+            slot = number.get(value)
+            found.append(self.place(key) if slot is None else (slot, which))
+        return tuple(found)
 
     def sizes_of(self, function: Function) -> tuple[int, ...]:
         """Return the bytes of the outputs of a function."""

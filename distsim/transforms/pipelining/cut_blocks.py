@@ -107,7 +107,9 @@ class _Cutter:
             stages.append((forward, backward, tuple(updates)))
         function, holders = self.function, self._holders(groups)
         shared = any(len(stages) > 1 for stages in self.homes.values())
-        outputs = tuple([self._output(value, holders, shared) for value in function.outputs])
+        made_at = [self._output(value, holders, shared) for value in function.outputs]
+        known: dict[CutOutput, CutOutput] = {}  # of thousands few differ
+        outputs = tuple([known.setdefault(each, each) for each in made_at])
         made = tuple([function.values[value] for value in function.outputs])
         inputs = tuple(function.inputs)
         return CutBlocks(function.name, tuple(stages), inputs, holders, made, outputs, sized_values(function))
