@@ -51,7 +51,7 @@ class _RowCall(NamedTuple):
     results: tuple[int, ...]
 
 
-class _Row(NamedTuple):
+class _ExcerptRow(NamedTuple):
     """What an op of an excerpt makes, (number of the value, kind), and what is free after it, (number, kind,
     label); of a call what is free after, but not in it."""
 
@@ -91,7 +91,7 @@ class RankUse:
         self.start, self.start_each = self._started()
         self._changes: dict[tuple[object, ...], Change] = {}
         self._calls: dict[tuple[int, int], _Call] = {}  # for pairs
-        self._rows: dict[tuple[str, int, int], _Row] = {}
+        self._rows: dict[tuple[str, int, int], _ExcerptRow] = {}
         self._tell(excerpt)
         del self._number
 
@@ -173,13 +173,13 @@ class RankUse:
             if not op.is_call:
                 made = tuple([(number[value], frame.made(op, value)) for value in op.outputs])
                 gone = tuple([(number[v], frame.kinds[v], excerpt.places[v][1]) for v in free])
-                row = _Row(what, op, made, gone)
+                row = _ExcerptRow(what, op, made, gone)
                 self._rows[what] = row
                 self._changes[what] = self._moved(row)
                 continue
             plan = frame.call(op, free)
             left = tuple([(number[v], frame.kinds[v], STEP) for v in plan.left])
-            row = _Row(what, op, (), left, _RowCall(excerpt.called[op], plan.arguments, plan.results))
+            row = _ExcerptRow(what, op, (), left, _RowCall(excerpt.called[op], plan.arguments, plan.results))
             self._rows[what] = row._replace(op=None)
             self._changes[what] = self._called(row, op.callee)
             if excerpt.calls.pairs and what[0] == "call":
@@ -187,7 +187,7 @@ class RankUse:
                 self._calls[what[1], what[2]] = _Call(op.callee, plan, labels, self._left(row))
         (_verify_plain if excerpt.sample.plain else _verify)(frame, excerpt)
 
-    def _moved(self, row: _Row) -> Change:
+    def _moved(self, row: _ExcerptRow) -> Change:
         """Return what an op does that moves something."""
         peak = NOTHING
         for number, kind in row.made:
@@ -201,7 +201,7 @@ class RankUse:
                 net = _sum(net, gone)
         return Change(net, peak, () if row.op is None else (row.op,), tuple(each.items()))
 
-    def _left(self, row: _Row) -> Amounts:
+    def _left(self, row: _ExcerptRow) -> Amounts:
         """Return what is free after a call, but not in it."""
         after = [0] * len(NOTHING)
         for number, kind, _ in row.free:
@@ -209,7 +209,7 @@ class RankUse:
             after[1 + kind] -= self.sizes[number]
         return tuple(after)
 
-    def _called(self, row: _Row, function: Function) -> Change:
+    def _called(self, row: _ExcerptRow, function: Function) -> Change:
         """Return what a call does."""
         if row.call is None:
             return Change(NOTHING, NOTHING)
