@@ -124,6 +124,8 @@ def shared(function: Function) -> Function:
             _FIRST[number, key] = function
             return function
         found = _compared(first, function, {})
+        if found is first:  # what is known of a function is of one place it came from
+            found = _noted(replace(first), Likeness(first, {}, {}))
         if found is not None:
             return found
     return function

@@ -88,7 +88,19 @@ def test_what_is_equal_is_shared():
     assert other.inputs[1] is first.inputs[1] and other.inputs[0] is not first.inputs[0]
     assert [value.type.shape for value in (*other.inputs, *other.outputs)] == [(5, 3), (3, 4), (5, 4)]
     verify(other)
-    assert shared(product(2)) is first
+    again = shared(product(2))
+    assert again is not first and again.ops == first.ops and again.inputs == first.inputs
+
+
+def test_programs_of_equal_models_are_of_their_own_inputs():
+    functions = [differentiate(gpt(2, 8, 2, 4, 16, 8), Adam()) for _ in range(2)]
+    for function in functions:
+        for count in (8, 4):
+            program = parallelize(function, Plan(2, 1, 2, count), CLUSTER)
+            of = {given.source for given in program.inputs}
+            assert of & {*function.inputs} and not of & {
+                v for f in functions if f is not function for v in f.inputs
+            }
 
 
 @pytest.mark.parametrize("change", ["name", "rank", "wiring"])
