@@ -52,6 +52,11 @@ class Cache(Generic[Owner, Made]):
             kept.popitem(last=False)
         return made
 
+    def find(self, owner: Owner, key: Hashable) -> Made | None:
+        """Return what an owner has under a key, None if it has nothing."""
+        kept = self._made.get(owner)
+        return None if kept is None else kept.get(key)
+
     def __len__(self) -> int:
         return sum(map(len, self._made.values()))
 

@@ -26,6 +26,7 @@ FLOORS = {
     "compile": 1,
     "streams": 1,
     "stacks": 1,
+    "resizing": 2,
     "ops": 2,
     "hardware": 2,
     "models": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from weakref import proxy
 
 import numpy as np
@@ -12,9 +13,11 @@ from distsim.cache import Cache
 from distsim.errors import ScheduleError
 from distsim.ir import Value
 from distsim.program.block import Block
+from distsim.program.links import Maker
 from distsim.program.parts import Parts
 from distsim.program.passes.joined import beginning, ending
 from distsim.program.passes.overlap_pairs import interleave, interleaved_names
+from distsim.program.resized_calls import resized_calls
 from distsim.program.table import (
     FIRST,
     ONCE,
@@ -41,7 +44,11 @@ Placement = tuple[tuple[int, ...], int, bool]
 def table_of(parts: Parts, schedule: Schedule) -> Table:
     """Return the table of the parts of a program in the order of a schedule, kept with both."""
     placement = (schedule.rank_of, schedule.copies, schedule.weights == FLUSH)
-    return _BINDERS.get(parts, placement, lambda: Binder(parts, *placement)).table(schedule)
+    return _binder(parts, placement).table(schedule)
+
+
+def _binder(parts: Parts, placement: Placement) -> Binder:
+    return _BINDERS.get(parts, placement, lambda: Binder(parts, *placement))
 
 
 _Follower = tuple[BoundBlock, int, int]
@@ -62,7 +69,6 @@ class Binder:
         self.parts: Parts = proxy(parts)  # which are kept by programs, and keep this
         self.rank_of, self.copies = rank_of, copies
         self.chain = len(parts.blocks)
-        self.makers = parts.makers()
         self.versions = None if flush else parts.versions
         # Without a flush each forward call makes of its version of the weights what else is made once a step.
         ahead = () if self.versions is None else parts.ahead.values()
@@ -73,15 +79,24 @@ class Binder:
         self.keys: dict[tuple[int, Kind, bool], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
-        self.readers = self._readers()
         self.joins = any(output.microbatched for output in parts.outputs)
         self._updates: dict[tuple[int, bool], tuple[BoundBlock, ...]] = {}
         self._sends: dict[BoundBlock, tuple[_Follower, ...]] = {}
         self._tables: OrderedDict[Schedule, Table] = OrderedDict()
         self._tails: dict[int, Tail] = {}
 
+    @property
+    def makers(self) -> dict[Value, Maker]:
+        """Who makes each key."""
+        return self.parts.makers()
+
+    @property
+    def readers(self) -> dict[Value, tuple[int, ...]]:
+        """The stages of the chain whose passes over a microbatch read each key."""
+        return self._readers
+
+    @cached_property
     def _readers(self) -> dict[Value, tuple[int, ...]]:
-        """Return the stages of the chain whose passes over a microbatch read each key."""
         found: dict[Value, dict[int, None]] = {}
         for stage, (forward, backward, _) in enumerate(self.parts.blocks):
             for key in (*forward.inputs, *backward.inputs):
@@ -269,10 +284,30 @@ class Binder:
         return found
 
     def _table(self, order: IssueOrder) -> Table:
-        tail, calls = self._tail(order.schedule), order.calls[0]
-        key = tail.each, calls.tobytes()
-        bound = _CALLS.get(self, key, lambda: self._bind(calls, tail))
-        return Table(order, bound, columns_of(order, bound.pattern), tail.latest(order))
+        found = self._resized(order)
+        if found is None:
+            tail = self._tail(order.schedule)
+            found = self._bound(order, tail), tail.latest(order)
+        bound, latest = found
+        return Table(order, bound, columns_of(order, bound.pattern), latest)
+
+    def _bound(self, order: IssueOrder, tail: Tail) -> TableCalls:
+        """Return the blocks of the calls of an order and of what follows them."""
+        calls = order.calls[0]
+        return _CALLS.get(self, (tail.each, calls.tobytes()), lambda: self._bind(calls, tail))
+
+    def _resized(self, order: IssueOrder) -> tuple[TableCalls, dict[tuple[Value, int], int]] | None:
+        """Return the blocks of an order, and what is latest, as they are for parts of other sizes."""
+        if self.parts.like is None or self.versions or self.copies > 1:
+            return None
+        (other, values), schedule = self.parts.like, order.schedule
+        binder = _binder(other, (self.rank_of, self.copies, schedule.weights == FLUSH))
+        tail = binder._tail(schedule)
+        bound = binder._bound(order, tail)
+        calls = _RESIZED.get(self, bound, lambda: resized_calls(bound, other, self.parts))
+        if calls is None:
+            return None
+        return calls, {(values.get(v, v), rank): m for (v, rank), m in tail.latest(order).items()}
 
     def _bind(self, calls: Ints, tail: Tail) -> TableCalls:
         """Return the blocks of calls, as of :attr:`IssueOrder.calls`, and of what follows them, by number."""
@@ -317,7 +352,7 @@ class Binder:
     def _tail(self, schedule: Schedule) -> Tail:
         """Return what follows the last action; how many microbatches matters only where they are joined."""
         count = schedule.num_microbatches
-        key = count if self.joins else min(count * self.copies, 2)
+        key = count if self.joins else 1
         found = self._tails.get(key)
         if found is None:
             found = self._tails[key] = Tail(self, count)
@@ -334,5 +369,6 @@ def _second(key: Key) -> Key:
     return key._replace(which=SECOND) if key.which == FIRST else key
 
 
+_RESIZED = Cache[Binder, TableCalls | None]("blocks of tables, by those that differ in sizes alone", 64)
 _BINDERS = Cache[Parts, Binder]("blocks of a program's parts, by the rank of each stage", 8)
 _CALLS = Cache[Binder, TableCalls]("blocks of a table, by the calls of its order and the end of a step", 64)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from distsim.errors import IRError
-from distsim.ir import Function, Mesh, Value
+from distsim.ir import Function, Mesh, Value, substitute
 from distsim.ops.parts import Shard
 from distsim.program.block import FIRST_CALL, LAST_CALL, Block, StageBlocks
 from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
@@ -74,7 +74,8 @@ class Parts:
 
     Verified when made: each key is made once, by one block or as an input, and whatever a block reads is
     there when the block runs, under any schedule. Raises :class:`IRError` that names the blocks, as ``B0@1``
-    for the backward of stage 1, and, where blocks wait for each other, the cycle.
+    for the backward of stage 1, and, where blocks wait for each other, the cycle. ``like`` are parts that
+    differ in sizes alone, and what stands for their keys: what was verified of them is so of these.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Parts:
     outputs: tuple[ProgramOutput, ...]
     given_halves: tuple[tuple[Block, Block], ...] | None = None
     overlap: Callable[[Function, Function], Function] = interleave
+    like: tuple[Parts, Mapping[Value, Value]] | None = None
 
     @cached_property
     def halves(self) -> tuple[tuple[Block, Block], ...]:
@@ -117,6 +119,10 @@ class Parts:
         return weight_versions(self.name, self.blocks, self.makers(), keys)
 
     def __post_init__(self) -> None:
+        if self.like is not None:
+            if self._is_like(*self.like):
+                return
+            object.__setattr__(self, "like", None)
         rows, makers = self._rows(), self.makers()
         verify_reads(self.name, rows, {given.key: given.stages for given in self.inputs}, makers)
         for given in self.inputs:
@@ -124,6 +130,25 @@ class Parts:
         for output in self.outputs:
             self._verify_stages(output.key, (output.stage, *output.copies))
             self._verify_output(output, makers.get(output.key))
+
+    def _is_like(self, other: Parts, values: Mapping[Value, Value]) -> bool:
+        """Whether blocks read and make what stands for what others do, and ends are alike."""
+        sizes = len(self.blocks), len(self.inputs), len(self.outputs), self.given_halves, self.overlap
+        if sizes != (len(other.blocks), len(other.inputs), len(other.outputs), None, other.overlap):
+            return False
+        for own, stage in zip(self.blocks, other.blocks, strict=True):
+            if [number for number, _ in own[2]] != [number for number, _ in stage[2]]:
+                return False
+            if not all(_are_alike(a, b, values) for a, b in zip(_each(own), _each(stage), strict=True)):
+                return False
+        return all(
+            (a.key, a.stages, a.microbatched) == (values.get(b.key, b.key), b.stages, b.microbatched)
+            for a, b in zip(self.inputs, other.inputs, strict=True)
+        ) and all(
+            (a.key, a.stage, a.microbatched, a.copies)
+            == (values.get(b.key, b.key), b.stage, b.microbatched, b.copies)
+            for a, b in zip(self.outputs, other.outputs, strict=True)
+        )
 
     def _verify_stages(self, key: Value, stages: Sequence[int]) -> None:
         foreign = [stage for stage in stages if not 0 <= stage < len(self.blocks)]
@@ -158,6 +183,13 @@ class Parts:
 
     def makers(self) -> dict[Value, Maker]:
         """Return who makes each key."""
+        return self._makers
+
+    @cached_property
+    def _makers(self) -> dict[Value, Maker]:
+        if self.like is not None:
+            other, values = self.like
+            return {values.get(key, key): maker for key, maker in other.makers().items()}
         given: dict[Value, tuple[tuple[int, ...], bool]] = {}
         for item in self.inputs:
             if item.key in given:
@@ -172,3 +204,22 @@ class Parts:
                 rows.append(Row(stage, phase, block.inputs, block.outputs, block.accumulated))
             rows += [Row(stage, None, block.inputs, block.outputs, (), r) for r, block in updates]
         return in_order(rows)
+
+
+def _each(stage: StageBlocks) -> list[Block]:
+    """Return the blocks of a stage."""
+    return [*stage[:2], *[block for _, block in stage[2]]]
+
+
+def _are_alike(one: Block, two: Block, values: Mapping[Value, Value]) -> bool:
+    """Whether a block is another one but for sizes, with what stands for its values."""
+    if one is two:
+        return values.keys().isdisjoint(one.inputs) and values.keys().isdisjoint(one.outputs)
+    return (
+        one.inputs == substitute(two.inputs, values)
+        and one.outputs == substitute(two.outputs, values)
+        and one.accumulated == two.accumulated
+        and (one.accumulating is None) == (two.accumulating is None)
+        and one.place == two.place
+        and (one.names, one.accumulating_names) == (two.names, two.accumulating_names)
+    )

@@ -74,11 +74,15 @@ class BoundBlock:
 
 @dataclass(frozen=True, eq=False)
 class TableCalls:
-    """The blocks of a table by number, their pattern and the outputs: tables of many orders share them."""
+    """The blocks of a table by number, their pattern and the outputs: tables of many orders share them.
+
+    ``like`` are those that differ in sizes alone, if they are known, and what stands for their values here.
+    """
 
     blocks: tuple[BoundBlock, ...]
     pattern: CallPattern
     outputs: tuple[Key, ...]
+    like: tuple[TableCalls, Mapping[Value, Value]] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,10 +24,18 @@ class Bound(Protocol):
     rank_of: tuple[int, ...]
     copies: int
     chain: int
-    makers: dict[Value, Maker]
-    readers: dict[Value, tuple[int, ...]]
     versions: WeightVersions | None
     ends_early: bool
+
+    @property
+    def makers(self) -> dict[Value, Maker]:
+        """Who makes each key."""
+        ...
+
+    @property
+    def readers(self) -> dict[Value, tuple[int, ...]]:
+        """The stages whose passes over a microbatch read each key."""
+        ...
 
     def transfer(self, value: Value, source: int, target: int, which: int) -> BoundBlock:
         """Return what brings a value from one rank to another."""

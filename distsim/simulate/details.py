@@ -11,9 +11,9 @@ from distsim.ir import Op
 from distsim.program.table import BoundBlock, Table
 from distsim.simulate.maxplus.engine import ProgramRun
 from distsim.simulate.maxplus.kernels import evaluate
+from distsim.simulate.maxplus.products import Product
 from distsim.simulate.maxplus.record import Record, record_of
 from distsim.simulate.maxplus.row_loop import run_rounds
-from distsim.simulate.maxplus.wiring import Product
 from distsim.simulate.tasks.block_matrix import BlockTasks
 from distsim.simulate.tasks.rank_classes import RankClasses
 from distsim.simulate.tasks.streams import Stream

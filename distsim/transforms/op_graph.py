@@ -6,13 +6,16 @@ All that does not depend on where the function is cut, found once.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from distsim.cost.cost_model import DeviceCosts
-from distsim.ir import Attributes, Function, Op, Role, Tensor, Value
+from distsim.ir import Attributes, Function, Op, Role, Tensor, Value, substitute
 from distsim.ops import operator
 from distsim.ops.conversion import ONCE
+from distsim.resizing import Likeness
 
 Numbers = tuple[int, ...]
 
@@ -60,8 +63,32 @@ class Numbered:
         self.loose = self._loose()
         self.has_loose = any(self.loose)
         self.forward = self._forward()
-        self.kinds = _kinds(function.ops)
         self._seconds: dict[Hashable, dict[int, float]] = {}
+        self.stage_maps: dict[Hashable, list[ChosenMap]] = {}  # of this one and those resized
+
+    def nbytes(self, values: Sequence[int]) -> int:
+        """Return the bytes of values."""
+        return sum([self.values[value].type.nbytes for value in values])
+
+    def resized(self, likeness: Likeness) -> Numbered:
+        """Return the function that differs from this one in sizes alone, as another one does from that of
+        which this was made; what they have in common is found once. Raises :class:`Unlike`."""
+        found = copy(self)
+        for name in ("kinds", "copies", "originals"):  # of attributes
+            found.__dict__.pop(name, None)
+        found.inputs, found.ops = substitute(self.inputs, likeness.values), likeness.carry_ops(self.ops)
+        found.values = list(substitute(self.values, likeness.values))
+        found._seconds = {}
+        return found
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """A number for each op, the same for ops that differ in names and values only."""
+        return _kinds(self.ops)
+
+    @cached_property
+    def _forward_ops(self) -> list[int]:
+        return [index for index, forward in enumerate(self.forward) if forward]
 
     def _steps(self) -> list[bool]:
         made, found = [False] * len(self.values), list[bool]()
@@ -160,14 +187,14 @@ class Numbered:
         """
         found = self._seconds.get(costs.key)
         if found is None:
-            known: dict[int, float] = {}
+            known: dict[Hashable, float] = {}
             found = {}
-            for index, op in enumerate(self.ops):
-                if self.forward[index]:
-                    kind = self.kinds[index] if op.is_call else -1 - index
-                    if kind not in known:
-                        known[kind] = costs.seconds(op)
-                    found[index] = known[kind]
+            for index in self._forward_ops:
+                op = self.ops[index]
+                kind = (op.attributes, op.subfunctions) if op.is_call else index
+                if kind not in known:
+                    known[kind] = costs.seconds(op)
+                found[index] = known[kind]
             once = self.once()
             for index in sorted(self.of_weights & found.keys()):  # before its reader
                 readers = [self._first_reader[v] for v in self.makes[index] if v in self._first_reader]
@@ -238,7 +265,7 @@ class Numbered:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StageMap:
     """The stage of every per-microbatch op (-1 for the others), by number of the op.
 
@@ -247,6 +274,14 @@ class StageMap:
 
     stage: Sequence[int]
     homes: Mapping[int, tuple[int, ...]]
+
+
+class ChosenMap(NamedTuple):
+    """Stages that follow from those of the forward pass and from what is smaller than what: of values (some,
+    others, whether these are fewer bytes than those)."""
+
+    smaller: tuple[tuple[Numbers, Numbers, bool], ...]
+    assigned: StageMap
 
 
 def is_sum(op: Op) -> bool:

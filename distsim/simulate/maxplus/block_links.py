@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property
 from weakref import WeakValueDictionary
 
@@ -41,6 +42,7 @@ class BlockLinks:
 
     def __init__(self, blocks: Sequence[BoundBlock], num_ranks: int) -> None:
         self.blocks, self.num_ranks = tuple(blocks), num_ranks
+        self.like: BlockLinks | None = None  # of blocks that differ in sizes alone
         self.number = {block: n for n, block in enumerate(self.blocks)}
         results: Results = {}
         several: dict[Address, dict[tuple[int, int], int]] = {}
@@ -63,6 +65,15 @@ class BlockLinks:
                 if len(makers) > 1 and key.which in (ONCE, LATEST):
                     contested[n, makers] = None
         self.contested = tuple(contested)
+
+    def resized(self, blocks: Sequence[BoundBlock], others: Sequence[BoundBlock]) -> BlockLinks:
+        """Return the links of others than these blocks, which differ in sizes alone."""
+        of, found = dict(zip(blocks, others, strict=True)), copy(self)
+        own = tuple([of[block] for block in self.blocks])
+        found.like, found.blocks = self, others if own == others and isinstance(others, tuple) else own
+        found.number = {block: n for n, block in enumerate(own)}
+        found.__dict__.pop("communication", None)
+        return found
 
     def _several(self, made: dict[Address, dict[tuple[int, int], int]]) -> Results:
         """Return the makers and results of values that several blocks make."""
@@ -130,8 +141,18 @@ def block_links(table: Table) -> BlockLinks:
 
 
 def _links(table: Table) -> BlockLinks:
-    key = frozenset(table.blocks)
+    return _links_of(table.calls, table.num_ranks)
+
+
+def _links_of(calls: TableCalls, num_ranks: int) -> BlockLinks:
+    key = frozenset(calls.blocks)
     found = _FLOWS.get(key)
     if found is None:
-        found = _FLOWS[key] = BlockLinks(table.blocks, table.num_ranks)
+        if calls.like is None:
+            found = BlockLinks(calls.blocks, num_ranks)
+        else:
+            like, _ = calls.like
+            other = _LINKS.get(like, None, lambda: _links_of(like, num_ranks))
+            found = other.resized(like.blocks, calls.blocks)
+        _FLOWS[key] = found
     return found

@@ -8,8 +8,8 @@ import numpy as np
 
 from distsim.program.table import EVERY, LATEST, ONCE, Table
 from distsim.simulate.maxplus.matrices import Cells, Matrices, starts
+from distsim.simulate.maxplus.products import Wiring
 from distsim.simulate.maxplus.row_loop import CallArrays
-from distsim.simulate.maxplus.wiring import Wiring
 from distsim.simulate.tasks.templates import Floats, Ints
 
 

@@ -17,12 +17,15 @@ from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh
 from distsim.program.program import Program
 from distsim.program.table import Table
+from distsim.resizing import likeness_of
 from distsim.simulate.maxplus.block_links import BlockLinks, block_links
 from distsim.simulate.maxplus.call_arrays import CallOrder, call_arrays, call_order
+from distsim.simulate.maxplus.products import Class, Wiring
 from distsim.simulate.maxplus.row_loop import CallArrays, LoopState, Reach, find_reach, run_rounds
-from distsim.simulate.maxplus.wiring import Class, Wirer, Wiring
+from distsim.simulate.maxplus.wiring import Wirer
 from distsim.simulate.tasks.block_matrix import BlockTasks, block_tasks
 from distsim.simulate.tasks.program_ranks import ProgramRanks, program_ranks, used_axes
+from distsim.simulate.tasks.resized_tasks import resized_tasks
 from distsim.simulate.tasks.templates import Floats
 
 FEWEST_REPETITIONS = 16
@@ -112,6 +115,7 @@ class _Kept:
         self.version = version
         self.models: WeakKeyDictionary[Table, dict[tuple[Mesh, bool], ProgramModel]] = WeakKeyDictionary()
         self.wirings: WeakValueDictionary[tuple[object, ...], Wiring] = WeakValueDictionary()
+        self.wired: WeakKeyDictionary[BlockLinks, dict[object, Wirer]] = WeakKeyDictionary()
         self.tasks: WeakKeyDictionary[Function, dict[object, BlockTasks]] = WeakKeyDictionary()
 
     def block(
@@ -121,7 +125,12 @@ class _Kept:
         key = (overlap, ranks.key(rank, used_axes(function)))
         found = known.get(key)
         if found is None:
-            found = known[key] = block_tasks(function, ranks.slices[rank], cost_model, overlap)
+            likeness, part = likeness_of(function), ranks.slices[rank]
+            if likeness is not None and used_axes(likeness.like) == used_axes(function):
+                like = self.block(likeness.like, rank, ranks, cost_model, overlap)
+                found = resized_tasks(like, function, part, cost_model, overlap)
+            found = found or block_tasks(function, part, cost_model, overlap)
+            known[key] = found
         return found
 
 
@@ -159,7 +168,15 @@ def _wiring(
             else kept.block(block.function, block.rank, ranks, cost_model, overlap)
             for block in flow.blocks
         ]
-        found = kept.wirings[key] = Wirer(flow, last, ranks, tasks, cost_model, overlap).wiring()
+        wired = kept.wired.setdefault(flow.like or flow, {})
+        # Tables that differ in sizes alone are wired as the first of them is.
+        alike = (last, ranks, overlap)
+        found = wired[alike].resized(flow, tasks) if alike in wired else None
+        if found is None:
+            wirer = Wirer(flow, last, ranks, tasks, cost_model, overlap)
+            found = wirer.wiring()
+            wired[alike] = wirer.kept(found)
+        kept.wirings[key] = found
     return found
 
 

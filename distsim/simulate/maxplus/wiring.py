@@ -7,9 +7,10 @@ whatever they take. What remains is little: what crosses ranks, and sums that ot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from weakref import proxy
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from distsim.ops import Signature
 from distsim.ops.launch import HOST
 from distsim.program.table import LATEST, ONCE, BoundBlock, Key
 from distsim.simulate.maxplus.block_links import Address, BlockLinks, address
-from distsim.simulate.maxplus.matrices import Cells, Matrices, condensed, starts
+from distsim.simulate.maxplus.matrices import Cells, Matrices, starts
+from distsim.simulate.maxplus.products import Class, Product, Wiring, matrix_of, ordered_alike
 from distsim.simulate.tasks.block_matrix import (
     START,
     BlockTasks,
@@ -34,50 +36,6 @@ from distsim.simulate.tasks.program_ranks import ProgramRanks
 from distsim.simulate.tasks.rank_classes import ClassExchange
 from distsim.simulate.tasks.streams import Stream
 from distsim.simulate.tasks.templates import Ints
-
-Class = tuple[int, int]
-"""(pipeline rank, rank class)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """One max-plus product of a block's calls: of a function all of it, of a transfer one pair of classes.
-
-    Its entries are ``streams`` (registers), then ``entries``, (input of the block, rank class); its results
-    the streams, then ``results``, (output, rank class). ``shown`` are the streams as people see them, of the
-    rank classes of all ranks, numbered rank by rank: a transfer is one register and two streams.
-    """
-
-    block: int
-    tasks: BlockTasks
-    streams: tuple[int, ...]
-    shown: tuple[Stream, ...]
-    entries: tuple[Place, ...]
-    results: tuple[Place, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Wiring:
-    """The products of the blocks of a flow, in order, on the rank classes of a mesh.
-
-    Block b has the products ``first[b]:first[b + 1]``. ``matrices`` have the cells of each in the order of
-    its streams, entries and results. There are ``batched`` values of which there is a time per microbatch.
-    ``clocks`` are the registers that tell when a rank class is done.
-    """
-
-    flow: BlockLinks
-    ranks: ProgramRanks
-    overlap: bool
-    products: tuple[Product, ...]
-    first: Ints
-    matrices: Matrices
-    batched: int
-    clocks: Mapping[Class, Ints]
-
-    @cached_property
-    def condensed(self) -> Matrices:
-        """The matrices with no more cells than when the streams are free depends on."""
-        return condensed(self.matrices)
 
 
 class Wirer:
@@ -98,6 +56,8 @@ class Wirer:
         for (reader, makers), maker in zip(flow.contested, last, strict=True):
             if maker >= 0:
                 self._settle(reader, makers, maker)
+        self.made: Wiring | None = None
+        self.latest: list[Value] = []
         places = [(r, c) for r, own in enumerate(ranks.slices) for c in range(len(own.members))]
         self.classes = {place: number for number, place in enumerate(places)}
         self.registers: dict[tuple[object, ...], int] = {}
@@ -120,18 +80,41 @@ class Wirer:
         clocks = len(self.registers)  # those of streams: values come after
         ins = self._cells([(p.streams, p.entries, self.flow.blocks[p.block].reads) for p in made])
         outs = self._cells([(p.streams, p.results, self.flow.blocks[p.block].makes) for p in made])
-        parts = [p.tasks.product(p.entries, p.results).reshape(-1) for p in made]
-        matrix = np.concatenate([np.zeros(0), *parts])
         return Wiring(
             flow=self.flow,
             ranks=self.ranks,
             overlap=self.overlap,
             products=made,
             first=np.array(first, np.int64),
-            matrices=Matrices(ins, outs, matrix, len(self.registers), clocks),
+            matrices=Matrices(ins, outs, matrix_of(made), len(self.registers), clocks),
             batched=len(self.batched),
             clocks=self._clocks(),
         )
+
+    def kept(self, wiring: Wiring) -> Wirer:
+        """Return what :meth:`resized` needs of ``wiring``, which was made here: it refers neither to the flow
+        nor to the cost model, which keep it."""
+        found = copy(self)
+        found.flow, found.cost_model = BlockLinks((), 0), proxy(self.cost_model)
+        found.made, found.latest = replace(wiring, flow=found.flow), _latest(self.flow)
+        return found
+
+    def resized(self, flow: BlockLinks, tasks: Sequence[BlockTasks | None]) -> Wiring | None:
+        """Return the wiring of blocks that differ in sizes alone from those whose wiring is kept; None where
+        their tasks are in another order."""
+        if self.made is None or not all(map(ordered_alike, self.tasks, tasks)):
+            return None
+        own = copy(self)
+        own.flow, own.tasks = flow, tasks
+        made = tuple([p for number, block in enumerate(flow.blocks) for p in own._products(number, block)])
+        values = dict(zip(self.latest, _latest(flow), strict=True))
+        matrices = self.made.matrices
+        ins, outs = (
+            side._replace(latest={n: (values[value], rank) for n, (value, rank) in side.latest.items()})
+            for side in (matrices.ins, matrices.outs)
+        )
+        matrices = replace(matrices, ins=ins, outs=outs, matrix=matrix_of(made))
+        return replace(self.made, flow=flow, products=made, matrices=matrices)
 
     # --- streams --------------------------------------------------------------------------------------
 
@@ -380,6 +363,11 @@ class Wirer:
         if key.which == ONCE:
             return self._register("value", address(key), rank_class)
         return self.batched.setdefault((address(key), rank_class), len(self.batched))
+
+
+def _latest(flow: BlockLinks) -> list[Value]:
+    """Return the values of which blocks read the latest."""
+    return [key.value for block in flow.blocks for key in block.reads if key.which == LATEST]
 
 
 def _columns(rows: Bools, own: Sequence[int], streams: Sequence[int]) -> Bools:

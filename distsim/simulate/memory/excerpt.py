@@ -18,6 +18,12 @@ from distsim.simulate.memory.rank_calls import BEGINS, Places, RankCalls, SlotCa
 
 STEP = -1
 """The label of what there is once a step."""
+TAIL = -1
+"""Instead of a family, with the place in the tail: what names a call after the last action."""
+CallKey = tuple[int, int]
+"""Which of the calls of a rank: its family, and what it does to sums."""
+Origin = tuple[CallKey | None, int]
+"""Where the bytes of a value are from: an output of a call, or a slot, of no call."""
 SUMMED_BY = (0, 1, 2, 1)
 """Of the kinds F, B, I, W: those that add to the same sums have the same number."""
 
@@ -54,7 +60,9 @@ class Sample(NamedTuple):
 class Excerpt:
     """The rows of a sample as ops, of which ``what`` notes what each is.
 
-    ``places`` are the slot and the label of each value, ``sizes`` its bytes, ``sums`` what each call made of
+    ``places`` are the slot and the label of each value, ``sizes`` its bytes and ``origins`` where they are
+    from; ``called`` says of each op that calls
+    which call it is. ``sums`` what each call made of
     the sums, by slot, ``read_so_far`` the slots of those that others read before the end, ``gradients`` what
     pairs read as gradients.
     """
@@ -67,6 +75,8 @@ class Excerpt:
         self.frame: dict[tuple[int, int], Value] = {}
         self.places: dict[Value, tuple[int, int]] = {}
         self.sizes: dict[Value, int] = {}
+        self.origins: list[Origin] = []
+        self.called: dict[Op, CallKey] = {}
         self.inputs: list[Value] = []
         self.ops: list[Op] = []
         self.what: list[tuple[str, int, int]] = []
@@ -88,10 +98,15 @@ class Excerpt:
     def _label(self, slot: int, which: int, label: int) -> int:
         return STEP if which == ONCE else self.latest[slot] if which == LATEST else label
 
-    def _value(self, slot: int, label: int, size: int, role: Role = Role.INPUT) -> Value:
+    def _value(
+        self, slot: int, label: int, made: tuple[Origin, int] | None, role: Role = Role.INPUT
+    ) -> Value:
+        """Return a new value; ``made``: by which output of a call, and its bytes."""
+        origin, size = made or ((None, slot), self.calls.slots[slot].nbytes)
         # What a value takes is in ``sizes``: its type matters inside of callees only, which have their own.
         value = self.frame[slot, label] = Value("", Type(), role)
         self.places[value], self.sizes[value] = (slot, label), size
+        self.origins.append(origin)
         return value
 
     def _read(self, slot: int, which: int, label: int) -> Value:
@@ -99,15 +114,15 @@ class Excerpt:
         label = self._label(slot, which, label)
         value = self.frame.get((slot, label))
         if value is None:
-            size, role = self.calls.slots[slot]
+            role = self.calls.slots[slot].role
             if role is None:
                 return self._bring(slot, label)
-            value = self._value(slot, label, size, role)
+            value = self._value(slot, label, None, role)
             self.inputs.append(value)
         return value
 
     def _bring(self, slot: int, label: int) -> Value:
-        value = self._value(slot, label, self.calls.slots[slot].nbytes)
+        value = self._value(slot, label, None)
         self._add(Op(SEND, (), (value,)), ("brought", slot, label))
         return value
 
@@ -132,7 +147,7 @@ class Excerpt:
                 call = self.blocks.get((family, how))
                 started.add(group)
                 if call is not None:
-                    self._write_call(family, label, call, bool(how & LAST))
+                    self._write_call((family, how), label, call)
                     sends += [(number, label) for number in call.sends]
                     read = self.ops[-1].inputs
                     self.gradients += [read[i] for i in self.pairs.get((family, how, partner), ())]
@@ -140,23 +155,25 @@ class Excerpt:
                 value = self.frame[self.calls.sent[number], label]
                 self._add(Op(SEND, (value,), ()), ("sent", number, label))
 
-    def _write_call(self, family: int, label: int, call: SlotCall, ends: bool) -> None:
+    def _write_call(self, key: CallKey, label: int, call: SlotCall) -> None:
+        family, ends = key[0], bool(key[1] & LAST)
         adding = {slot for slot, which in call.makes if which == ONCE and slot in self.summed}
         own = self.own_sums.setdefault(_summing(family), set())
         own |= adding
         own = own if ends else adding
         reads = [self._read(slot, which, label) for slot, which in call.reads]
         self.read_so_far |= {slot for slot, _ in call.reads if slot in self.sums} - own
-        makes = self._make(call.makes, call.sizes, label)
+        makes = self._make(key, call.makes, call.sizes, label)
         for slot in adding:
             self.sums.setdefault(slot, []).append(self.frame[slot, STEP])
         op = Op("Call", tuple(reads), tuple(makes), subfunctions=(call.function,))
+        self.called[op] = key
         self._add(op, ("call", family, label))
 
-    def _make(self, places: Places, sizes: Sequence[int], label: int) -> list[Value]:
+    def _make(self, key: CallKey, places: Places, sizes: Sequence[int], label: int) -> list[Value]:
         return [
-            self._value(slot, self._label(slot, which, label), size)
-            for (slot, which), size in zip(places, sizes, strict=True)
+            self._value(slot, self._label(slot, which, label), ((key, place), size))
+            for place, ((slot, which), size) in enumerate(zip(places, sizes, strict=True))
         ]
 
     def _bring_the_rest(self) -> None:
@@ -180,9 +197,10 @@ class Excerpt:
             self._add(Op(CONCAT, tuple(parts), makes), ("tail", place, STEP))
         elif row.function is not None:
             reads = tuple([self._read(slot, which, STEP) for slot, which in row.reads])
-            makes = tuple(self._make(row.makes, row.sizes, STEP))
+            makes = tuple(self._make((TAIL, place), row.makes, row.sizes, STEP))
             op = Op("Call", reads, makes, subfunctions=(row.function,))
+            self.called[op] = TAIL, place
             self._add(op, ("tail", place, STEP))
 
     def _brought(self, slot: int, which: int, label: int) -> Value:
-        return self._value(slot, self._label(slot, which, label), self.calls.slots[slot].nbytes)
+        return self._value(slot, self._label(slot, which, label), None)

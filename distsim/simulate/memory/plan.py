@@ -5,13 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from distsim.ir import Function, Op, Value
+from distsim.ir import Function, Op, Value, substitute
 from distsim.ops import operator
 from distsim.ops.coalescing import moved_values
 from distsim.ops.replaced import replaced_by
+from distsim.resizing import likeness_of
 from distsim.simulate.tasks.rank_classes import place_of
+
+
+class _Taken(NamedTuple):
+    """A result that is to be where a value is. One that is ``handed`` on is no part of it; None: both are of
+    one type."""
+
+    owner: Value
+    result: Value
+    handed: bool | None
+
+    def fits(self) -> bool:
+        """Whether it can be there."""
+        one, two = self.owner, self.result
+        if self.handed is None:
+            return one.type == two.type
+        left = one.type.nbytes - two.type.nbytes  # what a view leaves out
+        return place_of(one) == place_of(two) and left >= 0 and not (left and self.handed)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -23,6 +42,8 @@ class MemoryPlan:
     of each output which input's memory it has, if any, and ``twins`` which earlier output's;
     ``overwritten`` are the inputs whose memory an in-place op took over. ``held`` tells of Calls which
     arguments are read after them, so that the callee does not overwrite them as it otherwise would.
+    ``taken`` is what sizes decide, ``called`` how callees are called. ``like`` is the plan of a function that
+    differs in sizes alone, if that is no other.
     """
 
     home: Mapping[Value, Value]
@@ -32,6 +53,9 @@ class MemoryPlan:
     twins: tuple[int | None, ...]
     overwritten: frozenset[int]
     held: Mapping[Op, tuple[int, ...]]
+    taken: tuple[_Taken, ...] = ()
+    called: tuple[tuple[Function, Places, Places], ...] = ()
+    like: MemoryPlan | None = None
 
 
 Places = tuple[int, ...]
@@ -55,8 +79,37 @@ def plan_of(function: Function, same: Places, held: Places = ()) -> MemoryPlan:
         plans = _PLANS[function] = {}
     found = plans.get((same, held))
     if found is None:
-        found = plans[same, held] = _Planner(function, same, held).plan()
+        found = _resized(function, same, held) or _Planner(function, same, held).plan()
+        plans[same, held] = found
     return found
+
+
+def _resized(function: Function, same: Places, held: Places) -> MemoryPlan | None:
+    """Return the plan of a function that differs in sizes alone from another one, if both have the same."""
+    likeness = likeness_of(function)
+    if likeness is None:
+        return None
+    plan, values = plan_of(likeness.like, same, held), likeness.values
+    for owner, result, handed in plan.taken:
+        if owner in values or result in values:
+            own = _Taken(values.get(owner, owner), values.get(result, result), handed)
+            if own.fits() != _Taken(owner, result, handed).fits():
+                return None
+    callees = {a.callee: b.callee for a, b in likeness.ops.items() if a.is_call}
+    for callee, *how in plan.called:
+        own = callees.get(callee, callee)
+        if own is not callee and plan_of(own, *how).like is not plan_of(callee, *how):
+            return None
+    return MemoryPlan(
+        {values.get(value, value): values.get(owner, owner) for value, owner in plan.home.items()},
+        tuple([o if values.keys().isdisjoint(o) else substitute(o, values) for o in plan.dying]),
+        substitute(plan.never, values),
+        plan.sources,
+        plan.twins,
+        plan.overwritten,
+        {likeness.ops.get(op, op): places for op, places in plan.held.items()},
+        like=plan,
+    )
 
 
 def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
@@ -133,6 +186,8 @@ class _Planner:
         self.last_read.update(dict.fromkeys(function.outputs, len(function.ops)))
         self.last_read.update(dict.fromkeys([function.inputs[place] for place in held], len(function.ops)))
         self.held: dict[Op, Places] = {}
+        self.taken: list[_Taken] = []
+        self.called: dict[tuple[Function, Places, Places], None] = {}
 
     def plan(self) -> MemoryPlan:
         function = self.function
@@ -165,6 +220,8 @@ class _Planner:
             tuple([own if own < i else None for i, own in enumerate(first)]),
             frozenset([number_of[value] for value in self.overwritten if value in number_of]),
             self.held,
+            tuple(self.taken),
+            tuple(self.called),
         )
 
     @cached_property
@@ -184,11 +241,13 @@ class _Planner:
         homes = [self.home[value] for value in op.inputs]
         same = first_places(homes)
         plan = plan_of(op.callee, same)
+        self.called[op.callee, same, ()] = None
         held = tuple([place for place in sorted(plan.overwritten) if self.until[homes[place]] > number])
         self.overwritten.update([homes[place] for place in plan.overwritten.difference(held)])
         if not held:
             return plan
         self.held[op] = held
+        self.called[op.callee, same, held] = None
         return plan_of(op.callee, same, held)
 
     def _put(self, value: Value, owner: Value, number: int) -> None:
@@ -216,10 +275,10 @@ class _Planner:
 
     def _take(self, operand: Value, result: Value, number: int, overwrites: bool) -> Value | None:
         owner = self.home[operand]
-        if owner.type is not result.type:
-            left = owner.type.nbytes - result.type.nbytes  # what a view leaves out
-            if place_of(owner) != place_of(result) or left < 0 or (left and result in self.handed):
-                return None
+        taken = _Taken(owner, result, None if owner.type is result.type else result in self.handed)
+        self.taken.append(taken)
+        if not taken.fits():
+            return None
         if overwrites:
             if self.until[owner] > number:
                 return None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
+from distsim.cache import cached
 from distsim.ir import Function, Role, Tensor, Type, Value
 from distsim.program.parts import ProgramInput
-from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table
+from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table, TableCalls
 from distsim.schedule import FLUSH, LAST, LATER, Kind, Schedule
 from distsim.simulate.memory.plan import gradient_inputs
 
@@ -34,6 +35,12 @@ class Slot(NamedTuple):
 
     nbytes: int
     role: Role | None
+
+
+@cached("slots, by bytes and role", 4096)
+def _slot(nbytes: int, role: Role | None) -> Slot:
+    """Return a slot, the same object every time: of thousands few differ."""
+    return Slot(nbytes, role)
 
 
 class SlotCall(NamedTuple):
@@ -140,6 +147,50 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
     return tuple([builder.rank() for builder in builders])
 
 
+def resized_ranks(ranks: Sequence[Rank], calls: TableCalls) -> tuple[Rank, ...]:
+    """Return the ranks of the blocks of tables, if these are those of blocks that differ in sizes alone."""
+    if calls.like is None:
+        return tuple(ranks)
+    like, values = calls.like
+    pairs = zip(like.blocks, calls.blocks, strict=True)
+    functions = {a.function: b.function for a, b in pairs if a.function and b.function and a is not b}
+    outputs = {each: tuple([size_of(v.type) for v in each.outputs]) for each in functions.values()}
+    found: list[Rank] = []
+    done: dict[object, RankCalls] = {}
+    for rank in ranks:
+        moved = {value: values[value] for value in values.keys() & rank.slots.keys()}
+        own = {rank.slots[value]: size_of(new.type) for value, new in moved.items()}
+        key = rank.calls, tuple(sorted(own.items()))
+        if key not in done:
+            done[key] = _resized(rank.calls, own, functions, outputs)
+        slots = {**rank.slots, **{new: rank.slots[value] for value, new in moved.items()}}
+        found.append(rank._replace(calls=done[key], slots=slots))
+    return tuple(found)
+
+
+def _resized(
+    calls: RankCalls,
+    sizes: Mapping[int, int],
+    functions: Mapping[Function, Function],
+    outputs: Mapping[Function, tuple[int, ...]],
+) -> RankCalls:
+    """Return what a rank does with these bytes of slots, functions, and bytes of what they make."""
+    slots = list(calls.slots)
+    for slot, nbytes in sizes.items():
+        slots[slot] = _slot(nbytes, slots[slot].role)
+    each: list[tuple[tuple[int, int], SlotCall]] = []
+    for key, call in calls.calls:
+        function = functions.get(call.function)
+        own = call if function is None else call._replace(function=function, sizes=outputs[function])
+        each.append((key, own))
+    tail: list[TailCall] = []
+    for row in calls.tail:
+        function = None if row.function is None else functions.get(row.function)
+        own = row if function is None else row._replace(function=function, sizes=outputs[function])
+        tail.append(own)
+    return replace(calls, slots=tuple(slots), calls=tuple(each), tail=tuple(tail))
+
+
 def roles_of_ranks(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[dict[Value, Role]]:
     """Return per rank the roles of the inputs that it holds."""
     roles: list[dict[Value, Role]] = [{} for _ in range(schedule.num_ranks)]
@@ -180,13 +231,17 @@ class _Builder:
         slot = self.number.get(key.value)
         if slot is None:
             slot = self.number[key.value] = len(self.slots)
-            self.slots.append(Slot(self.size_of(key.value.type), self.roles.get(key.value)))
+            self.slots.append(_slot(self.size_of(key.value.type), self.roles.get(key.value)))
         return slot, key.which
 
     def places(self, keys: Iterable[Key]) -> Places:
         """Return the slots of keys."""
-        number, place = self.number, self.place
-        return tuple([(number[k.value], k.which) if k.value in number else place(k) for k in keys])
+        number, found = self.number, list[tuple[int, int]]()
+        for key in keys:
+            value, _, which = key
+            slot = number.get(value)
+            found.append(self.place(key) if slot is None else (slot, which))
+        return tuple(found)
 
     def sizes_of(self, function: Function) -> tuple[int, ...]:
         """Return the bytes of the outputs of a function."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from copy import copy
 from typing import NamedTuple
 
 from distsim.ir import Function, Op, Value
 from distsim.program.table import CONCAT
-from distsim.simulate.memory.excerpt import STEP, Excerpt, Sample
+from distsim.simulate.memory.excerpt import STEP, TAIL, CallKey, Excerpt, Sample
 from distsim.simulate.memory.peak import whole
+from distsim.simulate.memory.plan import plan_of
 from distsim.simulate.memory.rank_calls import Irregular, RankCalls
 from distsim.simulate.memory.walk import (
     GRADIENTS,
@@ -42,6 +43,25 @@ class Change(NamedTuple):
     each: tuple[tuple[int, Amounts], ...] = ()
 
 
+class _RowCall(NamedTuple):
+    """Which call a row is, and how it is called."""
+
+    key: CallKey
+    arguments: tuple[Argument, ...]
+    results: tuple[int, ...]
+
+
+class _ExcerptRow(NamedTuple):
+    """What an op of an excerpt makes, (number of the value, kind), and what is free after it, (number, kind,
+    label); of a call what is free after, but not in it."""
+
+    what: tuple[str, int, int]
+    op: Op | None
+    made: tuple[tuple[int, int], ...]
+    free: tuple[tuple[int, int, int], ...]
+    call: _RowCall | None = None
+
+
 class _Call(NamedTuple):
     """A call of a function: how, the labels of the homes of its inputs, and what is free after it."""
 
@@ -60,16 +80,60 @@ class RankUse:
 
     def __init__(self, calls: RankCalls, sample: Sample) -> None:
         excerpt = Excerpt(calls, sample)
-        self.start, self.start_each = NOTHING, dict.fromkeys(range(len(sample.ordinary)), NOTHING)
-        for value in excerpt.inputs:
-            label, size = excerpt.places[value][1], _amounts(excerpt.sizes[value], KIND_OF_ROLE[value.role])
-            if label == STEP:
-                self.start = _sum(self.start, size)
-            else:
-                self.start_each[label] = _sum(self.start_each[label], size)
+        self.calls, self.origins, self.sizes = calls, excerpt.origins, list(excerpt.sizes.values())
+        self._number = {value: number for number, value in enumerate(excerpt.places)}
+        labels = [excerpt.places[value][1] for value in excerpt.inputs]
+        self._labels = tuple(range(len(sample.ordinary)))
+        self._inputs = [
+            (self._number[value], KIND_OF_ROLE[value.role], label)
+            for value, label in zip(excerpt.inputs, labels, strict=True)
+        ]
+        self.start, self.start_each = self._started()
         self._changes: dict[tuple[object, ...], Change] = {}
         self._calls: dict[tuple[int, int], _Call] = {}  # for pairs
+        self._rows: dict[tuple[str, int, int], _ExcerptRow] = {}
         self._tell(excerpt)
+        del self._number
+
+    def resized(self, calls: RankCalls) -> RankUse:
+        """Return the same for a rank whose calls differ in sizes alone.
+
+        Raises :class:`Irregular` where sizes decide what is in whose memory.
+        """
+        if calls.pairs:
+            raise Irregular
+        found, functions = copy(self), _functions(calls)
+        before = _functions(self.calls)
+        slots = [slot.nbytes for slot in calls.slots]
+        sizes = {key: made for key, (_, made) in functions.items()}
+        found.calls = calls
+        found.sizes = [slots[place] if key is None else sizes[key][place] for key, place in self.origins]
+        found.start, found.start_each = found._started()
+        pairs = enumerate(zip(self.sizes, found.sizes, strict=True))
+        same = {number for number, (a, b) in pairs if a == b}
+        found._changes = dict(self._changes)
+        for row in self._rows.values():
+            touched = not {number for number, *_ in (*row.made, *row.free)} <= same
+            if row.call is None:
+                if touched:
+                    found._changes[row.what] = found._moved(row)
+                continue
+            one, two = before[row.call.key][0], functions[row.call.key][0]
+            if one is not two:
+                _verify_alike(one, two, row.call)
+            if touched or one is not two:
+                found._changes[row.what] = found._called(row, two)
+        return found
+
+    def _started(self) -> tuple[Amounts, dict[int, Amounts]]:
+        """Return what is there before the first row, and for each microbatch of a label."""
+        found = {label: [0] * len(NOTHING) for label in (STEP, *self._labels)}
+        for number, kind, label in self._inputs:
+            amounts = found[label]
+            amounts[0] += self.sizes[number]
+            amounts[1 + kind] += self.sizes[number]
+        start = tuple(found.pop(STEP))
+        return start, {label: tuple(amounts) for label, amounts in found.items()}
 
     # --- what rows do ---------------------------------------------------------------------------------
 
@@ -101,39 +165,71 @@ class RankUse:
     # --- reading the function -------------------------------------------------------------------------
 
     def _tell(self, excerpt: Excerpt) -> None:
-        function, sizes = excerpt.function, excerpt.sizes
+        function, number = excerpt.function, self._number
         frame = whole(function)
         frame.known = {**frame.known, **{frame.plan.home[v]: GRADIENTS for v in excerpt.gradients}}
         for op, dying, what in zip(function.ops, frame.plan.dying, excerpt.what, strict=True):
             free = [value for value in dying if value not in frame.kept]
             if not op.is_call:
-                self._changes[what] = _moved(excerpt, frame, op, free)
+                made = tuple([(number[value], frame.made(op, value)) for value in op.outputs])
+                gone = tuple([(number[v], frame.kinds[v], excerpt.places[v][1]) for v in free])
+                row = _ExcerptRow(what, op, made, gone)
+                self._rows[what] = row
+                self._changes[what] = self._moved(row)
                 continue
             plan = frame.call(op, free)
-            after = NOTHING
-            for value in plan.left:
-                after = _sum(after, _amounts(-sizes[value], frame.kinds[value]))
-            labels = tuple([excerpt.places[home][1] for home in plan.homes])
-            call = _Call(op.callee, plan, labels, after)
-            self._changes[what] = _change(call)
+            left = tuple([(number[v], frame.kinds[v], STEP) for v in plan.left])
+            row = _ExcerptRow(what, op, (), left, _RowCall(excerpt.called[op], plan.arguments, plan.results))
+            self._rows[what] = row._replace(op=None)
+            self._changes[what] = self._called(row, op.callee)
             if excerpt.calls.pairs and what[0] == "call":
-                self._calls[what[1], what[2]] = call
+                labels = tuple([excerpt.places[home][1] for home in plan.homes])
+                self._calls[what[1], what[2]] = _Call(op.callee, plan, labels, self._left(row))
         (_verify_plain if excerpt.sample.plain else _verify)(frame, excerpt)
 
+    def _moved(self, row: _ExcerptRow) -> Change:
+        """Return what an op does that moves something."""
+        peak = NOTHING
+        for number, kind in row.made:
+            peak = _sum(peak, _amounts(self.sizes[number], kind))
+        net, each = peak, dict[int, Amounts]()
+        for number, kind, label in row.free:
+            gone = _amounts(-self.sizes[number], kind)
+            if row.op is not None and row.op.op_type == CONCAT and label != STEP:
+                each[label] = _sum(each.get(label, NOTHING), gone)
+            else:
+                net = _sum(net, gone)
+        return Change(net, peak, () if row.op is None else (row.op,), tuple(each.items()))
 
-def _moved(excerpt: Excerpt, frame: Frame, op: Op, free: Iterable[Value]) -> Change:
-    """Return what an op does that moves something."""
-    peak = NOTHING
-    for value in op.outputs:
-        peak = _sum(peak, _amounts(excerpt.sizes[value], frame.made(op, value)))
-    net, each = peak, dict[int, Amounts]()
-    for value in free:
-        label, gone = excerpt.places[value][1], _amounts(-excerpt.sizes[value], frame.kinds[value])
-        if op.op_type == CONCAT and label != STEP:
-            each[label] = _sum(each.get(label, NOTHING), gone)
-        else:
-            net = _sum(net, gone)
-    return Change(net, peak, (op,), tuple(each.items()))
+    def _left(self, row: _ExcerptRow) -> Amounts:
+        """Return what is free after a call, but not in it."""
+        after = [0] * len(NOTHING)
+        for number, kind, _ in row.free:
+            after[0] -= self.sizes[number]
+            after[1 + kind] -= self.sizes[number]
+        return tuple(after)
+
+    def _called(self, row: _ExcerptRow, function: Function) -> Change:
+        """Return what a call does."""
+        if row.call is None:
+            return Change(NOTHING, NOTHING)
+        return _change(function, row.call.arguments, row.call.results, self._left(row))
+
+
+def _functions(calls: RankCalls) -> dict[CallKey, tuple[Function, tuple[int, ...]]]:
+    """Return the functions that a rank calls, with the bytes of what they make."""
+    found = {key: (call.function, call.sizes) for key, call in calls.calls}
+    tail = enumerate(calls.tail)
+    return found | {(TAIL, n): (row.function, row.sizes) for n, row in tail if row.function is not None}
+
+
+def _verify_alike(one: Function, two: Function, call: _RowCall) -> None:
+    """Raise :class:`Irregular` if a function has values elsewhere in memory than one of other sizes."""
+    same = tuple([argument.same for argument in call.arguments])
+    held = tuple([place for place, argument in enumerate(call.arguments) if argument.held])
+    for how in dict.fromkeys(((same, ()), (same, held))):
+        if plan_of(two, *how).like is not plan_of(one, *how):
+            raise Irregular
 
 
 def _pair(one: _Call, two: _Call, function: Function, apart: int) -> Change:
@@ -157,7 +253,7 @@ def _pair(one: _Call, two: _Call, function: Function, apart: int) -> Change:
     )
     _verify_pair(function, arguments, (one, two))
     plan = CallPlan((), arguments, (*first.results, *second.results), [])
-    return _change(_Call(function, plan, (), _sum(one.after, two.after)))
+    return _change(function, plan.arguments, plan.results, _sum(one.after, two.after))
 
 
 def _amounts(nbytes: int, kind: int) -> Amounts:
@@ -171,10 +267,12 @@ def _sum(one: Amounts, two: Amounts) -> Amounts:
     return tuple([a + b for a, b in zip(one, two, strict=True)]) if two is not NOTHING else one
 
 
-def _change(call: _Call) -> Change:
-    """Return what a call does."""
-    use = _WALK.callee(call.function, call.plan.arguments, call.plan.results)
-    net = _sum((use.total[0], *use.by_kind[0]), call.after)
+def _change(
+    function: Function, arguments: tuple[Argument, ...], results: tuple[int, ...], after: Amounts
+) -> Change:
+    """Return what a call of a function does, after which so much is free."""
+    use = _WALK.callee(function, arguments, results)
+    net = _sum((use.total[0], *use.by_kind[0]), after)
     return Change(net, (use.peak[0], *use.peak_by_kind[0]), use.at[0])
 
 

@@ -21,7 +21,7 @@ from distsim.program.table_columns import TableColumns
 from distsim.schedule import Kind
 from distsim.simulate.memory.excerpt import Sample
 from distsim.simulate.memory.kernel import Amounts, Ints, Levels, Steps, compose
-from distsim.simulate.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of
+from distsim.simulate.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of, resized_ranks
 from distsim.simulate.memory.row_changes import NOTHING, Change, RankUse
 from distsim.simulate.memory.sampling import Sampling, samplings
 
@@ -140,7 +140,8 @@ class _TableRanks:
     last action.
     """
 
-    def __init__(self, ranks: tuple[Rank, ...], table: Table) -> None:
+    def __init__(self, ranks: tuple[Rank, ...], table: Table, like: _TableRanks | None = None) -> None:
+        self.like = like  # those of blocks that differ in sizes alone
         number: dict[RankCalls, int] = {}
         self.ranks, self.blocks = ranks, table.blocks
         self.alike = [number.setdefault(rank.calls, len(number)) for rank in ranks]
@@ -187,8 +188,16 @@ class _TableRanks:
         if key not in self._samples:
             self._samples[key] = None
             with suppress(Irregular):
-                self._samples[key] = RankUse(self.ranks[rank].calls, sample)
+                self._samples[key] = self._resized(rank, sample) or RankUse(self.ranks[rank].calls, sample)
         return self._samples[key]
+
+    def _resized(self, rank: int, sample: Sample) -> RankUse | None:
+        """Return what the rows of a sample do if that follows from what they do with other sizes."""
+        use = None if self.like is None else self.like._use(rank, sample)
+        if use is not None:
+            with suppress(Irregular):
+                return use.resized(self.ranks[rank].calls)
+        return None
 
     def changes(self, outline: _Outline, uses: _Uses) -> _RowChanges:
         """Return what the distinct rows of an outline do."""
@@ -238,9 +247,22 @@ _ROW_CHANGES = Cache[_TableRanks, _RowChanges]("what distinct rows do, by the us
 _RANKS = Cache[Parts, _TableRanks]("what ranks do in memory, by blocks and what follows the last action", 16)
 
 
+FEWEST_SHARED = 3
+"""Fewer microbatches are called as no other number is: of one batch no other plan is like such a one."""
+
+
 def _ranks_of(parts: Parts, table: Table) -> _TableRanks:
     """Return the ranks of a table, kept with the parts for all tables of the same blocks."""
-    return _RANKS.get(parts, table.calls, lambda: _TableRanks(ranks_of(table, parts.inputs), table))
+
+    def made() -> _TableRanks:
+        few = table.microbatches < FEWEST_SHARED
+        if few or parts.like is None or table.calls.like is None:
+            return _TableRanks(ranks_of(table, parts.inputs), table)
+        other, (calls, _) = parts.like[0], table.calls.like
+        like = _ranks_of(other, Table(table.order, calls, table.columns, {}))
+        return _TableRanks(resized_ranks(like.ranks, table.calls), table, like)
+
+    return _RANKS.get(parts, table.calls, made)
 
 
 # --- kept with the rows -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
+from distsim.cache import cached
 from distsim.ir import Device, Function, Mesh, Op, Role, Value
 from distsim.simulate.memory.plan import MemoryPlan, first_places, plan_of
 from distsim.simulate.tasks.rank_classes import Classes, Placement, communicates, place_of
@@ -72,6 +73,12 @@ class Argument(NamedTuple):
     dies: bool
     same: int
     held: bool = False
+
+
+@cached("arguments, by how they are held", 65536)
+def _argument(kind: int, dies: bool, same: int, held: bool) -> Argument:
+    """Return an argument, the same object every time: calls of layers are alike."""
+    return Argument(kind, dies, same, held)
 
 
 class CallPlan(NamedTuple):
@@ -172,7 +179,7 @@ class Frame:
         held = self.plan.held.get(op, ())
         arguments = tuple(
             [
-                Argument(kinds[h], h in ends, first, place in held)
+                _argument(kinds[h], h in ends, first, place in held)
                 for place, (h, first) in enumerate(zip(homes, first_places(homes), strict=True))
             ]
         )

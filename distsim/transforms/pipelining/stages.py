@@ -20,7 +20,7 @@ import numpy.typing as npt
 from distsim.cost.cost_model import DeviceCosts
 from distsim.errors import PlanError
 from distsim.ops import operator
-from distsim.transforms.op_graph import Numbered, StageMap
+from distsim.transforms.op_graph import ChosenMap, Numbered, Numbers, StageMap
 
 
 def assign_stages(
@@ -32,6 +32,12 @@ def assign_stages(
     Raises :class:`PlanError` when there are fewer forward ops than stages.
     """
     stage = _forward_stages(function, num_stages, costs, starts)
+    known = function.stage_maps.setdefault(
+        (num_stages, tuple(stage), tuple(function.copies.items())), list[ChosenMap]()
+    )
+    for smaller, assigned in known:
+        if all((function.nbytes(a) < function.nbytes(b)) == less for a, b, less in smaller):
+            return assigned
     homes = _homes(function, stage)
     rest = _place_rest(function, stage, homes, num_stages)
     late: dict[int, int] = {}
@@ -40,8 +46,10 @@ def assign_stages(
             if function.held[value]:
                 late[value] = min(late.get(value, num_stages), stage[op])
     homes = {value: (place,) for value, place in late.items()} | homes  # read in backward only
-    _Sink(function, rest, stage, homes).run()
-    return StageMap(stage, homes)
+    sink = _Sink(function, rest, stage, homes)
+    sink.run()
+    known.append(ChosenMap(tuple(sink.smaller), StageMap(stage, homes)))
+    return known[-1].assigned
 
 
 def _forward_stages(
@@ -172,6 +180,7 @@ class _Sink:
         homes: Mapping[int, tuple[int, ...]],
     ) -> None:
         self.function, self.rest, self.stage, self.homes = function, rest, stage, homes
+        self.smaller: list[tuple[Numbers, Numbers, bool]] = []  # as of :class:`ChosenMap`
         self.late = [False] * len(function.values)
         for op in rest:
             if op not in function.copies:
@@ -201,9 +210,11 @@ class _Sink:
             target = max(known, default=stage[op])
             if len(known) < len(places) or target >= stage[op]:
                 continue
-            sent = [value for value in read if self.late[value] and not self._at_hand(value, op, target)]
-            extra = sum(map(self._nbytes, sent))
-            if extra < sum(map(self._nbytes, function.makes[op])):
+            late = [value for value in read if self.late[value]]
+            sent = tuple([value for value in late if not self._at_hand(value, op, target)])
+            fewer = function.nbytes(sent) < function.nbytes(function.makes[op])
+            self.smaller.append((sent, function.makes[op], fewer))
+            if fewer:
                 stage[op] = target
                 for value in function.makes[op]:
                     for user in self.readers.get(value, ()):
@@ -243,9 +254,6 @@ class _Sink:
             self.stage[other] == stage and other != op and not function.forward[other]
             for other in self.readers.get(value, ())
         )
-
-    def _nbytes(self, value: int) -> int:
-        return self.function.values[value].type.nbytes
 
 
 # --- contiguous groups of even time that hand few bytes on -------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distsim.buckets import Buckets
 from distsim.cache import Cache
@@ -19,6 +19,7 @@ from distsim.hardware.rank_axes import TENSOR
 from distsim.ir import Function, Mesh, Role, Value, callees
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
+from distsim.resizing import shared
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.sharding.axes import check_context
@@ -295,6 +296,7 @@ class _FunctionSharding:
         found = self.lowered.get(key)
         if found is None or (found.refusal and microbatches > 1):
             found = lower(function, self.known, mesh, microbatches, decided, again)
+            found = replace(found, function=shared(found.function))
             if len(self.lowered) >= MOST_FUNCTIONS:
                 oldest = self.lowered.pop(next(iter(self.lowered))).function
                 self.results = {k: known for k, known in self.results.items() if known.function is not oldest}

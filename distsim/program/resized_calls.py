@@ -1,0 +1,75 @@
+"""The blocks of a table carried over to parts that differ in sizes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from distsim.ir import Function, Value
+from distsim.program.parts import Parts
+from distsim.program.table import CONCAT, BoundBlock, Key, TableCalls
+from distsim.resizing import Unlike, likeness_of
+from distsim.schedule import Kind
+
+
+def resized_calls(calls: TableCalls, of: Parts, parts: Parts) -> TableCalls | None:
+    """Return what blocks that were bound ``of`` some parts are of ``parts``, which differ in sizes alone.
+
+    None where a block is of two passes at once or of half a pass, or joins what has another size.
+    """
+    if parts.like is None:
+        return None
+    values = parts.like[1]
+    functions = _functions(of, parts)
+    blocks: list[BoundBlock] = []
+    for block in calls.blocks:
+        function = None if block.function is None else functions.get(block.function)
+        if function is None and block.function is not None:
+            function = _joined(block, of, parts)
+        reads, makes = _keys(block.reads, values), _keys(block.makes, values)
+        if (function is None) != (block.function is None) or block.pair:
+            return None
+        if block.kind == CONCAT and reads != block.reads:
+            return None
+        same = function is block.function and reads is block.reads and makes is block.makes
+        blocks.append(block if same else replace(block, function=function, reads=reads, makes=makes))
+    return TableCalls(tuple(blocks), calls.pattern, _keys(calls.outputs, values), (calls, values))
+
+
+def _joined(block: BoundBlock, of: Parts, parts: Parts) -> Function | None:
+    """Return what stands for a pass with another function within it, if anything does."""
+    stage = block.stages[0] % len(parts.blocks)
+    if block.function is None or block.kind not in (Kind.FORWARD.value, Kind.BACKWARD.value):
+        return None
+    one, two = (
+        forward if block.kind == Kind.FORWARD.value else backward
+        for forward, backward, _ in (of.blocks[stage], parts.blocks[stage])
+    )
+    within, own = ((each.ahead if block.begins else each.early).get(stage) for each in (of, parts))
+    if within is None or own is None or within.function is not own.function:
+        return None
+    before, after = (one.accumulating, two.accumulating) if block.adds else (one.function, two.function)
+    likeness = None if after is None else likeness_of(after)
+    if likeness is None or likeness.like is not before:
+        return None
+    with suppress(Unlike):
+        return likeness.carry_function(block.function)
+    return None
+
+
+def _functions(of: Parts, parts: Parts) -> dict[Function, Function]:
+    """Return what stands for the functions of blocks."""
+    found: dict[Function, Function] = {}
+    for (*passes, updates), (*own, later) in zip(of.blocks, parts.blocks, strict=True):
+        for one, two in zip([*passes, *[b for _, b in updates]], [*own, *[b for _, b in later]], strict=True):
+            found[one.function] = two.function
+            if one.accumulating is not None and two.accumulating is not None:
+                found[one.accumulating] = two.accumulating
+    return found
+
+
+def _keys(keys: tuple[Key, ...], values: Mapping[Value, Value]) -> tuple[Key, ...]:
+    if values.keys().isdisjoint([key.value for key in keys]):
+        return keys
+    return tuple([Key(values[k.value], k.rank, k.which) if k.value in values else k for k in keys])

@@ -1,0 +1,169 @@
+"""The ops of a function whose stages are assigned, put into the blocks of the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import multimode
+from typing import NamedTuple
+
+from distsim.ir import Role, Value, substitute
+from distsim.ops import operator
+from distsim.ops.replaced import replaced_by
+from distsim.program.block import FIRST_CALL, LAST_CALL, StageBlocks
+from distsim.transforms.data_parallel.buckets import Bucketed
+from distsim.transforms.pipelining.sized import Sized, sized_values
+from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
+
+
+class CutOutput(NamedTuple):
+    """The stage that makes an output, or holds it; whether there is one a step; other stages that get it."""
+
+    stage: int
+    once: bool
+    copies: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class CutBlocks:
+    """The blocks of all stages; the keys of the inputs of the whole, with the stages that hold each, and of
+    its outputs. ``sized`` are the values on whose sizes it may depend how these follow from the stages."""
+
+    name: str
+    stages: tuple[StageBlocks, ...]
+    inputs: tuple[Value, ...]
+    holders: tuple[tuple[int, ...], ...]
+    outputs: tuple[Value, ...]
+    places: tuple[CutOutput, ...]
+    sized: frozenset[Value]
+
+    def resized(self, sized: Sized) -> CutBlocks:
+        """Return the blocks of a function if these are of its first one; raises :class:`Unlike`."""
+        values = {} if sized.likeness is None else sized.likeness.values
+        stages = sized.stages(self.stages)
+        inputs, outputs = substitute(self.inputs, values), substitute(self.outputs, values)
+        return replace(self, stages=stages, inputs=inputs, outputs=outputs)
+
+
+def cut_blocks(made: Bucketed, count: int) -> CutBlocks:
+    """Return the blocks of the stages of a function, of which there are so many."""
+    return _Cutter(made, count).cut()
+
+
+_NAMES = {"R": "reduce", "A": "gather"}
+"""What runs once a step within the last backward call of a stage, and within its first forward call."""
+
+
+class _Cutter:
+    """Puts the ops of a function whose stages are assigned into blocks."""
+
+    def __init__(self, made: Bucketed, count: int) -> None:
+        self.count = count
+        self.function, assigned, self.early = made
+        self.ahead, self.homes = self.function.once(assigned.stage), assigned.homes
+        self.stage = list(assigned.stage)
+        function = self.function
+        self.round = [-1] * len(function.ops)
+        for op, step in enumerate(function.steps):
+            if step:
+                self._place_step(op)
+
+    def _place_step(self, op: int) -> None:
+        """Place an op that runs once per step where its parameter is, or else with most of what it reads."""
+        function, homes, read = self.function, self.homes, self.function.reads[op]
+        made = [m for m in [function.producer[v] for v in read] if m >= 0 and not function.loose[m]]
+        owned = [homes[v][0] for v in map(self._viewed, read) if v in homes]
+        most = max([function.values[v].type.nbytes for v in read], default=0)
+        large = [function.producer[v] for v in read if function.values[v].type.nbytes == most]
+        with_most = [self.stage[m] for m in large if m in made]
+        stage = self.stage[op] = min(owned or multimode(with_most) or [self.stage[m] for m in made] or [0])
+        before = [self.round[m] + (self.stage[m] != stage) for m in made if self.round[m] >= 0]
+        self.round[op] = max(before, default=0)
+
+    def _viewed(self, value: int) -> int:
+        """Return what a value is a view of that is taken once per step, such as a rank's part of a weight."""
+        function = self.function
+        op = function.producer[value]
+        while op >= 0 and function.steps[op] and operator(function.ops[op].op_type).view:
+            value = function.reads[op][0]
+            op = function.producer[value]
+        return value
+
+    def cut(self) -> CutBlocks:
+        """Return the blocks of the stages."""
+        groups = self._groups()
+        make = Blocks(self.function, self._read_outside(groups))
+        empty: Group = ([], ())
+        stages: list[StageBlocks] = []
+        for index in range(self.count):
+            rounds = sorted(r for s, phase, r in groups if s == index and phase == "U")
+            updates = [(r, make.block("update", groups[index, "U", r])) for r in rounds]
+            for phase, place, number in (("R", LAST_CALL, 0), ("A", FIRST_CALL, -1)):
+                if (index, phase, 0) in groups:
+                    block = make.block(_NAMES[phase], groups[index, phase, 0])
+                    updates.insert(0, (number, replace(block, place=place)))
+            forward = make.block("forward", groups.get((index, "F", 0), empty))
+            backward = make.block("backward", groups.get((index, "B", 0), empty))
+            stages.append((forward, backward, tuple(updates)))
+        function, holders = self.function, self._holders(groups)
+        shared = any(len(stages) > 1 for stages in self.homes.values())
+        made_at = [self._output(value, holders, shared) for value in function.outputs]
+        known: dict[CutOutput, CutOutput] = {}  # of thousands few differ
+        outputs = tuple([known.setdefault(each, each) for each in made_at])
+        made = tuple([function.values[value] for value in function.outputs])
+        inputs = tuple(function.inputs)
+        return CutBlocks(function.name, tuple(stages), inputs, holders, made, outputs, sized_values(function))
+
+    def _groups(self) -> dict[tuple[int, str, int], Group]:
+        groups: dict[tuple[int, str, int], list[int]] = {}
+        function = self.function
+        for op, stage in enumerate(self.stage):
+            if function.loose[op]:
+                continue
+            if op in self.early or op in self.ahead:
+                key = (stage, "R" if op in self.early else "A", 0)
+            elif function.steps[op]:
+                key = (stage, "U", self.round[op])
+            else:
+                key = (stage, "F" if function.forward[op] else "B", 0)
+            groups.setdefault(key, []).append(op)
+        return {key: group_of(function, ops) for key, ops in groups.items()}
+
+    def _read_outside(self, groups: dict[tuple[int, str, int], Group]) -> Sequence[bool]:
+        """Return which values some other block, or the caller, reads."""
+        found = [False] * len(self.function.values)
+        for values in (self.function.outputs, *(read for _, read in groups.values())):
+            for value in values:
+                found[value] = True
+        return found
+
+    def _holders(self, groups: dict[tuple[int, str, int], Group]) -> tuple[tuple[int, ...], ...]:
+        """Return the stages that hold each input."""
+        alone = [(stage,) for stage in range(self.count)]
+        readers: dict[int, tuple[int, ...]] = {}
+        for (stage, _, _), (_, read) in sorted(groups.items(), key=lambda item: item[0]):
+            for value in read:
+                known = readers.get(value, ())
+                if value < self.function.num_inputs and stage not in known:
+                    readers[value] = (*known, stage) if known else alone[stage]
+        for value in self.function.outputs:  # an input that is only handed on
+            if value < self.function.num_inputs:
+                readers.setdefault(value, (0,))
+        return tuple([readers.get(value, ()) for value in range(self.function.num_inputs)])
+
+    def _output(self, value: int, holders: Sequence[tuple[int, ...]], shared: bool) -> CutOutput:
+        op = self.function.producer[value]
+        if op < 0:
+            return CutOutput(holders[value][0], False, ())
+        copies = self._copies(op, value, self.stage[op]) if shared else ()
+        return CutOutput(self.stage[op], self.function.steps[op], copies)
+
+    def _copies(self, op: int, value: int, stage: int) -> tuple[int, ...]:
+        """Return the other stages that hold the parameter of which ``value`` is the new one."""
+        made = self.function.ops[op]
+        taken = replaced_by(made).get(value - self.function.makes[op][0])
+        if taken is None:
+            return ()
+        old = self._viewed(self.function.reads[op][taken])
+        homes = self.homes.get(old, ()) if self.function.values[old].role is Role.PARAMETER else ()
+        return tuple([other for other in homes if other != stage])
