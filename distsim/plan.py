@@ -359,7 +359,6 @@ def parse_remat(text: object) -> Remat:
 
 
 def _parse_ops(text: object, given: str) -> tuple[tuple[str, int], ...]:
-    """Return the types of ops, each with the N of ``TYPE/N``, or 0."""
     items = given.split("+")
     if not all(
         re.fullmatch(r"[A-Za-z][A-Za-z0-9]{0,63}(/([2-9]|[1-9][0-9]{1,3}))?", op, re.ASCII) for op in items
@@ -388,7 +387,6 @@ def _parse_count(name: str, text: str) -> int:
 
 
 def _bounds(name: str) -> tuple[int, int]:
-    """Return the least and the most that a count may be."""
     return _BOUNDS.get(name, (1, MAX_DEGREE))
 
 

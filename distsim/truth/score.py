@@ -136,7 +136,7 @@ def regret(choices: Sequence[tuple[float, float]]) -> float:
     """
     least = min(predicted for predicted, _ in choices)
     taken = [measured for predicted, measured in choices if predicted == least]
-    return statistics.fmean(taken) / min(measured for _, measured in choices) - 1
+    return max(statistics.fmean(taken) / min(measured for _, measured in choices) - 1, 0.0)
 
 
 def after_own_runs(ratios: Sequence[float], count: int, most: int = 60) -> list[float]:
