@@ -13,6 +13,7 @@ from cli_cases import (
 
 from distsim.cli import main
 from distsim.hardware import presets
+from distsim.simulate.explain.interval import correction
 
 MLP = "mlp:layers=4,width=64"
 GPT = "gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100"
@@ -301,6 +302,28 @@ def test_what_a_stack_recomputes_and_a_model_cannot_is_left_out_with_a_note(caps
         command = ["simulate", *map(str, one_layer), "--cluster", "dgx-a100", "--plan", plan]
         assert main([*command, "--stack", "torchtitan"]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (["1.1", "--kernels", "ops"], "with --kernels ops no host takes time"),
+        (["1.1", "--partition", "single"], "with --partition no host takes time"),
+        (["1.1", "0"], "0 is no ratio of measured to predicted seconds"),
+    ],
+)
+def test_own_runs_that_correct_nothing_are_refused(capsys, others, said):
+    assert main(["simulate", MLP, "--cluster", "dgx-a100", "--batch", "8", "--own-runs", *others]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_own_runs_are_a_line_of_the_summary(capsys):
+    out = simulate(capsys, MLP, "--batch", 8, "--own-runs", 1.2, 1.2, 1.2)
+    seconds, own = (
+        re.search(rf"^{name} +([0-9.]+) ", out, re.MULTILINE)[1] for name in ("step time", "own runs")
+    )
+    assert float(own) / float(seconds) == pytest.approx(correction([1.2] * 3), rel=2e-3)
+    assert "3 runs took 1.2 times as long as predicted" in out
 
 
 @pytest.mark.parametrize(

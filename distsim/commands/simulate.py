@@ -112,8 +112,9 @@ def run(options: argparse.Namespace) -> int:
     for path in filter(None, (options.trace, options.plot)):
         check_target(path)
     correction(options.own_runs)  # refused before anything is simulated
-    if options.own_runs and options.kernels == "ops":
-        raise PlanError("--own-runs corrects a prediction, and with --kernels ops there is none: a bound")
+    if options.own_runs and (options.kernels == "ops" or options.partition):
+        way = "--partition" if options.partition else "--kernels ops"
+        raise PlanError(f"--own-runs corrects a prediction, and with {way} no host takes time: leave one out")
     if options.plot:
         check_format(options.plot, "a timeline")
     elif options.streams:
