@@ -31,11 +31,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from distsim.cache import cached
 from distsim.cost.efficiency import best_share, element_type, kind_of_work
 from distsim.errors import ScheduleError
 from distsim.ir import Device, Function, Role, Tensor, Topology, Value, all_ops, trim
@@ -160,7 +161,7 @@ def _divided(held: HeldBytes, plan: Plan) -> tuple[float, float]:
     return kept / least, gradients / least
 
 
-@lru_cache(maxsize=4096)
+@cached("microbatches in flight, by schedule and sizes", 4096)
 def _in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     """Return by rank the most microbatches that all its stages have in flight at a time; none for schedules
     of which :mod:`distsim.search.layer_work` knows nothing.

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distsim.cache import cached
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Op, Tensor, Value
-from distsim.ops import operator, signature_of, work
+from distsim.ops import Signature, operator, signature_of, work
 from distsim.ops.conversion import ONCE
 from distsim.program.block import Block
 from distsim.program.program import Program
@@ -72,9 +73,14 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
 def is_product(op: Op) -> bool:
     """Whether an op is a product of matrices, or attention, on the compute units of a device."""
     meaning = operator(op.op_type)
-    if meaning.communication is not None or not meaning.computes:
+    if meaning.communication is not None or meaning.view or not meaning.computes:
         return False
-    demand = work(signature_of(op))
+    return _is_product(signature_of(op))
+
+
+@cached("whether ops are products, by signature", 4096)
+def _is_product(signature: Signature) -> bool:
+    demand = work(signature)
     return demand is not None and demand.matrix
 
 
