@@ -45,6 +45,11 @@ def cut_of(
     return memory.cuts.get(key) or memory.cut(function, key, costs)
 
 
+def levels_written(function: Function, num_stages: int, costs: DeviceCosts) -> int:
+    """Return of how many levels Calls are written out so that so many stages may be even."""
+    return _MEMORIES.get(function, None, lambda: _KeptCuts(function)).balanced(function, num_stages, costs)
+
+
 MOST_VALUES = 12_000_000
 """How many inputs and outputs the cuts that are remembered of one function may have together; the oldest
 are forgotten first. These are 1,300 cuts of a GPT of 96 layers under Adam, 1.5 MB each."""
@@ -122,7 +127,7 @@ class _KeptCuts:
         def search() -> Cut:
             costs = cost_model.on(mesh.devices[0])
             even = self.cuts.get(key) or self.cut(function, key, costs)
-            levels = sorted({0, self._balanced(function, key, costs)})
+            levels = sorted({0, self.balanced(function, key.num_stages, costs)})
             functions = [self._local(function, key, costs, level) for level in levels]
             return fastest_cut(functions, even, mesh, schedule, cost_model)
 
@@ -132,7 +137,7 @@ class _KeptCuts:
     def cut(self, function: Function, key: Division, costs: DeviceCosts) -> Cut:
         """Return ``function`` divided and cut for the devices of the division."""
         if key.stages == "even":
-            level = self._balanced(function, key, costs)
+            level = self.balanced(function, key.num_stages, costs)
             found = cut_stages(self._local(function, key, costs, level), key.num_stages, costs)
         else:
             found = counted_cut(self._levels(function, key, costs), key.num_stages, costs, key.stages)
@@ -163,10 +168,10 @@ class _KeptCuts:
             for known in self.keys.pop(oldest):
                 del self.cuts[known]
 
-    def _balanced(self, function: Function, key: Division, costs: DeviceCosts) -> int:
+    def balanced(self, function: Function, num_stages: int, costs: DeviceCosts) -> int:
         """Write out Calls until they make balanced stages; return how many levels."""
         level = 0
-        while coarse(self.numbered[level], key.num_stages, costs):
+        while coarse(self.numbered[level], num_stages, costs):
             self._write_out(function, level)
             level += 1
         return level

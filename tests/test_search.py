@@ -1,6 +1,7 @@
 """The best plans of a space: those of trying every one of them, with less work."""
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -71,11 +72,21 @@ def test_the_best_are_those_of_trying_all(seed):
     certain = [trial.text for trial in fit if evaluator.objective(trial) < (values or [0])[-1]]
     assert [trial.text for trial in best][: len(certain)] == certain[: problem.top]
     # Nothing falls below its bounds, also not below those that other plans teach.
-    standing = Standing(work={evaluator.key(t.plan): t.work for t in every if t.work})
+    standing = Standing()
+    for trial in every:
+        evaluator.learn(trial, standing)
     for trial in every:
         if trial.simulated:
             assert evaluator.bounds(trial.plan).step_seconds(trial.plan) <= trial.seconds * (1 + 1e-9)
             assert evaluator.bounds(trial.plan).device_bytes(trial.plan) <= trial.peak
+            assert evaluator.least_bytes(trial.plan, standing) <= trial.peak
+            assert evaluator.bound(trial.plan, standing) <= evaluator.objective(trial)
+            known = standing.layers.get(evaluator.layers_key(trial.plan))
+            assert known is None or known.saved == trial.layers.saved
+            assert known is None or known.seconds == pytest.approx(trial.layers.seconds, rel=1e-9)
+            saving = standing.layers.get(evaluator.layers_key(replace(trial.plan, remat="none")))
+            if trial.plan.remat == "full" and known is not None and saving is not None:
+                assert known.seconds >= (saving.seconds + saving.forward) * (1 - 1e-9)
             assert trial.work == pytest.approx(standing.work[evaluator.key(trial.plan)], rel=1e-9)
             known = evaluator.bounds(trial.plan).step_seconds(trial.plan, trial.work)
             assert known <= trial.seconds * (1 + 1e-9)

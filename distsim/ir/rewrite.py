@@ -54,7 +54,9 @@ def substitute(values: Iterable[Value], env: Mapping[Value, Value]) -> tuple[Val
 def rewire_op(op: Op, env: Mapping[Value, Value]) -> Op:
     """Return the op that reads what stands for its inputs, and makes the same outputs."""
     inputs = substitute(op.inputs, env)
-    return op if inputs == op.inputs else replace(op, inputs=inputs)
+    if inputs == op.inputs:
+        return op
+    return Op(op.op_type, inputs, op.outputs, op.attributes, op.subfunctions, op.version, op.name)
 
 
 def copy_op(op: Op, env: Environment, name: str | None = None, names: Sequence[str] | None = None) -> Op:
@@ -68,16 +70,16 @@ def copy_op(op: Op, env: Environment, name: str | None = None, names: Sequence[s
             for place, value in enumerate(op.outputs)
         ]
     )
-    copy = replace(
-        op, inputs=substitute(op.inputs, env), outputs=outputs, name=op.name if name is None else name
-    )
+    # A record of its own, not ``replace``: steps of many layers are copied some ten times for each plan.
+    given, name = substitute(op.inputs, env), op.name if name is None else name
+    copy = Op(op.op_type, given, outputs, op.attributes, op.subfunctions, op.version, name)
     env.update(zip(op.outputs, outputs, strict=True))
     return copy
 
 
 def copy_function(function: Function) -> Function:
     """Return the function with values of its own; its callees are shared."""
-    inputs = [replace(value) for value in function.inputs]
+    inputs = [Value(value.name, value.type, value.role) for value in function.inputs]
     return rewrite(function, lambda op, env: (copy_op(op, env),), inputs)
 
 

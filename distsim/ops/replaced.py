@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from distsim.cache import Cache
 from distsim.ir import Function, Op, Value
 from distsim.ops.operator import operator
+
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 def replacements(function: Function) -> dict[Value, Value]:
@@ -29,8 +32,10 @@ def replaced_by(op: Op) -> Mapping[int, int]:
     if op.attributes.get("in_place"):  # of sums over ranks
         pairs = zip(op.inputs, op.outputs, strict=True)
         return {place: place for place, (old, new) in enumerate(pairs) if old.type == new.type}
+    if not (meaning.in_place or meaning.overwrites):
+        return _NOTHING
     places = {**meaning.in_place, **meaning.overwrites}
-    if places and meaning.communication is not None and meaning.communication.operand is not None:
+    if meaning.communication is not None and meaning.communication.operand is not None:
         size = len(op.inputs) // len(op.outputs)
         return {output: size * output + places[0] for output in range(len(op.outputs))}
     return {output: place for output, place in places.items() if output < len(op.outputs)}

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
+from distsim.division import levels_written
 from distsim.errors import DistsimError
-from distsim.ir import Device, Function, Op, Topology
-from distsim.ops import operator, signature_of, work
+from distsim.ir import Device, Function, Topology
+from distsim.ops import signature_of
 from distsim.plan import Plan
 from distsim.program.program import Program
-from distsim.search.bounds import PlanBounds, work_key
+from distsim.search.bounds import PlanBounds, layers_key, work_key
+from distsim.search.layer_work import LayerWork, is_product, layer_work
 from distsim.search.space import ModelTraits
 from distsim.search.trial import SLOWER, TOO_LARGE, PlanTrial
 from distsim.simulate import Simulation, Simulator
@@ -48,10 +50,12 @@ class SearchProblem:
 
 @dataclass
 class Standing:
-    """What is known while plans are tried: the best objectives so far, and the seconds of work by key."""
+    """What is known while plans are tried: the best objectives so far, the seconds of products by key, and
+    what is known of layers by theirs."""
 
     best: list[float] = field(default_factory=list[float])
     work: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
+    layers: dict[Hashable, LayerWork] = field(default_factory=dict[Hashable, LayerWork])
 
     def worst(self, top: int) -> float:
         """Return the objective that one of the best plans has to reach."""
@@ -59,7 +63,7 @@ class Standing:
 
     def copy(self) -> Standing:
         """Return one that may change apart."""
-        return Standing(list(self.best), dict(self.work))
+        return Standing(list(self.best), dict(self.work), dict(self.layers))
 
 
 class PlanEvaluator:
@@ -71,6 +75,7 @@ class PlanEvaluator:
         self.simulator = Simulator(self.costs)
         self._bounds: dict[Function, PlanBounds] = {}
         self._batch: dict[Function, int] = {}
+        self._levels: dict[tuple[Function, int], int] = {}
 
     def bounds(self, plan: Plan) -> PlanBounds:
         """Return the bounds of what a plan divides."""
@@ -79,26 +84,57 @@ class PlanEvaluator:
             self._bounds[function] = PlanBounds(function, self.problem.topology)
         return self._bounds[function]
 
-    def key(self, plan: Plan) -> Hashable:
-        """Return what the seconds of work of a plan depend on."""
+    def batch(self, plan: Plan) -> int:
+        """Return the samples of a step of what a plan divides."""
         function = self.problem.model(plan)
         if function not in self._batch:
             self._batch[function] = ModelTraits.of(function).batch
-        return work_key(plan, self._batch[function])
+        return self._batch[function]
+
+    def key(self, plan: Plan) -> Hashable:
+        """Return what the seconds of the products of a plan depend on."""
+        return work_key(plan, self.batch(plan))
+
+    def layers_key(self, plan: Plan) -> Hashable:
+        """Return what the layers of a plan depend on; None where that is not known before it is built."""
+        function = self.problem.model(plan)
+        count = plan.num_stages
+        if plan.stages != "even" and count > 1:
+            return None
+        if (function, count) not in self._levels:
+            costs = self.costs.on(self.problem.topology.devices[0])
+            self._levels[function, count] = levels_written(function, count, costs)
+        return layers_key(plan, self.batch(plan), self._levels[function, count])
 
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""
-        bounds = self.bounds(plan)
         if self.problem.objective == "memory":
-            return bounds.device_bytes(plan)
+            return self.least_bytes(plan, standing)
+        bounds = self.bounds(plan)
+        known = [None, standing.work.get(self.key(plan)), self._layer_seconds(plan, standing)]
         # A part of 1e-9 is for sums that are rounded, and for times that lie on a grid.
-        known = bounds.step_seconds(plan, standing.work.get(self.key(plan)))
-        return max(bounds.step_seconds(plan), known) * (1 - 1e-9)
+        return max(bounds.step_seconds(plan, seconds) for seconds in known) * (1 - 1e-9)
+
+    def _layer_seconds(self, plan: Plan, standing: Standing) -> float | None:
+        """Return for what a microbatch takes devices at least, if plans of the same layers were built.
+
+        One that recomputes all of its layers runs their forward passes once more.
+        """
+        layers = standing.layers.get(self.layers_key(plan))
+        if layers is None and plan.remat == "full":
+            saving = standing.layers.get(self.layers_key(replace(plan, remat="none")))
+            return None if saving is None else saving.seconds + saving.forward
+        return None if layers is None else layers.seconds
+
+    def least_bytes(self, plan: Plan, standing: Standing) -> float:
+        """Return the least that the fullest device can hold."""
+        layers = standing.layers.get(self.layers_key(plan))
+        return self.bounds(plan).device_bytes(plan, 0 if layers is None else layers.saved)
 
     def discarded(self, plan: Plan, standing: Standing) -> str:
         """Return why a plan cannot be one of the best: ``SLOWER``, ``TOO_LARGE``, or "" if it can."""
         usable = max(device.usable for device in self.problem.topology.devices)
-        if self.bounds(plan).device_bytes(plan) > usable:
+        if self.least_bytes(plan, standing) > usable:
             return TOO_LARGE
         return SLOWER if self.bound(plan, standing) > standing.worst(self.problem.top) else ""
 
@@ -113,11 +149,18 @@ class PlanEvaluator:
                 continue
             limit = standing.worst(self.problem.top)
             trial = known.get(str(plan)) or self.trial(plan, limit)
-            if trial.work:
-                standing.work[self.key(plan)] = trial.work
-            if trial.fits:
-                insort(standing.best, self.objective(trial))
+            self.learn(trial, standing)
             yield trial
+
+    def learn(self, trial: PlanTrial, standing: Standing) -> None:
+        """Add to a standing what a trial says."""
+        if trial.work:
+            standing.work[self.key(trial.plan)] = trial.work
+        if trial.layers is not None and (key := self.layers_key(trial.plan)) is not None:
+            known = standing.layers.get(key, trial.layers)
+            standing.layers[key] = known.least(trial.layers)
+        if trial.fits:
+            insort(standing.best, self.objective(trial))
 
     def objective(self, trial: PlanTrial) -> float:
         """Return by what a plan is ranked: less is better."""
@@ -145,7 +188,10 @@ class PlanEvaluator:
         program = self.program(plan)
         memory = program_memory(full_program(program))
         usable = min(device.usable for device in program.mesh.devices)
-        found = PlanTrial(str(plan), peak=max(memory.peaks), usable=usable, missing=memory.missing)
+        layers = layer_work(program, self.costs)
+        found = PlanTrial(
+            str(plan), peak=max(memory.peaks), usable=usable, missing=memory.missing, layers=layers
+        )
         if memory.missing > NEARLY * usable:
             return found
         simulation = self.simulator.simulate(program)
@@ -165,15 +211,7 @@ class PlanEvaluator:
         members = simulation.classes.members
         total = 0.0
         for op, rank_class, times in simulation.timeline.op_counts:
-            if _is_product(op):
+            if is_product(op):
                 devices: tuple[Device, ...] = tuple(members[rank_class])
                 total += self.costs.seconds(signature_of(op), devices[:1]) * times * len(devices)
         return total / (plan.dp * plan.tp * plan.cp * plan.microbatches)
-
-
-def _is_product(op: Op) -> bool:
-    meaning = operator(op.op_type)
-    if meaning.communication is not None or not meaning.computes:
-        return False
-    demand = work(signature_of(op))
-    return demand is not None and demand.matrix

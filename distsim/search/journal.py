@@ -17,6 +17,7 @@ from typing import Any, cast
 from distsim.errors import SimulationError
 from distsim.ir import Function, Topology, pformat
 from distsim.report.output import check_target
+from distsim.search.layer_work import LayerWork
 from distsim.search.trial import PlanTrial
 from distsim.transforms.kernels.policies import Kernels
 
@@ -60,8 +61,15 @@ class TrialJournal:
                 f"{self.subject} as it is now; name another file, or leave --resume out to write it anew"
             )
         # A line that was torn in the middle, by a machine that went down, is one plan that is tried again.
-        trials = [PlanTrial(**own) for own in records[1:] if own and own.keys() <= _NAMES and "text" in own]
+        trials = [_trial(own) for own in records[1:] if own and own.keys() <= _NAMES and "text" in own]
         return {trial.text: trial for trial in trials}
+
+
+def _trial(record: dict[str, Any]) -> PlanTrial:
+    fields_of_one: dict[str, Any] = dict(record)
+    if record.get("layers") is not None:
+        fields_of_one["layers"] = LayerWork(*record["layers"])
+    return PlanTrial(**fields_of_one)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

@@ -1,14 +1,14 @@
 """Searching a space of plans: those whose bounds are best are tried first, those that cannot win are not.
 
-Plans that share a division are a unit, which one process tries in order. Units are tried in rounds of about
-:data:`ROUND` plans, each of which starts from what the rounds before found: so what is tried, and what comes
-out, is the same whatever the number of processes, and after being resumed.
+Plans that share a division are a unit, which one process tries in order. The most promising plan of each
+comes first: it tells how fast the others of its unit can be, and how fast they have to be. Units are tried in
+rounds of about :data:`ROUND` plans, each of which starts from what the rounds before found: so what is tried,
+and what comes out, is the same whatever the number of processes, and after being resumed.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,20 +126,22 @@ class SearchRun:
             for plan in self.plans
             if (why := self._unsuited(plan))
         }
-        units = _units([plan for plan in self.plans if str(plan) not in found], evaluator, known)
         standing = Standing()
         start, tried = time.monotonic(), 0
         workers = Workers(self.problem, self.workers, self.journal, evaluator)
         try:
-            while units:
-                chosen, units = _round(units, evaluator, standing, found)
-                for _, trials in workers.run(chosen, standing):
-                    found.update({trial.text: trial for trial in trials})
-                    tried += sum(not trial.discarded for trial in trials)
-                    if self.watch is not None:
-                        self.watch(Stand(len(found), len(self.plans), tried, time.monotonic() - start))
-                for unit in chosen:
-                    _learn(evaluator, standing, [found[str(plan)] for plan in unit.plans])
+            for most in (1, len(self.plans)):
+                left = [plan for plan in self.plans if str(plan) not in found]
+                units = [_unit(own[:most], known) for own in _divisions(left, evaluator, standing)]
+                while units:
+                    chosen, units = _round(units, evaluator, standing, found)
+                    for _, trials in workers.run(chosen, standing):
+                        found.update({trial.text: trial for trial in trials})
+                        tried += sum(not trial.discarded for trial in trials)
+                        if self.watch is not None:
+                            self.watch(Stand(len(found), len(self.plans), tried, time.monotonic() - start))
+                    for plan in [plan for unit in chosen for plan in unit.plans]:
+                        evaluator.learn(found[str(plan)], standing)
         finally:
             workers.close()
         best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
@@ -189,10 +191,15 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     return SearchedStep(function.name, traits.batch, traits.sequence, flops, peak, problem.topology)
 
 
-def _units(plans: Sequence[Plan], evaluator: PlanEvaluator, known: Mapping[str, PlanTrial]) -> list[PlanUnit]:
-    """Return the units of plans, those of a function side by side, the most promising first."""
-    nothing = Standing()
-    guesses = {plan: _guess(plan, evaluator, nothing) for plan in plans}
+def _unit(plans: Sequence[Plan], known: Mapping[str, PlanTrial]) -> PlanUnit:
+    return PlanUnit(tuple(plans), {text: known[text] for text in map(str, plans) if text in known})
+
+
+def _divisions(
+    plans: Sequence[Plan], evaluator: PlanEvaluator, standing: Standing
+) -> Sequence[Sequence[Plan]]:
+    """Return the plans by what they share, those of a function side by side, the most promising first."""
+    guesses = {plan: _guess(plan, evaluator, standing) for plan in plans}
     groups: dict[tuple[Function, Hashable], list[Plan]] = {}
     for plan in plans:
         function = evaluator.problem.model(plan)
@@ -205,10 +212,7 @@ def _units(plans: Sequence[Plan], evaluator: PlanEvaluator, known: Mapping[str, 
     for (function, _), own in groups.items():
         least[function] = min(least.get(function, guesses[own[0]]), guesses[own[0]])
     ordered = sorted(groups.items(), key=lambda item: (least[item[0][0]], guesses[item[1][0]]))
-    return [
-        PlanUnit(tuple(own), {text: known[text] for text in map(str, own) if text in known})
-        for _, own in ordered
-    ]
+    return [own for _, own in ordered]
 
 
 def _guess(plan: Plan, evaluator: PlanEvaluator, standing: Standing) -> tuple[float, ...]:
@@ -217,8 +221,9 @@ def _guess(plan: Plan, evaluator: PlanEvaluator, standing: Standing) -> tuple[fl
     if evaluator.problem.objective == "memory":
         return (bound,)
     most = max(device.usable for device in evaluator.problem.topology.devices)
-    crowded = evaluator.bounds(plan).device_bytes(plan) > 0.7 * most
-    recomputed = RECOMPUTED if plan.remat.startswith("full") else 1.0
+    crowded = evaluator.least_bytes(plan, standing) > 0.7 * most
+    unknown = evaluator.layers_key(plan) not in standing.layers
+    recomputed = RECOMPUTED if unknown and plan.remat.startswith("full") else 1.0
     moved = 1.0 + 0.05 * (plan.tp * plan.cp - 1)
     return (bound * recomputed * moved * (2.0 if crowded else 1.0),)
 
@@ -243,15 +248,6 @@ def _round(
             chosen.append(replace(unit, plans=tuple(plans)))
             count += len(plans)
     return chosen, []
-
-
-def _learn(evaluator: PlanEvaluator, standing: Standing, trials: Iterable[PlanTrial]) -> None:
-    """Add to the standing what the trials of a unit say."""
-    for trial in trials:
-        if trial.work:
-            standing.work[evaluator.key(trial.plan)] = trial.work
-        if trial.fits:
-            insort(standing.best, evaluator.objective(trial))
 
 
 def progress_lines(write: Callable[[str], None], seconds: float = 2.0) -> Callable[[Stand], None]:

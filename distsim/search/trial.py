@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from distsim.plan import Plan
+from distsim.search.layer_work import LayerWork
 
 SLOWER, TOO_LARGE = "time", "memory"
 """Why a plan was discarded without being tried: its bounds are beyond the best so far, or the memory."""
@@ -20,7 +21,8 @@ class PlanTrial:
     ``seconds`` of a step, from one to the next; ``peak`` bytes in use on the fullest device, of ``usable``;
     ``missing``: the most bytes by which a device has too few. Of a plan that misses more than
     :data:`distsim.search.evaluation.NEARLY` of the memory, seconds are not known: 0. ``work``: seconds of
-    the products of a microbatch, summed over stages (:mod:`distsim.search.bounds`). ``refused`` says
+    the products of a microbatch, summed over stages (:mod:`distsim.search.bounds`); ``layers``: what is known
+    of these (:mod:`distsim.search.layer_work`). ``refused`` says
     why it does not suit the model or the cluster; ``discarded`` is ``SLOWER`` or ``TOO_LARGE`` where bounds
     prove that it is none of the best, and ``""`` where it was tried.
 
@@ -34,6 +36,7 @@ class PlanTrial:
     usable: float = 0.0
     missing: float = 0.0
     work: float = 0.0
+    layers: LayerWork | None = None
     refused: str = ""
     discarded: str = ""
     low: float = 0.0

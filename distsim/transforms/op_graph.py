@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from distsim.cache import Cache
 from distsim.cost.cost_model import DeviceCosts
 from distsim.ir import Attributes, Function, Op, Role, Tensor, Value, substitute
 from distsim.ops import operator
@@ -263,6 +264,14 @@ class Numbered:
             for value in self.reads[index]:
                 found[value] = index
         return found
+
+
+def numbered(function: Function) -> Numbered:
+    """Return a function with its values numbered, made once."""
+    return _NUMBERED.get(function, None, lambda: Numbered(function))
+
+
+_NUMBERED = Cache[Function, Numbered]("functions with their values numbered", 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -198,11 +198,10 @@ class _Planner:
             else:
                 self._put(value, inputs[first], -1)
         for number, op in enumerate(function.ops):
-            callee = None
-            if op.is_call:
-                callee = self._callee(op, number)
+            callee = self._callee(op, number) if op.is_call else None
+            replaced: Mapping[int, int] = replaced_by(op) if callee is None else {}
             for index, value in enumerate(op.outputs):
-                shared = self._shared_with(op, callee, index, number)
+                shared = self._shared_with(op, callee, replaced.get(index), index, number)
                 # What nothing reads is free once it is made.
                 self._put(value, value if shared is None else self.home[shared], number)
         dying: list[list[Value]] = [[] for _ in function.ops]
@@ -258,8 +257,11 @@ class _Planner:
         if self.until.get(owner, -2) < last:
             self.until[owner] = last
 
-    def _shared_with(self, op: Op, callee: MemoryPlan | None, index: int, number: int) -> Value | None:
-        """Return the value whose memory an output takes over, or shows under another shape."""
+    def _shared_with(
+        self, op: Op, callee: MemoryPlan | None, taken: int | None, index: int, number: int
+    ) -> Value | None:
+        """Return the value whose memory an output takes over, that of input ``taken``, or shows under another
+        shape."""
         if callee is not None:
             source, twin = callee.sources[index], callee.twins[index]
             if source is None:
@@ -268,7 +270,6 @@ class _Planner:
         meaning = operator(op.op_type)
         if meaning.view and index == 0 and op.inputs:
             return self._take(op.inputs[0], op.outputs[0], number, overwrites=False)
-        taken = replaced_by(op).get(index)
         if taken is not None:
             return self._take(op.inputs[taken], op.outputs[index], number, overwrites=True)
         return None

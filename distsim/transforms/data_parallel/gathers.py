@@ -9,7 +9,7 @@ from distsim.ir import Function, Mesh, Op, Value, needed_ops
 from distsim.ops import operator
 from distsim.ops.conversion import ONCE
 from distsim.ops.places import shape_of
-from distsim.transforms.op_graph import Numbered, is_sum
+from distsim.transforms.op_graph import is_sum, numbered
 from distsim.transforms.recompute.saves import Tag
 from distsim.transforms.sharding.layout import Placement
 
@@ -62,10 +62,10 @@ def gathered(function: Function, reshard: bool = True, keep_last: bool = False) 
     """
     tags: dict[Value, Tag] = {}
     dropped = set[Value]()
-    numbered = Numbered(function)
-    ahead = zip(function.ops, numbered.forward, strict=True)
+    forward = numbered(function).forward
+    ahead = zip(function.ops, forward, strict=True)
     late = {value for op, forward in ahead if not forward for value in op.inputs}
-    layers = [place for place, op in enumerate(function.ops) if op.is_call and numbered.forward[place]]
+    layers = [place for place, op in enumerate(function.ops) if op.is_call and forward[place]]
     body = {value for op in function.ops[: 1 + max(layers, default=len(function.ops))] for value in op.inputs}
     for chain in chains(function):
         kept = not reshard or (keep_last and chain[-1].outputs[0] not in body)

@@ -33,7 +33,7 @@ from distsim.transforms.data_parallel.optimizer_steps import (
     whole_needed,
     with_plain_updates,
 )
-from distsim.transforms.op_graph import Numbered, is_sum
+from distsim.transforms.op_graph import is_sum, numbered
 from distsim.transforms.sharding.collectives import share
 from distsim.transforms.sharding.layout import Placement
 from distsim.transforms.sharding.problem_graph import written
@@ -185,7 +185,7 @@ class _Divider:
 
     def run(self) -> Sharded:
         function, maker = self.function, self.maker
-        numbered = Numbered(function)
+        forward = numbered(function).forward
         for value in function.inputs:
             apart = value in self.divided and value not in self.sliced
             type_ = self._type(value, self.divided[value]) if apart else value.type
@@ -201,7 +201,7 @@ class _Divider:
             elif self._adds_parts(op):
                 self._partial(op)
             elif op not in self.skipped:
-                self._op(op, numbered.forward[number])
+                self._op(op, forward[number])
         maker.set_outputs([self.env[value] for value in function.outputs])
         local = self.local
         return replace(

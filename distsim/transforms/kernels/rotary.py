@@ -34,8 +34,11 @@ MOST_OPS = 16
 def rotations(ops: Sequence[Op]) -> list[tuple[int, ...]]:
     """Return the places of the ops of each rotary embedding, in order.
 
-    No other op reads what they make, but for the last one of each.
+    No other op reads what they make, but for the last one of each. There are none where nothing moves along
+    rows.
     """
+    if all(op.op_type not in _MOVES for op in ops):
+        return []
     maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
     readers: dict[Value, set[int]] = {}
     for place, op in enumerate(ops):

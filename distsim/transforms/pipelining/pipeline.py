@@ -32,7 +32,7 @@ from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.buckets import bucketed
 from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.kernels import fuse_stages
-from distsim.transforms.op_graph import Numbered, StageMap, early_sums
+from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
 from distsim.transforms.pipelining.ends import Ends
 from distsim.transforms.pipelining.received import await_received
@@ -248,7 +248,7 @@ def _without_early_sums(local: Function, microbatches: int) -> Numbered:
     way is written out: of a callee with a loss and its trained weight, the gradient of that weight waits for
     the loss, the rest of the backward pass does not.
     """
-    function = Numbered(local)
+    function = numbered(local)
     early = early_sums(function)
     if not early:
         return function

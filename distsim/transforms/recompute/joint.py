@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from distsim.ir import Function, Op, Role, Value, needed_ops, rewire_op, rewrite, substitute
 from distsim.ir.rewrite import flatten
-from distsim.transforms.op_graph import Numbered, is_sum
+from distsim.transforms.op_graph import is_sum, numbered
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +35,11 @@ class Joint:
     @staticmethod
     def of(function: Function) -> Joint:
         """Return the passes of a function whose loss is its first scalar output."""
-        numbered = Numbered(function)
-        held = [v for v, stays in zip(function.inputs, numbered.held, strict=False) if stays]
-        constants = [op for op, loose in zip(function.ops, numbered.loose, strict=True) if loose]
-        forward = [op for op, ahead in zip(function.ops, numbered.forward, strict=True) if ahead]
-        steps = [op for op, once in zip(function.ops, numbered.steps, strict=True) if once]
+        graph = numbered(function)
+        held = [v for v, stays in zip(function.inputs, graph.held, strict=False) if stays]
+        constants = [op for op, loose in zip(function.ops, graph.loose, strict=True) if loose]
+        forward = [op for op, ahead in zip(function.ops, graph.forward, strict=True) if ahead]
+        steps = [op for op, once in zip(function.ops, graph.steps, strict=True) if once]
         made = [v for op in constants for v in op.outputs]
         ahead = {v for op in forward for v in op.outputs}
         outputs = tuple([i for i, v in enumerate(function.outputs) if v in ahead])
