@@ -43,14 +43,26 @@ def test_nothing_fits_is_status_3_and_says_what_nearly_does(capsys):
     assert status == 3 and re.search(r"none of \d+ plans? fits in memory", out)
 
 
-def test_sizes_are_compared_by_cost(capsys):
-    sets = ("--plan", "tp=1,pp=1,remat=none,zero=0,microbatch_size=1", "--gpus", "2,4,16", "--tokens", "1e9")
-    out, _ = run(capsys, *MODEL, *sets, "--price", 2.0, "--objective", "cost")
-    rows = re.findall(r"^dgx-a100(?::2)? \((\d+) GPUs\) .* ([\d,]+)  dp=(\d+)", out, re.MULTILINE)
-    assert {int(gpus) for gpus, *_ in rows} == {2, 4, 16}
-    assert all(gpus == dp for gpus, _, dp in rows)
-    costs = [int(cost.replace(",", "")) for _, cost, _ in rows]
-    assert costs == sorted(costs)
+def test_clusters_and_sizes_are_compared_by_cost(capsys, tmp_path):
+    sets = ("--plan", "tp=1,pp=1,remat=none,zero=0,microbatch_size=1", "--gpus", "2,16", "--tokens", "1e9")
+    other = ("--cluster", "aws-p5", "--json", tmp_path / "a.json", "--journal", tmp_path / "j.jsonl")
+    out, _ = run(capsys, *MODEL, *other, *sets, "--price", "2,4", "--objective", "cost")
+    rows = re.findall(r"^(dgx-a100|aws-p5)(?::2)? \((\d+) GPUs\) .*\S  dp=(\d+)", out, re.MULTILINE)
+    assert {(name, int(gpus)) for name, gpus, _ in rows} == {
+        (name, gpus) for name in ("dgx-a100", "aws-p5") for gpus in (2, 16)
+    }
+    assert all(gpus == dp for _, gpus, dp in rows)
+    found = {each["cluster"]: each for each in json.loads((tmp_path / "a.json").read_text())["searches"]}
+    dollars = sorted((each["dollars"], each["price"], each["devices"]) for each in found.values())
+    assert [(price, gpus) for _, price, gpus in dollars] == [
+        ({"dgx-a100": 2.0, "aws-p5": 4.0}[name], int(gpus)) for name, gpus, _ in rows
+    ]
+    assert {path.name for path in tmp_path.glob("j-*.jsonl")} == {
+        f"j-{name}{count}.jsonl" for name in ("dgx-a100", "aws-p5") for count in ("-2-GPUs", "-2-16-GPUs")
+    }
+    # The price of the preset, where it has one; nothing else knows dgx-a100's.
+    assert main([*map(str, MODEL), *sets[:2], "--objective", "cost"]) == 2
+    assert "dgx-a100 does not say its price: give --price" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -63,9 +75,11 @@ def test_sizes_are_compared_by_cost(capsys):
         (("--plan", "tp=1|"), "is not field=value|value"),
         (("--plan", "microbatches=1,microbatch_size=2"), "say the same"),
         (("--top", "0"), "--top 0: at least 1"),
-        (("--price", "2"), "give --tokens"),
+        (("--price", "2,3"), "2 prices for 1 clusters"),
+        (("--price", "much"), "a number of dollars"),
+        (("--tokens", "-1"), "--tokens -1: a number more than 0"),
+        (("--pue", "0.9"), "--pue 0.9: a number of 1 or more"),
         (("--resume",), "--resume goes on with a --journal"),
-        (("--objective", "cost"), "give --gpus"),
         (("--gpus", "8,x"), "is not numbers of GPUs"),
         (("--gpus", "12"), "a node of dgx-a100 has 8"),
     ],

@@ -18,6 +18,7 @@ from distsim.errors import DistsimError, PlanError
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
+from distsim.search.bounds import PlanBounds
 from distsim.search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
 from distsim.search.journal import TrialJournal, digest_of
 from distsim.search.results import SearchedStep, SearchResult
@@ -186,7 +187,10 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     dtype = matrix_type(all_ops(function))
     peak = 0.0 if dtype is None else max(device.peak(dtype) for device in problem.topology.devices)
     flops = count_model_flops(function)
-    return SearchedStep(function.name, traits.batch, traits.sequence, flops, peak, problem.topology)
+    parameters, state, _ = PlanBounds(function, problem.topology).held
+    return SearchedStep(
+        function.name, traits.batch, traits.sequence, flops, peak, parameters + state, problem.topology
+    )
 
 
 def _units(plans: Sequence[Plan], evaluator: PlanEvaluator, known: Mapping[str, PlanTrial]) -> list[PlanUnit]:
