@@ -9,7 +9,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from distsim.search.sizes import ClusterComparison
 from distsim.search.space import PlanSpace, parse_sets
 from distsim.search.text import describe
 from distsim.search.training import OBJECTIVES, PUE, DeviceRates, Training
+from distsim.search.workers import RemoteWorkers, dask_workers
 from distsim.streams import complain, say
 
 
@@ -73,6 +75,11 @@ def _add_ways_to_run(parser: argparse.ArgumentParser) -> None:
     cores = os.cpu_count() or 1
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help=f"processes (default 1; {cores} cores here)"
+    )
+    parser.add_argument(
+        "--dask",
+        metavar="ADDRESS",
+        help="the scheduler of a Dask cluster that tries the plans instead, as tcp://host:8786",
     )
     parser.add_argument(
         "--journal", type=Path, metavar="FILE", help="append what is found as it comes, a line of JSON a plan"
@@ -135,7 +142,8 @@ def run(options: argparse.Namespace) -> int:
     objective = OBJECTIVES[options.objective]
     for name, own in rates.items():
         objective.check(name, own)
-    found = dict(_searches(options, choices, model, clusters, sets))
+    with _workers(options) as workers:
+        found = dict(_searches(_ModelSearch(options, choices, model, workers), clusters, sets))
     reliability = Reliability(options.failures, options.storage * 1e9, options.restart * 60)
     training = Training(options.tokens, options.pue, reliability)
     comparison = ClusterComparison(found, rates, training, objective)
@@ -146,27 +154,37 @@ def run(options: argparse.Namespace) -> int:
     return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
 
 
+@contextmanager
+def _workers(options: argparse.Namespace) -> Generator[int | RemoteWorkers]:
+    """Give who tries the plans."""
+    if options.dask is None:
+        yield options.workers
+        return
+    remote = dask_workers(options.dask)
+    try:
+        yield remote
+    finally:
+        remote.close()
+
+
 def _searches(
-    options: argparse.Namespace,
-    choices: Choices,
-    model: ModelOfPlans,
-    clusters: Sequence[SizedCluster],
-    sets: dict[str, tuple[str, ...]],
+    search: _ModelSearch, clusters: Sequence[SizedCluster], sets: dict[str, tuple[str, ...]]
 ) -> Iterator[tuple[str, SearchResult]]:
     """Yield the clusters that have plans with what was found on each, and say it."""
     any_has = False
+    model, alone = search.options.model, len(clusters) == 1
     for cluster in clusters:
-        search = _ClusterSearch(options, choices, model, cluster, len(clusters) == 1)
         try:
-            result = search.run(sets)
+            result = search.run(cluster, alone, sets)
         except PlanError as error:  # other clusters may have plans
-            if len(clusters) == 1:
+            if alone:
                 raise
-            say(f"{options.model} on {cluster.shown}: {error}\n")
+            say(f"{model} on {cluster.shown}: {error}\n")
             continue
         any_has = True
-        stack = f"; assumed: {', '.join(choices.assumed)}" if choices.assumed else ""
-        say(f"{options.model} on {cluster.shown}, batch {result.step.samples}{stack}\n")
+        assumed = search.choices.assumed
+        stack = f"; assumed: {', '.join(assumed)}" if assumed else ""
+        say(f"{model} on {cluster.shown}, batch {result.step.samples}{stack}\n")
         say(describe(result))
         say("")
         yield cluster.shown, result
@@ -211,6 +229,10 @@ def _check(options: argparse.Namespace) -> None:
         given = getattr(options, name)
         if not least <= given < math.inf:
             raise PlanError(f"--{name} {given:g}: a number of {least:g} or more")
+    if options.dask is not None and options.workers != 1:
+        raise PlanError(
+            "--workers are processes of this machine, --dask those of a cluster: give one of them"
+        )
     if options.resume and options.journal is None:
         raise PlanError("--resume goes on with a --journal: name its file")
     for path in filter(None, (options.csv, options.json, options.journal)):
@@ -218,28 +240,28 @@ def _check(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class _ClusterSearch:
-    """The search on one cluster, maybe ``alone``."""
+class _ModelSearch:
+    """The search that a command line asks for."""
 
     options: argparse.Namespace
     choices: Choices
     model: ModelOfPlans
-    cluster: SizedCluster
-    alone: bool
+    workers: int | RemoteWorkers
 
-    def run(self, sets: dict[str, tuple[str, ...]]) -> SearchResult:
-        options, topology = self.options, self.cluster.topology
+    def run(self, cluster: SizedCluster, alone: bool, sets: dict[str, tuple[str, ...]]) -> SearchResult:
+        """Return what is found on a cluster, which may be ``alone``."""
+        options, topology = self.options, cluster.topology
         space = PlanSpace.of(self.model(Plan()), topology, sets, options.max_tp, self._complete(sets))
-        complain(f"{len(space.plans)} plans on {self.cluster.shown}")
+        complain(f"{len(space.plans)} plans on {cluster.shown}")
         objective = OBJECTIVES[options.objective].plan
         problem = SearchProblem(self.model, topology, self.choices.kernels, objective, options.top)
         return SearchRun(
             problem,
             space.plans,
-            options.workers,
-            self._journal(),
+            self.workers,
+            _journal(options.journal, cluster, alone),
             options.resume,
-            f"{options.model} on {self.cluster.shown}",
+            f"{options.model} on {cluster.shown}",
             progress_lines(complain),
         ).run()
 
@@ -249,13 +271,13 @@ class _ClusterSearch:
 
         return complete
 
-    def _journal(self) -> Path | None:
-        """Return the journal of this cluster: each of several has its own."""
-        path: Path | None = self.options.journal
-        if path is None or self.alone:
-            return path
-        name = re.sub(r"\W+", "-", self.cluster.shown).strip("-")
-        return path.with_name(f"{path.stem}-{name}{path.suffix}")
+
+def _journal(path: Path | None, cluster: SizedCluster, alone: bool) -> Path | None:
+    """Return the journal of a cluster: each of several has its own."""
+    if path is None or alone:
+        return path
+    name = re.sub(r"\W+", "-", cluster.shown).strip("-")
+    return path.with_name(f"{path.stem}-{name}{path.suffix}")
 
 
 def _write(options: argparse.Namespace, comparison: ClusterComparison) -> None:
