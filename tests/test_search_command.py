@@ -137,6 +137,18 @@ def test_killed_and_resumed_it_says_the_same(capsys, tmp_path):
     assert run(capsys, *more, "--journal", journal, "--resume")[0] == run(capsys, *more)[0]
 
 
+def test_lines_that_were_changed_count_for_nothing(capsys, tmp_path):
+    journal = tmp_path / "search.jsonl"
+    few = (*MODEL, "--plan", "dp=8,tp=1,remat=none,zero=0|1", "--journal", journal)
+    whole, _ = run(capsys, *few)
+    head, first, *others = journal.read_text().splitlines()
+    faster = re.sub(r'"seconds": [\d.e-]+', '"seconds": 1e-9', first)
+    wrong = ['{"text": "dp=8", "seconds": "fast"}', "[" * 9999, "null", '{"text": 7}', faster]
+    journal.write_text("\n".join([head, *wrong, *others]) + "\n")
+    out, err = run(capsys, *few, "--resume")
+    assert out == whole and f"{len(others)} plan" in err and f"{len(wrong)} damaged lines left out" in err
+
+
 def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     journal = tmp_path / "search.jsonl"
     few = ("--plan", "dp=8,remat=none,zero=0,microbatch_size=2", "--journal", str(journal))
@@ -145,9 +157,11 @@ def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     other[3] = "dgx-h100"
     assert main([*other, *few, "--resume"]) == 2
     assert "is the journal of another search: gpt:layers=2" in capsys.readouterr().err
-    journal.write_text("not a journal\n")
-    assert main([*map(str, MODEL), *few, "--resume"]) == 2
-    assert "is no journal of a search" in capsys.readouterr().err
+    for foreign in ("not a journal\n", "my notes", '{"a": 1}\n[', ""):
+        journal.write_text(foreign)
+        assert main([*map(str, MODEL), *few, "--resume"]) == 2
+        assert "is no journal of a search" in capsys.readouterr().err
+        assert journal.read_text() == foreign  # nothing is cut off what is not ours
     Path(journal).unlink()
     assert main([*map(str, MODEL), *few, "--resume"]) == 2
     assert "there is no journal to resume" in capsys.readouterr().err

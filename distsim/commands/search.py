@@ -263,6 +263,7 @@ class _ModelSearch:
             options.resume,
             f"{options.model} on {cluster.shown}",
             progress_lines(complain),
+            complain,
         ).run()
 
     def _complete(self, sets: dict[str, tuple[str, ...]]) -> Callable[[Plan], Plan]:

@@ -25,6 +25,7 @@ from distsim.search.results import SearchedStep, SearchResult
 from distsim.search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.search.trial import PlanTrial
 from distsim.search.workers import PlanUnit, RemoteWorkers, workers_for
+from distsim.simulate.explain.text import count
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
 ROUND = 24
@@ -99,8 +100,8 @@ class FixedModel:
 class SearchRun:
     """A search: a problem, the plans, who tries them, and a journal, if there is one, to go on with.
 
-    ``subject`` is what people call it; ``watch`` is told how far it is. Raises :class:`PlanError` for no
-    plans, an unknown objective, and fewer than one plan that is wanted.
+    ``subject`` is what people call it; ``watch`` is told how far it is, ``notice`` with what it goes on.
+    Raises :class:`PlanError` for no plans, an unknown objective, and fewer than one plan that is wanted.
     """
 
     problem: SearchProblem
@@ -110,6 +111,7 @@ class SearchRun:
     resume: bool = False
     subject: str = "a training step"
     watch: Callable[[Stand], None] | None = None
+    notice: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         if self.problem.objective not in OBJECTIVES:
@@ -172,7 +174,11 @@ class SearchRun:
         digest = digest_of(problem.model(Plan()), problem.topology, problem.kernels)
         journal = TrialJournal(self.journal, self.subject, digest)
         if self.resume:
-            return journal.read()
+            content = journal.read()
+            if self.notice is not None:
+                damaged = f", {count(content.damaged, 'damaged line')} left out" if content.damaged else ""
+                self.notice(f"{count(len(content.trials), 'plan')} known from {self.journal}{damaged}")
+            return content.trials
         journal.begin()
         return {}
 
@@ -238,9 +244,9 @@ def _round(
 ) -> tuple[list[PlanUnit], list[PlanUnit]]:
     """Return units of ``size`` plans, and those that are left; plans that are discarded already are done."""
     chosen: list[PlanUnit] = []
-    count = 0
+    plans_chosen = 0
     for place, unit in enumerate(units):
-        if count >= size:
+        if plans_chosen >= size:
             return chosen, units[place:]
         plans: list[Plan] = []
         for plan in unit.plans:
@@ -251,7 +257,7 @@ def _round(
                 plans.append(plan)
         if plans:
             chosen.append(replace(unit, plans=tuple(plans)))
-            count += len(plans)
+            plans_chosen += len(plans)
     return chosen, []
 
 
