@@ -67,6 +67,7 @@ examples:
 VALIDATE_EPILOG = """examples:
   distsim validate
   distsim validate measured.csv --out predictions.csv --plot predictions.png
+  distsim validate measured.csv --regret
 
 Each row is laid out by its columns alone. Without a table it is distsim/truth/published.csv: published steps,
 each with its source and where that is. Rows that cannot be expressed are listed; the exit status is 1 if

@@ -2,9 +2,9 @@
 
 ``python experiments/search_kills.py`` writes ``results/search_kills.csv``: per seed the moment at which the
 process was killed (SIGKILL, its workers too or not), how many lines the journal had then, and whether the
-resumed search prints what the undisturbed one prints. Moments are drawn from the seeds, of the seconds that the
-search takes; each search is killed twice, the second time while it resumes. ``--seeds 0 1 2``: other seeds;
-``--small``: two.
+resumed search prints what the undisturbed one prints. Moments are drawn from the seeds, of the seconds that
+the search takes; each search is killed twice, the second time while it resumes. ``--seeds 0 1 2``: other
+seeds; ``--small``: two.
 """
 
 from __future__ import annotations
