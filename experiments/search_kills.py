@@ -2,9 +2,9 @@
 
 ``python experiments/search_kills.py`` writes ``results/search_kills.csv``: per seed the moment at which the
 process was killed (SIGKILL, its workers too or not), how many lines the journal had then, and whether the
-resumed search prints what the undisturbed one prints. Moments are drawn from the seeds, of the seconds that
-the search takes; each search is killed twice, the second time while it resumes. ``--seeds 0 1 2``: other
-seeds; ``--small``: two.
+resumed search prints what the undisturbed one prints. Moments are drawn from the seeds: up to a fifth of a
+second after the journal has a number of lines, of those that it has at the end. Each search is killed twice,
+the second time while it resumes. ``--seeds 0 1 2``: other seeds; ``--small``: two.
 """
 
 from __future__ import annotations
@@ -36,16 +36,22 @@ def main() -> None:
     given = parser.parse_args()
     out = given.out or (common.RESULTS / "small" if given.small else common.RESULTS)
     out.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    whole = subprocess.run(SEARCH, check=True, capture_output=True).stdout
-    seconds = time.monotonic() - start
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Path(folder) / "search.jsonl"
+        whole = subprocess.run([*SEARCH, "--journal", str(journal)], check=True, capture_output=True).stdout
+        total = lines_of(journal)
     seeds = given.seeds or range(2 if given.small else 10)
-    rows = [killed(seed, seconds, whole) for seed in common.progress(seeds)]
+    rows = [killed(seed, total, whole) for seed in common.progress(seeds)]
     common.write_csv(out / "search_kills.csv", rows)
     print(f"the same table as undisturbed: {sum(row['same'] for row in rows)} of {len(rows)}")
 
 
-def killed(seed: int, seconds: float, whole: bytes) -> dict[str, Any]:
+def lines_of(journal: Path) -> int:
+    """Return how many lines a journal has."""
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def killed(seed: int, total: int, whole: bytes) -> dict[str, Any]:
     """Return what became of a search that was killed twice and then left alone."""
     rng = Random(seed)
     workers = rng.choice([1, 2])
@@ -54,29 +60,26 @@ def killed(seed: int, seconds: float, whole: bytes) -> dict[str, Any]:
         journal = Path(folder) / "search.jsonl"
         command = [*SEARCH, "--workers", str(workers), "--journal", str(journal)]
         for kill in ("first", "second"):
-            group = rng.random() < 0.5
-            moment = rng.uniform(0, seconds)
+            group, after = rng.random() < 0.5, rng.uniform(0, 0.2)
+            lines = rng.randrange(lines_of(journal), total)
             process = subprocess.Popen(
                 [*command, *(["--resume"] if journal.exists() else [])],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            try:
-                process.wait(moment)
-            except subprocess.TimeoutExpired:
-                (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
+            while lines_of(journal) < lines and process.poll() is None:
+                time.sleep(0.005)
+            time.sleep(after)
+            (os.killpg if group else os.kill)(process.pid, signal.SIGKILL)
             row |= {
-                f"{kill}_kill_s": moment,
                 f"{kill}_workers_too": group,
                 f"{kill}_status": process.wait(),
-                f"{kill}_lines": journal.read_bytes().count(b"\n") if journal.exists() else 0,
+                f"{kill}_lines": lines_of(journal),
             }
-        start = time.monotonic()
-        command += ["--resume"] if journal.exists() else []
-        found = subprocess.run(command, capture_output=True)
-        row |= {"resumed_s": time.monotonic() - start, "lines": journal.read_bytes().count(b"\n")}
-    return {**row, "undisturbed_s": seconds, "same": found.stdout == whole and found.returncode == 0}
+        found = subprocess.run([*command, *(["--resume"] if journal.exists() else [])], capture_output=True)
+        row |= {"lines": lines_of(journal), "undisturbed_lines": total}
+    return {**row, "same": found.stdout == whole and found.returncode == 0}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import lambertw
 from training_models import topology_of
 
+from distsim.commands.cluster import sized_clusters
 from distsim.errors import PlanError
 from distsim.hardware import figures
 from distsim.models import mlp
@@ -152,3 +153,12 @@ def test_presets_have_dated_prices_and_hosts():
     assert DeviceRates.of(figures("dgx-h100", ["device.power_limit=500W"])).watts == 500.0
     assert DeviceRates.of(figures("aws-p5"), 3.0).price == 3.0
     assert DeviceRates.of(figures("dgx-1")).price is None
+
+
+def test_nodes_of_several_kinds_have_no_one_price(tmp_path):
+    file = tmp_path / "mixed.toml"
+    file.write_text('base = "aws-p5"\n[[nodes]]\ncount = 1\n[[nodes]]\ncount = 1\nbase = "aws-p4d"\n')
+    (mixed,) = sized_clusters([str(file)], None, [])
+    assert len(mixed.topology.devices) == 16 and DeviceRates.of(mixed.figures) == DeviceRates()
+    file.write_text('base = "aws-p5"\n[[nodes]]\ncount = 2\n')
+    assert DeviceRates.of(mixed.figures).price == pytest.approx(6.88)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distsim.errors import PlanError
-from distsim.hardware import figures, load_cluster
-from distsim.hardware.presets import Figure
+from distsim.hardware import load_cluster
+from distsim.hardware.presets import Figure, table_and_figures
 from distsim.ir import Topology
 
 
@@ -45,8 +45,12 @@ class SizedCluster:
 
     @property
     def figures(self) -> tuple[Figure, ...]:
-        """Its figures."""
-        return figures(self.name, self.settings)
+        """Its figures; without prices and power where kinds of nodes differ, which have their own."""
+        table, found = table_and_figures(self.name, self.settings)
+        if not any(kind.base or kind.device for kind in table.nodes):
+            return found
+        rates = ("device.price", "device.power", "device.power_limit", "device.host_power")
+        return tuple(figure for figure in found if figure.name not in rates)
 
 
 def sized_clusters(names: Sequence[str], gpus: str | None, settings: Sequence[str]) -> list[SizedCluster]:
