@@ -50,7 +50,7 @@ SEARCH_EPILOG = """what a plan leaves open:
   pp          divisors, up to the layers of the model; dp: the devices that are left
   ep          divisors of the experts
   microbatch_size  1, 2, 4, ... up to 32,768 tokens a rank, with at least pp microbatches
-  zero        0, 1, and 3 without a pipeline
+  zero        0, 1, and 2 and 3 without a pipeline
   sp          on where tp > 1 divides sequences of tokens
   remat       none, full, and what the stack has; attention, unless it is one kernel
   schedule    1f1b; interleaved with 2 or 4 chunks
@@ -62,11 +62,13 @@ examples:
   distsim search llama3-8b --cluster dgx-h100:2 --batch 128 --seq 8192 --stack megatron --workers 2
   distsim search gpt2 --cluster dgx-a100 --batch 64 --plan 'tp=1|2,pp=1,zero=*,remat=*' --csv plans.csv
   distsim search llama3-8b --cluster dgx-h100 --gpus 8,16,32 --batch 256 --tokens 1e12 --price 2.5
+  distsim search llama3-8b --cluster aws-p4de:4,aws-p5:2 --batch 256 --tokens 1e12 --objective cost
 """
 
 VALIDATE_EPILOG = """examples:
   distsim validate
   distsim validate measured.csv --out predictions.csv --plot predictions.png
+  distsim validate measured.csv --regret
 
 Each row is laid out by its columns alone. Without a table it is distsim/truth/published.csv: published steps,
 each with its source and where that is. Rows that cannot be expressed are listed; the exit status is 1 if

@@ -197,7 +197,8 @@ def test_every_import_names_a_module_that_exists():
 
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in project["dependencies"]}
+    dependencies = [*project["dependencies"], *project["optional-dependencies"]["dask"]]
+    declared = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in dependencies}
     owners = packages_distributions()
     imported = {name for tree in TREES.values() for name in outside(tree)}
     assert {"numba", "numpy", "google"} <= imported  # also those that a function imports

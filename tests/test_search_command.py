@@ -43,14 +43,26 @@ def test_nothing_fits_is_status_3_and_says_what_nearly_does(capsys):
     assert status == 3 and re.search(r"none of \d+ plans? fits in memory", out)
 
 
-def test_sizes_are_compared_by_cost(capsys):
-    sets = ("--plan", "tp=1,pp=1,remat=none,zero=0,microbatch_size=1", "--gpus", "2,4,16", "--tokens", "1e9")
-    out, _ = run(capsys, *MODEL, *sets, "--price", 2.0, "--objective", "cost")
-    rows = re.findall(r"^dgx-a100(?::2)? \((\d+) GPUs\) .* ([\d,]+)  dp=(\d+)", out, re.MULTILINE)
-    assert {int(gpus) for gpus, *_ in rows} == {2, 4, 16}
-    assert all(gpus == dp for gpus, _, dp in rows)
-    costs = [int(cost.replace(",", "")) for _, cost, _ in rows]
-    assert costs == sorted(costs)
+def test_clusters_and_sizes_are_compared_by_cost(capsys, tmp_path):
+    sets = ("--plan", "tp=1,pp=1,remat=none,zero=0,microbatch_size=1", "--gpus", "2,16", "--tokens", "1e9")
+    other = ("--cluster", "aws-p5", "--json", tmp_path / "a.json", "--journal", tmp_path / "j.jsonl")
+    out, _ = run(capsys, *MODEL, *other, *sets, "--price", "2,4", "--objective", "cost")
+    rows = re.findall(r"^(dgx-a100|aws-p5)(?::2)? \((\d+) GPUs\) .*\S  dp=(\d+)", out, re.MULTILINE)
+    assert {(name, int(gpus)) for name, gpus, _ in rows} == {
+        (name, gpus) for name in ("dgx-a100", "aws-p5") for gpus in (2, 16)
+    }
+    assert all(gpus == dp for _, gpus, dp in rows)
+    found = {each["cluster"]: each for each in json.loads((tmp_path / "a.json").read_text())["searches"]}
+    dollars = sorted((each["dollars"], each["price"], each["devices"]) for each in found.values())
+    assert [(price, gpus) for _, price, gpus in dollars] == [
+        ({"dgx-a100": 2.0, "aws-p5": 4.0}[name], int(gpus)) for name, gpus, _ in rows
+    ]
+    assert {path.name for path in tmp_path.glob("j-*.jsonl")} == {
+        f"j-{name}{count}.jsonl" for name in ("dgx-a100", "aws-p5") for count in ("-2-GPUs", "-2-16-GPUs")
+    }
+    # The price of the preset, where it has one; nothing else knows dgx-a100's.
+    assert main([*map(str, MODEL), *sets[:2], "--objective", "cost"]) == 2
+    assert "dgx-a100 does not say its price: give --price" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -63,9 +75,11 @@ def test_sizes_are_compared_by_cost(capsys):
         (("--plan", "tp=1|"), "is not field=value|value"),
         (("--plan", "microbatches=1,microbatch_size=2"), "say the same"),
         (("--top", "0"), "--top 0: at least 1"),
-        (("--price", "2"), "give --tokens"),
+        (("--price", "2,3"), "2 prices for 1 clusters"),
+        (("--price", "much"), "a number of dollars"),
+        (("--tokens", "-1"), "--tokens -1: a number more than 0"),
+        (("--pue", "0.9"), "--pue 0.9: a number of 1 or more"),
         (("--resume",), "--resume goes on with a --journal"),
-        (("--objective", "cost"), "give --gpus"),
         (("--gpus", "8,x"), "is not numbers of GPUs"),
         (("--gpus", "12"), "a node of dgx-a100 has 8"),
     ],
@@ -123,6 +137,18 @@ def test_killed_and_resumed_it_says_the_same(capsys, tmp_path):
     assert run(capsys, *more, "--journal", journal, "--resume")[0] == run(capsys, *more)[0]
 
 
+def test_lines_that_were_changed_count_for_nothing(capsys, tmp_path):
+    journal = tmp_path / "search.jsonl"
+    few = (*MODEL, "--plan", "dp=8,tp=1,remat=none,zero=0|1", "--journal", journal)
+    whole, _ = run(capsys, *few)
+    head, first, *others = journal.read_text().splitlines()
+    faster = re.sub(r'"seconds": [\d.e-]+', '"seconds": 1e-9', first)
+    wrong = ['{"text": "dp=8", "seconds": "fast"}', "[" * 9999, "null", '{"text": 7}', faster]
+    journal.write_text("\n".join([head, *wrong, *others]) + "\n")
+    out, err = run(capsys, *few, "--resume")
+    assert out == whole and f"{len(others)} plan" in err and f"{len(wrong)} damaged lines left out" in err
+
+
 def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     journal = tmp_path / "search.jsonl"
     few = ("--plan", "dp=8,remat=none,zero=0,microbatch_size=2", "--journal", str(journal))
@@ -131,9 +157,11 @@ def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     other[3] = "dgx-h100"
     assert main([*other, *few, "--resume"]) == 2
     assert "is the journal of another search: gpt:layers=2" in capsys.readouterr().err
-    journal.write_text("not a journal\n")
-    assert main([*map(str, MODEL), *few, "--resume"]) == 2
-    assert "is no journal of a search" in capsys.readouterr().err
+    for foreign in ("not a journal\n", "my notes", '{"a": 1}\n[', ""):
+        journal.write_text(foreign)
+        assert main([*map(str, MODEL), *few, "--resume"]) == 2
+        assert "is no journal of a search" in capsys.readouterr().err
+        assert journal.read_text() == foreign  # nothing is cut off what is not ours
     Path(journal).unlink()
     assert main([*map(str, MODEL), *few, "--resume"]) == 2
     assert "there is no journal to resume" in capsys.readouterr().err

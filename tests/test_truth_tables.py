@@ -248,6 +248,9 @@ def test_the_figures_of_made_up_outcomes():
     # All alike: the mean of 1, 2 and 4 s is taken; by 1 / measured the one of 4.
     assert "\n distsim 100.0% mean, 100.0% worst nobody, m\n 40% MFU 133.3% mean," in text
     assert "\n no tables 300.0% mean," in text
+    group, taken = accuracy.recommendations().splitlines()
+    assert group.split()[:3] == ["group", "rows", "regret"] and "100.0%" in taken
+    assert Accuracy([], []).recommendations().startswith("no two rows")
     assert "90 % intervals: 66.7% of 3 rows lie within; the median half width is 20.0%" in text
     assert "peak of memory: 1 row, 10.0% mean" in text
     assert (

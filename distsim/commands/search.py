@@ -1,4 +1,4 @@
-"""The command ``distsim search``: the best plans of a model on a cluster, or on several sizes of it."""
+"""The command ``distsim search``: the best plans of a model on a cluster, or on several side by side."""
 
 from __future__ import annotations
 
@@ -6,38 +6,44 @@ import argparse
 import csv
 import io
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distsim.commands.attempt import OUT_OF_MEMORY
-from distsim.commands.cluster import add_settings
+from distsim.commands.cluster import SizedCluster, add_settings, sized_clusters
 from distsim.commands.model import Choices, add_model_options
 from distsim.commands.plans import ModelOfPlans
 from distsim.errors import PlanError
-from distsim.hardware import load_cluster
-from distsim.ir import Topology
 from distsim.plan import Plan
 from distsim.report.output import check_target, replacing
 from distsim.search.evaluation import SearchProblem
+from distsim.search.goodput import FAILURES, RESTART, STORAGE, Reliability
 from distsim.search.results import SearchResult
 from distsim.search.run import SearchRun, progress_lines
-from distsim.search.sizes import Training, sizes_table
+from distsim.search.sizes import ClusterComparison
 from distsim.search.space import PlanSpace, parse_sets
 from distsim.search.text import describe
+from distsim.search.training import OBJECTIVES, PUE, DeviceRates, Training
+from distsim.search.workers import RemoteWorkers, dask_workers
 from distsim.streams import complain, say
-
-OBJECTIVES = {"time": "time", "memory": "memory", "cost": "time"}
-"""What may be asked for, and by what plans of one size are ranked: on so many devices cost is time."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_model_options(parser)
     parser.add_argument(
-        "--cluster", required=True, help="a preset such as dgx-a100 or dgx-h100:4, or a .toml"
+        "--cluster",
+        required=True,
+        action="append",
+        metavar="NAME,...",
+        help="a preset such as dgx-a100 or dgx-h100:4, or a .toml; several, between commas or by several "
+        "--cluster, are searched one after the other and compared",
     )
     add_settings(parser)
     parser.add_argument(
@@ -53,31 +59,76 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=[*OBJECTIVES],
         default="time",
-        help="time of a step (default), memory of the fullest device, or with --gpus cost of the tokens",
+        help="time of a step (default) or memory of the fullest device; of clusters also cost, tokens per "
+        "dollar and energy, by which plans of one cluster rank as by time",
     )
+    _add_ways_to_run(parser)
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all plans as a table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
+    parser.add_argument(
+        "--gpus", metavar="N,N,...", help="sizes to compare, in place of the counts of the clusters"
+    )
+    _add_training_options(parser)
+
+
+def _add_ways_to_run(parser: argparse.ArgumentParser) -> None:
     cores = os.cpu_count() or 1
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help=f"processes (default 1; {cores} cores here)"
     )
     parser.add_argument(
+        "--dask",
+        metavar="ADDRESS",
+        help="the scheduler of a Dask cluster that tries the plans instead, as tcp://host:8786",
+    )
+    parser.add_argument(
         "--journal", type=Path, metavar="FILE", help="append what is found as it comes, a line of JSON a plan"
     )
     parser.add_argument("--resume", action="store_true", help="go on with the --journal of a search")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all plans as a table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
-    parser.add_argument(
-        "--gpus",
-        metavar="N,N,...",
-        help="sizes of the cluster to compare, in place of the count of --cluster",
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of what a whole training takes."""
+    group = parser.add_argument_group("what a training takes")
+    group.add_argument(
+        "--tokens", type=float, metavar="N", help="tokens to train on, as 1e12: days, cost and energy"
     )
-    parser.add_argument(
-        "--tokens", type=float, metavar="N", help="tokens to train on, as 1e12: hours and cost"
+    group.add_argument(
+        "--price",
+        metavar="DOLLARS,...",
+        help="of a GPU for an hour: one for all clusters, or one for each --cluster in their order (default: "
+        "what the preset has, dated: `distsim clusters NAME`)",
     )
-    parser.add_argument("--price", type=float, metavar="DOLLARS", help="of a GPU for an hour, with --tokens")
+    group.add_argument(
+        "--pue", type=float, default=PUE, metavar="X", help=f"what the building draws more (default {PUE:g})"
+    )
+    group.add_argument(
+        "--failures",
+        type=float,
+        default=FAILURES,
+        metavar="RATE",
+        help=f"of a GPU-hour, each of which restarts the training (default {FAILURES:.3g}: Llama 3; 0: none)",
+    )
+    group.add_argument(
+        "--storage",
+        type=float,
+        default=STORAGE / 1e9,
+        metavar="GB/S",
+        help=f"that a GPU writes of a checkpoint (default {STORAGE / 1e9:.3g}: Llama 3)",
+    )
+    group.add_argument(
+        "--restart",
+        type=float,
+        default=RESTART / 60,
+        metavar="MINUTES",
+        help=f"from a failure to the next step (default {RESTART / 60:g}: MegaScale)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Search, print what was found, and write what is asked for."""
+    names = [name.strip() for text in options.cluster for name in text.split(",")]
+    prices = _prices(options.price, names)
     _check(options)
     sets = parse_sets(options.plan)
     choices = Choices.of(options)
@@ -86,27 +137,84 @@ def run(options: argparse.Namespace) -> int:
     # Where it reads a model it says so once for each that plans divide in another way.
     given = argparse.Namespace(**{name: own for name, own in vars(options).items() if name != "run"})
     model = ModelOfPlans(given, choices)
-    found: dict[str, SearchResult] = {}
-    for size in _sizes(options):
-        search = _SizedSearch(options, choices, model, size)
+    clusters = sized_clusters(list(dict.fromkeys(names)), options.gpus, options.set)
+    rates = {each.shown: DeviceRates.of(each.figures, prices[each.place]) for each in clusters}
+    objective = OBJECTIVES[options.objective]
+    for name, own in rates.items():
+        objective.check(name, own)
+    with _workers(options) as workers:
+        found = dict(_searches(_ModelSearch(options, choices, model, workers), clusters, sets))
+    reliability = Reliability(options.failures, options.storage * 1e9, options.restart * 60)
+    training = Training(options.tokens, options.pue, reliability)
+    comparison = ClusterComparison(found, rates, training, objective)
+    asked = options.tokens or options.price or options.objective not in ("time", "memory")
+    if len(found) > 1 or asked:
+        say(str(comparison))
+    _write(options, comparison)
+    return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
+
+
+@contextmanager
+def _workers(options: argparse.Namespace) -> Generator[int | RemoteWorkers]:
+    """Give who tries the plans."""
+    if options.dask is None:
+        yield options.workers
+        return
+    remote = dask_workers(options.dask)
+    try:
+        yield remote
+    finally:
+        remote.close()
+
+
+def _searches(
+    search: _ModelSearch, clusters: Sequence[SizedCluster], sets: dict[str, tuple[str, ...]]
+) -> Iterator[tuple[str, SearchResult]]:
+    """Yield the clusters that have plans with what was found on each, and say it."""
+    any_has = False
+    model, alone = search.options.model, len(clusters) == 1
+    for cluster in clusters:
         try:
-            found[size.name] = result = search.run(sets)
-        except PlanError as error:  # other sizes may have plans
-            if size.alone:
+            result = search.run(cluster, alone, sets)
+        except PlanError as error:  # other clusters may have plans
+            if alone:
                 raise
-            say(f"{options.model} on {size.name}: {error}\n")
+            say(f"{model} on {cluster.shown}: {error}\n")
             continue
-        stack = f"; assumed: {', '.join(choices.assumed)}" if choices.assumed else ""
-        say(f"{options.model} on {size.name}, batch {result.step.samples}{stack}\n")
+        any_has = True
+        assumed = search.choices.assumed
+        stack = f"; assumed: {', '.join(assumed)}" if assumed else ""
+        say(f"{model} on {cluster.shown}, batch {result.step.samples}{stack}\n")
         say(describe(result))
         say("")
-    if not found:
-        raise PlanError(f"--gpus {options.gpus}: none of these sizes has a plan")
-    training = Training(options.tokens, options.price)
-    if len(found) > 1 or options.tokens is not None:
-        say("\n".join(sizes_table(found, training, options.objective == "cost")))
-    _write(options, found, training)
-    return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
+        yield cluster.shown, result
+    if not any_has:
+        raise PlanError(f"none of {', '.join(each.shown for each in clusters)} has a plan")
+
+
+def _prices(text: str | None, names: Sequence[str]) -> list[float | None]:
+    """Return the price of each cluster, None for those of which it is not given."""
+    distinct = len(dict.fromkeys(names))
+    if text is None:
+        return [None] * distinct
+    given: list[float | None] = []
+    for part in text.split(","):
+        try:
+            given.append(float(part))
+        except ValueError:
+            raise PlanError(f"--price {part!r:.40}: a number of dollars, as 2.5") from None
+    for price in given:
+        _check_positive("price", price)
+    if len(given) not in (1, distinct):
+        raise PlanError(
+            f"--price {text:.60}: {len(given)} prices for {distinct} clusters; give one for all, or one each"
+        )
+    return given * distinct if len(given) == 1 else given
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise PlanError(f"--{name} {value:g}: a number more than 0")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -115,15 +223,15 @@ def _check(options: argparse.Namespace) -> None:
         given = getattr(options, name)
         if given is not None and given < 1:
             raise PlanError(f"--{name.replace('_', '-')} {given}: at least 1")
-    for name in ("tokens", "price"):
+    for name in ("tokens", "storage"):
+        _check_positive(name, getattr(options, name))
+    for name, least in (("pue", 1.0), ("failures", 0.0), ("restart", 0.0)):
         given = getattr(options, name)
-        if given is not None and not 0 < given < float("inf"):
-            raise PlanError(f"--{name} {given:g}: a number more than 0")
-    if options.price is not None and options.tokens is None:
-        raise PlanError("--price is of the hours that --tokens take: give --tokens, as 1e12")
-    if options.objective == "cost" and (options.tokens is None or options.gpus is None):
+        if not least <= given < math.inf:
+            raise PlanError(f"--{name} {given:g}: a number of {least:g} or more")
+    if options.dask is not None and options.workers != 1:
         raise PlanError(
-            "--objective cost compares sizes by what tokens cost: give --gpus 8,16 and --tokens 1e12"
+            "--workers are processes of this machine, --dask those of a cluster: give one of them"
         )
     if options.resume and options.journal is None:
         raise PlanError("--resume goes on with a --journal: name its file")
@@ -132,63 +240,30 @@ def _check(options: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class _Size:
-    """A cluster under the name that it is loaded by."""
-
-    name: str
-    topology: Topology
-    alone: bool
-
-
-def _sizes(options: argparse.Namespace) -> list[_Size]:
-    """Return the clusters to search on: the one that is named, or those of the sizes of ``--gpus``."""
-    if options.gpus is None:
-        return [_Size(options.cluster, load_cluster(options.cluster, options.set), True)]
-    base, colon, nodes = options.cluster.rpartition(":")
-    name = base if colon and nodes.isdigit() else options.cluster
-    node = len(load_cluster(name, options.set).devices)
-    found: list[_Size] = []
-    for text in dict.fromkeys(part.strip() for part in options.gpus.split(",")):
-        if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**20):
-            raise PlanError(f"--gpus {options.gpus!r:.60} is not numbers of GPUs between commas, as 8,16,32")
-        count = int(text)
-        if count > node and count % node:
-            raise PlanError(
-                f"--gpus {count}: a node of {name} has {node}; take a multiple, or fewer than {node}"
-            )
-        sizes = [f"devices_per_node={count}"] if count < node else []
-        whole = name if count <= node else f"{name}:{count // node}"
-        shown = f"{whole} ({count} GPUs)"
-        found.append(
-            _Size(shown, load_cluster(whole, [*options.set, *sizes]), len(options.gpus.split(",")) == 1)
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class _SizedSearch:
-    """The search on one cluster."""
+class _ModelSearch:
+    """The search that a command line asks for."""
 
     options: argparse.Namespace
     choices: Choices
     model: ModelOfPlans
-    size: _Size
+    workers: int | RemoteWorkers
 
-    def run(self, sets: dict[str, tuple[str, ...]]) -> SearchResult:
-        options, topology = self.options, self.size.topology
+    def run(self, cluster: SizedCluster, alone: bool, sets: dict[str, tuple[str, ...]]) -> SearchResult:
+        """Return what is found on a cluster, which may be ``alone``."""
+        options, topology = self.options, cluster.topology
         space = PlanSpace.of(self.model(Plan()), topology, sets, options.max_tp, self._complete(sets))
-        complain(f"{len(space.plans)} plans on {self.size.name}")
-        problem = SearchProblem(
-            self.model, topology, self.choices.kernels, OBJECTIVES[options.objective], options.top
-        )
+        complain(f"{len(space.plans)} plans on {cluster.shown}")
+        objective = OBJECTIVES[options.objective].plan
+        problem = SearchProblem(self.model, topology, self.choices.kernels, objective, options.top)
         return SearchRun(
             problem,
             space.plans,
-            options.workers,
-            self._journal(len(topology.devices)),
+            self.workers,
+            _journal(options.journal, cluster, alone),
             options.resume,
-            f"{options.model} on {self.size.name}",
+            f"{options.model} on {cluster.shown}",
             progress_lines(complain),
+            complain,
         ).run()
 
     def _complete(self, sets: dict[str, tuple[str, ...]]) -> Callable[[Plan], Plan]:
@@ -197,27 +272,29 @@ class _SizedSearch:
 
         return complete
 
-    def _journal(self, devices: int) -> Path | None:
-        """Return the journal of this size: each of several has its own."""
-        path: Path | None = self.options.journal
-        if path is None or self.size.alone:
-            return path
-        return path.with_name(f"{path.stem}-{devices}{path.suffix}")
+
+def _journal(path: Path | None, cluster: SizedCluster, alone: bool) -> Path | None:
+    """Return the journal of a cluster: each of several has its own."""
+    if path is None or alone:
+        return path
+    name = re.sub(r"\W+", "-", cluster.shown).strip("-")
+    return path.with_name(f"{path.stem}-{name}{path.suffix}")
 
 
-def _write(options: argparse.Namespace, found: dict[str, SearchResult], training: Training) -> None:
+def _write(options: argparse.Namespace, comparison: ClusterComparison) -> None:
+    found = comparison.results
     if options.csv:
         rows = [{"cluster": name, **row} for name, result in found.items() for row in result.rows()]
         with replacing(options.csv) as file:
             file.write(_csv(rows))
         say(f"table: {options.csv}")
     if options.json:
-        sizes = [
-            {"cluster": name, **result.to_dict(), **training.to_dict(result)}
-            for name, result in found.items()
+        searches = [
+            {"cluster": name, **found[name].to_dict(), **(estimate.to_dict() if estimate else {})}
+            for name, estimate in comparison.estimates.items()
         ]
         with replacing(options.json) as file:
-            file.write(json.dumps({"model": options.model, "searches": sizes}, indent=1).encode())
+            file.write(json.dumps({"model": options.model, "searches": searches}, indent=1).encode())
         say(f"results: {options.json}")
 
 

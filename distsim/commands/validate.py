@@ -43,6 +43,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"write the predictions ({','.join(COLUMNS)}): a line when a row is done, and at last "
         "all in the order of the rows",
     )
+    parser.add_argument(
+        "--regret",
+        action="store_true",
+        help="of each group of rows of one source, model, cluster and batch, name the layout predicted "
+        "to be fastest, and by how much it is slower than the one that was measured to be",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured seconds")
     cores = os.cpu_count() or 1
     parser.add_argument(
@@ -69,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
     outcomes = _outcomes(rows, options)
     accuracy = Accuracy(rows, outcomes)
     say(accuracy)
+    if options.regret:
+        say(f"\n{accuracy.recommendations()}")
     done = [outcome.took for outcome in outcomes if outcome.predicted]
     if done:
         say(

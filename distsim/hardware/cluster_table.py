@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from distsim.errors import TopologyError
-from distsim.hardware.units import BYTES, FLOPS, NUMBER, POWER, RATE, SECONDS, SHARE, Units
+from distsim.hardware.units import BYTES, FLOPS, NUMBER, POWER, PRICE, RATE, SECONDS, SHARE, Units
 from distsim.ir.kernel_rates import ATTENTION_KERNELS, KINDS_OF_WORK, WAYS_TO_LAUNCH
 
 MAX_DEVICES = 1 << 20
@@ -68,6 +68,8 @@ class DeviceTable(_Strict, frozen=True):
     slowdown: Amount | None = None
     power: Amount | None = None
     power_limit: Amount | None = None
+    host_power: Amount | None = None
+    price: Amount | None = None
     peaks: dict[str, Amount] = {}
     kernels: dict[str, Amount] = {}
     launches: dict[str, Amount] = {}
@@ -129,6 +131,8 @@ DEVICE_UNITS: dict[str, Units] = {
     "slowdown": NUMBER,
     "power": POWER,
     "power_limit": POWER,
+    "host_power": POWER,
+    "price": PRICE,
 }
 """The figures of a device, in the order in which they are shown, and their units."""
 

@@ -339,6 +339,9 @@ def _taken_over(raw: Raw, base: str) -> Raw:
             name: {**figure, "source": f"of {base}: {figure['source']}"} if "source" in figure else figure
             for name, figure in device.get(table, {}).items()
         }
+    host = device.get("host_power", {})
+    if "source" in host:
+        device["host_power"] = {**host, "source": f"of {base}: {host['source']}"}
     return {**raw, "device": device}
 
 

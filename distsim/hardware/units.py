@@ -24,14 +24,18 @@ BYTES: Units = {
 }
 SECONDS: Units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 POWER: Units = {"W": 1.0, "kW": 1e3}
+PRICE: Units = {"$/h": 1.0}
 SHARE: Units = {"1": 1.0, "%": 0.01}
 NUMBER: Units = {"1": 1.0}
+
+HOUR = 3600.0
+"""Seconds."""
 
 _ALIASES = {
     **{f"{prefix}FLOPS": f"{prefix}FLOP/s" for prefix in ("", "G", "T", "P")},
     **{f"{prefix}FLOPs": f"{prefix}FLOP/s" for prefix in ("", "G", "T", "P")},
     **{f"{prefix}bps": f"{prefix}bit/s" for prefix in "MGT"},
-    **{"\u00b5s": "us", "\u03bcs": "us", "KB": "kB", "": "1"},
+    **{"USD/h": "$/h", "\u00b5s": "us", "\u03bcs": "us", "KB": "kB", "": "1"},
 }
 """Other spellings of units that can mean nothing else; GBps and Gb/s are not among them: people mean both."""
 
@@ -75,5 +79,6 @@ def unit_named(unit: str, units: Units, what: str, value: str = "1") -> str:
 def _example(units: Units) -> str:
     if "1" in units:
         return "0.9 or 90 %" if "%" in units else "2"
-    written = {"FLOP/s": "312 TFLOP/s", "B/s": "25 GB/s", "B": "80 GiB", "s": "5 us", "W": "700 W"}
+    written = {"FLOP/s": "312 TFLOP/s", "B/s": "25 GB/s", "B": "80 GiB", "s": "5 us"}
+    written |= {"W": "700 W", "$/h": "2.5 $/h"}
     return written[next(iter(units))]

@@ -6,6 +6,7 @@ from distsim.search.run import SearchRun, search
 from distsim.search.space import PlanSpace, parse_sets
 from distsim.search.text import describe
 from distsim.search.trial import PlanTrial
+from distsim.search.workers import RemoteWorkers, dask_workers
 
 __all__ = [
     "PlanSpace",
@@ -13,8 +14,10 @@ __all__ = [
     "PlanTrials",
     "Remedies",
     "Remedy",
+    "RemoteWorkers",
     "SearchResult",
     "SearchRun",
+    "dask_workers",
     "describe",
     "parse_sets",
     "remedies",

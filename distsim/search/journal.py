@@ -10,18 +10,21 @@ import hashlib
 import json
 import os
 import time
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from distsim.errors import SimulationError
 from distsim.ir import Function, Topology, pformat
-from distsim.report.output import check_target
+from distsim.report.output import check_target, replacing
 from distsim.search.layer_work import LayerWork
 from distsim.search.trial import PlanTrial
 from distsim.transforms.kernels.policies import Kernels
 
-_FORMAT = 1
+_FORMAT = 2
+_CHECK = "crc"
 _SYNC_SECONDS = 2.0
 _NAMES = {field.name for field in fields(PlanTrial)}
 
@@ -36,23 +39,21 @@ class TrialJournal:
 
     def begin(self) -> None:
         """Write the first line of a new file, in the place of one that there is."""
-        check_target(self.path)
         line = json.dumps({"format": _FORMAT, "subject": self.subject, "digest": self.digest})
-        self.path.write_text(f"{line}\n", encoding="utf-8")
+        with replacing(self.path) as file:  # there is no moment at which it is there without its first line
+            file.write(f"{line}\n".encode())
 
-    def read(self) -> dict[str, PlanTrial]:
-        """Return the trials in the file by the text of their plan; a last line that is damaged is cut off.
+    def read(self) -> JournalContent:
+        """Return what is in the file; what follows its last whole line is cut off.
 
-        Raises :class:`SimulationError` for a file that is no journal, or one of another search.
+        A line that is damaged, or was changed, counts for nothing. Raises :class:`SimulationError` for a
+        file that is no journal, or one of another search, and leaves it as it is.
         """
         check_target(self.path)
         if not self.path.exists():
             raise SimulationError(f"{self.path}: there is no journal to resume; leave --resume out")
         *lines, rest = self.path.read_bytes().split(b"\n")
-        if rest:
-            os.truncate(self.path, self.path.stat().st_size - len(rest))
-        records = [_record(line) for line in lines]
-        head = records[0] if records else None
+        head = _record(lines[0]) if lines else None
         if head is None or "digest" not in head or head.get("format") != _FORMAT:
             raise SimulationError(f"{self.path} is no journal of a search; name another file")
         if head["digest"] != self.digest:
@@ -60,24 +61,41 @@ class TrialJournal:
                 f"{self.path} is the journal of another search: {head.get('subject', 'unknown')}, not "
                 f"{self.subject} as it is now; name another file, or leave --resume out to write it anew"
             )
+        if rest:
+            os.truncate(self.path, self.path.stat().st_size - len(rest))
         # A line that was torn in the middle, by a machine that went down, is one plan that is tried again.
-        trials = [_trial(own) for own in records[1:] if own and own.keys() <= _NAMES and "text" in own]
-        return {trial.text: trial for trial in trials}
+        trials = [trial for line in lines[1:] if (trial := _trial(line)) is not None]
+        return JournalContent(
+            {trial.text: trial for trial in trials}, len(lines) - 1 - len(trials) + bool(rest)
+        )
 
 
-def _trial(record: dict[str, Any]) -> PlanTrial:
-    fields_of_one: dict[str, Any] = dict(record)
-    if record.get("layers") is not None:
-        fields_of_one["layers"] = LayerWork(*record["layers"])
-    return PlanTrial(**fields_of_one)
+class JournalContent(NamedTuple):
+    """The trials of a journal by the text of their plan, and how many of its lines are damaged."""
+
+    trials: dict[str, PlanTrial]
+    damaged: int
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast(dict[str, Any], found) if isinstance(found, dict) else None
+
+
+def _trial(line: bytes) -> PlanTrial | None:
+    """Return the trial of a line; None for one that is not as it was written."""
+    own = _record(line) or {}
+    if own.pop(_CHECK, None) != _checksum(own) or not own.keys() <= _NAMES or "text" not in own:
+        return None
+    layers = own.pop("layers", None)
+    return PlanTrial(**own, layers=None if layers is None else LayerWork(*layers))
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(record).encode())
 
 
 class JournalWriter:
@@ -89,7 +107,9 @@ class JournalWriter:
 
     def append(self, trial: PlanTrial) -> None:
         """Write a trial; now and then wait until what was written is on the disk."""
-        os.write(self._file, f"{json.dumps(trial.to_dict())}\n".encode())
+        record = trial.to_dict()
+        line = json.dumps({**record, _CHECK: _checksum(record)})
+        os.write(self._file, f"{line}\n".encode())
         if time.monotonic() - self._synced > _SYNC_SECONDS:
             os.fsync(self._file)
             self._synced = time.monotonic()

@@ -19,7 +19,8 @@ class SearchedStep:
     """What all plans of a search do: a training step of so many samples, of ``sequence`` tokens (0: of none).
 
     ``flops`` are the model's own (:func:`distsim.interpret.count_model_flops`), ``peak`` the FLOP/s of a
-    device in the type of most of them; 0 where there are none.
+    device in the type of most of them; 0 where there are none. ``state_bytes`` are those of parameters and
+    optimizer state, of which a checkpoint has one copy.
     """
 
     name: str
@@ -27,6 +28,7 @@ class SearchedStep:
     sequence: int
     flops: float
     peak: float
+    state_bytes: int
     topology: Topology = field(repr=False)
 
     @property

@@ -2,8 +2,8 @@
 
 Plans that share a division are a unit, which one process tries in order. The most promising plan of each
 comes first: it tells how fast the others of its unit can be, and how fast they have to be. Units are tried in
-rounds of about :data:`ROUND` plans, each of which starts from what the rounds before found: so what is tried,
-and what comes out, is the same whatever the number of processes, and after being resumed.
+rounds of :data:`ROUND` plans and more, each of which starts from what the rounds before found: so what is
+tried, and what comes out, is the same whatever the number of processes, and after being resumed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from distsim.errors import DistsimError, PlanError
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
+from distsim.search.bounds import PlanBounds
 from distsim.search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
 from distsim.search.journal import TrialJournal, digest_of
 from distsim.search.results import SearchedStep, SearchResult
 from distsim.search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.search.trial import PlanTrial
-from distsim.search.workers import PlanUnit, Workers
+from distsim.search.workers import PlanUnit, RemoteWorkers, workers_for
+from distsim.simulate.explain.text import count
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
 ROUND = 24
-"""Plans of a round."""
+"""Plans of a round, the fewest: a quarter of those tried before it, so that there is work for many."""
 
 RECOMPUTED = 1.3
 """How much longer a plan that recomputes all is taken to be, as which it is put in order: of no effect on
@@ -58,14 +60,15 @@ def search(
     kernels: Kernels = KERNELS["eager"],
     objective: str = "time",
     top: int = 10,
-    workers: int = 1,
+    workers: int | RemoteWorkers = 1,
 ) -> SearchResult:
     """Return the best plans of a training step on all devices of a topology.
 
     ``plans`` are sets of values for fields of a plan, as ``"tp=1|2|4,remat=*"``, what is left open being
     sensible (:mod:`distsim.search.space`), or the plans themselves. ``objective`` is one of ``OBJECTIVES``;
     ``top`` how many of the best are wanted: what is proven to be worse is not tried. For a function that
-    depends on the plan, give what returns it, the same one for plans that divide the same.
+    depends on the plan, give what returns it, the same one for plans that divide the same. ``workers``:
+    how many processes, or those behind an executor, as ``dask_workers("tcp://host:8786")``.
 
     >>> from distsim.hardware import load_cluster
     >>> from distsim.models import mlp
@@ -95,19 +98,20 @@ class FixedModel:
 
 @dataclass(frozen=True, eq=False)
 class SearchRun:
-    """A search: a problem, the plans, so many processes, and a journal, if there is one, to go on with.
+    """A search: a problem, the plans, who tries them, and a journal, if there is one, to go on with.
 
-    ``subject`` is what people call it; ``watch`` is told how far it is. Raises :class:`PlanError` for no
-    plans, an unknown objective, and fewer than one plan that is wanted.
+    ``subject`` is what people call it; ``watch`` is told how far it is, ``notice`` with what it goes on.
+    Raises :class:`PlanError` for no plans, an unknown objective, and fewer than one plan that is wanted.
     """
 
     problem: SearchProblem
     plans: tuple[Plan, ...]
-    workers: int = 1
+    workers: int | RemoteWorkers = 1
     journal: Path | None = None
     resume: bool = False
     subject: str = "a training step"
     watch: Callable[[Stand], None] | None = None
+    notice: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         if self.problem.objective not in OBJECTIVES:
@@ -128,13 +132,14 @@ class SearchRun:
         }
         standing = Standing()
         start, tried = time.monotonic(), 0
-        workers = Workers(self.problem, self.workers, self.journal, evaluator)
+        workers = workers_for(self.problem, self.workers, self.journal, evaluator)
         try:
             for most in (1, len(self.plans)):
                 left = [plan for plan in self.plans if str(plan) not in found]
                 units = [_unit(own[:most], known) for own in _divisions(left, evaluator, standing)]
                 while units:
-                    chosen, units = _round(units, evaluator, standing, found)
+                    size = max(ROUND, tried // 4)
+                    chosen, units = _round(units, size, evaluator, standing, found)
                     for _, trials in workers.run(chosen, standing):
                         found.update({trial.text: trial for trial in trials})
                         tried += sum(not trial.discarded for trial in trials)
@@ -171,7 +176,11 @@ class SearchRun:
         digest = digest_of(problem.model(Plan()), problem.topology, problem.kernels)
         journal = TrialJournal(self.journal, self.subject, digest)
         if self.resume:
-            return journal.read()
+            content = journal.read()
+            if self.notice is not None:
+                damaged = f", {count(content.damaged, 'damaged line')} left out" if content.damaged else ""
+                self.notice(f"{count(len(content.trials), 'plan')} known from {self.journal}{damaged}")
+            return content.trials
         journal.begin()
         return {}
 
@@ -188,7 +197,10 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     dtype = matrix_type(all_ops(function))
     peak = 0.0 if dtype is None else max(device.peak(dtype) for device in problem.topology.devices)
     flops = count_model_flops(function)
-    return SearchedStep(function.name, traits.batch, traits.sequence, flops, peak, problem.topology)
+    parameters, state, _ = PlanBounds(function, problem.topology).held
+    return SearchedStep(
+        function.name, traits.batch, traits.sequence, flops, peak, parameters + state, problem.topology
+    )
 
 
 def _unit(plans: Sequence[Plan], known: Mapping[str, PlanTrial]) -> PlanUnit:
@@ -229,13 +241,17 @@ def _guess(plan: Plan, evaluator: PlanEvaluator, standing: Standing) -> tuple[fl
 
 
 def _round(
-    units: list[PlanUnit], evaluator: PlanEvaluator, standing: Standing, found: dict[str, PlanTrial]
+    units: list[PlanUnit],
+    size: int,
+    evaluator: PlanEvaluator,
+    standing: Standing,
+    found: dict[str, PlanTrial],
 ) -> tuple[list[PlanUnit], list[PlanUnit]]:
-    """Return the units of a round, and those that are left; plans that are discarded already are done."""
+    """Return units of ``size`` plans, and those that are left; plans that are discarded already are done."""
     chosen: list[PlanUnit] = []
-    count = 0
+    plans_chosen = 0
     for place, unit in enumerate(units):
-        if count >= ROUND:
+        if plans_chosen >= size:
             return chosen, units[place:]
         plans: list[Plan] = []
         for plan in unit.plans:
@@ -246,7 +262,7 @@ def _round(
                 plans.append(plan)
         if plans:
             chosen.append(replace(unit, plans=tuple(plans)))
-            count += len(plans)
+            plans_chosen += len(plans)
     return chosen, []
 
 

@@ -9,7 +9,7 @@ What a plan leaves open has a set of sensible values:
 ``dp``               the devices that these leave
 ``ep``               divisors of the experts, up to the ranks that can hold them; 1 without experts
 microbatches         of 1, 2, 4, ... samples, up to 32,768 tokens a rank; with a pipeline, ``pp`` or more
-``zero``             0, 1, and without a pipeline 3 (with one, each microbatch gathers anew)
+``zero``             0, 1, and without a pipeline 2 and 3 (with one, each microbatch gathers anew)
 ``sp``               on where ``tp`` > 1 divides sequences of tokens
 ``remat``            none, full; attention too, unless it is one kernel, which saves nothing to compute again
 ``schedule``         1f1b; interleaved with 2 or 4 chunks, as far as there are layers
@@ -50,6 +50,7 @@ _NAMED: Mapping[str, Sequence[str]] = {
     "sp": SWITCH,
     "overlap_grads": SWITCH,
     "overlap_params": SWITCH,
+    "tp_overlap": SWITCH,
     "reshard": RESHARD,
     "remat": ("none", "attention", "matmuls", "full", "full_early", "min_cut"),
     "stages": ("even", "default", "layers"),
@@ -226,7 +227,7 @@ class PlanSpace:
         yield [(("microbatches", count),) for count in self._microbatches(dp, cp, pp)]
         yield [(("ep", ep),) for ep in self._values("ep") if (dp * cp * tp) % ep == 0]
         alone = {"zero": dp * cp == 1, "sp": tp == 1, "cp_kind": cp == 1, "chunks": pp == 1}
-        zero = [z for z in self._values("zero") if z < 3 or pp == 1 or "zero" in self.sets]
+        zero = [z for z in self._values("zero") if z < 2 or pp == 1 or "zero" in self.sets]
         yield [()] if alone["zero"] else [(("zero", value),) for value in zero]
         parts = tp * (2 * cp if cp > 1 else 1)
         divides = self.traits.sequence and self.traits.sequence % parts == 0
@@ -291,6 +292,8 @@ class PlanSpace:
         """Return what ``*`` stands for."""
         if name in ("dp", "tp", "cp", "pp"):
             return [str(degree) for degree in divisors(self.devices)]
+        if name in ("etp", "zero_ranks"):
+            return ["0", *(str(degree) for degree in divisors(self.devices))]
         if name == "ep":
             return [str(degree) for degree in divisors(self.traits.experts or 1)]
         if name in ("microbatches", SIZE):
@@ -312,7 +315,7 @@ class PlanSpace:
         if name == "ep":
             return divisors(traits.experts) if traits.experts else [1]
         sensible: Mapping[str, Sequence[Any]] = {
-            "zero": (0, 1, 3),
+            "zero": (0, 1, 2, 3),
             "sp": ("on",),
             "schedule": ("1f1b", "interleaved"),
             "remat": ("none", "full") if traits.fused else ("none", "attention", "full"),

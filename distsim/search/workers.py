@@ -1,14 +1,23 @@
-"""Who tries units of plans: this process, or several of their own; what comes out does not depend on it."""
+"""Who tries units of plans: this process, several of their own, or those of a Dask cluster.
+
+What comes out does not depend on it: each unit starts from the same standing, whoever tries it.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import signal
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
 
 from distsim.errors import SimulationError
 from distsim.plan import Plan
@@ -25,31 +34,92 @@ class PlanUnit:
     known: Mapping[str, PlanTrial]
 
 
-class Workers:
-    """Tries units of a problem in so many processes; what is tried is appended to a journal.
+def _nothing() -> None:
+    """Close nothing."""
 
-    One is this process. Units go to the process that is free; each starts from the same standing, so that
-    what comes out is the same whoever tries it.
+
+@dataclass(frozen=True, eq=False)
+class RemoteWorkers:
+    """Workers behind an executor of :mod:`concurrent.futures`, each with a distsim of its own.
+
+    ``share`` hands bytes on to all of them, and returns what stands for these in a call; ``died`` is what a
+    call raises whose worker died more often than the executor forgives.
     """
 
-    def __init__(
-        self, problem: SearchProblem, count: int, journal: Path | None, evaluator: PlanEvaluator
-    ) -> None:
-        if count < 1:
-            raise SimulationError(f"{count} workers: a search takes at least one process")
-        self._problem, self._journal = problem, journal
-        self._local = _UnitRunner(evaluator, journal) if count == 1 else None
-        # Processes of their own from the start: one that is forked has the locks of threads that it lacks.
-        self._before = set(multiprocessing.active_children())
-        self._context = multiprocessing.get_context("spawn")
-        self._pools = [] if count == 1 else [self._pool() for _ in range(count)]
+    executor: Executor
+    share: Callable[[bytes], Any] = bytes
+    died: tuple[type[BaseException], ...] = (BrokenExecutor,)
+    close: Callable[[], None] = _nothing
+
+
+class Workers(Protocol):
+    """Tries units of a problem; what is tried is appended to a journal."""
 
     def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
         """Yield the place of each unit with what became of its plans, as they come."""
-        if self._local is not None:
-            for place, unit in enumerate(units):
-                yield place, self._local.run(unit, standing.copy())
-            return
+        ...
+
+    def close(self) -> None:
+        """Let the workers go; what is under way is not waited for."""
+        ...
+
+
+def workers_for(
+    problem: SearchProblem, given: int | RemoteWorkers, journal: Path | None, evaluator: PlanEvaluator
+) -> Workers:
+    """Return so many processes as workers, one being this one, or those behind an executor."""
+    if isinstance(given, RemoteWorkers):
+        return _RemoteUnits(problem, given, journal)
+    if given < 1:
+        raise SimulationError(f"{given} workers: a search takes at least one process")
+    return _UnitRunner(evaluator, journal) if given == 1 else _Processes(problem, given, journal)
+
+
+class _UnitRunner:
+    """Tries units in this process."""
+
+    def __init__(self, evaluator: PlanEvaluator, journal: Path | None) -> None:
+        self.evaluator = evaluator
+        self.writer = None if journal is None else JournalWriter(journal)
+
+    def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
+        for place, unit in enumerate(units):
+            yield place, self.trials(unit, standing.copy())
+
+    def trials(self, unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
+        """Return what becomes of the plans of a unit."""
+        found: list[PlanTrial] = []
+        for trial in self.evaluator.trials(unit.plans, standing, unit.known):
+            found.append(trial)
+            if self.writer is not None:
+                _append(self.writer, trial, unit)
+        return found
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _append(writer: JournalWriter, trial: PlanTrial, unit: PlanUnit) -> None:
+    """Write a trial, but one that was discarded, or is in the journal."""
+    if not trial.discarded and trial.text not in unit.known:
+        writer.append(trial)
+
+
+# --- processes of one's own ---------------------------------------------------------------------------
+
+
+class _Processes:
+    """Tries units in processes, each in the one that is free; each writes to the journal what it tried."""
+
+    def __init__(self, problem: SearchProblem, count: int, journal: Path | None) -> None:
+        self._problem, self._journal = problem, journal
+        # Processes of their own from the start: one that is forked has the locks of threads that it lacks.
+        self._before = set(multiprocessing.active_children())
+        self._context = multiprocessing.get_context("spawn")
+        self._pools = [self._pool() for _ in range(count)]
+
+    def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
         waiting = list(reversed(range(len(units))))
         free = list(range(len(self._pools)))
         under_way: dict[Future[list[PlanTrial]], tuple[int, int]] = {}
@@ -64,51 +134,28 @@ class Workers:
                 try:
                     yield place, future.result()
                 except BrokenProcessPool:
-                    self._replace(worker, units[place], place in died)
+                    self._pools[worker].shutdown(wait=False)
+                    if place in died:
+                        raise _died(units[place], "twice") from None
+                    self._pools[worker] = self._pool()
                     died.add(place)
                     waiting.append(place)
-
-    def _replace(self, worker: int, unit: PlanUnit, again: bool) -> None:
-        """Put a new process in the place of one that died; its unit is tried once more, and no more."""
-        self._pools[worker].shutdown(wait=False)
-        if again:
-            raise SimulationError(
-                f"a process died twice at plans like {unit.plans[0]}, perhaps for want of memory; use fewer "
-                "--workers, or leave such plans out"
-            )
-        self._pools[worker] = self._pool()
 
     def _pool(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(1, self._context, _begin, (self._problem, self._journal))
 
     def close(self) -> None:
-        """Let the processes go; what is under way is not waited for."""
-        if self._local is not None:
-            self._local.close()
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - self._before:
             process.terminate()
 
 
-class _UnitRunner:
-    """Tries units in this process."""
-
-    def __init__(self, evaluator: PlanEvaluator, journal: Path | None) -> None:
-        self.evaluator = evaluator
-        self.writer = None if journal is None else JournalWriter(journal)
-
-    def run(self, unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
-        found: list[PlanTrial] = []
-        for trial in self.evaluator.trials(unit.plans, standing, unit.known):
-            found.append(trial)
-            if self.writer is not None and not trial.discarded and trial.text not in unit.known:
-                self.writer.append(trial)
-        return found
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+def _died(unit: PlanUnit, often: str) -> SimulationError:
+    return SimulationError(
+        f"a process died {often} at plans like {unit.plans[0]}, perhaps for want of memory; use fewer "
+        "workers, or leave such plans out"
+    )
 
 
 _RUNNER: list[_UnitRunner] = []
@@ -122,4 +169,101 @@ def _begin(problem: SearchProblem, journal: Path | None) -> None:
 
 
 def _run_unit(unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
-    return _RUNNER[0].run(unit, standing)
+    return _RUNNER[0].trials(unit, standing)
+
+
+# --- an executor --------------------------------------------------------------------------------------
+
+
+class _RemoteUnits:
+    """Tries units behind an executor; a unit is written to the journal when it comes back."""
+
+    def __init__(self, problem: SearchProblem, remote: RemoteWorkers, journal: Path | None) -> None:
+        self._remote, self._token = remote, uuid4().hex
+        self._under_way: dict[Future[list[PlanTrial]], int] = {}
+        self._problem = remote.share(zlib.compress(pickle.dumps(problem)))
+        self._writer = None if journal is None else JournalWriter(journal)
+
+    def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
+        submit = self._remote.executor.submit
+        under_way = self._under_way
+        under_way |= {
+            submit(_run_remotely, self._token, self._problem, unit, standing): place
+            for place, unit in enumerate(units)
+        }
+        while under_way:
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                place = under_way.pop(future)
+                try:
+                    trials = future.result()
+                except self._remote.died:
+                    raise _died(units[place], "again and again") from None
+                if self._writer is not None:
+                    for trial in trials:
+                        _append(self._writer, trial, units[place])
+                yield place, trials
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        for future in self._under_way:
+            future.cancel()
+
+
+_REMOTE: dict[str, _UnitRunner] = {}
+"""The one of the last search that this process has worked for, by its token."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Workers may have several threads; what an evaluator keeps is of one."""
+
+
+def _run_remotely(token: str, problem: bytes, unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
+    with _ONE_AT_A_TIME:
+        if token not in _REMOTE:
+            _REMOTE.clear()
+            _REMOTE[token] = _UnitRunner(PlanEvaluator(pickle.loads(zlib.decompress(problem))), None)
+        return _REMOTE[token].trials(unit, standing.copy())
+
+
+def dask_workers(address: str, seconds: float = 30.0) -> RemoteWorkers:
+    """Return the workers of the Dask cluster whose scheduler has this address, as ``tcp://host:8786``.
+
+    A worker that dies is Dask's to replace: its units are tried by others. Raises :class:`SimulationError`
+    without the package ``distributed``, where no worker answers within ``seconds``, and where one has no
+    distsim or another version.
+    """
+    try:
+        distributed = import_module("distributed")
+    except ImportError:
+        raise SimulationError("a Dask cluster takes Dask: pip install 'distsim[dask]'") from None
+    try:
+        client = distributed.Client(address, timeout=seconds, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise SimulationError(
+            f"no Dask scheduler answers at {address} ({error}); start one with `dask scheduler` and workers "
+            "with `dask worker ADDRESS`"
+        ) from None
+    try:
+        client.wait_for_workers(1, timeout=seconds)
+        own, found = _version(), {str(version) for version in client.run(_version).values()}
+    except TimeoutError:
+        client.close()
+        raise SimulationError(
+            f"the Dask scheduler at {address} has no workers; start some with `dask worker {address}`"
+        ) from None
+    except ImportError as error:
+        client.close()
+        raise SimulationError(f"workers of {address} lack distsim: install it there ({error})") from None
+    if found != {own}:
+        client.close()
+        raise SimulationError(f"workers of {address} have distsim {', '.join(sorted(found))}, not {own}")
+    return RemoteWorkers(
+        client.get_executor(pure=False),
+        lambda data: client.scatter(data, broadcast=True),
+        (distributed.KilledWorker,),
+        client.close,
+    )
+
+
+def _version() -> str:
+    return str(import_module("distsim").__version__)

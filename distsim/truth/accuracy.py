@@ -30,6 +30,11 @@ from distsim.truth.score import (
 _CHOICE = ("model", "hw_gpu", "n_gpus", "seq", "global_batch", "n_layers", "hidden", "precision")
 """Columns that rows share, beside their source, of which a user would choose one."""
 
+_LAYOUT_COLUMNS = (
+    *("dp", "tp", "sp", "pp", "vpp", "cp", "ep", "zero", "fsdp", "schedule", "recompute", "micro_batch"),
+    *("framework", "attention", "overlap"),
+)
+
 OWN_RUNS = (1, 3, 5)
 """How many measured steps of one's own are tried."""
 
@@ -133,6 +138,27 @@ class Accuracy:
         what = f"{count(len(groups), 'group')} of one model, cluster and batch"
         return [f"regret of taking the layout that is predicted to be fastest, {what}:", *lines]
 
+    def recommendations(self) -> str:
+        """Return the layout that is taken of each group of which a user would choose one, and its regret."""
+        if not self.choices:
+            return "no two rows are of one model, cluster and batch, so there is nothing to choose"
+        header = ["group", "rows", "regret", "taken", "measured", "fastest", "measured", "layout taken"]
+        rows: list[list[str]] = []
+        for group in self.choices:
+            taken = min(group, key=lambda each: each.outcome.seconds)
+            fastest = min(group, key=lambda each: each.measured)
+            lost = regret([(each.outcome.seconds, each.measured) for each in group])
+            cells = [_group_name(taken), str(len(group)), f"{lost:.1%}"]
+            for each in (taken, fastest):
+                cells += [each.row["id"], f"{each.measured:.4g} s"]
+            rows.append([*cells, _layout_in(taken, group)])
+        lines = table(header[:-1], [row[:-1] for row in rows])
+        width = max(map(len, lines))
+        layouts = [header[-1], *(row[-1] for row in rows)]
+        return "\n".join(
+            [f"{line.ljust(width)}  {text}".rstrip() for line, text in zip(lines, layouts, strict=True)]
+        )
+
     def _intervals(self) -> list[str]:
         known = [each for each in self.comparisons if each.has_interval]
         found = coverage(
@@ -192,6 +218,21 @@ class Accuracy:
         if assumed:
             lines += ["said by no column, and assumed:", *_counted(assumed)]
         return lines
+
+
+def _group_name(each: Comparison) -> str:
+    names = [each.row.get(name, "") for name in ("model", "n_gpus", "hw_gpu", "global_batch", "seq")]
+    model, gpus, device, batch, tokens = names
+    return f"{model}, {gpus} {device}, batch {batch} of {tokens}"
+
+
+def _layout_in(taken: Comparison, group: Sequence[Comparison]) -> str:
+    """Return in what the layout of a row differs from others of its group."""
+    return ",".join(
+        f"{name}={taken.row.get(name, '')}"
+        for name in _LAYOUT_COLUMNS
+        if len({each.row.get(name, "") for each in group}) > 1
+    )
 
 
 def _error_cells(name: str, group: Sequence[Comparison]) -> list[str]:
