@@ -1,12 +1,12 @@
-"""The command ``distsim clusters``: the presets, or the figures of one."""
+"""The command ``distsim clusters``: the presets, or the figures of one; and the cluster of other commands."""
 
 from __future__ import annotations
 
 import argparse
 
-from distsim.commands.cluster import add_settings
 from distsim.errors import TopologyError
-from distsim.hardware import describe, presets
+from distsim.hardware import describe, load_cluster, presets
+from distsim.ir import Topology
 from distsim.streams import say
 
 
@@ -22,3 +22,20 @@ def run(options: argparse.Namespace) -> int:
         raise TopologyError("--set changes figures of a cluster: name one")
     say(describe(options.name, options.set) if options.name else "\n".join(presets()))
     return 0
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the option that changes figures of the cluster."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another figure for the cluster, with its unit: device.memory=40GiB, infiniband.bandwidth="
+        "100Gbit/s, devices_per_node=4 (may be repeated; `distsim clusters NAME` lists them)",
+    )
+
+
+def read_cluster(options: argparse.Namespace) -> Topology:
+    """Return the cluster of a command line."""
+    return load_cluster(options.cluster, options.set)

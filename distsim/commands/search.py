@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distsim.commands.attempt import OUT_OF_MEMORY
-from distsim.commands.cluster import add_settings
+from distsim.commands.clusters import add_settings
 from distsim.commands.model import Choices, add_model_options
 from distsim.commands.plans import ModelOfPlans
 from distsim.errors import PlanError

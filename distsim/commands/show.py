@@ -6,7 +6,7 @@ import argparse
 import sys
 import warnings
 
-from distsim.commands.cluster import add_settings, read_cluster
+from distsim.commands.clusters import add_settings, read_cluster
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, read_model, training_step
 from distsim.compose import parallelize
