@@ -13,12 +13,10 @@ from distsim.commands.clusters import add_settings
 from distsim.commands.model import add_model_options
 from distsim.commands.simulate import simulated_step
 from distsim.errors import DistsimError, PlanError
-from distsim.interpret import count_model_flops
 from distsim.report.difference import StepComparison
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.output import check_target, replacing
 from distsim.report.progress import Progress
-from distsim.search.space import ModelTraits
 from distsim.simulate.explain.breakdown import PARTS
 from distsim.streams import say
 
@@ -101,7 +99,4 @@ def _simulated(
 ) -> tuple[StepFigures, list[str]]:
     own = argparse.Namespace(**{**vars(options), **_STEP, "cluster": cluster, "plan": plan})
     step = simulated_step(own, Progress(sys.stderr))
-    sequence = ModelTraits.of(step.function).sequence
-    counted = step.samples * (sequence or 1), "tokens" if sequence else "samples"
-    flops = count_model_flops(step.function)
-    return StepFigures.of(name, step.simulation, counted, flops, options.by), step.all_notes()
+    return step.figures(name, options.by), step.all_notes()

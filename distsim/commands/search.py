@@ -20,8 +20,12 @@ from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.ir import Topology
 from distsim.plan import Plan
+from distsim.report.figures import StepFigures
 from distsim.report.output import check_target, replacing
-from distsim.search.evaluation import SearchProblem
+from distsim.report.page import PageCase, write_page
+from distsim.report.page.sources import NamedCluster
+from distsim.search.evaluation import PlanEvaluator, SearchProblem
+from distsim.search.page import plans_part
 from distsim.search.results import SearchResult
 from distsim.search.run import SearchRun, progress_lines
 from distsim.search.sizes import Training, sizes_table
@@ -66,6 +70,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all plans as a table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
     parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page to look at, one file, with the step of the best",
+    )
+    parser.add_argument(
         "--gpus",
         metavar="N,N,...",
         help="sizes of the cluster to compare, in place of the count of --cluster",
@@ -87,10 +97,12 @@ def run(options: argparse.Namespace) -> int:
     given = argparse.Namespace(**{name: own for name, own in vars(options).items() if name != "run"})
     model = ModelOfPlans(given, choices)
     found: dict[str, SearchResult] = {}
+    searches: dict[str, _SizedSearch] = {}
     for size in _sizes(options):
         search = _SizedSearch(options, choices, model, size)
         try:
             found[size.name] = result = search.run(sets)
+            searches[size.name] = search
         except PlanError as error:  # other sizes may have plans
             if size.alone:
                 raise
@@ -106,6 +118,10 @@ def run(options: argparse.Namespace) -> int:
     if len(found) > 1 or options.tokens is not None:
         say("\n".join(sizes_table(found, training, options.objective == "cost")))
     _write(options, found, training)
+    if options.html:
+        cases = [searches[name].page_case(result) for name, result in found.items()]
+        write_page(options.html, f"{options.model} on {options.cluster}", cases)
+        say(f"page: {options.html}")
     return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
 
 
@@ -127,15 +143,16 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.resume and options.journal is None:
         raise PlanError("--resume goes on with a --journal: name its file")
-    for path in filter(None, (options.csv, options.json, options.journal)):
+    for path in filter(None, (options.csv, options.json, options.html, options.journal)):
         check_target(path)
 
 
 @dataclass(frozen=True)
 class _Size:
-    """A cluster under the name that it is loaded by."""
+    """A cluster under the name that people see, and as it is loaded."""
 
     name: str
+    cluster: NamedCluster
     topology: Topology
     alone: bool
 
@@ -143,7 +160,8 @@ class _Size:
 def _sizes(options: argparse.Namespace) -> list[_Size]:
     """Return the clusters to search on: the one that is named, or those of the sizes of ``--gpus``."""
     if options.gpus is None:
-        return [_Size(options.cluster, load_cluster(options.cluster, options.set), True)]
+        cluster = NamedCluster(options.cluster, options.set)
+        return [_Size(options.cluster, cluster, load_cluster(cluster.name, cluster.settings), True)]
     base, colon, nodes = options.cluster.rpartition(":")
     name = base if colon and nodes.isdigit() else options.cluster
     node = len(load_cluster(name, options.set).devices)
@@ -159,9 +177,9 @@ def _sizes(options: argparse.Namespace) -> list[_Size]:
         sizes = [f"devices_per_node={count}"] if count < node else []
         whole = name if count <= node else f"{name}:{count // node}"
         shown = f"{whole} ({count} GPUs)"
-        found.append(
-            _Size(shown, load_cluster(whole, [*options.set, *sizes]), len(options.gpus.split(",")) == 1)
-        )
+        cluster = NamedCluster(whole, [*options.set, *sizes])
+        alone = len(options.gpus.split(",")) == 1
+        found.append(_Size(shown, cluster, load_cluster(cluster.name, cluster.settings), alone))
     return found
 
 
@@ -178,11 +196,8 @@ class _SizedSearch:
         options, topology = self.options, self.size.topology
         space = PlanSpace.of(self.model(Plan()), topology, sets, options.max_tp, self._complete(sets))
         complain(f"{len(space.plans)} plans on {self.size.name}")
-        problem = SearchProblem(
-            self.model, topology, self.choices.kernels, OBJECTIVES[options.objective], options.top
-        )
         return SearchRun(
-            problem,
+            self.problem,
             space.plans,
             options.workers,
             self._journal(len(topology.devices)),
@@ -190,6 +205,31 @@ class _SizedSearch:
             f"{options.model} on {self.size.name}",
             progress_lines(complain),
         ).run()
+
+    @property
+    def problem(self) -> SearchProblem:
+        """What is searched."""
+        objective, top = OBJECTIVES[self.options.objective], self.options.top
+        return SearchProblem(self.model, self.size.topology, self.choices.kernels, objective, top)
+
+    def page_case(self, result: SearchResult) -> PageCase:
+        """Return what a page shows of what was found; the best plan is simulated once more."""
+        about = {"model": self.options.model, "cluster": self.size.name, "batch": str(result.step.samples)}
+        notes = [f"assumed: {', '.join(self.choices.assumed)}"] if self.choices.assumed else []
+        plans = plans_part(result)
+        if not result.fitting:
+            return PageCase(self.size.name, about, self.size.cluster, None, notes, plans)
+        simulation = PlanEvaluator(self.problem).simulate(result.best.plan)
+        step = result.step
+        figures = StepFigures.of(self.size.name, simulation, (step.tokens, step.unit), step.flops)
+        return PageCase(
+            self.size.name,
+            {**about, "best plan": result.best.text},
+            self.size.cluster,
+            (simulation, figures),
+            [*notes, *simulation.notes],
+            plans,
+        )
 
     def _complete(self, sets: dict[str, tuple[str, ...]]) -> Callable[[Plan], Plan]:
         def complete(plan: Plan) -> Plan:

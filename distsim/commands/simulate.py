@@ -23,12 +23,16 @@ from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
+from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.output import check_format, check_target
+from distsim.report.page import PageCase, write_page
+from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
 from distsim.schedule import TABLE, Schedule, read_csv
 from distsim.schedule.refusals import count as count_of
 from distsim.search import PlanTrials, remedies
 from distsim.search.remedies import SEARCH_SECONDS
+from distsim.search.space import ModelTraits
 from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.interval import correction
 from distsim.simulate.explain.text import seconds_text
@@ -62,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline, a row for each rank")
     parser.add_argument("--streams", action="store_true", help="with --plot: a row for each stream of a rank")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at, one file")
 
 
 def add_step_options(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +116,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate what is asked for, and report it."""
-    for path in filter(None, (options.trace, options.plot)):
+    for path in filter(None, (options.trace, options.plot, options.html)):
         check_target(path)
     correction(options.own_runs)  # refused before anything is simulated
     if options.own_runs and (options.kernels == "ops" or options.partition):
@@ -139,6 +144,12 @@ class SimulatedStep:
     def samples(self) -> int:
         """What one step processes."""
         return _samples(self.function)
+
+    def figures(self, name: str, by: str = DEVICE) -> StepFigures:
+        """Return the figures of the step; ``by``: what its parts are."""
+        sequence = ModelTraits.of(self.function).sequence
+        counted = self.samples * (sequence or 1), "tokens" if sequence else "samples"
+        return StepFigures.of(name, self.simulation, counted, count_model_flops(self.function), by)
 
     def all_notes(self) -> list[str]:
         """Return what is to be said of the plan, the program, its memory and its costs."""
@@ -214,7 +225,7 @@ def _tell(options: argparse.Namespace, progress: Progress, step: SimulatedStep) 
     say(summarize(simulation, step.samples, count_model_flops(step.function), options.own_runs))
     for note in step.all_notes():
         say(f"note: {note}")
-    return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
+    return _write(options, step, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
 def _plan(options: argparse.Namespace, order: Schedule | None) -> str:
@@ -322,8 +333,9 @@ def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
     )
 
 
-def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> int:
-    """Write the trace and the plot that are asked for; one that cannot be written does not cost the other."""
+def _write(options: argparse.Namespace, step: SimulatedStep, progress: Progress) -> int:
+    """Write the trace, plot and page that are asked for; one that cannot be written costs no other."""
+    simulation = step.simulation
 
     def trace() -> int:
         devices, what = _traced(simulation)
@@ -339,7 +351,21 @@ def _write(options: argparse.Namespace, simulation: Simulation, progress: Progre
         say(f"timeline: {options.plot}")
         return 0
 
-    return max([attempt(work) for work in (trace, plot) if getattr(options, work.__name__)], default=0)
+    def html() -> int:
+        about = {"model": options.model, "cluster": options.cluster, "plan": step.way}
+        case = PageCase(
+            options.cluster,
+            {**about, "batch": str(step.samples)},
+            NamedCluster(options.cluster, options.set),
+            (simulation, step.figures(options.cluster)),
+            step.all_notes(),
+        )
+        title = f"{options.model} on {options.cluster}"
+        progress.run(f"writing {options.html}", lambda: write_page(options.html, title, [case]))
+        say(f"page: {options.html}")
+        return 0
+
+    return max([attempt(work) for work in (trace, plot, html) if getattr(options, work.__name__)], default=0)
 
 
 def _traced(simulation: Simulation) -> tuple[list[Device], str]:
