@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from distsim.report.figures import StepFigures
 from distsim.report.output import check_target, replacing
 from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
+from distsim.report.progress import Progress
 from distsim.search.evaluation import PlanEvaluator, SearchProblem
 from distsim.search.page import plans_part
 from distsim.search.results import SearchResult
@@ -119,8 +121,12 @@ def run(options: argparse.Namespace) -> int:
         say("\n".join(sizes_table(found, training, options.objective == "cost")))
     _write(options, found, training)
     if options.html:
-        cases = [searches[name].page_case(result) for name, result in found.items()]
-        write_page(options.html, f"{options.model} on {options.cluster}", cases)
+
+        def page() -> None:
+            cases = [searches[name].page_case(result) for name, result in found.items()]
+            write_page(options.html, f"{options.model} on {options.cluster}", cases)
+
+        Progress(sys.stderr).run(f"writing {options.html}", page)
         say(f"page: {options.html}")
     return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from distsim.program.program import Program
 from distsim.report.labels import ranks_label
@@ -10,13 +11,17 @@ from distsim.report.schedule_picture import COLOURS, KIND_NAMES, Box, chunk_of, 
 from distsim.report.timeline import marks_of
 from distsim.simulate import Simulation
 from distsim.simulate.calls import call_times, communication_times
+from distsim.simulate.explain.text import count as count_of
+from distsim.simulate.explain.text import seconds_text
 
-MOST_ROWS, MOST_BOXES = 64, 20_000
-"""What a page has of a timeline at most: rows, and boxes and strips in all of them."""
+MOST_ROWS, MOST_BOXES, MOST_STRIPS = 64, 40_000, 50_000
+"""What a page has of a timeline at most: rows, boxes of calls, strips of communication."""
 
-_COARSEST = 2.0**-10
-_FINEST = 2.0**-18
+_FINEST, _COARSEST = 2.0**-18, 2.0**-8
 """Shares of a step: what is shorter may be drawn as one with its neighbours."""
+
+Strips = dict[int, tuple[tuple[float, float], ...]]
+"""Rank class -> when it communicates."""
 
 
 def timeline_part(simulation: Simulation) -> dict[str, Any]:
@@ -28,32 +33,60 @@ def timeline_part(simulation: Simulation) -> dict[str, Any]:
     """
     program = simulation.simulated if isinstance(simulation.simulated, Program) else None
     chunks = [0] if program is None else chunk_of(program.schedule)
-    members = simulation.classes.members[:MOST_ROWS]
     boxes = [
         Box(call.rank_class, start, end, marks_of(call.name, chunks))
         for call in call_times(simulation)
         if call.rank_class < MOST_ROWS
         for start, end in call.parts
     ]
-    share, shown, strips = 0.0, boxes, communication_times(simulation)
-    every = len(boxes) + sum(len(strips.get(row, ())) for row in range(len(members)))
-    while len(shown) + sum(len(strips.get(row, ())) for row in range(len(members))) > MOST_BOXES:
-        share = max(2 * share, _FINEST)
-        shown = merged(shown, share * simulation.step_time)
-        strips = communication_times(simulation, share * simulation.step_time)
-        if share >= _COARSEST:
-            break
-    said = [f"{len(simulation.classes.members) - MOST_ROWS} more rows"] if len(members) == MOST_ROWS else []
-    if share:
-        short = f"{share * simulation.step_time * 1e6:.3g} us"
-        said.append(f"of {every:,} boxes and strips, those shorter than {short} are joined with neighbours")
-    return _packed(simulation, shown, strips, said)
+    strips = {row: own for row, own in communication_times(simulation).items() if row < MOST_ROWS}
+    more = len(simulation.classes.members) - MOST_ROWS
+    said = [f"{count_of(more, 'group')} of devices"] if more > 0 else []
+    shown_boxes, short = _thinned(boxes, merged, len, MOST_BOXES, simulation.step_time)
+    if short:
+        said.append(f"of {len(boxes):,} calls, those shorter than {short} are joined with their neighbours")
+    shown_strips, short = _thinned(strips, _closed, _count, MOST_STRIPS, simulation.step_time)
+    if short:
+        said.append(f"of {_count(strips):,} spans of communication, gaps shorter than {short}")
+    return _packed(simulation, shown_boxes, shown_strips, said)
+
+
+T = TypeVar("T")
+
+
+def _thinned(
+    every: T, join: Callable[[T, float], T], count: Callable[[T], int], most: int, seconds: float
+) -> tuple[T, str]:
+    """Return at most so many, the short ones joined, and what is short: nothing if all are there."""
+    shown, share, short = every, _FINEST, ""
+    while count(shown) > most and share <= _COARSEST:
+        shown, short = join(every, share * seconds), seconds_text(share * seconds)
+        share *= 2
+    return shown, short
+
+
+def _closed(strips: Strips, near: float) -> Strips:
+    """Return strips without the gaps of at most ``near`` seconds."""
+    found: Strips = {}
+    for row, own in strips.items():
+        kept: list[tuple[float, float]] = []
+        for start, end in own:
+            if kept and start <= kept[-1][1] + near:
+                kept[-1] = (kept[-1][0], end)
+            else:
+                kept.append((start, end))
+        found[row] = tuple(kept)
+    return found
+
+
+def _count(strips: Strips) -> int:
+    return sum(map(len, strips.values()))
 
 
 def _packed(
     simulation: Simulation,
     boxes: list[Box],
-    strips: dict[int, tuple[tuple[float, float], ...]],
+    strips: Strips,
     said: list[str],
 ) -> dict[str, Any]:
     letters = list(KIND_NAMES)

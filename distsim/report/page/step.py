@@ -8,7 +8,7 @@ from typing import Any
 
 from distsim.ops.launch import LAUNCH
 from distsim.program.program import Program
-from distsim.report.figures import StepFigures
+from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.labels import ranks_label
 from distsim.report.memory import COLOURS, fullest_moments
 from distsim.report.page.boxes import timeline_part
@@ -19,10 +19,10 @@ from distsim.simulate.memory.timeline import memory_timeline
 from distsim.simulate.memory.walk import KINDS
 from distsim.simulate.quantities import bytes_label
 
-MOST_TASKS = 4_000_000
-"""Tasks of a step, beyond which its memory over time is left out: every one of them is gone through."""
+MOST_TASKS = 500_000
+"""Tasks of a step, beyond which its memory over time is left out: half a minute goes into them."""
 
-_MOST_DEVICES, _MOST_MOMENTS = 16, 1200
+_MOST_DEVICES, _MOST_MOMENTS = 16, 800
 _MOST_SEGMENTS = 4000
 
 
@@ -31,7 +31,7 @@ def step_part(simulation: Simulation, figures: StepFigures) -> dict[str, Any]:
     found = simulation.explain()
     return {
         "figures": figures.to_dict() | {"step_time": simulation.step_time, "name": simulation.name},
-        "breakdowns": _breakdowns(simulation),
+        "breakdowns": {DEVICE: dict(device_parts(simulation)), **_breakdowns(simulation)},
         "path": _path(found),
         "stages": [
             [own.stage, own.devices, own.busy, own.exposed_communication, own.bubble] for own in found.stages
@@ -44,7 +44,7 @@ def step_part(simulation: Simulation, figures: StepFigures) -> dict[str, Any]:
 
 def _breakdowns(simulation: Simulation) -> dict[str, dict[str, float]]:
     ways = [*PARTS, *(["phase"] if isinstance(simulation.simulated, Program) else [])]
-    return {"device": dict(device_parts(simulation))} | {by: dict(simulation.breakdown(by)) for by in ways}
+    return {by: dict(simulation.breakdown(by)) for by in ways}
 
 
 def _path(found: Explanation) -> dict[str, Any]:
