@@ -43,7 +43,7 @@ class Timeline {
     const actions = this.by === "action" ? kinds : [make("span", {}, "a colour for each microbatch")];
     const lighter = this.by === "action" && this.chunks ? [make("span", {}, "lighter: later stages of a rank")] : [];
     const moves = this.timeline.rows.some(row => row.strips.length) ? [entry("var(--moves)", "communication (below the boxes)")] : [];
-    this.legend.replaceChildren(...actions, ...lighter, ...moves, entry("var(--path)", "critical path"));
+    this.legend.replaceChildren(...actions, ...lighter, ...moves, entry("var(--path)", "critical path, its stages numbered"));
   }
 
   // --- what is seen -----------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Timeline {
   // --- paint ------------------------------------------------------------------------------------------
 
   colour([kind, microbatch, chunk]) {
-    if (this.by === "microbatch") return microbatch < 0 ? colourOf("--soft") : `hsl(${(microbatch * 137.5) % 360} 62% 55%)`;
+    if (this.by === "microbatch") return microbatch < 0 ? colourOf("--soft") : `hsl(${(microbatch * 137.5) % 360} 62% 67%)`;
     const white = this.chunks ? 0.6 * chunk / this.chunks : 0;
     const own = [1, 3, 5].map(at => parseInt(this.timeline.kinds[kind][1].slice(at, at + 2), 16));
     return `rgb(${own.map(part => Math.round(part * (1 - white) + 255 * white)).join(" ")})`;
