@@ -1,5 +1,5 @@
 """The command line: ``distsim simulate``, ``show``, ``schedule``, ``models``, ``clusters``, ``calibrate``,
-``validate``, ``search``.
+``validate``, ``search``, ``compare``, ``explain``.
 """
 
 from __future__ import annotations
@@ -65,6 +65,21 @@ examples:
   distsim search llama3-8b --cluster aws-p4de:4,aws-p5:2 --batch 256 --tokens 1e12 --objective cost
 """
 
+COMPARE_EPILOG = """Each plan is simulated on each cluster. How each other step differs from the first is said
+part by part, in seconds that sum to the difference. The exit status is 3 if none fits in memory.
+
+examples:
+  distsim compare llama3-8b --cluster dgx-h100:2 --batch 128 --seq 8192 --stack megatron \\
+    --plan dp=8,tp=2,microbatches=8,zero=1 --plan dp=8,pp=2,microbatches=16,zero=1
+  distsim compare gpt2 --cluster dgx-a100 --cluster dgx-h100 --batch 64 --plan dp=8 --json compared.json
+"""
+
+EXPLAIN_EPILOG = """Every what-if is simulated, so it takes about as long as a dozen steps.
+
+example:
+  distsim explain gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --plot why.png
+"""
+
 VALIDATE_EPILOG = """examples:
   distsim validate
   distsim validate measured.csv --out predictions.csv --plot predictions.png
@@ -86,6 +101,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "simulate": Command("simulate one training step", EPILOG),
     "search": Command("find the best plans of a model on a cluster", SEARCH_EPILOG),
+    "compare": Command("plans or clusters side by side, and what makes the difference", COMPARE_EPILOG),
+    "explain": Command("say what holds a step back, and what would gain how much", EXPLAIN_EPILOG),
     "show": Command("print the function, also after a transform"),
     "schedule": Command("print and draw a pipeline schedule", SCHEDULE_EPILOG),
     "models": Command("list the models that have a name, or count the parameters of some", MODELS_EPILOG),

@@ -211,7 +211,7 @@ def test_the_command_line_explains(capsys):
         "--plan",
         "pp=2,microbatches=4",
     )
-    out, err = run(capsys, "simulate", *arguments, "--explain")
+    out, err = run(capsys, "explain", *arguments)
     assert "What bounds it is the critical path" in out and "a pipeline that is always full" in out
     assert "explaining" in err
     assert "critical path" not in run(capsys, "simulate", *arguments)[0]

@@ -12,6 +12,7 @@ from training_models import SCHEDULES, laid_out, mesh_of, small_gpt, small_mlp, 
 from distsim.compose import parallelize
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
+from distsim.hardware import load_cluster
 from distsim.ir import FunctionMaker, Role
 from distsim.plan import Plan
 from distsim.report import plot_memory, write_trace
@@ -89,6 +90,19 @@ def test_on_one_device_the_peak_over_time_is_that_of_the_order(model):
     assert timeline.peak == use.peak
     fullest = timeline.by_kind[timeline.in_use.argmax()]
     assert fullest.tolist() == list(use.by_kind.values())
+
+
+def test_launches_and_what_collectives_cost_use_no_memory():
+    """A host takes time, and no memory: where nothing runs beside compute the peak is as in order."""
+    topology = load_cluster("dgx-a100")
+    costs = CostModel(topology, kernels="eager")
+    plan = Plan(microbatches=4)
+    program = parallelize(differentiate(small_mlp(), SGD()), plan, topology, costs)
+    simulation = Simulator(costs).simulate(program)
+    for timeline in memory_timeline(simulation):
+        assert timeline.peak == simulation.memory[timeline.devices[0]].peak
+    last = max(timeline.times[-1] for timeline in memory_timeline(simulation))
+    assert last == pytest.approx(simulation.step_time)
 
 
 def test_each_device_on_its_own_has_the_same_timeline():

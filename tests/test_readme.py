@@ -24,7 +24,7 @@ def shown() -> dict[str, list[str]]:
 
 
 def test_commands_are_found():
-    assert len(shown()) == 5
+    assert len(shown()) == 6
 
 
 @pytest.mark.parametrize("command", shown())

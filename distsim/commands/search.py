@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +22,14 @@ from distsim.commands.model import Choices, add_model_options
 from distsim.commands.plans import ModelOfPlans
 from distsim.errors import PlanError
 from distsim.plan import Plan
+from distsim.report.figures import StepFigures
 from distsim.report.output import check_target, replacing
-from distsim.search.evaluation import SearchProblem
+from distsim.report.page import PageCase, write_page
+from distsim.report.page.sources import NamedCluster
+from distsim.report.progress import Progress
+from distsim.search.evaluation import PlanEvaluator, SearchProblem
 from distsim.search.goodput import FAILURES, RESTART, STORAGE, Reliability
+from distsim.search.page import plans_part
 from distsim.search.results import SearchResult
 from distsim.search.run import SearchRun, progress_lines
 from distsim.search.sizes import ClusterComparison
@@ -65,6 +71,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_ways_to_run(parser)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all plans as a table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page to look at, one file, with the step of the best",
+    )
     parser.add_argument(
         "--gpus", metavar="N,N,...", help="sizes to compare, in place of the counts of the clusters"
     )
@@ -143,7 +155,8 @@ def run(options: argparse.Namespace) -> int:
     for name, own in rates.items():
         objective.check(name, own)
     with _workers(options) as workers:
-        found = dict(_searches(_ModelSearch(options, choices, model, workers), clusters, sets))
+        search = _ModelSearch(options, choices, model, workers)
+        found = dict(_searches(search, clusters, sets))
     reliability = Reliability(options.failures, options.storage * 1e9, options.restart * 60)
     training = Training(options.tokens, options.pue, reliability)
     comparison = ClusterComparison(found, rates, training, objective)
@@ -151,6 +164,11 @@ def run(options: argparse.Namespace) -> int:
     if len(found) > 1 or asked:
         say(str(comparison))
     _write(options, comparison)
+    if options.html:
+        cases = [search.page_case(each, found[each.shown]) for each in clusters if each.shown in found]
+        title = f"{options.model} on {', '.join(found)}"
+        Progress(sys.stderr).run(f"writing {options.html}", lambda: write_page(options.html, title, cases))
+        say(f"page: {options.html}")
     return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
 
 
@@ -235,7 +253,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.resume and options.journal is None:
         raise PlanError("--resume goes on with a --journal: name its file")
-    for path in filter(None, (options.csv, options.json, options.journal)):
+    for path in filter(None, (options.csv, options.json, options.html, options.journal)):
         check_target(path)
 
 
@@ -253,10 +271,8 @@ class _ModelSearch:
         options, topology = self.options, cluster.topology
         space = PlanSpace.of(self.model(Plan()), topology, sets, options.max_tp, self._complete(sets))
         complain(f"{len(space.plans)} plans on {cluster.shown}")
-        objective = OBJECTIVES[options.objective].plan
-        problem = SearchProblem(self.model, topology, self.choices.kernels, objective, options.top)
         return SearchRun(
-            problem,
+            self._problem(cluster),
             space.plans,
             self.workers,
             _journal(options.journal, cluster, alone),
@@ -265,6 +281,24 @@ class _ModelSearch:
             progress_lines(complain),
             complain,
         ).run()
+
+    def _problem(self, cluster: SizedCluster) -> SearchProblem:
+        objective, top = OBJECTIVES[self.options.objective].plan, self.options.top
+        return SearchProblem(self.model, cluster.topology, self.choices.kernels, objective, top)
+
+    def page_case(self, cluster: SizedCluster, result: SearchResult) -> PageCase:
+        """Return what a page shows of what was found; the best plan is simulated once more."""
+        name, named = cluster.shown, NamedCluster(cluster.name, cluster.settings)
+        about = {"model": self.options.model, "cluster": name, "batch": str(result.step.samples)}
+        notes = [f"assumed: {', '.join(self.choices.assumed)}"] if self.choices.assumed else []
+        plans = plans_part(result)
+        if not result.fitting:
+            return PageCase(name, about, named, None, notes, plans)
+        simulation = PlanEvaluator(self._problem(cluster)).simulate(result.best.plan)
+        step = result.step
+        figures = StepFigures.of(name, simulation, (step.tokens, step.unit), step.flops)
+        about["best plan"] = result.best.text
+        return PageCase(name, about, named, (simulation, figures), [*notes, *simulation.notes], plans)
 
     def _complete(self, sets: dict[str, tuple[str, ...]]) -> Callable[[Plan], Plan]:
         def complete(plan: Plan) -> Plan:

@@ -6,7 +6,7 @@ import argparse
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
@@ -23,12 +23,16 @@ from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
+from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.output import check_format, check_target
+from distsim.report.page import PageCase, write_page
+from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
 from distsim.schedule import TABLE, Schedule, read_csv
 from distsim.schedule.refusals import count as count_of
 from distsim.search import PlanTrials, remedies
 from distsim.search.remedies import SEARCH_SECONDS
+from distsim.search.space import ModelTraits
 from distsim.simulate import Disturbances, Simulation, Simulator
 from distsim.simulate.explain.interval import correction
 from distsim.simulate.explain.text import seconds_text
@@ -48,6 +52,25 @@ _PLAN = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    add_step_options(parser)
+    parser.add_argument(
+        "--own-runs",
+        type=float,
+        nargs="+",
+        default=[],
+        metavar="RATIO",
+        help="measured over predicted seconds of other steps on this cluster: they correct this one",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline, a row for each rank")
+    parser.add_argument("--streams", action="store_true", help="with --plot: a row for each stream of a rank")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at, one file")
+
+
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is simulated, and how."""
     add_model_options(parser)
     parser.add_argument(
         "--cluster", required=True, help="a preset such as dgx-a100 or dgx-h100:4, or a .toml"
@@ -74,28 +97,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help="refuse operators without a work rule")
     parser.add_argument("--no-overlap", action="store_true", help="one stream per device: nothing overlaps")
     parser.add_argument(
-        "--explain", action="store_true", help="say what bounds the step, and what would gain"
-    )
-    parser.add_argument(
         "--contention", action="store_true", help="transfers share links (event engine, device by device)"
     )
     parser.add_argument(
         "--jitter", type=float, default=0.0, help="coefficient of variation of every op's time (event engine)"
     )
-    parser.add_argument(
-        "--own-runs",
-        type=float,
-        nargs="+",
-        default=[],
-        metavar="RATIO",
-        help="measured over predicted seconds of other steps on this cluster: they correct this one",
-    )
     parser.add_argument("--seed", type=int, default=0, help="of the jitter")
-    parser.add_argument(
-        "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
-    )
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline, a row for each rank")
-    parser.add_argument("--streams", action="store_true", help="with --plot: a row for each stream of a rank")
     parser.add_argument(
         "--schedule-csv",
         type=Path,
@@ -109,7 +116,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate what is asked for, and report it."""
-    for path in filter(None, (options.trace, options.plot)):
+    for path in filter(None, (options.trace, options.plot, options.html)):
         check_target(path)
     correction(options.own_runs)  # refused before anything is simulated
     if options.own_runs and (options.kernels == "ops" or options.partition):
@@ -120,6 +127,39 @@ def run(options: argparse.Namespace) -> int:
     elif options.streams:
         raise PlanError("--streams is for the picture: add --plot FILE")
     progress = Progress(sys.stderr)
+    return _tell(options, progress, simulated_step(options, progress, advise=True))
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """What options ask for, simulated: ``function`` laid out in some ``way``; ``about`` it, and ``notes``."""
+
+    way: str
+    function: Function
+    simulation: Simulation
+    about: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """What one step processes."""
+        return _samples(self.function)
+
+    def figures(self, name: str, by: str = DEVICE) -> StepFigures:
+        """Return the figures of the step; ``by``: what its parts are."""
+        sequence = ModelTraits.of(self.function).sequence
+        counted = self.samples * (sequence or 1), "tokens" if sequence else "samples"
+        return StepFigures.of(name, self.simulation, counted, count_model_flops(self.function), by)
+
+    def all_notes(self) -> list[str]:
+        """Return what is to be said of the plan, the program, its memory and its costs."""
+        uncosted = ", ".join(self.simulation.cost_model.uncosted)
+        last = [f"costed by their bytes for want of a work rule: {uncosted}"] if uncosted else []
+        return [*self.notes, *self.simulation.notes, *last]
+
+
+def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool = False) -> SimulatedStep:
+    """Return what :func:`add_step_options` ask for; ``advise``: its notes say what would make it fit."""
     if options.partition:
         return _simulate_partition(options, progress)
     for name in ("device_memory", "saturate_host", "time_limit"):
@@ -147,14 +187,14 @@ def run(options: argparse.Namespace) -> int:
     notes += _unknown_kernel(choices.attention, topology)
     notes += _idle_devices(options, plan, topology, _samples(function))
     notes += _uneven_ranks(plan, program.schedule, simulation)
-    if order is None and not simulation.fits:
+    if advise and order is None and not simulation.fits:
 
         def build_quietly(other: Plan) -> Program:
             return parallelize(function, other, topology, cost_model, None, choices.kernels)
 
         notes += _advice(plan, PlanTrials(function, topology, build_quietly, simulator.simulate), progress)
     way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
-    return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
+    return SimulatedStep(way, function, simulation, notes=tuple(notes))
 
 
 def _advice(plan: Plan, trials: PlanTrials, progress: Progress) -> list[str]:
@@ -176,29 +216,16 @@ def _advice(plan: Plan, trials: PlanTrials, progress: Progress) -> list[str]:
     return notes or ["no plan with one or two changes fits"]
 
 
-def _tell(
-    options: argparse.Namespace,
-    progress: Progress,
-    model: tuple[str, Function],
-    cost_model: CostModel,
-    simulation: Simulation,
-    about: str = "",
-    notes: Sequence[str] = (),
-) -> int:
+def _tell(options: argparse.Namespace, progress: Progress, step: SimulatedStep) -> int:
     """Print what was simulated of a model, run in some way, and write what is asked for."""
-    way, function = model
-    samples = _samples(function)
-    say(f"{options.model} on {options.cluster}, {way}, batch {samples}\n")
-    if about:
-        say(about)
-    say(summarize(simulation, samples, count_model_flops(function), options.own_runs))
-    if options.explain:
-        say(progress.run("explaining", simulation.explain))
-    uncosted = ", ".join(cost_model.uncosted)
-    last = [f"costed by their bytes for want of a work rule: {uncosted}"] if uncosted else []
-    for note in (*notes, *simulation.notes, *last):
+    simulation = step.simulation
+    say(f"{options.model} on {options.cluster}, {step.way}, batch {step.samples}\n")
+    if step.about:
+        say(step.about)
+    say(summarize(simulation, step.samples, count_model_flops(step.function), options.own_runs))
+    for note in step.all_notes():
         say(f"note: {note}")
-    return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
+    return _write(options, step, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
 def _plan(options: argparse.Namespace, order: Schedule | None) -> str:
@@ -262,7 +289,7 @@ def _uneven_ranks(plan: Plan, order: Schedule, simulation: Simulation) -> list[s
     ]
 
 
-def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
+def _simulate_partition(options: argparse.Namespace, progress: Progress) -> SimulatedStep:
     """Inference of one batch, partitioned over the devices of the cluster."""
     fields = ("plan", "schedule_csv", "copies", "loss", "optimizer", "keep", "clip", "kernels", "stack")
     training = [name for name in fields if getattr(options, name) is not None]
@@ -290,7 +317,7 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
         run = found.placed.function
         simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
     way = f"{options.partition}, inference"
-    return _tell(options, progress, (way, function), cost_model, simulation, found.describe(simulation))
+    return SimulatedStep(way, function, simulation, found.describe(simulation))
 
 
 def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
@@ -306,8 +333,9 @@ def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
     )
 
 
-def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> int:
-    """Write the trace and the plot that are asked for; one that cannot be written does not cost the other."""
+def _write(options: argparse.Namespace, step: SimulatedStep, progress: Progress) -> int:
+    """Write the trace, plot and page that are asked for; one that cannot be written costs no other."""
+    simulation = step.simulation
 
     def trace() -> int:
         devices, what = _traced(simulation)
@@ -323,7 +351,21 @@ def _write(options: argparse.Namespace, simulation: Simulation, progress: Progre
         say(f"timeline: {options.plot}")
         return 0
 
-    return max([attempt(work) for work in (trace, plot) if getattr(options, work.__name__)], default=0)
+    def html() -> int:
+        about = {"model": options.model, "cluster": options.cluster, "plan": step.way}
+        case = PageCase(
+            options.cluster,
+            {**about, "batch": str(step.samples)},
+            NamedCluster(options.cluster, options.set),
+            (simulation, step.figures(options.cluster)),
+            step.all_notes(),
+        )
+        title = f"{options.model} on {options.cluster}"
+        progress.run(f"writing {options.html}", lambda: write_page(options.html, title, [case]))
+        say(f"page: {options.html}")
+        return 0
+
+    return max([attempt(work) for work in (trace, plot, html) if getattr(options, work.__name__)], default=0)
 
 
 def _traced(simulation: Simulation) -> tuple[list[Device], str]:

@@ -16,7 +16,9 @@ from distsim.simulate.memory.walk import KINDS
 from distsim.simulate.quantities import bytes_label, bytes_scale, time_scale
 from distsim.simulate.tasks.task_table import Ints
 
-_COLOURS = ("#4878a8", "#8c6bb1", "#b0b0b0", "#5a9e6f", "#c44e52", "#d9a441", "#7fb8c9", "#d1793b")
+COLOURS = ("#4878a8", "#8c6bb1", "#b0b0b0", "#5a9e6f", "#c44e52", "#d9a441", "#7fb8c9", "#d1793b")
+"""Of the kinds of memory."""
+
 _MOST_ROWS = 16
 _FINEST = 4000
 """Of more moments than a page has dots, the fullest in each stretch of time is drawn."""
@@ -55,10 +57,10 @@ def plot_memory(simulation: Simulation, path: str | os.PathLike[str], rows: int 
 
 
 def _draw(axes: Any, timeline: MemoryTimeline, end: float, scale: float, size: float) -> None:
-    shown = _fullest(timeline)
+    shown = fullest_moments(timeline)
     times = np.append(timeline.times[shown] / scale, end)
     amounts = np.vstack([timeline.by_kind[shown], timeline.by_kind[-1:]]) / size
-    axes.stackplot(times, amounts.T, colors=_COLOURS, step="post", linewidth=0)
+    axes.stackplot(times, amounts.T, colors=COLOURS, step="post", linewidth=0)
     capacity = min(device.usable for device in timeline.devices)
     if timeline.peak > capacity / 2:
         axes.axhline(capacity / size, color="black", linewidth=0.8, linestyle="--")
@@ -69,12 +71,12 @@ def _draw(axes: Any, timeline: MemoryTimeline, end: float, scale: float, size: f
     axes.tick_params(labelsize=8)
 
 
-def _fullest(timeline: MemoryTimeline) -> Ints:
-    """Return which moments to draw."""
+def fullest_moments(timeline: MemoryTimeline, most: int = _FINEST) -> Ints:
+    """Return which moments to draw: of more than ``most``, the fullest in each stretch."""
     count = len(timeline.times)
-    if count <= _FINEST:
+    if count <= most:
         return np.arange(count)
-    edges = np.linspace(0, count, _FINEST + 1).astype(np.int64)
+    edges = np.linspace(0, count, most + 1).astype(np.int64)
     stretches = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
     return np.array([a + int(timeline.in_use[a:b].argmax()) for a, b in stretches], np.int64)
 
@@ -83,6 +85,6 @@ def _legend(figure: Any) -> None:
     from matplotlib.patches import Patch
 
     patches: list[Any] = [
-        Patch(color=colour, label=kind) for kind, colour in zip(KINDS, _COLOURS, strict=True)
+        Patch(color=colour, label=kind) for kind, colour in zip(KINDS, COLOURS, strict=True)
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)

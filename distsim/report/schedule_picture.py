@@ -106,7 +106,7 @@ def draw_boxes(axes: Any, boxes: Iterable[Box], chunks: int, bottom: float, top:
     corners: list[list[tuple[float, float]]] = []
     colours: list[tuple[float, float, float]] = []
     edges: list[str] = []
-    for box in _merged(boxes, finest):
+    for box in merged(boxes, finest):
         # An edge would be all that is seen of a narrow box.
         edge = "black" if box.end - box.start > _EDGED * finest else "none"
         for (low, high), mark in zip(_shares(box, bottom, top), box.marks, strict=True):
@@ -125,7 +125,7 @@ def _shares(box: Box, bottom: float, top: float) -> list[tuple[float, float]]:
     ]
 
 
-def _merged(boxes: Sequence[Box], finest: float) -> list[Box]:
+def merged(boxes: Sequence[Box], finest: float) -> list[Box]:
     """Return the boxes with those that are too narrow to be told apart as one."""
     found: list[Box] = []
     last: dict[int, int] = {}

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from distsim.cost.efficiency import matrix_type
 from distsim.ir import Device, Op
 from distsim.ops import op_label, operator
+from distsim.report.figures import peak_rate
 from distsim.report.labels import ranks_label
 from distsim.simulate import Simulation
 from distsim.simulate.explain.interval import Interval, correction
@@ -81,10 +81,10 @@ def _corrected(simulation: Simulation, own: Sequence[float]) -> str:
 
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:
-    dtype = matrix_type(op for op, _, _ in simulation.timeline.op_counts)
-    if dtype is None or not simulation.step_period > 0:
+    found = peak_rate(simulation)
+    if found is None or not simulation.step_period > 0:
         return []
-    peak = sum(device.peak(dtype) for device in simulation.timestamps)
+    dtype, peak = found
     shares = (
         ("MFU", model_flops, "the model's products, of attention all pairs"),
         ("HFU", simulation.flops, "all that kernels do"),

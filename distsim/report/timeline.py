@@ -123,7 +123,7 @@ def _draw_program(
 
 def _boxes(row: int, call: CallTime, chunks: Sequence[int], scale: float) -> Iterator[Box]:
     """Yield the boxes of a call, numbered on its longest part."""
-    marks = _marks(call.name, chunks)
+    marks = marks_of(call.name, chunks)
     longest = max(call.parts, key=lambda part: part[1] - part[0])
     for part in call.parts:
         shown = marks if part == longest else tuple([replace(mark, microbatch=-1) for mark in marks])
@@ -138,8 +138,8 @@ def _draw_bars(axes: Any, strips: dict[int, Intervals], low: float, height: floa
         axes.broken_barh(widths, (row + low, height), facecolors=COLOURS["communication"], snap=False)
 
 
-def _marks(name: str, chunks: Sequence[int]) -> tuple[Mark, ...]:
-    """Return what the box of a call stands for."""
+def marks_of(name: str, chunks: Sequence[int]) -> tuple[Mark, ...]:
+    """Return what the box of a call of this name stands for; ``chunks`` of its stages (:func:`chunk_of`)."""
     found = [
         Mark(kind, int(microbatch or -1), chunks[int(stage)])
         for kind, microbatch, stage in _ACTION.findall(name)

@@ -184,6 +184,12 @@ class PlanEvaluator:
         function = problem.model(plan)
         return parallelize(function, plan, problem.topology, self.costs, None, problem.kernels)
 
+    def simulate(self, plan: Plan) -> Simulation:
+        """Return the simulated step of a plan. Raises :class:`PlanError` for one that does not suit."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncostedOperatorWarning)
+            return self.simulator.simulate(self.program(plan))
+
     def _trial(self, plan: Plan, limit: float) -> PlanTrial:
         program = self.program(plan)
         memory = program_memory(full_program(program))

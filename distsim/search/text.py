@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distsim.plan import Plan
+from distsim.report.difference import difference_table, differences, faster_or_slower
 from distsim.search.results import SearchResult
 from distsim.search.trial import PlanTrial
 from distsim.simulate.explain.text import count, seconds_text, table
 from distsim.simulate.quantities import bytes_label
 
-_MOST_NEARLY, _MOST_FRONT, _MOST_REASONS, _MOST_PARTS = 3, 8, 4, 6
-_SHOWN = 0.002
-"""The least share of a step by which parts of two plans differ for it to be said."""
+_MOST_NEARLY, _MOST_FRONT, _MOST_REASONS = 3, 8, 4
 
 
 def describe(result: SearchResult) -> str:
@@ -110,28 +109,12 @@ def _nearly(result: SearchResult) -> list[str]:
 
 def difference(first: PlanTrial, second: PlanTrial) -> list[str]:
     """Say why a plan is faster or slower than another: what their critical paths consist of, side by side."""
-    gap = second.seconds - first.seconds
-    kinds = sorted(
-        {*first.parts, *second.parts},
-        key=lambda kind: -abs(second.parts.get(kind, 0.0) - first.parts.get(kind, 0.0)),
-    )
-    rows: list[tuple[str, ...]] = []
-    for kind in kinds[:_MOST_PARTS]:
-        one, other = first.parts.get(kind, 0.0), second.parts.get(kind, 0.0)
-        if abs(other - one) >= _SHOWN * first.seconds:
-            rows.append((kind, seconds_text(one), seconds_text(other), _signed(other - one)))
+    found = differences((first.seconds, first.parts), (second.seconds, second.parts))
+    rows = difference_table(found, first.seconds, "on the critical path")
     shared = set(str(first.plan).split(",")) & set(str(second.plan).split(","))
     names = [
         ",".join(part for part in str(trial.plan).split(",") if part not in shared) or str(trial.plan)
         for trial in (first, second)
     ]
-    way = f"{seconds_text(abs(gap))} {'faster' if gap >= 0 else 'slower'}" if gap else "as fast"
-    lines = [f"{names[0]} is {way} than {names[1]}" if gap else f"{names[0]} is as fast as {names[1]}"]
-    if not rows:
-        return [f"{lines[0]}; no kind of work differs by {_SHOWN:.1%} of the step"]
-    header = ("on the critical path", "first", "second", "difference")
-    return [f"{lines[0]}:", *table(header, rows)]
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{seconds_text(abs(seconds))}"
+    line = f"{names[0]} is {faster_or_slower(first.seconds, second.seconds)} {names[1]}"
+    return [f"{line}:", *rows] if rows else [f"{line}; no kind of work makes much of a difference"]

@@ -1,13 +1,16 @@
-"""When each call of a step computes on each rank class, and when a class communicates."""
+"""When each call of a step computes on each rank class, when a class communicates, how long in all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from distsim.ir import Op
 from distsim.ops import operator
+from distsim.simulate.explain.breakdown import PARTS
+from distsim.simulate.explain.critical_path import sums
 from distsim.simulate.simulation import Simulation
 from distsim.simulate.tasks.templates import Floats, Ints
 from distsim.simulate.tasks.timeline import Piece
@@ -51,20 +54,85 @@ def communication_times(
         for own in np.unique(rank_class).tolist():
             chosen = tasks[rank_class == own]
             found.setdefault(own, []).append((piece.start[chosen], piece.end[chosen]))
-    return {
-        own: _union(np.concatenate([s for s, _ in parts]), np.concatenate([e for _, e in parts]), near)
-        for own, parts in found.items()
-    }
+    together: dict[int, tuple[tuple[float, float], ...]] = {}
+    for own, parts in found.items():
+        starts, ends = zip(*parts, strict=True)
+        start, end = _union(np.concatenate(starts), np.concatenate(ends), near)
+        together[own] = tuple(zip(start.tolist(), end.tolist(), strict=True))
+    return together
 
 
-def _union(start: Floats, end: Floats, near: float) -> tuple[tuple[float, float], ...]:
-    """Return the intervals that these make together."""
+def _union(start: Floats, end: Floats, near: float) -> tuple[Floats, Floats]:
+    """Return the starts and ends of the intervals that these make together."""
     order = np.argsort(start, kind="stable")
     start, reached = start[order], np.maximum.accumulate(end[order])
     apart = start[1:] > reached[:-1] + near
-    begins: list[float] = start[np.concatenate([[True], apart])].tolist()
-    ends: list[float] = reached[np.concatenate([apart, [True]])].tolist()
-    return tuple(zip(begins, ends, strict=True))
+    return start[np.concatenate([[True], apart])], reached[np.concatenate([apart, [True]])]
+
+
+BUBBLE, LAUNCHING = "bubble", "bubble, host launching"
+"""The parts of a device's time in which it neither computes nor communicates."""
+
+_COMPUTES, _MOVES, _LAUNCHES = range(3)
+
+
+def device_parts(simulation: Simulation) -> Mapping[str, float]:
+    """Return what the seconds of a step are of the mean device, most first; they sum to the step time.
+
+    Compute by its kind, communication beside which nothing computes by its mesh axis (``exposed tp``), and
+    the bubble, apart where the host is launching meanwhile. What runs at one time counts to one of them:
+    computation goes before communication, and that before launches.
+    """
+    members = simulation.classes.members
+    devices = sum(map(len, members)) or 1
+    labels: dict[Op, tuple[int, str]] = {}
+    total: list[tuple[str, float]] = []
+    for number, own in enumerate(members):
+        taken = _by_label(simulation, number, labels)
+        taken.append((BUBBLE, simulation.step_time - sum(seconds for _, seconds in taken)))
+        total += [(label, seconds * len(own) / devices) for label, seconds in taken]
+    return {label: seconds for label, seconds in sums(total).items() if seconds > 0}
+
+
+def _by_label(
+    simulation: Simulation, rank_class: int, labels: dict[Op, tuple[int, str]]
+) -> list[tuple[str, float]]:
+    """Return the seconds of a class by what it does; ``labels`` keeps those of ops."""
+    found: dict[tuple[int, str], list[tuple[Floats, Floats]]] = {}
+    for piece in simulation.timeline.pieces(rank_class):
+        streams = np.array([stream.rank_class == rank_class for stream in piece.stream_table], np.bool_)
+        uses = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
+        tasks = uses[streams[piece.streams]]
+        for op in piece.op_table:
+            if op not in labels:
+                labels[op] = _label(op)
+        own = [labels[op] for op in piece.op_table]
+        kinds = list(dict.fromkeys(own))
+        number = np.array([kinds.index(each) for each in own], np.int64)[piece.op[tasks]]
+        for place, kind in enumerate(kinds):
+            chosen = tasks[number == place]
+            found.setdefault(kind, []).append((piece.start[chosen], piece.end[chosen]))
+    taken: list[tuple[str, float]] = []
+    covered, before = (np.empty(0), np.empty(0)), 0.0
+    for kind in sorted(found):
+        start = np.concatenate([covered[0], *[start for start, _ in found[kind]]])
+        end = np.concatenate([covered[1], *[end for _, end in found[kind]]])
+        if len(start):
+            covered = _union(start, end, 0.0)
+        after = float((covered[1] - covered[0]).sum())
+        taken.append((kind[1], after - before))
+        before = after
+    return taken
+
+
+def _label(op: Op) -> tuple[int, str]:
+    """Return what goes before what, and what an op counts to."""
+    meaning = operator(op.op_type)
+    if meaning.issues:
+        return _LAUNCHES, LAUNCHING
+    if meaning.computes:
+        return _COMPUTES, PARTS["kind"](op)
+    return _MOVES, PARTS["axis"](op) if meaning.stalls else f"exposed {PARTS['axis'](op)}"
 
 
 def _uses(piece: Piece, communication: bool) -> tuple[Ints, Ints]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 
 from distsim.cost.cost_model import takes_turn
 from distsim.ir import Device, Function, Op, Value
+from distsim.ops.launch import LAUNCH, SLOWDOWN
 from distsim.simulate.memory.peak import whole
 from distsim.simulate.memory.plan import first_places
 from distsim.simulate.memory.walk import KIND_OF_ROLE, KINDS, WORKSPACE, Argument, Frame, plan_for
@@ -78,13 +78,16 @@ class _Teller:
     def __init__(self, flat: FlatTimeline) -> None:
         tasks = flat.tasks
         self.classes = tasks.classes
-        self.ops: list[int] = tasks.op.tolist()
-        self.calls: list[int] = tasks.call.tolist()
-        self.start: list[float] = flat.start.tolist()
-        self.end: list[float] = flat.end.tolist()
+        # Launches, and what collectives cost computation, are tasks of no op of the function.
+        named = np.array([op not in (LAUNCH, SLOWDOWN) for op in tasks.op_table], np.bool_)
+        own = np.flatnonzero(named[tasks.op])
+        self.ops: list[int] = tasks.op[own].tolist()
+        self.calls: list[int] = tasks.call[own].tolist()
+        self.start: list[float] = flat.start[own].tolist()
+        self.end: list[float] = flat.end[own].tolist()
         on = np.array([stream.rank_class for stream in tasks.stream_table], np.int64)[tasks.streams].tolist()
         slots: list[int] = tasks.stream_start.tolist()
-        self.on: list[list[int]] = [on[first:last] for first, last in pairwise(slots)]
+        self.on: list[list[int]] = [on[slots[task] : slots[task + 1]] for task in own.tolist()]
         self.task = 0
         self.pieces: list[_Held] = []
 

@@ -1,0 +1,86 @@
+"""What a simulated step comes to, in the figures by which steps are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from distsim.cost.efficiency import matrix_type
+from distsim.simulate import Simulation
+from distsim.simulate.calls import device_parts
+
+DEVICE = "device"
+"""What the parts of a step are taken from, where it is not its critical path."""
+
+
+def peak_rate(simulation: Simulation) -> tuple[str, float] | None:
+    """Return the type of most products of a step, and the FLOP/s of all devices in it; None without any."""
+    dtype = matrix_type(op for op, _, _ in simulation.timeline.op_counts)
+    return None if dtype is None else (dtype, sum(device.peak(dtype) for device in simulation.timestamps))
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """A step on ``devices`` devices, those that take part.
+
+    ``seconds`` from a step to the next, a measured one to be expected from ``low`` to ``high`` (0: not
+    known); ``rate``: tokens, or ``unit``, of a second and a device; ``mfu`` a share (0: of no products).
+    ``peak``: bytes on the device that has the least left, of ``usable`` (infinite: no limit). ``busy``,
+    ``exposed`` and ``bubble``: seconds of the mean device, which sum to a single step
+    (:class:`distsim.simulate.Shares`), as do ``parts``.
+    """
+
+    name: str
+    devices: int
+    seconds: float
+    low: float
+    high: float
+    rate: float
+    unit: str
+    mfu: float
+    peak: int
+    usable: float
+    fits: bool
+    busy: float
+    exposed: float
+    bubble: float
+    parts: Mapping[str, float] = field(repr=False)
+
+    @staticmethod
+    def of(
+        name: str, simulation: Simulation, counted: tuple[float, str], flops: float, by: str = DEVICE
+    ) -> StepFigures:
+        """Return the figures of a simulation.
+
+        ``counted``: the tokens, or what else there is, of a step, and what they are called; ``flops`` those
+        of the model itself (:func:`distsim.interpret.count_model_flops`); ``by``: what the parts are, those
+        of the mean device (:func:`device_parts`), or of the critical path (:meth:`Simulation.breakdown`).
+        """
+        seconds, interval, peak = simulation.step_period, simulation.interval(), peak_rate(simulation)
+        devices = len(simulation.timestamps)
+        fullest = min(simulation.memory, key=lambda d: d.usable - simulation.memory[d].peak, default=None)
+        groups = [(simulation.shares(own[0]), len(own) / devices) for own in simulation.classes.members]
+        return StepFigures(
+            name,
+            devices,
+            seconds,
+            interval.low if interval else 0.0,
+            interval.high if interval else 0.0,
+            counted[0] / seconds / devices if seconds else 0.0,
+            counted[1],
+            flops / (seconds * peak[1]) if peak and peak[1] and seconds else 0.0,
+            simulation.memory[fullest].peak if fullest else 0,
+            fullest.usable if fullest else math.inf,
+            simulation.fits,
+            sum(shares.busy * part for shares, part in groups),
+            sum(shares.exposed_communication * part for shares, part in groups),
+            sum(shares.bubble * part for shares, part in groups),
+            device_parts(simulation) if by == DEVICE else simulation.breakdown(by),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them as what JSON has: None where there is no limit, or nothing is known."""
+        usable = None if self.usable == math.inf else self.usable
+        return asdict(self) | {"low": self.low or None, "high": self.high or None, "usable": usable}

@@ -1,0 +1,111 @@
+// The page: a case at a time, its parts one below the other.
+
+function aboutPart(item) {
+  const pairs = Object.entries(item.about).flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]);
+  return make("dl", { class: "about" }, ...pairs);
+}
+
+function summarySection({ figures }) {
+  const tile = (name, text, more, kind = "") => make("div", { class: "tile" },
+    make("span", {}, name), make("b", { class: kind }, text), make("span", {}, more));
+  const part = size => share(size / figures.step_time);
+  const usable = figures.usable === null ? "no limit known" : `of ${bytes(figures.usable)} usable`;
+  const interval = figures.low === null ? "no interval is known" : `90 %: ${figure3(figures.low)} to ${figure3(figures.high)} s`;
+  return section("summary", "The step", make("div", { class: "tiles" },
+    tile("step", seconds(figures.seconds), interval),
+    tile(`${figures.unit}/s/device`, figure(figures.rate), `${figures.devices} devices`),
+    figures.mfu ? tile("MFU", share(figures.mfu), "of the peak, the model's own FLOPs") : null,
+    tile("memory", bytes(figures.peak), usable),
+    tile("fits", figures.fits ? "yes" : "no", "in the memory of each device", figures.fits ? "good" : "bad"),
+    tile("computing", part(figures.busy), `${seconds(figures.busy)} of the mean device`),
+    tile("exposed communication", part(figures.exposed), `${seconds(figures.exposed)} in which nothing computes`),
+    tile("bubble", part(figures.bubble), `${seconds(figures.bubble)} idle`)));
+}
+
+const WAYS = { device: "the mean device", kind: "the critical path, by kind of work", operator: "the critical path, by operator",
+  module: "the critical path, by module of the model", axis: "the critical path, by mesh axis", phase: "the critical path, by phase" };
+
+function boundSection(step) {
+  const { figures: { step_time: whole }, path, stages } = step;
+  const place = make("div");
+  const show = by => {
+    const rows = Object.entries(step.breakdowns[by]).sort((a, b) => b[1] - a[1])
+      .map(([name, size]) => [name, size, seconds(size), share(size / whole)]);
+    place.replaceChildren(barTable(["part", "time", "share"], rows, 14));
+  };
+  show("device");
+  const computing = whole - path.moving - path.launching;
+  const rows = stages.map(([stage, devices, busy, exposed, bubble]) => make("tr", {},
+    ...[stage, devices, ...[busy, exposed, bubble].map(size => share(size / whole))].map(text => make("td", {}, String(text)))));
+  const head = make("tr", {}, ...["stage", "devices", "busy", "exposed", "bubble"].map(text => make("th", { scope: "col" }, text)));
+  return section("bound", "What holds it back",
+    make("p", {}, `The critical path is ${path.tasks.toLocaleString("en-US")} tasks, each of which starts when the one before ends: ` +
+      `${share(computing / whole)} computing, ${share(path.moving / whole)} communicating, ${share(path.launching / whole)} launching kernels.`),
+    make("div", { class: "controls" }, choice("seconds of", Object.keys(step.breakdowns).map(by => [by, WAYS[by]]), show)), place,
+    make("h3", {}, "Stages of the pipeline"),
+    make("div", { class: "scroll" }, make("table", { class: "bars" }, make("thead", {}, head), make("tbody", {}, ...rows))));
+}
+
+function whatIfSection(step) {
+  const rows = step.what_ifs.map(([change, time, gain]) => [change, gain, seconds(time), seconds(gain), share(gain / step.figures.step_time)]);
+  return section("what-ifs", "What if",
+    soft("Each was simulated with that one thing changed. Gains do not add up."),
+    rows.length ? barTable(["change", "step", "gain", "share"], rows, 20) : soft("Nothing takes time."));
+}
+
+const GUESSES = [[/assum/i, "assumption"], [/not measured|taken over/i, "taken over"], [/from memory/i, "from memory"], [/fitted/i, "fitted"]];
+
+function assumptionsSection({ assumptions, notes }) {
+  const ground = row => (GUESSES.find(([pattern]) => pattern.test(row[3])) || [null, ""])[1];
+  const table = new SortedTable([
+    { label: "figure", kind: "text", text: row => row[0], key: row => row[0] },
+    { label: "value", text: row => `${figure(row[1])} ${row[2] === "1" ? "" : row[2]}` },
+    { label: "rests on", kind: "text", text: ground, key: ground },
+    { label: "source", kind: "long", text: row => row[3] },
+  ], assumptions, { page: 12 });
+  const words = make("input", { type: "search", placeholder: "assumption", size: "16", oninput: () => {
+    const asked = words.value.trim().toLowerCase();
+    table.filter(row => row.join(" ").toLowerCase().includes(asked) || ground(row).includes(asked));
+  } });
+  return section("assumptions", "Assumptions",
+    notes.length ? make("ul", {}, ...notes.map(note => make("li", {}, note))) : null,
+    make("h3", {}, "Figures of the cluster, with their sources"),
+    make("div", { class: "controls" }, make("label", {}, "filter", words)), table.element);
+}
+
+function accuracySection(accuracy) {
+  if (!accuracy) {
+    return section("accuracy", "How true", soft("How far predicted steps are from measured ones is not known here: of this preset, or as the host's time is not among the costs."));
+  }
+  const terms = accuracy.terms.map(([kind, spread, part]) => [kind, part, share(part), `${share(spread)}`]);
+  return section("accuracy", "How true",
+    make("p", {}, `A measured step is expected between ${seconds(accuracy.low)} and ${seconds(accuracy.high)}, with ${share(accuracy.level)} probability.`),
+    soft(`The logarithm of measured over predicted seconds has a standard deviation of ${accuracy.spread} on this preset (${accuracy.source}); ` +
+      `${share(accuracy.between)} of its variance is between machines, which steps of your own correct (distsim simulate --own-runs). ` +
+      "distsim validate predicts published steps and prints how far off it is, by hardware and layout."),
+    terms.length ? make("h3", {}, "What of the step is less well known") : null,
+    terms.length ? barTable(["kind of work", "share of the step", "its own deviation"], terms, 10) : null);
+}
+
+function casePart(item) {
+  const parts = [aboutPart(item)];
+  if (item.step) parts.push(summarySection(item.step));
+  else parts.push(section("summary", "The step", make("p", { class: "bad" }, "No plan fits in memory.")));
+  if (item.plans) parts.push(plansSection(item.plans));
+  if (item.step) {
+    parts.push(new Timeline(item.step.timeline, item.step.path).element(), memorySection(item.step.memory, item.step.timeline.end),
+      boundSection(item.step), whatIfSection(item.step));
+  }
+  return [...parts, assumptionsSection(item), accuracySection(item.accuracy)];
+}
+
+{
+  const shown = JSON.parse(document.getElementById("data").textContent);
+  const place = make("div");
+  const show = number => place.replaceChildren(...casePart(shown.cases[Number(number)]));
+  const several = shown.cases.length > 1
+    ? make("div", { class: "controls" }, choice("cluster", shown.cases.map((item, n) => [String(n), item.name]), show)) : null;
+  document.getElementById("page").replaceChildren(make("h1", {}, shown.title), ...(several ? [several] : []), place,
+    make("footer", {}, "Made by distsim: simulated, not measured."));
+  show(0);
+}
