@@ -16,6 +16,7 @@ from distsim.commands.attempt import OUT_OF_MEMORY
 from distsim.commands.cluster import add_settings
 from distsim.commands.model import Choices, add_model_options
 from distsim.commands.plans import ModelOfPlans
+from distsim.commands.training_file import take_file
 from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.ir import Topology
@@ -79,6 +80,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Search, print what was found, and write what is asked for."""
     _check(options)
+    config = take_file(options)
+    if config is not None:
+        options.batch = config.batch.total if options.batch is None else options.batch
+        for line in (*config.describe(), f"{config.source}: its layout is left open: plans are searched"):
+            complain(line)
     sets = parse_sets(options.plan)
     choices = Choices.of(options)
     if "remat" not in sets and choices.stack.remat not in ("none", "full"):

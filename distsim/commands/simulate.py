@@ -13,6 +13,7 @@ from distsim.commands.attempt import OUT_OF_MEMORY, attempt
 from distsim.commands.cluster import add_settings, read_cluster
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, plan_text, read_model, training_step
+from distsim.commands.training_file import READERS, take_file, take_layout
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
@@ -109,6 +110,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate what is asked for, and report it."""
+    take_file(options)
     for path in filter(None, (options.trace, options.plot)):
         check_target(path)
     correction(options.own_runs)  # refused before anything is simulated
@@ -128,6 +130,7 @@ def run(options: argparse.Namespace) -> int:
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
     order = _table(options)
     topology = read_cluster(options)
+    from_file = take_layout(options, len(topology.devices))
     function, choices = training_step(options, progress)
     cost_model = CostModel(topology, strict=options.strict, kernels=choices.kernels.way)
     simulator = _simulator(options, cost_model)
@@ -140,10 +143,9 @@ def run(options: argparse.Namespace) -> int:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
-        plan, program, said = lay_out(_plan(options, order), options.stack, choices, build)
+        plan, program, said = lay_out(_plan(options, order), choices.stack.name, choices, build)
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
-    notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
-    notes += said
+    notes = [*from_file, *([f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []), *said]
     notes += _unknown_kernel(choices.attention, topology)
     notes += _idle_devices(options, plan, topology, _samples(function))
     notes += _uneven_ranks(plan, program.schedule, simulation)
@@ -264,7 +266,18 @@ def _uneven_ranks(plan: Plan, order: Schedule, simulation: Simulation) -> list[s
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
     """Inference of one batch, partitioned over the devices of the cluster."""
-    fields = ("plan", "schedule_csv", "copies", "loss", "optimizer", "keep", "clip", "kernels", "stack")
+    fields = (
+        "plan",
+        "schedule_csv",
+        "copies",
+        "loss",
+        "optimizer",
+        "keep",
+        "clip",
+        "kernels",
+        "stack",
+        *READERS,
+    )
     training = [name for name in fields if getattr(options, name) is not None]
     if training:
         raise PlanError(
