@@ -11,6 +11,7 @@ from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
 from distsim.commands.cluster import add_settings, read_cluster
+from distsim.commands.exports import add_export_options, check_exports, exports, ranks_of
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, plan_text, read_model, training_step
 from distsim.commands.training_file import READERS, take_file, take_layout
@@ -24,6 +25,7 @@ from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
+from distsim.report.exports.folders import chosen_devices
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
 from distsim.schedule import TABLE, Schedule, read_csv
@@ -95,6 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
     )
+    add_export_options(parser)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline, a row for each rank")
     parser.add_argument("--streams", action="store_true", help="with --plot: a row for each stream of a rank")
     parser.add_argument(
@@ -113,6 +116,7 @@ def run(options: argparse.Namespace) -> int:
     take_file(options)
     for path in filter(None, (options.trace, options.plot)):
         check_target(path)
+    check_exports(options)
     correction(options.own_runs)  # refused before anything is simulated
     if options.own_runs and (options.kernels == "ops" or options.partition):
         way = "--partition" if options.partition else "--kernels ops"
@@ -323,7 +327,7 @@ def _write(options: argparse.Namespace, simulation: Simulation, progress: Progre
     """Write the trace and the plot that are asked for; one that cannot be written does not cost the other."""
 
     def trace() -> int:
-        devices, what = _traced(simulation)
+        devices, what = _traced(simulation, ranks_of(options))
         progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace, devices))
         say(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
         return 0
@@ -336,11 +340,14 @@ def _write(options: argparse.Namespace, simulation: Simulation, progress: Progre
         say(f"timeline: {options.plot}")
         return 0
 
-    return max([attempt(work) for work in (trace, plot) if getattr(options, work.__name__)], default=0)
+    works = [work for work in (trace, plot) if getattr(options, work.__name__)]
+    return max(map(attempt, [*works, *exports(options, simulation, progress)]), default=0)
 
 
-def _traced(simulation: Simulation) -> tuple[list[Device], str]:
-    """All devices, or where that is too much to look at one for those that do the same."""
+def _traced(simulation: Simulation, ranks: list[int] | None) -> tuple[list[Device], str]:
+    """The devices asked for, or all, or where that is too much to look at one for those that do the same."""
+    if ranks is not None:
+        return chosen_devices(simulation, ranks), f"with {count_of(len(ranks), 'rank')} "
     devices = list(simulation.timestamps)
     if len(devices) * len(simulation.timeline) / len(simulation.classes.members) <= MOST_EVENTS:
         return devices, ""
