@@ -209,6 +209,7 @@ def test_yaml_says_the_same_in_three_ways(tmp_path):
     nemo = (
         "trainer:\n  precision: bf16-mixed\nmodel:\n  num_layers: 8  # of them\n  hidden_size: 64\n"
         "  num_attention_heads: 4\n  encoder_seq_length: 32\n  tensor_model_parallel_size: 1\n"
+        "  optim:\n    name: distributed_fused_adam\n    betas:\n    - 0.9\n"
     )
     for text in (flat, own, nemo):
         more = (
@@ -219,6 +220,8 @@ def test_yaml_says_the_same_in_three_ways(tmp_path):
         config = read_megatron_args(written(tmp_path, more, "config.yaml"))
         assert (config.sizes.layers, config.seq, config.batch.micro) == (8, 32, 2)
         assert config.stack.precision == "mixed"
+        assert config.fields.get("zero", 0) == (1 if text is nemo else 0)
+        assert config.unknown == ()
 
 
 def test_lists_and_lines_of_yaml():

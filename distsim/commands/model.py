@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from distsim.commands.training_file import add_file_options
+from distsim.commands.files.training_file import add_file_options
 from distsim.errors import PlanError
 from distsim.importer import load_model
 from distsim.importer.configs import TrainingConfig

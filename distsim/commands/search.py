@@ -14,9 +14,9 @@ from typing import Any
 
 from distsim.commands.attempt import OUT_OF_MEMORY
 from distsim.commands.cluster import add_settings
+from distsim.commands.files.training_file import take_file
 from distsim.commands.model import Choices, add_model_options
 from distsim.commands.plans import ModelOfPlans
-from distsim.commands.training_file import take_file
 from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.ir import Topology

@@ -7,9 +7,9 @@ import sys
 import warnings
 
 from distsim.commands.cluster import add_settings, read_cluster
+from distsim.commands.files.training_file import take_file, take_layout
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, read_model, training_step
-from distsim.commands.training_file import take_file, take_layout
 from distsim.compose import parallelize
 from distsim.cost import UncostedOperatorWarning
 from distsim.errors import PlanError

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
 from distsim.commands.cluster import add_settings, read_cluster
-from distsim.commands.exports import add_export_options, check_exports, exports, ranks_of
+from distsim.commands.files.exports import add_export_options, check_exports, exports, ranks_of
+from distsim.commands.files.training_file import READERS, take_file, take_layout
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, plan_text, read_model, training_step
-from distsim.commands.training_file import READERS, take_file, take_layout
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model

@@ -43,6 +43,27 @@ _SAME = {
 """Other names of arguments: of older versions, of TransformerConfig, and of NeMo."""
 
 
+_ASIDE = (
+    *("ENV_VARS", "TEST_TYPE", "METRICS", "LAUNCHER", "data", "exp_manager", "name", "defaults", "sched"),
+    *("accelerator", "max_steps", "mcore_gpt", "pre_process", "post_process", "megatron_amp_O2", "logger"),
+    *(
+        "use_scaled_init_method",
+        "max_epochs",
+        "enable_checkpointing",
+        "log_every_n_steps",
+        "grad_allreduce_chunk_size_mb",
+    ),
+    *(
+        "val_check_interval",
+        "limit_val_batches",
+        "limit_test_batches",
+        "enable_model_summary",
+        "restore_from_path",
+    ),
+)
+"""Names of YAML that bear on nothing here."""
+
+
 class MegatronArguments(NamedTuple):
     """Arguments by name with their values; the script that they are for; and GPUs that it is started on."""
 
@@ -163,17 +184,30 @@ def _of_tables(table: Mapping[str, object]) -> MegatronArguments:
     """Return the arguments of a table, those of the tables in it among them."""
     found: dict[str, object] = {}
     for name, value in _leaves(table, 0):
+        if isinstance(value, str) and value.startswith("${"):
+            continue  # as another field, which says it
         if value is not None and value is not False:
             found[_named(name)] = value
         elif value is False:
             _negate(found, name)
     _translate(found)
-    return MegatronArguments(found, "", None)
+    nodes, each = found.pop("--num-nodes", None), found.pop("--devices", None)
+    devices = nodes * each if isinstance(nodes, int) and isinstance(each, int) else None
+    return MegatronArguments(found, "", devices)
 
 
 def _leaves(table: Mapping[str, object], depth: int) -> Iterator[tuple[str, object]]:
     for name, value in table.items():
-        if name.startswith("_") or name in ("ENV_VARS", "data", "exp_manager"):
+        if name.startswith("_") or name in _ASIDE:
+            continue
+        if name == "tokenizer" and isinstance(value, dict):
+            yield "tokenizer-model", cast(Mapping[str, object], value).get("type")
+            continue
+        if name == "optim" and isinstance(value, dict):
+            yield (
+                "use-distributed-optimizer",
+                "distributed" in str(cast(Mapping[str, object], value).get("name")),
+            )
             continue
         if isinstance(value, dict) and depth < 10:
             yield from _leaves(cast(Mapping[str, object], value), depth + 1)

@@ -23,10 +23,10 @@ from distsim.report.exports.folders import chosen_devices, made_folder
 from distsim.report.exports.messages import (
     COLLECTIVES,
     Attribute,
+    ChakraKind,
     ChakraNode,
     Int32,
     Int64,
-    NodeKind,
     UInt64,
     delimited,
     metadata,
@@ -125,20 +125,20 @@ class _ChakraRanks:
             for stream in own:
                 last[stream] = number - 1
 
-    def _kinds(self, op: Op, device: Device, task: int) -> list[tuple[NodeKind, dict[str, Attribute]]]:
+    def _kinds(self, op: Op, device: Device, task: int) -> list[tuple[ChakraKind, dict[str, Attribute]]]:
         """Return what nodes a task is on a rank, with their attributes."""
         kind = operator(op.op_type)
         if not communicates(op):
             about: dict[str, Attribute] = {"is_cpu_op": kind.issues}
             if not kind.host_stream:
-                return [(NodeKind.COMP, about)]
-            direction = NodeKind.MEM_STORE if op.op_type == "Offload" else NodeKind.MEM_LOAD
+                return [(ChakraKind.COMP, about)]
+            direction = ChakraKind.MEM_STORE if op.op_type == "Offload" else ChakraKind.MEM_LOAD
             return [(direction, {**about, "tensor_size": UInt64(_bytes_of(op))})]
         meaning = kind.communication
         name = "send" if meaning is None else meaning.kind
         if name in ("send", "shift"):
             return self._messages(op, device, task)
-        return [(NodeKind.COMM_COLL, self._collective(op, name, device))]
+        return [(ChakraKind.COMM_COLL, self._collective(op, name, device))]
 
     def _collective(self, op: Op, kind: str, device: Device) -> dict[str, Attribute]:
         if kind not in COLLECTIVES:
@@ -157,9 +157,9 @@ class _ChakraRanks:
             "pg_name": name,
         }
 
-    def _messages(self, op: Op, device: Device, task: int) -> list[tuple[NodeKind, dict[str, Attribute]]]:
+    def _messages(self, op: Op, device: Device, task: int) -> list[tuple[ChakraKind, dict[str, Attribute]]]:
         """Return the ends of a message that a rank has; of ranks that pass something round, both."""
-        found: list[tuple[NodeKind, dict[str, Attribute]]] = []
+        found: list[tuple[ChakraKind, dict[str, Attribute]]] = []
         rank = self.numbers[device]
         about: dict[str, Attribute] = {"is_cpu_op": False, "comm_size": Int64(_bytes_of(op))}
         about["comm_tag"] = Int32(task % MOST_TAGS)
@@ -168,10 +168,10 @@ class _ChakraRanks:
             if source == target:
                 continue
             if self.numbers[source] == rank:
-                found.append((NodeKind.COMM_SEND, {**about, **both}))
+                found.append((ChakraKind.COMM_SEND, {**about, **both}))
             if self.numbers[target] == rank:
-                found.append((NodeKind.COMM_RECV, {**about, **both}))
-        return found or [(NodeKind.COMP, {"is_cpu_op": False})]
+                found.append((ChakraKind.COMM_RECV, {**about, **both}))
+        return found or [(ChakraKind.COMP, {"is_cpu_op": False})]
 
 
 def _pairs(op: Op) -> list[tuple[Device, Device]]:

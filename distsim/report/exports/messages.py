@@ -13,7 +13,7 @@ from typing import NamedTuple
 VERSION = "0.0.4"
 
 
-class NodeKind(IntEnum):
+class ChakraKind(IntEnum):
     """``NodeType``."""
 
     METADATA = 1
@@ -94,7 +94,7 @@ class ChakraNode(NamedTuple):
 
     number: int
     name: str
-    kind: NodeKind
+    kind: ChakraKind
     before: Iterable[int]
     needs: Iterable[int]
     start: float

@@ -18,7 +18,6 @@ amp                       16     torch.autocast(bfloat16): weights are cast wher
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -178,7 +177,7 @@ def precision_named(name: str) -> Precision:
 
 def _changed(policy: Precision, name: str, changes: str) -> Precision:
     """Return a policy with the fields of ``key=value,...``; types of several states stand between +."""
-    given: dict[str, Any] = {"name": re.sub(r"\W+", "_", name)}
+    given: dict[str, Any] = {"name": name}
     for item in changes.split(","):
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or key not in {field.name for field in fields(Precision)} - {"name"} or key in given:
