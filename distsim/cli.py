@@ -20,6 +20,11 @@ examples:
   distsim simulate gpt2 --cluster dgx-a100:2 --plan dp=2,tp=4,pp=2,microbatches=8 --batch 64 --seq 1024
   distsim simulate llama3-8b --cluster dgx-h100 --plan tp=8,microbatches=8 --batch 8 --seq 4096
   distsim show gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100 --batch 8 --cluster dgx-a100 --plan tp=2,pp=2
+
+with files of your own:
+    distsim simulate --megatron-args train_llama3_8b.sh --cluster dgx-h100:2 --plan tp=4
+    distsim simulate --torchtitan llama3_8b.toml --cluster dgx-a100:8 --trace-dir traces --trace-ranks 0,8
+    distsim simulate llama3-8b --deepspeed zero3.json --cluster dgx-h100 --batch 64
 """
 
 SCHEDULE_EPILOG = """examples:

@@ -7,8 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distsim.commands.files.training_file import add_file_options
 from distsim.errors import PlanError
 from distsim.importer import load_model
+from distsim.importer.configs import TrainingConfig
 from distsim.ir import DType, Float32, Function, Tensor
 from distsim.ir.dead import brings_backward
 from distsim.ir.kernel_rates import ATTENTION_KERNELS
@@ -35,8 +37,10 @@ from distsim.transforms.kernels.policies import KERNELS, Kernels, kernels_named
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which model it is."""
+    add_file_options(parser)
     parser.add_argument(
         "model",
+        nargs="?",
         help="a name (see `distsim models`) or a Hugging Face config.json, maybe with options as in "
         "llama3-8b:layers=4, an .onnx file, or a builder: mlp:layers=16,width=8192, gpt:..., llama:...",
     )
@@ -105,12 +109,16 @@ class Choices:
     @staticmethod
     def of(options: argparse.Namespace) -> Choices:
         """Return the choices of a command line; raise :class:`PlanError` for an unknown one."""
+        training: TrainingConfig | None = getattr(options, "from_file", None)
+        by_file = training is not None and options.stack is None
         stack = stack_named("plain" if options.stack is None else options.stack)
+        if training is not None and options.stack is None:
+            stack = training.stack
         assumed: list[str] = []
 
         def choice(name: str) -> Any:
             given, default = getattr(options, name), getattr(stack, name)
-            if given is None and default is not None:
+            if given is None and default is not None and not by_file:
                 assumed.append(f"{name} {default}")
             return default if given is None else given
 
@@ -152,7 +160,11 @@ def _forward(options: argparse.Namespace, choices: Choices, plan: Plan) -> Funct
     seq = [] if options.seq is None else [f"seq={options.seq}"]
     bindings = ",".join(filter(None, [*options.bind, *seq]))
     multiple = max(1, choices.stack.vocabulary_multiple * plan.tp)
-    model = load_model(options.model, options.batch, bindings, patterns, plan.sequence_parts, multiple)
+    training: TrainingConfig | None = getattr(options, "from_file", None)
+    if training is not None and training.sizes is not None:
+        model = training.function(options.batch, options.seq, plan.sequence_parts, multiple)
+    else:
+        model = load_model(options.model, options.batch, bindings, patterns, plan.sequence_parts, multiple)
     function = merge_composites(model)
     dtype = _widest(function) if choices.precision is None else choices.precision.compute
     return set_attention(function, choices.attention or default_attention(dtype))

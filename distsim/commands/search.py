@@ -18,6 +18,7 @@ from typing import Any
 
 from distsim.commands.attempt import OUT_OF_MEMORY
 from distsim.commands.cluster import SizedCluster, add_settings, sized_clusters
+from distsim.commands.files.training_file import take_file
 from distsim.commands.model import Choices, add_model_options
 from distsim.commands.plans import ModelOfPlans
 from distsim.errors import PlanError
@@ -142,6 +143,11 @@ def run(options: argparse.Namespace) -> int:
     names = [name.strip() for text in options.cluster for name in text.split(",")]
     prices = _prices(options.price, names)
     _check(options)
+    config = take_file(options)
+    if config is not None:
+        options.batch = config.batch.total if options.batch is None else options.batch
+        for line in (*config.describe(), f"{config.source}: its layout is left open: plans are searched"):
+            complain(line)
     sets = parse_sets(options.plan)
     choices = Choices.of(options)
     if "remat" not in sets and choices.stack.remat not in ("none", "full"):

@@ -7,6 +7,7 @@ import sys
 import warnings
 
 from distsim.commands.cluster import add_settings, read_cluster
+from distsim.commands.files.training_file import take_file, take_layout
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, read_model, training_step
 from distsim.compose import parallelize
@@ -35,6 +36,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what is asked for."""
     progress = Progress(sys.stderr)
+    config = take_file(options)
+    if config is not None and options.cluster:
+        for line in take_layout(options, len(read_cluster(options).devices)):
+            say(f"# {line}")
     if not options.plan and (options.cluster or options.set or not options.training):
         given = [
             n
@@ -55,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
             warnings.simplefilter("ignore", UncostedOperatorWarning)  # what is shown has no times
             _, program, notes = lay_out(
                 options.plan,
-                options.stack,
+                choices.stack.name,
                 choices,
                 lambda plan: parallelize(function, plan, topology, kernels=choices.kernels),
             )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
 from distsim.commands.cluster import add_settings, read_cluster
+from distsim.commands.files.exports import add_export_options, check_exports, exports, ranks_of
+from distsim.commands.files.training_file import READERS, take_file, take_layout
 from distsim.commands.layout import lay_out
 from distsim.commands.model import add_model_options, plan_text, read_model, training_step
 from distsim.compose import parallelize
@@ -23,6 +25,7 @@ from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
+from distsim.report.exports.folders import chosen_devices
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.output import check_format, check_target
 from distsim.report.page import PageCase, write_page
@@ -64,6 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
     )
+    add_export_options(parser)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline, a row for each rank")
     parser.add_argument("--streams", action="store_true", help="with --plot: a row for each stream of a rank")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page to look at, one file")
@@ -116,8 +120,10 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate what is asked for, and report it."""
+    take_file(options)
     for path in filter(None, (options.trace, options.plot, options.html)):
         check_target(path)
+    check_exports(options)
     correction(options.own_runs)  # refused before anything is simulated
     if options.own_runs and (options.kernels == "ops" or options.partition):
         way = "--partition" if options.partition else "--kernels ops"
@@ -168,6 +174,7 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
     order = _table(options)
     topology = read_cluster(options)
+    from_file = take_layout(options, len(topology.devices))
     function, choices = training_step(options, progress)
     cost_model = CostModel(topology, strict=options.strict, kernels=choices.kernels.way)
     simulator = _simulator(options, cost_model)
@@ -180,10 +187,9 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
-        plan, program, said = lay_out(_plan(options, order), options.stack, choices, build)
+        plan, program, said = lay_out(_plan(options, order), choices.stack.name, choices, build)
         simulation = progress.run("simulating", lambda: simulator.simulate(program))
-    notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
-    notes += said
+    notes = [*from_file, *([f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []), *said]
     notes += _unknown_kernel(choices.attention, topology)
     notes += _idle_devices(options, plan, topology, _samples(function))
     notes += _uneven_ranks(plan, program.schedule, simulation)
@@ -291,7 +297,18 @@ def _uneven_ranks(plan: Plan, order: Schedule, simulation: Simulation) -> list[s
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> SimulatedStep:
     """Inference of one batch, partitioned over the devices of the cluster."""
-    fields = ("plan", "schedule_csv", "copies", "loss", "optimizer", "keep", "clip", "kernels", "stack")
+    fields = (
+        "plan",
+        "schedule_csv",
+        "copies",
+        "loss",
+        "optimizer",
+        "keep",
+        "clip",
+        "kernels",
+        "stack",
+        *READERS,
+    )
     training = [name for name in fields if getattr(options, name) is not None]
     if training:
         raise PlanError(
@@ -338,7 +355,7 @@ def _write(options: argparse.Namespace, step: SimulatedStep, progress: Progress)
     simulation = step.simulation
 
     def trace() -> int:
-        devices, what = _traced(simulation)
+        devices, what = _traced(simulation, ranks_of(options))
         progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace, devices))
         say(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
         return 0
@@ -365,11 +382,14 @@ def _write(options: argparse.Namespace, step: SimulatedStep, progress: Progress)
         say(f"page: {options.html}")
         return 0
 
-    return max([attempt(work) for work in (trace, plot, html) if getattr(options, work.__name__)], default=0)
+    works = [work for work in (trace, plot, html) if getattr(options, work.__name__)]
+    return max(map(attempt, [*works, *exports(options, simulation, progress)]), default=0)
 
 
-def _traced(simulation: Simulation) -> tuple[list[Device], str]:
-    """All devices, or where that is too much to look at one for those that do the same."""
+def _traced(simulation: Simulation, ranks: list[int] | None) -> tuple[list[Device], str]:
+    """The devices asked for, or all, or where that is too much to look at one for those that do the same."""
+    if ranks is not None:
+        return chosen_devices(simulation, ranks), f"with {count_of(len(ranks), 'rank')} "
     devices = list(simulation.timestamps)
     if len(devices) * len(simulation.timeline) / len(simulation.classes.members) <= MOST_EVENTS:
         return devices, ""

@@ -37,7 +37,8 @@ from distsim.importer.nodes import (
     operator_name,
     resolved,
 )
-from distsim.importer.operands import (
+from distsim.importer.tensors import check_embedded, is_external, stored_array, stored_type
+from distsim.importer.values.operands import (
     NEEDED,
     Entry,
     attributes_of,
@@ -47,9 +48,8 @@ from distsim.importer.operands import (
     output_count,
     split_operands,
 )
-from distsim.importer.scope import Scope, used_names
-from distsim.importer.sequences import SequenceSplitter, element_of
-from distsim.importer.tensors import check_embedded, is_external, stored_array, stored_type
+from distsim.importer.values.scope import Scope, used_names
+from distsim.importer.values.sequences import SequenceSplitter, element_of
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import Tensor, as_tensor, from_numpy
 from distsim.ir.value import Attributes, Literal, Role, Value

@@ -10,7 +10,7 @@ import numpy as np
 
 from distsim.errors import ImportModelError
 from distsim.importer.limits import COMPUTED_ELEMENTS, TOTAL_ELEMENTS
-from distsim.importer.operands import Entry
+from distsim.importer.values.operands import Entry
 from distsim.ir.registry import output_types
 from distsim.ir.type import Tensor, as_tensor, from_numpy
 from distsim.ir.value import Attributes, Value

@@ -14,7 +14,7 @@ import numpy as np
 import onnx.helper
 
 from distsim.errors import ImportModelError
-from distsim.importer.operands import Entry
+from distsim.importer.values.operands import Entry
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Value

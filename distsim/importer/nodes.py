@@ -12,8 +12,8 @@ import onnx.checker
 from distsim.errors import ImportModelError
 from distsim.importer.folding import Folder, shape_constant
 from distsim.importer.limits import check_shape
-from distsim.importer.operands import Entry
 from distsim.importer.tensors import is_external
+from distsim.importer.values.operands import Entry
 from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Value
 

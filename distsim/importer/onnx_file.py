@@ -22,8 +22,8 @@ from distsim.importer.dimensions import (
 )
 from distsim.importer.evaluate import PartialEvaluator
 from distsim.importer.limits import MAX_FILE_BYTES
-from distsim.importer.scope import Scope, used_names
 from distsim.importer.tensors import read_bytes
+from distsim.importer.values.scope import Scope, used_names
 from distsim.ir.dead import trim
 from distsim.ir.function import Function
 from distsim.ir.maker import FunctionMaker

@@ -38,6 +38,8 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ImportModelError(f"cannot read {path}: {error.strerror or error}") from error
+    except ImportModelError:
+        raise
     except ValueError as error:  # a path with a null byte
         raise ImportModelError(f"cannot read {path!r}: {error}") from error
     if not content:

@@ -11,16 +11,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from distsim.errors import SimulationError
 from distsim.ir import Device, Mesh, Op, Tensor, place_of
 from distsim.ir.device import devices_of
 from distsim.ops import op_label, operator
 from distsim.ops.coalescing import moved_values
+from distsim.ops.launch import LAUNCH
 from distsim.report.labels import stream_label
 from distsim.report.output import packed, replacing
 from distsim.simulate import Simulation
@@ -58,14 +61,18 @@ _DTYPES = {
 
 
 def write_trace(
-    simulation: Simulation, path: str | os.PathLike[str], devices: Iterable[Device] | None = None
+    simulation: Simulation,
+    path: str | os.PathLike[str],
+    devices: Iterable[Device] | None = None,
+    marked: bool = False,
 ) -> None:
     """Write the trace of these devices (default: all) as JSON, replacing ``path`` when it is complete.
 
     The file of a single device is what Holistic Trace Analysis takes as the file of one rank. A path that
     ends in .gz is compressed with gzip, as Perfetto opens it too. Events are written piece by piece; beyond
-    ``MOST_COUNTED`` tasks without the memory in use. Raises :class:`SimulationError` for a path that cannot
-    be written to, or a device that does not occur.
+    ``MOST_COUNTED`` tasks without the memory in use. ``marked``: events without length stand where the step
+    begins and ends, so that a reader counts a device as idle before its first kernel and after its last.
+    Raises :class:`SimulationError` for a path that cannot be written to, or a device that does not occur.
     """
     of = simulation.classes.of
     chosen = list(dict.fromkeys(devices)) if devices is not None else sorted(of, key=lambda d: d.id)
@@ -79,11 +86,22 @@ def write_trace(
             file.write(b'"distributedInfo": {"rank": %d, "world_size": %d},' % (chosen[0].id, len(of)))
         file.write(b'"traceEvents":[')
         separator = b"\n"
-        for event in _events(simulation, chosen):
+        marks = map(_encode, _marks(simulation, chosen)) if marked else ()
+        for event in chain(marks, _events(simulation, chosen)):
             file.write(separator)
             file.write(event)
             separator = b",\n"
         file.write(b"\n]}\n")
+
+
+def _marks(simulation: Simulation, devices: Iterable[Device]) -> Iterator[dict[str, Any]]:
+    for device in devices:
+        for name, seconds in (("begins", 0.0), ("ends", simulation.step_time)):
+            about = {"stream": 0, "correlation": -1, "device": device.id}
+            yield {
+                **{"ph": "X", "cat": "gpu_memset", "name": f"Memset (step {name})", "pid": device.id},
+                **{"tid": 0, "ts": round(seconds * 1e9) / 1000, "dur": 0, "args": about},
+            }
 
 
 def _events(simulation: Simulation, devices: list[Device]) -> Iterator[bytes]:
@@ -125,12 +143,20 @@ def _metadata(name: str, pid: int, tid: int | None, value: str | int) -> dict[st
 
 
 def _describe(op: Op) -> tuple[str, dict[str, Any]]:
-    """Return the name of an op's slices, and the arguments that say what it works on."""
+    """Return the name of an op's slices, and the arguments that say what it works on.
+
+    Names are such that Holistic Trace Analysis counts them as the shares of a device do: what computation
+    loses to a collective as communication, copies to and from the host as memory.
+    """
+    if op.op_type == LAUNCH.op_type:
+        return "cudaLaunchKernel", {"op": op_label(op)}
     outputs = ", ".join([f"{value.name}: {value.type}" for value in op.outputs])
     about: dict[str, Any] = {"op": op_label(op), "outputs": outputs}
     meaning = operator(op.op_type).communication
     if meaning is None or not communicates(op):
-        return op_label(op), about
+        kind = operator(op.op_type)
+        before = "ncclDevKernel_" if kind.stalls else "Memcpy " if kind.host_stream else ""
+        return before + op_label(op), about
     kernel, name = _KERNELS.get(meaning.kind, (meaning.kind, meaning.kind))
     about["Collective name"] = name
     given, made = [
@@ -237,9 +263,13 @@ _FIELDS = 8
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Sheet:
-    """The slices of some tasks of a piece on one rank class, with a gap for whatever differs."""
+    """The slices of some tasks of a piece on one rank class, with a gap for whatever differs.
+
+    ``kernels``: of each the task, or of a launch that which it is the launch of.
+    """
 
     tasks: Ints
+    kernels: Ints
     text: bytes
 
 
@@ -263,7 +293,7 @@ class SliceWriter:
             length = np.rint(piece.end[sheet.tasks] * 1e9).astype(np.int64) - start
             count = len(sheet.tasks)
             values: list[Any] = [path] * (_FIELDS * count)
-            values[1::_FIELDS] = (piece.first + sheet.tasks).tolist()
+            values[1::_FIELDS] = (piece.first + sheet.kernels).tolist()
             for place, numbers in ((2, start), (4, length)):
                 values[place + 2 :: _FIELDS] = (numbers // 1000).tolist()
                 values[place + 3 :: _FIELDS] = (numbers % 1000).tolist()
@@ -291,6 +321,7 @@ class SliceWriter:
         classes = class_of[piece.streams]
         inside = [_text(path[len(piece.path) :]) for path in piece.paths()]
         lanes = [self._lanes[stream.rank_class, stream.name] for stream in piece.stream_table]
+        kernels = {name: _launched(piece, tasks, classes == name) for name in members}
         for first in range(0, len(tasks), MOST_SLICES):
             part = slice(first, first + MOST_SLICES)
             for rank_class in members:
@@ -304,18 +335,33 @@ class SliceWriter:
                         self._row(piece.op_table[op], lanes[stream], inside[call])
                         for op, stream, call in zip(ops, streams, calls, strict=True)
                     ]
-                    yield rank_class, _Sheet(own, b",\n".join(rows))
+                    yield rank_class, _Sheet(own, kernels[rank_class][uses], b",\n".join(rows))
 
     def _row(self, op: Op, lane: int, inside: bytes) -> bytes:
         found = self._heads.get((op, lane))
         if found is None:
             name, about = self._describe(op)
-            head = {"ph": "X", "cat": "kernel", "name": name, "tid": lane}
-            arguments = _encode({"stream": lane, **about})[:-1].replace(b"%", b"%%")
+            launch = op.op_type == LAUNCH.op_type
+            head = {"ph": "X", "cat": "cuda_runtime" if launch else "kernel", "name": name, "tid": lane}
+            if name.startswith("Memcpy "):
+                head["cat"] = "gpu_memcpy"
+            # What has a stream is taken to run on the device.
+            arguments = _encode(about if launch else {"stream": lane, **about})[:-1].replace(b"%", b"%%")
             before = _encode(head)[:-1].replace(b"%", b"%%") + b',"args":' + arguments + b',"path":"%b'
             after = b'","correlation":%d,"device":%d},"pid":%d,"ts":%d.%03d,"dur":%d.%03d}'
             found = self._heads[op, lane] = (before, after)
         return found[0] + inside + found[1]
+
+
+def _launched(piece: Piece, tasks: Ints, own: NDArray[np.bool_]) -> Ints:
+    """Return for each use of a stream its task, for a launch the next of the same class, which it is of."""
+    found = tasks.copy()
+    launch = np.array([op.op_type == LAUNCH.op_type for op in piece.op_table], np.bool_)[piece.op[tasks]]
+    kernels, launches = np.flatnonzero(own & ~launch), np.flatnonzero(own & launch)
+    after = np.searchsorted(kernels, launches)
+    there = after < len(kernels)
+    found[launches[there]] = tasks[kernels[after[there]]]
+    return found
 
 
 def _text(text: str) -> bytes:

@@ -112,6 +112,21 @@ def load_decoder(
         if other is not None:
             raise ImportModelError(f"{key} is given twice, {other} and {size}; give it once")
         given[key] = size
+    file = source.rpartition("/")[2].partition(":")[0]
+    return decoder_of(sizes, given, file.removesuffix(".json"), groups, vocabulary_multiple)
+
+
+def decoder_of(
+    sizes: DecoderSizes,
+    given: Mapping[str, Any],
+    name: str,
+    groups: int = 1,
+    vocabulary_multiple: int = 1,
+) -> Function:
+    """Return the function of a decoder by what it is ``given``: batch, seq, and the loads of its experts.
+
+    The rest is as in :func:`load_decoder`.
+    """
     seq = given.get("seq", default_seq(sizes))
     if sizes.experts is not None and sizes.experts.groups == 1:
         sizes = replace(sizes, experts=replace(sizes.experts, groups=groups))
@@ -121,7 +136,7 @@ def load_decoder(
         notes.append(f"vocabulary of {sizes.vocab} padded to {padded}, a multiple of {vocabulary_multiple}")
         sizes = replace(sizes, vocab=padded)
     loads = Loads(**{key: given[key] for key in _LOADS if key in given})
-    file = source.rpartition("/")[2].partition(":")[0]
-    name = re.sub(r"\W+", "_", file.removesuffix(".json"))
-    function = decoder(sizes, given.get("batch", DEFAULT_BATCH), seq, loads=loads, name=name)
+    function = decoder(
+        sizes, given.get("batch", DEFAULT_BATCH), seq, loads=loads, name=re.sub(r"\W+", "_", name)
+    )
     return replace(function, notes=(*notes, *function.notes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,27 @@ class MemoryTimeline:
         return int(self.in_use.max())
 
 
+class Allocation(NamedTuple):
+    """A piece of memory: what it is called, in which call it is made, its kind (a place in :data:`KINDS`),
+    its bytes, and since when and until when it is in use (inf: to the end), in seconds.
+    """
+
+    name: str
+    where: str
+    kind: int
+    nbytes: int
+    since: float
+    until: float
+
+
+def allocations(simulation: Simulation) -> tuple[list[Allocation], ...]:
+    """Return what :func:`memory_timeline` adds up, piece by piece, for each rank class."""
+    flat = simulation.flat()
+    teller = _Teller(flat)
+    teller.tell(flat.tasks.function)
+    return tuple([teller.allocations(number) for number in range(len(flat.classes.members))])
+
+
 def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
     """Return the memory in use over time of each rank class of a simulation.
 
@@ -57,11 +79,14 @@ def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
 
 
 class _Held:
-    """One piece of memory: since when and until when it is in use on each rank class."""
+    """One piece of memory: since when and until when it is in use on each rank class, by what name."""
 
-    __slots__ = ("kind", "nbytes", "since", "until")
+    __slots__ = ("kind", "name", "nbytes", "since", "until", "where")
 
-    def __init__(self, kind: int, nbytes: int, since: dict[int, float | None], until: float) -> None:
+    def __init__(
+        self, value: Value, where: str, kind: int, nbytes: int, since: dict[int, float | None], until: float
+    ) -> None:
+        self.name, self.where = value.name, where
         self.kind = kind
         self.nbytes = nbytes
         self.since = since
@@ -89,6 +114,7 @@ class _Teller:
         slots: list[int] = tasks.stream_start.tolist()
         self.on: list[list[int]] = [on[slots[task] : slots[task + 1]] for task in own.tolist()]
         self.task = 0
+        self.where = ""
         self.pieces: list[_Held] = []
 
     def tell(self, function: Function) -> None:
@@ -102,6 +128,15 @@ class _Teller:
         for value in function.outputs:
             piece = held[frame.plan.home[value]]
             piece.until = dict.fromkeys(piece.since, np.inf)
+
+    def allocations(self, rank_class: int) -> list[Allocation]:
+        """Return the pieces of memory that are in use on a rank class for some time."""
+        found: list[Allocation] = []
+        for piece in self.pieces:
+            since, until = piece.since.get(rank_class), piece.until.get(rank_class, 0.0)
+            if since is not None and since < until:
+                found.append(Allocation(piece.name, piece.where, piece.kind, piece.nbytes, since, until))
+        return found
 
     def timeline(self, rank_class: int) -> MemoryTimeline:
         """Return what is in use on a rank class."""
@@ -125,7 +160,7 @@ class _Teller:
         place = place_of(value)
         classes = () if place is None else self.classes.at(place)
         nbytes = 0 if place is None else value.type.allocated
-        piece = _Held(kind, nbytes, dict.fromkeys(classes, since), until)
+        piece = _Held(value, self.where, kind, nbytes, dict.fromkeys(classes, since), until)
         if piece.nbytes:
             self.pieces.append(piece)
         return piece
@@ -176,7 +211,9 @@ class _Teller:
         made = [frame.made(op, value) if home[value] is value else -1 for value in op.outputs]
         known = dict(reversed(list(zip(inner_homes, made, strict=True))))
         inner = {v: held[h] for v, h in zip(op.callee.inputs, homes, strict=True)}
+        outside, self.where = self.where, f"{self.where}/{op.name or op.callee.name}".lstrip("/")
         self._visit(op.callee, Frame(op.callee, arguments, known, WORKSPACE), inner)
+        self.where = outside
         for value, inside in zip(op.outputs, inner_homes, strict=True):
             if home[value] is value:
                 held[value] = inner[inside]

@@ -157,18 +157,46 @@ MAX_FILE_BYTES = 65536
 
 
 def precision_named(name: str) -> Precision:
-    """Return the policy of that name, or that of a ``.toml`` file.
+    """Return the policy of that name, or that of a ``.toml`` file; behind a colon, fields that differ.
 
     A file gives the fields of :class:`Precision`, types by name; what it leaves out is as in the policy that
     it names as ``base`` (by default mixed), and ``master = "none"`` takes away a master copy. Raises
     :class:`PlanError` for an unknown name, and for a file that cannot be read or has a field that is unknown
     or of another kind.
+
+    >>> print(precision_named("fsdp2:linear=float8e4m3fn,states=bfloat16+float32").states)
+    (BFloat16(), Float32())
     """
     if name.endswith(".toml"):
         return _read(Path(name))
-    if name not in POLICIES:
+    policy, colon, changes = name.partition(":")
+    if policy not in POLICIES:
         raise PlanError(f"precision {name!r} is not one of {', '.join(POLICIES)}, nor a .toml file")
-    return POLICIES[name]
+    return _changed(POLICIES[policy], name, changes) if colon else POLICIES[policy]
+
+
+def _changed(policy: Precision, name: str, changes: str) -> Precision:
+    """Return a policy with the fields of ``key=value,...``; types of several states stand between +."""
+    given: dict[str, Any] = {"name": name}
+    for item in changes.split(","):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or key not in {field.name for field in fields(Precision)} - {"name"} or key in given:
+            raise PlanError(
+                f"precision {name!r:.60}: {item.strip()!r:.40} is no field that differs; write for example "
+                "mixed:gradient_sum=bfloat16,states=bfloat16+float32"
+            )
+        whole = value.split("+") if key in ("states", "wide_ops") else value
+        if key == "loss_scale":
+            whole = _number(name, value)
+        given[key] = _field(Path(f"precision {name}"), key, whole)
+    return replace(policy, **given)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise PlanError(f"precision {name!r:.60}: {text[:40]!r} is no number") from None
 
 
 def _read(path: Path) -> Precision:

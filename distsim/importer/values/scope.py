@@ -10,8 +10,8 @@ from typing import Any
 import onnx
 
 from distsim.errors import ImportModelError
-from distsim.importer.operands import Entry
-from distsim.importer.sequences import Pieces
+from distsim.importer.values.operands import Entry
+from distsim.importer.values.sequences import Pieces
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""What names of a graph stand for while it is read: operands, sequences of tensors, and their scopes."""
