@@ -20,11 +20,11 @@ from distsim.importer import load_model
 from distsim.ir import Device, Function, Link, Topology
 from distsim.ir.topology import Level
 from distsim.plan import Plan
-from distsim.search.evaluation import PlanEvaluator, SearchProblem
-from distsim.search.results import SearchResult
-from distsim.search.run import FixedModel, SearchRun
-from distsim.search.space import PlanSpace, parse_sets
-from distsim.search.trial import PlanTrial
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem
+from distsim.plan_search.results import SearchResult
+from distsim.plan_search.run import FixedModel, SearchRun
+from distsim.plan_search.space import PlanSpace, parse_sets
+from distsim.plan_search.trial import PlanTrial
 from distsim.transforms import Adam, add_loss, differentiate
 from distsim.transforms.kernels.policies import KERNELS
 

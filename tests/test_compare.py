@@ -20,8 +20,8 @@ from distsim.models import mlp
 from distsim.plan import Plan
 from distsim.report.difference import NEXT_STEP, StepComparison, differences
 from distsim.report.figures import StepFigures
-from distsim.simulate import Simulator
-from distsim.simulate.calls import BUBBLE, device_parts
+from distsim.simulation import Simulator
+from distsim.simulation.calls import BUBBLE, device_parts
 from distsim.transforms import SGD, differentiate
 
 MODEL = ("compare", "gpt:layers=4,hidden=64,heads=4,seq=32,vocab=100", "--batch", 16)

@@ -21,8 +21,8 @@ from distsim.ops import operator
 from distsim.plan import Plan
 from distsim.report.exports import write_chakra, write_memory_snapshot, write_rank_traces
 from distsim.report.exports.messages import COLLECTIVES
-from distsim.simulate import Simulator
-from distsim.simulate.memory.timeline import memory_timeline
+from distsim.simulation import Simulator
+from distsim.simulation.memory.timeline import memory_timeline
 from distsim.transforms import differentiate, optimizer_named
 from distsim.transforms.kernels.policies import kernels_named
 

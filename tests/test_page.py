@@ -17,13 +17,13 @@ from distsim.cost import CostModel
 from distsim.errors import SimulationError
 from distsim.hardware import load_cluster
 from distsim.plan import Plan
+from distsim.plan_search import search
+from distsim.plan_search.page import plans_part
 from distsim.report import page as pages
 from distsim.report.figures import StepFigures
 from distsim.report.page.document import SCRIPTS, embedded, page_text
 from distsim.report.page.sources import NamedCluster
-from distsim.search import search
-from distsim.search.page import plans_part
-from distsim.simulate import Simulator
+from distsim.simulation import Simulator
 from distsim.transforms import SGD, differentiate
 from distsim.transforms.kernels import KERNELS
 

@@ -12,9 +12,9 @@ from training_models import topology_of
 from distsim.errors import PlanError, SimulationError
 from distsim.models import mlp
 from distsim.plan import Plan
-from distsim.search import SearchRun, describe, parse_sets, search
-from distsim.search.evaluation import PlanEvaluator, Standing
-from distsim.search.space import PlanSpace
+from distsim.plan_search import SearchRun, describe, parse_sets, search
+from distsim.plan_search.evaluation import PlanEvaluator, Standing
+from distsim.plan_search.space import PlanSpace
 from distsim.transforms import Adam, add_loss, differentiate
 
 with pytest.MonkeyPatch.context() as patch:

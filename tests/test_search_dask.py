@@ -11,7 +11,7 @@ from training_models import topology_of
 from distsim.cli import main
 from distsim.errors import SimulationError
 from distsim.models import mlp
-from distsim.search import RemoteWorkers, dask_workers, describe, search
+from distsim.plan_search import RemoteWorkers, dask_workers, describe, search
 from distsim.transforms import Adam, differentiate
 
 SETS = "tp=1|2,pp=1,remat=none|full,zero=0|1"

@@ -13,8 +13,8 @@ from distsim.commands.cluster import sized_clusters
 from distsim.errors import PlanError
 from distsim.hardware import figures
 from distsim.models import mlp
-from distsim.search import search
-from distsim.search.goodput import (
+from distsim.plan_search import search
+from distsim.plan_search.goodput import (
     FAILURES,
     HOUR,
     Reliability,
@@ -22,8 +22,8 @@ from distsim.search.goodput import (
     progress_share,
     young_interval,
 )
-from distsim.search.sizes import ClusterComparison
-from distsim.search.training import OBJECTIVES, DeviceRates, Training
+from distsim.plan_search.sizes import ClusterComparison
+from distsim.plan_search.training import OBJECTIVES, DeviceRates, Training
 from distsim.transforms import Adam, differentiate
 
 SECONDS = st.floats(1.0, 1e6)

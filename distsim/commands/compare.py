@@ -17,7 +17,7 @@ from distsim.report.difference import StepComparison
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.output import check_target, replacing
 from distsim.report.progress import Progress
-from distsim.simulate.explain.breakdown import PARTS
+from distsim.simulation.explain.breakdown import PARTS
 from distsim.streams import say
 
 _STEP = {

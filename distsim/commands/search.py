@@ -23,21 +23,21 @@ from distsim.commands.model import Choices, add_model_options
 from distsim.commands.plans import ModelOfPlans
 from distsim.errors import PlanError
 from distsim.plan import Plan
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem
+from distsim.plan_search.goodput import FAILURES, RESTART, STORAGE, Reliability
+from distsim.plan_search.page import plans_part
+from distsim.plan_search.results import SearchResult
+from distsim.plan_search.run import SearchRun, progress_lines
+from distsim.plan_search.sizes import ClusterComparison
+from distsim.plan_search.space import PlanSpace, parse_sets
+from distsim.plan_search.text import describe
+from distsim.plan_search.training import OBJECTIVES, PUE, DeviceRates, Training
+from distsim.plan_search.workers import RemoteWorkers, dask_workers
 from distsim.report.figures import StepFigures
 from distsim.report.output import check_target, replacing
 from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
-from distsim.search.evaluation import PlanEvaluator, SearchProblem
-from distsim.search.goodput import FAILURES, RESTART, STORAGE, Reliability
-from distsim.search.page import plans_part
-from distsim.search.results import SearchResult
-from distsim.search.run import SearchRun, progress_lines
-from distsim.search.sizes import ClusterComparison
-from distsim.search.space import PlanSpace, parse_sets
-from distsim.search.text import describe
-from distsim.search.training import OBJECTIVES, PUE, DeviceRates, Training
-from distsim.search.workers import RemoteWorkers, dask_workers
 from distsim.streams import complain, say
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.report.figures import StepFigures
-from distsim.simulate.explain.text import count, seconds_text, table
-from distsim.simulate.quantities import bytes_label
+from distsim.simulation.explain.text import count, seconds_text, table
+from distsim.simulation.quantities import bytes_label
 
 NEXT_STEP = "overlap with the next step"
 """By how much a step without a flush is shorter than one that is run alone: the next one begins in it."""

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distsim.cost.efficiency import matrix_type
-from distsim.simulate import Simulation
-from distsim.simulate.calls import device_parts
+from distsim.simulation import Simulation
+from distsim.simulation.calls import device_parts
 
 DEVICE = "device"
 """What the parts of a step are taken from, where it is not its critical path."""
@@ -29,7 +29,7 @@ class StepFigures:
     known); ``rate``: tokens, or ``unit``, of a second and a device; ``mfu`` a share (0: of no products).
     ``peak``: bytes on the device that has the least left, of ``usable`` (infinite: no limit). ``busy``,
     ``exposed`` and ``bubble``: seconds of the mean device, which sum to a single step
-    (:class:`distsim.simulate.Shares`), as do ``parts``.
+    (:class:`distsim.simulation.Shares`), as do ``parts``.
     """
 
     name: str

@@ -12,7 +12,7 @@ from distsim.report.exports import write_chakra, write_memory_snapshot, write_ra
 from distsim.report.exports.folders import check_folder
 from distsim.report.output import check_target
 from distsim.report.progress import Progress
-from distsim.simulate import Simulation
+from distsim.simulation import Simulation
 from distsim.streams import say
 
 

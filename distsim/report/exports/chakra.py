@@ -32,9 +32,9 @@ from distsim.report.exports.messages import (
     metadata,
 )
 from distsim.report.output import replacing
-from distsim.simulate import Simulation
-from distsim.simulate.tasks.rank_classes import communicates
-from distsim.simulate.tasks.timeline import FlatTimeline
+from distsim.simulation import Simulation
+from distsim.simulation.tasks.rank_classes import communicates
+from distsim.simulation.tasks.timeline import FlatTimeline
 
 PREFIX, GROUPS = "step", "comm_groups.json"
 

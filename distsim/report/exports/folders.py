@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distsim.errors import SimulationError
 from distsim.ir import Device
-from distsim.simulate import Simulation
+from distsim.simulation import Simulation
 
 MOST_RANKS = 1024
 """Files that are written without being asked for each: beyond, ranks are chosen."""

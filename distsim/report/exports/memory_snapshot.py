@@ -15,9 +15,9 @@ from typing import Any
 from distsim.errors import SimulationError
 from distsim.report.exports.folders import chosen_devices
 from distsim.report.output import replacing
-from distsim.simulate import Simulation
-from distsim.simulate.memory.timeline import Allocation, allocations
-from distsim.simulate.memory.walk import KINDS
+from distsim.simulation import Simulation
+from distsim.simulation.memory.timeline import Allocation, allocations
+from distsim.simulation.memory.walk import KINDS
 
 MOST_EVENTS = 4_000_000
 """Beyond it the viewer, and a pickle in memory, are too slow to be of use."""
@@ -49,7 +49,7 @@ def write_memory_snapshot(
     """Write the memory of these ranks as a snapshot, replacing ``path`` when it is complete.
 
     Without ``ranks`` one for all that do the same. Each is a device of the snapshot, in order. Memory is
-    taken and given back as in :func:`distsim.simulate.memory.timeline.memory_timeline`; addresses are those
+    taken and given back as in :func:`distsim.simulation.memory.timeline.memory_timeline`; addresses are those
     of a first fit in one segment. Raises :class:`SimulationError` for a path that cannot be written to, a
     rank that does not occur, and for more than ``MOST_EVENTS`` events.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from distsim.report.exports.folders import chosen_devices, made_folder
 from distsim.report.trace import write_trace
-from distsim.simulate import Simulation
+from distsim.simulation import Simulation
 
 
 def write_rank_traces(

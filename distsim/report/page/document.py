@@ -22,7 +22,7 @@ from distsim.report.figures import StepFigures
 from distsim.report.output import replacing
 from distsim.report.page.sources import NamedCluster, accuracy_part, assumptions_part
 from distsim.report.page.step import step_part
-from distsim.simulate import Simulation
+from distsim.simulation import Simulation
 
 SCRIPTS = ("elements", "tables", "plans", "memory", "timeline", "page")
 """The parts of the script, each of which uses those before it."""
@@ -32,7 +32,7 @@ SCRIPTS = ("elements", "tables", "plans", "memory", "timeline", "page")
 class PageCase:
     """What a page shows of one cluster: a step that was simulated, the plans of a search, or both.
 
-    ``about`` says what it is, a text for each name; ``plans`` is what :func:`distsim.search.page.plans_part`
+    ``about`` says what it is, a text for each name; ``plans`` is what :func:`distsim.plan_search.page.plans_part`
     returns; ``step`` is None where no plan fits.
     """
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from distsim.hardware import figures
-from distsim.simulate import Simulation
-from distsim.simulate.explain.interval import BETWEEN, SPREADS
+from distsim.simulation import Simulation
+from distsim.simulation.explain.interval import BETWEEN, SPREADS
 
 
 @dataclass(frozen=True)

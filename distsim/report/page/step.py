@@ -12,12 +12,12 @@ from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.labels import ranks_label
 from distsim.report.memory import COLOURS, fullest_moments
 from distsim.report.page.boxes import timeline_part
-from distsim.simulate import Explanation, Simulation
-from distsim.simulate.calls import device_parts
-from distsim.simulate.explain.breakdown import PARTS
-from distsim.simulate.memory.timeline import memory_timeline
-from distsim.simulate.memory.walk import KINDS
-from distsim.simulate.quantities import bytes_label
+from distsim.simulation import Explanation, Simulation
+from distsim.simulation.calls import device_parts
+from distsim.simulation.explain.breakdown import PARTS
+from distsim.simulation.memory.timeline import memory_timeline
+from distsim.simulation.memory.walk import KINDS
+from distsim.simulation.quantities import bytes_label
 
 MOST_TASKS = 500_000
 """Tasks of a step, beyond which its memory over time is left out: half a minute goes into them."""

@@ -1,0 +1,234 @@
+"""What no plan can be better than: lower bounds of its seconds and of the bytes that a device holds.
+
+**Seconds.** The products of a step are on the compute streams of its devices, whatever the plan, and a stream
+does one thing at a time. A stage's mean over its ranks is at most that of the busiest. With W seconds of
+products for a microbatch, summed over the stages of which a rank has one each, M microbatches and p ranks,
+
+- the busiest of p ranks computes at least M W / p;
+- under 1F1B and GPipe (one stage a rank, whole backward passes), rank r waits until a microbatch went through
+  the stages before it and has one left to come back through them: M W_r + sum(W_q, q < r) <= T. The cut for
+  which the largest of these is least makes them equal, so W_r = T / M (1 - 1/M)^r, which sum to W where
+  T = W / (1 - (1 - 1/M)^p). For one microbatch that is W: nothing overlaps.
+
+W is at least the FLOPs of the model's products at the best rate of their kind and type, divided by all ranks;
+padding, shapes, recomputation, and what experts have unevenly only add to it. Once a plan was simulated, W is
+known for all plans that divide the work of a microbatch in the same way (:func:`work_key`), and for those of
+the same layers (:mod:`distsim.plan_search.layer_work`) the whole time for which these take a device.
+
+**Bytes.** Parameters and state that are read are held all step, divided by no more than the ranks of tp and
+pp (with experts also of ep), and by those of dp and cp where ``zero`` divides them. With several
+microbatches, one stage a rank and undivided gradients, the sums of the gradients of a rank are all held when
+its last microbatch begins backward. The fullest rank holds at least the mean.
+
+Where a plan of the same layers was built, the bytes S that these save of a microbatch, over all stages, are
+known. Rank r has n_r microbatches in flight in each of its stages at some time, so it holds n_r S_r, and with
+Q_r of what is held all step Q_r + n_r S_r. Equal layers have both in proportion: whatever the cut, the
+fullest of p ranks then holds at least 1 / sum(1 / (Q + n_r S)), and of others Q / p + S min(n_r) / p.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from distsim.cache import cached
+from distsim.cost.efficiency import best_share, element_type, kind_of_work
+from distsim.errors import ScheduleError
+from distsim.ir import Device, Function, Role, Tensor, Topology, Value, all_ops, trim
+from distsim.ops import Signature, Work, signature_of, work
+from distsim.plan import Plan, parse_schedule
+from distsim.schedule import FLUSH, SCHEDULES, Kind
+from distsim.schedule import schedule as schedule_named
+from distsim.simulation.memory.plan import gradient_values
+
+
+class HeldBytes(NamedTuple):
+    """The bytes of parameters, of state, and of the gradients of parameters, before a plan divides them."""
+
+    parameters: int
+    state: int
+    gradients: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlanBounds:
+    """Lower bounds for plans of a training step on the devices of a topology."""
+
+    function: Function
+    topology: Topology
+
+    @cached_property
+    def products(self) -> float:
+        """Seconds of all products of a step, at the best rate, one after the other on one device."""
+        kinds = {(d.flops_efficiency, d.peaks, d.throughput, d.rates): d for d in self.topology.devices}
+        seconds = 0.0
+        for op in all_ops(trim(self.function).function):
+            signature = signature_of(op)
+            demand = work(signature)
+            if demand is not None and demand.matrix:
+                seconds += min(_best_seconds(signature, demand, device) for device in kinds.values())
+        return seconds
+
+    @cached_property
+    def held(self) -> HeldBytes:
+        """What all parameters take that are read."""
+        read = {value for op in self.function.ops for value in op.inputs}
+        return self._held([v for v in self.function.inputs if v in read])
+
+    @cached_property
+    def held_in_layers(self) -> HeldBytes | None:
+        """What the parameters of the layers take; None where the function does not consist of equal ones."""
+        calls = [
+            (op.callee, parameters)
+            for op in self.function.ops
+            if op.is_call and (parameters := frozenset(v for v in op.inputs if v.role is Role.PARAMETER))
+        ]
+        layers = {parameters for _, parameters in calls}
+        if not layers or {*Counter(callee for callee, _ in calls).values()} != {len(layers)}:
+            return None  # forward, backward and updates of equal layers are called once for each
+        layered = {value: None for parameters in layers for value in parameters}
+        updated = (op.inputs for op in self.function.ops if not layered.keys().isdisjoint(op.inputs))
+        state = {v: None for inputs in updated for v in inputs if v.role is Role.STATE}
+        return self._held([*layered, *state])
+
+    def _held(self, given: Collection[Value]) -> HeldBytes:
+        tensors = [(v.role, v.type) for v in given if isinstance(v.type, Tensor)]
+        parameters = [own for role, own in tensors if role is Role.PARAMETER]
+        return HeldBytes(
+            sum(own.nbytes for own in parameters),
+            sum(own.nbytes for role, own in tensors if role is Role.STATE),
+            sum(self._gradient_bytes.get(own.shape, 0) for own in parameters),
+        )
+
+    @cached_property
+    def _gradient_bytes(self) -> dict[tuple[int, ...], int]:
+        """The bytes of a gradient of a shape, the fewest in which one is held."""
+        found: dict[tuple[int, ...], int] = {}
+        for value in gradient_values(self.function) - set(self.function.inputs):
+            if isinstance(value.type, Tensor):
+                shape, size = value.type.shape, value.type.nbytes
+                found[shape] = min(size, found.get(shape, size))
+        return found
+
+    def step_seconds(self, plan: Plan, seconds: float | None = None) -> float:
+        """Return seconds that no step under a plan falls below.
+
+        ``seconds`` are those for which a microbatch takes devices, summed over stages (W), where some are
+        known.
+        """
+        count = plan.microbatches
+        if seconds is None:
+            seconds = self.products / (plan.dp * plan.tp * plan.cp * count)
+        if plan.pp > 1 and _is_plain(plan):
+            return seconds / (1 - (1 - 1 / count) ** plan.pp)
+        return seconds * count / plan.pp
+
+    def device_bytes(self, plan: Plan, saved: int = 0) -> float:
+        """Return bytes that the fullest device of a plan holds at least at its peak.
+
+        ``saved`` are those of a microbatch that the layers save (S), where some are known.
+        """
+        held, gradients = _divided(self.held, plan)
+        least = (held + gradients if plan.microbatches > 1 else held) / plan.pp
+        flights = _in_flight(plan.schedule, plan.pp, plan.microbatches, plan.chunks) if saved else ()
+        if not flights:
+            return least
+        alike = self.held if plan.pp == 1 else self.held_in_layers
+        if alike is None:
+            return max(least, (held + saved * min(flights)) / plan.pp)
+        held, gradients = _divided(alike, plan)
+        full = [
+            max(held + n * saved, held + gradients + (n if plan.microbatches > n else n - 1) * saved)
+            for n in flights
+        ]
+        return max(least, 1 / sum(1 / each for each in full))
+
+
+def _divided(held: HeldBytes, plan: Plan) -> tuple[float, float]:
+    """Return what a plan leaves on the ranks of a pipeline of parameters and state, and of gradients.
+
+    Gradients count where they are held undivided, in full, from the first microbatch on.
+    """
+    ranks = (plan.zero_ranks or plan.dp) * plan.cp
+    kept = held.parameters / (ranks if plan.zero == 3 else 1) + held.state / (ranks if plan.zero else 1)
+    gradients = held.gradients if plan.zero < 2 and _is_plain(plan) else 0
+    least = plan.tp * plan.ep
+    return kept / least, gradients / least
+
+
+@cached("microbatches in flight, by schedule and sizes", 4096)
+def _in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+    """Return by rank the most microbatches that all its stages have in flight at a time; none for schedules
+    of which :mod:`distsim.plan_search.layer_work` knows nothing.
+
+    Beyond a few times the stages more microbatches are of no effect but with GPipe, which holds them all.
+    """
+    known = SCHEDULES.get(parse_schedule(name)[0])
+    if known is None or known.searched:
+        return ()
+    few = min(microbatches, 4 * ranks)
+    try:
+        made = schedule_named(name, ranks, few, chunks if known.chunks is None else None)
+    except ScheduleError:
+        return ()
+    if made.copies > 1 or made.splits_backward or made.pairs_actions or made.weights != FLUSH:
+        return ()
+    found: list[int] = []
+    for rank, codes in enumerate(made.codes):
+        cells = codes[codes >= 0]
+        stages = [stage for stage, own in enumerate(made.rank_of) if own == rank]
+        change = np.where(cells % 4 == Kind.FORWARD.code, 1, -1)
+        held = [np.cumsum(change * (cells // 4 % made.num_stages == stage)) for stage in stages]
+        found.append(int(np.min(held, axis=0).max(initial=0)))
+    return tuple(found)
+
+
+def layers_key(plan: Plan, batch: int, levels: int) -> Hashable:
+    """Return what the layers of a plan depend on, beside the function: of how many levels of calls they are
+    written out, how they are divided, whether their parameters are gathered, and, unless neighbours are along
+    the same axes, where they lie."""
+    placed = plan.dp > 1 if plan.order == Plan().order else (plan.dp, plan.pp)
+    gathered = (plan.pp, plan.reshard) if plan.zero == 3 else ()
+    return work_key(plan, batch), levels, plan.tp_overlap, placed, gathered
+
+
+def work_key(plan: Plan, batch: int) -> Hashable:
+    """Return what the seconds of the products of a microbatch depend on, summed over the stages.
+
+    How ranks divide a microbatch, its samples, and what is computed again. Where that depends on which layers
+    a stage has, so does the key, and where backward passes are in two halves, which are more kernels.
+    """
+    whole = plan.remat in ("none", "full") and not plan.offload and not _splits_backward(plan)
+    divided = plan.tp, plan.sp, plan.cp, plan.cp_kind, plan.ep, plan.etp, plan.dp if plan.ep > 1 else 0
+    stages = () if whole else (plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard)
+    size = batch // (plan.dp * plan.microbatches)
+    return (*divided, size, plan.remat, plan.order, *stages)
+
+
+def _best_seconds(signature: Signature, demand: Work, device: Device) -> float:
+    """Return the seconds of a product at what large shapes of its kind reach."""
+    dtype = element_type(signature)
+    share = best_share(signature, kind_of_work(signature, demand, dtype), device.rates)
+    return demand.flops / (device.peak(dtype) * device.flops_efficiency * (1.0 if share is None else share))
+
+
+def _splits_backward(plan: Plan) -> bool:
+    """Whether the schedule of a plan may have a backward pass in two halves."""
+    name = parse_schedule(plan.schedule)[0]
+    known = SCHEDULES.get(name)
+    return plan.pp > 1 and (
+        known is None or known.searched or schedule_named(name, 2, 4, known.chunks or 2).splits_backward
+    )
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Whether ranks have one stage of one copy, whole backward passes, and a flush: 1F1B and GPipe."""
+    known = SCHEDULES.get(parse_schedule(plan.schedule)[0])
+    if known is None or known.chunks != 1 or known.placement != "loop" or _splits_backward(plan):
+        return False
+    return schedule_named(plan.schedule, 2, 4).weights == FLUSH

@@ -1,0 +1,269 @@
+"""Who tries units of plans: this process, several of their own, or those of a Dask cluster.
+
+What comes out does not depend on it: each unit starts from the same standing, whoever tries it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+from distsim.errors import SimulationError
+from distsim.plan import Plan
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
+from distsim.plan_search.journal import JournalWriter
+from distsim.plan_search.trial import PlanTrial
+
+
+@dataclass(frozen=True, eq=False)
+class PlanUnit:
+    """Plans that share a division, so one process tries them; what is known of some is not tried again."""
+
+    plans: tuple[Plan, ...]
+    known: Mapping[str, PlanTrial]
+
+
+def _nothing() -> None:
+    """Close nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteWorkers:
+    """Workers behind an executor of :mod:`concurrent.futures`, each with a distsim of its own.
+
+    ``share`` hands bytes on to all of them, and returns what stands for these in a call; ``died`` is what a
+    call raises whose worker died more often than the executor forgives.
+    """
+
+    executor: Executor
+    share: Callable[[bytes], Any] = bytes
+    died: tuple[type[BaseException], ...] = (BrokenExecutor,)
+    close: Callable[[], None] = _nothing
+
+
+class Workers(Protocol):
+    """Tries units of a problem; what is tried is appended to a journal."""
+
+    def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
+        """Yield the place of each unit with what became of its plans, as they come."""
+        ...
+
+    def close(self) -> None:
+        """Let the workers go; what is under way is not waited for."""
+        ...
+
+
+def workers_for(
+    problem: SearchProblem, given: int | RemoteWorkers, journal: Path | None, evaluator: PlanEvaluator
+) -> Workers:
+    """Return so many processes as workers, one being this one, or those behind an executor."""
+    if isinstance(given, RemoteWorkers):
+        return _RemoteUnits(problem, given, journal)
+    if given < 1:
+        raise SimulationError(f"{given} workers: a search takes at least one process")
+    return _UnitRunner(evaluator, journal) if given == 1 else _Processes(problem, given, journal)
+
+
+class _UnitRunner:
+    """Tries units in this process."""
+
+    def __init__(self, evaluator: PlanEvaluator, journal: Path | None) -> None:
+        self.evaluator = evaluator
+        self.writer = None if journal is None else JournalWriter(journal)
+
+    def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
+        for place, unit in enumerate(units):
+            yield place, self.trials(unit, standing.copy())
+
+    def trials(self, unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
+        """Return what becomes of the plans of a unit."""
+        found: list[PlanTrial] = []
+        for trial in self.evaluator.trials(unit.plans, standing, unit.known):
+            found.append(trial)
+            if self.writer is not None:
+                _append(self.writer, trial, unit)
+        return found
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _append(writer: JournalWriter, trial: PlanTrial, unit: PlanUnit) -> None:
+    """Write a trial, but one that was discarded, or is in the journal."""
+    if not trial.discarded and trial.text not in unit.known:
+        writer.append(trial)
+
+
+# --- processes of one's own ---------------------------------------------------------------------------
+
+
+class _Processes:
+    """Tries units in processes, each in the one that is free; each writes to the journal what it tried."""
+
+    def __init__(self, problem: SearchProblem, count: int, journal: Path | None) -> None:
+        self._problem, self._journal = problem, journal
+        # Processes of their own from the start: one that is forked has the locks of threads that it lacks.
+        self._before = set(multiprocessing.active_children())
+        self._context = multiprocessing.get_context("spawn")
+        self._pools = [self._pool() for _ in range(count)]
+
+    def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
+        waiting = list(reversed(range(len(units))))
+        free = list(range(len(self._pools)))
+        under_way: dict[Future[list[PlanTrial]], tuple[int, int]] = {}
+        died: set[int] = set()
+        while waiting or under_way:
+            while waiting and free:
+                place, worker = waiting.pop(), free.pop(0)
+                under_way[self._pools[worker].submit(_run_unit, units[place], standing)] = place, worker
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                place, worker = under_way.pop(future)
+                free.append(worker)
+                try:
+                    yield place, future.result()
+                except BrokenProcessPool:
+                    self._pools[worker].shutdown(wait=False)
+                    if place in died:
+                        raise _died(units[place], "twice") from None
+                    self._pools[worker] = self._pool()
+                    died.add(place)
+                    waiting.append(place)
+
+    def _pool(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(1, self._context, _begin, (self._problem, self._journal))
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - self._before:
+            process.terminate()
+
+
+def _died(unit: PlanUnit, often: str) -> SimulationError:
+    return SimulationError(
+        f"a process died {often} at plans like {unit.plans[0]}, perhaps for want of memory; use fewer "
+        "workers, or leave such plans out"
+    )
+
+
+_RUNNER: list[_UnitRunner] = []
+"""That of a process that was started for it."""
+
+
+def _begin(problem: SearchProblem, journal: Path | None) -> None:
+    """Begin a process of workers; Ctrl-C is left to the one that waits for it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _RUNNER[:] = [_UnitRunner(PlanEvaluator(problem), journal)]
+
+
+def _run_unit(unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
+    return _RUNNER[0].trials(unit, standing)
+
+
+# --- an executor --------------------------------------------------------------------------------------
+
+
+class _RemoteUnits:
+    """Tries units behind an executor; a unit is written to the journal when it comes back."""
+
+    def __init__(self, problem: SearchProblem, remote: RemoteWorkers, journal: Path | None) -> None:
+        self._remote, self._token = remote, uuid4().hex
+        self._under_way: dict[Future[list[PlanTrial]], int] = {}
+        self._problem = remote.share(zlib.compress(pickle.dumps(problem)))
+        self._writer = None if journal is None else JournalWriter(journal)
+
+    def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
+        submit = self._remote.executor.submit
+        under_way = self._under_way
+        under_way |= {
+            submit(_run_remotely, self._token, self._problem, unit, standing): place
+            for place, unit in enumerate(units)
+        }
+        while under_way:
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                place = under_way.pop(future)
+                try:
+                    trials = future.result()
+                except self._remote.died:
+                    raise _died(units[place], "again and again") from None
+                if self._writer is not None:
+                    for trial in trials:
+                        _append(self._writer, trial, units[place])
+                yield place, trials
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        for future in self._under_way:
+            future.cancel()
+
+
+_REMOTE: dict[str, _UnitRunner] = {}
+"""The one of the last search that this process has worked for, by its token."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Workers may have several threads; what an evaluator keeps is of one."""
+
+
+def _run_remotely(token: str, problem: bytes, unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
+    with _ONE_AT_A_TIME:
+        if token not in _REMOTE:
+            _REMOTE.clear()
+            _REMOTE[token] = _UnitRunner(PlanEvaluator(pickle.loads(zlib.decompress(problem))), None)
+        return _REMOTE[token].trials(unit, standing.copy())
+
+
+def dask_workers(address: str, seconds: float = 30.0) -> RemoteWorkers:
+    """Return the workers of the Dask cluster whose scheduler has this address, as ``tcp://host:8786``.
+
+    A worker that dies is Dask's to replace: its units are tried by others. Raises :class:`SimulationError`
+    without the package ``distributed``, where no worker answers within ``seconds``, and where one has no
+    distsim or another version.
+    """
+    try:
+        distributed = import_module("distributed")
+    except ImportError:
+        raise SimulationError("a Dask cluster takes Dask: pip install 'distsim[dask]'") from None
+    try:
+        client = distributed.Client(address, timeout=seconds, set_as_default=False)
+    except (OSError, ValueError) as error:
+        raise SimulationError(
+            f"no Dask scheduler answers at {address} ({error}); start one with `dask scheduler` and workers "
+            "with `dask worker ADDRESS`"
+        ) from None
+    try:
+        client.wait_for_workers(1, timeout=seconds)
+        own, found = _version(), {str(version) for version in client.run(_version).values()}
+    except TimeoutError:
+        client.close()
+        raise SimulationError(
+            f"the Dask scheduler at {address} has no workers; start some with `dask worker {address}`"
+        ) from None
+    except ImportError as error:
+        client.close()
+        raise SimulationError(f"workers of {address} lack distsim: install it there ({error})") from None
+    if found != {own}:
+        client.close()
+        raise SimulationError(f"workers of {address} have distsim {', '.join(sorted(found))}, not {own}")
+    return RemoteWorkers(
+        client.get_executor(pure=False),
+        lambda data: client.scatter(data, broadcast=True),
+        (distributed.KilledWorker,),
+        client.close,
+    )
+
+
+def _version() -> str:
+    return str(import_module("distsim").__version__)
