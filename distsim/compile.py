@@ -72,9 +72,9 @@ _PARTS = {
     "distsim.schedule": "the order of schedules",
     "distsim.device_placement": "the search for partitions",
     "distsim.transforms": "the search for what to save",
-    "distsim.simulate.memory": "the count of memory",
-    "distsim.simulate.explain": "the search for the critical path",
-    "distsim.simulate.maxplus.record": "the times of a trace",
+    "distsim.simulation.memory": "the count of memory",
+    "distsim.simulation.explain": "the search for the critical path",
+    "distsim.simulation.maxplus.record": "the times of a trace",
     "distsim": "the engine",
 }
 """What compiled functions are of, by the packages that they lie in; the first that holds counts."""

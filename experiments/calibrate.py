@@ -37,7 +37,7 @@ from distsim.errors import DistsimError
 from distsim.ir import Device
 from distsim.ops import Signature
 from distsim.program.program import Program
-from distsim.simulate import Simulator
+from distsim.simulation import Simulator
 from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth import Row, case_of, read_rows
 from distsim.truth.case import Case

@@ -19,7 +19,7 @@ from distsim.ir import Device, Function, FunctionMaker, Topology
 from distsim.ir.type import Float, Tensor
 from distsim.models import gpt
 from distsim.plan import Plan
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate, parallel_transform_3d, steady_state_transform
 
 RESULTS = Path(__file__).parent / "results"

@@ -35,8 +35,8 @@ from distsim.ir import Function, Topology
 from distsim.ir.type import BFloat16
 from distsim.models import gpt
 from distsim.plan import Plan
-from distsim.simulate.tasks import recurrence
-from distsim.simulate.tasks.task_table import lower
+from distsim.simulation.tasks import recurrence
+from distsim.simulation.tasks.task_table import lower
 from distsim.transforms import Adam, differentiate
 
 COLD_TRIALS, WARM_TRIALS, FLAT_TRIALS = 3, 200, 3

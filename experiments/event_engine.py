@@ -17,9 +17,9 @@ from distsim.executor import CostModel
 from distsim.ir import Device, Topology
 from distsim.ir.link import Link
 from distsim.ir.topology import Level
-from distsim.simulate.events.engine import run
-from distsim.simulate.events.network import Network
-from distsim.simulate.tasks.task_table import Tasks, lower
+from distsim.simulation.events.engine import run
+from distsim.simulation.events.network import Network
+from distsim.simulation.tasks.task_table import Tasks, lower
 
 TRIALS = 3
 WIDTH = 1024

@@ -26,7 +26,7 @@ from distsim.ir import Function, Topology
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES
-from distsim.simulate.memory.peak import peak_memory
+from distsim.simulation.memory.peak import peak_memory
 from distsim.transforms import SGD, Adam, differentiate
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

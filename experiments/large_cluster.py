@@ -28,7 +28,7 @@ from distsim.ir.type import BFloat16
 from distsim.models import llama
 from distsim.plan import Plan
 from distsim.program.program import Program
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 TRIALS = 100

@@ -25,7 +25,7 @@ from common import RESULTS, panels, progress, save, write_csv
 
 from distsim.cost import CostModel
 from distsim.errors import DistsimError
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.truth import Case, MissingFeatureError, Row, case_of, read_rows, shown_peak
 from distsim.truth.prediction import measure_of, program_of
 

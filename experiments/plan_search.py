@@ -35,7 +35,7 @@ from distsim.ir import Function, Topology
 from distsim.ir.type import BFloat16
 from distsim.models import gpt
 from distsim.plan import Plan
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 TRIALS = 5

@@ -31,9 +31,9 @@ from distsim.models import llama
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import schedule
-from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.memory.timeline import memory_timeline
-from distsim.simulate.memory.walk import KINDS
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.memory.timeline import memory_timeline
+from distsim.simulation.memory.walk import KINDS
 from distsim.transforms import Adam, differentiate, gathered, pipeline, rematerialize, shard, zero
 from distsim.transforms.data_parallel.gathers import chains
 from distsim.transforms.recompute.saves import Tag

@@ -26,9 +26,9 @@ from common import RESULTS, write_csv
 
 from distsim.errors import ScheduleError
 from distsim.schedule import SCHEDULES, Schedule, read_csv, schedule
-from distsim.simulate.action_times import ActionTimes, timed_program
-from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.schedule_times import time_schedule
+from distsim.simulation.action_times import ActionTimes, timed_program
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.schedule_times import time_schedule
 
 NAMES = {
     "GPipe": "gpipe",

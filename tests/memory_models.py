@@ -1,6 +1,6 @@
 """Peak memory as a machine would have it, which runs a function with buffers, and functions to run.
 
-Written from the rules in :mod:`distsim.simulate.memory.peak` and nothing else. A variable holds its buffer
+Written from the rules in :mod:`distsim.simulation.memory.peak` and nothing else. A variable holds its buffer
 until its last use, what a function returns until it has returned; a buffer that no variable holds is free,
 unless it is that of a parameter, of state or of a constant. Nothing is planned ahead, nothing is composed.
 """

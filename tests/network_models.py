@@ -9,9 +9,9 @@ from distsim.ir.link import Link
 from distsim.ir.topology import Level
 from distsim.models import mlp
 from distsim.plan import Plan
-from distsim.simulate.events.engine import run
-from distsim.simulate.events.network import Network
-from distsim.simulate.tasks.task_table import lower
+from distsim.simulation.events.engine import run
+from distsim.simulation.events.network import Network
+from distsim.simulation.tasks.task_table import lower
 from distsim.transforms import differentiate, steady_state_transform
 
 GB = 10**9

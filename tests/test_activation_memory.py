@@ -23,7 +23,7 @@ from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
 from distsim.plan import Plan
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, differentiate, inline, rematerialize, split_joint
 from distsim.transforms.kernels import KERNELS
 

@@ -29,9 +29,9 @@ from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule
-from distsim.simulate.events import engine as events
-from distsim.simulate.tasks import recurrence
-from distsim.simulate.tasks.task_table import lower
+from distsim.simulation.events import engine as events
+from distsim.simulation.tasks import recurrence
+from distsim.simulation.tasks.task_table import lower
 from distsim.stacks import STACKS
 from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.kernels import KERNELS

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from distsim.executor import CostModel
 from distsim.ir import FunctionMaker, Mesh, Topology
 from distsim.ir.link import Link
-from distsim.simulate.tasks.color_refinement import Relation, refine
-from distsim.simulate.tasks.rank_classes import rank_classes
+from distsim.simulation.tasks.color_refinement import Relation, refine
+from distsim.simulation.tasks.rank_classes import rank_classes
 
 # --- refine ------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from cli_cases import (
 
 from distsim.cli import main
 from distsim.hardware import presets
-from distsim.simulate.explain.interval import correction
+from distsim.simulation.explain.interval import correction
 
 MLP = "mlp:layers=4,width=64"
 GPT = "gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100"

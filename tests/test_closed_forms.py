@@ -13,7 +13,7 @@ from distsim.models import gpt, mlp
 from distsim.ops import Signature, signature_of, work
 from distsim.plan import Plan
 from distsim.program.program import Program
-from distsim.simulate.tasks.grid import on_grid
+from distsim.simulation.tasks.grid import on_grid
 from distsim.transforms import SGD, differentiate, steady_state_transform
 
 

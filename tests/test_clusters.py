@@ -19,8 +19,8 @@ from distsim.hardware.cluster_table import setting_keys
 from distsim.hardware.units import BYTES, FLOPS, RATE, SECONDS, SHARE, parse_quantity
 from distsim.models import gpt
 from distsim.plan import Plan
-from distsim.simulate import Simulator
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation import Simulator
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 FREE = ["nvlink.bandwidth=1000000TB/s", "nvlink.latency=0s", "infiniband.bandwidth=1000000TB/s"]

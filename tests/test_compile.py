@@ -112,7 +112,7 @@ def test_each_part_says_once_that_it_compiles(tmp_path, monkeypatch):
     for number, part in enumerate(parts):
         source = f"""
 from distsim.compile import compiled
-__name__ = "distsim.simulate.{part}"
+__name__ = "distsim.simulation.{part}"
 
 @compiled
 def add(n):

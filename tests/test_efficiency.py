@@ -15,8 +15,8 @@ from distsim.ir import Attributes, BFloat16, Device, Float32, FunctionMaker, Int
 from distsim.ir.kernel_rates import KINDS_OF_WORK, KernelRates
 from distsim.ops import Signature, types, work
 from distsim.plan import Plan
-from distsim.simulate import Simulator
-from distsim.simulate.explain.interval import BETWEEN, SPREADS, correction, interval_of
+from distsim.simulation import Simulator
+from distsim.simulation.explain.interval import BETWEEN, SPREADS, correction, interval_of
 from distsim.transforms import Adam, differentiate
 
 SHARES = KernelRates(tuple([(kind, 0.5) for kind in KINDS_OF_WORK]), processors=108)

@@ -18,14 +18,14 @@ from distsim.ops.parts import scatter
 from distsim.schedule import SCHEDULES as NAMED
 from distsim.schedule import Kind
 from distsim.schedule import schedule as named_schedule
-from distsim.simulate.events import engine as events
-from distsim.simulate.maxplus.engine import run_program
-from distsim.simulate.maxplus.row_loop import run_rounds
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.tasks import recurrence
-from distsim.simulate.tasks.task_table import lower
-from distsim.simulate.tasks.timeline import FlatTimeline
+from distsim.simulation.events import engine as events
+from distsim.simulation.maxplus.engine import run_program
+from distsim.simulation.maxplus.row_loop import run_rounds
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.tasks import recurrence
+from distsim.simulation.tasks.task_table import lower
+from distsim.simulation.tasks.timeline import FlatTimeline
 from distsim.transforms import steady_state_transform
 
 CHUNK = 20

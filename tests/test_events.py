@@ -10,11 +10,11 @@ from network_models import ACROSS, GB, INSIDE, array, moves, nodes, seconds, sen
 from distsim.errors import SimulationError
 from distsim.executor import CostModel
 from distsim.ir import FunctionMaker, Mesh
-from distsim.simulate.events.disturbances import Disturbances
-from distsim.simulate.events.engine import run
-from distsim.simulate.events.network import Network
-from distsim.simulate.tasks.grid import on_grid
-from distsim.simulate.tasks.task_table import lower
+from distsim.simulation.events.disturbances import Disturbances
+from distsim.simulation.events.engine import run
+from distsim.simulation.events.network import Network
+from distsim.simulation.tasks.grid import on_grid
+from distsim.simulation.tasks.task_table import lower
 
 # --- shared links ------------------------------------------------------------------------------------
 

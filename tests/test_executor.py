@@ -26,7 +26,7 @@ from distsim.executor import (
     infer_types,
 )
 from distsim.ir import Bool, Float64, FunctionMaker, Int64, Mesh, Tensor, Topology, verify
-from distsim.simulate.tasks.grid import on_grid
+from distsim.simulation.tasks.grid import on_grid
 
 
 def test_infer_types_returns_the_function_itself_when_nothing_changes():

@@ -40,7 +40,7 @@ from distsim.models.routing import Loads
 from distsim.ops import signature_of, work
 from distsim.ops.parts import Groups
 from distsim.plan import Plan
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 
 CASES = [

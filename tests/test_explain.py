@@ -14,7 +14,7 @@ from distsim.ir import FunctionMaker, Topology
 from distsim.plan import Plan
 from distsim.report import plot_explanation
 from distsim.schedule import SCHEDULES
-from distsim.simulate.explain.what_if import FreeLaunches, FreeOps, communication
+from distsim.simulation.explain.what_if import FreeLaunches, FreeOps, communication
 
 
 def explained(plan, count, model="mlp", overlap=True, **figures):

@@ -17,7 +17,7 @@ from distsim.models.counts import count_parameters
 from distsim.ops import compute
 from distsim.ops.attention_options import ATTENTIONS
 from distsim.plan import Plan
-from distsim.simulate import Simulator
+from distsim.simulation import Simulator
 from distsim.transforms import SGD, Adam, add_loss, differentiate, precision_named
 from distsim.transforms.autodiff.precision import POLICIES
 from distsim.transforms.kernels.attention import set_attention

@@ -30,7 +30,7 @@ from distsim.models.decoder import decoder
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.program.program import Program
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.kernels.attention import set_attention
 

@@ -15,9 +15,9 @@ from distsim.ir import Float, FunctionMaker, Tensor, all_ops, callees, verify
 from distsim.models import gpt
 from distsim.ops import op_label, signature_of, work
 from distsim.plan import Plan
-from distsim.simulate import Simulator
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation import Simulator
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels import KERNELS, Kernels, fuse, kernels_named

@@ -16,7 +16,7 @@ from distsim.ir.type import Float
 from distsim.ops import Signature
 from distsim.ops.kernel import KERNEL
 from distsim.plan import Plan
-from distsim.simulate.explain import what_if
+from distsim.simulation.explain import what_if
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.kernels import KERNELS
 from distsim.transforms.kernels.attention import set_attention

@@ -20,8 +20,8 @@ from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, differentiate, inline, rematerialize, split_joint
 
 MODELS = {

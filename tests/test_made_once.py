@@ -18,7 +18,7 @@ from distsim.models import gpt
 from distsim.ops.conversion import ONCE
 from distsim.plan import Plan
 from distsim.program.program import Program
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, differentiate, precision_named
 from distsim.transforms.outlining.lift import lift_weights
 

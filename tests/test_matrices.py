@@ -10,10 +10,10 @@ from distsim.hardware import load_cluster
 from distsim.models import mlp
 from distsim.plan import Plan
 from distsim.program.table import ONCE
-from distsim.simulate.maxplus.call_arrays import call_arrays
-from distsim.simulate.maxplus.engine import run_program
-from distsim.simulate.maxplus.matrices import Cells, Matrices, condensed, max_plus
-from distsim.simulate.maxplus.row_loop import run_rounds
+from distsim.simulation.maxplus.call_arrays import call_arrays
+from distsim.simulation.maxplus.engine import run_program
+from distsim.simulation.maxplus.matrices import Cells, Matrices, condensed, max_plus
+from distsim.simulation.maxplus.row_loop import run_rounds
 from distsim.transforms import Adam, differentiate
 
 NEVER = -np.inf

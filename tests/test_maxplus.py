@@ -18,10 +18,10 @@ from distsim.program.block import Block
 from distsim.program.parts import ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
-from distsim.simulate.action_times import ActionTimes, timed_program
-from distsim.simulate.maxplus.engine import run_program
-from distsim.simulate.tasks.block_matrix import START, StageRanks, block_tasks
-from distsim.simulate.tasks.grid import on_grid
+from distsim.simulation.action_times import ActionTimes, timed_program
+from distsim.simulation.maxplus.engine import run_program
+from distsim.simulation.tasks.block_matrix import START, StageRanks, block_tasks
+from distsim.simulation.tasks.grid import on_grid
 
 ZEROS = Literal(np.zeros((6, 1)))
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -8,7 +8,7 @@ from memory_models import Machine, functions
 from distsim.ir import Device, Float, Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
 from distsim.ir.device import devices_of
 from distsim.ops import Operator, operator, register
-from distsim.simulate.memory.peak import KINDS, peak_memory
+from distsim.simulation.memory.peak import KINDS, peak_memory
 
 GPUS = tuple(Device(i, "gpu") for i in range(4))
 A = GPUS[0]

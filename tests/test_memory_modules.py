@@ -15,8 +15,8 @@ from distsim.ir.module_names import module_of
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.plan import Plan
 from distsim.report.summary import summarize
-from distsim.simulate import Simulation, Simulator
-from distsim.simulate.memory.origins import grouped, origins
+from distsim.simulation import Simulation, Simulator
+from distsim.simulation.memory.origins import grouped, origins
 from distsim.transforms import SGD, differentiate, steady_state_transform
 from distsim.transforms.kernels import KERNELS
 

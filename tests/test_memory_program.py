@@ -13,9 +13,9 @@ from distsim.ir import Function, Role
 from distsim.models import mlp
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
-from distsim.simulate.memory.peak import KINDS, peak_memory
-from distsim.simulate.memory.program_memory import program_memory, program_saved_by_module
-from distsim.simulate.memory.table_changes import changes_of
+from distsim.simulation.memory.peak import KINDS, peak_memory
+from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
+from distsim.simulation.memory.table_changes import changes_of
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 OPTIMIZERS = (None, SGD(), Adam())
@@ -201,7 +201,7 @@ def test_what_is_written_out_says_the_same(monkeypatch):
     joint = differentiate(tied(), Adam())
     program = laid_out(joint, mesh_of(dp=2, pp=2), schedule("1f1b", 2, 2))
     expected = program_memory(program)
-    monkeypatch.setattr("distsim.simulate.memory.program_memory.changes_of", lambda *_: None)
+    monkeypatch.setattr("distsim.simulation.memory.program_memory.changes_of", lambda *_: None)
     found = program_memory(program)
     assert [described(a) for a in found.ranks] == [described(b) for b in expected.ranks]
 
@@ -280,7 +280,7 @@ def test_another_schedule_of_the_same_stages_finds_what_its_calls_use(monkeypatc
     program = layers(4, 8, "1f1b")
     for name in SCHEDULES:
         program_memory(replace(program, schedule=schedule(name, 4, 8)))
-    monkeypatch.setattr("distsim.simulate.memory.walk.Walk.walk", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr("distsim.simulation.memory.walk.Walk.walk", lambda *_: pytest.fail("walked again"))
     peaks = [
         program_memory(replace(program, schedule=schedule(name, 4, m))).peaks
         for name in SCHEDULES

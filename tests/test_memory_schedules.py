@@ -15,10 +15,10 @@ from distsim.ir import Function
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, Kind, Schedule, schedule
-from distsim.simulate.action_times import timed_program
-from distsim.simulate.memory.peak import MemoryUse, peak_memory
-from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.memory.table_changes import changes_of
+from distsim.simulation.action_times import timed_program
+from distsim.simulation.memory.peak import MemoryUse, peak_memory
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.memory.table_changes import changes_of
 from distsim.transforms import SGD, Adam, differentiate
 
 FLUSHED = [name for name in SCHEDULES if not name.startswith("pipedream")]  # see test_pipedream.py
@@ -176,6 +176,6 @@ def test_another_number_of_microbatches_walks_nothing_again(monkeypatch):
     orders = [schedule("interleaved", 2, m, 2) for m in (4, 8, 40)]
     program = program_of("mlp", orders[0])
     first = program_memory(program).peaks
-    monkeypatch.setattr("distsim.simulate.memory.walk.Walk.walk", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr("distsim.simulation.memory.walk.Walk.walk", lambda *_: pytest.fail("walked again"))
     others = [program_memory(replace(program, schedule=order)).peaks for order in orders[1:]]
     assert all(len(peaks) == len(first) for peaks in others)

@@ -16,7 +16,7 @@ from distsim.ir import FunctionMaker, Role
 from distsim.plan import Plan
 from distsim.report import plot_memory, write_trace
 from distsim.schedule import schedule
-from distsim.simulate.memory.timeline import memory_timeline
+from distsim.simulation.memory.timeline import memory_timeline
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 

@@ -26,7 +26,7 @@ from distsim.ir import (
 from distsim.models import gpt, mlp
 from distsim.ops import compute, signature_of, work
 from distsim.schedule import schedule
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate, precision_named, shard
 from distsim.transforms.autodiff.precision import POLICIES
 

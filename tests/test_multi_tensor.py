@@ -13,10 +13,10 @@ from distsim.interpret import SequentialExecutor
 from distsim.ir import Float, FunctionMaker, Role, Tensor, all_ops, verify
 from distsim.ops import op_label, signature_of, work
 from distsim.plan import Plan
-from distsim.simulate import Simulator
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.plan import gradient_values
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation import Simulator
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.plan import gradient_values
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, AdamW, differentiate
 from distsim.transforms.autodiff.optimizers import optimizer_named
 from distsim.transforms.kernels import KERNELS, fuse

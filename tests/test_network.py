@@ -21,7 +21,7 @@ from distsim.hardware import (
 from distsim.ir import Device, Topology
 from distsim.ir.link import Link
 from distsim.ir.topology import Level
-from distsim.simulate.events.flows import Flow, Traffic, fair_rates
+from distsim.simulation.events.flows import Flow, Traffic, fair_rates
 
 # --- channels ----------------------------------------------------------------------------------------
 

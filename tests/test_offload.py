@@ -17,10 +17,10 @@ from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize
-from distsim.simulate.memory.host import host_memory, program_host_memory
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.memory.timeline import memory_timeline
+from distsim.simulation.memory.host import host_memory, program_host_memory
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.memory.timeline import memory_timeline
 from distsim.transforms import SGD, differentiate, inline
 from distsim.transforms.kernels.policies import KERNELS
 

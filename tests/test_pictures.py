@@ -13,11 +13,11 @@ from distsim.report import describe_schedule
 from distsim.report.schedule_picture import COLOURS, KIND_NAMES, Mark, chunk_of, colour_of, schedule_figure
 from distsim.report.timeline import timeline_figure
 from distsim.schedule import Kind, one_f_one_b, schedule
-from distsim.simulate import Simulator
-from distsim.simulate.action_times import ActionTimes
-from distsim.simulate.calls import call_times, communication_times
-from distsim.simulate.schedule_times import time_schedule
-from distsim.simulate.tasks.rank_classes import communicates
+from distsim.simulation import Simulator
+from distsim.simulation.action_times import ActionTimes
+from distsim.simulation.calls import call_times, communication_times
+from distsim.simulation.schedule_times import time_schedule
+from distsim.simulation.tasks.rank_classes import communicates
 from distsim.transforms import SGD, differentiate
 
 

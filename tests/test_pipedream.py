@@ -25,8 +25,8 @@ from distsim.schedule import (
     one_f_one_b,
     schedule,
 )
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 
 

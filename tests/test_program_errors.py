@@ -15,7 +15,7 @@ from distsim.program.block import Block
 from distsim.program.parts import ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import differentiate
 
 PATTERN = logical_mesh(Device(0, "gpu"), 1, 1)

@@ -55,7 +55,7 @@ PUBLIC_NAMES = {
     "distsim.program": ["Program"],
     "distsim.interpret": ["SequentialExecutor", "count_flops", "count_model_flops", "infer_types"],
     "distsim.cost": ["CostModel"],
-    "distsim.simulate": ["Disturbances", "Explanation", "Simulation", "Simulator"],
+    "distsim.simulation": ["Disturbances", "Explanation", "Simulation", "Simulator"],
     "distsim.device_placement": [
         "DagNode",
         "Item",

@@ -13,8 +13,8 @@ from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, differentiate
 from distsim.transforms.kernels.attention import set_attention
 

@@ -16,7 +16,7 @@ from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.ir import Function, FunctionMaker, Mesh, Tensor, all_ops, callees, count_ops, verify
 from distsim.schedule import schedule
-from distsim.simulate.memory.peak import peak_memory
+from distsim.simulation.memory.peak import peak_memory
 from distsim.transforms import (
     differentiate,
     inline,

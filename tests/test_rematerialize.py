@@ -27,8 +27,8 @@ from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flo
 from distsim.ir import all_ops, verify
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import (
     SGD,
     differentiate,

@@ -5,9 +5,9 @@ from training_models import small_gpt, topology_of
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.plan import Plan
-from distsim.search import PlanTrials, remedies
-from distsim.simulate import Simulator
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.plan_search import PlanTrials, remedies
+from distsim.simulation import Simulator
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 

@@ -13,7 +13,7 @@ from distsim.models import gpt
 from distsim.ops.conversion import ONCE
 from distsim.plan import Plan
 from distsim.resizing import likeness_of, shared
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels.policies import KERNELS

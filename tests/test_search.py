@@ -10,10 +10,10 @@ from training_models import small_gpt, topology_of
 from distsim.errors import PlanError, SimulationError
 from distsim.models import mlp
 from distsim.plan import Plan
-from distsim.search import SearchRun, describe, parse_sets, search
-from distsim.search.evaluation import PlanEvaluator, SearchProblem, Standing
-from distsim.search.run import FixedModel
-from distsim.search.space import PlanSpace
+from distsim.plan_search import SearchRun, describe, parse_sets, search
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
+from distsim.plan_search.run import FixedModel
+from distsim.plan_search.space import PlanSpace
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.kernels.policies import KERNELS
 

@@ -28,9 +28,9 @@ from distsim.executor import (
 from distsim.hardware import load_cluster
 from distsim.ir import FunctionMaker, Mesh, Topology
 from distsim.ops import Signature, Work
-from distsim.simulate.events.engine import run
-from distsim.simulate.tasks.grid import on_grid
-from distsim.simulate.tasks.task_table import lower
+from distsim.simulation.events.engine import run
+from distsim.simulation.tasks.grid import on_grid
+from distsim.simulation.tasks.task_table import lower
 
 
 def element_wise(shape):

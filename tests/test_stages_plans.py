@@ -24,7 +24,7 @@ from distsim.ir import Mesh
 from distsim.models import gpt, llama, mlp
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.stage_balance import StageProblem, mesh_communication, split_time
 from distsim.transforms import SGD, Adam, block_costs, differentiate, outline, shard
 from distsim.transforms.pipelining import stage_choice

@@ -16,7 +16,7 @@ from distsim.schedule import (
     longer,
     schedule,
 )
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 
 

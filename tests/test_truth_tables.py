@@ -21,7 +21,7 @@ from distsim.errors import DistsimError
 from distsim.hardware import load_cluster
 from distsim.ir import Topology
 from distsim.ir.kernel_rates import NO_RATES
-from distsim.simulate import Simulator
+from distsim.simulation import Simulator
 from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth import MissingFeatureError, case_of, evaluation, predict, read_rows, shown_peak
 from distsim.truth.accuracy import Accuracy

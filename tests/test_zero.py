@@ -28,7 +28,7 @@ from distsim.ops.parts import flat_part
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate, precision_named, shard, zero
 
 # --- the same numbers on every rank ----------------------------------------------------------------------

@@ -29,11 +29,11 @@ from distsim.ops.parts import gather, scatter
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import Schedule
-from distsim.simulate.events import engine as events
-from distsim.simulate.memory.peak import peak_memory
-from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.tasks import recurrence
-from distsim.simulate.tasks.task_table import lower
+from distsim.simulation.events import engine as events
+from distsim.simulation.memory.peak import peak_memory
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.tasks import recurrence
+from distsim.simulation.tasks.task_table import lower
 from distsim.transforms import add_loss, set_precision
 
 F64 = Float64()

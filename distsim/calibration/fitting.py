@@ -19,7 +19,7 @@ from distsim.hardware import load_cluster
 from distsim.hardware.cluster_table import Raw
 from distsim.hardware.cluster_text import cluster_text, complete_table
 from distsim.ir.kernel_rates import KINDS_OF_WORK, WAYS_TO_LAUNCH
-from distsim.simulate.explain.text import table as text_table
+from distsim.simulation.explain.text import table as text_table
 
 MAX_TIMINGS = 5000
 _DIGITS = 4

@@ -11,7 +11,7 @@ from distsim.errors import ImportModelError
 from distsim.importer.decoders import decoder_sizes, model_names
 from distsim.models.counts import ParameterCount, count_parameters
 from distsim.models.decoder_sizes import DecoderSizes
-from distsim.simulate.explain.text import table
+from distsim.simulation.explain.text import table
 from distsim.streams import say
 
 

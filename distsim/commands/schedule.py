@@ -13,8 +13,8 @@ from distsim.report import describe_schedule, plot_schedule
 from distsim.report.output import check_format, check_target, replacing
 from distsim.report.progress import Progress
 from distsim.schedule import FLUSH, SCHEDULES, Schedule, read_csv, schedule, write_csv
-from distsim.simulate.action_times import ActionTimes
-from distsim.simulate.schedule_times import time_schedule
+from distsim.simulation.action_times import ActionTimes
+from distsim.simulation.schedule_times import time_schedule
 from distsim.streams import complain, say
 
 MOST_PAIRS = 200_000

@@ -20,13 +20,13 @@ from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.ir import Topology
 from distsim.plan import Plan
+from distsim.plan_search.evaluation import SearchProblem
+from distsim.plan_search.results import SearchResult
+from distsim.plan_search.run import SearchRun, progress_lines
+from distsim.plan_search.sizes import Training, sizes_table
+from distsim.plan_search.space import PlanSpace, parse_sets
+from distsim.plan_search.text import describe
 from distsim.report.output import check_target, replacing
-from distsim.search.evaluation import SearchProblem
-from distsim.search.results import SearchResult
-from distsim.search.run import SearchRun, progress_lines
-from distsim.search.sizes import Training, sizes_table
-from distsim.search.space import PlanSpace, parse_sets
-from distsim.search.text import describe
 from distsim.streams import complain, say
 
 OBJECTIVES = {"time": "time", "memory": "memory", "cost": "time"}

@@ -21,18 +21,18 @@ from distsim.interpret import count_model_flops
 from distsim.ir import Device, Function, Topology
 from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
+from distsim.plan_search import PlanTrials, remedies
+from distsim.plan_search.remedies import SEARCH_SECONDS
 from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
 from distsim.schedule import TABLE, Schedule, read_csv
 from distsim.schedule.refusals import count as count_of
-from distsim.search import PlanTrials, remedies
-from distsim.search.remedies import SEARCH_SECONDS
-from distsim.simulate import Disturbances, Simulation, Simulator
-from distsim.simulate.explain.interval import correction
-from distsim.simulate.explain.text import seconds_text
-from distsim.simulate.quantities import bytes_label
+from distsim.simulation import Disturbances, Simulation, Simulator
+from distsim.simulation.explain.interval import correction
+from distsim.simulation.explain.text import seconds_text
+from distsim.simulation.quantities import bytes_label
 from distsim.streams import say
 from distsim.transforms.sharding.roles import batch_inputs, roles
 

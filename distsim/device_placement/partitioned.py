@@ -22,9 +22,9 @@ from distsim.ir import Attributes, Device, Function, FunctionMaker, Op, Topology
 from distsim.ir.rewrite import flatten
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
-from distsim.simulate import Simulation
-from distsim.simulate.explain.text import seconds_text, table
-from distsim.simulate.quantities import bytes_label
+from distsim.simulation import Simulation
+from distsim.simulation.explain.text import seconds_text, table
+from distsim.simulation.quantities import bytes_label
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.interpret import SequentialExecutor, count_flops, infer_types
-from distsim.simulate import CriticalPath, Disturbances, Explanation, Shares, Simulation, Simulator
+from distsim.simulation import CriticalPath, Disturbances, Explanation, Shares, Simulation, Simulator
 
 __all__ = [
     "CostModel",

@@ -18,7 +18,7 @@ prevent_cse).
 
 ``Delay`` takes a given time and makes a value of a given size. It stands for whatever a stage does with a
 microbatch where only its time is known: in programs of a schedule alone
-(:mod:`distsim.simulate.action_times`). ``seconds`` is read by cost rules that know the op; by others it
+(:mod:`distsim.simulation.action_times`). ``seconds`` is read by cost rules that know the op; by others it
 costs nothing.
 """
 

@@ -4,7 +4,7 @@
 ``Device.host_link`` and on a stream of its own (``offload``, ``fetch``): both directions run at full speed at
 once. What is on the host (``Tensor.on_host``) takes no memory of the device, so that a value that is only
 read after a ``Fetch`` of it is free on the device once it was copied; ``Fetch`` gives the memory of the host
-back (:mod:`distsim.simulate.memory.host`), so a value is fetched once. Neither is an op of a model: saved
+back (:mod:`distsim.simulation.memory.host`), so a value is fetched once. Neither is an op of a model: saved
 activations are offloaded by :mod:`distsim.transforms.recompute.offload`.
 """
 

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from distsim.report.output import check_format, replacing
-from distsim.simulate import CriticalPath, Explanation
-from distsim.simulate.explain.text import seconds_text
+from distsim.simulation import CriticalPath, Explanation
+from distsim.simulation.explain.text import seconds_text
 
 _COLOURS = ("#4878a8", "#d1793b")
 _FINEST = 1 / 4000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distsim.ir import Device
-from distsim.simulate import Simulation
+from distsim.simulation import Simulation
 
 
 def ranks_label(devices: Sequence[Device]) -> str:

@@ -10,11 +10,11 @@ import numpy as np
 from distsim.errors import SimulationError
 from distsim.report.labels import ranks_label
 from distsim.report.output import check_format, replacing
-from distsim.simulate import Simulation
-from distsim.simulate.memory.timeline import MemoryTimeline, memory_timeline
-from distsim.simulate.memory.walk import KINDS
-from distsim.simulate.quantities import bytes_label, bytes_scale, time_scale
-from distsim.simulate.tasks.task_table import Ints
+from distsim.simulation import Simulation
+from distsim.simulation.memory.timeline import MemoryTimeline, memory_timeline
+from distsim.simulation.memory.walk import KINDS
+from distsim.simulation.quantities import bytes_label, bytes_scale, time_scale
+from distsim.simulation.tasks.task_table import Ints
 
 _COLOURS = ("#4878a8", "#8c6bb1", "#b0b0b0", "#5a9e6f", "#c44e52", "#d9a441", "#7fb8c9", "#d1793b")
 _MOST_ROWS = 16

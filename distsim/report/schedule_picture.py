@@ -13,7 +13,7 @@ from typing import Any
 
 from distsim.report.output import check_format, replacing
 from distsim.schedule import Cell, Schedule
-from distsim.simulate.schedule_times import ScheduleTimes
+from distsim.simulation.schedule_times import ScheduleTimes
 
 COLOURS = {
     "forward": "#0072b2",

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from distsim.report.schedule_picture import chunk_of
 from distsim.schedule import FLUSH, Cell, Schedule
-from distsim.simulate.explain.text import count, table
-from distsim.simulate.schedule_times import ScheduleTimes
-from distsim.simulate.steady_state import short_step_note
+from distsim.simulation.explain.text import count, table
+from distsim.simulation.schedule_times import ScheduleTimes
+from distsim.simulation.steady_state import short_step_note
 
 _MOST_COLUMNS = 4000
 """Columns of time that are drawn where no terminal says how many fit."""

@@ -10,12 +10,12 @@ from distsim.cost.efficiency import matrix_type
 from distsim.ir import Device, Op
 from distsim.ops import op_label, operator
 from distsim.report.labels import ranks_label
-from distsim.simulate import Simulation
-from distsim.simulate.explain.interval import Interval, correction
-from distsim.simulate.explain.text import count, seconds_text, table
-from distsim.simulate.memory.origins import grouped
-from distsim.simulate.quantities import bytes_label
-from distsim.simulate.tasks.rank_classes import communicates
+from distsim.simulation import Simulation
+from distsim.simulation.explain.interval import Interval, correction
+from distsim.simulation.explain.text import count, seconds_text, table
+from distsim.simulation.memory.origins import grouped
+from distsim.simulation.quantities import bytes_label
+from distsim.simulation.tasks.rank_classes import communicates
 
 _MOST_ROWS = 32
 _MOST_OPS = 10

@@ -14,10 +14,10 @@ from distsim.program.program import Program
 from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
 from distsim.report.schedule_picture import COLOURS, Box, Mark, chunk_of, draw_boxes, legend
-from distsim.simulate import Simulation
-from distsim.simulate.calls import CallTime, call_times, communication_times
-from distsim.simulate.quantities import time_scale
-from distsim.simulate.tasks.rank_classes import communicates
+from distsim.simulation import Simulation
+from distsim.simulation.calls import CallTime, call_times, communication_times
+from distsim.simulation.quantities import time_scale
+from distsim.simulation.tasks.rank_classes import communicates
 
 _STREAM_COLOURS = {
     "compute": "#0072b2",

@@ -23,13 +23,13 @@ from distsim.ops import op_label, operator
 from distsim.ops.coalescing import moved_values
 from distsim.report.labels import stream_label
 from distsim.report.output import packed, replacing
-from distsim.simulate import Simulation
-from distsim.simulate.memory.timeline import memory_timeline
-from distsim.simulate.memory.walk import KINDS
-from distsim.simulate.tasks.rank_classes import communicates
-from distsim.simulate.tasks.streams import Stream
-from distsim.simulate.tasks.templates import Ints
-from distsim.simulate.tasks.timeline import Piece
+from distsim.simulation import Simulation
+from distsim.simulation.memory.timeline import memory_timeline
+from distsim.simulation.memory.walk import KINDS
+from distsim.simulation.tasks.rank_classes import communicates
+from distsim.simulation.tasks.streams import Stream
+from distsim.simulation.tasks.templates import Ints
+from distsim.simulation.tasks.timeline import Piece
 
 MOST_COUNTED = 100_000
 """Tasks of a simulation beyond which its trace has no memory counter: that is made of all of them at once."""

@@ -17,9 +17,9 @@ from distsim.program.parts import Stage
 from distsim.program.passes.backward_halves import stage_halves
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule
-from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.tasks.block_matrix import BlockTasks, StageRanks, block_tasks
-from distsim.simulate.tasks.templates import Floats
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.tasks.block_matrix import BlockTasks, StageRanks, block_tasks
+from distsim.simulation.tasks.templates import Floats
 from distsim.stage_balance.cost import BlockCost, mesh_communication
 
 

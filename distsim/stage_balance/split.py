@@ -79,7 +79,7 @@ def split_time(
 ) -> float:
     """Return the simulated seconds of a step when stage s holds the next ``sizes[s]`` blocks.
 
-    Equal to the :class:`distsim.simulate.Simulator` on stages that take as long, but that the sums of
+    Equal to the :class:`distsim.simulation.Simulator` on stages that take as long, but that the sums of
     gradients over copies of the model (DualPipe), which follow the last backward, are left out, and a pair of
     actions runs one after the other. Raises :class:`PartitionError` for sizes that are not positive or do not
     sum to the number of blocks.

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from distsim.simulate.explain.text import count, table
+from distsim.simulation.explain.text import count, table
 from distsim.truth.evaluation import Outcome
 from distsim.truth.row import Row
 from distsim.truth.score import (

@@ -11,10 +11,10 @@ from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.cost.roofline import BEST_SHAPE
 from distsim.ir import Device
 from distsim.program.program import Program
-from distsim.simulate import Simulator
-from distsim.simulate.explain.interval import Interval
-from distsim.simulate.memory.program_memory import program_memory
-from distsim.simulate.steady_state import full_program
+from distsim.simulation import Simulator
+from distsim.simulation.explain.interval import Interval
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.steady_state import full_program
 from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth.case import Case
 from distsim.truth.row import MissingFeatureError, Row, cell

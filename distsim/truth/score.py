@@ -10,7 +10,7 @@ from itertools import combinations
 from random import Random
 
 from distsim.interpret import count_model_flops
-from distsim.simulate.explain.interval import correction
+from distsim.simulation.explain.interval import correction
 from distsim.truth.case import Case
 from distsim.truth.row import MissingFeatureError, Row, decimal, plain
 

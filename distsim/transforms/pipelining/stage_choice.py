@@ -10,8 +10,8 @@ from distsim.errors import PartitionError, PlanError, ScheduleError
 from distsim.ir import Mesh
 from distsim.plan import parse_stages
 from distsim.schedule import Schedule, schedule
-from distsim.simulate.maxplus.engine import run_program
-from distsim.simulate.memory.program_memory import program_memory
+from distsim.simulation.maxplus.engine import run_program
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.stage_balance import Split, StageProblem, mesh_communication
 from distsim.stage_balance.pricing import action_costs
 from distsim.transforms.pipelining.model_blocks import ModelBlocks, costs_of, model_blocks

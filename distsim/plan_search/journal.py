@@ -1,0 +1,101 @@
+"""What a search has found so far, in a file that is appended to: a line of JSON for each plan that was tried.
+
+The first line says which search it is, the model, the cluster and the kernels. Plans may be added, and more
+of the best asked for: what is there is not tried again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from distsim.errors import SimulationError
+from distsim.ir import Function, Topology, pformat
+from distsim.plan_search.trial import PlanTrial
+from distsim.report.output import check_target
+from distsim.transforms.kernels.policies import Kernels
+
+_FORMAT = 1
+_SYNC_SECONDS = 2.0
+_NAMES = {field.name for field in fields(PlanTrial)}
+
+
+@dataclass(frozen=True)
+class TrialJournal:
+    """A journal in a file: ``subject`` is what people call the search, ``digest`` tells it from others."""
+
+    path: Path
+    subject: str
+    digest: str
+
+    def begin(self) -> None:
+        """Write the first line of a new file, in the place of one that there is."""
+        check_target(self.path)
+        line = json.dumps({"format": _FORMAT, "subject": self.subject, "digest": self.digest})
+        self.path.write_text(f"{line}\n", encoding="utf-8")
+
+    def read(self) -> dict[str, PlanTrial]:
+        """Return the trials in the file by the text of their plan; a last line that is damaged is cut off.
+
+        Raises :class:`SimulationError` for a file that is no journal, or one of another search.
+        """
+        check_target(self.path)
+        if not self.path.exists():
+            raise SimulationError(f"{self.path}: there is no journal to resume; leave --resume out")
+        *lines, rest = self.path.read_bytes().split(b"\n")
+        if rest:
+            os.truncate(self.path, self.path.stat().st_size - len(rest))
+        records = [_record(line) for line in lines]
+        head = records[0] if records else None
+        if head is None or "digest" not in head or head.get("format") != _FORMAT:
+            raise SimulationError(f"{self.path} is no journal of a search; name another file")
+        if head["digest"] != self.digest:
+            raise SimulationError(
+                f"{self.path} is the journal of another search: {head.get('subject', 'unknown')}, not "
+                f"{self.subject} as it is now; name another file, or leave --resume out to write it anew"
+            )
+        # A line that was torn in the middle, by a machine that went down, is one plan that is tried again.
+        trials = [PlanTrial(**own) for own in records[1:] if own and own.keys() <= _NAMES and "text" in own]
+        return {trial.text: trial for trial in trials}
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return cast(dict[str, Any], found) if isinstance(found, dict) else None
+
+
+class JournalWriter:
+    """Appends trials to a journal; several processes may do so at a time, each line being written at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self._synced = time.monotonic()
+
+    def append(self, trial: PlanTrial) -> None:
+        """Write a trial; now and then wait until what was written is on the disk."""
+        os.write(self._file, f"{json.dumps(trial.to_dict())}\n".encode())
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._file)
+            self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Wait until all is on the disk, and close the file."""
+        os.fsync(self._file)
+        os.close(self._file)
+
+
+def digest_of(function: Function, topology: Topology, kernels: Kernels) -> str:
+    """Return what is equal for searches of equal training steps, devices, links and kernels."""
+    hashed = hashlib.sha256(pformat(function).encode())
+    devices = [[getattr(d, name.name) for name in fields(d) if name.compare] for d in topology.devices]
+    links = topology.pair_links(topology.devices), topology.levels
+    hashed.update(repr((devices, links, kernels.name)).encode())
+    return hashed.hexdigest()

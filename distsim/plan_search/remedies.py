@@ -1,0 +1,164 @@
+"""What would make a plan fit in memory: plans next to one that does not, those that fit simulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+
+from distsim.errors import DistsimError
+from distsim.ir import Function, Role, Topology
+from distsim.plan import Plan
+from distsim.program.program import Program
+from distsim.simulation import Simulation
+from distsim.simulation.memory.program_memory import program_memory
+from distsim.simulation.steady_state import full_program
+
+Change = dict[str, object]
+"""Fields of a plan, and what they become."""
+
+SPLITS = (2, 4, 8)
+"""By how much the microbatches of a plan are made smaller."""
+
+SEARCH_SECONDS = 20.0
+"""How long plans are looked for: a few times what the plan itself took, where it was a large one."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A plan that fits: what it changes, its seconds a step, and the bytes in use on its fullest device."""
+
+    change: str
+    plan: Plan
+    step_time: float
+    peak: int
+
+    def __str__(self) -> str:
+        return self.change
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """Plans that fit, the fastest first, and how many were not tried as there was no time left."""
+
+    fit: tuple[Remedy, ...]
+    untried: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTrials:
+    """How plans of a function are tried: ``build`` divides and schedules it, ``simulate`` finds its time."""
+
+    function: Function
+    topology: Topology
+    build: Callable[[Plan], Program]
+    simulate: Callable[[Program], Simulation]
+
+
+def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEARCH_SECONDS) -> Remedies:
+    """Return up to ``most`` plans that fit on the devices and differ little.
+
+    One change is tried at a time: recomputing, parameters divided over dp, smaller microbatches, and tensor
+    or pipeline ranks in the place of data-parallel ones (or on devices that are idle). Where fewer than
+    ``most`` of them are enough, two at once. A change that the function or the batch does not allow is left
+    out; so is one after which parameters and state alone, divided without a rest, are more than a device has.
+    Of the others memory is counted, and those that fit are simulated. No plan is begun that would end after
+    ``seconds`` if it took as long as the longest so far.
+    """
+    search = _RemedySearch(plan, trials, seconds)
+    changes = list(_changes(plan, len(trials.topology.devices)))
+    found = search.try_all(changes)
+    if len(found) < most:
+        pairs = [one | two for one, two in combinations(changes, 2) if one.keys().isdisjoint(two)]
+        known = {remedy.plan for remedy in found}
+        enough = [change for change in changes if _changed(plan, change) in known]
+        pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
+        found += search.try_all(pairs)
+    fastest = sorted(found, key=lambda remedy: remedy.step_time)[:most]
+    return Remedies(tuple(fastest), search.untried)
+
+
+def _changes(plan: Plan, devices: int) -> Iterator[Change]:
+    """Yield the single changes."""
+    if plan.remat == "none":
+        yield {"remat": "attention"}
+    if plan.remat != "full":
+        yield {"remat": "full"}
+    if plan.dp > 1 and plan.zero < 3:
+        # With layers for buckets, and nothing to gather after the update.
+        without: Change = {"bucket": "auto", "overlap_params": "off"}
+        yield {"zero": 3} | {name: own for name, own in without.items() if getattr(plan, name) != own}
+    elif plan.dp > 1 and plan.reshard != "always":
+        yield {"reshard": "always"}
+    for parts in SPLITS:
+        yield {"microbatches": plan.microbatches * parts}
+    for axis in ("tp", "pp"):
+        degree = 2 * getattr(plan, axis)
+        if plan.dp % 2 == 0:
+            yield {axis: degree, "dp": plan.dp // 2}
+        elif 2 * plan.devices <= devices:
+            yield {axis: degree}
+
+
+def _changed(plan: Plan, change: Change) -> Plan | None:
+    try:
+        return replace(plan, **change)  # pyright: ignore[reportArgumentType]
+    except DistsimError:
+        return None
+
+
+@dataclass(eq=False)
+class _RemedySearch:
+    """Tries plans until the time is up."""
+
+    plan: Plan
+    trials: PlanTrials
+    seconds: float
+    begin: float = field(default_factory=time.monotonic)
+    longest: float = 0.0
+    untried: int = 0
+
+    def try_all(self, changes: Sequence[Change]) -> list[Remedy]:
+        found: list[Remedy] = []
+        for change in changes:
+            other = _changed(self.plan, change)
+            if other is None or not self._has_room(other):
+                continue
+            start = time.monotonic()
+            if start + self.longest > self.begin + self.seconds:
+                self.untried += 1
+                continue
+            remedy = self._try(other, ", ".join(f"{name}={value}" for name, value in change.items()))
+            self.longest = max(self.longest, time.monotonic() - start)
+            found += [] if remedy is None else [remedy]
+        return found
+
+    @cached_property
+    def held(self) -> tuple[int, int]:
+        """The bytes of parameters, and of state, which are held all step."""
+        function = self.trials.function
+        read = {value for op in function.ops for value in op.inputs}
+        given = [v for v in function.inputs if v in read]
+        parameters = sum(v.type.nbytes for v in given if v.role is Role.PARAMETER)
+        return parameters, sum(v.type.nbytes for v in given if v.role is Role.STATE)
+
+    def _has_room(self, plan: Plan) -> bool:
+        """Whether what is held all step fits, if all of it is divided by all that the plan divides it by."""
+        parameters, state = self.held
+        ranks = plan.zero_ranks or plan.dp
+        parameters /= ranks if plan.zero == 3 else 1
+        state /= ranks if plan.zero else 1
+        room = max(device.usable for device in self.trials.topology.devices)
+        return (parameters + state) / (plan.tp * plan.pp) <= room
+
+    def _try(self, plan: Plan, change: str) -> Remedy | None:
+        try:
+            program = self.trials.build(plan)
+            memory = program_memory(full_program(program))
+            if memory.missing:
+                return None
+            return Remedy(change, plan, self.trials.simulate(program).step_time, max(memory.peaks))
+        except DistsimError:  # this plan does not suit the function, the batch or the schedule
+            return None

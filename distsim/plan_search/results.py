@@ -1,0 +1,202 @@
+"""What a search found: the best plans, the Pareto front of time and memory, what nearly fits, and why."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from distsim.errors import SimulationError
+from distsim.ir import Topology
+from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
+
+
+@dataclass(frozen=True)
+class SearchedStep:
+    """What all plans of a search do: a training step of so many samples, of ``sequence`` tokens (0: of none).
+
+    ``flops`` are the model's own (:func:`distsim.interpret.count_model_flops`), ``peak`` the FLOP/s of a
+    device in the type of most of them; 0 where there are none.
+    """
+
+    name: str
+    samples: int
+    sequence: int
+    flops: float
+    peak: float
+    topology: Topology = field(repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, or its samples where it has none."""
+        return self.samples * (self.sequence or 1)
+
+    @property
+    def unit(self) -> str:
+        """What of a step is counted."""
+        return "tokens" if self.sequence else "samples"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SearchResult:
+    """What became of every plan of a space, in its order; ``print`` it.
+
+    ``objective`` and ``wanted``: by what plans are ranked, and of how many the bounds keep the rest out.
+    """
+
+    trials: Sequence[PlanTrial]
+    objective: str
+    wanted: int
+    step: SearchedStep
+
+    @property
+    def best(self) -> PlanTrial:
+        """The best plan. Raises :class:`SimulationError` if none fits."""
+        if not self.fitting:
+            raise SimulationError(
+                f"none of {len(self.trials)} plans fits in memory; see .nearly, and use more devices, more "
+                "recomputation, or a smaller batch"
+            )
+        return self.fitting[0]
+
+    @cached_property
+    def fitting(self) -> tuple[PlanTrial, ...]:
+        """The plans that fit, the best first; the first ``wanted`` of them are the best of all plans."""
+        value = _by_time if self.objective == "time" else _by_memory
+        return tuple(sorted([trial for trial in self.trials if trial.fits], key=value))
+
+    @property
+    def fastest(self) -> PlanTrial:
+        """The fastest of the plans that fit and were simulated; raises as :attr:`best`."""
+        return min([self.best, *self.fitting], key=_by_time)
+
+    def top(self, count: int) -> tuple[PlanTrial, ...]:
+        """Return the ``count`` best plans, or as many as fit.
+
+        Raises :class:`SimulationError` for more than were asked for, as bounds left plans out that are next.
+        """
+        if count > self.wanted and len(self.fitting) > self.wanted:
+            raise SimulationError(
+                f"the best {self.wanted} were searched for, not {count}: search with top={count}"
+            )
+        return self.fitting[:count]
+
+    @property
+    def winners(self) -> tuple[PlanTrial, ...]:
+        """The best plans, as many as were wanted."""
+        return self.top(self.wanted)
+
+    @cached_property
+    def pareto(self) -> tuple[PlanTrial, ...]:
+        """The plans that fit of which none is faster with as little memory, the fastest first.
+
+        Of the plans that were simulated: one that is proven to be slower than the best is not among them,
+        even if it took less memory.
+        """
+        front: list[PlanTrial] = []
+        for trial in sorted([trial for trial in self.trials if trial.fits], key=_by_time):
+            if not front or trial.peak < front[-1].peak:
+                front.append(trial)
+        return tuple(front)
+
+    @cached_property
+    def nearly(self) -> tuple[PlanTrial, ...]:
+        """The plans that do not fit for want of a tenth of the memory at most, the fastest first."""
+        return tuple(sorted([t for t in self.trials if t.simulated and t.missing], key=_by_time))
+
+    @cached_property
+    def counts(self) -> Mapping[str, int]:
+        """How many plans were simulated, counted only, refused, and discarded by each proof."""
+        found = Counter(map(status_of, self.trials))
+        return {name: found[name] for name in STATUSES}
+
+    @cached_property
+    def refusals(self) -> Mapping[str, tuple[int, str]]:
+        """Why plans were refused, the most frequent reason first: how many, and one of them in full."""
+        reasons: dict[str, list[str]] = {}
+        for trial in self.trials:
+            if trial.refused:
+                reasons.setdefault(_without_numbers(trial.refused), []).append(trial.refused)
+        ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
+        return {reason: (len(texts), texts[0]) for reason, texts in ordered}
+
+    def mfu(self, trial: PlanTrial) -> float:
+        """Return the share of the peak of all devices that the model's own FLOPs reach in a step."""
+        peak = self.step.peak * len(self.step.topology.devices)
+        return self.step.flops / (trial.seconds * peak) if peak and trial.seconds else 0.0
+
+    def rate(self, trial: PlanTrial) -> float:
+        """Return the tokens, or samples, of a second and a device."""
+        return self.step.tokens / trial.seconds / len(self.step.topology.devices) if trial.seconds else 0.0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a record for each plan: those that fit first, the best of them first, then the others."""
+        places = {trial.text: place for place, trial in enumerate(self.fitting)}
+        ordered = sorted(self.trials, key=lambda trial: places.get(trial.text, len(places)))
+        return [self._row(trial) for trial in ordered]
+
+    def _row(self, trial: PlanTrial) -> dict[str, Any]:
+        known = trial.simulated
+        return {
+            "plan": trial.text,
+            "status": status_of(trial),
+            "fits": trial.fits if not trial.discarded and not trial.refused else None,
+            "step_s": trial.seconds if known else None,
+            "low_s": trial.low or None,
+            "high_s": trial.high or None,
+            f"{self.step.unit}_per_s_per_device": self.rate(trial) if known else None,
+            "mfu": self.mfu(trial) if known else None,
+            "peak_bytes": trial.peak or None,
+            "missing_bytes": trial.missing if trial.peak else None,
+            "bound_by": trial.bound_by() or None,
+            "refused": trial.refused or None,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as what JSON has."""
+        return {
+            "step": self.step.name,
+            "samples": self.step.samples,
+            "sequence": self.step.sequence,
+            "devices": len(self.step.topology.devices),
+            "objective": self.objective,
+            "plans": len(self.trials),
+            "counts": dict(self.counts),
+            "refusals": [{"plans": count, "for_example": text} for count, text in self.refusals.values()],
+            "pareto": [trial.text for trial in self.pareto],
+            "nearly": [trial.text for trial in self.nearly],
+            "rows": self.rows(),
+        }
+
+    def __repr__(self) -> str:
+        best = f"best {self.best.text}" if self.fitting else "none fits"
+        return f"SearchResult({len(self.trials)} plans, {self.counts['simulated']} simulated, {best})"
+
+
+STATUSES = ("simulated", "too large", "refused", "discarded: slower", "discarded: too large")
+"""What may become of a plan; ``too large`` ones were built and their memory counted, no more."""
+
+
+def status_of(trial: PlanTrial) -> str:
+    """Return which of :data:`STATUSES` a plan has."""
+    if trial.discarded:
+        return {SLOWER: "discarded: slower", TOO_LARGE: "discarded: too large"}[trial.discarded]
+    if trial.refused:
+        return "refused"
+    return "simulated" if trial.simulated else "too large"
+
+
+def _by_time(trial: PlanTrial) -> tuple[float, float, str]:
+    return trial.seconds, trial.peak, trial.text
+
+
+def _by_memory(trial: PlanTrial) -> tuple[float, float, str]:
+    return trial.peak, trial.seconds, trial.text
+
+
+def _without_numbers(text: str) -> str:
+    """Return a reason without the plan and the numbers in it, so that the same one is the same text."""
+    return re.sub(r"[0-9.]+", "N", re.sub(r"\w+=[\w.:+-]+", "", text))

@@ -1,0 +1,267 @@
+"""Searching a space of plans: those whose bounds are best are tried first, those that cannot win are not.
+
+Plans that share a division are a unit, which one process tries in order. Units are tried in rounds of about
+:data:`ROUND` plans, each of which starts from what the rounds before found: so what is tried, and what comes
+out, is the same whatever the number of processes, and after being resumed.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distsim.cost.efficiency import matrix_type
+from distsim.errors import DistsimError, PlanError
+from distsim.interpret import count_model_flops
+from distsim.ir import Function, Topology, all_ops
+from distsim.plan import Plan
+from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
+from distsim.plan_search.journal import TrialJournal, digest_of
+from distsim.plan_search.results import SearchedStep, SearchResult
+from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
+from distsim.plan_search.trial import PlanTrial
+from distsim.plan_search.workers import PlanUnit, Workers
+from distsim.transforms.kernels.policies import KERNELS, Kernels
+
+ROUND = 24
+"""Plans of a round."""
+
+RECOMPUTED = 1.3
+"""How much longer a plan that recomputes all is taken to be, as which it is put in order: of no effect on
+what comes out."""
+
+
+@dataclass(frozen=True)
+class Stand:
+    """How far a search is: plans done of ``plans``, those that were tried, and the seconds it took."""
+
+    done: int
+    plans: int
+    tried: int
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = self.done / self.seconds if self.seconds else 0.0
+        left = (
+            f", about {(self.plans - self.done) / rate:.0f} s left" if rate and self.done < self.plans else ""
+        )
+        return f"{self.done} of {self.plans} plans, {self.tried} tried, {rate:.1f} plans/s{left}"
+
+
+def search(
+    model: Function | ModelOf,
+    topology: Topology,
+    plans: str | Iterable[Plan] = "",
+    kernels: Kernels = KERNELS["eager"],
+    objective: str = "time",
+    top: int = 10,
+    workers: int = 1,
+) -> SearchResult:
+    """Return the best plans of a training step on all devices of a topology.
+
+    ``plans`` are sets of values for fields of a plan, as ``"tp=1|2|4,remat=*"``, what is left open being
+    sensible (:mod:`distsim.plan_search.space`), or the plans themselves. ``objective`` is one of
+    ``OBJECTIVES``; ``top`` how many of the best are wanted: what is proven to be worse is not tried. For a
+    function that depends on the plan, give what returns it, the same one for plans that divide the same.
+
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import mlp
+    >>> from distsim.transforms import SGD, differentiate
+    >>> step = differentiate(mlp(layers=4, width=64, batch=16), SGD())
+    >>> found = search(step, load_cluster("dgx-a100"), "dp=8|4,pp=1,remat=none", top=2)
+    >>> found.best.text
+    'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b'
+    """
+    of = FixedModel(model) if isinstance(model, Function) else model
+    problem = SearchProblem(of, topology, kernels, objective, top)
+    if isinstance(plans, str):
+        plans = PlanSpace.of(of(Plan()), topology, parse_sets(plans)).plans
+    return SearchRun(problem, tuple(plans), workers).run()
+
+
+@dataclass(frozen=True)
+class FixedModel:
+    """A training step that does not depend on the plan."""
+
+    function: Function
+
+    def __call__(self, plan: Plan) -> Function:
+        """Return it."""
+        return self.function
+
+
+@dataclass(frozen=True, eq=False)
+class SearchRun:
+    """A search: a problem, the plans, so many processes, and a journal, if there is one, to go on with.
+
+    ``subject`` is what people call it; ``watch`` is told how far it is. Raises :class:`PlanError` for no
+    plans, an unknown objective, and fewer than one plan that is wanted.
+    """
+
+    problem: SearchProblem
+    plans: tuple[Plan, ...]
+    workers: int = 1
+    journal: Path | None = None
+    resume: bool = False
+    subject: str = "a training step"
+    watch: Callable[[Stand], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.problem.objective not in OBJECTIVES:
+            raise PlanError(f"objective {self.problem.objective!r:.40}: choose {' or '.join(OBJECTIVES)}")
+        if not self.plans or self.problem.top < 1:
+            raise PlanError(
+                f"{len(self.plans)} plans of which {self.problem.top} are wanted: at least one each"
+            )
+
+    def run(self) -> SearchResult:
+        """Return what was found."""
+        known = self._known()
+        evaluator = PlanEvaluator(self.problem)
+        found = {
+            str(plan): PlanTrial(str(plan), refused=why)
+            for plan in self.plans
+            if (why := self._unsuited(plan))
+        }
+        units = _units([plan for plan in self.plans if str(plan) not in found], evaluator, known)
+        standing = Standing()
+        start, tried = time.monotonic(), 0
+        workers = Workers(self.problem, self.workers, self.journal, evaluator)
+        try:
+            while units:
+                chosen, units = _round(units, evaluator, standing, found)
+                for _, trials in workers.run(chosen, standing):
+                    found.update({trial.text: trial for trial in trials})
+                    tried += sum(not trial.discarded for trial in trials)
+                    if self.watch is not None:
+                        self.watch(Stand(len(found), len(self.plans), tried, time.monotonic() - start))
+                for unit in chosen:
+                    _learn(evaluator, standing, [found[str(plan)] for plan in unit.plans])
+        finally:
+            workers.close()
+        best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
+        for trial in best:
+            if not trial.parts:  # it was tried in a search of which fewer plans were wanted
+                found[trial.text] = evaluator.trial(trial.plan)
+        return SearchResult(
+            [_stripped(found[str(plan)], best) for plan in self.plans],
+            self.problem.objective,
+            self.problem.top,
+            _step(self.problem, self.plans[0]),
+        )
+
+    def _unsuited(self, plan: Plan) -> str:
+        """Return why there is no such model as a plan divides, if there is none."""
+        try:
+            self.problem.model(plan)
+        except DistsimError as error:
+            return str(error)
+        return ""
+
+    def _known(self) -> Mapping[str, PlanTrial]:
+        """Return what the journal has, and begin it where there is none."""
+        if self.journal is None:
+            return {}
+        problem = self.problem
+        digest = digest_of(problem.model(Plan()), problem.topology, problem.kernels)
+        journal = TrialJournal(self.journal, self.subject, digest)
+        if self.resume:
+            return journal.read()
+        journal.begin()
+        return {}
+
+
+def _stripped(trial: PlanTrial, best: Sequence[PlanTrial]) -> PlanTrial:
+    """Return a trial without what is known of the best alone: others may have been so for a while."""
+    texts = {each.text for each in best}
+    return trial if trial.text in texts else replace(trial, low=0.0, high=0.0, parts={})
+
+
+def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
+    function = problem.model(plan)
+    traits = ModelTraits.of(function)
+    dtype = matrix_type(all_ops(function))
+    peak = 0.0 if dtype is None else max(device.peak(dtype) for device in problem.topology.devices)
+    flops = count_model_flops(function)
+    return SearchedStep(function.name, traits.batch, traits.sequence, flops, peak, problem.topology)
+
+
+def _units(plans: Sequence[Plan], evaluator: PlanEvaluator, known: Mapping[str, PlanTrial]) -> list[PlanUnit]:
+    """Return the units of plans, those of a function side by side, the most promising first."""
+    nothing = Standing()
+    guesses = {plan: _guess(plan, evaluator, nothing) for plan in plans}
+    groups: dict[tuple[Function, Hashable], list[Plan]] = {}
+    for plan in plans:
+        function = evaluator.problem.model(plan)
+        size = (plan.dp * plan.microbatches) if plan.ep == 1 else (plan.dp, plan.microbatches)
+        division = plan.tp, plan.cp, plan.cp_kind, plan.sp, plan.ep, plan.etp, plan.order, size
+        groups.setdefault((function, division), []).append(plan)
+    for own in groups.values():
+        own.sort(key=guesses.__getitem__)
+    least: dict[Function, tuple[float, ...]] = {}
+    for (function, _), own in groups.items():
+        least[function] = min(least.get(function, guesses[own[0]]), guesses[own[0]])
+    ordered = sorted(groups.items(), key=lambda item: (least[item[0][0]], guesses[item[1][0]]))
+    return [
+        PlanUnit(tuple(own), {text: known[text] for text in map(str, own) if text in known})
+        for _, own in ordered
+    ]
+
+
+def _guess(plan: Plan, evaluator: PlanEvaluator, standing: Standing) -> tuple[float, ...]:
+    """Return as what a plan is put in order: its bound, with what recomputing, bubbles and ranks may cost."""
+    bound = evaluator.bound(plan, standing)
+    if evaluator.problem.objective == "memory":
+        return (bound,)
+    most = max(device.usable for device in evaluator.problem.topology.devices)
+    crowded = evaluator.bounds(plan).device_bytes(plan) > 0.7 * most
+    recomputed = RECOMPUTED if plan.remat.startswith("full") else 1.0
+    moved = 1.0 + 0.05 * (plan.tp * plan.cp - 1)
+    return (bound * recomputed * moved * (2.0 if crowded else 1.0),)
+
+
+def _round(
+    units: list[PlanUnit], evaluator: PlanEvaluator, standing: Standing, found: dict[str, PlanTrial]
+) -> tuple[list[PlanUnit], list[PlanUnit]]:
+    """Return the units of a round, and those that are left; plans that are discarded already are done."""
+    chosen: list[PlanUnit] = []
+    count = 0
+    for place, unit in enumerate(units):
+        if count >= ROUND:
+            return chosen, units[place:]
+        plans: list[Plan] = []
+        for plan in unit.plans:
+            reason = evaluator.discarded(plan, standing)
+            if reason:
+                found[str(plan)] = PlanTrial(str(plan), discarded=reason)
+            else:
+                plans.append(plan)
+        if plans:
+            chosen.append(replace(unit, plans=tuple(plans)))
+            count += len(plans)
+    return chosen, []
+
+
+def _learn(evaluator: PlanEvaluator, standing: Standing, trials: Iterable[PlanTrial]) -> None:
+    """Add to the standing what the trials of a unit say."""
+    for trial in trials:
+        if trial.work:
+            standing.work[evaluator.key(trial.plan)] = trial.work
+        if trial.fits:
+            insort(standing.best, evaluator.objective(trial))
+
+
+def progress_lines(write: Callable[[str], None], seconds: float = 2.0) -> Callable[[Stand], None]:
+    """Return what tells people how far a search is, every so many seconds and at its end."""
+    last = [time.monotonic()]
+
+    def watch(stand: Stand) -> None:
+        now = time.monotonic()
+        if now - last[0] >= seconds or stand.done == stand.plans:
+            last[0] = now
+            write(f"searching: {stand}")
+
+    return watch

@@ -1,0 +1,137 @@
+"""A search's result as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distsim.plan import Plan
+from distsim.plan_search.results import SearchResult
+from distsim.plan_search.trial import PlanTrial
+from distsim.simulation.explain.text import count, seconds_text, table
+from distsim.simulation.quantities import bytes_label
+
+_MOST_NEARLY, _MOST_FRONT, _MOST_REASONS, _MOST_PARTS = 3, 8, 4, 6
+_SHOWN = 0.002
+"""The least share of a step by which parts of two plans differ for it to be said."""
+
+
+def describe(result: SearchResult) -> str:
+    """Return what a search found as a text: counts, the best plans, the front, what nearly fits, and why."""
+    lines = _counts(result)
+    if result.fitting:
+        lines += ["", *best_table(result)]
+        lines += ["", *_front(result)] if len(result.pareto) > 1 else []
+    else:
+        lines += ["", f"none of {count(len(result.trials), 'plan')} fits in memory"]
+    lines += _nearly(result)
+    winners = result.winners
+    if len(winners) > 1:
+        lines += ["", *difference(*winners[:2])]
+    return "\n".join(lines)
+
+
+def _counts(result: SearchResult) -> list[str]:
+    counts = result.counts
+    proven = counts["discarded: slower"] + counts["discarded: too large"]
+    lines = [
+        f"{count(len(result.trials), 'plan')}: {counts['simulated']} simulated, {proven} discarded by proof "
+        f"({counts['discarded: slower']} slower than the best {result.wanted}, "
+        f"{counts['discarded: too large']} too large), {counts['too large']} built and too large, "
+        f"{counts['refused']} refused"
+    ]
+    reasons = list(result.refusals.values())
+    lines += [f"refused: {number} as {text}" for number, text in reasons[:_MOST_REASONS]]
+    rest = sum(number for number, _ in reasons[_MOST_REASONS:])
+    return [*lines, f"refused: {rest} for other reasons"] if rest else lines
+
+
+def best_table(result: SearchResult) -> list[str]:
+    """Return the table of the best plans, and below it what all of their plans say."""
+    plans = [short(trial.plan).split(",") for trial in result.winners]
+    shared = [part for part in plans[0] if len(plans) > 1 and all(part in other for other in plans)]
+    header = ("", "step", "90 %", f"{result.step.unit}/s/device", "MFU", "memory", "bound by", "plan")
+    rows = [
+        (
+            str(place),
+            seconds_text(trial.seconds),
+            f"{trial.low:.3g} to {trial.high:.3g}" if trial.high else "-",
+            f"{result.rate(trial):.5g}",
+            f"{result.mfu(trial):.1%}",
+            bytes_label(trial.peak),
+            trial.bound_by(),
+            ",".join(part for part in own if part not in shared) or "as all",
+        )
+        for place, (trial, own) in enumerate(zip(result.winners, plans, strict=True), 1)
+    ]
+    return [*_left_last(header, rows), *([f"all of them with {','.join(shared)}"] if shared else [])]
+
+
+def _left_last(header: Sequence[str], rows: Sequence[Sequence[str]], last: int = 2) -> list[str]:
+    """Lay out columns of which the last ones are texts, to the left."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    first = len(header) - last
+    padded = [
+        [*row[:first], *(cell.ljust(width) for cell, width in zip(row[first:], widths[first:], strict=True))]
+        for row in (header, *rows)
+    ]
+    return [line.rstrip() for line in table(padded[0], padded[1:])]
+
+
+def short(plan: Plan) -> str:
+    """Return the text of a plan without degrees of one.
+
+    >>> short(Plan(dp=2, pp=4, microbatches=8))
+    'dp=2,pp=4,microbatches=8,schedule=1f1b'
+    """
+    alone = {"dp=1", "tp=1", "pp=1", *(("schedule=1f1b",) if plan.pp == 1 else ())}
+    return ",".join(part for part in str(plan).split(",") if part not in alone) or "dp=1"
+
+
+def _front(result: SearchResult) -> list[str]:
+    front = result.pareto
+    lines = ["less memory for more time (of the plans that were simulated):"]
+    rows = [(seconds_text(t.seconds), bytes_label(t.peak), short(t.plan)) for t in front[:_MOST_FRONT]]
+    lines += _left_last(("step", "memory", "plan"), rows, 1)
+    return [*lines, f"... and {len(front) - _MOST_FRONT} more"] if len(front) > _MOST_FRONT else lines
+
+
+def _nearly(result: SearchResult) -> list[str]:
+    """Say which plans do not fit by little; those that would be among the best, if any is there."""
+    slowest = result.winners[-1].seconds if result.winners else float("inf")
+    near = [trial for trial in result.nearly if trial.seconds <= slowest]
+    if not near:
+        return []
+    rows = [
+        (seconds_text(t.seconds), bytes_label(t.peak), f"{bytes_label(t.missing)} too much", short(t.plan))
+        for t in near[:_MOST_NEARLY]
+    ]
+    return ["", "nearly fits:", *_left_last(("step", "memory", "", "plan"), rows, 1)]
+
+
+def difference(first: PlanTrial, second: PlanTrial) -> list[str]:
+    """Say why a plan is faster or slower than another: what their critical paths consist of, side by side."""
+    gap = second.seconds - first.seconds
+    kinds = sorted(
+        {*first.parts, *second.parts},
+        key=lambda kind: -abs(second.parts.get(kind, 0.0) - first.parts.get(kind, 0.0)),
+    )
+    rows: list[tuple[str, ...]] = []
+    for kind in kinds[:_MOST_PARTS]:
+        one, other = first.parts.get(kind, 0.0), second.parts.get(kind, 0.0)
+        if abs(other - one) >= _SHOWN * first.seconds:
+            rows.append((kind, seconds_text(one), seconds_text(other), _signed(other - one)))
+    shared = set(str(first.plan).split(",")) & set(str(second.plan).split(","))
+    names = [
+        ",".join(part for part in str(trial.plan).split(",") if part not in shared) or str(trial.plan)
+        for trial in (first, second)
+    ]
+    way = f"{seconds_text(abs(gap))} {'faster' if gap >= 0 else 'slower'}" if gap else "as fast"
+    lines = [f"{names[0]} is {way} than {names[1]}" if gap else f"{names[0]} is as fast as {names[1]}"]
+    if not rows:
+        return [f"{lines[0]}; no kind of work differs by {_SHOWN:.1%} of the step"]
+    header = ("on the critical path", "first", "second", "difference")
+    return [f"{lines[0]}:", *table(header, rows)]
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{seconds_text(abs(seconds))}"

@@ -1,0 +1,69 @@
+"""A plan that was tried: what came out, as a record that goes through a line of JSON unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from distsim.plan import Plan
+
+SLOWER, TOO_LARGE = "time", "memory"
+"""Why a plan was discarded without being tried: its bounds are beyond the best so far, or the memory."""
+
+
+@dataclass(frozen=True)
+class PlanTrial:
+    """What became of a plan.
+
+    ``seconds`` of a step, from one to the next; ``peak`` bytes in use on the fullest device, of ``usable``;
+    ``missing``: the most bytes by which a device has too few. Of a plan that misses more than
+    :data:`distsim.plan_search.evaluation.NEARLY` of the memory, seconds are not known: 0. ``work``: seconds
+    of the products of a microbatch, summed over stages (:mod:`distsim.plan_search.bounds`). ``refused`` says
+    why it does not suit the model or the cluster; ``discarded`` is ``SLOWER`` or ``TOO_LARGE`` where bounds
+    prove that it is none of the best, and ``""`` where it was tried.
+
+    ``low`` and ``high``: between which seconds a measured step is to be expected; 0 where that is not known.
+    ``parts``: seconds of the critical path by kind. Both are there for the best plans alone.
+    """
+
+    text: str
+    seconds: float = 0.0
+    peak: int = 0
+    usable: float = 0.0
+    missing: float = 0.0
+    work: float = 0.0
+    refused: str = ""
+    discarded: str = ""
+    low: float = 0.0
+    high: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        return Plan.parse(self.text)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether its seconds are known."""
+        return self.seconds > 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether it was simulated, and no device needs more than is usable of it."""
+        return self.simulated and not self.missing
+
+    def bound_by(self, most: int = 2) -> str:
+        """Return the kinds of work that most of the critical path consists of, with their shares.
+
+        >>> PlanTrial("dp=1", 4.0, parts={"linear": 3.0, "attention": 0.8, "send": 0.2}).bound_by()
+        'linear 75%, attention 20%'
+        """
+        total = sum(self.parts.values())
+        return ", ".join(f"{kind} {own / total:.0%}" for kind, own in list(self.parts.items())[:most])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that say something, the text first."""
+        return {"text": self.text, **{name: value for name, value in asdict(self).items() if value}}

@@ -1,0 +1,134 @@
+"""Peak memory: what is alive when, in the order of the function.
+
+Parameters, state and constants among the inputs are there all the time, but for one of which an op makes a
+new value in other memory; that one and any other input is there from the start, and every result from its op,
+until after its last use; outputs of the function stay. What a callee returns stays until it has returned.
+Views and in-place results take no memory of their own, but an in-place result
+does, from its op on, when what it would overwrite is read again later or is an output: of the function
+itself or of one that calls it. What is on no device takes none. The order is that of the function, in which
+an allocator sees the ops issued, not that of simulated time: how far ops overlap does not change the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distsim.ir import Device, Function, Op
+from distsim.ops.replaced import replacements
+from distsim.simulation.memory.origins import origins
+from distsim.simulation.memory.plan import gradient_values
+from distsim.simulation.memory.walk import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KIND_OF_ROLE,
+    KINDS,
+    RESIDENT,
+    Argument,
+    Frame,
+    MemoryRanks,
+    Use,
+    Walk,
+)
+from distsim.simulation.tasks.rank_classes import placement_classes
+
+__all__ = ["KINDS", "MemoryUse", "peak_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes in use on a device: at the peak, by kind (:data:`KINDS`) at the peak, and after the step.
+
+    ``at`` is the op during which the peak is reached first, after the calls that lead to it; empty when
+    it is reached before the first op.
+    """
+
+    peak: int
+    by_kind: Mapping[str, int]
+    at: tuple[Op, ...]
+    end: int
+
+    def fits(self, device: Device) -> bool:
+        """Whether the peak is within what is usable of a device."""
+        return self.peak <= device.usable
+
+    def missing(self, device: Device) -> float:
+        """Bytes by which the peak exceeds what is usable of a device; 0 if it fits."""
+        return max(self.peak - device.usable, 0)
+
+
+def peak_memory(function: Function) -> dict[Device, MemoryUse]:
+    """Return the memory in use on each device of the function.
+
+    >>> from distsim.ir import Float, FunctionMaker, Role, Tensor
+    >>> gpu = Device(0, "gpu")
+    >>> maker = FunctionMaker("f")
+    >>> w = maker.add_input_value("w", Tensor(Float(), (100,), gpu), Role.PARAMETER)
+    >>> x = maker.add_input_value("x", Tensor(Float(), (100,), gpu))
+    >>> y = maker.add_op("LossGrad", inputs=[w, x], attributes={"N": 1})
+    >>> peak_memory(maker.finalize())[gpu].peak
+    1200
+    """
+    classes = placement_classes(function)
+    first = _from_start(function, whole(function), classes)
+    found: dict[Device, MemoryUse] = {}
+    for use, group in zip(memory_uses(first), classes.members, strict=True):
+        found.update(dict.fromkeys(group, use))
+    return dict(sorted(found.items(), key=lambda item: item[0].id))
+
+
+def saved_by_module(function: Function, classes: MemoryRanks) -> tuple[dict[str, int], ...]:
+    """Return what the activations at the peak of each rank class consist of, by the module they come from.
+
+    They sum to the kind ``activations`` of :func:`peak_memory`. Modules are those that :func:`origins` tells.
+    """
+    frame = whole(function)
+    made = origins(function)
+    number: dict[str, int] = {}
+    kinds = dict(frame.known)
+    for op in function.ops:
+        for value in op.outputs:
+            if frame.plan.home[value] is value and frame.made(op, value) == ACTIVATIONS:
+                kinds[value] = len(KINDS) + number.setdefault(made[value], len(number))
+    frame.known = kinds
+    use = _from_start(function, frame, classes, len(KINDS) + len(number))
+    each = [[(module, row[len(KINDS) + n]) for module, n in number.items()] for row in use.peak_by_kind]
+    return tuple([{module: nbytes for module, nbytes in row if nbytes} for row in each])
+
+
+def _from_start(function: Function, frame: Frame, classes: MemoryRanks, kinds: int = len(KINDS)) -> Use:
+    """Return the use of memory of a function that nothing calls, what it is given included."""
+    use = Use(classes, kinds)
+    for value in function.inputs:
+        use.change(value, KIND_OF_ROLE[value.role], +1, ())
+    use.append(Walk(classes, kinds).walk(function, frame), ())
+    return use
+
+
+def whole(function: Function) -> Frame:
+    """Return the frame in which a function runs that nothing calls."""
+    arguments = [
+        Argument(KIND_OF_ROLE[value.role], value.role not in RESIDENT, place)
+        for place, value in enumerate(function.inputs)
+    ]
+    frame = Frame(function, arguments, {}, ACTIVATIONS)
+    home = frame.plan.home
+    known = {home[value]: GRADIENTS for value in gradient_values(function)}
+    kinds = {value: KIND_OF_ROLE[value.role] for value in function.inputs if value.role in RESIDENT}
+    for value, old in replacements(function).items():  # in the order in which they are made
+        if old in kinds:
+            kinds[value] = known[home[value]] = kinds[old]
+            if home[value] is not home[old]:
+                frame.kept.discard(home[old])
+    frame.known = known
+    return frame
+
+
+def memory_uses(use: Use) -> tuple[MemoryUse, ...]:
+    """Return what ``use`` says of each rank class."""
+    return tuple(
+        [
+            MemoryUse(peak, dict(zip(KINDS, by_kind, strict=True)), at, end)
+            for peak, by_kind, at, end in zip(use.peak, use.peak_by_kind, use.at, use.total, strict=True)
+        ]
+    )

@@ -1,0 +1,286 @@
+"""Which values of a function share memory, when each piece of it is free, and which hold gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from distsim.ir import Function, Op, Value, substitute
+from distsim.ops import operator
+from distsim.ops.coalescing import moved_values
+from distsim.ops.replaced import replaced_by
+from distsim.resizing import likeness_of
+from distsim.simulation.tasks.rank_classes import place_of
+
+
+class _Taken(NamedTuple):
+    """A result that is to be where a value is. One that is ``handed`` on is no part of it; None: both are of
+    one type."""
+
+    owner: Value
+    result: Value
+    handed: bool | None
+
+    def fits(self) -> bool:
+        """Whether it can be there."""
+        one, two = self.owner, self.result
+        if self.handed is None:
+            return one.type == two.type
+        left = one.type.nbytes - two.type.nbytes  # what a view leaves out
+        return place_of(one) == place_of(two) and left >= 0 and not (left and self.handed)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MemoryPlan:
+    """Which values of a function share memory, and when each piece is last used.
+
+    ``home`` maps a value to the value whose memory it has. ``dying`` lists, per op, the homes that are
+    free after it, ``never`` those inputs that no op reads; function outputs never die. ``sources`` says
+    of each output which input's memory it has, if any, and ``twins`` which earlier output's;
+    ``overwritten`` are the inputs whose memory an in-place op took over. ``held`` tells of Calls which
+    arguments are read after them, so that the callee does not overwrite them as it otherwise would.
+    ``taken`` is what sizes decide, ``called`` how callees are called. ``like`` is the plan of a function that
+    differs in sizes alone, if that is no other.
+    """
+
+    home: Mapping[Value, Value]
+    dying: tuple[tuple[Value, ...], ...]
+    never: tuple[Value, ...]
+    sources: tuple[int | None, ...]
+    twins: tuple[int | None, ...]
+    overwritten: frozenset[int]
+    held: Mapping[Op, tuple[int, ...]]
+    taken: tuple[_Taken, ...] = ()
+    called: tuple[tuple[Function, Places, Places], ...] = ()
+    like: MemoryPlan | None = None
+
+
+Places = tuple[int, ...]
+"""Places among the inputs of a function."""
+
+_PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], MemoryPlan]] = WeakKeyDictionary()
+_GRADIENTS: WeakKeyDictionary[Function, tuple[int, ...]] = WeakKeyDictionary()
+
+_OF_GRADIENTS = frozenset(("Add", "Pad", "GradientCast", "GradientCopy", "ScaleGradient"))
+"""What makes a gradient, besides views and collectives, makes it of gradients."""
+
+
+def plan_of(function: Function, same: Places, held: Places = ()) -> MemoryPlan:
+    """Return the plan of a function whose input i is in the memory of its input ``same[i]``.
+
+    The inputs ``held`` are read after it: an in-place op puts its result elsewhere. Kept for as long as the
+    function is.
+    """
+    plans = _PLANS.get(function)
+    if plans is None:
+        plans = _PLANS[function] = {}
+    found = plans.get((same, held))
+    if found is None:
+        found = _resized(function, same, held) or _Planner(function, same, held).plan()
+        plans[same, held] = found
+    return found
+
+
+def _resized(function: Function, same: Places, held: Places) -> MemoryPlan | None:
+    """Return the plan of a function that differs in sizes alone from another one, if both have the same."""
+    likeness = likeness_of(function)
+    if likeness is None:
+        return None
+    plan, values = plan_of(likeness.like, same, held), likeness.values
+    for owner, result, handed in plan.taken:
+        if owner in values or result in values:
+            own = _Taken(values.get(owner, owner), values.get(result, result), handed)
+            if own.fits() != _Taken(owner, result, handed).fits():
+                return None
+    callees = {a.callee: b.callee for a, b in likeness.ops.items() if a.is_call}
+    for callee, *how in plan.called:
+        own = callees.get(callee, callee)
+        if own is not callee and plan_of(own, *how).like is not plan_of(callee, *how):
+            return None
+    return MemoryPlan(
+        {values.get(value, value): values.get(owner, owner) for value, owner in plan.home.items()},
+        tuple([o if values.keys().isdisjoint(o) else substitute(o, values) for o in plan.dying]),
+        substitute(plan.never, values),
+        plan.sources,
+        plan.twins,
+        plan.overwritten,
+        {likeness.ops.get(op, op): places for op, places in plan.held.items()},
+        like=plan,
+    )
+
+
+def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
+    """Return for each place the first one with the same value."""
+    first: dict[Value, int] = {}
+    return tuple([first.setdefault(home, place) for place, home in enumerate(homes)])
+
+
+def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[Value]:
+    """Return the values that in-place ops read, directly or through collectives, views, Pad,
+    GradientCast, GradientCopy, ScaleGradient and additions.
+
+    In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
+    parameters and optimizer state, these values are gradients. So are those that lead to ``returned``.
+    """
+    found = set(returned)
+    for op in reversed(function.ops):
+        if op.is_call:
+            found.update([op.inputs[i] for i in gradient_inputs(op.callee)])
+            continue
+        if op.subfunctions:  # a kernel of several ops
+            made = [v for v, outer in zip(op.callee.outputs, op.outputs, strict=True) if outer in found]
+            inner = gradient_values(op.callee, made)
+            found.update([v for v, own in zip(op.inputs, op.callee.inputs, strict=True) if own in inner])
+            continue
+        meaning = operator(op.op_type)
+        if meaning.in_place:
+            found.update(op.inputs)
+        elif not found.isdisjoint(op.outputs):
+            if op.op_type in _OF_GRADIENTS:
+                found.update(op.inputs)
+            elif meaning.view:
+                found.update(op.inputs[:1])
+            elif meaning.communication is not None and not meaning.communication.transfers:
+                pairs = zip(moved_values(op), op.outputs, strict=False)  # half a transfer has one
+                found.update([value for value, made in pairs if made in found])
+    return found
+
+
+def gradient_inputs(function: Function) -> tuple[int, ...]:
+    """Return the places of the inputs of a callee that are gradients: see :func:`gradient_values`."""
+    found = _GRADIENTS.get(function)
+    if found is None:
+        values = gradient_values(function)
+        found = tuple([i for i, value in enumerate(function.inputs) if value in values])
+        _GRADIENTS[function] = found
+    return found
+
+
+def _kept_by(op: Op) -> Sequence[Value]:
+    """Return what an op reads, or the kernel's part that it is, that stays until its function ends."""
+    if op.is_call:
+        return ()
+    if not op.subfunctions:
+        return op.inputs if operator(op.op_type).holds else ()
+    kept = {value for part in op.callee.ops for value in _kept_by(part)}
+    return [v for v, own in zip(op.inputs, op.callee.inputs, strict=True) if own in kept]
+
+
+class _Planner:
+    """Makes the plan of one function."""
+
+    def __init__(self, function: Function, same: Places, held: Places) -> None:
+        self.function = function
+        self.same = same
+        self.home: dict[Value, Value] = {}
+        self.until: dict[Value, int] = {}  # home -> the last op that reads what it holds so far
+        self.overwritten: set[Value] = set()
+        self.last_read: dict[Value, int] = {}
+        for number, op in enumerate(function.ops):
+            self.last_read.update(dict.fromkeys(op.inputs, number))
+        kept = [value for op in function.ops for value in _kept_by(op)]
+        self.last_read.update(dict.fromkeys(kept, len(function.ops) - 1))
+        self.last_read.update(dict.fromkeys(function.outputs, len(function.ops)))
+        self.last_read.update(dict.fromkeys([function.inputs[place] for place in held], len(function.ops)))
+        self.held: dict[Op, Places] = {}
+        self.taken: list[_Taken] = []
+        self.called: dict[tuple[Function, Places, Places], None] = {}
+
+    def plan(self) -> MemoryPlan:
+        function = self.function
+        inputs, last_read, until = function.inputs, self.last_read, self.until
+        for place, (value, first) in enumerate(zip(inputs, self.same, strict=True)):
+            if first == place:
+                self.home[value], until[value] = value, last_read.get(value, -1)
+            else:
+                self._put(value, inputs[first], -1)
+        for number, op in enumerate(function.ops):
+            callee = None
+            if op.is_call:
+                callee = self._callee(op, number)
+            for index, value in enumerate(op.outputs):
+                shared = self._shared_with(op, callee, index, number)
+                # What nothing reads is free once it is made.
+                self._put(value, value if shared is None else self.home[shared], number)
+        dying: list[list[Value]] = [[] for _ in function.ops]
+        for owner, number in self.until.items():
+            if 0 <= number < len(function.ops):
+                dying[number].append(owner)
+        number_of = {value: index for index, value in enumerate(function.inputs)}
+        homes = [self.home[value] for value in function.outputs]
+        first = first_places(homes)
+        return MemoryPlan(
+            self.home,
+            tuple(map(tuple, dying)),
+            tuple([owner for owner, number in self.until.items() if number < 0]),
+            tuple([number_of.get(owner) for owner in homes]),
+            tuple([own if own < i else None for i, own in enumerate(first)]),
+            frozenset([number_of[value] for value in self.overwritten if value in number_of]),
+            self.held,
+            tuple(self.taken),
+            tuple(self.called),
+        )
+
+    @cached_property
+    def handed(self) -> set[Value]:
+        """The outputs, and what they are views of.
+
+        A caller knows the memory of what it gets by its type, so none of these is a part of something larger.
+        """
+        found = set(self.function.outputs)
+        for op in reversed(self.function.ops):
+            if operator(op.op_type).view and op.inputs and not found.isdisjoint(op.outputs):
+                found.add(op.inputs[0])
+        return found
+
+    def _callee(self, op: Op, number: int) -> MemoryPlan:
+        """Return the plan of what a Call calls, with what it must not overwrite."""
+        homes = [self.home[value] for value in op.inputs]
+        same = first_places(homes)
+        plan = plan_of(op.callee, same)
+        self.called[op.callee, same, ()] = None
+        held = tuple([place for place in sorted(plan.overwritten) if self.until[homes[place]] > number])
+        self.overwritten.update([homes[place] for place in plan.overwritten.difference(held)])
+        if not held:
+            return plan
+        self.held[op] = held
+        self.called[op.callee, same, held] = None
+        return plan_of(op.callee, same, held)
+
+    def _put(self, value: Value, owner: Value, number: int) -> None:
+        self.home[value] = owner
+        last = self.last_read.get(value, number)
+        if last < number:
+            last = number
+        if self.until.get(owner, -2) < last:
+            self.until[owner] = last
+
+    def _shared_with(self, op: Op, callee: MemoryPlan | None, index: int, number: int) -> Value | None:
+        """Return the value whose memory an output takes over, or shows under another shape."""
+        if callee is not None:
+            source, twin = callee.sources[index], callee.twins[index]
+            if source is None:
+                return None if twin is None else op.outputs[twin]
+            return op.inputs[source]
+        meaning = operator(op.op_type)
+        if meaning.view and index == 0 and op.inputs:
+            return self._take(op.inputs[0], op.outputs[0], number, overwrites=False)
+        taken = replaced_by(op).get(index)
+        if taken is not None:
+            return self._take(op.inputs[taken], op.outputs[index], number, overwrites=True)
+        return None
+
+    def _take(self, operand: Value, result: Value, number: int, overwrites: bool) -> Value | None:
+        owner = self.home[operand]
+        taken = _Taken(owner, result, None if owner.type is result.type else result in self.handed)
+        self.taken.append(taken)
+        if not taken.fits():
+            return None
+        if overwrites:
+            if self.until[owner] > number:
+                return None
+            self.overwritten.add(owner)
+        return operand

@@ -1,0 +1,113 @@
+"""Peak memory of a Program on each rank, without writing the microbatches out.
+
+A reader of the table of calls: what each row does to the memory of its rank depends on which of the values
+that it reads are read last there, and that on the order of the calls of one microbatch (:mod:`.excerpt`). So
+the changes of few rows, composed in the order of the table (:mod:`.kernel`), give exactly what
+:func:`peak_memory` gives for the step written out, whatever the number of microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from distsim.ir import Device, Op
+from distsim.program.program import Program
+from distsim.program.table import Table
+from distsim.simulation.memory.peak import MemoryUse, peak_memory, saved_by_module
+from distsim.simulation.memory.rank_function import rank_function
+from distsim.simulation.memory.table_changes import TableChanges, changes_of
+from distsim.simulation.memory.walk import KINDS, OneRank
+
+
+def program_memory(program: Program) -> ProgramMemory:
+    """Return the memory in use on the devices of each rank, from parameters and data in place to the last op.
+
+    Equal, to the byte, to what :func:`peak_memory` says of ``program.to_function(steady=True)``. Nothing
+    is written out, and what depends on the blocks alone is kept for other schedules and other numbers of
+    microbatches. (A program in which a value of one microbatch is in the memory of a sum, but for the first
+    two of a stage, is written out, and so is one in which copies of the model sum on one rank; their ranks
+    have the same figures then, at the price of the microbatches.) Raises what the schedule's order raises.
+    """
+    table = program.table()
+    changes = changes_of(program.parts, table)
+    if changes is None:
+        uses = _written_out(program)
+        return ProgramMemory(program, tuple([use.peak for use in uses]), lambda: uses)
+    peaks = changes.levels(1).peak
+    return ProgramMemory(program, tuple(peaks[:, 0].tolist()), lambda: _in_use(table, changes))
+
+
+def program_saved_by_module(program: Program, device: Device) -> dict[str, int]:
+    """Return what the activations at the peak of a device consist of, by the module they come from.
+
+    They sum to the kind ``activations``; see :func:`saved_by_module`. The rows of the device's pipeline rank
+    are written out for it.
+    """
+    rank = next(n for n, mesh in enumerate(program.mesh.slices("pp")) if device in mesh.devices)
+    return saved_by_module(rank_function(program, rank), OneRank())[0]
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramMemory:
+    """Memory in use in a program: ``peaks`` are the bytes per pipeline rank, the rest is found when read."""
+
+    program: Program
+    peaks: tuple[int, ...]
+    uses: Callable[[], tuple[MemoryUse, ...]]
+
+    @cached_property
+    def ranks(self) -> tuple[MemoryUse, ...]:
+        """The use of memory on each device of each pipeline rank.
+
+        ``at`` starts with the call of a block, named like its action, ``F3@1``, or ``U@1`` for an update.
+        """
+        return self.uses()
+
+    @cached_property
+    def devices(self) -> Mapping[Device, MemoryUse]:
+        """The use of memory on each device, by device number."""
+        pairs = zip(self.program.mesh.slices("pp"), self.ranks, strict=True)
+        found = {device: use for mesh, use in pairs for device in mesh.devices}
+        return dict(sorted(found.items(), key=lambda item: item[0].id))
+
+    def peak_of_devices(self) -> dict[Device, int]:
+        """Return the bytes in use on each device at its peak."""
+        pairs = zip(self.program.mesh.slices("pp"), self.peaks, strict=True)
+        return {device: peak for mesh, peak in pairs for device in mesh.devices}
+
+    @cached_property
+    def missing(self) -> float:
+        """The most bytes by which a rank's peak exceeds what is usable of a device of its; 0 if all fit."""
+        pairs = zip(self.program.mesh.slices("pp"), self.peaks, strict=True)
+        return max([0, *(peak - device.usable for mesh, peak in pairs for device in mesh.devices)])
+
+
+def _in_use(table: Table, changes: TableChanges) -> tuple[MemoryUse, ...]:
+    levels = changes.levels(1 + len(KINDS))
+    found: list[MemoryUse] = []
+    rows = zip(levels.peak.tolist(), levels.level.tolist(), levels.when.tolist(), strict=True)
+    for peak, level, (step, repetition) in rows:
+        at = () if step < 0 else _at(table, changes, step, repetition)
+        found.append(MemoryUse(peak[0], dict(zip(KINDS, peak[1:], strict=True)), at, level[0]))
+    return tuple(found)
+
+
+def _at(table: Table, changes: TableChanges, step: int, repetition: int) -> tuple[Op, ...]:
+    """Return the op at the peak in a repetition of a step, after the calls that lead to it."""
+    row, number = int(changes.row[step]), int(changes.round[step])
+    block = table.blocks[int(table.block[row])]
+    inner = changes.changes[int(changes.steps.change[step])].at
+    if block.function is None:
+        return inner
+    moved = (int(changes.shift[step]) + repetition) * int(table.advance[number])
+    first, second = [m + moved if m >= 0 else m for m in table.microbatch[row].tolist()]
+    call = Op("Call", (), (), subfunctions=(block.function,), name=table.name(block, first, second))
+    return (call, *inner)
+
+
+def _written_out(program: Program) -> tuple[MemoryUse, ...]:
+    found = peak_memory(program.to_function(steady=True))
+    nothing = MemoryUse(0, dict.fromkeys(KINDS, 0), (), 0)
+    return tuple([found.get(mesh.devices[0], nothing) for mesh in program.mesh.slices("pp")])

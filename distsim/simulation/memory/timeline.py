@@ -1,0 +1,189 @@
+"""Memory in use over simulated time: when each op starts and ends says when its results come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from distsim.cost.cost_model import takes_turn
+from distsim.ir import Device, Function, Op, Value
+from distsim.simulation.memory.peak import whole
+from distsim.simulation.memory.plan import first_places
+from distsim.simulation.memory.walk import KIND_OF_ROLE, KINDS, WORKSPACE, Argument, Frame, plan_for
+from distsim.simulation.simulation import Simulation
+from distsim.simulation.tasks.rank_classes import place_of
+from distsim.simulation.tasks.templates import Floats, Ints
+from distsim.simulation.tasks.timeline import FlatTimeline
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTimeline:
+    """Bytes in use on each of ``devices``: ``by_kind[i]`` (columns :data:`KINDS`) from ``times[i]`` seconds.
+
+    ``times`` increase from 0.0; the last row holds to the end of the step.
+    """
+
+    devices: tuple[Device, ...]
+    times: Floats
+    by_kind: Ints
+
+    @cached_property
+    def in_use(self) -> Ints:
+        """Bytes in use from each time on."""
+        return self.by_kind.sum(axis=1)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use at any time."""
+        return int(self.in_use.max())
+
+
+def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
+    """Return the memory in use over time of each rank class of a simulation.
+
+    Memory is taken when the op that needs it starts and is free when the last op that reads it ends;
+    where both happen at one time, it is free first. What no kernel makes is taken by its first reader.
+    Inputs, results and kinds are as in :func:`peak_memory`, whose peak is that of the order of the
+    function: an allocator serves ops as they are issued. Where communication overlaps compute, what is in
+    use at one time may be more than that, and where ranks wait it may be less.
+    """
+    flat = simulation.flat()
+    teller = _Teller(flat)
+    teller.tell(flat.tasks.function)
+    return tuple([teller.timeline(number) for number in range(len(flat.classes.members))])
+
+
+class _Held:
+    """One piece of memory: since when and until when it is in use on each rank class."""
+
+    __slots__ = ("kind", "nbytes", "since", "until")
+
+    def __init__(self, kind: int, nbytes: int, since: dict[int, float | None], until: float) -> None:
+        self.kind = kind
+        self.nbytes = nbytes
+        self.since = since
+        self.until = dict.fromkeys(since, until)
+
+
+Times = dict[int, tuple[float, float]]
+"""Rank class -> when an op starts and ends there."""
+
+
+class _Teller:
+    """Goes through a function in its order, and through the tasks of the simulation at the same pace."""
+
+    def __init__(self, flat: FlatTimeline) -> None:
+        tasks = flat.tasks
+        self.classes = tasks.classes
+        self.ops: list[int] = tasks.op.tolist()
+        self.calls: list[int] = tasks.call.tolist()
+        self.start: list[float] = flat.start.tolist()
+        self.end: list[float] = flat.end.tolist()
+        on = np.array([stream.rank_class for stream in tasks.stream_table], np.int64)[tasks.streams].tolist()
+        slots: list[int] = tasks.stream_start.tolist()
+        self.on: list[list[int]] = [on[first:last] for first, last in pairwise(slots)]
+        self.task = 0
+        self.pieces: list[_Held] = []
+
+    def tell(self, function: Function) -> None:
+        """Note what is held when, from the first op to the last."""
+        held: dict[Value, _Held] = {}
+        frame = whole(function)
+        for value in function.inputs:
+            forever = np.inf if value in frame.kept else 0.0
+            held[value] = self._hold(value, KIND_OF_ROLE[value.role], 0.0, forever)
+        self._visit(function, frame, held)
+        for value in function.outputs:
+            piece = held[frame.plan.home[value]]
+            piece.until = dict.fromkeys(piece.since, np.inf)
+
+    def timeline(self, rank_class: int) -> MemoryTimeline:
+        """Return what is in use on a rank class."""
+        kinds: list[int] = []
+        times: list[float] = [0.0]
+        amounts: list[int] = []
+        for piece in self.pieces:
+            since, until = piece.since.get(rank_class), piece.until.get(rank_class, 0.0)
+            if since is None or (since >= until and since > 0):
+                continue
+            times += [since, until]
+            kinds += [piece.kind] * 2
+            amounts += [piece.nbytes, -piece.nbytes]
+        when, place = np.unique(np.array(times), return_inverse=True)
+        changes = np.zeros((len(when), len(KINDS)), np.int64)
+        np.add.at(changes, (place[1:], np.array(kinds, np.int64)), np.array(amounts, np.int64))
+        kept = np.isfinite(when)
+        return MemoryTimeline(self.classes.members[rank_class], when[kept], changes.cumsum(axis=0)[kept])
+
+    def _hold(self, value: Value, kind: int, since: float | None, until: float = 0.0) -> _Held:
+        place = place_of(value)
+        classes = () if place is None else self.classes.at(place)
+        nbytes = 0 if place is None else value.type.allocated
+        piece = _Held(kind, nbytes, dict.fromkeys(classes, since), until)
+        if piece.nbytes:
+            self.pieces.append(piece)
+        return piece
+
+    def _visit(self, function: Function, frame: Frame, held: dict[Value, _Held]) -> None:
+        home = frame.plan.home
+        for op in function.ops:
+            if op.is_call:
+                self._call(op, frame, held)
+                continue
+            times = self._next(op)
+            for value in op.inputs:
+                _read(held[home[value]], times)
+            for value in op.outputs:
+                if home[value] is value:
+                    held[value] = self._hold(value, frame.made(op, value), None)
+                _read(held[home[value]], times)
+
+    def _next(self, op: Op) -> Times:
+        """Return when the op that comes next runs on each rank class; nothing for what takes no turn."""
+        times: Times = {}
+        if not takes_turn(op.op_type):
+            return times
+        first = self.task
+        while self.task < len(self.ops) and (self.ops[self.task], self.calls[self.task]) == (
+            self.ops[first],
+            self.calls[first],
+        ):
+            self._note(self.task, times)
+            self.task += 1
+        return times
+
+    def _note(self, task: int, times: Times) -> None:
+        for rank_class in self.on[task]:
+            start, end = times.get(rank_class, (self.start[task], self.end[task]))
+            times[rank_class] = min(start, self.start[task]), max(end, self.end[task])
+
+    def _call(self, op: Op, frame: Frame, held: dict[Value, _Held]) -> None:
+        home = frame.plan.home
+        homes = [home[value] for value in op.inputs]
+        kept = frame.plan.held.get(op, ())
+        arguments = [
+            Argument(frame.kinds[h], True, first, place in kept)
+            for place, (h, first) in enumerate(zip(homes, first_places(homes), strict=True))
+        ]
+        inner_home = plan_for(op.callee, arguments).home
+        inner_homes = [inner_home[value] for value in op.callee.outputs]
+        made = [frame.made(op, value) if home[value] is value else -1 for value in op.outputs]
+        known = dict(reversed(list(zip(inner_homes, made, strict=True))))
+        inner = {v: held[h] for v, h in zip(op.callee.inputs, homes, strict=True)}
+        self._visit(op.callee, Frame(op.callee, arguments, known, WORKSPACE), inner)
+        for value, inside in zip(op.outputs, inner_homes, strict=True):
+            if home[value] is value:
+                held[value] = inner[inside]
+
+
+def _read(piece: _Held, times: Times) -> None:
+    """Let an op that runs at these times use a piece of memory."""
+    for rank_class, since in piece.since.items():
+        if rank_class in times:
+            start, end = times[rank_class]
+            if since is None:
+                piece.since[rank_class] = start
+            piece.until[rank_class] = max(piece.until[rank_class], end)

@@ -1,0 +1,177 @@
+"""When every task runs, piece by piece: what a simulation expands its details from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from distsim.ir import Op
+from distsim.simulation.tasks.rank_classes import RankClasses
+from distsim.simulation.tasks.streams import Stream
+from distsim.simulation.tasks.task_table import Tasks
+from distsim.simulation.tasks.templates import Floats, Ints
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """Tasks that come one after the other: a whole function, a call of a block, or a send.
+
+    Task i, number ``first + i`` of all, runs ``op_table[op[i]]`` from ``start[i]`` to ``end[i]`` seconds on
+    the streams ``streams[stream_start[i]:stream_start[i + 1]]``, in the call ``call[i]`` (0: the piece
+    itself, which stands at ``path``); call c is named ``call_names[c]`` and made in ``call_parent[c]``.
+    """
+
+    first: int
+    path: str
+    op: Ints
+    op_table: Sequence[Op]
+    call: Ints
+    call_parent: Ints
+    call_names: Sequence[str]
+    stream_start: Ints
+    streams: Ints
+    stream_table: Sequence[Stream]
+    start: Floats
+    end: Floats
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def paths(self) -> list[str]:
+        """Return where each call stands: the names of the calls that lead to it, joined by ``/``."""
+        found = [self.path]
+        parents: list[int] = self.call_parent.tolist()
+        for own, parent in zip(self.call_names[1:], parents[1:], strict=True):
+            found.append("/".join(filter(None, (found[parent], own))))
+        return found
+
+
+def names_of(calls: Sequence[Op | None]) -> list[str]:
+    """Return the name of each call: its op's or else its callee's."""
+    return ["" if op is None else op.name or op.callee.name for op in calls]
+
+
+class Timeline(Protocol):
+    """What one run of an engine found."""
+
+    @property
+    def name(self) -> str:
+        """The name of what was simulated."""
+        ...
+
+    @cached_property
+    def classes(self) -> RankClasses:
+        """The rank classes and their devices."""
+        ...
+
+    @property
+    def step_time(self) -> float:
+        """Seconds from the first start to the last end."""
+        ...
+
+    @property
+    def ends(self) -> Floats:
+        """When each rank class ends its last task, in seconds; 0.0 if it has none."""
+        ...
+
+    @cached_property
+    def stream_table(self) -> Sequence[Stream]:
+        """Every stream."""
+        ...
+
+    @property
+    def op_counts(self) -> Sequence[tuple[Op, int, int]]:
+        """(op, rank class, times): every op that is run, and how often on each class.
+
+        An op that several classes run together, as a Send does on both its ends, is listed on each.
+        """
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of tasks."""
+        ...
+
+    def pieces(self, rank_class: int | None = None) -> Iterator[Piece]:
+        """Yield all tasks in the order in which they are issued, or those in which a class takes part."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class FlatTimeline:
+    """The timeline of a function whose tasks were simulated one by one."""
+
+    tasks: Tasks
+    start: Floats
+    end: Floats
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.tasks.function.name
+
+    @cached_property
+    def classes(self) -> RankClasses:
+        """The rank classes of the function."""
+        return self.tasks.classes
+
+    @property
+    def step_time(self) -> float:
+        """The last end."""
+        return float(self.end.max(initial=0.0))
+
+    @property
+    def ends(self) -> Floats:
+        """The last end on each class."""
+        last = np.zeros(len(self.classes.members))
+        np.maximum.at(last, self._class_of_use, self.end[self._task_of_use])
+        return last
+
+    @cached_property
+    def stream_table(self) -> Sequence[Stream]:
+        """Every stream."""
+        return self.tasks.stream_table
+
+    @property
+    def op_counts(self) -> Sequence[tuple[Op, int, int]]:
+        """Every op on every class on which it is run."""
+        count = len(self.classes.members)
+        keys, times = np.unique(
+            self.tasks.op[self._task_of_use] * count + self._class_of_use, return_counts=True
+        )
+        numbers: list[int] = keys.tolist()
+        pairs = zip(numbers, times.tolist(), strict=True)
+        return [(self.tasks.op_table[key // count], key % count, n) for key, n in pairs]
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    def pieces(self, rank_class: int | None = None) -> Iterator[Piece]:
+        """Yield the function as one piece; of all classes, as they share tasks."""
+        tasks = self.tasks
+        yield Piece(
+            0,
+            "",
+            tasks.op,
+            tasks.op_table,
+            tasks.call,
+            tasks.call_parent,
+            names_of(tasks.call_op),
+            tasks.stream_start,
+            tasks.streams,
+            tasks.stream_table,
+            self.start,
+            self.end,
+        )
+
+    @property
+    def _task_of_use(self) -> Ints:
+        return np.repeat(np.arange(len(self.tasks)), np.diff(self.tasks.stream_start))
+
+    @property
+    def _class_of_use(self) -> Ints:
+        table = np.array([stream.rank_class for stream in self.tasks.stream_table], np.int64)
+        return table[self.tasks.streams]
