@@ -5,29 +5,26 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distsim.commands.attempt import OUT_OF_MEMORY
 from distsim.commands.cluster import add_settings
-from distsim.commands.model import Choices, add_model_options
-from distsim.commands.plans import ModelOfPlans
+from distsim.commands.json_output import PRINTED, add_json, check_json, teller, write_json
+from distsim.commands.model import add_model_options, model_options
 from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.ir import Topology
-from distsim.plan import Plan
-from distsim.plan_search.evaluation import SearchProblem
 from distsim.plan_search.results import SearchResult
-from distsim.plan_search.run import SearchRun, progress_lines
+from distsim.plan_search.run import progress_lines
 from distsim.plan_search.sizes import Training, sizes_table
-from distsim.plan_search.space import PlanSpace, parse_sets
 from distsim.plan_search.text import describe
 from distsim.report.output import check_target, replacing
 from distsim.streams import complain, say
+from distsim.study.search import PlanStudy, SearchWay
 
 OBJECTIVES = {"time": "time", "memory": "memory", "cost": "time"}
 """What may be asked for, and by what plans of one size are ranked: on so many devices cost is time."""
@@ -64,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="go on with the --journal of a search")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all plans as a table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
+    add_json(parser)
     parser.add_argument(
         "--gpus",
         metavar="N,N,...",
@@ -79,31 +76,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Search, print what was found, and write what is asked for."""
     _check(options)
-    sets = parse_sets(options.plan)
-    choices = Choices.of(options)
-    if "remat" not in sets and choices.stack.remat not in ("none", "full"):
-        sets["remat"] = (choices.stack.remat, "none", "full")
     # Where it reads a model it says so once for each that plans divide in another way.
-    given = argparse.Namespace(**{name: own for name, own in vars(options).items() if name != "run"})
-    model = ModelOfPlans(given, choices)
+    study = PlanStudy.of(model_options(options, plan=None), options.plan, options.max_tp, aloud=True)
+    choices, tell = study.choices, teller(options.json)
     found: dict[str, SearchResult] = {}
     for size in _sizes(options):
-        search = _SizedSearch(options, choices, model, size)
         try:
-            found[size.name] = result = search.run(sets)
+            found[size.name] = result = _searched(options, study, size)
         except PlanError as error:  # other sizes may have plans
             if size.alone:
                 raise
-            say(f"{options.model} on {size.name}: {error}\n")
+            tell(f"{options.model} on {size.name}: {error}\n")
             continue
         stack = f"; assumed: {', '.join(choices.assumed)}" if choices.assumed else ""
-        say(f"{options.model} on {size.name}, batch {result.step.samples}{stack}\n")
-        say(describe(result))
-        say("")
+        if options.json != PRINTED:
+            say(f"{options.model} on {size.name}, batch {result.step.samples}{stack}\n")
+            say(describe(result))
+            say("")
     if not found:
         raise PlanError(f"--gpus {options.gpus}: none of these sizes has a plan")
     training = Training(options.tokens, options.price)
-    if len(found) > 1 or options.tokens is not None:
+    if options.json != PRINTED and (len(found) > 1 or options.tokens is not None):
         say("\n".join(sizes_table(found, training, options.objective == "cost")))
     _write(options, found, training)
     return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
@@ -127,8 +120,9 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.resume and options.journal is None:
         raise PlanError("--resume goes on with a --journal: name its file")
-    for path in filter(None, (options.csv, options.json, options.journal)):
+    for path in filter(None, (options.csv, options.journal)):
         check_target(path)
+    check_json(options.json)
 
 
 @dataclass(frozen=True)
@@ -165,44 +159,15 @@ def _sizes(options: argparse.Namespace) -> list[_Size]:
     return found
 
 
-@dataclass(frozen=True)
-class _SizedSearch:
-    """The search on one cluster."""
-
-    options: argparse.Namespace
-    choices: Choices
-    model: ModelOfPlans
-    size: _Size
-
-    def run(self, sets: dict[str, tuple[str, ...]]) -> SearchResult:
-        options, topology = self.options, self.size.topology
-        space = PlanSpace.of(self.model(Plan()), topology, sets, options.max_tp, self._complete(sets))
-        complain(f"{len(space.plans)} plans on {self.size.name}")
-        problem = SearchProblem(
-            self.model, topology, self.choices.kernels, OBJECTIVES[options.objective], options.top
-        )
-        return SearchRun(
-            problem,
-            space.plans,
-            options.workers,
-            self._journal(len(topology.devices)),
-            options.resume,
-            f"{options.model} on {self.size.name}",
-            progress_lines(complain),
-        ).run()
-
-    def _complete(self, sets: dict[str, tuple[str, ...]]) -> Callable[[Plan], Plan]:
-        def complete(plan: Plan) -> Plan:
-            return self.choices.spread(plan, sets)
-
-        return complete
-
-    def _journal(self, devices: int) -> Path | None:
-        """Return the journal of this size: each of several has its own."""
-        path: Path | None = self.options.journal
-        if path is None or self.size.alone:
-            return path
-        return path.with_name(f"{path.stem}-{devices}{path.suffix}")
+def _searched(options: argparse.Namespace, study: PlanStudy, size: _Size) -> SearchResult:
+    """Search on a cluster; each of several has a journal of its own."""
+    complain(f"{len(study.space(size.topology))} plans on {size.name}")
+    journal: Path | None = options.journal
+    if journal is not None and not size.alone:
+        journal = journal.with_name(f"{journal.stem}-{len(size.topology.devices)}{journal.suffix}")
+    objective, watch = OBJECTIVES[options.objective], progress_lines(complain)
+    way = SearchWay(objective, options.top, options.workers, journal, options.resume, watch)
+    return study.run(size.name, size.topology, way)
 
 
 def _write(options: argparse.Namespace, found: dict[str, SearchResult], training: Training) -> None:
@@ -210,15 +175,13 @@ def _write(options: argparse.Namespace, found: dict[str, SearchResult], training
         rows = [{"cluster": name, **row} for name, result in found.items() for row in result.rows()]
         with replacing(options.csv) as file:
             file.write(_csv(rows))
-        say(f"table: {options.csv}")
+        teller(options.json)(f"table: {options.csv}")
     if options.json:
         sizes = [
             {"cluster": name, **result.to_dict(), **training.to_dict(result)}
             for name, result in found.items()
         ]
-        with replacing(options.json) as file:
-            file.write(json.dumps({"model": options.model, "searches": sizes}, indent=1).encode())
-        say(f"results: {options.json}")
+        write_json(options.json, {"model": options.model, "searches": sizes})
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> bytes:

@@ -11,30 +11,29 @@ from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
 from distsim.commands.cluster import add_settings, read_cluster
-from distsim.commands.layout import lay_out
-from distsim.commands.model import add_model_options, plan_text, read_model, training_step
-from distsim.compose import parallelize
+from distsim.commands.json_output import PRINTED, add_json, check_json, teller, write_json
+from distsim.commands.model import add_model_options, model_options
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError
 from distsim.interpret import count_model_flops
-from distsim.ir import Device, Function, Topology
-from distsim.ir.kernel_rates import ATTENTION_KERNELS
-from distsim.plan import Plan
+from distsim.ir import Device, Function
 from distsim.plan_search import PlanTrials, remedies
 from distsim.plan_search.remedies import SEARCH_SECONDS
-from distsim.program.program import Program
+from distsim.plan_search.space import ModelTraits
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
-from distsim.schedule import TABLE, Schedule, read_csv
+from distsim.schedule import Schedule, read_csv
 from distsim.schedule.refusals import count as count_of
-from distsim.simulation import Disturbances, Simulation, Simulator
+from distsim.simulation import Simulation
 from distsim.simulation.explain.interval import correction
 from distsim.simulation.explain.text import seconds_text
 from distsim.simulation.quantities import bytes_label
 from distsim.streams import say
-from distsim.transforms.sharding.roles import batch_inputs, roles
+from distsim.study.options import EngineOptions, options_of
+from distsim.study.simulate import SimulatedStep, simulated, simulator_of
+from distsim.study.training_step import forward_pass
 
 MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""
@@ -94,6 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
     )
+    add_json(parser)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline, a row for each rank")
     parser.add_argument("--streams", action="store_true", help="with --plot: a row for each stream of a rank")
     parser.add_argument(
@@ -111,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
     """Simulate what is asked for, and report it."""
     for path in filter(None, (options.trace, options.plot)):
         check_target(path)
+    check_json(options.json)
     correction(options.own_runs)  # refused before anything is simulated
     if options.own_runs and (options.kernels == "ops" or options.partition):
         way = "--partition" if options.partition else "--kernels ops"
@@ -127,42 +128,26 @@ def run(options: argparse.Namespace) -> int:
         if given is not None and given is not False:  # 0 is given too
             raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
     order = _table(options)
-    topology = read_cluster(options)
-    function, choices = training_step(options, progress)
-    cost_model = CostModel(topology, strict=options.strict, kernels=choices.kernels.way)
-    simulator = _simulator(options, cost_model)
-
-    def build(plan: Plan) -> Program:
-        return progress.run(
-            f"parallelizing: {plan}",
-            lambda: parallelize(function, plan, topology, cost_model, order, choices.kernels),
-        )
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
-        plan, program, said = lay_out(_plan(options, order), options.stack, choices, build)
-        simulation = progress.run("simulating", lambda: simulator.simulate(program))
-    notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
-    notes += said
-    notes += _unknown_kernel(choices.attention, topology)
-    notes += _idle_devices(options, plan, topology, _samples(function))
-    notes += _uneven_ranks(plan, program.schedule, simulation)
+    engine = _engine(options, order)
+    found = simulated(model_options(options), (options.cluster, read_cluster(options)), engine, progress)
+    simulation = found.simulation
+    notes = list(simulation.known_step.notes)
     if order is None and not simulation.fits:
-
-        def build_quietly(other: Plan) -> Program:
-            return parallelize(function, other, topology, cost_model, None, choices.kernels)
-
-        notes += _advice(plan, PlanTrials(function, topology, build_quietly, simulator.simulate), progress)
-    way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
-    return _tell(options, progress, (way, function), cost_model, simulation, notes=notes)
+        notes += _advice(found, progress)
+    plan = str(found.plan)
+    way = plan if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
+    return _tell(options, progress, (way, found.function), simulation, notes=notes)
 
 
-def _advice(plan: Plan, trials: PlanTrials, progress: Progress) -> list[str]:
+def _advice(step: SimulatedStep, progress: Progress) -> list[str]:
     """Say what would make a plan fit."""
+    topology = step.simulation.cost_model.topology
+    trials = PlanTrials(step.function, topology, step.build, step.simulator.simulate)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
         found = progress.run(
-            f"looking for plans that fit, for {SEARCH_SECONDS:g} s at most", lambda: remedies(plan, trials)
+            f"looking for plans that fit, for {SEARCH_SECONDS:g} s at most",
+            lambda: remedies(step.plan, trials),
         )
     notes = [
         f"it would fit with {remedy}: {seconds_text(remedy.step_time)}, at most {bytes_label(remedy.peak)}"
@@ -180,31 +165,35 @@ def _tell(
     options: argparse.Namespace,
     progress: Progress,
     model: tuple[str, Function],
-    cost_model: CostModel,
     simulation: Simulation,
     about: str = "",
     notes: Sequence[str] = (),
 ) -> int:
     """Print what was simulated of a model, run in some way, and write what is asked for."""
     way, function = model
-    samples = _samples(function)
-    say(f"{options.model} on {options.cluster}, {way}, batch {samples}\n")
-    if about:
-        say(about)
-    say(summarize(simulation, samples, count_model_flops(function), options.own_runs))
-    if options.explain:
-        say(progress.run("explaining", simulation.explain))
-    uncosted = ", ".join(cost_model.uncosted)
+    uncosted = ", ".join(simulation.cost_model.uncosted)
     last = [f"costed by their bytes for want of a work rule: {uncosted}"] if uncosted else []
-    for note in (*notes, *simulation.notes, *last):
-        say(f"note: {note}")
+    explanation = progress.run("explaining", simulation.explain) if options.explain else None
+    every = [*notes, *simulation.notes, *last]
+    if options.json:
+        more = {} if explanation is None else {"explanation": str(explanation).splitlines()}
+        write_json(options.json, {**simulation.to_dict(), "notes": every, **more})
+    if options.json != PRINTED:
+        samples = ModelTraits.of(function).batch
+        say(f"{options.model} on {options.cluster}, {way}, batch {samples}\n")
+        if about:
+            say(about)
+        say(summarize(simulation, samples, count_model_flops(function), options.own_runs))
+        if explanation is not None:
+            say(explanation)
+        for note in every:
+            say(f"note: {note}")
     return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
-def _plan(options: argparse.Namespace, order: Schedule | None) -> str:
-    """Return the text of the plan; a table says how many stages a rank has, where the plan does not."""
-    text = plan_text(options)
-    return text if order is None or "chunks=" in text else f"{text},chunks={order.stages_a_rank}"
+def _engine(options: argparse.Namespace, order: Schedule | None = None) -> EngineOptions:
+    """Return how the command line wants it simulated."""
+    return options_of(EngineOptions, {**vars(options), "overlap": not options.no_overlap, "schedule": order})
 
 
 def _table(options: argparse.Namespace) -> Schedule | None:
@@ -213,53 +202,7 @@ def _table(options: argparse.Namespace) -> Schedule | None:
         if options.copies is not None:
             raise PlanError("--copies goes with --schedule-csv, of which no table says it")
         return None
-    if "schedule=" in (options.plan or "").replace(f"schedule={TABLE}", ""):
-        raise PlanError("--schedule-csv says what the schedule is: leave schedule= out of --plan")
     return read_csv(options.schedule_csv, copies=1 if options.copies is None else options.copies)
-
-
-def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, samples: int) -> list[str]:
-    """Say how many devices a plan leaves idle, and which dp would use the most of them, if any."""
-    count, replica = len(topology.devices), plan.tp * plan.pp
-    if plan.devices == count:
-        return []
-    divide = [dp for dp in range(1, count // replica + 1) if samples % (dp * plan.microbatches) == 0]
-    most = max(divide, default=plan.dp)
-    way = f"dp={most} would use {most * replica}"
-    if most <= plan.dp:
-        way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
-    idle = f"{count - plan.devices} of {count} devices of {options.cluster} are idle"
-    return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
-
-
-def _unknown_kernel(attention: str | None, topology: Topology) -> list[str]:
-    """Say where devices have no figure for the kernel of attention that is asked for."""
-    rates = topology.devices[0].rates
-    if attention not in ATTENTION_KERNELS or rates.attention(attention) is not None:
-        return []
-    return [
-        f"attention {attention}: the cluster has no figure for it ([device.attention] of its file), so it "
-        "takes as long as the usual kernel"
-    ]
-
-
-UNEVEN = 1.1
-"""How much more than the mean of the ranks the busiest may compute before it is noted."""
-
-
-def _uneven_ranks(plan: Plan, order: Schedule, simulation: Simulation) -> list[str]:
-    """Say how uneven the ranks' work is where stages are even, and ranks hold several."""
-    if plan.stages != "even" or order.stages_a_rank == 1:
-        return []
-    groups = [(simulation.shares(members[0]).busy, len(members)) for members in simulation.classes.members]
-    most = max(busy for busy, _ in groups)
-    mean = sum(busy * size for busy, size in groups) / sum(size for _, size in groups)
-    if not most > UNEVEN * mean:
-        return []
-    return [
-        f"stages=even makes stages even, not the ranks that hold {order.stages_a_rank} of them: the busiest "
-        f"computes {most / mean:.2f} times the mean; stages=auto, or counts as in 3-4-4-3, may do better"
-    ]
 
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
@@ -275,8 +218,8 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
         raise PlanError("--time-limit is for --partition optimal; the other modes do not search")
     topology = read_cluster(options)
     cost_model = CostModel(topology, strict=options.strict)
-    simulator = _simulator(options, cost_model)
-    function = read_model(options, progress)
+    simulator = simulator_of(_engine(options), cost_model)
+    function = forward_pass(model_options(options), progress)
     memory = math.inf if options.device_memory is None else options.device_memory
     limit = 10.0 if options.time_limit is None else options.time_limit
     with warnings.catch_warnings():
@@ -290,29 +233,18 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> int:
         run = found.placed.function
         simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
     way = f"{options.partition}, inference"
-    return _tell(options, progress, (way, function), cost_model, simulation, found.describe(simulation))
-
-
-def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
-    """The max-plus engine, or the event engine for what is not linear."""
-    overlap = not options.no_overlap
-    if options.seed and not options.jitter:
-        raise PlanError("--seed has no effect without --jitter")
-    if not (options.contention or options.jitter):
-        return Simulator(cost_model, overlap)
-    disturbances = Disturbances(options.jitter, options.seed) if options.jitter else None
-    return Simulator(
-        cost_model, overlap, engine="events", contention=options.contention, disturbances=disturbances
-    )
+    return _tell(options, progress, (way, function), simulation, found.describe(simulation))
 
 
 def _write(options: argparse.Namespace, simulation: Simulation, progress: Progress) -> int:
     """Write the trace and the plot that are asked for; one that cannot be written does not cost the other."""
 
+    tell = teller(options.json)
+
     def trace() -> int:
         devices, what = _traced(simulation)
         progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace, devices))
-        say(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
+        tell(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
         return 0
 
     def plot() -> int:
@@ -320,7 +252,7 @@ def _write(options: argparse.Namespace, simulation: Simulation, progress: Progre
             f"drawing {options.plot}",
             lambda: plot_timeline(simulation, options.plot, streams=options.streams),
         )
-        say(f"timeline: {options.plot}")
+        tell(f"timeline: {options.plot}")
         return 0
 
     return max([attempt(work) for work in (trace, plot) if getattr(options, work.__name__)], default=0)
@@ -333,10 +265,3 @@ def _traced(simulation: Simulation) -> tuple[list[Device], str]:
         return devices, ""
     chosen = [members[0] for members in simulation.classes.members]
     return chosen, f"with one of the devices that do the same, {len(chosen)} of {len(devices)} "
-
-
-def _samples(function: Function) -> int:
-    data = batch_inputs(function, roles(function))
-    if not data:
-        raise PlanError(f"{function.name} has no data input, so no batch to count samples by")
-    return getattr(data[0].type, "shape", (0,))[0]

@@ -45,6 +45,7 @@ from distsim.ir.device import Device
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.link import Link
 from distsim.ir.topology import Level, Topology
+from distsim.suggestions import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device) -> Devi
     if kind.base is not None and kind.base not in presets():
         raise TopologyError(
             f"nodes: no preset is named {kind.base!r:.60}; choose one of {', '.join(presets())}"
+            f"{did_you_mean(kind.base, presets())}"
         )
     whole = read.table if kind.base is None else _read(kind.base, ()).table
     base = cast(Raw, msgspec.to_builtins(whole.device))
@@ -319,8 +321,10 @@ def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
         data = (_folder() / f"{name}.toml").read_bytes()
     else:
         way = "" if above else ", with :count for several nodes, or give the path of a .toml file"
-        where = f"{above[-1]}: base: " if above else ""
-        raise TopologyError(f"{where}no cluster is named {name!r}; choose one of {', '.join(presets())}{way}")
+        where, hint = f"{above[-1]}: base: " if above else "", did_you_mean(name, presets())
+        raise TopologyError(
+            f"{where}no cluster is named {name!r}; choose one of {', '.join(presets())}{way}{hint}"
+        )
     raw = raw_table(name, data)
     text = data.decode()
     if "base" not in raw:

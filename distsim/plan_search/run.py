@@ -24,6 +24,7 @@ from distsim.plan_search.results import SearchedStep, SearchResult
 from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.plan_search.trial import PlanTrial
 from distsim.plan_search.workers import PlanUnit, Workers
+from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
 ROUND = 24
@@ -111,7 +112,8 @@ class SearchRun:
 
     def __post_init__(self) -> None:
         if self.problem.objective not in OBJECTIVES:
-            raise PlanError(f"objective {self.problem.objective!r:.40}: choose {' or '.join(OBJECTIVES)}")
+            asked = self.problem.objective
+            raise PlanError(f"objective {asked!r:.40} is not one of {choices_for(asked, OBJECTIVES)}")
         if not self.plans or self.problem.top < 1:
             raise PlanError(
                 f"{len(self.plans)} plans of which {self.problem.top} are wanted: at least one each"
@@ -186,7 +188,8 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     dtype = matrix_type(all_ops(function))
     peak = 0.0 if dtype is None else max(device.peak(dtype) for device in problem.topology.devices)
     flops = count_model_flops(function)
-    return SearchedStep(function.name, traits.batch, traits.sequence, flops, peak, problem.topology)
+    step = function.name, traits.batch, traits.sequence, flops
+    return SearchedStep(*step, peak=peak, topology=problem.topology)
 
 
 def _units(plans: Sequence[Plan], evaluator: PlanEvaluator, known: Mapping[str, PlanTrial]) -> list[PlanUnit]:

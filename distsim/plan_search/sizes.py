@@ -66,7 +66,7 @@ def _cells(result: SearchResult, training: Training) -> list[str]:
         return ["nothing fits", *[""] * (count - 1)]
     best = result.fastest
     rate = result.rate(best) * len(result.step.topology.devices)
-    cells = [seconds_text(best.seconds), f"{rate:.5g}", f"{result.mfu(best):.1%}"]
+    cells = [seconds_text(best.seconds), f"{rate:.5g}", f"{result.mfu_of(best):.1%}"]
     hours, cost = training.hours(result), training.cost(result)
     if hours is None or cost is None:
         return cells
