@@ -49,6 +49,7 @@ FLOORS = {
     "study": 9,
     "suggestions": 1,
     "extras": 1,
+    "terminal": 1,
     "cli": 9,
     "commands": 9,
     "__main__": 9,

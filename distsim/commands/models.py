@@ -12,6 +12,7 @@ from distsim.models.counts import ParameterCount, count_parameters
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.simulation.explain.text import table
 from distsim.streams import say
+from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         write_json(options.json, [{"name": name, **asdict(count)} for name, count in counts.items()])
     if options.json != PRINTED:
-        say(_table(counts))
+        say(for_terminal(_table(counts)))
     return 0
 
 

@@ -25,6 +25,7 @@ from distsim.plan_search.text import describe
 from distsim.report.output import check_target, replacing
 from distsim.streams import complain, say
 from distsim.study.search import PlanStudy, SearchWay
+from distsim.terminal import for_terminal
 
 OBJECTIVES = {"time": "time", "memory": "memory", "cost": "time"}
 """What may be asked for, and by what plans of one size are ranked: on so many devices cost is time."""
@@ -91,13 +92,13 @@ def run(options: argparse.Namespace) -> int:
         stack = f"; assumed: {', '.join(choices.assumed)}" if choices.assumed else ""
         if options.json != PRINTED:
             say(f"{options.model} on {size.name}, batch {result.step.samples}{stack}\n")
-            say(describe(result))
+            say(for_terminal(describe(result)))
             say("")
     if not found:
         raise PlanError(f"--gpus {options.gpus}: none of these sizes has a plan")
     training = Training(options.tokens, options.price)
     if options.json != PRINTED and (len(found) > 1 or options.tokens is not None):
-        say("\n".join(sizes_table(found, training, options.objective == "cost")))
+        say(for_terminal("\n".join(sizes_table(found, training, options.objective == "cost"))))
     _write(options, found, training)
     return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
 

@@ -16,6 +16,7 @@ from distsim.report.progress import Progress
 from distsim.streams import say
 from distsim.study.layout import lay_out, plan_asked
 from distsim.study.training_step import forward_pass, training_step
+from distsim.terminal import is_coloured
 from distsim.transforms import steady_state_transform
 
 
@@ -67,4 +68,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_function(function: Function) -> None:
-    say(pformat(function, colour=sys.stdout.isatty()))
+    say(pformat(function, colour=is_coloured()))

@@ -34,6 +34,7 @@ from distsim.streams import say
 from distsim.study.options import EngineOptions, options_of
 from distsim.study.simulate import SimulatedStep, simulated, simulator_of
 from distsim.study.training_step import forward_pass
+from distsim.terminal import for_terminal
 
 MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""
@@ -180,14 +181,14 @@ def _tell(
         write_json(options.json, {**simulation.to_dict(), "notes": every, **more})
     if options.json != PRINTED:
         samples = ModelTraits.of(function).batch
-        say(f"{options.model} on {options.cluster}, {way}, batch {samples}\n")
+        say(for_terminal(f"{options.model} on {options.cluster}, {way}, batch {samples}\n"))
         if about:
             say(about)
-        say(summarize(simulation, samples, count_model_flops(function), options.own_runs))
+        say(for_terminal(summarize(simulation, samples, count_model_flops(function), options.own_runs)))
         if explanation is not None:
-            say(explanation)
+            say(for_terminal(str(explanation)))
         for note in every:
-            say(f"note: {note}")
+            say(for_terminal(f"note: {note}"))
     return _write(options, simulation, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
