@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from distsim.errors import PlanError
+from distsim.suggestions import did_you_mean
 
 UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 """Bytes of a unit of ``bucket=``."""
@@ -72,7 +73,7 @@ elements=True))
     if found is None:
         raise PlanError(
             f"bucket={repr(text)[:40]} is unknown; choose one of {', '.join(BUCKET)}, as in 25MiB, or "
-            "40000000p for parameters"
+            f"40000000p for parameters{did_you_mean(text, (*BUCKETS, 'auto'))}"
         )
     number, unit = int(found[1]), found[2] or ""
     return Fill(number, elements=True) if unit == "p" else Fill(number * UNITS[unit])

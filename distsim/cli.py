@@ -1,16 +1,18 @@
 """The command line: ``distsim simulate``, ``show``, ``schedule``, ``models``, ``clusters``, ``calibrate``,
-``validate``, ``search``, ``compare``, ``explain``.
+``validate``, ``search``, ``compare``, ``explain``, ``completion``.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
+from distsim import __version__
 from distsim.commands.attempt import attempt
+from distsim.commands.parser import CommandParser
 
 EPILOG = """exit status:
   0 when all is well, 2 for bad input or a file that cannot be written, with the reason, 3 when the step is
@@ -28,9 +30,9 @@ with files of your own:
 """
 
 SCHEDULE_EPILOG = """examples:
-  distsim schedule 1f1b --stages 4 --microbatches 8
-  distsim schedule interleaved --stages 4 --chunks 2 --microbatches 8 --plot schedule.png --csv schedule.csv
-  distsim schedule zb_h1 --stages 8 --microbatches 24 --forward 18.5 --backward-weight 9.3 --send 0.6
+  distsim schedule 1f1b --pp 4 --microbatches 8
+  distsim schedule interleaved --pp 4 --chunks 2 --microbatches 8 --plot schedule.png --csv schedule.csv
+  distsim schedule zb_h1 --pp 8 --microbatches 24 --forward 18.5 --backward-weight 9.3 --send 0.6
   distsim schedule --schedule-csv table.csv
 """
 
@@ -87,12 +89,31 @@ example:
 
 VALIDATE_EPILOG = """examples:
   distsim validate
-  distsim validate measured.csv --out predictions.csv --plot predictions.png
+  distsim validate measured.csv --csv predictions.csv --plot predictions.png
   distsim validate measured.csv --regret
 
 Each row is laid out by its columns alone. Without a table it is distsim/truth/published.csv: published steps,
 each with its source and where that is. Rows that cannot be expressed are listed; the exit status is 1 if
 distsim fails on a row.
+"""
+
+
+SHOW_EPILOG = """examples:
+  distsim show mlp:layers=2,width=8 --batch 4
+  distsim show llama3-8b --training --outline | less
+  distsim show gpt:layers=2,hidden=64,heads=4,seq=16,vocab=100 --batch 8 --cluster dgx-a100 --plan tp=2,pp=2
+"""
+
+CLUSTERS_EPILOG = """examples:
+  distsim clusters
+  distsim clusters dgx-h100 --set device.memory=94GiB
+  distsim clusters dgx-h100 --toml > ours.toml   # change it, then: distsim simulate ... --cluster ours.toml:4
+"""
+
+COMPLETION_EPILOG = """examples:
+  eval "$(distsim completion bash)"        # in ~/.bashrc
+  eval "$(distsim completion zsh)"         # in ~/.zshrc
+  distsim completion fish > ~/.config/fish/completions/distsim.fish
 """
 
 
@@ -108,36 +129,49 @@ COMMANDS = {
     "search": Command("find the best plans of a model on a cluster", SEARCH_EPILOG),
     "compare": Command("plans or clusters side by side, and what makes the difference", COMPARE_EPILOG),
     "explain": Command("say what holds a step back, and what would gain how much", EXPLAIN_EPILOG),
-    "show": Command("print the function, also after a transform"),
+    "show": Command("print the function, also after a transform", SHOW_EPILOG),
     "schedule": Command("print and draw a pipeline schedule", SCHEDULE_EPILOG),
     "models": Command("list the models that have a name, or count the parameters of some", MODELS_EPILOG),
-    "clusters": Command("list the presets, or the figures of one"),
+    "clusters": Command("list the presets, or the figures of one", CLUSTERS_EPILOG),
     "calibrate": Command("fit a cluster's figures to timings of a machine", CALIBRATE_EPILOG),
     "validate": Command("predict measured steps, and say how true that is", VALIDATE_EPILOG),
+    "completion": Command("print what makes a shell complete commands and names", COMPLETION_EPILOG),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (see ``EPILOG``). Why input is refused goes to stderr."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    options = _parser(given[0] if given else "").parse_args(given)
+    chosen = given[0] if given else ""
+    parser, own = _parser([chosen])
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        own.get(chosen, parser).refuse(unknown)
     return attempt(lambda: options.run(options))
 
 
-def _parser(chosen: str) -> argparse.ArgumentParser:
-    """Return the parser; only the command that is chosen is imported, as each takes most of a second."""
-    parser = argparse.ArgumentParser(
+def parsers() -> dict[str, CommandParser]:
+    """Return the parsers of all commands, by name."""
+    return _parser([*COMMANDS])[1]
+
+
+def _parser(chosen: Sequence[str]) -> tuple[CommandParser, dict[str, CommandParser]]:
+    """Return the parser and those of its commands; only chosen commands are imported, which takes a while."""
+    parser = CommandParser(
         prog="distsim",
         description="How fast a model trains on a cluster, whether it fits, and what holds it back.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"distsim {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    own: dict[str, CommandParser] = {}
     for name, command in COMMANDS.items():
-        own = commands.add_parser(name, help=command.help, epilog=command.epilog)
-        own.formatter_class = argparse.RawDescriptionHelpFormatter
-        if name == chosen:
+        own[name] = commands.add_parser(name, help=command.help, epilog=command.epilog)
+        own[name].formatter_class = RawDescriptionHelpFormatter
+        own[name].description = f"{command.help[0].upper()}{command.help[1:]}."
+        if name in chosen:
             module = import_module(f"distsim.commands.{name}")
-            module.add_options(own)
-            own.set_defaults(run=module.run)
-    return parser
+            module.add_options(own[name])
+            own[name].set_defaults(run=module.run, parsers=parsers)
+    return parser, own

@@ -38,6 +38,14 @@ def parallelize(
     kernel runs (:mod:`distsim.transforms.kernels`): by default each op of the function as it stands, where
     the command line has ``eager``. Raises :class:`PlanError` when the plan does not fit the
     topology, the batch or the function, and :class:`CostError` for a cost model of another topology.
+
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import mlp
+    >>> from distsim.transforms import SGD, differentiate
+    >>> step = differentiate(mlp(layers=4, width=16, batch=8), SGD())
+    >>> program = parallelize(step, Plan(dp=2, pp=2, microbatches=2), load_cluster("dgx-a100"))
+    >>> len(program.stages), program.mesh
+    (2, Mesh(pp=2, dp=2, tp=1)[gpu:0..gpu:3])
     """
     costs = cost_model_of(topology, cost_model)
     return build_program(function, plan_mesh(plan, topology), plan, costs, schedule, kernels)

@@ -6,7 +6,15 @@ both ``except DistsimError`` and ``except ValueError`` do what a reader expects.
 
 
 class DistsimError(Exception):
-    """Base of every error that distsim raises on purpose."""
+    """Base of every error that distsim raises on purpose.
+
+    >>> import distsim
+    >>> try:
+    ...     distsim.Plan.parse("dp=2,tp=0")
+    ... except distsim.DistsimError as error:
+    ...     print(error)
+    tp=0 is out of range; choose one of 1..1048576
+    """
 
 
 class IRError(DistsimError, ValueError):
@@ -48,8 +56,16 @@ class CostError(DistsimError, ValueError):
     """An op has no usable cost."""
 
 
+class MissingExtraError(DistsimError, ImportError):
+    """A package is not installed that only some of what distsim does needs."""
+
+
 class PlanError(DistsimError, ValueError):
     """A plan does not fit the model or the cluster."""
+
+
+class OptionError(DistsimError, TypeError):
+    """A call or a command has no option of that name."""
 
 
 class ScheduleError(DistsimError, ValueError):

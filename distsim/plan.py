@@ -21,6 +21,7 @@ from distsim.rank_layout import (
     parse_cp_kind,
 )
 from distsim.schedule import SCHEDULES, TABLE
+from distsim.suggestions import choices_for, did_you_mean
 
 MAX_DEGREE = 2**20
 """Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
@@ -142,9 +143,7 @@ class Plan:
             )
         for name in ("sp", "overlap_grads", "overlap_params", "tp_overlap"):
             if getattr(self, name) not in SWITCH:
-                raise PlanError(
-                    f"{name}={shortened(getattr(self, name))} is unknown; choose one of {', '.join(SWITCH)}"
-                )
+                raise PlanError(f"{name}={shortened(getattr(self, name))} is not one of {', '.join(SWITCH)}")
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
         if self.tp_overlap == "off" and self.tp == 1:
@@ -173,7 +172,8 @@ class Plan:
             check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.expert_ranks)
         if self.reshard not in RESHARD:
             raise PlanError(
-                f"reshard={shortened(self.reshard)} is unknown; choose one of {', '.join(RESHARD)}"
+                f"reshard={shortened(self.reshard)} is unknown; choose one of "
+                f"{choices_for(self.reshard, RESHARD)}"
             )
         if self.reshard != "always" and self.zero != 3:
             raise PlanError(
@@ -242,7 +242,7 @@ class Plan:
                     f"plan {shortened(text)}: {shortened(item)} is not key=value; write for example {cls()}"
                 )
             if key not in _FIELDS:
-                instead = _REPLACED.get(key, f"choose from {', '.join(_FIELDS)}")
+                instead = _REPLACED.get(key, f"choose from {choices_for(key, _FIELDS)}")
                 raise PlanError(f"unknown field {shortened(key)} in a plan; {instead}")
             if key in given:
                 raise PlanError(
@@ -277,7 +277,7 @@ def parse_schedule(text: object) -> tuple[str, float | None]:
         return TABLE, None
     if name not in SCHEDULES:
         few = f"choose one of {', '.join([*SCHEDULES][:4])} ... (distsim schedule --help)"
-        raise PlanError(f"schedule={shortened(text)} is unknown; {few}")
+        raise PlanError(f"schedule={shortened(text)} is unknown; {few}{did_you_mean(name, SCHEDULES)}")
     if not colon:
         return name, None
     known = SCHEDULES[name]
@@ -305,8 +305,8 @@ def parse_stages(text: object) -> tuple[int, ...]:
     if text in _NAMED_STAGES:
         return ()
     if not isinstance(text, str) or not re.fullmatch(r"[0-9]+(-[0-9]+)*", text, re.ASCII):
-        known = ", ".join(STAGES)
-        raise PlanError(f"stages={shortened(text)} is unknown; choose one of {known}, as in 3-4-4-3")
+        known = f"choose one of {', '.join(STAGES)}, as in 3-4-4-3{did_you_mean(text, _NAMED_STAGES)}"
+        raise PlanError(f"stages={shortened(text)} is unknown; {known}")
     # Each is written in one way, so that equal plans have equal texts.
     if not re.fullmatch(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", text, re.ASCII):
         raise PlanError(f"stages={shortened(text)}: each stage holds 1 to 9999999 blocks, as in 3-4-4-3")
@@ -343,7 +343,7 @@ def parse_remat(text: object) -> Remat:
     name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")
     known = {choice.partition(":")[0]: choice for choice in REMAT}.get(name, "")
     if not known or bool(colon) != (":" in known):
-        raise PlanError(f"remat={shortened(text)} is unknown; choose one of {', '.join(REMAT)}")
+        raise PlanError(f"remat={shortened(text)} is unknown; choose one of {choices_for(text, REMAT)}")
     if not colon:
         return Remat(name)
     kind = known.partition(":")[2]

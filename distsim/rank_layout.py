@@ -8,6 +8,7 @@ import re
 from typing import NamedTuple
 
 from distsim.errors import PlanError, shortened
+from distsim.suggestions import did_you_mean
 
 ORDER = "tp-cp-ep-dp-pp"
 """Which axis of ranks changes fastest over the devices, which next, as in Megatron-LM (parallel_state.py)."""
@@ -41,6 +42,7 @@ def parse_cp_kind(text: object) -> tuple[str, int]:
     if text not in CP_KINDS[:-1]:
         raise PlanError(
             f"cp_kind={shortened(text)} is unknown; choose one of {', '.join(CP_KINDS)}, as in usp:4"
+            f"{did_you_mean(text, CP_KINDS)}"
         )
     return str(text), 1
 

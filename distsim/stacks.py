@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from distsim.errors import PlanError
+from distsim.suggestions import choices_for
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Stack:
     tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further fields of a plan with
     several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with several
     tensor-parallel ranks. ``source`` says where these are from.
+
+    >>> stack_named("megatron").precision, stack_named("megatron").clip
+    ('mixed', 1.0)
     """
 
     name: str
@@ -112,5 +116,5 @@ def stack_named(name: str) -> Stack:
     Raises :class:`PlanError` for another name.
     """
     if name not in STACKS:
-        raise PlanError(f"stack {name!r} is unknown; choose one of {', '.join(STACKS)}")
+        raise PlanError(f"stack {name!r} is unknown; choose one of {choices_for(name, STACKS)}")
     return STACKS[name]

@@ -46,6 +46,10 @@ FLOORS = {
     "plan_search": 8,
     "truth": 8,
     "executor": 9,  # hands names on to the DistIR notebooks; nothing in the library imports it
+    "study": 9,
+    "suggestions": 1,
+    "extras": 1,
+    "terminal": 1,
     "cli": 9,
     "commands": 9,
     "__main__": 9,
@@ -336,6 +340,8 @@ def test_nothing_is_called_utils():
 
 
 def test_init_files_only_hand_names_on():
+    """That of distsim itself when a name is first used: see ``tests/test_front_door.py``."""
+
     def hands_on(statement: ast.stmt) -> bool:
         if isinstance(statement, ast.Assign):
             return ast.unparse(statement.targets[0]) in ("__all__", "__version__")
@@ -345,7 +351,7 @@ def test_init_files_only_hand_names_on():
     other = [
         f"{path.relative_to(ROOT)}:{statement.lineno}: {ast.unparse(statement)[:60]}"
         for module, path in MODULES.items()
-        if path.name == "__init__.py"
+        if path.name == "__init__.py" and module != "distsim"
         for statement in TREES[module].body
         if not hands_on(statement)
     ]

@@ -17,7 +17,6 @@ from training_models import (
 )
 
 from distsim.buckets import buckets_of, parse_bucket
-from distsim.commands.model import Choices
 from distsim.compose import build_program
 from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError, TypeRuleError
@@ -33,6 +32,7 @@ from distsim.simulation.events import engine as events
 from distsim.simulation.tasks import recurrence
 from distsim.simulation.tasks.task_table import lower
 from distsim.stacks import STACKS
+from distsim.study.choices import Choices
 from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.kernels import KERNELS
 
@@ -212,7 +212,7 @@ def test_with_several_stages_nothing_is_gathered_again_by_default():
     ],
 )
 def test_stacks_reduce_as_their_framework_does(stack, plan, fields):
-    chosen = Choices(None, None, KERNELS["eager"], "adam", None, STACKS[stack], ()).plan(plan)
+    chosen = Choices(None, None, KERNELS["eager"], Adam(), None, STACKS[stack], ()).plan(plan)
     assert (chosen.bucket, chosen.overlap_grads, chosen.reshard) == fields
 
 

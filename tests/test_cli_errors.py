@@ -198,7 +198,7 @@ def test_the_installed_script_prints_its_help():
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: distsim ")
     for expected in (
-        "{simulate,search,show,schedule,models,clusters,calibrate,validate}",
+        "{simulate,search,compare,explain,show,schedule,models,clusters,calibrate,validate,completion}",
         "exit status:",
         "examples:",
         "distsim simulate gpt2 --cluster dgx-a100:2",

@@ -301,6 +301,9 @@ def test_a_file_that_is_no_policy_is_refused_by_field(tmp_path, text, said):
 
 
 def test_a_policy_that_is_not_there_is_refused():
-    for name, said in (("fp31", "nor a .toml file"), ("nowhere.toml", "cannot be read")):
+    for name, said in (
+        ("fp31", "not the path of a .toml file, nor one of fp32"),
+        ("nowhere.toml", "cannot be read"),
+    ):
         with pytest.raises(PlanError, match=said):
             precision_named(name)

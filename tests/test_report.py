@@ -200,7 +200,7 @@ def test_summary_says_what_the_simulation_says():
     simulation = two_stages()
     text = summarize(simulation, samples=192, model_flops=1e6)
     lines = text.splitlines()
-    assert lines[0] == "step: 4 devices"
+    assert lines[0] == "step: 4 devices, a forward pass: nothing is differentiated"
     assert f"{simulation.throughput(192):.6g} samples/s" in text
     shares = simulation.shares(next(iter(simulation.timestamps)))
     row = next(line for line in lines if line.startswith("gpu:0, gpu:1 "))
@@ -210,7 +210,7 @@ def test_summary_says_what_the_simulation_says():
     peak = 4 * 1.4e13
     counted = "the model's products, of attention all pairs"
     share = f"{1e6 / (simulation.step_time * peak):.1%}"
-    assert f"MFU           {share} of 56 TFLOP/s (float32, 4 devices): {counted}" in lines
+    assert f"MFU           {share} of 14 TFLOP/s each (float32, 4 devices): {counted}" in lines
     assert f"HFU           {simulation.flops / (simulation.step_time * peak):.1%} of" in text
     assert simulation.flops == 12 * 2 * 64**3
     assert "memory        fits; the most is" in text

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from scipy.special import lambertw
 from training_models import topology_of
 
-from distsim.commands.cluster import sized_clusters
+from distsim.commands.options.cluster import sized_clusters
 from distsim.errors import PlanError
 from distsim.hardware import figures
 from distsim.models import mlp
 from distsim.plan_search import search
-from distsim.plan_search.goodput import (
+from distsim.plan_search.training.comparison import ClusterComparison
+from distsim.plan_search.training.estimate import OBJECTIVES, DeviceRates, Training
+from distsim.plan_search.training.goodput import (
     FAILURES,
     HOUR,
     Reliability,
@@ -22,8 +24,6 @@ from distsim.plan_search.goodput import (
     progress_share,
     young_interval,
 )
-from distsim.plan_search.sizes import ClusterComparison
-from distsim.plan_search.training import OBJECTIVES, DeviceRates, Training
 from distsim.transforms import Adam, differentiate
 
 SECONDS = st.floats(1.0, 1e6)

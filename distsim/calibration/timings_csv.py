@@ -28,7 +28,6 @@ import csv
 import io
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
 from distsim.calibration.files import read_text
@@ -50,6 +49,7 @@ from distsim.calibration.timings import (
 from distsim.errors import TimingsError, shortened
 from distsim.hardware import COLLECTIVES
 from distsim.ir.kernel_rates import WAYS_TO_LAUNCH
+from distsim.suggestions import did_you_mean
 
 _ATTENTION = ("batch", "heads", "seq", "head_dim", "causal")
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -108,9 +108,8 @@ def _columns(cells: list[str], where: str) -> list[str]:
     names = [cell.lower() for cell in cells]
     for name in names:
         if name not in COLUMNS:
-            near = get_close_matches(name, COLUMNS, 1, 0.6)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COLUMNS)}"
-            raise TimingsError(f"{where}: there is no column {shortened(name)}; {hint}")
+            hint = did_you_mean(name, COLUMNS) or f"; choose from {', '.join(COLUMNS)}"
+            raise TimingsError(f"{where}: there is no column {shortened(name)}{hint}")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise TimingsError(f"{where}: column {twice} is named twice")
@@ -123,8 +122,7 @@ def _columns(cells: list[str], where: str) -> list[str]:
 def _timing(row: Mapping[str, str], file: str, place: str, where: str) -> Timing:
     op = row.get("op", "")
     if op not in _NEEDED:
-        near = get_close_matches(op, _NEEDED, 1, 0.6)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(op, _NEEDED)
         raise TimingsError(f"{where}, column op: {shortened(op)} is not one of {', '.join(_NEEDED)}{hint}")
     for column in _NEEDED[op]:
         if column not in row:

@@ -7,7 +7,7 @@ from datetime import date
 from pathlib import Path
 
 from distsim.calibration import calibrate, read_timings
-from distsim.commands.cluster import add_settings
+from distsim.commands.options.cluster import add_settings
 from distsim.errors import TimingsError
 from distsim.report.output import check_target, replacing
 from distsim.streams import complain, say

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import argparse
 
-from distsim.commands.cluster import add_settings
+from distsim.commands.options.cluster import add_settings
 from distsim.errors import TopologyError
-from distsim.hardware import describe, presets
+from distsim.hardware import cluster_toml, describe, presets
 from distsim.streams import say
+from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("name", nargs="?", help="a preset, maybe with :count, or a .toml file")
     add_settings(parser)
+    parser.add_argument(
+        "--toml", action="store_true", help="print the file of the cluster, to copy and to change"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the presets."""
     if options.set and not options.name:
         raise TopologyError("--set changes figures of a cluster: name one")
-    say(describe(options.name, options.set) if options.name else "\n".join(presets()))
+    if options.toml and not options.name:
+        raise TopologyError("--toml prints the file of a cluster: name one")
+    if options.toml:
+        say(cluster_toml(options.name, options.set))
+    else:
+        text = describe(options.name, options.set) if options.name else "\n".join(presets())
+        say(for_terminal(text))
     return 0

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY
-from distsim.commands.cluster import add_settings
-from distsim.commands.model import add_model_options
+from distsim.commands.options.cluster import add_settings
+from distsim.commands.options.json_output import PRINTED, add_json, check_json, write_json
+from distsim.commands.options.model import add_model_options
+from distsim.commands.options.training_file import take_file
 from distsim.commands.simulate import simulated_step
 from distsim.errors import DistsimError, PlanError
 from distsim.report.difference import StepComparison
 from distsim.report.figures import DEVICE, StepFigures
-from distsim.report.output import check_target, replacing
 from distsim.report.progress import Progress
 from distsim.simulation.explain.breakdown import PARTS
 from distsim.streams import say
+from distsim.terminal import for_terminal
 
 _STEP = {
     **{"partition": None, "device_memory": None, "saturate_host": False, "time_limit": None},
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what the difference is made of: the time of the mean device (default: compute by kind, exposed "
         "communication by axis, bubble), or the critical path by kind of work, operator, module, axis, phase",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and differences")
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
     pairs = list(_pairs(options))
     if len(pairs) < 2:
         raise PlanError("a comparison is of two or more: give --plan, or --cluster, several times")
-    if options.json:
-        check_target(options.json)
+    take_file(options)
+    check_json(options.json)
     steps, notes = list[StepFigures](), dict[str, list[str]]()
     for name, cluster, plan in pairs:
         try:
@@ -69,15 +69,14 @@ def run(options: argparse.Namespace) -> int:
             notes.setdefault(note, []).append(name)
     of = "on the mean device" if options.by == DEVICE else f"critical path, by {options.by}"
     found = StepComparison(tuple(steps), of)
-    say(f"{options.model}\n")
-    say(found)
-    for note, names in notes.items():
-        say(f"note: {note}" if len(names) == len(pairs) else f"note on {'; '.join(names)}: {note}")
+    if options.json != PRINTED:
+        say(f"{options.model}\n")
+        say(for_terminal(str(found)))
+        for note, names in notes.items():
+            say(f"note: {note}" if len(names) == len(pairs) else f"note on {'; '.join(names)}: {note}")
     if options.json:
         record = {"model": options.model, "by": options.by, **found.to_dict()}
-        with replacing(options.json) as file:
-            file.write(json.dumps(record, indent=1, allow_nan=False).encode())
-        say(f"comparison: {options.json}")
+        write_json(options.json, record)
     return 0 if any(step.fits for step in steps) else OUT_OF_MEMORY
 
 

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY
+from distsim.commands.options.training_file import take_file
 from distsim.commands.simulate import add_step_options, simulated_step
 from distsim.report import plot_explanation
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
 from distsim.streams import say
+from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +29,12 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         check_target(options.plot)
         check_format(options.plot, "an explanation")
+    take_file(options)
     progress = Progress(sys.stderr)
     step = simulated_step(options, progress)
     found = progress.run("explaining", step.simulation.explain)
     say(f"{options.model} on {options.cluster}, {step.way}, batch {step.samples}\n")
-    say(found)
+    say(for_terminal(str(found)))
     for note in step.all_notes():
         say(f"note: {note}")
     if options.plot:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-import msgspec
-
+from distsim.commands.options.json_output import PRINTED, add_json, check_json, write_json
 from distsim.errors import ImportModelError
 from distsim.importer.decoders import decoder_sizes, model_names
 from distsim.models.counts import ParameterCount, count_parameters
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.simulation.explain.text import table
 from distsim.streams import say
+from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -22,14 +22,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         help="a name or a Hugging Face config.json, with options (llama3-8b:layers=4); by default all names",
     )
-    parser.add_argument("--json", action="store_true", help="print a list of records instead of a table")
+    add_json(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the models."""
+    check_json(options.json)
     names: list[str] = options.model or list(model_names())
     counts = {name: count_parameters(_sizes(name)) for name in names}
-    say(_json(counts) if options.json else _table(counts))
+    if options.json:
+        write_json(options.json, [{"name": name, **asdict(count)} for name, count in counts.items()])
+    if options.json != PRINTED:
+        say(for_terminal(_table(counts)))
     return 0
 
 
@@ -39,11 +43,6 @@ def _sizes(name: str) -> DecoderSizes:
     if given:
         raise ImportModelError(f"{name}: parameters do not depend on {', '.join(given)}; leave it out")
     return sizes
-
-
-def _json(counts: dict[str, ParameterCount]) -> str:
-    records = [{"name": name, **asdict(count)} for name, count in counts.items()]
-    return msgspec.json.format(msgspec.json.encode(records), indent=2).decode()
 
 
 def _table(counts: dict[str, ParameterCount]) -> str:

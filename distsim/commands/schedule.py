@@ -29,7 +29,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("name", nargs="?", help=", ".join(SCHEDULES))
     parser.add_argument(
-        "--stages", type=int, help="pipeline ranks (pp): the stages of a model in which each rank has one"
+        *("--pp", "--stages"),
+        type=int,
+        dest="stages",
+        metavar="RANKS",
+        help="pipeline ranks (pp): the stages of a model in which each rank has one",
     )
     parser.add_argument(
         "--chunks",

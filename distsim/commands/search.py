@@ -5,33 +5,30 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distsim.commands.attempt import OUT_OF_MEMORY
-from distsim.commands.cluster import SizedCluster, add_settings, sized_clusters
-from distsim.commands.files.training_file import take_file
-from distsim.commands.model import Choices, add_model_options
-from distsim.commands.plans import ModelOfPlans
+from distsim.commands.options.cluster import SizedCluster, add_settings, sized_clusters
+from distsim.commands.options.json_output import PRINTED, add_json, check_json, teller, write_json
+from distsim.commands.options.model import add_model_options, model_options
+from distsim.commands.options.training_file import take_file
 from distsim.errors import PlanError
-from distsim.plan import Plan
-from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem
-from distsim.plan_search.goodput import FAILURES, RESTART, STORAGE, Reliability
+from distsim.plan_search.evaluation import PlanEvaluator
 from distsim.plan_search.page import plans_part
 from distsim.plan_search.results import SearchResult
-from distsim.plan_search.run import SearchRun, progress_lines
-from distsim.plan_search.sizes import ClusterComparison
-from distsim.plan_search.space import PlanSpace, parse_sets
+from distsim.plan_search.run import progress_lines
 from distsim.plan_search.text import describe
-from distsim.plan_search.training import OBJECTIVES, PUE, DeviceRates, Training
+from distsim.plan_search.training.comparison import ClusterComparison
+from distsim.plan_search.training.estimate import OBJECTIVES, PUE, DeviceRates, Training
+from distsim.plan_search.training.goodput import FAILURES, RESTART, STORAGE, Reliability
 from distsim.plan_search.workers import RemoteWorkers, dask_workers
 from distsim.report.figures import StepFigures
 from distsim.report.output import check_target, replacing
@@ -39,6 +36,8 @@ from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
 from distsim.streams import complain, say
+from distsim.study.search import PlanStudy, SearchWay
+from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_ways_to_run(parser)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all plans as a table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
+    add_json(parser)
     parser.add_argument(
         "--html",
         type=Path,
@@ -148,33 +147,28 @@ def run(options: argparse.Namespace) -> int:
         options.batch = config.batch.total if options.batch is None else options.batch
         for line in (*config.describe(), f"{config.source}: its layout is left open: plans are searched"):
             complain(line)
-    sets = parse_sets(options.plan)
-    choices = Choices.of(options)
-    if "remat" not in sets and choices.stack.remat not in ("none", "full"):
-        sets["remat"] = (choices.stack.remat, "none", "full")
     # Where it reads a model it says so once for each that plans divide in another way.
-    given = argparse.Namespace(**{name: own for name, own in vars(options).items() if name != "run"})
-    model = ModelOfPlans(given, choices)
+    study = PlanStudy.of(model_options(options, plan=None), options.plan, options.max_tp, aloud=True)
     clusters = sized_clusters(list(dict.fromkeys(names)), options.gpus, options.set)
     rates = {each.shown: DeviceRates.of(each.figures, prices[each.place]) for each in clusters}
     objective = OBJECTIVES[options.objective]
     for name, own in rates.items():
         objective.check(name, own)
     with _workers(options) as workers:
-        search = _ModelSearch(options, choices, model, workers)
-        found = dict(_searches(search, clusters, sets))
+        search = _ModelSearch(options, study, workers)
+        found = dict(_searches(search, clusters))
     reliability = Reliability(options.failures, options.storage * 1e9, options.restart * 60)
     training = Training(options.tokens, options.pue, reliability)
     comparison = ClusterComparison(found, rates, training, objective)
     asked = options.tokens or options.price or options.objective not in ("time", "memory")
-    if len(found) > 1 or asked:
-        say(str(comparison))
+    if options.json != PRINTED and (len(found) > 1 or asked):
+        say(for_terminal(str(comparison)))
     _write(options, comparison)
     if options.html:
         cases = [search.page_case(each, found[each.shown]) for each in clusters if each.shown in found]
         title = f"{options.model} on {', '.join(found)}"
         Progress(sys.stderr).run(f"writing {options.html}", lambda: write_page(options.html, title, cases))
-        say(f"page: {options.html}")
+        teller(options.json)(f"page: {options.html}")
     return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
 
 
@@ -191,26 +185,25 @@ def _workers(options: argparse.Namespace) -> Generator[int | RemoteWorkers]:
         remote.close()
 
 
-def _searches(
-    search: _ModelSearch, clusters: Sequence[SizedCluster], sets: dict[str, tuple[str, ...]]
-) -> Iterator[tuple[str, SearchResult]]:
+def _searches(search: _ModelSearch, clusters: Sequence[SizedCluster]) -> Iterator[tuple[str, SearchResult]]:
     """Yield the clusters that have plans with what was found on each, and say it."""
     any_has = False
-    model, alone = search.options.model, len(clusters) == 1
+    options, alone = search.options, len(clusters) == 1
     for cluster in clusters:
         try:
-            result = search.run(cluster, alone, sets)
+            result = search.run(cluster, alone)
         except PlanError as error:  # other clusters may have plans
             if alone:
                 raise
-            say(f"{model} on {cluster.shown}: {error}\n")
+            teller(options.json)(f"{options.model} on {cluster.shown}: {error}\n")
             continue
         any_has = True
-        assumed = search.choices.assumed
+        assumed = search.study.choices.assumed
         stack = f"; assumed: {', '.join(assumed)}" if assumed else ""
-        say(f"{model} on {cluster.shown}, batch {result.step.samples}{stack}\n")
-        say(describe(result))
-        say("")
+        if options.json != PRINTED:
+            say(f"{options.model} on {cluster.shown}, batch {result.step.samples}{stack}\n")
+            say(for_terminal(describe(result)))
+            say("")
         yield cluster.shown, result
     if not any_has:
         raise PlanError(f"none of {', '.join(each.shown for each in clusters)} has a plan")
@@ -259,8 +252,9 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.resume and options.journal is None:
         raise PlanError("--resume goes on with a --journal: name its file")
-    for path in filter(None, (options.csv, options.json, options.html, options.journal)):
+    for path in filter(None, (options.csv, options.html, options.journal)):
         check_target(path)
+    check_json(options.json)
 
 
 @dataclass(frozen=True)
@@ -268,49 +262,37 @@ class _ModelSearch:
     """The search that a command line asks for."""
 
     options: argparse.Namespace
-    choices: Choices
-    model: ModelOfPlans
+    study: PlanStudy
     workers: int | RemoteWorkers
 
-    def run(self, cluster: SizedCluster, alone: bool, sets: dict[str, tuple[str, ...]]) -> SearchResult:
+    def run(self, cluster: SizedCluster, alone: bool) -> SearchResult:
         """Return what is found on a cluster, which may be ``alone``."""
         options, topology = self.options, cluster.topology
-        space = PlanSpace.of(self.model(Plan()), topology, sets, options.max_tp, self._complete(sets))
-        complain(f"{len(space.plans)} plans on {cluster.shown}")
-        return SearchRun(
-            self._problem(cluster),
-            space.plans,
-            self.workers,
-            _journal(options.journal, cluster, alone),
-            options.resume,
-            f"{options.model} on {cluster.shown}",
-            progress_lines(complain),
-            complain,
-        ).run()
+        complain(f"{len(self.study.space(topology).plans)} plans on {cluster.shown}")
+        journal = _journal(options.journal, cluster, alone)
+        watch = progress_lines(complain)
+        way = SearchWay(self._objective, options.top, self.workers, journal, options.resume, watch, complain)
+        return self.study.run(cluster.shown, topology, way)
 
-    def _problem(self, cluster: SizedCluster) -> SearchProblem:
-        objective, top = OBJECTIVES[self.options.objective].plan, self.options.top
-        return SearchProblem(self.model, cluster.topology, self.choices.kernels, objective, top)
+    @property
+    def _objective(self) -> str:
+        return OBJECTIVES[self.options.objective].plan
 
     def page_case(self, cluster: SizedCluster, result: SearchResult) -> PageCase:
         """Return what a page shows of what was found; the best plan is simulated once more."""
         name, named = cluster.shown, NamedCluster(cluster.name, cluster.settings)
         about = {"model": self.options.model, "cluster": name, "batch": str(result.step.samples)}
-        notes = [f"assumed: {', '.join(self.choices.assumed)}"] if self.choices.assumed else []
+        assumed = self.study.choices.assumed
+        notes = [f"assumed: {', '.join(assumed)}"] if assumed else []
         plans = plans_part(result)
         if not result.fitting:
             return PageCase(name, about, named, None, notes, plans)
-        simulation = PlanEvaluator(self._problem(cluster)).simulate(result.best.plan)
+        problem = self.study.problem(cluster.topology, self._objective, self.options.top)
+        simulation = PlanEvaluator(problem).simulate(result.best.plan)
         step = result.step
         figures = StepFigures.of(name, simulation, (step.tokens, step.unit), step.flops)
         about["best plan"] = result.best.text
         return PageCase(name, about, named, (simulation, figures), [*notes, *simulation.notes], plans)
-
-    def _complete(self, sets: dict[str, tuple[str, ...]]) -> Callable[[Plan], Plan]:
-        def complete(plan: Plan) -> Plan:
-            return self.choices.spread(plan, sets)
-
-        return complete
 
 
 def _journal(path: Path | None, cluster: SizedCluster, alone: bool) -> Path | None:
@@ -327,15 +309,13 @@ def _write(options: argparse.Namespace, comparison: ClusterComparison) -> None:
         rows = [{"cluster": name, **row} for name, result in found.items() for row in result.rows()]
         with replacing(options.csv) as file:
             file.write(_csv(rows))
-        say(f"table: {options.csv}")
+        teller(options.json)(f"table: {options.csv}")
     if options.json:
         searches = [
             {"cluster": name, **found[name].to_dict(), **(estimate.to_dict() if estimate else {})}
             for name, estimate in comparison.estimates.items()
         ]
-        with replacing(options.json) as file:
-            file.write(json.dumps({"model": options.model, "searches": searches}, indent=1).encode())
-        say(f"results: {options.json}")
+        write_json(options.json, {"model": options.model, "searches": searches})
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> bytes:

@@ -6,16 +6,18 @@ import argparse
 import sys
 import warnings
 
-from distsim.commands.cluster import add_settings, read_cluster
-from distsim.commands.files.training_file import take_file, take_layout
-from distsim.commands.layout import lay_out
-from distsim.commands.model import add_model_options, read_model, training_step
+from distsim.commands.options.cluster import add_settings, read_cluster
+from distsim.commands.options.model import add_model_options, model_options
+from distsim.commands.options.training_file import take_file, take_layout
 from distsim.compose import parallelize
 from distsim.cost import UncostedOperatorWarning
 from distsim.errors import PlanError
 from distsim.ir import Function, pformat
 from distsim.report.progress import Progress
 from distsim.streams import say
+from distsim.study.layout import lay_out, plan_asked
+from distsim.study.training_step import forward_pass, training_step
+from distsim.terminal import is_coloured
 from distsim.transforms import steady_state_transform
 
 
@@ -49,9 +51,9 @@ def run(options: argparse.Namespace) -> int:
         if given:
             raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
     if not options.plan and not options.training:
-        _print_function(read_model(options, progress))
+        _print_function(forward_pass(model_options(options), progress))
         return 0
-    function, choices = training_step(options, progress)
+    function, choices = training_step(model_options(options), progress)
     if options.plan:
         if not options.cluster:
             raise PlanError("--plan needs --cluster: the devices to place the plan on")
@@ -59,8 +61,7 @@ def run(options: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncostedOperatorWarning)  # what is shown has no times
             _, program, notes = lay_out(
-                options.plan,
-                choices.stack.name,
+                plan_asked(options.plan),
                 choices,
                 lambda plan: parallelize(function, plan, topology, kernels=choices.kernels),
             )
@@ -72,4 +73,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print_function(function: Function) -> None:
-    say(pformat(function, colour=sys.stdout.isatty()))
+    say(pformat(function, colour=is_coloured()))

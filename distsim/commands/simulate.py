@@ -10,23 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
-from distsim.commands.cluster import add_settings, read_cluster
-from distsim.commands.files.exports import add_export_options, check_exports, exports, ranks_of
-from distsim.commands.files.training_file import READERS, take_file, take_layout
-from distsim.commands.layout import lay_out
-from distsim.commands.model import add_model_options, plan_text, read_model, training_step
-from distsim.compose import parallelize
+from distsim.commands.options.cluster import add_settings, read_cluster
+from distsim.commands.options.exports import add_export_options, check_exports, exports, ranks_of
+from distsim.commands.options.json_output import PRINTED, add_json, check_json, teller, write_json
+from distsim.commands.options.model import add_model_options, model_options
+from distsim.commands.options.training_file import READERS, take_file, take_layout
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError
 from distsim.interpret import count_model_flops
-from distsim.ir import Device, Function, Topology
-from distsim.ir.kernel_rates import ATTENTION_KERNELS
-from distsim.plan import Plan
+from distsim.ir import Device, Function
 from distsim.plan_search import PlanTrials, remedies
 from distsim.plan_search.remedies import SEARCH_SECONDS
 from distsim.plan_search.space import ModelTraits
-from distsim.program.program import Program
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.exports.folders import chosen_devices
 from distsim.report.figures import DEVICE, StepFigures
@@ -34,14 +30,17 @@ from distsim.report.output import check_format, check_target
 from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
-from distsim.schedule import TABLE, Schedule, read_csv
+from distsim.schedule import Schedule, read_csv
 from distsim.schedule.refusals import count as count_of
-from distsim.simulation import Disturbances, Simulation, Simulator
+from distsim.simulation import Simulation
 from distsim.simulation.explain.interval import correction
 from distsim.simulation.explain.text import seconds_text
 from distsim.simulation.quantities import bytes_label
 from distsim.streams import say
-from distsim.transforms.sharding.roles import batch_inputs, roles
+from distsim.study.options import EngineOptions, options_of
+from distsim.study.simulate import SimulatedStep, simulated, simulator_of
+from distsim.study.training_step import forward_pass
+from distsim.terminal import for_terminal
 
 MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""
@@ -67,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="JSON", help="write a trace for Perfetto, compressed as .json.gz"
     )
+    add_json(parser)
     add_export_options(parser)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the timeline, a row for each rank")
     parser.add_argument("--streams", action="store_true", help="with --plot: a row for each stream of a rank")
@@ -123,6 +123,7 @@ def run(options: argparse.Namespace) -> int:
     take_file(options)
     for path in filter(None, (options.trace, options.plot, options.html)):
         check_target(path)
+    check_json(options.json)
     check_exports(options)
     correction(options.own_runs)  # refused before anything is simulated
     if options.own_runs and (options.kernels == "ops" or options.partition):
@@ -137,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedStep:
+class StepReport:
     """What options ask for, simulated: ``function`` laid out in some ``way``; ``about`` it, and ``notes``."""
 
     way: str
@@ -149,7 +150,7 @@ class SimulatedStep:
     @property
     def samples(self) -> int:
         """What one step processes."""
-        return _samples(self.function)
+        return ModelTraits.of(self.function).batch
 
     def figures(self, name: str, by: str = DEVICE) -> StepFigures:
         """Return the figures of the step; ``by``: what its parts are."""
@@ -164,7 +165,7 @@ class SimulatedStep:
         return [*self.notes, *self.simulation.notes, *last]
 
 
-def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool = False) -> SimulatedStep:
+def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool = False) -> StepReport:
     """Return what :func:`add_step_options` ask for; ``advise``: its notes say what would make it fit."""
     if options.partition:
         return _simulate_partition(options, progress)
@@ -175,40 +176,25 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
     order = _table(options)
     topology = read_cluster(options)
     from_file = take_layout(options, len(topology.devices))
-    function, choices = training_step(options, progress)
-    cost_model = CostModel(topology, strict=options.strict, kernels=choices.kernels.way)
-    simulator = _simulator(options, cost_model)
-
-    def build(plan: Plan) -> Program:
-        return progress.run(
-            f"parallelizing: {plan}",
-            lambda: parallelize(function, plan, topology, cost_model, order, choices.kernels),
-        )
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
-        plan, program, said = lay_out(_plan(options, order), choices.stack.name, choices, build)
-        simulation = progress.run("simulating", lambda: simulator.simulate(program))
-    notes = [*from_file, *([f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []), *said]
-    notes += _unknown_kernel(choices.attention, topology)
-    notes += _idle_devices(options, plan, topology, _samples(function))
-    notes += _uneven_ranks(plan, program.schedule, simulation)
-    if advise and order is None and not simulation.fits:
-
-        def build_quietly(other: Plan) -> Program:
-            return parallelize(function, other, topology, cost_model, None, choices.kernels)
-
-        notes += _advice(plan, PlanTrials(function, topology, build_quietly, simulator.simulate), progress)
-    way = str(plan) if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
-    return SimulatedStep(way, function, simulation, notes=tuple(notes))
+    engine = _engine(options, order)
+    found = simulated(model_options(options), (options.cluster, topology), engine, progress)
+    notes = [*from_file, *found.simulation.known_step.notes]
+    if advise and order is None and not found.simulation.fits:
+        notes += _advice(found, progress)
+    plan = str(found.plan)
+    way = plan if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
+    return StepReport(way, found.function, found.simulation, notes=tuple(notes))
 
 
-def _advice(plan: Plan, trials: PlanTrials, progress: Progress) -> list[str]:
+def _advice(step: SimulatedStep, progress: Progress) -> list[str]:
     """Say what would make a plan fit."""
+    topology = step.simulation.cost_model.topology
+    trials = PlanTrials(step.function, topology, step.build, step.simulator.simulate)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
         found = progress.run(
-            f"looking for plans that fit, for {SEARCH_SECONDS:g} s at most", lambda: remedies(plan, trials)
+            f"looking for plans that fit, for {SEARCH_SECONDS:g} s at most",
+            lambda: remedies(step.plan, trials),
         )
     notes = [
         f"it would fit with {remedy}: {seconds_text(remedy.step_time)}, at most {bytes_label(remedy.peak)}"
@@ -222,22 +208,25 @@ def _advice(plan: Plan, trials: PlanTrials, progress: Progress) -> list[str]:
     return notes or ["no plan with one or two changes fits"]
 
 
-def _tell(options: argparse.Namespace, progress: Progress, step: SimulatedStep) -> int:
+def _tell(options: argparse.Namespace, progress: Progress, step: StepReport) -> int:
     """Print what was simulated of a model, run in some way, and write what is asked for."""
-    simulation = step.simulation
-    say(f"{options.model} on {options.cluster}, {step.way}, batch {step.samples}\n")
-    if step.about:
-        say(step.about)
-    say(summarize(simulation, step.samples, count_model_flops(step.function), options.own_runs))
-    for note in step.all_notes():
-        say(f"note: {note}")
+    simulation, notes = step.simulation, step.all_notes()
+    if options.json:
+        write_json(options.json, {**simulation.to_dict(), "notes": notes})
+    if options.json != PRINTED:
+        say(for_terminal(f"{options.model} on {options.cluster}, {step.way}, batch {step.samples}\n"))
+        if step.about:
+            say(step.about)
+        summary = summarize(simulation, step.samples, count_model_flops(step.function), options.own_runs)
+        say(for_terminal(summary))
+        for note in notes:
+            say(for_terminal(f"note: {note}"))
     return _write(options, step, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
 
 
-def _plan(options: argparse.Namespace, order: Schedule | None) -> str:
-    """Return the text of the plan; a table says how many stages a rank has, where the plan does not."""
-    text = plan_text(options)
-    return text if order is None or "chunks=" in text else f"{text},chunks={order.stages_a_rank}"
+def _engine(options: argparse.Namespace, order: Schedule | None = None) -> EngineOptions:
+    """Return how the command line wants it simulated."""
+    return options_of(EngineOptions, {**vars(options), "overlap": not options.no_overlap, "schedule": order})
 
 
 def _table(options: argparse.Namespace) -> Schedule | None:
@@ -246,56 +235,10 @@ def _table(options: argparse.Namespace) -> Schedule | None:
         if options.copies is not None:
             raise PlanError("--copies goes with --schedule-csv, of which no table says it")
         return None
-    if "schedule=" in (options.plan or "").replace(f"schedule={TABLE}", ""):
-        raise PlanError("--schedule-csv says what the schedule is: leave schedule= out of --plan")
     return read_csv(options.schedule_csv, copies=1 if options.copies is None else options.copies)
 
 
-def _idle_devices(options: argparse.Namespace, plan: Plan, topology: Topology, samples: int) -> list[str]:
-    """Say how many devices a plan leaves idle, and which dp would use the most of them, if any."""
-    count, replica = len(topology.devices), plan.tp * plan.pp
-    if plan.devices == count:
-        return []
-    divide = [dp for dp in range(1, count // replica + 1) if samples % (dp * plan.microbatches) == 0]
-    most = max(divide, default=plan.dp)
-    way = f"dp={most} would use {most * replica}"
-    if most <= plan.dp:
-        way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
-    idle = f"{count - plan.devices} of {count} devices of {options.cluster} are idle"
-    return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
-
-
-def _unknown_kernel(attention: str | None, topology: Topology) -> list[str]:
-    """Say where devices have no figure for the kernel of attention that is asked for."""
-    rates = topology.devices[0].rates
-    if attention not in ATTENTION_KERNELS or rates.attention(attention) is not None:
-        return []
-    return [
-        f"attention {attention}: the cluster has no figure for it ([device.attention] of its file), so it "
-        "takes as long as the usual kernel"
-    ]
-
-
-UNEVEN = 1.1
-"""How much more than the mean of the ranks the busiest may compute before it is noted."""
-
-
-def _uneven_ranks(plan: Plan, order: Schedule, simulation: Simulation) -> list[str]:
-    """Say how uneven the ranks' work is where stages are even, and ranks hold several."""
-    if plan.stages != "even" or order.stages_a_rank == 1:
-        return []
-    groups = [(simulation.shares(members[0]).busy, len(members)) for members in simulation.classes.members]
-    most = max(busy for busy, _ in groups)
-    mean = sum(busy * size for busy, size in groups) / sum(size for _, size in groups)
-    if not most > UNEVEN * mean:
-        return []
-    return [
-        f"stages=even makes stages even, not the ranks that hold {order.stages_a_rank} of them: the busiest "
-        f"computes {most / mean:.2f} times the mean; stages=auto, or counts as in 3-4-4-3, may do better"
-    ]
-
-
-def _simulate_partition(options: argparse.Namespace, progress: Progress) -> SimulatedStep:
+def _simulate_partition(options: argparse.Namespace, progress: Progress) -> StepReport:
     """Inference of one batch, partitioned over the devices of the cluster."""
     fields = (
         "plan",
@@ -319,8 +262,8 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> Simu
         raise PlanError("--time-limit is for --partition optimal; the other modes do not search")
     topology = read_cluster(options)
     cost_model = CostModel(topology, strict=options.strict)
-    simulator = _simulator(options, cost_model)
-    function = read_model(options, progress)
+    simulator = simulator_of(_engine(options), cost_model)
+    function = forward_pass(model_options(options), progress)
     memory = math.inf if options.device_memory is None else options.device_memory
     limit = 10.0 if options.time_limit is None else options.time_limit
     with warnings.catch_warnings():
@@ -334,30 +277,17 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> Simu
         run = found.placed.function
         simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
     way = f"{options.partition}, inference"
-    return SimulatedStep(way, function, simulation, found.describe(simulation))
+    return StepReport(way, function, simulation, found.describe(simulation))
 
 
-def _simulator(options: argparse.Namespace, cost_model: CostModel) -> Simulator:
-    """The max-plus engine, or the event engine for what is not linear."""
-    overlap = not options.no_overlap
-    if options.seed and not options.jitter:
-        raise PlanError("--seed has no effect without --jitter")
-    if not (options.contention or options.jitter):
-        return Simulator(cost_model, overlap)
-    disturbances = Disturbances(options.jitter, options.seed) if options.jitter else None
-    return Simulator(
-        cost_model, overlap, engine="events", contention=options.contention, disturbances=disturbances
-    )
-
-
-def _write(options: argparse.Namespace, step: SimulatedStep, progress: Progress) -> int:
+def _write(options: argparse.Namespace, step: StepReport, progress: Progress) -> int:
     """Write the trace, plot and page that are asked for; one that cannot be written costs no other."""
-    simulation = step.simulation
+    simulation, tell = step.simulation, teller(options.json)
 
     def trace() -> int:
         devices, what = _traced(simulation, ranks_of(options))
         progress.run(f"writing {options.trace}", lambda: write_trace(simulation, options.trace, devices))
-        say(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
+        tell(f"trace: {options.trace} {what}(open it at ui.perfetto.dev)")
         return 0
 
     def plot() -> int:
@@ -365,7 +295,7 @@ def _write(options: argparse.Namespace, step: SimulatedStep, progress: Progress)
             f"drawing {options.plot}",
             lambda: plot_timeline(simulation, options.plot, streams=options.streams),
         )
-        say(f"timeline: {options.plot}")
+        tell(f"timeline: {options.plot}")
         return 0
 
     def html() -> int:
@@ -379,7 +309,7 @@ def _write(options: argparse.Namespace, step: SimulatedStep, progress: Progress)
         )
         title = f"{options.model} on {options.cluster}"
         progress.run(f"writing {options.html}", lambda: write_page(options.html, title, [case]))
-        say(f"page: {options.html}")
+        tell(f"page: {options.html}")
         return 0
 
     works = [work for work in (trace, plot, html) if getattr(options, work.__name__)]
@@ -395,10 +325,3 @@ def _traced(simulation: Simulation, ranks: list[int] | None) -> tuple[list[Devic
         return devices, ""
     chosen = [members[0] for members in simulation.classes.members]
     return chosen, f"with one of the devices that do the same, {len(chosen)} of {len(devices)} "
-
-
-def _samples(function: Function) -> int:
-    data = batch_inputs(function, roles(function))
-    if not data:
-        raise PlanError(f"{function.name} has no data input, so no batch to count samples by")
-    return getattr(data[0].type, "shape", (0,))[0]

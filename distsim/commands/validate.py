@@ -37,7 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="tables of measured steps, a row each (by default the published ones that come with distsim)",
     )
     parser.add_argument(
-        "--out",
+        *("--csv", "--out"),
+        dest="out",
         type=Path,
         metavar="CSV",
         help=f"write the predictions ({','.join(COLUMNS)}): a line when a row is done, and at last "
@@ -55,7 +56,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--workers", type=int, default=cores, metavar="N", help=f"processes that share the rows ({cores})"
     )
     parser.add_argument(
-        "--limit", type=float, default=300.0, metavar="SECONDS", help="for one row (default 300)"
+        *("--time-limit", "--limit"),
+        dest="limit",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="for one row (default 300)",
     )
 
 

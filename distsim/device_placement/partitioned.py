@@ -25,6 +25,7 @@ from distsim.ops import Signature
 from distsim.simulation import Simulation
 from distsim.simulation.explain.text import seconds_text, table
 from distsim.simulation.quantities import bytes_label
+from distsim.suggestions import choices_for
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +242,7 @@ def partition_model(
     unknown mode, a :class:`CostError` for a cost model of another topology.
     """
     if mode not in HOST_MODES:
-        raise PartitionError(f"there is no mode {mode!r}; choose one of {', '.join(HOST_MODES)}")
+        raise PartitionError(f"there is no mode {mode!r}; choose one of {choices_for(mode, HOST_MODES)}")
     if not memory > 0:
         raise PartitionError(f"memory={memory} bytes: a device has some")
     cost_model = cost_model_of(topology, cost_model)

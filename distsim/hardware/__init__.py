@@ -1,5 +1,6 @@
 """Device and cluster presets, and what collectives cost on a topology."""
 
+from distsim.hardware.cluster_text import cluster_toml
 from distsim.hardware.collectives import (
     COLLECTIVES,
     FluidCollective,
@@ -15,6 +16,7 @@ __all__ = [
     "Channel",
     "FluidCollective",
     "channels",
+    "cluster_toml",
     "collective_algorithms",
     "collective_time",
     "collective_transfer",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from distsim.hardware.cluster_table import (
     SlowTable,
     level_name,
 )
+from distsim.suggestions import did_you_mean
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -85,10 +85,8 @@ def _in_words(origin: str, message: str, text: str, raw: Raw) -> str:
     unknown = re.search(r"Object contains unknown field `(.*)`", said)
     missing = re.search(r"Object missing required field `(.*)`", said)
     if unknown:
-        near = get_close_matches(unknown[1], fields, 1, 0.6)
-        hint = (
-            f"; did you mean {near[0]}?" if near else f"; choose from {', '.join(fields)}" if fields else ""
-        )
+        choices = f"; choose from {', '.join(fields)}" if fields else ""
+        hint = did_you_mean(unknown[1], fields) or choices
         path, said = _joined(path, unknown[1]), f"there is no field {unknown[1]!r:.60}{hint}"
     elif missing:
         path, said = _joined(path, missing[1]), "is missing"

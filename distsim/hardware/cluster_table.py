@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
@@ -11,6 +10,7 @@ import msgspec
 from distsim.errors import TopologyError
 from distsim.hardware.units import BYTES, FLOPS, NUMBER, POWER, PRICE, RATE, SECONDS, SHARE, Units
 from distsim.ir.kernel_rates import ATTENTION_KERNELS, KINDS_OF_WORK, WAYS_TO_LAUNCH
+from distsim.suggestions import choices_for
 
 MAX_DEVICES = 1 << 20
 
@@ -219,10 +219,8 @@ def with_setting(table: Raw, setting: str) -> Raw:
     keys = setting_keys(table)
     key = key.removeprefix("levels.")
     if key not in keys:
-        near = difflib.get_close_matches(key, keys, 3, 0.6)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise TopologyError(
-            f"--set {key!r:.60}: no figure has this name{hint} (choose from {', '.join(keys)})"
+            f"--set {key!r:.60}: no figure has this name; choose from {choices_for(key, keys)}"
         )
     first, *rest = key.split(".")
     given: Any = _whole(key, value) if key.split(".")[-1] in _COUNTS else value

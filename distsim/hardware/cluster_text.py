@@ -26,6 +26,19 @@ def cluster_text(table: Raw) -> str:
     return "\n".join(_lines(table, ""))
 
 
+def cluster_toml(name: str, settings: Sequence[str] = ()) -> str:
+    """Return the file of a cluster with all that is in its base, to copy and to change.
+
+    It loads back to the same topology. Raises as :func:`load_cluster`.
+
+    >>> print(cluster_toml("dgx-a100", ["device.memory=40GiB"]).splitlines()[0])
+    # dgx-a100: use it as --cluster FILE.toml, FILE.toml:4 for four nodes
+    """
+    text = cluster_text(complete_table(name, settings))
+    several = "" if "[[nodes]]" in text else ", FILE.toml:4 for four nodes"
+    return f"# {name}: use it as --cluster FILE.toml{several}\n{text}".rstrip()
+
+
 def complete_table(name: str, settings: Sequence[str] = ()) -> Raw:
     """Return the table of a preset or of a ``.toml`` file with all that is in its base.
 

@@ -45,6 +45,7 @@ from distsim.ir.device import Device
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.link import Link
 from distsim.ir.topology import Level, Topology
+from distsim.suggestions import choices_for, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device) -> Devi
     """Return the device of a kind of nodes: that of the file, or of its ``base``, with what it changes."""
     if kind.base is not None and kind.base not in presets():
         raise TopologyError(
-            f"nodes: no preset is named {kind.base!r:.60}; choose one of {', '.join(presets())}"
+            f"nodes: no preset is named {kind.base!r:.60}; choose one of {choices_for(kind.base, presets())}"
         )
     whole = read.table if kind.base is None else _read(kind.base, ()).table
     base = cast(Raw, msgspec.to_builtins(whole.device))
@@ -319,8 +320,9 @@ def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
         data = (_folder() / f"{name}.toml").read_bytes()
     else:
         way = "" if above else ", with :count for several nodes, or give the path of a .toml file"
-        where = f"{above[-1]}: base: " if above else ""
-        raise TopologyError(f"{where}no cluster is named {name!r}; choose one of {', '.join(presets())}{way}")
+        where, known = f"{above[-1]}: base: " if above else "", ", ".join(presets())
+        hint = did_you_mean(name, presets())
+        raise TopologyError(f"{where}no cluster is named {name!r}; choose one of {known}{way}{hint}")
     raw = raw_table(name, data)
     text = data.decode()
     if "base" not in raw:
@@ -339,8 +341,7 @@ def _taken_over(raw: Raw, base: str) -> Raw:
             name: {**figure, "source": f"of {base}: {figure['source']}"} if "source" in figure else figure
             for name, figure in device.get(table, {}).items()
         }
-    host = device.get("host_power", {})
-    if "source" in host:
+    if "source" in (host := device.get("host_power", {})):
         device["host_power"] = {**host, "source": f"of {base}: {host['source']}"}
     return {**raw, "device": device}
 

@@ -8,7 +8,7 @@ from importlib.resources import as_file, files
 from typing import Any
 
 from distsim.errors import ImportModelError
-from distsim.importer.decoders import did_you_mean, load_decoder, model_names
+from distsim.importer.decoders import load_decoder, model_names
 from distsim.importer.decoders.options import (
     read_coefficient,
     read_decimal,
@@ -20,6 +20,7 @@ from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
 from distsim.ir import Function
 from distsim.ir.type import dtype_named
 from distsim.models import deepseek, gpt, llama, mlp, moe
+from distsim.suggestions import did_you_mean
 
 BUILDERS: dict[str, Callable[..., Function]] = {
     "gpt": gpt,
@@ -49,6 +50,9 @@ def load_model(
     option; ``bindings`` (``seq=128,...``) binds others. ``parameters`` are patterns of graph inputs that are
     parameters. ``groups``: in how many groups a sequence is routed to experts, where the text does not say.
     The vocabulary of a named or configured model is padded to a multiple of ``vocabulary_multiple``.
+
+    >>> load_model("mlp:layers=2,width=8", batch=4).inputs[0]
+    x: f32[4, 8]
     """
     sizes = _pairs(bindings, "the sizes to bind")
     name, _, options = source.partition(":")
@@ -96,7 +100,8 @@ def _build(name: str, options: str, batch: int | None, sizes: dict[str, int], gr
     given: dict[str, Any] = {}
     for key, text in split_options(options, name).items():
         if key not in known:
-            raise ImportModelError(f"{name} has no option {key!r}; it has {', '.join(known)}")
+            hint = did_you_mean(key, known)
+            raise ImportModelError(f"{name} has no option {key!r}; it has {', '.join(known)}{hint}")
         given[key] = known[key](key, text)
     for key, size in sizes.items():
         if given.setdefault(key, size) != size:

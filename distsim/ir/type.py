@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
+from distsim.suggestions import did_you_mean
 
 
 class Type:
@@ -117,7 +118,9 @@ def dtype_named(name: str) -> DType:
     """Return the element type with a name such as ``bfloat16`` or ``bf16``."""
     found = _BY_NAME.get(name.lower())
     if found is None:
-        raise TypeRuleError(f"element type {name!r} is not one of {', '.join(_names())}")
+        raise TypeRuleError(
+            f"element type {name!r} is not one of {', '.join(_names())}{did_you_mean(name, _BY_NAME)}"
+        )
     return found
 
 

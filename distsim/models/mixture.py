@@ -28,6 +28,7 @@ from distsim.models.parts.feed_forward import FeedForward, feed_forward
 from distsim.models.parts.layer_maker import ACTIVATIONS, LayerMaker, check_activation
 from distsim.models.routing import Routing
 from distsim.models.sizes import check_caps, check_counts, check_sizes
+from distsim.suggestions import choices_for
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 DISPATCHERS = ("alltoall", "allgather")
@@ -79,9 +80,11 @@ class Mixture:
             raise PlanError(f"top_k={self.top_k} of only {self.experts} experts")
         check_counts(shared=self.shared)
         if self.score not in SCORES:
-            raise PlanError(f"score={self.score!r} is not one of {', '.join(SCORES)}")
+            raise PlanError(f"score={self.score!r} is not one of {choices_for(self.score, SCORES)}")
         if self.dispatcher not in DISPATCHERS:
-            raise PlanError(f"dispatcher={self.dispatcher!r} is not one of {', '.join(DISPATCHERS)}")
+            raise PlanError(
+                f"dispatcher={self.dispatcher!r} is not one of {choices_for(self.dispatcher, DISPATCHERS)}"
+            )
         check_caps(scale=self.scale)
         check_activation(self.activation)
 

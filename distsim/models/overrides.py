@@ -8,6 +8,7 @@ from typing import Any
 
 from distsim.errors import PlanError
 from distsim.models.decoder_sizes import DecoderSizes
+from distsim.suggestions import choices_for
 
 WHERE: dict[str, tuple[str, str]] = {
     **{name: ("", name) for name in ("layers", "hidden", "vocab", "tied")},
@@ -58,7 +59,7 @@ def override(sizes: DecoderSizes, options: dict[str, Any]) -> DecoderSizes:
     changes: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in options.items():
         if not _has(sizes, name) and name != "ffn":
-            raise PlanError(f"there is no option {name!r}; there are {', '.join(options_of(sizes))}")
+            raise PlanError(f"there is no option {name!r}; there are {choices_for(name, options_of(sizes))}")
         record, field = WHERE[name]
         changes[record][field] = value
     own = changes.pop("", {})

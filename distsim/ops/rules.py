@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from distsim.ir.value import Attributes
 from distsim.ops.bounds import check_bounds
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types, schema_of
 from distsim.ops.operator import Array, Signature, Work, operator, registered
+from distsim.suggestions import did_you_mean
 
 
 def types(
@@ -82,6 +82,5 @@ def check_op_types(what: str, op_types: Iterable[str], otherwise: str) -> None:
     known = registered()
     for op_type in op_types:
         if op_type not in known and schema_of(op_type, None) is None:
-            near = get_close_matches(op_type, known, 3)
-            hint = f"did you mean {' or '.join(near)}?" if near else otherwise
-            raise PlanError(f"{what}: there is no op {op_type}; {hint}")
+            hint = did_you_mean(op_type, known) or f"; {otherwise}"
+            raise PlanError(f"{what}: there is no op {op_type}{hint}")

@@ -32,7 +32,7 @@ def plans_part(result: SearchResult) -> dict[str, Any]:
                 short(trial.plan),
                 _status(trial.fits, status_of(trial), trial.simulated),
                 *([trial.seconds, trial.low or None, trial.high or None] if trial.simulated else [None] * 3),
-                *([result.rate(trial), result.mfu(trial)] if trial.simulated else [None] * 2),
+                *([result.rate(trial), result.mfu_of(trial)] if trial.simulated else [None] * 2),
                 trial.peak or None,
                 trial.missing or None,
                 trial.bound_by() or trial.refused or None,

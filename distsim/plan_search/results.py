@@ -10,43 +10,40 @@ from functools import cached_property
 from typing import Any
 
 from distsim.errors import SimulationError
+from distsim.extras import data_frame
 from distsim.ir import Topology
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
+from distsim.simulation.explain.text import count, html_table, rate_text, seconds_text
+from distsim.simulation.quantities import bytes_label
+from distsim.simulation.trained_step import TrainedStep
 
 
 @dataclass(frozen=True)
-class SearchedStep:
-    """What all plans of a search do: a training step of so many samples, of ``sequence`` tokens (0: of none).
+class SearchedStep(TrainedStep):
+    """What all plans of a search do, on a topology.
 
-    ``flops`` are the model's own (:func:`distsim.interpret.count_model_flops`), ``peak`` the FLOP/s of a
-    device in the type of most of them; 0 where there are none. ``state_bytes`` are those of parameters and
-    optimizer state, of which a checkpoint has one copy.
+    ``peak``: the FLOP/s of a device in the type of most FLOPs; 0 where there are none. ``state_bytes`` are
+    those of parameters and optimizer state, of which a checkpoint has one copy.
     """
 
-    name: str
-    samples: int
-    sequence: int
-    flops: float
-    peak: float
-    state_bytes: int
-    topology: Topology = field(repr=False)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step, or its samples where it has none."""
-        return self.samples * (self.sequence or 1)
-
-    @property
-    def unit(self) -> str:
-        """What of a step is counted."""
-        return "tokens" if self.sequence else "samples"
+    peak: float = 0.0
+    state_bytes: int = 0
+    topology: Topology = field(default_factory=Topology, repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SearchResult:
-    """What became of every plan of a space, in its order; ``print`` it.
+    """What became of every plan of a space, in its order; :func:`distsim.plan_search.describe` prints it.
 
     ``objective`` and ``wanted``: by what plans are ranked, and of how many the bounds keep the rest out.
+
+    >>> import distsim
+    >>> sets = "dp=8|4,tp=1|2,pp=1,zero=0,remat=none,microbatches=1"
+    >>> found = distsim.search("mlp:layers=4,width=64", "dgx-a100", sets, batch=16, kernels="ops")
+    >>> found
+    SearchResult(2 plans, 2 simulated, best dp=4,tp=2,pp=1,microbatches=1,schedule=1f1b)
+    >>> [row["plan"] for row in found.rows()][:1] == [found.best.text]
+    True
     """
 
     trials: Sequence[PlanTrial]
@@ -125,10 +122,20 @@ class SearchResult:
         ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
         return {reason: (len(texts), texts[0]) for reason, texts in ordered}
 
-    def mfu(self, trial: PlanTrial) -> float:
+    def mfu_of(self, trial: PlanTrial) -> float:
         """Return the share of the peak of all devices that the model's own FLOPs reach in a step."""
         peak = self.step.peak * len(self.step.topology.devices)
         return self.step.flops / (trial.seconds * peak) if peak and trial.seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """That of the best plan; raises as :attr:`best`."""
+        return self.mfu_of(self.best)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens, or samples where there are none, per second on all devices by the best plan; raises so."""
+        return self.step.tokens / self.best.seconds
 
     def rate(self, trial: PlanTrial) -> float:
         """Return the tokens, or samples, of a second and a device."""
@@ -150,7 +157,7 @@ class SearchResult:
             "low_s": trial.low or None,
             "high_s": trial.high or None,
             f"{self.step.unit}_per_s_per_device": self.rate(trial) if known else None,
-            "mfu": self.mfu(trial) if known else None,
+            "mfu": self.mfu_of(trial) if known else None,
             "peak_bytes": trial.peak or None,
             "missing_bytes": trial.missing if trial.peak else None,
             "bound_by": trial.bound_by() or None,
@@ -173,9 +180,28 @@ class SearchResult:
             "rows": self.rows(),
         }
 
+    def to_pandas(self) -> Any:
+        """Return :meth:`rows` as a table; raises :class:`MissingExtraError` without pandas."""
+        return data_frame(self.rows())
+
+    def _repr_html_(self) -> str:
+        """Show the best plans as a table."""
+        if not self.fitting:
+            return html_table(("",), [(repr(self),)])
+        cells = [
+            (
+                *(trial.text, seconds_text(trial.seconds), rate_text(self.rate(trial))),
+                *(f"{self.mfu_of(trial):.1%}", bytes_label(trial.peak), trial.bound_by()),
+            )
+            for trial in self.winners
+        ]
+        unit = f"{self.step.unit}/s a device"
+        return html_table(("plan", "step", unit, "MFU", "memory", "bound by"), cells)
+
     def __repr__(self) -> str:
         best = f"best {self.best.text}" if self.fitting else "none fits"
-        return f"SearchResult({len(self.trials)} plans, {self.counts['simulated']} simulated, {best})"
+        plans = count(len(self.trials), "plan")
+        return f"SearchResult({plans}, {self.counts['simulated']} simulated, {best})"
 
 
 STATUSES = ("simulated", "too large", "refused", "discarded: slower", "discarded: too large")

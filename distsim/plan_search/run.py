@@ -26,6 +26,7 @@ from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.plan_search.trial import PlanTrial
 from distsim.plan_search.workers import PlanUnit, RemoteWorkers, workers_for
 from distsim.simulation.explain.text import count
+from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
 ROUND = 24
@@ -65,10 +66,10 @@ def search(
     """Return the best plans of a training step on all devices of a topology.
 
     ``plans`` are sets of values for fields of a plan, as ``"tp=1|2|4,remat=*"``, what is left open being
-    sensible (:mod:`distsim.plan_search.space`), or the plans themselves. ``objective`` is one of ``OBJECTIVES``;
-    ``top`` how many of the best are wanted: what is proven to be worse is not tried. For a function that
-    depends on the plan, give what returns it, the same one for plans that divide the same. ``workers``:
-    how many processes, or those behind an executor, as ``dask_workers("tcp://host:8786")``.
+    sensible (:mod:`distsim.plan_search.space`), or the plans themselves. ``objective`` is one of
+    ``OBJECTIVES``; ``top`` how many of the best are wanted: what is proven to be worse is not tried. For a
+    function that depends on the plan, give what returns it, the same one for plans that divide the same.
+    ``workers``: how many processes, or those behind an executor, as ``dask_workers("tcp://host:8786")``.
 
     >>> from distsim.hardware import load_cluster
     >>> from distsim.models import mlp
@@ -115,7 +116,8 @@ class SearchRun:
 
     def __post_init__(self) -> None:
         if self.problem.objective not in OBJECTIVES:
-            raise PlanError(f"objective {self.problem.objective!r:.40}: choose {' or '.join(OBJECTIVES)}")
+            asked = self.problem.objective
+            raise PlanError(f"objective {asked!r:.40} is not one of {choices_for(asked, OBJECTIVES)}")
         if not self.plans or self.problem.top < 1:
             raise PlanError(
                 f"{len(self.plans)} plans of which {self.problem.top} are wanted: at least one each"
@@ -198,9 +200,8 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     peak = 0.0 if dtype is None else max(device.peak(dtype) for device in problem.topology.devices)
     flops = count_model_flops(function)
     parameters, state, _ = PlanBounds(function, problem.topology).held
-    return SearchedStep(
-        function.name, traits.batch, traits.sequence, flops, peak, parameters + state, problem.topology
-    )
+    step = function.name, traits.batch, traits.sequence, flops
+    return SearchedStep(*step, peak=peak, state_bytes=parameters + state, topology=problem.topology)
 
 
 def _unit(plans: Sequence[Plan], known: Mapping[str, PlanTrial]) -> PlanUnit:

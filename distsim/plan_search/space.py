@@ -34,6 +34,7 @@ from distsim.ir import Function, Tensor, Topology, all_ops
 from distsim.plan import RESHARD, SWITCH, Plan, parse_schedule
 from distsim.rank_layout import CP_KINDS
 from distsim.schedule import FLUSH, SCHEDULES, schedule
+from distsim.suggestions import choices_for
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
 SIZE = "microbatch_size"
@@ -79,7 +80,9 @@ def parse_sets(text: str) -> dict[str, tuple[str, ...]]:
         if not equals or not all(given):
             raise PlanError(f"{shortened(item)} is not field=value|value; write for example tp=1|2|4,remat=*")
         if name not in (*_FIELDS, SIZE):
-            raise PlanError(f"unknown field {shortened(name)}; choose from {', '.join((*_FIELDS, SIZE))}")
+            known = (*_FIELDS, SIZE)
+            choices = f"choose from {choices_for(name, known)}"
+            raise PlanError(f"unknown field {shortened(name)}; {choices}")
         if name in found:
             raise PlanError(f"{name} is given twice; write {name}={'|'.join((*found[name], *given))}")
         found[name] = given

@@ -55,7 +55,7 @@ def best_table(result: SearchResult) -> list[str]:
             seconds_text(trial.seconds),
             f"{trial.low:.3g} to {trial.high:.3g}" if trial.high else "-",
             f"{result.rate(trial):.5g}",
-            f"{result.mfu(trial):.1%}",
+            f"{result.mfu_of(trial):.1%}",
             bytes_label(trial.peak),
             trial.bound_by(),
             ",".join(part for part in own if part not in shared) or "as all",

@@ -7,18 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distsim.cost.efficiency import matrix_type
 from distsim.simulation import Simulation
 from distsim.simulation.calls import device_parts
 
 DEVICE = "device"
 """What the parts of a step are taken from, where it is not its critical path."""
-
-
-def peak_rate(simulation: Simulation) -> tuple[str, float] | None:
-    """Return the type of most products of a step, and the FLOP/s of all devices in it; None without any."""
-    dtype = matrix_type(op for op, _, _ in simulation.timeline.op_counts)
-    return None if dtype is None else (dtype, sum(device.peak(dtype) for device in simulation.timestamps))
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class StepFigures:
         of the model itself (:func:`distsim.interpret.count_model_flops`); ``by``: what the parts are, those
         of the mean device (:func:`device_parts`), or of the critical path (:meth:`Simulation.breakdown`).
         """
-        seconds, interval, peak = simulation.step_period, simulation.interval(), peak_rate(simulation)
+        seconds, interval = simulation.step_period, simulation.interval()
         devices = len(simulation.timestamps)
         fullest = min(simulation.memory, key=lambda d: d.usable - simulation.memory[d].peak, default=None)
         groups = [(simulation.shares(own[0]), len(own) / devices) for own in simulation.classes.members]
@@ -70,7 +63,7 @@ class StepFigures:
             interval.high if interval else 0.0,
             counted[0] / seconds / devices if seconds else 0.0,
             counted[1],
-            flops / (seconds * peak[1]) if peak and peak[1] and seconds else 0.0,
+            simulation.peak_rate.share(flops, seconds),
             simulation.memory[fullest].peak if fullest else 0,
             fullest.usable if fullest else math.inf,
             simulation.fits,

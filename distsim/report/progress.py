@@ -15,10 +15,11 @@ T = TypeVar("T")
 class Progress:
     """Writes one line per step of work to ``file``: its name when it starts, its time when it ends.
 
-    A file that cannot be written to, say a log on a full disk, is no reason to stop the work.
+    Without a file nothing is written. One that cannot be written to, say a log on a full disk, is no reason
+    to stop the work.
     """
 
-    file: TextIO
+    file: TextIO | None = None
 
     def run(self, what: str, work: Callable[[], T]) -> T:
         """Return ``work()``; the line is finished also when it fails."""
@@ -36,6 +37,8 @@ class Progress:
         return result
 
     def _write(self, text: str) -> None:
+        if self.file is None:
+            return
         with contextlib.suppress(OSError):
             self.file.write(text)
             self.file.flush()

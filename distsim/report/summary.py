@@ -8,11 +8,10 @@ from statistics import median
 
 from distsim.ir import Device, Op
 from distsim.ops import op_label, operator
-from distsim.report.figures import peak_rate
 from distsim.report.labels import ranks_label
 from distsim.simulation import Simulation
 from distsim.simulation.explain.interval import Interval, correction
-from distsim.simulation.explain.text import count, seconds_text, table
+from distsim.simulation.explain.text import count, rate_text, seconds_text, table
 from distsim.simulation.memory.origins import grouped
 from distsim.simulation.quantities import bytes_label
 from distsim.simulation.tasks.rank_classes import communicates
@@ -38,7 +37,8 @@ def summarize(
     the shares of the devices, is of a single step, in which the pipeline fills and drains. ``own`` are
     measured over predicted seconds of other steps on the same machine: a line says what these make of it.
     """
-    lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}"]
+    what = "" if simulation.trains else ", a forward pass: nothing is differentiated"
+    lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}{what}"]
     each = simulation.microbatch_time
     run = "" if each is None else " from an empty pipeline to an empty one"
     interval = simulation.interval()
@@ -54,6 +54,7 @@ def summarize(
     if samples is not None and simulation.step_period > 0:
         steady = "" if each is None else " in the steady state"
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s{steady}")
+        lines += _tokens(simulation)
     lines += _utilisation(simulation, model_flops)
     lines += [
         *_memory_lines(simulation),
@@ -64,6 +65,16 @@ def summarize(
         *_operator_table(simulation),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _tokens(simulation: Simulation) -> list[str]:
+    """Say how many tokens a second that is, of a step that is known to have some."""
+    step = simulation.step
+    if step is None or not step.sequence:
+        return []
+    rate = simulation.tokens_per_second
+    a_device = rate_text(rate / len(simulation.timestamps))
+    return [f"tokens        {rate_text(rate)} tokens/s, {a_device} tokens/s a device"]
 
 
 def _trust(interval: Interval) -> str:
@@ -81,17 +92,15 @@ def _corrected(simulation: Simulation, own: Sequence[float]) -> str:
 
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:
-    found = peak_rate(simulation)
-    if found is None or not simulation.step_period > 0:
+    peak = simulation.peak_rate
+    if not (peak.total and simulation.step_period > 0):
         return []
-    dtype, peak = found
     shares = (
         ("MFU", model_flops, "the model's products, of attention all pairs"),
         ("HFU", simulation.flops, "all that kernels do"),
     )
-    what = f"{peak / 1e12:.4g} TFLOP/s ({dtype}, {len(simulation.timestamps)} devices)"
     return [
-        f"{name}           {flops / (simulation.step_period * peak):.1%} of {what}: {counted}"
+        f"{name}           {peak.share(flops, simulation.step_period):.1%} of {peak}: {counted}"
         for name, flops, counted in shares
         if flops is not None
     ]

@@ -25,6 +25,7 @@ from distsim.schedule.warm_up import (
     zb_h1,
     zb_h2,
 )
+from distsim.suggestions import choices_for
 
 _SEARCH = ("memory_limit", "seconds", "send", "weight_share")
 _UPDATES = ("update_every",)
@@ -163,7 +164,7 @@ def schedule(
     4
     """
     if name not in SCHEDULES:
-        raise ScheduleError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        raise ScheduleError(f"unknown schedule {name!r}; choose one of {choices_for(name, SCHEDULES)}")
     known = SCHEDULES[name]
     foreign = [option for option in options if option not in known.options]
     if foreign:

@@ -53,8 +53,8 @@ class ScheduleTimes:
     def microbatch_time(self) -> float | None:
         """Each further microbatch once the pipeline is full; None for a schedule with a flush.
 
-        See :func:`distsim.simulation.steady_state.microbatch_time`. Raises :class:`ScheduleError` for one that
-        is not of the catalogue.
+        See :func:`distsim.simulation.steady_state.microbatch_time`. Raises :class:`ScheduleError` for one
+        that is not of the catalogue.
         """
 
         def step_time(count: int) -> float:

@@ -3,66 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any
-
-import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.errors import PartitionError, SimulationError
+from distsim.extras import data_frame
 from distsim.ir import Device, Function, Op
-from distsim.ops import op_label, operator, signature_of, work
-from distsim.ops.launch import HOST
+from distsim.ir.dead import brings_backward
+from distsim.ops import op_label, signature_of, work
 from distsim.program.program import Program
 from distsim.simulation.explain.breakdown import breakdown
 from distsim.simulation.explain.critical_path import CriticalPath
 from distsim.simulation.explain.explain import explain
 from distsim.simulation.explain.explanation import Explanation
 from distsim.simulation.explain.interval import Interval, interval_of
+from distsim.simulation.explain.peak_rate import PeakRate
+from distsim.simulation.explain.text import count, html_table, rate_text, seconds_text
 from distsim.simulation.explain.walk import critical_path
 from distsim.simulation.memory.host import host_memory, program_host_memory
 from distsim.simulation.memory.peak import MemoryUse, peak_memory, saved_by_module
 from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
+from distsim.simulation.quantities import bytes_label
 from distsim.simulation.steady_state import full_program, microbatch_time, short_step_note
 from distsim.simulation.tasks.rank_classes import RankClasses, communicates, placement_classes
-from distsim.simulation.tasks.streams import Stream
-from distsim.simulation.tasks.templates import Floats, Ints
-from distsim.simulation.tasks.timeline import FlatTimeline, Piece, Timeline
-
-_MOST_TASKS = 4096
-"""Tasks of a piece whose spans are made at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One op on one stream of a rank class, from ``start`` to ``end`` seconds.
-
-    ``path`` is where the op stands: the names of the calls that lead to it, joined by ``/``. The op is on
-    ``streams`` streams at once, of which this is number ``place``: a Send is first on its sender's.
-    """
-
-    task: int
-    op: Op
-    path: str
-    stream: Stream
-    start: float
-    end: float
-    place: int = 0
-    streams: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """How a device spends the step, in seconds that sum to the step time.
-
-    ``busy``: compute runs. ``exposed_communication``: communication, or a copy to or from the host, runs and
-    no compute. ``bubble``: neither.
-    """
-
-    busy: float
-    exposed_communication: float
-    bubble: float
+from distsim.simulation.tasks.spans import Shares, Span, shares_of, spans_of
+from distsim.simulation.tasks.timeline import FlatTimeline, Timeline
+from distsim.simulation.trained_step import PlannedStep
 
 
 class Simulation:
@@ -70,6 +38,13 @@ class Simulation:
 
     The step time and the devices' last ends are there at once; ``trace``, ``spans`` and ``shares`` are
     expanded from the timeline when they are asked for.
+
+    >>> import distsim
+    >>> step = distsim.simulate("mlp:layers=4,width=64", "dgx-a100", plan="dp=2", batch=16, kernels="ops")
+    >>> step
+    Simulation(mlp:layers=4,width=64 on dgx-a100, dp=2,tp=1,pp=1,...; 57.65 us a step; 277,539 samples/s ...)
+    >>> sorted(step.breakdown("phase"))
+    ['backward', 'forward', 'update']
     """
 
     def __init__(
@@ -90,6 +65,8 @@ class Simulation:
         """Return the timeline of the tasks one by one; a program is written out for it."""
         self.longer = longer
         """Simulate a program over another number of microbatches; None for a function."""
+        self.step: PlannedStep | None = None
+        """What it is a step of, if that was said: for throughput and MFU."""
 
     @property
     def name(self) -> str:
@@ -117,8 +94,8 @@ class Simulation:
         """Seconds of each further microbatch once the pipeline is full; None for a step that ends in a flush.
 
         Without a flush the next step follows at once, and filling and draining the pipeline is not a part of
-        it: see :func:`distsim.simulation.steady_state.microbatch_time`, a mean, for how it is found and how far
-        off it may be. Raises :class:`ScheduleError` for a table that is not of the catalogue.
+        it: see :func:`distsim.simulation.steady_state.microbatch_time`, a mean, for how it is found and how
+        far off it may be. Raises :class:`ScheduleError` for a table that is not of the catalogue.
         """
         program, run = self.simulated, self.longer
         if not isinstance(program, Program) or run is None:
@@ -150,10 +127,7 @@ class Simulation:
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans of every rank class in the order of issue; a Send is one on each end."""
-        for piece in self.timeline.pieces():
-            paths = piece.paths()
-            for first in range(0, len(piece), _MOST_TASKS):
-                yield from _spans(piece, paths, slice(first, first + _MOST_TASKS))
+        return spans_of(self.timeline)
 
     @cached_property
     def trace(self) -> list[dict[str, Any]]:
@@ -179,16 +153,7 @@ class Simulation:
 
     def shares(self, device: Device) -> Shares:
         """Return how a device spends the step."""
-        rank_class = self.class_of(device)
-        moving: dict[Op, bool] = {}
-        found = [(np.empty(0),) * 3]  # it may do nothing
-        found += [_intervals(piece, rank_class, moving) for piece in self.timeline.pieces(rank_class)]
-        start, end, moves = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        compute = moves == 0
-        busy = _measure(start[compute], end[compute])
-        active = _measure(start, end)
-        # The sums behind `active` may pass the step by rounding; a share of time is not negative.
-        return Shares(busy, max(active - busy, 0.0), max(self.step_time - active, 0.0))
+        return shares_of(self.timeline, self.class_of(device))
 
     @cached_property
     def critical_path(self) -> CriticalPath:
@@ -288,6 +253,118 @@ class Simulation:
         members = [len(group) for group in self.classes.members]
         return float(sum(_op_flops(op) * members[c] * times for op, c, times in self.timeline.op_counts))
 
+    @cached_property
+    def peak_rate(self) -> PeakRate:
+        """The FLOP/s that utilisation is a share of."""
+        return PeakRate.of((op for op, _, _ in self.timeline.op_counts), list(self.timestamps))
+
+    @property
+    def mfu(self) -> float:
+        """The share of :attr:`peak_rate` that the FLOPs of the model itself reach; 0 where there are none.
+
+        Raises :class:`SimulationError` where it is not known what was simulated: see :attr:`known_step`.
+        """
+        return self.peak_rate.share(self.known_step.flops, self.step_period)
+
+    @property
+    def hfu(self) -> float:
+        """The share of :attr:`peak_rate` that all that kernels do reaches."""
+        return self.peak_rate.share(self.flops, self.step_period)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples per second by :attr:`step_period`; raises as :attr:`mfu`."""
+        return self.throughput(self.known_step.samples)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second on all devices, samples where there are no tokens; raises as :attr:`mfu`."""
+        return self.throughput(self.known_step.tokens)
+
+    @property
+    def known_step(self) -> PlannedStep:
+        """What it is a step of: :func:`distsim.simulate` knows, a :class:`Simulator` has to be told.
+
+        Raises :class:`SimulationError` where nobody said.
+        """
+        if self.step is None:
+            raise SimulationError(
+                f"{self.name}: a Simulator is not told the samples of a step and the model's FLOPs; use "
+                "distsim.simulate, or throughput(samples) and distsim.interpret.count_model_flops"
+            )
+        return self.step
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward pass is among what was simulated; else it is a forward pass alone."""
+        simulated = self.simulated
+        if isinstance(simulated, Program):
+            return any(backward.function.ops for _, backward, _ in simulated.parts.blocks)
+        ops = self.timeline.op_counts
+        return any(op.op_type.endswith("Grad") for op, _, _ in ops) or brings_backward(simulated)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as what JSON has; those of the step and its speed are None where not known."""
+        step, interval = self.step, self.interval()
+        fullest = max(self.memory, key=lambda device: self.memory[device].peak, default=None)
+        use = None if fullest is None else self.memory[fullest]
+        return {
+            "model": self.name if step is None else step.name,
+            "cluster": None if step is None else step.cluster,
+            "plan": None if step is None else step.plan,
+            "training": self.trains,
+            "devices": len(self.timestamps),
+            "samples": None if step is None else step.samples,
+            "tokens": None if step is None or not step.sequence else step.tokens,
+            "step_s": self.step_period,
+            "low_s": None if interval is None else interval.low,
+            "high_s": None if interval is None else interval.high,
+            "samples_per_s": None if step is None else self.samples_per_second,
+            "tokens_per_s": None if step is None or not step.sequence else self.tokens_per_second,
+            "mfu": None if step is None else self.mfu,
+            "hfu": self.hfu,
+            "peak_flops_per_s": self.peak_rate.total,
+            "dtype": self.peak_rate.dtype,
+            "fits": self.fits,
+            "peak_bytes": None if use is None else use.peak,
+            "fullest_device": None if fullest is None else str(fullest),
+            "usable_bytes": None if fullest is None or fullest.usable == inf else fullest.usable,
+            "memory_bytes": {} if use is None else dict(use.by_kind),
+            "critical_path_s": dict(self.breakdown()),
+            "notes": [*(() if step is None else step.notes), *self.notes],
+        }
+
+    def to_pandas(self) -> Any:
+        """Return the figures as a row of a table, without those that are tables themselves.
+
+        Several go below each other with ``pandas.concat``. Raises :class:`MissingExtraError` without pandas.
+        """
+        return data_frame([{name: v for name, v in self.to_dict().items() if not isinstance(v, dict | list)}])
+
+    def __repr__(self) -> str:
+        return f"Simulation({'; '.join(value for _, value in self._headline())})"
+
+    def _repr_html_(self) -> str:
+        return html_table(("", ""), self._headline())
+
+    def _headline(self) -> list[tuple[str, str]]:
+        """Return the figures that people ask for first, with their names."""
+        step = self.step
+        what = "" if self.trains else ", a forward pass"
+        devices = count(len(self.timestamps), "device")
+        if step is None:
+            return [("step", f"{self.name}{what}, {devices}"), ("time", seconds_text(self.step_time))]
+        rate = self.tokens_per_second if step.sequence else self.samples_per_second
+        fullest = max(self.memory.items(), key=lambda item: item[1].peak, default=None)
+        memory = "no memory" if fullest is None else f"{bytes_label(fullest[1].peak)} on {fullest[0]}"
+        return [
+            ("step", f"{step}{what}"),
+            ("time", f"{seconds_text(self.step_period)} a step"),
+            ("speed", f"{rate_text(rate)} {step.unit}/s on {devices}"),
+            ("utilisation", f"{self.mfu:.1%} MFU of {self.peak_rate}"),
+            ("memory", f"{memory}, {'fits' if self.fits else 'OUT OF MEMORY'}"),
+        ]
+
     def class_of(self, device: Device) -> int:
         """Return the rank class of a device; raise :class:`SimulationError` if it does not occur."""
         found = self.classes.of.get(device)
@@ -313,61 +390,6 @@ def _dearer(program: Program) -> list[str]:
     ]
 
 
-def _spans(piece: Piece, paths: Sequence[str], part: slice) -> Iterator[Span]:
-    """Yield the spans of some tasks of a piece."""
-    starts: list[float] = piece.start[part].tolist()
-    ends: list[float] = piece.end[part].tolist()
-    ops: list[int] = piece.op[part].tolist()
-    calls: list[int] = piece.call[part].tolist()
-    first: list[int] = piece.stream_start[part.start : part.stop + 1].tolist()
-    streams: list[int] = piece.streams[first[0] : first[-1]].tolist()
-    for task, start in enumerate(starts):
-        uses = first[task + 1] - first[task]
-        for place in range(uses):
-            yield Span(
-                piece.first + part.start + task,
-                piece.op_table[ops[task]],
-                paths[calls[task]],
-                piece.stream_table[streams[first[task] - first[0] + place]],
-                start,
-                ends[task],
-                place,
-                uses,
-            )
-
-
 def _op_flops(op: Op) -> float:
     demand = None if communicates(op) else work(signature_of(op))
     return 0.0 if demand is None else demand.flops
-
-
-def _tasks_of_uses(piece: Piece) -> Ints:
-    """Return the task of each use of a stream."""
-    return np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
-
-
-def _intervals(piece: Piece, rank_class: int, moving: dict[Op, bool]) -> tuple[Floats, Floats, Floats]:
-    """Return start and end of what a class does in a piece, and 1.0 where it moves something.
-
-    What its host does is not among it.
-
-    ``moving`` keeps which ops do, between devices or to and from the host.
-    """
-    own = [stream.rank_class == rank_class and stream.name != HOST for stream in piece.stream_table]
-    table = np.array(own, np.bool_)
-    tasks = _tasks_of_uses(piece)[table[piece.streams]] if len(piece) else np.empty(0, np.int64)
-    for op in piece.op_table:
-        if op not in moving:
-            moving[op] = not operator(op.op_type).computes
-    moves = np.array([moving[op] for op in piece.op_table], np.float64)
-    return piece.start[tasks], piece.end[tasks], moves[piece.op[tasks]]
-
-
-def _measure(start: Floats, end: Floats) -> float:
-    """Seconds covered by at least one of these intervals."""
-    if not len(start):
-        return 0.0
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], end[order]
-    reached = np.maximum.accumulate(np.concatenate([start[:1], end[:-1]]))
-    return float(np.maximum(end - np.maximum(start, reached), 0.0).sum())

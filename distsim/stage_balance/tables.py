@@ -16,6 +16,7 @@ from distsim.errors import PartitionError
 from distsim.schedule import FLUSH, SCHEDULES, Schedule, schedule
 from distsim.schedule.table import Ints
 from distsim.stage_balance.cost import BlockCost, Communication, check_count
+from distsim.suggestions import choices_for
 
 TASK = np.dtype([(name, np.int64) for name in ("stage", "phase", "microbatch", "rank")], align=True)
 STAGE = np.dtype(
@@ -71,7 +72,9 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
     """Return a schedule of this many stages and microbatches; raise :class:`PartitionError` if it is not."""
     if isinstance(named, str):
         if named not in SCHEDULES:
-            raise PartitionError(f"schedule={named!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+            raise PartitionError(
+                f"schedule={named!r} is unknown; choose one of {choices_for(named, SCHEDULES)}"
+            )
         for name, number in (("stages", stages), ("microbatches", microbatches)):
             check_count(name, number)
         named = schedule(named, stages, microbatches)

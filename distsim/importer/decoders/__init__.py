@@ -2,12 +2,11 @@
 
 from distsim.importer.decoders.described import decoder_of, decoder_sizes, load_decoder
 from distsim.importer.decoders.huggingface import import_from_hf, sizes_from_hf
-from distsim.importer.decoders.named import did_you_mean, model_names, model_source, named_sizes
+from distsim.importer.decoders.named import model_names, model_source, named_sizes
 
 __all__ = [
     "decoder_of",
     "decoder_sizes",
-    "did_you_mean",
     "import_from_hf",
     "load_decoder",
     "model_names",

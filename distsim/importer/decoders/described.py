@@ -23,6 +23,7 @@ from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.models.overrides import WHERE, options_of, override
 from distsim.models.routing import Loads
+from distsim.suggestions import choices_for
 
 _INPUT: dict[str, Callable[[str, str], Any]] = {
     "batch": read_number,
@@ -73,7 +74,7 @@ def decoder_sizes(source: str) -> tuple[DecoderSizes, dict[str, Any]]:
     for key, text in split_options(options, name).items():
         if key not in WHERE and key not in _INPUT:
             inputs = [each for each in _INPUT if sizes.experts is not None or each not in _LOADS]
-            known = ", ".join([*options_of(sizes), *inputs])
+            known = choices_for(key, [*options_of(sizes), *inputs])
             raise ImportModelError(f"{name} has no option {key!r}; it has {known}")
         given[key] = _read(key, text)
     if sizes.experts is None and (unused := [key for key in _LOADS if key in given]):

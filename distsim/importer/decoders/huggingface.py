@@ -10,7 +10,6 @@ optional module of DeepSeek-V3 that its published count leaves out.
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,6 +32,7 @@ from distsim.models.mixture import MAX_EXPERTS, Mixture
 from distsim.models.parts.attention import GroupedHeads, Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
+from distsim.suggestions import did_you_mean
 
 Config = str | os.PathLike[str] | Mapping[str, object]
 
@@ -101,9 +101,7 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
     fields.finite()
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        near = difflib.get_close_matches(family, FAMILIES, 1) if isinstance(family, str) else []
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise fields.refusal("model_type", f"one of {known}{hint}")
+        raise fields.refusal("model_type", f"one of {known}{did_you_mean(family, FAMILIES)}")
     try:
         return FAMILIES[family](fields)
     except PlanError as error:  # sizes that do not fit each other

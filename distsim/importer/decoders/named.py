@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, cast
@@ -12,6 +10,7 @@ from typing import Any, cast
 from distsim.errors import ImportModelError
 from distsim.importer.decoders.huggingface import sizes_from_hf
 from distsim.models.decoder_sizes import DecoderSizes
+from distsim.suggestions import did_you_mean
 
 
 @cache
@@ -43,13 +42,3 @@ def named_sizes(name: str) -> DecoderSizes:
 def model_source(name: str) -> str:
     """Return where the figures of a model are from."""
     return cast(str, _table()[name]["source"])
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """Return what to add to an error about a name that is not known: those that are near it.
-
-    >>> did_you_mean("lama3-8b", ["llama3-8b", "gpt2"])
-    '; did you mean llama3-8b?'
-    """
-    near = difflib.get_close_matches(name.lower(), known, 3, 0.6)
-    return f"; did you mean {' or '.join(near)}?" if near else ""

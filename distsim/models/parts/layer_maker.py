@@ -11,6 +11,7 @@ import numpy as np
 from distsim.errors import PlanError
 from distsim.ir import Function, FunctionMaker, Role, Tensor, Value, trim
 from distsim.models.sizes import check_caps
+from distsim.suggestions import choices_for
 
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "gelu": ("Gelu", {}),
@@ -24,7 +25,7 @@ ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 def check_activation(activation: str) -> None:
     """Raise :class:`PlanError` for an activation that is not known."""
     if activation not in ACTIVATIONS:
-        raise PlanError(f"activation={activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        raise PlanError(f"activation={activation!r} is not one of {choices_for(activation, ACTIVATIONS)}")
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -16,9 +17,33 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for a notebook, its texts escaped; without a header if that says nothing.
+
+    >>> html_table(("", ""), [("plan", "a<b")])
+    '<table><tr><td>plan</td><td>a&lt;b</td></tr></table>'
+    """
+    lines = [("th", header)] if any(header) else []
+    return "<table>{}</table>".format(
+        "".join(
+            f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+            for tag, cells in (*lines, *(("td", row) for row in rows))
+        )
+    )
+
+
 def count(number: int, noun: str) -> str:
     """Return ``1 device``, ``2 devices``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def rate_text(number: float) -> str:
+    """Return how many a second: whole from a thousand on, else of four digits.
+
+    >>> rate_text(96263.3), rate_text(13.36112)
+    ('96,263', '13.36')
+    """
+    return f"{number:,.0f}" if number >= 1e3 else f"{number:.4g}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -55,6 +55,11 @@ def differentiate(
     wanted gradients, into a forward function that also returns what backward needs, and a backward
     function. Raises :class:`UnknownOperatorError` for an operator without a gradient, and
     :class:`PlanError` without a loss, without parameters, and for a name that no output has.
+
+    >>> from distsim.models import mlp
+    >>> step = differentiate(mlp(layers=1, width=4, batch=2), SGD(lr=0.1))
+    >>> [value.name for value in step.outputs]
+    ['loss', 'w0.new']
     """
     check_clip(clip)
     loss = _loss_of(function)

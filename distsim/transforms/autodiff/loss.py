@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 from distsim.errors import PlanError
 from distsim.ir import Function, FunctionMaker, Int64, Role, Tensor, Value
+from distsim.suggestions import choices_for
 from distsim.transforms.autodiff.outputs import kept_outputs, only_needed
 
 LOSSES = ("auto", "cross_entropy", "mse")
+
+
+def check_loss(kind: str) -> None:
+    """Raise :class:`PlanError` for a kind of loss that there is not."""
+    if kind not in LOSSES:
+        raise PlanError(f"loss {kind!r} is not one of {choices_for(kind, LOSSES)}")
 
 
 def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -> Function:
@@ -24,8 +31,7 @@ def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -
 
     Raises :class:`PlanError` for an unknown kind or name, and where there is nothing to take the loss of.
     """
-    if kind not in LOSSES:
-        raise PlanError(f"loss {kind!r} is not one of {', '.join(LOSSES)}")
+    check_loss(kind)
     output = _prediction(function)
     if output is None:
         raise PlanError(f"{function.name} has no floating-point output to take a loss of")

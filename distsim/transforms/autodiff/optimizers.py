@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from distsim.errors import PlanError, TypeRuleError
 from distsim.ir import DType, FunctionMaker, Role, Value
 from distsim.ir.type import Tensor, as_tensor, dtype_named
+from distsim.suggestions import choices_for, did_you_mean
 from distsim.transforms.autodiff.precision import Precision
 
 
@@ -40,6 +41,9 @@ class SGD:
     The velocity is ``v' = momentum * v + g`` (Sutskever et al. 2013, as torch.optim.SGD has it), of type
     ``state`` (None: that of the precision). ``weight_decay * w`` is added to each gradient. ``kernel``:
     "multi" where a policy of kernels updates many parameters with a launch, "single" for one each.
+
+    >>> SGD(lr=0.1, momentum=0.9) == optimizer_named("momentum:lr=0.1")
+    True
     """
 
     lr: float = 0.01
@@ -69,6 +73,9 @@ class Adam:
 
     Of types ``mean`` and ``square``, by default those of the precision, without one the parameter's.
     ``weight_decay * w`` is added to each gradient. ``kernel`` is as :class:`SGD` has it.
+
+    >>> Adam(beta2=0.95) == optimizer_named("adam:beta2=0.95")
+    True
     """
 
     lr: float = 1e-3
@@ -104,7 +111,11 @@ class Adam:
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam whose weights decay by themselves, by ``lr * weight_decay * w`` (Loshchilov and Hutter 2019)."""
+    """Adam whose weights decay by themselves, by ``lr * weight_decay * w`` (Loshchilov and Hutter 2019).
+
+    >>> AdamW().weight_decay
+    0.01
+    """
 
     weight_decay: float = 0.01
 
@@ -165,7 +176,7 @@ def optimizer_named(text: str) -> Named:
     """
     name, colon, options = text.partition(":")
     if name not in OPTIMIZERS:
-        raise PlanError(f"optimizer {name!r} is not one of {', '.join(OPTIMIZERS)}")
+        raise PlanError(f"optimizer {name!r} is not one of {choices_for(name, OPTIMIZERS)}")
     kind = OPTIMIZERS[name]
     known = {field.name: field for field in fields(kind)}
     given: dict[str, Any] = {"momentum": 0.9} if name == "momentum" else {}
@@ -174,7 +185,7 @@ def optimizer_named(text: str) -> Named:
         if not equals or key not in known:
             raise PlanError(
                 f"optimizer {text!r}: {item.strip()!r} is not a setting of {name}; choose from "
-                f"{', '.join(known)}, as in {name}:lr=0.1"
+                f"{', '.join(known)}, as in {name}:lr=0.1{did_you_mean(key, known)}"
             )
         given[key] = _setting(text, known[key], value)
     return kind(**given)

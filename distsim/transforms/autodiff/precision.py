@@ -28,6 +28,7 @@ from distsim.errors import PlanError, TypeRuleError
 from distsim.ir import BFloat16, DType, Float8E4M3FN, Float16, Float32
 from distsim.ir.type import DTYPES, dtype_named
 from distsim.ops.rules import check_op_types
+from distsim.suggestions import choices_for, did_you_mean
 
 NORMS = (
     "LayerNormalization",
@@ -65,6 +66,10 @@ class Precision:
     What travels between ranks is of the type ``gradient_sum``, and gathered as ``used``. Raises
     :class:`PlanError` for a type that is none of those that a field may have, and for an op that does not
     exist.
+
+    >>> mixed = precision_named("mixed")
+    >>> mixed.compute, mixed.master, mixed.gradient_sum
+    (BFloat16(), Float32(), Float32())
     """
 
     name: str
@@ -171,7 +176,8 @@ def precision_named(name: str) -> Precision:
         return _read(Path(name))
     policy, colon, changes = name.partition(":")
     if policy not in POLICIES:
-        raise PlanError(f"precision {name!r} is not one of {', '.join(POLICIES)}, nor a .toml file")
+        known = choices_for(policy, POLICIES)
+        raise PlanError(f"precision {name!r:.60} is not the path of a .toml file, nor one of {known}")
     return _changed(POLICIES[policy], name, changes) if colon else POLICIES[policy]
 
 
@@ -212,13 +218,14 @@ def _read(path: Path) -> Precision:
         raise PlanError(f"{path} is not a TOML file: {error}") from error
     base = table.pop("base", "mixed")
     if base not in POLICIES:
-        raise PlanError(f"{path}: base {base!r} is not one of {', '.join(POLICIES)}")
+        raise PlanError(f"{path}: base {base!r} is not one of {choices_for(base, POLICIES)}")
     given: dict[str, Any] = {"name": path.stem}
     known = {field.name for field in fields(Precision)}
     for key, value in table.items():
         if key not in known:
             raise PlanError(
                 f"{path}: {key!r} is not a field of a precision; choose from base, {', '.join(sorted(known))}"
+                f"{did_you_mean(key, ('base', *known))}"
             )
         given[key] = _field(path, key, value)
     return replace(POLICIES[base], **given)

@@ -13,6 +13,7 @@ from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.ops.attention_options import ATTENTION_CHOICES, ATTENTION_FORMALS, AttentionOptions
 from distsim.ops.places import places, shape_of
 from distsim.ops.written_attention import write_attention
+from distsim.suggestions import choices_for
 from distsim.transforms.kernels.fused_attention import OpWriter, as_options, fused_attention, joined
 from distsim.transforms.kernels.known import Changes, FunctionScope, rewrite_scopes
 from distsim.transforms.kernels.recognition import NoAttentionError, attention_around
@@ -31,7 +32,7 @@ def set_attention(function: Function, kind: str) -> Function:
     function that is differentiated already.
     """
     if kind not in ATTENTION_CHOICES:
-        raise PlanError(f"attention={kind!r:.40} is not one of {', '.join(ATTENTION_CHOICES)}")
+        raise PlanError(f"attention={kind!r:.40} is not one of {choices_for(kind, ATTENTION_CHOICES)}")
     others = [note for note in function.notes if not note.startswith("attention: ")]
     if brings_backward(function):
         text = "attention: left as it is, with the backward pass that the function brings"

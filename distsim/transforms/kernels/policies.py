@@ -12,6 +12,7 @@ from distsim.ir.function import Op
 from distsim.ir.type import Tensor
 from distsim.ir.value import Value
 from distsim.ops import Signature, operator, sharding_rule, signature_of, work
+from distsim.suggestions import choices_for
 
 LOSS_KERNELS = ("one", "torch", "megatron")
 """Which kernels a cross entropy is: one; the two of torch; those that Megatron-LM's Python runs, one after
@@ -35,6 +36,9 @@ class Kernels:
     entropy is, of :data:`LOSS_KERNELS` (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
     gradients of the operands of a product are a kernel each (:mod:`distsim.transforms.kernels.gradients`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
+
+    >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
+    (True, None)
     """
 
     name: str
@@ -214,5 +218,5 @@ def kernels_named(name: str) -> Kernels:
     Raises :class:`PlanError` for another name.
     """
     if name not in KERNELS:
-        raise PlanError(f"kernels={name!r} is unknown; choose one of {', '.join(KERNELS)}")
+        raise PlanError(f"kernels={name!r} is unknown; choose one of {choices_for(name, KERNELS)}")
     return KERNELS[name]

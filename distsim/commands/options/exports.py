@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from distsim.commands.options.json_output import teller
 from distsim.errors import SimulationError
 from distsim.report.exports import write_chakra, write_memory_snapshot, write_rank_traces
 from distsim.report.exports.folders import check_folder
 from distsim.report.output import check_target
 from distsim.report.progress import Progress
 from distsim.simulation import Simulation
-from distsim.streams import say
 
 
 def add_export_options(parser: argparse.ArgumentParser) -> None:
@@ -78,26 +78,26 @@ def exports(
     options: argparse.Namespace, simulation: Simulation, progress: Progress
 ) -> Iterator[Callable[[], int]]:
     """Yield what writes each of the files that are asked for, and says so."""
-    ranks = ranks_of(options)
+    ranks, tell = ranks_of(options), teller(options.json)
 
     def traces() -> int:
         files = progress.run(
             f"writing {options.trace_dir}", lambda: write_rank_traces(simulation, options.trace_dir, ranks)
         )
-        say(f"traces: {len(files)} in {options.trace_dir} (for Holistic Trace Analysis)")
+        tell(f"traces: {len(files)} in {options.trace_dir} (for Holistic Trace Analysis)")
         return 0
 
     def snapshot() -> int:
         path = options.memory_snapshot
         progress.run(f"writing {path}", lambda: write_memory_snapshot(simulation, path, ranks))
-        say(f"memory: {path} (open it at pytorch.org/memory_viz)")
+        tell(f"memory: {path} (open it at pytorch.org/memory_viz)")
         return 0
 
     def chakra() -> int:
         files = progress.run(
             f"writing {options.chakra}", lambda: write_chakra(simulation, options.chakra, ranks)
         )
-        say(f"Chakra: {len(files) - 1} ranks and their groups in {options.chakra}")
+        tell(f"Chakra: {len(files) - 1} ranks and their groups in {options.chakra}")
         return 0
 
     if options.trace_dir:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass, field
 
-from distsim.commands.model import Choices, training_step
 from distsim.ir import Function, pformat
 from distsim.plan import Plan
 from distsim.report.progress import Progress
+from distsim.study.choices import Choices
+from distsim.study.options import ModelOptions
+from distsim.study.training_step import training_step
 
 
 @dataclass(eq=False)
 class ModelOfPlans:
-    """Returns the training step of a command line for a plan.
+    """Returns the training step that options ask for, for a plan.
 
     It depends on the plan where a stack pads the vocabulary for tensor-parallel ranks, and where sequences
-    are routed to experts part by part.
+    are routed to experts part by part. ``aloud``: reading it is said on standard error.
     """
 
-    options: argparse.Namespace
+    options: ModelOptions
     choices: Choices
+    aloud: bool = False
     _made: dict[tuple[int, int], Function] = field(default_factory=dict[tuple[int, int], Function])
     _by_text: dict[str, Function] = field(default_factory=dict[str, Function])
 
@@ -35,6 +37,6 @@ class ModelOfPlans:
     def _step(self, plan: Plan, parts: int) -> Function:
         key = self.choices.stack.vocabulary_multiple * plan.tp, parts
         if key not in self._made:
-            made, _ = training_step(self.options, Progress(sys.stderr), plan)
+            made, _ = training_step(self.options, Progress(sys.stderr if self.aloud else None), plan)
             self._made[key] = self._by_text.setdefault(pformat(made), made)
         return self._made[key]

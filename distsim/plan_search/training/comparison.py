@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.text import short
-from distsim.plan_search.training import DeviceRates, Objective, Training, TrainingEstimate
+from distsim.plan_search.training.estimate import DeviceRates, Objective, Training, TrainingEstimate
 from distsim.simulation.explain.text import seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
@@ -60,7 +60,7 @@ class ClusterComparison:
         columns: dict[str, _Cell] = {
             "step": lambda own: seconds_text(own.result.best.seconds),
             f"{unit}/s": lambda own: f"{own.result.rate(own.result.best) * own.devices:.5g}",
-            "MFU": lambda own: f"{own.result.mfu(own.result.best):.1%}",
+            "MFU": lambda own: f"{own.result.mfu_of(own.result.best):.1%}",
             "memory": lambda own: bytes_label(own.result.best.peak),
             "goodput": lambda own: f"{own.goodput.share:.1%}",
         }

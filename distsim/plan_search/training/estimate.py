@@ -14,8 +14,8 @@ from typing import Any
 from distsim.errors import PlanError
 from distsim.hardware.presets import Figure
 from distsim.hardware.units import HOUR
-from distsim.plan_search.goodput import Goodput, Reliability
 from distsim.plan_search.results import SearchResult
+from distsim.plan_search.training.goodput import Goodput, Reliability
 
 PUE = 1.1
 """What a building draws of what its computers do: as the authors of LLaMA took it (Touvron et al. 2023,

@@ -1,0 +1,1 @@
+"""What a whole training takes on clusters that were searched: time, cost, energy, failures."""

@@ -1,0 +1,73 @@
+"""How a model is trained: what was asked for, and for the rest what the stack has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from distsim.plan import Plan
+from distsim.stacks import Stack, stack_named
+from distsim.study.options import ModelOptions
+from distsim.transforms.autodiff.optimizers import Named, optimizer_named
+from distsim.transforms.autodiff.precision import Precision, precision_named
+from distsim.transforms.kernels.policies import Kernels, kernels_named
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What is decided of a training but its loss, its model and its plan.
+
+    ``stack`` has what a plan does not say. ``assumed`` lists what was not asked for, as text.
+    """
+
+    precision: Precision | None
+    attention: str | None
+    kernels: Kernels
+    optimizer: Named
+    clip: float | None
+    stack: Stack
+    assumed: tuple[str, ...]
+
+    @staticmethod
+    def of(options: ModelOptions) -> Choices:
+        """Return the choices that options make; raise :class:`PlanError` for an unknown name."""
+        by_file = options.from_file is not None and options.stack is None
+        asked = "plain" if options.stack is None else options.stack
+        if options.from_file is not None and by_file:
+            asked = options.from_file.stack
+        stack = asked if isinstance(asked, Stack) else stack_named(asked)
+        assumed: list[str] = []
+
+        def choice(name: str) -> Any:
+            given, default = getattr(options, name), getattr(stack, name)
+            if given is None and default is not None and not by_file:
+                assumed.append(f"{name} {default}")
+            return default if given is None else given
+
+        precision, attention = choice("precision"), choice("attention")
+        kernels, optimizer = choice("kernels"), choice("optimizer")
+        return Choices(
+            precision_named(precision) if isinstance(precision, str) else precision,
+            attention,
+            kernels_named(kernels) if isinstance(kernels, str) else kernels,
+            optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer,
+            choice("clip"),
+            stack,
+            tuple(assumed),
+        )
+
+    def plan(self, asked: str | Plan) -> Plan:
+        """Return the plan of a text; what it leaves open the stack says. A plan is as it is."""
+        if isinstance(asked, Plan):
+            return asked
+        plan = Plan.parse(asked if "remat=" in asked else f"{asked},remat={self.stack.remat}")
+        sp = {"sp": "on"} if self.stack.sp and plan.tp > 1 and "sp=" not in asked else {}
+        return self.spread(replace(plan, **sp), [part.partition("=")[0].strip() for part in asked.split(",")])
+
+    def spread(self, plan: Plan, given: Collection[str]) -> Plan:
+        """Return a plan with what the stack has for several ranks of the data or tp, but for fields given."""
+        fields = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
+        if plan.tp > 1:
+            fields |= {"tp_overlap": self.stack.tp_overlap}
+        return replace(plan, **{name: own for name, own in fields.items() if name not in given})

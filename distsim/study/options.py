@@ -1,0 +1,134 @@
+"""What may be said of a training step and its simulation: the options of the command line and of Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict, TypeVar
+
+from distsim.errors import OptionError
+from distsim.importer.configs import TrainingConfig
+from distsim.ir import Function
+from distsim.plan import Plan
+from distsim.schedule import Schedule
+from distsim.stacks import Stack
+from distsim.suggestions import did_you_mean
+from distsim.transforms.autodiff.optimizers import Named
+from distsim.transforms.autodiff.precision import Precision
+from distsim.transforms.kernels.policies import Kernels
+
+Model = str | os.PathLike[str] | Function
+"""A model: a text as the command line takes it, the path of a file, or a function."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how it is trained; what is None is as the stack has it.
+
+    ``model`` is what :func:`distsim.importer.load_model` reads, or a function: a forward pass, or one that
+    brings its backward pass. ``batch`` samples a step, ``seq`` tokens each; ``bind`` sizes of symbolic
+    dimensions (``seq=128,...``); ``parameters`` patterns of graph inputs that are weights; ``keep`` outputs
+    to compute that the loss does not need; ``outline`` makes blocks that repeat one function. Where there is
+    a name there may be what it names: a :class:`Stack`, :class:`Kernels`, :class:`Precision`, an optimizer, a
+    :class:`Plan`, which is taken as it is where a text leaves what it does not say to the stack.
+    ``from_file`` is what the file of a framework says (:mod:`distsim.importer.configs`): its stack stands
+    where none is named, its sizes where it has the model's.
+    """
+
+    model: Model
+    batch: int | None = None
+    seq: int | None = None
+    bind: Sequence[str] = ()
+    parameters: Sequence[str] = ()
+    keep: Sequence[str] | None = None
+    loss: str | None = None
+    stack: str | Stack | None = None
+    attention: str | None = None
+    kernels: str | Kernels | None = None
+    optimizer: str | Named | None = None
+    clip: float | None = None
+    precision: str | Precision | None = None
+    outline: bool = False
+    plan: str | Plan | None = None
+    from_file: TrainingConfig | None = None
+
+    @property
+    def label(self) -> str:
+        """What the model is called."""
+        return self.model.name if isinstance(self.model, Function) else os.fspath(self.model)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a step is simulated, as the options of ``distsim simulate`` of these names say.
+
+    ``overlap``: communication runs beside compute; ``schedule``: a table in place of a named schedule.
+    """
+
+    strict: bool = False
+    overlap: bool = True
+    contention: bool = False
+    jitter: float = 0.0
+    seed: int = 0
+    schedule: Schedule | str | os.PathLike[str] | None = None
+
+
+class TrainingKeywords(TypedDict, total=False):
+    """The fields of :class:`ModelOptions` that a call gives by name."""
+
+    bind: Sequence[str]
+    parameters: Sequence[str]
+    keep: Sequence[str] | None
+    loss: str | None
+    stack: str | Stack | None
+    attention: str | None
+    kernels: str | Kernels | None
+    optimizer: str | Named | None
+    clip: float | None
+    precision: str | Precision | None
+
+
+class SimulationKeywords(TrainingKeywords, total=False):
+    """Those, and the fields of :class:`EngineOptions`."""
+
+    strict: bool
+    overlap: bool
+    contention: bool
+    jitter: float
+    seed: int
+    schedule: Schedule | str | os.PathLike[str] | None
+
+
+class SearchKeywords(TrainingKeywords, total=False):
+    """Those, and what says how a search goes on: see ``distsim search --help``."""
+
+    max_tp: int | None
+    journal: str | os.PathLike[str] | None
+    resume: bool
+
+
+def check_keywords(what: str, given: Mapping[str, Any], known: type[Any]) -> None:
+    """Raise :class:`OptionError` for a keyword that is none of those of a TypedDict.
+
+    >>> check_keywords("simulate", {"optimzer": "sgd"}, SimulationKeywords)
+    Traceback (most recent call last):
+    distsim.errors.OptionError: simulate has no option 'optimzer'; did you mean optimizer?
+    """
+    names = list(known.__annotations__)
+    for name in given:
+        if name not in names:
+            hint = did_you_mean(name, names) or f"; choose from {', '.join(names)}"
+            raise OptionError(f"{what} has no option {name!r}{hint}")
+
+
+Record = TypeVar("Record", ModelOptions, EngineOptions)
+
+
+def options_of(kind: type[Record], given: Mapping[str, Any]) -> Record:
+    """Return those of what is given that are fields of a record, as the record.
+
+    >>> options_of(EngineOptions, {"seed": 3, "price": 2.0}).seed
+    3
+    """
+    return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})

@@ -1,0 +1,209 @@
+"""One training step of a model under a plan on a cluster, simulated: what ``distsim simulate`` does."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+from distsim.compose import parallelize
+from distsim.cost import CostModel, UncostedOperatorWarning
+from distsim.errors import PlanError, TopologyError
+from distsim.hardware import load_cluster
+from distsim.interpret import count_model_flops
+from distsim.ir import Function, Topology
+from distsim.ir.kernel_rates import ATTENTION_KERNELS
+from distsim.plan import Plan
+from distsim.plan_search.space import ModelTraits
+from distsim.program.program import Program
+from distsim.report.progress import Progress
+from distsim.schedule import Schedule, read_csv
+from distsim.simulation import Disturbances, Simulation, Simulator
+from distsim.simulation.trained_step import PlannedStep
+from distsim.study.choices import Choices
+from distsim.study.layout import lay_out, plan_asked
+from distsim.study.options import (
+    EngineOptions,
+    Model,
+    ModelOptions,
+    SimulationKeywords,
+    check_keywords,
+    options_of,
+)
+from distsim.study.training_step import training_step
+
+
+def simulate(
+    model: Model,
+    cluster: str | os.PathLike[str] | Topology,
+    plan: str | Plan = "dp=1",
+    batch: int | None = None,
+    seq: int | None = None,
+    set: Sequence[str] = (),
+    **options: Unpack[SimulationKeywords],
+) -> Simulation:
+    """Return the simulation of one training step, as ``distsim simulate`` with the same options.
+
+    ``model``: a name (:func:`distsim.importer.model_names`), a ``config.json`` of Hugging Face or an
+    ``.onnx`` file by its path, a builder with its sizes (``mlp:layers=16,width=8192``), or a function built
+    in Python: a forward pass, or one that brings its backward pass. ``cluster``: a preset, maybe with
+    ``:nodes``, a ``.toml`` file, or a :class:`Topology`; ``set`` changes its figures
+    (``device.memory=40GiB``). ``plan``: a text, of which the stack says what it leaves open, or a
+    :class:`Plan`, which is as it is. ``batch`` samples a step of ``seq`` tokens each.
+    ``options`` are those of :class:`SimulationKeywords`, as text or as what the text names:
+    ``precision="mixed"``, ``stack="megatron"``, ``optimizer=Adam(lr=1e-4)``.
+
+    Raises a :class:`DistsimError` that says what cannot be read, or does not fit; a step that needs more
+    memory than there is is no error: see :attr:`Simulation.fits`.
+
+    >>> import distsim
+    >>> step = distsim.simulate("gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100", "dgx-a100", "dp=2,tp=2", 8)
+    >>> step.fits, step.known_step.tokens, len(step.timestamps)
+    (True, 256, 4)
+    """
+    check_keywords("simulate", options, SimulationKeywords)
+    given: Mapping[str, Any] = {**options, "model": model, "batch": batch, "seq": seq, "plan": plan}
+    place = cluster_label(cluster), topology_of(cluster, set)
+    engine = options_of(EngineOptions, given)
+    return simulated(options_of(ModelOptions, given), place, engine, Progress()).simulation
+
+
+def topology_of(cluster: str | os.PathLike[str] | Topology, settings: Sequence[str] = ()) -> Topology:
+    """Return a cluster by its name or file with figures changed; a topology is as it is.
+
+    Raises :class:`TopologyError` for what :func:`load_cluster` refuses, and for changes of a topology.
+    """
+    if not isinstance(cluster, Topology):
+        return load_cluster(os.fspath(cluster), settings)
+    if settings:
+        raise TopologyError(f"{cluster} is made: change figures where it is, not by {settings[0]}")
+    return cluster
+
+
+def cluster_label(cluster: str | os.PathLike[str] | Topology) -> str:
+    """Return what a cluster is called."""
+    return str(cluster) if isinstance(cluster, Topology) else os.fspath(cluster)
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedStep:
+    """A simulated training step, and what made it: the joint function, the program of a plan, the choices.
+
+    ``build`` makes the program of another plan.
+    """
+
+    simulation: Simulation
+    function: Function
+    plan: Plan
+    choices: Choices
+    build: Callable[[Plan], Program]
+    simulator: Simulator
+
+
+def simulated(
+    options: ModelOptions, cluster: tuple[str, Topology], engine: EngineOptions, progress: Progress
+) -> SimulatedStep:
+    """Simulate the training step that options ask for, on a cluster of a name.
+
+    The simulation knows its step: samples, tokens, the model's FLOPs, the plan and what was assumed.
+    """
+    name, topology = cluster
+    order = _table(engine.schedule)
+    asked = plan_asked(options.plan, order)
+    function, choices = training_step(replace(options, plan=asked), progress)
+    costs = CostModel(topology, strict=engine.strict, kernels=choices.kernels.way)
+    simulator = simulator_of(engine, costs)
+    make = partial(parallelize, topology=topology, cost_model=costs, schedule=order, kernels=choices.kernels)
+
+    def build(plan: Plan) -> Program:
+        return progress.run(f"parallelizing: {plan}", lambda: make(function, plan))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes
+        plan, program, said = lay_out(asked, choices, build)
+        simulation = progress.run("simulating", lambda: simulator.simulate(program))
+    traits = ModelTraits.of(function)
+    notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
+    notes += said
+    notes += _unknown_kernel(choices.attention, topology)
+    notes += _idle_devices(name, plan, topology, traits.batch)
+    notes += _uneven_ranks(plan, program.schedule, simulation)
+    simulation.step = PlannedStep(
+        options.label,
+        traits.batch,
+        traits.sequence,
+        count_model_flops(function),
+        simulation.trains,
+        name,
+        str(plan),
+        tuple(notes),
+    )
+    return SimulatedStep(simulation, function, plan, choices, lambda other: make(function, other), simulator)
+
+
+def _table(schedule: Schedule | str | os.PathLike[str] | None) -> Schedule | None:
+    """Return the schedule that is given as a table, if there is one."""
+    return schedule if schedule is None or isinstance(schedule, Schedule) else read_csv(Path(schedule))
+
+
+def simulator_of(engine: EngineOptions, cost_model: CostModel) -> Simulator:
+    """Return the max-plus engine, or the event engine for what is not linear."""
+    if engine.seed and not engine.jitter:
+        raise PlanError("--seed has no effect without --jitter")
+    if not (engine.contention or engine.jitter):
+        return Simulator(cost_model, engine.overlap)
+    disturbances = Disturbances(engine.jitter, engine.seed) if engine.jitter else None
+    return Simulator(
+        *(cost_model, engine.overlap),
+        engine="events",
+        contention=engine.contention,
+        disturbances=disturbances,
+    )
+
+
+def _idle_devices(cluster: str, plan: Plan, topology: Topology, samples: int) -> list[str]:
+    """Say how many devices a plan leaves idle, and which dp would use the most of them, if any."""
+    count, replica = len(topology.devices), plan.tp * plan.pp
+    if plan.devices == count:
+        return []
+    divide = [dp for dp in range(1, count // replica + 1) if samples % (dp * plan.microbatches) == 0]
+    most = max(divide, default=plan.dp)
+    way = f"dp={most} would use {most * replica}"
+    if most <= plan.dp:
+        way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
+    idle = f"{count - plan.devices} of {count} devices of {cluster} are idle"
+    return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
+
+
+def _unknown_kernel(attention: str | None, topology: Topology) -> list[str]:
+    """Say where devices have no figure for the kernel of attention that is asked for."""
+    rates = topology.devices[0].rates
+    if attention not in ATTENTION_KERNELS or rates.attention(attention) is not None:
+        return []
+    return [
+        f"attention {attention}: the cluster has no figure for it ([device.attention] of its file), so it "
+        "takes as long as the usual kernel"
+    ]
+
+
+UNEVEN = 1.1
+"""How much more than the mean of the ranks the busiest may compute before it is noted."""
+
+
+def _uneven_ranks(plan: Plan, order: Schedule, simulation: Simulation) -> list[str]:
+    """Say how uneven the ranks' work is where stages are even, and ranks hold several."""
+    if plan.stages != "even" or order.stages_a_rank == 1:
+        return []
+    groups = [(simulation.shares(members[0]).busy, len(members)) for members in simulation.classes.members]
+    most = max(busy for busy, _ in groups)
+    mean = sum(busy * size for busy, size in groups) / sum(size for _, size in groups)
+    if not most > UNEVEN * mean:
+        return []
+    return [
+        f"stages=even makes stages even, not the ranks that hold {order.stages_a_rank} of them: the busiest "
+        f"computes {most / mean:.2f} times the mean; stages=auto, or counts as in 3-4-4-3, may do better"
+    ]

@@ -1,0 +1,104 @@
+"""Reading a model and making its training step, as options say."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from distsim.errors import PlanError
+from distsim.importer import load_model
+from distsim.ir import DType, Float32, Function, Tensor
+from distsim.ir.dead import brings_backward
+from distsim.plan import Plan
+from distsim.report.progress import Progress
+from distsim.streams import say
+from distsim.study.choices import Choices
+from distsim.study.layout import plan_asked
+from distsim.study.options import ModelOptions
+from distsim.transforms import add_loss, describe_blocks, differentiate, outline
+from distsim.transforms.autodiff.loss import check_loss
+from distsim.transforms.autodiff.set_precision import apply_precision
+from distsim.transforms.kernels.attention import default_attention, set_attention
+from distsim.transforms.kernels.composites import merge_composites
+
+BROUGHT = ("loss", "optimizer", "keep", "precision", "clip", "stack")
+"""Options that say what a model that brings its own backward pass has decided."""
+
+_SIZES = ("batch", "seq", "bind", "parameters")
+"""Options that say what a function has decided."""
+
+
+def forward_pass(options: ModelOptions, progress: Progress) -> Function:
+    """Return the forward pass of the model in its precision, outlined if that is asked for."""
+    choices = Choices.of(options)
+    function = _logical_model(options, choices, progress, choices.plan(plan_asked(options.plan)))
+    return function if choices.precision is None else apply_precision(function, choices.precision)
+
+
+def training_step(
+    options: ModelOptions, progress: Progress, plan: Plan | None = None
+) -> tuple[Function, Choices]:
+    """Return the training step of the model, as the plan (by default that asked for) divides it, and how it
+    is trained.
+
+    Raises what reading the model raises, and :class:`PlanError` for an unknown name, and for options that say
+    what the model has decided itself.
+    """
+    choices, loss = Choices.of(options), options.loss or "auto"
+    check_loss(loss)
+    divided = choices.plan(plan_asked(options.plan)) if plan is None else plan
+    function = _logical_model(options, choices, progress, divided)
+    if brings_backward(function):
+        if any(getattr(options, name) for name in BROUGHT):
+            refused = ", ".join(f"--{name}" for name in BROUGHT)
+            raise PlanError(f"{function.name} brings its own backward pass: no {refused}")
+        return function, replace(choices, assumed=())
+    keep = tuple(options.keep or ())
+    function = progress.run(
+        "differentiating",
+        lambda: differentiate(
+            add_loss(function, loss, keep), choices.optimizer, keep, choices.precision, choices.clip
+        ),
+    )
+    return function, choices
+
+
+def _logical_model(options: ModelOptions, choices: Choices, progress: Progress, plan: Plan) -> Function:
+    """Return the forward pass of the model, as a plan divides it, in the types that it is written in."""
+    function = progress.run(f"reading {options.label}", lambda: _forward(options, choices, plan))
+    if not options.outline:
+        return function
+    outlined = progress.run("outlining", lambda: outline(function))
+    for line in describe_blocks(outlined).splitlines():
+        say(f"# {line}")
+    return outlined
+
+
+def _forward(options: ModelOptions, choices: Choices, plan: Plan) -> Function:
+    function = merge_composites(_read(options, choices, plan))
+    dtype = _widest(function) if choices.precision is None else choices.precision.compute
+    return set_attention(function, choices.attention or default_attention(dtype))
+
+
+def _read(options: ModelOptions, choices: Choices, plan: Plan) -> Function:
+    """Return the model as it is written."""
+    if isinstance(options.model, Function):
+        given = [name for name in _SIZES if getattr(options, name)]
+        if given:
+            raise PlanError(f"{options.label} is a function, which has its sizes: leave out {given[0]}")
+        return options.model
+    patterns = tuple(p for text in options.parameters for p in text.split(",") if p)
+    seq = [] if options.seq is None else [f"seq={options.seq}"]
+    bindings = ",".join(filter(None, [*options.bind, *seq]))
+    multiple = max(1, choices.stack.vocabulary_multiple * plan.tp)
+    config = options.from_file
+    if config is not None and config.sizes is not None:
+        return config.function(options.batch, options.seq, plan.sequence_parts, multiple)
+    source = os.fspath(options.model)
+    return load_model(source, options.batch, bindings, patterns, plan.sequence_parts, multiple)
+
+
+def _widest(function: Function) -> DType:
+    """Return the widest floating-point type among the inputs, as which a model is written."""
+    types = [value.type.dtype for value in function.inputs if isinstance(value.type, Tensor)]
+    return max([t for t in types if t.is_floating], key=lambda t: t.itemsize, default=Float32())

@@ -1,0 +1,73 @@
+"""Text for a terminal: as wide as it is, and in colours; anywhere else it stays as it is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import textwrap
+
+_STYLES = {"bold": "1", "red": "31;1", "green": "32", "yellow": "33"}
+_MARKS = (
+    (re.compile(r"OUT OF MEMORY|FAILED"), "red"),
+    (re.compile(r"(?<=^memory        )fits|(?<=, )fits$", re.MULTILINE), "green"),
+    (re.compile(r"^note:", re.MULTILINE), "yellow"),
+    (re.compile(r"^(step time|throughput|MFU) ", re.MULTILINE), "bold"),
+)
+"""What stands out in a report."""
+
+_LABEL = re.compile(r"(note: |[A-Za-z][A-Za-z ]{0,12}? {2,})(?=\S)")
+_CUT = "\u2026"
+
+
+def is_coloured() -> bool:
+    """Whether standard output is a terminal that takes colours: https://no-color.org asks for none."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def for_terminal(text: str) -> str:
+    """Return a report as wide as the terminal, in colours if it has them; as it is where there is none.
+
+    Rows of tables that are wider are cut, and a line says so; sentences go on below.
+    """
+    if not sys.stdout.isatty():
+        return text
+    fitted = fit(text, shutil.get_terminal_size().columns)
+    return coloured(fitted) if is_coloured() else fitted
+
+
+def fit(text: str, width: int) -> str:
+    """Return a text of which no line is wider than ``width`` columns, 40 at least.
+
+    >>> print(fit("devices         busy  exposed  bubble  peak memory     usable", 40))
+    devices         busy  exposed  bubble  \u2026
+    rows are cut to 40 columns: a wider terminal, or | less -S, has all of them
+    """
+    width, cut = max(width, 40), False
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= width:
+            lines.append(line)
+        elif len(re.findall(r"\S {2,}(?=\S)", line)) > 1:  # a row: columns are two spaces or more apart
+            lines.append(f"{line[: width - 1]}{_CUT}")
+            cut = True
+        else:
+            label = _LABEL.match(line)
+            lines += textwrap.wrap(
+                line, width, subsequent_indent=" " * (label.end() if label else 2), break_on_hyphens=False
+            )
+    if cut:
+        lines.append(f"rows are cut to {width} columns: a wider terminal, or | less -S, has all of them")
+    return "\n".join(lines)
+
+
+def coloured(text: str) -> str:
+    """Return a report with what stands out in colours.
+
+    >>> coloured("note: x")
+    '\\x1b[33mnote:\\x1b[0m x'
+    """
+    for pattern, name in _MARKS:
+        text = pattern.sub(lambda found, style=_STYLES[name]: f"\x1b[{style}m{found[0]}\x1b[0m", text)
+    return text
