@@ -299,7 +299,7 @@ def test_bad_buckets_are_refused():
     for zero in (0, 3):
         with pytest.raises(PlanError, match=f"zero={zero} gathers none after it; use zero=1 or 2"):
             Plan(2, zero=zero, overlap_params="on")
-    with pytest.raises(PlanError, match="overlap_grads='yes' is unknown; choose one of off, on"):
+    with pytest.raises(PlanError, match="overlap_grads='yes' is not one of off, on"):
         Plan(2, overlap_grads="yes")
 
 

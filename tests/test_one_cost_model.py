@@ -4,12 +4,12 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 
 import pytest
 from cli_cases import run
 from training_models import Maker, flat_mlp, mesh_of, topology_of
 
-import distsim.commands.simulate
 from distsim.compose import build_program, parallelize
 from distsim.device_placement import problem_of
 from distsim.device_placement.partitioned import partition_model
@@ -249,11 +249,11 @@ def test_a_partition_is_that_of_the_rules():
 
 
 def with_rules(monkeypatch, name):
-    monkeypatch.setattr(
-        distsim.commands.simulate,
-        "CostModel",
-        lambda topology, strict=False, kernels="": CostModel(topology, strict, Dear(name), kernels),
-    )
+    def dear_model(topology, strict=False, kernels=""):
+        return CostModel(topology, strict, Dear(name), kernels)
+
+    for module in ("distsim.commands.simulate", "distsim.study.simulate"):
+        monkeypatch.setattr(import_module(module), "CostModel", dear_model)
 
 
 def note(out):

@@ -198,7 +198,7 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers():
         PlanError, match="sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2"
     ):
         Plan(sp="on")
-    with pytest.raises(PlanError, match="sp='yes' is unknown; choose one of off, on"):
+    with pytest.raises(PlanError, match="sp='yes' is not one of off, on"):
         Plan(tp=2, sp="yes")
     odd = differentiate(small_gpt(seq=3), None)
     with pytest.raises(PlanError, match=r"tp=2 does not divide the sequence of 3 \(input 'tokens'\)"):
