@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from distsim.simulation import Simulation as Simulation
     from distsim.simulation import Simulator as Simulator
     from distsim.stacks import Stack as Stack
+    from distsim.study.compare import compare as compare
     from distsim.study.search import search as search
     from distsim.study.simulate import simulate as simulate
     from distsim.transforms import differentiate as differentiate
@@ -54,6 +55,7 @@ __all__ = [
     "Stack",
     "Topology",
     "__version__",
+    "compare",
     "differentiate",
     "import_from_hf",
     "import_from_onnx",
@@ -70,6 +72,7 @@ __all__ = [
 _HOMES = {
     "simulate": "distsim.study.simulate",
     "search": "distsim.study.search",
+    "compare": "distsim.study.compare",
     "Plan": "distsim.plan",
     "Simulation": "distsim.simulation",
     "Simulator": "distsim.simulation",

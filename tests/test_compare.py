@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from said import says
 
+import distsim
 from distsim.cli import main
 from distsim.compose import parallelize
 from distsim.cost import CostModel
-from distsim.errors import SimulationError
+from distsim.errors import OptionError, SimulationError
 from distsim.hardware import load_cluster
 from distsim.models import mlp
 from distsim.plan import Plan
@@ -138,3 +139,24 @@ def test_each_plan_runs_on_each_cluster_and_what_fits_nowhere_is_status_3(capsys
 def test_what_cannot_be_compared_is_refused(capsys, options, said):
     assert main([*map(str, MODEL), "--cluster", "dgx-a100", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_in_python_steps_are_compared_as_the_command_does(capsys):
+    model, plans = "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100", ("dp=2", "tp=2", "pp=2,microbatches=2")
+    found = distsim.compare(*(distsim.simulate(model, "dgx-a100", plan, 8) for plan in plans), by="kind")
+    plans = [word for plan in plans for word in ("--plan", plan)]
+    out, _ = run(
+        capsys, "compare", model, "--cluster", "dgx-a100", "--batch", 8, "--by", "kind", "--json", *plans
+    )
+    said = json.loads(out)
+    assert [step["seconds"] for step in said["steps"]] == [step.seconds for step in found.steps]
+    for number, own in enumerate(said["differences"], 1):
+        assert own["parts"] == found.to_dict()["differences"][number - 1]["parts"]
+    assert "<pre>" in found._repr_html_() and "<gpt" not in found._repr_html_()
+
+
+def test_a_way_to_compare_that_is_none_is_refused():
+    with pytest.raises(OptionError, match="did you mean module"):
+        distsim.compare(by="modul")
+    with pytest.raises(SimulationError, match="two or more"):
+        distsim.compare()

@@ -16,8 +16,8 @@ from distsim.errors import DistsimError, PlanError
 from distsim.report.difference import StepComparison
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.progress import Progress
-from distsim.simulation.explain.breakdown import PARTS
 from distsim.streams import say
+from distsim.study.compare import WAYS
 from distsim.terminal import for_terminal
 
 _STEP = {
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--by",
-        choices=[DEVICE, *PARTS, "phase"],
+        choices=WAYS,
         default=DEVICE,
         help="what the difference is made of: the time of the mean device (default: compute by kind, exposed "
         "communication by axis, bubble), or the critical path by kind of work, operator, module, axis, phase",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from distsim.errors import SimulationError
@@ -139,6 +140,10 @@ class StepComparison:
                 rows = difference_table(self.differences(number), first.seconds, self.of)
                 lines += ["", f"{said}:" if rows else f"{said}; no part makes much of a difference", *rows]
         return "\n".join(lines) + "\n"
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook, in letters of one width."""
+        return f"<pre>{escape(str(self))}</pre>"
 
     def _names(self) -> Mapping[str, StepFigures]:
         """Return the steps by what they are called in tables: by letters, where names are long."""
