@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import cache
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -79,8 +80,10 @@ def computed_by(program: Program, inputs) -> list:
     return assemble(program, SequentialExecutor().compute(program.to_function(), inputs))
 
 
-@pytest.mark.parametrize("policy", ["fp8", "fsdp2"])
-@pytest.mark.parametrize("text", [*PLANS, *[text for text, _ in EACH], *GATHERED])
+TEXTS = [*PLANS, *[text for text, _ in EACH], *GATHERED]
+
+
+@pytest.mark.parametrize(("text", "policy"), list(zip(TEXTS, cycle(["fp8", "fsdp2"]), strict=False)))
 def test_the_step_is_that_in_which_each_microbatch_casts_anew(policy, text):
     """To the bit, in its own types, on every rank; and all readers of the table agree."""
     joint = trained(policy)

@@ -1,6 +1,7 @@
 """Functions that differ in sizes alone: what is made of one, and carried over, is as if made anew."""
 
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 
@@ -62,8 +63,9 @@ def figures(plan, kernels="ops", precision="fp32"):
     return found
 
 
-@pytest.mark.parametrize("kernels", ["ops", "eager"])
-@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize(
+    ("plan", "kernels"), list(zip(PLANS, cycle(["ops", "eager"]), strict=False)), ids=str
+)
 def test_what_is_carried_over_is_as_if_made_anew(plan, kernels, monkeypatch):
     carried = figures(plan, kernels)
     monkeypatch.setattr(sharding, "shared", lambda function: function)
