@@ -181,7 +181,8 @@ def test_a_name_that_is_none_is_said_with_those_near_it(options, error, said):
 
 def test_options_of_python_are_those_of_the_records():
     ours = {field.name for record in (ModelOptions, EngineOptions) for field in fields(record)}
-    assert set(SimulationKeywords.__annotations__) == ours - {"model", "batch", "seq", "plan", "outline", "from_file"}
+    elsewhere = {"model", "batch", "seq", "plan", "outline", "from_file"}
+    assert set(SimulationKeywords.__annotations__) == ours - elsewhere
 
 
 # --- results --------------------------------------------------------------------------------------
