@@ -100,8 +100,8 @@ def test_builders_and_files_are_simulated(capsys, model, arguments, samples):
     assert step_time(out) > 0
 
 
-def test_the_command_of_the_readme_takes_what_its_python_says(capsys):
-    text = (Path(__file__).parent.parent / "README.md").read_text()
+def test_the_command_of_the_page_takes_what_its_python_says(capsys):
+    text = (Path(__file__).parents[1] / "docs/how-it-works.md").read_text(encoding="utf-8")
     command = re.search(r"`distsim simulate (mlp:[^`]+)`", text)[1].split()
     assert f"'{re.search('step time +([^(]+) ', run(capsys, 'simulate', *command)[0])[1]}'\n" in text
 

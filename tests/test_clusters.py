@@ -214,9 +214,9 @@ devices_per_port = 4
 """
 
 
-def test_the_file_of_the_readme(tmp_path):
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"^```toml\n(base.*?)^```", readme, re.DOTALL | re.MULTILINE)
+def test_the_file_of_the_page(tmp_path):
+    page = (Path(__file__).parents[1] / "docs/how-to/cluster.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```toml\n(base.*?)^```", page, re.DOTALL | re.MULTILINE)
     topology = load_cluster(write(tmp_path, text, ""))
     kinds = {(device.memory, device.throughput) for device in topology.devices}
     assert len(topology.devices) == 32 and len(kinds) == 3

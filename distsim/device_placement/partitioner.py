@@ -22,6 +22,7 @@ from distsim.errors import (
 from distsim.ir import Function
 
 MODES = ("single", "size_based", "sparse_nn", "cost_aware", "kernighan_lin", "ahead_of_time", "optimal")
+"""The ways to put ops on devices that :func:`partition` knows."""
 
 
 class ModeOptions(TypedDict, total=False):

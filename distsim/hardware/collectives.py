@@ -80,6 +80,7 @@ from distsim.ir.topology import Topology
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 PAIRWISE = ("all_to_all", "scatter", "gather")
 COLLECTIVES: tuple[str, ...] = (*_RINGS, *PAIRWISE, "send", "shift")
+"""What may be moved between devices: the kinds that :func:`collective_time` knows."""
 
 
 def collective_time(kind: str, nbytes: float, group: Group, topology: Topology) -> float:

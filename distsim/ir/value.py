@@ -109,3 +109,4 @@ class Attributes(Mapping[str, Any]):
 
 
 NO_ATTRIBUTES = Attributes()
+"""The attributes of an op that has none."""
