@@ -16,7 +16,7 @@ version = release = distsim.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
-suppress_warnings = ["misc.highlighting_failure"]  # what a command prints is of no language
+highlight_language = "text"  # of blocks that name none: what a command prints
 html_theme = "furo"
 html_title = f"distsim {version}"
 default_role = "literal"  # docstrings write `x` for code
