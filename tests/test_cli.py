@@ -134,6 +134,12 @@ def test_devices_that_a_plan_leaves_idle_are_a_note(capsys, arguments, said):
     assert len(notes) == bool(said) and all(re.fullmatch(said, note) for note in notes), notes
 
 
+def test_idle_devices_are_counted_with_cp(capsys):
+    command = [GPT, "--batch", 32, "--attention", "flash", "--plan", "cp=2,tp=2"]
+    out = simulate(capsys, *command, cluster="dgx-2")
+    assert "12 of 16 devices of dgx-2 are idle, as the plan uses dp * cp * tp * pp = 4; dp=4 would" in out
+
+
 def test_without_overlap_a_step_takes_longer(capsys):
     command = [GPT, "--batch", 16, "--plan", "dp=4,pp=2,microbatches=4"]
     together, one_by_one = simulate(capsys, *command), simulate(capsys, *command, "--no-overlap")
