@@ -10,12 +10,15 @@ from decoder_models import small
 from training_models import topology_of
 
 from distsim.errors import PlanError, SimulationError
-from distsim.models import mlp
+from distsim.models import gpt, mlp
 from distsim.plan import Plan
 from distsim.plan_search import SearchRun, describe, parse_sets, search
-from distsim.plan_search.evaluation import PlanEvaluator, Standing
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
+from distsim.plan_search.run import FixedModel
 from distsim.plan_search.space import PlanSpace
-from distsim.transforms import Adam, add_loss, differentiate
+from distsim.transforms import SGD, Adam, add_loss, differentiate
+from distsim.transforms.autodiff.precision import precision_named
+from distsim.transforms.kernels.policies import KERNELS
 
 with pytest.MonkeyPatch.context() as patch:
     # The experiments are scripts: each finds the others next to itself.
@@ -57,6 +60,17 @@ def test_the_best_are_those_of_trying_all(seed):
             assert known <= trial.seconds * (1 + 1e-9)
     assert [trial.text for trial in found.trials] == [str(plan) for plan in problem.plans]
     assert sum(found.counts.values()) == len(problem.plans)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_of_a_single_microbatch_need_not_all_be_held_at_a_time(zero):
+    step = differentiate(gpt(2, 256, 4, 64, 8, 512), SGD(), precision=precision_named("amp"))
+    problem = SearchProblem(FixedModel(step), topology_of(8), KERNELS["eager"])
+    evaluator, standing = PlanEvaluator(problem), Standing()
+    trial = evaluator.trial(Plan(dp=8, zero=zero))
+    evaluator.learn(trial, standing)
+    assert trial.layers.saved
+    assert 0.5 * trial.peak < evaluator.least_bytes(trial.plan, standing) <= trial.peak
 
 
 def test_a_search_that_leaves_a_best_plan_out_is_seen():

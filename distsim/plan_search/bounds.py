@@ -142,6 +142,8 @@ class PlanBounds:
         if alike is None:
             return max(least, (held + saved * min(flights)) / plan.pp)
         held, gradients = _divided(alike, plan)
+        if plan.microbatches == 1:  # a gradient that is whole may be reduced before the next one is made
+            gradients = 0.0
         full = [
             max(held + n * saved, held + gradients + (n if plan.microbatches > n else n - 1) * saved)
             for n in flights
