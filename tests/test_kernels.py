@@ -144,6 +144,18 @@ def test_eager_mode_takes_a_cross_entropy_apart(precision):
     assert losses_apart(function, KERNELS["eager"]) is function
 
 
+def test_a_loss_whose_gradient_lies_elsewhere_is_taken_apart():
+    """Classes that tp does not divide: forward has them whole, backward the sequence in parts; of the loss's
+    second output, which eager mode does not make, nothing is moved there."""
+    joint = differentiate(gpt(2, 512, 8, 64, 16, 100), SGD())
+    plan, topology = Plan(dp=2, tp=8, sp="on"), load_cluster("dgx-a100:2")
+    [stage] = parallelize(joint, plan, topology, kernels=KERNELS["eager"]).stages
+    for block in (stage.forward, stage.backward):
+        verify(block.function)
+    kinds = [op.op_type for block in (stage.forward, stage.backward) for op in block.function.ops]
+    assert {"LogSoftmax", "LogSoftmaxGrad"} <= set(kinds) and "CrossEntropyLoss" not in kinds
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_megatron_computes_a_cross_entropy_in_steps(tp):
     """Of the logits in 32 bits: the largest is read, and subtracted, exponentials are taken, summed, and

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from distsim.cache import Cache
 from distsim.ir import Attributes, Environment, Function, Op, Value, callees, rewire_op, rewrite
+from distsim.ir.dead import needed_ops
 from distsim.ir.type import as_tensor
 from distsim.transforms.kernels.policies import Kernels
 
@@ -43,7 +44,10 @@ def _rewritten(function: Function, loss: str) -> Function | None:
     done: dict[Function, Function] = {}
     for current in (*callees(function), function):
         writer = _LossWriter(done) if loss == "torch" else _LossSteps(done)
-        done[current] = rewrite(current, writer.change)
+        made = rewrite(current, writer.change)
+        # What moves a loss's second output to where its gradient lies has nothing to move any longer.
+        needed = needed_ops(made.ops, made.outputs)
+        done[current] = made if len(needed) == len(made.ops) else replace(made, ops=tuple(needed))
     return None if done[function] is function else done[function]
 
 
