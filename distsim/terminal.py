@@ -18,7 +18,12 @@ _MARKS = (
 """What stands out in a report."""
 
 _LABEL = re.compile(r"(note: |[A-Za-z][A-Za-z ]{0,12}? {2,})(?=\S)")
-_CUT = "\u2026"
+_CELLS = re.compile(r"\S {2,}(?=\S)")
+_LAST_CELL = re.compile(r"(.*\S) {2,}(\S+(?: \S+)*)$")
+_LONG_CELL = 20
+"""Characters from which on the last cell of a row that is too wide stands below it, as plans do."""
+
+_CUT, _INDENT = "\u2026", "      "
 
 
 def is_coloured() -> bool:
@@ -29,7 +34,8 @@ def is_coloured() -> bool:
 def for_terminal(text: str) -> str:
     """Return a report as wide as the terminal, in colours if it has them; as it is where there is none.
 
-    Rows of tables that are wider are cut, and a line says so; sentences go on below.
+    Rows of tables that are wider are cut, and a line says so; sentences, and the last cell of a row where
+    that is a long one, go on below.
     """
     if not sys.stdout.isatty():
         return text
@@ -49,9 +55,12 @@ def fit(text: str, width: int) -> str:
     for line in text.split("\n"):
         if len(line) <= width:
             lines.append(line)
-        elif len(re.findall(r"\S {2,}(?=\S)", line)) > 1:  # a row: columns are two spaces or more apart
-            lines.append(f"{line[: width - 1]}{_CUT}")
-            cut = True
+        elif len(_CELLS.findall(line)) > 1:  # a row: columns are two spaces or more apart
+            last = _LAST_CELL.match(line)
+            row, below = last.groups() if last and len(last[2]) >= _LONG_CELL else (line, "")
+            lines.append(row if len(row) <= width else f"{row[: width - 1]}{_CUT}")
+            cut |= len(row) > width
+            lines += _below(below, width)
         else:
             label = _LABEL.match(line)
             lines += textwrap.wrap(
@@ -60,6 +69,17 @@ def fit(text: str, width: int) -> str:
     if cut:
         lines.append(f"rows are cut to {width} columns: a wider terminal, or | less -S, has all of them")
     return "\n".join(lines)
+
+
+def _below(cell: str, width: int) -> list[str]:
+    """Return a cell as lines below its row, between whose commas it may be broken."""
+    lines: list[str] = []
+    for part in re.findall(r"[^,]+,? ?", cell):
+        if lines and len(lines[-1]) + len(part.rstrip()) <= width:
+            lines[-1] += part
+        else:
+            lines.append(f"{_INDENT}{part}")
+    return [line.rstrip() for line in lines]
 
 
 def coloured(text: str) -> str:

@@ -123,6 +123,7 @@ def test_without_a_plan_one_device_does_everything(capsys):
             ["--plan", "dp=4,microbatches=8"],
             "12 of 16 .* = 4; a batch of 32 in 8 .* no larger dp, but tp or pp",
         ),
+        (["--plan", "cp=2"], "14 of 16 .* dp . cp . tp . pp = 2; dp=8 would use 16"),
         (["--plan", "dp=2,microbatches=4"], "14 of 16 .* = 2; dp=8 would use 8"),
         (["--plan", "dp=8,microbatches=4"], "8 of 16 .* = 8; .* no larger dp, but tp or pp"),  # as it says
         (["--plan", "dp=8,pp=2"], ""),

@@ -112,6 +112,15 @@ def test_tables_fit_the_terminal_and_say_so(monkeypatch):
     assert "".join(plain.split()).count("fordriverandlibraries") == 1, "sentences go on below"
 
 
+def test_a_plan_that_is_too_long_for_its_row_stands_below_it():
+    row = "1    28.7 s  69.3%  75.24 GiB  "
+    plan = "dp=4,tp=2,microbatches=16,zero=1,sp=on,bucket=megatron,overlap_grads=off"
+    assert terminal.fit(row + plan, 120) == row + plan
+    first, *below = terminal.fit(row + plan, 60).split("\n")
+    assert first == row.rstrip() and len(below) == 2 and max(map(len, below)) <= 60
+    assert "".join(line.strip() for line in below) == plan
+
+
 def test_colours_are_left_out_where_nobody_wants_them(monkeypatch):
     screen = narrow(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")

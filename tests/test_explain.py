@@ -1,6 +1,7 @@
 """explain(): what bounds a step, and what-ifs that are each simulated."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from cli_cases import run
@@ -174,6 +175,11 @@ def test_an_explanation_says_so_in_words():
     share = f"{second.gain / explanation.step_time:.1%}"
     assert f"would gain most, {best.gain / explanation.step_time:.1%}; nothing else in this table" in text
     assert text.endswith(f"would gain more than {share}.\n")
+    alike = replace(explanation, what_ifs=(best, replace(best, change="no host"), second))
+    assert (
+        f"{best.change[1:]}, or no host would gain most, each, {best.gain / explanation.step_time:.1%}; "
+        in str(alike)
+    )
     assert max(map(len, text.splitlines())) < 140
 
 

@@ -12,6 +12,7 @@ from distsim.commands.simulate import add_step_options, simulated_step
 from distsim.report import plot_explanation
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
+from distsim.report.summary import memory_lines
 from distsim.streams import say
 from distsim.terminal import for_terminal
 
@@ -35,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
     found = progress.run("explaining", step.simulation.explain)
     say(f"{options.model} on {options.cluster}, {step.way}, batch {step.samples}\n")
     say(for_terminal(str(found)))
+    say(for_terminal(memory_lines(step.simulation)[0]))
     for note in step.all_notes():
         say(f"note: {note}")
     if options.plot:

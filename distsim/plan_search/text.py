@@ -8,7 +8,7 @@ from distsim.plan import Plan
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.trial import PlanTrial
 from distsim.report.difference import difference_table, differences, faster_or_slower
-from distsim.simulation.explain.text import count, seconds_text, table
+from distsim.simulation.explain.text import count, rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
 _MOST_NEARLY, _MOST_FRONT, _MOST_REASONS = 3, 8, 4
@@ -48,13 +48,13 @@ def best_table(result: SearchResult) -> list[str]:
     """Return the table of the best plans, and below it what all of their plans say."""
     plans = [short(trial.plan).split(",") for trial in result.winners]
     shared = [part for part in plans[0] if len(plans) > 1 and all(part in other for other in plans)]
-    header = ("", "step", "90 %", f"{result.step.unit}/s/device", "MFU", "memory", "bound by", "plan")
+    header = ("", "step", "90 %, s", f"{result.step.unit}/s/device", "MFU", "memory", "bound by", "plan")
     rows = [
         (
             str(place),
             seconds_text(trial.seconds),
             f"{trial.low:.3g} to {trial.high:.3g}" if trial.high else "-",
-            f"{result.rate(trial):.5g}",
+            rate_text(result.rate(trial)),
             f"{result.mfu_of(trial):.1%}",
             bytes_label(trial.peak),
             trial.bound_by(),

@@ -9,7 +9,7 @@ from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.report.figures import StepFigures
-from distsim.simulation.explain.text import count, seconds_text, table
+from distsim.simulation.explain.text import count, rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
 NEXT_STEP = "overlap with the next step"
@@ -154,7 +154,7 @@ class StepComparison:
     def _table(self, names: Mapping[str, StepFigures]) -> list[str]:
         unit = self.steps[0].unit
         header = (
-            *("", "step", "90 %", f"{unit}/s/device", "MFU"),
+            *("", "step", "90 %, s", f"{unit}/s/device", "MFU"),
             *("peak memory", "fits", "busy", "exposed", "bubble"),
         )
         rows = [
@@ -162,7 +162,7 @@ class StepComparison:
                 name,
                 seconds_text(step.seconds),
                 f"{step.low:.3g} to {step.high:.3g}" if step.high else "-",
-                f"{step.rate:.5g}",
+                rate_text(step.rate),
                 f"{step.mfu:.1%}",
                 bytes_label(step.peak),
                 "yes" if step.fits else f"{bytes_label(step.peak - step.usable)} too much",

@@ -57,7 +57,7 @@ def summarize(
         lines += _tokens(simulation)
     lines += _utilisation(simulation, model_flops)
     lines += [
-        *_memory_lines(simulation),
+        *memory_lines(simulation),
         *_host_line(simulation),
         "",
         *_device_table(simulation),
@@ -106,7 +106,8 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
     ]
 
 
-def _memory_lines(simulation: Simulation) -> list[str]:
+def memory_lines(simulation: Simulation) -> list[str]:
+    """Say whether a step fits in memory, and what takes it of the fullest device; then of which modules."""
     over = {d: use.missing(d) for d, use in simulation.memory.items() if not use.fits(d)}
     worst = max(over or simulation.memory, key=lambda d: over.get(d, simulation.memory[d].peak), default=None)
     if worst is None:

@@ -167,7 +167,7 @@ def simulator_of(engine: EngineOptions, cost_model: CostModel) -> Simulator:
 
 def _idle_devices(cluster: str, plan: Plan, topology: Topology, samples: int) -> list[str]:
     """Say how many devices a plan leaves idle, and which dp would use the most of them, if any."""
-    count, replica = len(topology.devices), plan.tp * plan.pp
+    count, replica = len(topology.devices), plan.cp * plan.tp * plan.pp
     if plan.devices == count:
         return []
     divide = [dp for dp in range(1, count // replica + 1) if samples % (dp * plan.microbatches) == 0]
@@ -175,8 +175,9 @@ def _idle_devices(cluster: str, plan: Plan, topology: Topology, samples: int) ->
     way = f"dp={most} would use {most * replica}"
     if most <= plan.dp:
         way = f"a batch of {samples} in {plan.microbatches} microbatches allows no larger dp, but tp or pp"
+    degrees = "dp * cp * tp * pp" if plan.cp > 1 else "dp * tp * pp"
     idle = f"{count - plan.devices} of {count} devices of {cluster} are idle"
-    return [f"{idle}, as the plan uses dp * tp * pp = {plan.devices}; {way}"]
+    return [f"{idle}, as the plan uses {degrees} = {plan.devices}; {way}"]
 
 
 def _unknown_kernel(attention: str | None, topology: Topology) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.text import short
 from distsim.plan_search.training.estimate import DeviceRates, Objective, Training, TrainingEstimate
-from distsim.simulation.explain.text import seconds_text, table
+from distsim.simulation.explain.text import rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
 _Cell = Callable[[TrainingEstimate], str]
@@ -59,13 +59,13 @@ class ClusterComparison:
         tokens = self.training.tokens
         columns: dict[str, _Cell] = {
             "step": lambda own: seconds_text(own.result.best.seconds),
-            f"{unit}/s": lambda own: f"{own.result.rate(own.result.best) * own.devices:.5g}",
+            f"{unit}/s": lambda own: rate_text(own.result.rate(own.result.best) * own.devices),
             "MFU": lambda own: f"{own.result.mfu_of(own.result.best):.1%}",
             "memory": lambda own: bytes_label(own.result.best.peak),
             "goodput": lambda own: f"{own.goodput.share:.1%}",
         }
         if tokens is not None:
-            columns[f"days for {tokens:.3g} {unit}"] = lambda own: _figure(own.hours, 1 / 24)
+            columns[f"days for {_amount(tokens)} {unit}"] = lambda own: _figure(own.hours, 1 / 24)
         if any(own.rates.price is not None for own in known):
             if tokens is not None:
                 columns["dollars"] = lambda own: _rounded(own.of_all(own.token_dollars))
@@ -79,26 +79,54 @@ class ClusterComparison:
         return columns
 
     def _notes(self, ordered: list[tuple[str, TrainingEstimate | None]]) -> Iterator[str]:
-        """Say by what the figures are, and what they leave out."""
-        for name, own in ordered:
-            if own is not None and own.goodput.share < 1:
-                lost = own.goodput
-                yield (
-                    f"{name}: a failure every {_duration(lost.between)}; checkpoints of "
-                    f"{bytes_label(lost.checkpoint)} in {_duration(lost.write)}, every "
-                    f"{_duration(lost.interval)} of work (Daly; Young: {_duration(lost.young)})"
-                )
-        for name, own in ordered:
-            if own is not None and own.rates.price is not None:
-                yield f"{name}: {own.rates.price:g} $ a GPU-hour, {own.rates.price_source}"
-        for name, own in ordered:
-            if own is not None and own.rates.watts is not None:
-                host = own.rates.host_watts
-                yield (
-                    f"{name}: energy at {own.rates.watts:g} W a GPU and "
-                    f"{'unknown, so 0' if host is None else f'{host:g}'} W of its host at all times, times a "
-                    f"PUE of {self.training.pue:g}; without switches and storage"
-                )
+        """Say by what the figures are, and what they leave out; what holds of several clusters once."""
+        known = {name: own for name, own in ordered if own is not None}
+        for say in (_reliability_note, _price_note, _energy_note):
+            names: dict[str, list[str]] = {}
+            for name, own in known.items():
+                names.setdefault(say(own), []).append(name)
+            yield from (f"{', '.join(own)}: {note}" for note, own in names.items() if note)
+        unpriced = [name for name, own in known.items() if own.rates.price is None]
+        if unpriced and self.training.tokens is not None:
+            yield f"{', '.join(unpriced)}: no price is known, so no dollars; give --price, of a GPU for an hour"
+
+
+def _reliability_note(own: TrainingEstimate) -> str:
+    lost = own.goodput
+    if lost.share == 1:
+        return ""
+    return (
+        f"a failure every {_duration(lost.between)}; checkpoints of {bytes_label(lost.checkpoint)} in "
+        f"{_duration(lost.write)}, every {_duration(lost.interval)} of work (Daly; Young: "
+        f"{_duration(lost.young)})"
+    )
+
+
+def _price_note(own: TrainingEstimate) -> str:
+    price = own.rates.price
+    return "" if price is None else f"{price:g} $ a GPU-hour, {own.rates.price_source}"
+
+
+def _energy_note(own: TrainingEstimate) -> str:
+    if own.rates.watts is None:
+        return ""
+    host = own.rates.host_watts
+    return (
+        f"energy at {own.rates.watts:g} W a GPU and {'unknown, so 0' if host is None else f'{host:g}'} W of "
+        f"its host at all times, times a PUE of {own.training.pue:g}; without switches and storage"
+    )
+
+
+def _amount(number: float) -> str:
+    """Return a large number as people write it.
+
+    >>> _amount(3e11), _amount(1.5e12), _amount(2e15), _amount(500.0)
+    ('300 billion', '1.5 trillion', '2e+15', '500')
+    """
+    for scale, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if scale <= number < 1e15:
+            return f"{number / scale:.4g} {name}"
+    return f"{number:g}"
 
 
 def _duration(seconds: float) -> str:

@@ -145,8 +145,11 @@ class Explanation:
             (what.change, seconds_text(what.step_time), seconds_text(what.gain), self._share(what.gain))
             for what in self.what_ifs
         ]
-        best, *others = self.what_ifs
-        last = f"{best.change[:1].upper()}{best.change[1:]} would gain most, {self._share(best.gain)}"
+        most = self._share(self.what_ifs[0].gain)
+        best = [what.change for what in self.what_ifs if self._share(what.gain) == most]
+        others = self.what_ifs[len(best) :]
+        each = "" if len(best) == 1 else ", each"
+        last = f"{best[0][:1].upper()}{', or '.join(best)[1:]} would gain most{each}, {most}"
         if others:
             last += f"; nothing else in this table would gain more than {self._share(others[0].gain)}"
         return [*table(("what if (each simulated)", "step", "gain", "share"), rows), f"{last}."]
