@@ -123,7 +123,6 @@ def test_without_a_plan_one_device_does_everything(capsys):
             ["--plan", "dp=4,microbatches=8"],
             "12 of 16 .* = 4; a batch of 32 in 8 .* no larger dp, but tp or pp",
         ),
-        (["--plan", "cp=2"], "14 of 16 .* dp . cp . tp . pp = 2; dp=8 would use 16"),
         (["--plan", "dp=2,microbatches=4"], "14 of 16 .* = 2; dp=8 would use 8"),
         (["--plan", "dp=8,microbatches=4"], "8 of 16 .* = 8; .* no larger dp, but tp or pp"),  # as it says
         (["--plan", "dp=8,pp=2"], ""),
@@ -133,6 +132,12 @@ def test_devices_that_a_plan_leaves_idle_are_a_note(capsys, arguments, said):
     out = simulate(capsys, "mlp:layers=2,width=40", "--batch", 32, *arguments, cluster="dgx-2")
     notes = re.findall(r"^note: (.*idle.*)$", out, re.MULTILINE)
     assert len(notes) == bool(said) and all(re.fullmatch(said, note) for note in notes), notes
+
+
+def test_idle_devices_are_counted_with_cp(capsys):
+    command = [GPT, "--batch", 32, "--attention", "flash", "--plan", "cp=2,tp=2"]
+    out = simulate(capsys, *command, cluster="dgx-2")
+    assert "12 of 16 devices of dgx-2 are idle, as the plan uses dp * cp * tp * pp = 4; dp=4 would" in out
 
 
 def test_without_overlap_a_step_takes_longer(capsys):

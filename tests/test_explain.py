@@ -176,10 +176,7 @@ def test_an_explanation_says_so_in_words():
     assert f"would gain most, {best.gain / explanation.step_time:.1%}; nothing else in this table" in text
     assert text.endswith(f"would gain more than {share}.\n")
     alike = replace(explanation, what_ifs=(best, replace(best, change="no host"), second))
-    assert (
-        f"{best.change[1:]}, or no host would gain most, each, {best.gain / explanation.step_time:.1%}; "
-        in str(alike)
-    )
+    assert f"{best.change[1:]}, or no host would gain most, each, " in str(alike)
     assert max(map(len, text.splitlines())) < 140
 
 
@@ -219,5 +216,5 @@ def test_the_command_line_explains(capsys):
     )
     out, err = run(capsys, "explain", *arguments)
     assert "What bounds it is the critical path" in out and "a pipeline that is always full" in out
-    assert "explaining" in err
+    assert "explaining" in err and "memory        fits; the most is" in out
     assert "critical path" not in run(capsys, "simulate", *arguments)[0]

@@ -10,6 +10,7 @@ from decoder_models import small
 from training_models import topology_of
 
 from distsim.errors import PlanError, SimulationError
+from distsim.ir import Topology
 from distsim.models import gpt, mlp
 from distsim.plan import Plan
 from distsim.plan_search import SearchRun, describe, parse_sets, search
@@ -71,6 +72,18 @@ def test_gradients_of_a_single_microbatch_need_not_all_be_held_at_a_time(zero):
     evaluator.learn(trial, standing)
     assert trial.layers.saved
     assert 0.5 * trial.peak < evaluator.least_bytes(trial.plan, standing) <= trial.peak
+
+
+def test_what_a_plan_teaches_holds_of_others_that_put_more_on_faster_devices():
+    topology = Topology()
+    slow, fast = (topology.add_device("gpu", throughput=rate) for rate in (1e9, 1e10))
+    topology.set_bandwidth(slow, fast, gbps=100.0)
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(model("mlp")), topology, KERNELS["eager"]))
+    standing = Standing()
+    evaluator.learn(evaluator.trial(Plan(dp=2, microbatches=2)), standing)
+    other = Plan(pp=2, microbatches=4, stages="1-3")
+    assert evaluator.key(other) in standing.work
+    assert evaluator.bound(other, standing) <= evaluator.trial(other).seconds
 
 
 def test_a_search_that_leaves_a_best_plan_out_is_seen():

@@ -14,7 +14,7 @@ from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.division import levels_written
 from distsim.errors import DistsimError
-from distsim.ir import Device, Function, Topology
+from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
 from distsim.plan_search.bounds import PlanBounds, layers_key, work_key
@@ -76,6 +76,8 @@ class PlanEvaluator:
         self._bounds: dict[Function, PlanBounds] = {}
         self._batch: dict[Function, int] = {}
         self._levels: dict[tuple[Function, int], int] = {}
+        kinds = {self.costs.spec(device): device for device in reversed(problem.topology.devices)}
+        self._kinds = tuple(kinds.values())
 
     def bounds(self, plan: Plan) -> PlanBounds:
         """Return the bounds of what a plan divides."""
@@ -211,13 +213,15 @@ class PlanEvaluator:
     def _work(self, plan: Plan, simulation: Simulation) -> float:
         """Return the seconds of the products of a microbatch, summed over the stages.
 
-        A mean over the ranks of a stage. Other work depends on where stages begin and on how gradients and
+        Each as the fastest devices run it, on which another plan may put what is on slower ones here. A mean
+        over the ranks of a stage. Other work depends on where stages begin and on how gradients and
         parameters are spread: masks are made anew on each stage, sums and casts are of what a rank holds.
         """
         members = simulation.classes.members
         total = 0.0
         for op, rank_class, times in simulation.timeline.op_counts:
             if is_product(op):
-                devices: tuple[Device, ...] = tuple(members[rank_class])
-                total += self.costs.seconds(signature_of(op), devices[:1]) * times * len(devices)
+                signature = signature_of(op)
+                least = min(self.costs.seconds(signature, (device,)) for device in self._kinds)
+                total += least * times * len(members[rank_class])
         return total / (plan.dp * plan.tp * plan.cp * plan.microbatches)

@@ -88,7 +88,7 @@ class ClusterComparison:
             yield from (f"{', '.join(own)}: {note}" for note, own in names.items() if note)
         unpriced = [name for name, own in known.items() if own.rates.price is None]
         if unpriced and self.training.tokens is not None:
-            yield f"{', '.join(unpriced)}: no price is known, so no dollars; give --price, of a GPU for an hour"
+            yield f"{', '.join(unpriced)}: without dollars: no price is known; give --price, of a GPU-hour"
 
 
 def _reliability_note(own: TrainingEstimate) -> str:
