@@ -266,7 +266,11 @@ def test_show_plan_prints_the_step_on_its_devices(capsys):
 
 
 def test_clusters_lists_the_presets_and_describes_one(capsys):
-    assert run(capsys, "clusters") == ("\n".join(presets()) + "\n", "")
+    listed = run(capsys, "clusters")[0].splitlines()
+    assert [line.split()[0] for line in listed] == list(presets())
+    assert re.search(
+        r"^dgx-h100 +NVIDIA DGX H100: 8 H100 .* \(1 x 8 H100-SXM5-80GB\)$", "\n".join(listed), re.M
+    )
     out, _ = run(capsys, "clusters", "dgx-a100:3")
     assert out.startswith("dgx-a100: ") and "(3 x 8 " in out.splitlines()[0]
     assert "device.throughput" in out and "levels.infiniband.bandwidth" in out

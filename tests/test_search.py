@@ -17,6 +17,7 @@ from distsim.plan_search import SearchRun, describe, parse_sets, search
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.run import FixedModel
 from distsim.plan_search.space import PlanSpace
+from distsim.plan_search.text import difference
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels.policies import KERNELS
@@ -144,6 +145,9 @@ def test_what_is_said_of_a_result():
         and f"{len(found.trials)} plans: {found.counts['simulated']} simulated" in text
     )
     assert found.to_dict()["counts"] == dict(found.counts) and len(found.rows()) == len(found.trials)
+    full, whole = (replace(found.best, text=text) for text in ("dp=4,remat=full", "dp=4"))
+    assert difference(full, whole)[0].startswith("remat=full is as fast as the plan without remat=full")
+    assert difference(whole, full)[0].startswith("the plan without remat=full is as fast as remat=full")
     with pytest.raises(SimulationError, match="search with top=9"):
         found.top(9)
 

@@ -21,7 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the presets."""
+    """Print the presets, or the figures or the file of one."""
     if options.set and not options.name:
         raise TopologyError("--set changes figures of a cluster: name one")
     if options.toml and not options.name:
@@ -29,6 +29,12 @@ def run(options: argparse.Namespace) -> int:
     if options.toml:
         say(cluster_toml(options.name, options.set))
     else:
-        text = describe(options.name, options.set) if options.name else "\n".join(presets())
-        say(for_terminal(text))
+        say(for_terminal(describe(options.name, options.set) if options.name else _list()))
     return 0
+
+
+def _list() -> str:
+    """Return the presets by name, each with what it is."""
+    width = max(map(len, presets()))
+    about = {name: describe(name).partition("\n")[0].partition(": ")[2] for name in presets()}
+    return "\n".join(f"{name:{width}}  {text}" for name, text in about.items())

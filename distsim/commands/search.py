@@ -147,7 +147,6 @@ def run(options: argparse.Namespace) -> int:
         options.batch = config.batch.total if options.batch is None else options.batch
         for line in (*config.describe(), f"{config.source}: its layout is left open: plans are searched"):
             complain(line)
-    # Where it reads a model it says so once for each that plans divide in another way.
     study = PlanStudy.of(model_options(options, plan=None), options.plan, options.max_tp, aloud=True)
     clusters = sized_clusters(list(dict.fromkeys(names)), options.gpus, options.set)
     rates = {each.shown: DeviceRates.of(each.figures, prices[each.place]) for each in clusters}

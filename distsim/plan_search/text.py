@@ -111,10 +111,10 @@ def difference(first: PlanTrial, second: PlanTrial) -> list[str]:
     """Say why a plan is faster or slower than another: what their critical paths consist of, side by side."""
     found = differences((first.seconds, first.parts), (second.seconds, second.parts))
     rows = difference_table(found, first.seconds, "on the critical path")
-    shared = set(str(first.plan).split(",")) & set(str(second.plan).split(","))
-    names = [
-        ",".join(part for part in str(trial.plan).split(",") if part not in shared) or str(trial.plan)
-        for trial in (first, second)
-    ]
+    fields = [str(trial.plan).split(",") for trial in (first, second)]
+    own, others = (
+        ",".join(part for part in these if part not in those) for these, those in (fields, fields[::-1])
+    )
+    names = own or f"the plan without {others}", others or f"the plan without {own}"
     line = f"{names[0]} is {faster_or_slower(first.seconds, second.seconds)} {names[1]}"
     return [f"{line}:", *rows] if rows else [f"{line}; no kind of work makes much of a difference"]

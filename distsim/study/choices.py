@@ -61,9 +61,11 @@ class Choices:
         """Return the plan of a text; what it leaves open the stack says. A plan is as it is."""
         if isinstance(asked, Plan):
             return asked
-        plan = Plan.parse(asked if "remat=" in asked else f"{asked},remat={self.stack.remat}")
-        sp = {"sp": "on"} if self.stack.sp and plan.tp > 1 and "sp=" not in asked else {}
-        return self.spread(replace(plan, **sp), [part.partition("=")[0].strip() for part in asked.split(",")])
+        plan = Plan.parse(asked)
+        given = [part.partition("=")[0].strip() for part in asked.split(",")]
+        own = {"sp": "on"} if self.stack.sp and plan.tp > 1 else {}
+        own |= {"remat": self.stack.remat}
+        return self.spread(replace(plan, **{k: v for k, v in own.items() if k not in given}), given)
 
     def spread(self, plan: Plan, given: Collection[str]) -> Plan:
         """Return a plan with what the stack has for several ranks of the data or tp, but for fields given."""

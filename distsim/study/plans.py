@@ -18,7 +18,7 @@ class ModelOfPlans:
     """Returns the training step that options ask for, for a plan.
 
     It depends on the plan where a stack pads the vocabulary for tensor-parallel ranks, and where sequences
-    are routed to experts part by part. ``aloud``: reading it is said on standard error.
+    are routed to experts part by part. ``aloud``: reading it is said on standard error, the first time.
     """
 
     options: ModelOptions
@@ -37,6 +37,8 @@ class ModelOfPlans:
     def _step(self, plan: Plan, parts: int) -> Function:
         key = self.choices.stack.vocabulary_multiple * plan.tp, parts
         if key not in self._made:
-            made, _ = training_step(self.options, Progress(sys.stderr if self.aloud else None), plan)
+            made, _ = training_step(
+                self.options, Progress(sys.stderr if self.aloud and not self._made else None), plan
+            )
             self._made[key] = self._by_text.setdefault(pformat(made), made)
         return self._made[key]
