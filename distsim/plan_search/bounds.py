@@ -34,17 +34,36 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
-from distsim.cache import cached
 from distsim.cost.efficiency import best_share, element_type, kind_of_work
-from distsim.errors import ScheduleError
 from distsim.ir import Device, Function, Role, Tensor, Topology, Value, all_ops, trim
 from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
-from distsim.schedule import FLUSH, SCHEDULES, Kind
+from distsim.plan_search.layer_work import LayerWork, StageWork
+from distsim.plan_search.pipeline_bounds import (
+    HeldParts,
+    bytes_of_stages,
+    flights,
+    seconds_of_layers,
+    seconds_of_stages,
+)
+from distsim.schedule import FLUSH, SCHEDULES
 from distsim.schedule import schedule as schedule_named
 from distsim.simulation.memory.plan import gradient_values
+
+
+class Known(NamedTuple):
+    """What plans that were built teach of another one.
+
+    Seconds for which a microbatch takes devices, summed over stages: of its ``products``, and of all that is
+    ``busy``; of its ``layers``; the bytes that these have ``saved``; and of each of its ``stages``. 0, None
+    and nothing: not known.
+    """
+
+    products: float = 0.0
+    busy: float = 0.0
+    layers: LayerWork | None = None
+    saved: int = 0
+    stages: tuple[StageWork, ...] = ()
 
 
 class HeldBytes(NamedTuple):
@@ -115,43 +134,44 @@ class PlanBounds:
                 found[shape] = min(size, found.get(shape, size))
         return found
 
-    def step_seconds(self, plan: Plan, seconds: float | None = None) -> float:
-        """Return seconds that no step under a plan falls below.
+    def step_seconds(self, plan: Plan, known: Known | None = None) -> float:
+        """Return seconds that no step under a plan falls below; ``known`` is what others teach of it."""
+        count, known = plan.microbatches, known or Known()
+        least = self.products / (plan.dp * plan.tp * plan.cp * count)
+        layers = known.layers
+        seconds = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
+        if plan.pp == 1:
+            return seconds * count
+        plain = _is_plain(plan)
+        found = seconds / (1 - (1 - 1 / count) ** plan.pp) if plain else seconds * count / plan.pp
+        if layers is not None:
+            found = max(found, seconds_of_layers(plan, layers, plain))
+        return max(found, seconds_of_stages(plan, known.stages)) if known.stages else found
 
-        ``seconds`` are those for which a microbatch takes devices, summed over stages (W), where some are
-        known.
-        """
-        count = plan.microbatches
-        if seconds is None:
-            seconds = self.products / (plan.dp * plan.tp * plan.cp * count)
-        if plan.pp > 1 and _is_plain(plan):
-            return seconds / (1 - (1 - 1 / count) ** plan.pp)
-        return seconds * count / plan.pp
-
-    def device_bytes(self, plan: Plan, saved: int = 0) -> float:
-        """Return bytes that the fullest device of a plan holds at least at its peak.
-
-        ``saved`` are those of a microbatch that the layers save (S), where some are known.
-        """
-        held, gradients = _divided(self.held, plan)
-        least = (held + gradients if plan.microbatches > 1 else held) / plan.pp
-        flights = _in_flight(plan.schedule, plan.pp, plan.microbatches, plan.chunks) if saved else ()
-        if not flights:
+    def device_bytes(self, plan: Plan, known: Known | None = None) -> float:
+        """Return bytes that the fullest device of a plan holds at least at its peak."""
+        every = _divided(self.held, plan)
+        least = (every.held + every.gradients if plan.microbatches > 1 else every.held) / plan.pp
+        ranks = flights(plan) if known and (known.saved or known.stages) else ()
+        if known is None or not ranks:
             return least
         alike = self.held if plan.pp == 1 else self.held_in_layers
         if alike is None:
-            return max(least, (held + saved * min(flights)) / plan.pp)
+            return max(least, (every.held + known.saved * min(rank.least for rank in ranks)) / plan.pp)
         held, gradients = _divided(alike, plan)
         if plan.microbatches == 1:  # a gradient that is whole may be reduced before the next one is made
             gradients = 0.0
-        full = [
-            max(held + n * saved, held + gradients + (n if plan.microbatches > n else n - 1) * saved)
-            for n in flights
-        ]
+        if known.stages:
+            layered = HeldParts(held, gradients)
+            least = max(least, bytes_of_stages(plan, known.stages, every, layered))
+        saved, full = known.saved, list[float]()
+        for n in (rank.least for rank in ranks):
+            last = n if plan.microbatches > n else n - 1
+            full.append(max(held + n * saved, held + gradients + last * saved))
         return max(least, 1 / sum(1 / each for each in full))
 
 
-def _divided(held: HeldBytes, plan: Plan) -> tuple[float, float]:
+def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     """Return what a plan leaves on the ranks of a pipeline of parameters and state, and of gradients.
 
     Gradients count where they are held undivided, in full, from the first microbatch on.
@@ -160,43 +180,20 @@ def _divided(held: HeldBytes, plan: Plan) -> tuple[float, float]:
     kept = held.parameters / (ranks if plan.zero == 3 else 1) + held.state / (ranks if plan.zero else 1)
     gradients = held.gradients if plan.zero < 2 and _is_plain(plan) else 0
     least = plan.tp * plan.ep
-    return kept / least, gradients / least
-
-
-@cached("microbatches in flight, by schedule and sizes", 4096)
-def _in_flight(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[int, ...]:
-    """Return by rank the most microbatches that all its stages have in flight at a time; none for schedules
-    of which :mod:`distsim.plan_search.layer_work` knows nothing.
-
-    Beyond a few times the stages more microbatches are of no effect but with GPipe, which holds them all.
-    """
-    known = SCHEDULES.get(parse_schedule(name)[0])
-    if known is None or known.searched:
-        return ()
-    few = min(microbatches, 4 * ranks)
-    try:
-        made = schedule_named(name, ranks, few, chunks if known.chunks is None else None)
-    except ScheduleError:
-        return ()
-    if made.copies > 1 or made.splits_backward or made.pairs_actions or made.weights != FLUSH:
-        return ()
-    found: list[int] = []
-    for rank, codes in enumerate(made.codes):
-        cells = codes[codes >= 0]
-        stages = [stage for stage, own in enumerate(made.rank_of) if own == rank]
-        change = np.where(cells % 4 == Kind.FORWARD.code, 1, -1)
-        held = [np.cumsum(change * (cells // 4 % made.num_stages == stage)) for stage in stages]
-        found.append(int(np.min(held, axis=0).max(initial=0)))
-    return tuple(found)
+    return HeldParts(kept / least, gradients / least)
 
 
 def layers_key(plan: Plan, batch: int, levels: int) -> Hashable:
-    """Return what the layers of a plan depend on, beside the function: of how many levels of calls they are
-    written out, how they are divided, whether their parameters are gathered, and, unless neighbours are along
-    the same axes, where they lie."""
-    placed = plan.dp > 1 if plan.order == Plan().order else (plan.dp, plan.pp)
-    gathered = (plan.pp, plan.reshard) if plan.zero == 3 else ()
-    return work_key(plan, batch), levels, plan.tp_overlap, placed, gathered
+    """Return what the seconds of the layers of a plan depend on, beside the function: of how many levels of
+    calls they are written out, how they are divided, and, unless neighbours are along the same axes, where
+    they lie."""
+    placed = () if plan.order == Plan().order else (plan.dp, plan.pp)
+    return work_key(plan, batch), levels, plan.tp_overlap, placed
+
+
+def saved_key(plan: Plan, batch: int) -> Hashable:
+    """Return what the bytes depend on that the layers of a plan save of a microbatch."""
+    return work_key(plan, batch), (plan.pp, plan.reshard) if plan.zero == 3 else ()
 
 
 def work_key(plan: Plan, batch: int) -> Hashable:

@@ -17,8 +17,8 @@ from distsim.errors import DistsimError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
-from distsim.plan_search.bounds import PlanBounds, layers_key, work_key
-from distsim.plan_search.layer_work import LayerWork, is_product, layer_work
+from distsim.plan_search.bounds import Known, PlanBounds, layers_key, saved_key, work_key
+from distsim.plan_search.layer_work import LayerWork, StageWork, is_product, layer_work
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -50,12 +50,18 @@ class SearchProblem:
 
 @dataclass
 class Standing:
-    """What is known while plans are tried: the best objectives so far, the seconds of products by key, and
-    what is known of layers by theirs."""
+    """What is known while plans are tried: the best objectives so far; the seconds of products, and of those
+    in ``forward`` passes of layers, by key; and what is known of layers, of stages, and of the bytes that
+    layers save, each by its own."""
 
     best: list[float] = field(default_factory=list[float])
     work: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
+    forward: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
     layers: dict[Hashable, LayerWork] = field(default_factory=dict[Hashable, LayerWork])
+    stages: dict[Hashable, tuple[StageWork, ...]] = field(
+        default_factory=dict[Hashable, tuple[StageWork, ...]]
+    )
+    saved: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
 
     def worst(self, top: int) -> float:
         """Return the objective that one of the best plans has to reach."""
@@ -63,7 +69,8 @@ class Standing:
 
     def copy(self) -> Standing:
         """Return one that may change apart."""
-        return Standing(list(self.best), dict(self.work), dict(self.layers))
+        seconds = dict(self.work), dict(self.forward)
+        return Standing(list(self.best), *seconds, dict(self.layers), dict(self.stages), dict(self.saved))
 
 
 class PlanEvaluator:
@@ -108,30 +115,43 @@ class PlanEvaluator:
             self._levels[function, count] = levels_written(function, count, costs)
         return layers_key(plan, self.batch(plan), self._levels[function, count])
 
+    def stages_key(self, plan: Plan) -> Hashable:
+        """Return what the stages of a plan depend on, where it is known what its layers do: also how many
+        there are, and whether they are cut of what gathers parameters, or of what is divided as it stands."""
+        layers = self.layers_key(plan)
+        plain = plan.remat == "none" and not (plan.offload or self.problem.kernels.interiors)
+        gathers = (plan.pp, plan.reshard) if plan.zero == 3 else ()
+        return None if layers is None else (layers, plan.num_stages, gathers, plain and not plan.zero)
+
+    def known(self, plan: Plan, standing: Standing) -> Known:
+        """Return what a standing says of a plan.
+
+        One that recomputes all of its layers runs their forward passes once more.
+        """
+        key = self.layers_key(plan)
+        layers = standing.layers.get(key)
+        products, busy = standing.work.get(self.key(plan), 0.0), 0.0
+        if layers is None and plan.remat == "full":
+            saves = replace(plan, remat="none")
+            saving = standing.layers.get(self.layers_key(saves))
+            busy = 0.0 if saving is None else saving.seconds + saving.forward
+            work = self.key(saves)
+            if work in standing.work:
+                products = max(products, standing.work[work] + standing.forward.get(work, 0.0))
+        saved = standing.saved.get(saved_key(plan, self.batch(plan)), 0)
+        stages = standing.stages.get(self.stages_key(plan), ())
+        return Known(products, busy, layers, saved, stages)
+
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""
         if self.problem.objective == "memory":
             return self.least_bytes(plan, standing)
-        bounds = self.bounds(plan)
-        known = [None, standing.work.get(self.key(plan)), self._layer_seconds(plan, standing)]
         # A part of 1e-9 is for sums that are rounded, and for times that lie on a grid.
-        return max(bounds.step_seconds(plan, seconds) for seconds in known) * (1 - 1e-9)
-
-    def _layer_seconds(self, plan: Plan, standing: Standing) -> float | None:
-        """Return for what a microbatch takes devices at least, if plans of the same layers were built.
-
-        One that recomputes all of its layers runs their forward passes once more.
-        """
-        layers = standing.layers.get(self.layers_key(plan))
-        if layers is None and plan.remat == "full":
-            saving = standing.layers.get(self.layers_key(replace(plan, remat="none")))
-            return None if saving is None else saving.seconds + saving.forward
-        return None if layers is None else layers.seconds
+        return self.bounds(plan).step_seconds(plan, self.known(plan, standing)) * (1 - 1e-9)
 
     def least_bytes(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the fullest device can hold."""
-        layers = standing.layers.get(self.layers_key(plan))
-        return self.bounds(plan).device_bytes(plan, 0 if layers is None else layers.saved)
+        return self.bounds(plan).device_bytes(plan, self.known(plan, standing))
 
     def discarded(self, plan: Plan, standing: Standing) -> str:
         """Return why a plan cannot be one of the best: ``SLOWER``, ``TOO_LARGE``, or "" if it can."""
@@ -159,8 +179,14 @@ class PlanEvaluator:
         if trial.work:
             standing.work[self.key(trial.plan)] = trial.work
         if trial.layers is not None and (key := self.layers_key(trial.plan)) is not None:
-            known = standing.layers.get(key, trial.layers)
-            standing.layers[key] = known.least(trial.layers)
+            plan, made = trial.plan, trial.layers
+            standing.layers[key] = standing.layers.get(key, made).least(made)
+            standing.stages[self.stages_key(plan)] = made.stages
+            if made.layers:
+                kept = saved_key(plan, self.batch(plan))
+                standing.saved[kept] = min(made.saved, standing.saved.get(kept, made.saved))
+                work = self.key(plan)
+                standing.forward[work] = min(made.products, standing.forward.get(work, made.products))
         if trial.fits:
             insort(standing.best, self.objective(trial))
 

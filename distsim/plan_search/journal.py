@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 
 from distsim.errors import SimulationError
 from distsim.ir import Function, Topology, pformat
-from distsim.plan_search.layer_work import LayerWork
+from distsim.plan_search.layer_work import LayerWork, StageWork
 from distsim.plan_search.trial import PlanTrial
 from distsim.report.output import check_target, replacing
 from distsim.transforms.kernels.policies import Kernels
@@ -91,7 +91,10 @@ def _trial(line: bytes) -> PlanTrial | None:
     if own.pop(_CHECK, None) != _checksum(own) or not own.keys() <= _NAMES or "text" not in own:
         return None
     layers = own.pop("layers", None)
-    return PlanTrial(**own, layers=None if layers is None else LayerWork(*layers))
+    if layers is not None:
+        stages = tuple([StageWork(*stage) for stage in layers[-1]])
+        layers = LayerWork(*layers[:-1], stages=stages)
+    return PlanTrial(**own, layers=layers)
 
 
 def _checksum(record: Mapping[str, Any]) -> int:

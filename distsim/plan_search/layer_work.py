@@ -8,12 +8,14 @@ any plan that divides a microbatch alike has in it counts: tasks that depend on 
 product of the layer depends. Sums of gradients, casts of weights, gathers of parameters, launches, and what
 computation loses to collectives count as nothing.
 
-Where blocks are not made of calls, a product counts as what it takes, and all else as nothing.
+Where blocks are not made of calls, a product counts as what it takes, and all else as nothing; but for plans
+of the same stages, the span of the whole block counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,23 +30,54 @@ from distsim.program.block import Block
 from distsim.program.program import Program
 from distsim.schedule import FLUSH
 from distsim.simulation.maxplus.block_links import block_links
-from distsim.simulation.tasks.block_matrix import BlockTasks, StageRanks, block_tasks, neighbours
+from distsim.simulation.maxplus.engine import tasks_of
+from distsim.simulation.tasks.block_matrix import BlockTasks, StageRanks, neighbours
 from distsim.simulation.tasks.program_ranks import ProgramRanks, program_ranks, used_axes
 from distsim.simulation.tasks.templates import Ints
 
 
+class StageWork(NamedTuple):
+    """What a microbatch takes of the compute stream on a stage, in ``seconds``; how many ``layers`` the stage
+    has, and the bytes that it has ``saved`` when backward begins."""
+
+    seconds: float
+    layers: int
+    saved: int
+
+
 class LayerWork(NamedTuple):
     """``seconds`` for which a microbatch takes the compute stream, those of them of the ``forward`` passes of
-    layers, and the bytes that the layers have ``saved`` when backward begins; all summed over the stages."""
+    layers, those of the ``products`` of these, and the bytes that the layers have ``saved`` when backward
+    begins; all summed over the ``stages``.
+
+    ``layer`` are the seconds of one of the layers, forward and backward, and ``head`` those of the products
+    outside of layers, if they are those of one operand of one op: they are on one stage. 0: not known.
+    """
 
     seconds: float
     forward: float
+    products: float
     saved: int
+    layer: float = 0.0
+    head: float = 0.0
+    stages: tuple[StageWork, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are."""
+        return sum(stage.layers for stage in self.stages)
 
     def least(self, other: LayerWork) -> LayerWork:
         """Return what holds of both."""
-        seconds, forward = min(self.seconds, other.seconds), min(self.forward, other.forward)
-        return LayerWork(seconds, forward, min(self.saved, other.saved))
+        return LayerWork(
+            min(self.seconds, other.seconds),
+            min(self.forward, other.forward),
+            min(self.products, other.products),
+            min(self.saved, other.saved),
+            min(self.layer, other.layer),
+            min(self.head, other.head),
+            self.stages,
+        )
 
 
 def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
@@ -58,16 +91,61 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         return None
     spans = _Spans(ranks, cost_model)
     once = {key for key, maker in program.makers().items() if maker.once}
-    seconds = forward = 0.0
+    passes: list[tuple[_BlockWork, _BlockWork]] = []
     for stage in program.stages:
-        for block in (stage.forward, stage.backward):
-            part = _block_seconds(block, once, spans)
-            if part is None:
-                return None
-            seconds += sum(part)
-            forward += part.layers if block is stage.forward else 0.0
-    saved = sum(_saved_bytes(stage.forward, stage.backward, once) for stage in program.stages)
-    return LayerWork(seconds, forward, saved)
+        forward, backward = _block_work(stage.forward, once, spans), _block_work(stage.backward, once, spans)
+        if forward is None or backward is None:
+            return None
+        passes.append((forward, backward))
+    saved = [_saved_bytes(stage.forward, stage.backward, once) for stage in program.stages]
+    stages = [
+        StageWork(one.of_stage + two.of_stage, one.layers, max(own))
+        for (one, two), own in zip(passes, saved, strict=True)
+    ]
+    return LayerWork(
+        sum(one.seconds + two.seconds for one, two in passes),
+        sum(forward.in_layers for forward, _ in passes),
+        sum(spans.products_within(callee) for forward, _ in passes for callee, _ in forward.calls),
+        sum(own for own, _ in saved),
+        _layer_seconds(passes),
+        _head_seconds(passes),
+        tuple(stages),
+    )
+
+
+def _layer_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
+    """Return the seconds of a layer; 0 unless each is one call forward, and the same calls backward wherever
+    it is, so that a stage has whole layers."""
+    least: dict[tuple[bool, Function], float] = {}
+    for stage in passes:
+        for ahead, one in zip((True, False), stage, strict=True):
+            if {*Counter(callee for callee, _ in one.calls).values()} - {stage[0].layers}:
+                return 0.0
+            for callee, seconds in one.calls:
+                least[ahead, callee] = min(seconds, least.get((ahead, callee), seconds))
+    callees = _callees(passes)
+    whole = len(callees) == 1 and all(len(forward) == 1 for forward, _ in callees)
+    return sum(least.values()) if whole else 0.0
+
+
+def _callees(
+    passes: Sequence[tuple[_BlockWork, _BlockWork]],
+) -> set[tuple[frozenset[Function], frozenset[Function]]]:
+    """Return what the layers of each stage call forward and backward: one thing where all are equal."""
+    return {
+        (frozenset([f for f, _ in forward.calls]), frozenset([f for f, _ in backward.calls]))
+        for forward, backward in passes
+        if forward.calls or backward.calls
+    }
+
+
+def _head_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
+    """Return the seconds of the products outside of layers; 0 unless they are of one product."""
+    forward = [(stage, seconds) for stage, (one, _) in enumerate(passes) for seconds in one.products]
+    backward = [(stage, seconds) for stage, (_, two) in enumerate(passes) for seconds in two.products]
+    every = forward + backward
+    alone = len(forward) == 1 and len(backward) <= 2 and len({stage for stage, _ in every}) == 1
+    return sum(seconds for _, seconds in every) if alone else 0.0
 
 
 def is_product(op: Op) -> bool:
@@ -91,10 +169,19 @@ class _Spans:
         self._ranks, self._cost_model = ranks, cost_model
         self._known: dict[tuple[Function, tuple[bool, ...]], float | None] = {}
         self._alike: dict[tuple[str, ...], bool] = {}
+        self._products: dict[Function, float] = {}
 
     def product_seconds(self, op: Op) -> float:
         """Return the seconds of an op that is none but a product."""
         return self._cost_model.seconds(signature_of(op), self._part.members[0][:1])
+
+    def products_within(self, callee: Function) -> float:
+        """Return the seconds of the products of a callee."""
+        if callee not in self._products:
+            tasks = tasks_of(callee, 0, self._ranks, self._cost_model)
+            products = np.array([is_product(op) for op in tasks.op_table])
+            self._products[callee] = float(tasks.durations[products[tasks.op]].sum())
+        return self._products[callee]
 
     def span(self, callee: Function, fixed: tuple[bool, ...]) -> float | None:
         """Return the span of a callee, of whose inputs some are ``fixed``: the same for every microbatch.
@@ -104,7 +191,7 @@ class _Spans:
         key = callee, fixed
         if key not in self._known:
             alike = self._are_alike(used_axes(callee))
-            tasks = block_tasks(callee, self._part, self._cost_model, True) if alike else None
+            tasks = tasks_of(callee, 0, self._ranks, self._cost_model) if alike else None
             self._known[key] = None if tasks is None else _span(tasks, fixed)
         return self._known[key]
 
@@ -121,18 +208,42 @@ class _Spans:
         return self._alike[axes]
 
 
-class _BlockSeconds(NamedTuple):
-    """The spans of the layers of a block, and what its other products take."""
+class _BlockWork(NamedTuple):
+    """The ``calls`` of a block, each with its span, what its other products take, and the span of the
+    ``whole`` where there are no calls."""
 
-    layers: float
-    products: float
+    calls: tuple[tuple[Function, float], ...]
+    products: tuple[float, ...]
+    whole: float
+
+    @property
+    def layers(self) -> int:
+        """The layers of the block, if each is called as often."""
+        return max(Counter(callee for callee, _ in self.calls).values(), default=0)
+
+    @property
+    def in_layers(self) -> float:
+        """The seconds of the layers."""
+        return sum(span for _, span in self.calls)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of layers and products, wherever stages begin."""
+        return self.in_layers + sum(self.products)
+
+    @property
+    def of_stage(self) -> float:
+        """The seconds of the block in any plan of the same stages."""
+        return max(self.seconds, self.whole)
 
 
-def _block_seconds(block: Block, once: set[Value], spans: _Spans) -> _BlockSeconds | None:
-    """Return those of a block; None if they differ between stages."""
+def _block_work(block: Block, once: set[Value], spans: _Spans) -> _BlockWork | None:
+    """Return that of a block; None if it differs between stages."""
     function = block.function
-    fixed = {v for v, key in zip(function.inputs, block.inputs, strict=True) if key in once}
-    layers = products = 0.0
+    given = tuple([key in once for key in block.inputs])
+    fixed = {v for v, held in zip(function.inputs, given, strict=True) if held}
+    calls: list[tuple[Function, float]] = []
+    products: list[float] = []
     for op in function.ops:
         if fixed.issuperset(op.inputs):
             fixed.update(op.outputs)
@@ -140,10 +251,12 @@ def _block_seconds(block: Block, once: set[Value], spans: _Spans) -> _BlockSecon
             span = spans.span(op.callee, tuple([value in fixed for value in op.inputs]))
             if span is None:
                 return None
-            layers += span
+            if span:
+                calls.append((op.callee, span))
         elif is_product(op):
-            products += spans.product_seconds(op)
-    return _BlockSeconds(layers, products)
+            products.append(spans.product_seconds(op))
+    whole = 0.0 if calls else spans.span(function, given)
+    return None if whole is None else _BlockWork(tuple(calls), tuple(products), whole)
 
 
 def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> float:
@@ -200,17 +313,16 @@ def _is_apart(op: Op) -> bool:
     return any(_is_apart(inner) for function in op.subfunctions for inner in function.ops)
 
 
-def _saved_bytes(forward: Block, backward: Block, once: set[Value]) -> int:
-    """Return the bytes of what the calls of a forward block read and make that backward reads.
+def _saved_bytes(forward: Block, backward: Block, once: set[Value]) -> tuple[int, int]:
+    """Return the bytes of what the calls of a forward block read and make that backward reads, and of all
+    that the block makes for it.
 
-    What one call alone reads counts with it, and what it makes for backward alone: so every layer has as
-    much, wherever stages begin. Views count as what they show.
+    Of the first, what one call alone reads counts with it, and what it makes for backward alone: so every
+    layer has as much, wherever stages begin. Views count as what they show.
     """
     function, kept = forward.function, set(backward.inputs) - once
-    ends = [
-        *zip(function.inputs, forward.inputs, strict=True),
-        *zip(function.outputs, forward.outputs, strict=True),
-    ]
+    given = zip(function.inputs, forward.inputs, strict=True)
+    handed = zip(function.outputs, forward.outputs, strict=True)
     shown: dict[Value, Value] = {}
     readers: dict[Value, list[bool]] = {}
     made: dict[Value, None] = {}
@@ -223,9 +335,11 @@ def _saved_bytes(forward: Block, backward: Block, once: set[Value]) -> int:
         elif op.is_call:
             shown.update(_shown(op))
             made.update(dict.fromkeys(shown.get(value, value) for value in op.outputs))
-    saved = dict.fromkeys(shown.get(value, value) for value, key in ends if key in kept)
-    whole = [v for v in saved if readers.get(v) == [True] or (v in made and v not in readers)]
-    return sum(_nbytes(value) for value in whole)
+    ends = [shown.get(value, value) for value, key in handed if key in kept]
+    saved = dict.fromkeys([*(shown.get(value, value) for value, key in given if key in kept), *ends])
+    layers = [v for v in saved if readers.get(v) == [True] or (v in made and v not in readers)]
+    own = dict.fromkeys(ends).keys() - {*function.inputs}
+    return sum(_nbytes(value) for value in layers), sum(_nbytes(value) for value in own)
 
 
 def _shown(call: Op) -> Iterator[tuple[Value, Value]]:

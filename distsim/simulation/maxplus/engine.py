@@ -137,12 +137,23 @@ class _Kept:
 _kept: WeakKeyDictionary[CostModel, _Kept] = WeakKeyDictionary()
 
 
-def program_model(table: Table, mesh: Mesh, cost_model: CostModel, overlap: bool) -> ProgramModel:
-    """Return the arrays of a table on a mesh, made once."""
+def tasks_of(function: Function, rank: int, ranks: ProgramRanks, cost_model: CostModel) -> BlockTasks:
+    """Return the tasks of the function of a block on a pipeline rank, made once."""
+    return _kept_for(cost_model).block(function, rank, ranks, cost_model, True)
+
+
+def _kept_for(cost_model: CostModel) -> _Kept:
+    """Return what is kept for a cost model, as its topology is now."""
     version = cost_model.topology.version
     kept = _kept.get(cost_model)
     if kept is None or kept.version != version:
         kept = _kept[cost_model] = _Kept(version)
+    return kept
+
+
+def program_model(table: Table, mesh: Mesh, cost_model: CostModel, overlap: bool) -> ProgramModel:
+    """Return the arrays of a table on a mesh, made once."""
+    kept = _kept_for(cost_model)
     known = kept.models.get(table)
     if known is None:
         known = kept.models[table] = {}

@@ -1,0 +1,153 @@
+"""What a pipeline of known layers or stages falls below under no schedule: of its seconds, and of its bytes.
+
+Of each schedule it counts how often a stage runs, which stages a rank holds, and how many microbatches it has
+in flight in each of them at a time. A rank runs one call at a time, and waits until a microbatch went through
+the stages before its first one; when its last call ends, a microbatch has them left to come back through. So
+with w_s seconds that a microbatch takes stage s, forward and backward, and M microbatches,
+
+    T >= M sum(w_s, s on r) + sum(w_s, s before the first of r)      for each rank r.
+
+Where only the layers are known, not which a stage has: a rank has a whole number of them, L in all, each of w
+seconds, and one rank has the head's h. T is at least the least for which L layers find room; under 1F1B and
+GPipe, a stage a rank, in order, the layers of the ranks before counted as above. As many as there is room for
+on each rank in turn are the most there can be: one more leaves room for at most one less behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import floor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from distsim.cache import cached
+from distsim.errors import ScheduleError
+from distsim.plan import Plan, parse_schedule
+from distsim.plan_search.layer_work import LayerWork, StageWork
+from distsim.schedule import FLUSH, SCHEDULES, Kind
+from distsim.schedule import schedule as schedule_named
+
+ROUNDED = 1e-9
+"""The part by which sums of durations may be rounded."""
+
+
+class HeldParts(NamedTuple):
+    """Bytes that are ``held`` all step, and those of sums of ``gradients`` that are held with several
+    microbatches from the first on; 0 where these are divided, or may be."""
+
+    held: float
+    gradients: float
+
+
+class Flights(NamedTuple):
+    """``stages`` of a rank, and the microbatches in flight in each of them [times, stages]."""
+
+    stages: tuple[int, ...]
+    counts: npt.NDArray[Any]
+
+    @property
+    def least(self) -> int:
+        """The most microbatches that all its stages have in flight at a time."""
+        return int(self.counts.min(axis=1).max(initial=0))
+
+
+def flights(plan: Plan) -> tuple[Flights, ...]:
+    """Return those of each rank; none for schedules of which nothing is known here: searched ones, several
+    copies of the model, overlapping pairs, backward in two halves, no flush."""
+    return _flights(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
+
+
+@cached("microbatches in flight, by schedule and sizes", 4096)
+def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Flights, ...]:
+    """Beyond a few times the stages more microbatches matter with GPipe alone, which holds them all."""
+    known = SCHEDULES.get(parse_schedule(name)[0])
+    if known is None or known.searched:
+        return ()
+    few = min(microbatches, 4 * ranks)
+    try:
+        made = schedule_named(name, ranks, few, chunks if known.chunks is None else None)
+    except ScheduleError:
+        return ()
+    if made.copies > 1 or made.splits_backward or made.pairs_actions or made.weights != FLUSH:
+        return ()
+    found: list[Flights] = []
+    for rank, codes in enumerate(made.codes):
+        cells = codes[codes >= 0]
+        stages = tuple([stage for stage, own in enumerate(made.rank_of) if own == rank])
+        change = np.where(cells % 4 == Kind.FORWARD.code, 1, -1)
+        held = [np.cumsum(change * (cells // 4 % made.num_stages == stage)) for stage in stages]
+        found.append(Flights(stages, np.unique(np.array(held).T, axis=0)))
+    return tuple(found)
+
+
+def seconds_of_stages(plan: Plan, stages: Sequence[StageWork]) -> float:
+    """Return the seconds that a plan of these stages takes at least; 0 where nothing is known."""
+    ranks = flights(plan)
+    if not ranks or len(stages) != plan.num_stages:
+        return 0.0
+    own = [stage.seconds for stage in stages]
+    return max(
+        sum(own),
+        *[plan.microbatches * sum(own[s] for s in r.stages) + sum(own[: min(r.stages)]) for r in ranks],
+    )
+
+
+def bytes_of_stages(plan: Plan, stages: Sequence[StageWork], every: HeldParts, layered: HeldParts) -> float:
+    """Return the bytes that the fullest rank of a plan of these stages holds at least; 0: nothing is known.
+
+    All ranks together hold ``every``, and ``layered`` of their layers.
+    """
+    ranks = flights(plan)
+    if not ranks or len(stages) != plan.num_stages:
+        return 0.0
+    saved = [np.array([stages[stage].saved for stage in rank.stages]) for rank in ranks]
+    peaks = [float((rank.counts @ own).max(initial=0)) for rank, own in zip(ranks, saved, strict=True)]
+    found = [*peaks, (every.held + sum(peaks)) / len(ranks)]
+    if layers := sum(stage.layers for stage in stages):
+        for rank, own, peak in zip(ranks, saved, peaks, strict=True):
+            share = sum(stages[stage].layers for stage in rank.stages) / layers
+            found.append(layered.held * share + peak)
+            if layered.gradients:  # of one stage: its last microbatch may have none in flight behind it
+                last = rank.least - int(plan.microbatches <= rank.least)
+                found.append((layered.held + layered.gradients) * share + last * float(own.sum()))
+    return max(found)
+
+
+def seconds_of_layers(plan: Plan, work: LayerWork, plain: bool) -> float:
+    """Return the seconds that a plan takes at least whose stages are of whole layers; 0: nothing is known.
+
+    ``plain``: ranks have one stage each, in order, and whole backward passes.
+    """
+    if not work.layer or not work.layers:
+        return 0.0
+    return _seconds_of_layers(plan.pp, plan.microbatches, work.layers, work.layer, work.head, plain)
+
+
+@cached("the least seconds of whole layers, by ranks, microbatches and layers", 65536)
+def _seconds_of_layers(
+    ranks: int, microbatches: int, layers: int, layer: float, head: float, plain: bool
+) -> float:
+    low, high = 0.0, (microbatches + 1) * (layers * layer + head)
+    while high - low > ROUNDED * high:
+        middle = (low + high) / 2
+        if _have_room(middle, (ranks, microbatches, layers), layer, head, plain):
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _have_room(seconds: float, sizes: tuple[int, int, int], layer: float, head: float, plain: bool) -> bool:
+    """Whether all layers find room on the ranks, and the head on one of them, the last where ``plain``."""
+    ranks, microbatches, layers = sizes
+    placed = 0
+    for rank in range(ranks):
+        room = (seconds - (placed * layer if plain else 0.0)) / microbatches
+        if rank == ranks - 1:
+            room -= head
+            if room < 0:
+                return False
+        placed = min(placed + floor(room / layer), layers)
+    return placed >= layers
