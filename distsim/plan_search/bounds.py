@@ -185,15 +185,15 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
 
 def layers_key(plan: Plan, batch: int, levels: int) -> Hashable:
     """Return what the seconds of the layers of a plan depend on, beside the function: of how many levels of
-    calls they are written out, how they are divided, and, unless neighbours are along the same axes, where
-    they lie."""
-    placed = () if plan.order == Plan().order else (plan.dp, plan.pp)
+    calls they are written out, how they are divided, whether there is a dp that the choice of layouts sees,
+    and, unless neighbours are along the same axes, where they lie."""
+    placed = plan.dp > 1 if plan.order == Plan().order else (plan.dp, plan.pp)
     return work_key(plan, batch), levels, plan.tp_overlap, placed
 
 
 def saved_key(plan: Plan, batch: int) -> Hashable:
     """Return what the bytes depend on that the layers of a plan save of a microbatch."""
-    return work_key(plan, batch), (plan.pp, plan.reshard) if plan.zero == 3 else ()
+    return work_key(plan, batch), plan.dp > 1, (plan.pp, plan.reshard) if plan.zero == 3 else ()
 
 
 def work_key(plan: Plan, batch: int) -> Hashable:

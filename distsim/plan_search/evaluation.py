@@ -126,7 +126,8 @@ class PlanEvaluator:
     def known(self, plan: Plan, standing: Standing) -> Known:
         """Return what a standing says of a plan.
 
-        One that recomputes all of its layers runs their forward passes once more.
+        One that recomputes all of its layers computes their forward passes once more, beside which
+        collectives of backward may run.
         """
         key = self.layers_key(plan)
         layers = standing.layers.get(key)
@@ -134,7 +135,7 @@ class PlanEvaluator:
         if layers is None and plan.remat == "full":
             saves = replace(plan, remat="none")
             saving = standing.layers.get(self.layers_key(saves))
-            busy = 0.0 if saving is None else saving.seconds + saving.forward
+            busy = 0.0 if saving is None else saving.computing + saving.forward
             work = self.key(saves)
             if work in standing.work:
                 products = max(products, standing.work[work] + standing.forward.get(work, 0.0))

@@ -46,15 +46,16 @@ class StageWork(NamedTuple):
 
 
 class LayerWork(NamedTuple):
-    """``seconds`` for which a microbatch takes the compute stream, those of them of the ``forward`` passes of
-    layers, those of the ``products`` of these, and the bytes that the layers have ``saved`` when backward
-    begins; all summed over the ``stages``.
+    """``seconds`` for which a microbatch takes the compute stream, those that it is ``computing``, those of
+    them in the ``forward`` passes of layers and in the ``products`` of these, and the bytes that the layers
+    have ``saved`` when backward begins; all summed over the ``stages``.
 
     ``layer`` are the seconds of one of the layers, forward and backward, and ``head`` those of the products
     outside of layers, if they are those of one operand of one op: they are on one stage. 0: not known.
     """
 
     seconds: float
+    computing: float
     forward: float
     products: float
     saved: int
@@ -71,6 +72,7 @@ class LayerWork(NamedTuple):
         """Return what holds of both."""
         return LayerWork(
             min(self.seconds, other.seconds),
+            min(self.computing, other.computing),
             min(self.forward, other.forward),
             min(self.products, other.products),
             min(self.saved, other.saved),
@@ -104,8 +106,9 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
     ]
     return LayerWork(
         sum(one.seconds + two.seconds for one, two in passes),
-        sum(forward.in_layers for forward, _ in passes),
-        sum(spans.products_within(callee) for forward, _ in passes for callee, _ in forward.calls),
+        sum(one.computing + two.computing for one, two in passes),
+        sum(span.computing for forward, _ in passes for _, span in forward.calls),
+        sum(span.products for forward, _ in passes for _, span in forward.calls),
         sum(own for own, _ in saved),
         _layer_seconds(passes),
         _head_seconds(passes),
@@ -121,8 +124,8 @@ def _layer_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
         for ahead, one in zip((True, False), stage, strict=True):
             if {*Counter(callee for callee, _ in one.calls).values()} - {stage[0].layers}:
                 return 0.0
-            for callee, seconds in one.calls:
-                least[ahead, callee] = min(seconds, least.get((ahead, callee), seconds))
+            for callee, span in one.calls:
+                least[ahead, callee] = min(span.seconds, least.get((ahead, callee), span.seconds))
     callees = _callees(passes)
     whole = len(callees) == 1 and all(len(forward) == 1 for forward, _ in callees)
     return sum(least.values()) if whole else 0.0
@@ -162,28 +165,28 @@ def _is_product(signature: Signature) -> bool:
     return demand is not None and demand.matrix
 
 
+class Span(NamedTuple):
+    """The ``seconds`` of a span, and for which the tasks in it that count are ``computing``, ``products`` of
+    these."""
+
+    seconds: float
+    computing: float
+    products: float
+
+
 class _Spans:
     """The spans of callees on the ranks of a program, each made once."""
 
     def __init__(self, ranks: ProgramRanks, cost_model: CostModel) -> None:
         self._ranks, self._cost_model = ranks, cost_model
-        self._known: dict[tuple[Function, tuple[bool, ...]], float | None] = {}
+        self._known: dict[tuple[Function, tuple[bool, ...]], Span | None] = {}
         self._alike: dict[tuple[str, ...], bool] = {}
-        self._products: dict[Function, float] = {}
 
     def product_seconds(self, op: Op) -> float:
         """Return the seconds of an op that is none but a product."""
         return self._cost_model.seconds(signature_of(op), self._part.members[0][:1])
 
-    def products_within(self, callee: Function) -> float:
-        """Return the seconds of the products of a callee."""
-        if callee not in self._products:
-            tasks = tasks_of(callee, 0, self._ranks, self._cost_model)
-            products = np.array([is_product(op) for op in tasks.op_table])
-            self._products[callee] = float(tasks.durations[products[tasks.op]].sum())
-        return self._products[callee]
-
-    def span(self, callee: Function, fixed: tuple[bool, ...]) -> float | None:
+    def span(self, callee: Function, fixed: tuple[bool, ...]) -> Span | None:
         """Return the span of a callee, of whose inputs some are ``fixed``: the same for every microbatch.
 
         None if it takes longer on some stages than on others.
@@ -212,7 +215,7 @@ class _BlockWork(NamedTuple):
     """The ``calls`` of a block, each with its span, what its other products take, and the span of the
     ``whole`` where there are no calls."""
 
-    calls: tuple[tuple[Function, float], ...]
+    calls: tuple[tuple[Function, Span], ...]
     products: tuple[float, ...]
     whole: float
 
@@ -224,12 +227,17 @@ class _BlockWork(NamedTuple):
     @property
     def in_layers(self) -> float:
         """The seconds of the layers."""
-        return sum(span for _, span in self.calls)
+        return sum(span.seconds for _, span in self.calls)
 
     @property
     def seconds(self) -> float:
         """The seconds of layers and products, wherever stages begin."""
         return self.in_layers + sum(self.products)
+
+    @property
+    def computing(self) -> float:
+        """Those of them for which it computes."""
+        return sum(span.computing for _, span in self.calls) + sum(self.products)
 
     @property
     def of_stage(self) -> float:
@@ -242,7 +250,7 @@ def _block_work(block: Block, once: set[Value], spans: _Spans) -> _BlockWork | N
     function = block.function
     given = tuple([key in once for key in block.inputs])
     fixed = {v for v, held in zip(function.inputs, given, strict=True) if held}
-    calls: list[tuple[Function, float]] = []
+    calls: list[tuple[Function, Span]] = []
     products: list[float] = []
     for op in function.ops:
         if fixed.issuperset(op.inputs):
@@ -251,15 +259,15 @@ def _block_work(block: Block, once: set[Value], spans: _Spans) -> _BlockWork | N
             span = spans.span(op.callee, tuple([value in fixed for value in op.inputs]))
             if span is None:
                 return None
-            if span:
+            if span.seconds:
                 calls.append((op.callee, span))
         elif is_product(op):
             products.append(spans.product_seconds(op))
-    whole = 0.0 if calls else spans.span(function, given)
-    return None if whole is None else _BlockWork(tuple(calls), tuple(products), whole)
+    whole = Span(0.0, 0.0, 0.0) if calls else spans.span(function, given)
+    return None if whole is None else _BlockWork(tuple(calls), tuple(products), whole.seconds)
 
 
-def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> float:
+def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> Span:
     """Return the longest path through the tasks that count, from one that computes to one that does."""
     deps, streams = _lists(tasks.deps, tasks.dep_start), _lists(tasks.streams, tasks.stream_start)
     before, _ = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))
@@ -273,7 +281,10 @@ def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> float:
         start = max(earlier, default=-np.inf)
         start = max(start, 0.0) if computing else start
         reached.append(start + float(tasks.durations[task]) * counts[task])
-    return max([end for end, computing in zip(reached, computes, strict=True) if computing], default=0.0)
+    seconds = max([end for end, computing in zip(reached, computes, strict=True) if computing], default=0.0)
+    own = np.where(counts, tasks.durations, 0.0)
+    products = np.array([is_product(op) for op in tasks.op_table])[tasks.op]
+    return Span(float(seconds), float(own[computes].sum()), float(own[products].sum()))
 
 
 def _lists(values: Ints, start: Ints) -> list[list[int]]:
