@@ -82,6 +82,7 @@ class _OrderPlanner:
         self.sizes = sizes
         self.slot: dict[Scope, int] = {}
         self.touching: list[dict[Scope, None]] = [{} for _ in sizes]
+        self.beside: list[set[int]] = [set() for _ in sizes]  # those in one of its scopes
         self.left = dict.fromkeys(v for v, size in enumerate(sizes) if size > 1)
         self.slots = len(sizes)
         for scope in scopes:
@@ -97,6 +98,8 @@ class _OrderPlanner:
             self.slots += 1
             for variable in scope:
                 self.touching[variable][scope] = None
+                self.beside[variable].update(scope)
+                self.beside[variable].discard(variable)
         return found
 
     def take(self, variable: int) -> list[tuple[Scope, int]]:
@@ -106,15 +109,15 @@ class _OrderPlanner:
             found.append((scope, self.slot.pop(scope)))
             for other in scope:
                 del self.touching[other][scope]
+        for other in self.beside[variable]:  # what a scope with it ties is tied by the one in its place
+            self.beside[other].discard(variable)
         return found
 
     def neighbours(self, variable: int) -> Scope:
-        found = {other for scope in self.touching[variable] for other in scope}
-        found.discard(variable)
-        return tuple(sorted(found))
+        return tuple(sorted(self.beside[variable]))
 
     def weight(self, variable: int) -> int:
-        return math.prod([self.sizes[other] for other in self.neighbours(variable)])
+        return math.prod([self.sizes[other] for other in self.beside[variable]])
 
     def run(self, limit: int) -> EliminationOrder:
         steps: list[Eliminate | Fix] = []
@@ -130,7 +133,7 @@ class _OrderPlanner:
                 continue
             if current * self.sizes[variable] > limit:
                 heapq.heappush(queue, (current, variable))
-                variable = max(self.left, key=lambda v: (len(self.neighbours(v)), -v))
+                variable = max(self.left, key=lambda v: (len(self.beside[v]), -v))
                 around = self.neighbours(variable)
                 steps.append(self.fix(variable))
             else:
