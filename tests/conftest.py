@@ -19,6 +19,12 @@ def pytest_runtest_teardown(item, nextitem):
                 each.cache_clear()
 
 
+def pytest_sessionfinish():
+    """Look for cycles once: pytest does ten times, for exceptions that nobody saw, and Python as it ends."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def collect():
     """gc.collect, which looks at nothing older than the test: at all that others left takes a second."""

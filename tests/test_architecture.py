@@ -101,7 +101,12 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in SOURCES}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Read when a test asks, and let go after the last: seconds, and a million objects."""
+    return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
 
 
 def top(module: str) -> str:
@@ -128,7 +133,7 @@ def imports(module: str, at_import_time: bool) -> list[tuple[int, str]]:
     """(line, module) for each module of distsim that `module` imports, submodules told from names."""
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     found: list[tuple[int, str]] = []
-    for statement in statements(TREES[module], at_import_time):
+    for statement in statements(trees()[module], at_import_time):
         if isinstance(statement, ast.Import):
             found += [(statement.lineno, alias.name) for alias in statement.names]
             continue
@@ -204,7 +209,7 @@ def test_every_package_that_is_imported_is_declared():
     dependencies = [*project["dependencies"], *project["optional-dependencies"]["dask"]]
     declared = {re.split(r"[^\w-]", text)[0].replace("-", "_") for text in dependencies}
     owners = packages_distributions()
-    imported = {name for tree in TREES.values() for name in outside(tree)}
+    imported = {name for tree in trees().values() for name in outside(tree)}
     assert {"numba", "numpy", "google"} <= imported  # also those that a function imports
     missing = {
         name
@@ -272,7 +277,7 @@ def test_no_folder_has_too_many_entries():
 def parameters() -> dict[str, int]:
     """The functions of too many parameters, and how many each has; self and cls aside."""
     found: dict[str, int] = {}
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 names = [
@@ -291,7 +296,7 @@ def test_no_function_has_too_many_parameters():
 def shared_names() -> dict[str, list[str]]:
     """The names that several classes have, and where; that one is private to a module tells nobody apart."""
     found: dict[str, list[str]] = {}
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(module)
@@ -312,7 +317,7 @@ def test_no_file_is_over_400_lines():
 def test_no_function_is_over_70_lines():
     long = [
         f"{module}.{node.name}: {node.end_lineno - node.lineno + 1}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 70
     ]
@@ -323,7 +328,7 @@ def own_caches() -> set[str]:
     kinds = {"WeakKeyDictionary", "lru_cache", "cache", "popitem"}
     return {
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if (isinstance(node, ast.Name) and node.id in kinds - {"cache"})
         or (isinstance(node, ast.Attribute) and ast.unparse(node) in {f"functools.{kind}" for kind in kinds})
@@ -352,7 +357,7 @@ def test_init_files_only_hand_names_on():
         f"{path.relative_to(ROOT)}:{statement.lineno}: {ast.unparse(statement)[:60]}"
         for module, path in MODULES.items()
         if path.name == "__init__.py" and module != "distsim"
-        for statement in TREES[module].body
+        for statement in trees()[module].body
         if not hands_on(statement)
     ]
     assert other == []
@@ -361,7 +366,7 @@ def test_init_files_only_hand_names_on():
 def test_library_code_asserts_nothing_and_stubs_nothing():
     found = [
         f"{MODULES[module].relative_to(ROOT)}:{node.lineno}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id == "NotImplementedError")
     ]
@@ -381,7 +386,7 @@ def test_library_code_asserts_nothing_and_stubs_nothing():
     ],
 )
 def test_the_checks_see_every_kind_of_import(monkeypatch, statement, module, expected):
-    monkeypatch.setitem(TREES, module, ast.parse(statement))
+    monkeypatch.setitem(trees(), module, ast.parse(statement))
     anew = imports.__wrapped__
     assert anew(module, at_import_time=False) == [(statement.count("\n") + 1, expected)]
     assert (anew(module, at_import_time=True) == []) == statement.startswith("def")

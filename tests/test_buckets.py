@@ -1,5 +1,6 @@
 """Gradient buckets, reduced while backward runs: the collectives of layouts.md, the same step everywhere."""
 
+import itertools
 from collections import Counter
 from functools import cache
 
@@ -46,14 +47,22 @@ def assert_right(program: Program, inputs, expected) -> None:
 # --- the same numbers on every rank ----------------------------------------------------------------------
 
 PLANS = [Plan(3, 1, 1, 4), Plan(2, 1, 2, 3, "zb_h1"), Plan(2, 2, 1, 2, sp="on")]
+TRAINED = [("gpt", "mixed"), ("tied", "mixed_bf16_grads")]
+ZERO = [(0, "on"), (0, "off"), (1, "on"), (2, "on"), (2, "off"), (3, "on")]
 
 
-@pytest.mark.parametrize(
-    ("zero", "overlap"), [(0, "on"), (0, "off"), (1, "on"), (2, "on"), (2, "off"), (3, "on")]
-)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(("model", "policy"), [("gpt", "mixed"), ("tied", "mixed_bf16_grads")])
-def test_every_rank_computes_the_same_step(model, policy, plan, zero, overlap):
+def every_pair(*choices):
+    """Of all that can be chosen together, with one of the models: any two choices are there."""
+    every = itertools.product(*map(enumerate, choices))
+    return [
+        (*TRAINED[sum(places) % 2], *each)
+        for places, each in (zip(*numbered, strict=True) for numbered in every)
+    ]
+
+
+@pytest.mark.parametrize(("model", "policy", "plan", "zero"), every_pair(PLANS, ZERO), ids=str)
+def test_every_rank_computes_the_same_step(model, policy, plan, zero):
+    zero, overlap = zero
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
     bucket = "" if zero == 3 else ",bucket=300"
     fields = f"zero={zero}{bucket},overlap_grads={overlap}"
@@ -63,9 +72,11 @@ def test_every_rank_computes_the_same_step(model, policy, plan, zero, overlap):
     assert_right(program, *computed(model, policy))
 
 
-@pytest.mark.parametrize("fields", ["zero=1,remat=full", "zero=2,bucket=300"])
-@pytest.mark.parametrize("plan", [*PLANS, Plan(2)], ids=str)
-@pytest.mark.parametrize(("model", "policy"), [("gpt", "mixed"), ("tied", "mixed_bf16_grads")])
+@pytest.mark.parametrize(
+    ("model", "policy", "plan", "fields"),
+    every_pair([*PLANS, Plan(2)], ["zero=1,remat=full", "zero=2,bucket=300"]),
+    ids=str,
+)
 def test_parameters_gathered_in_the_next_forward_are_those_of_the_same_step(model, policy, plan, fields):
     """Each rank ends with its part of the new ones; of shared ones on both stages."""
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
@@ -87,19 +98,17 @@ def pipelined():
     return joint, inputs, SequentialExecutor().compute(joint, inputs)
 
 
+DIVIDED = ("zero=0,bucket=500", "zero=1,bucket=500,overlap_params=on", "zero=3")
+FLUSHING = [name for name in SCHEDULES if not name.startswith("pipedream")]
+"""Weights that stages share need a flush."""
+
+
 @pytest.mark.parametrize(
-    "fields",
-    [
-        "zero=0,bucket=500",
-        "zero=1,bucket=500,overlap_params=on",
-        "zero=3",
-    ],
+    ("name", "fields"),
+    [(name, DIVIDED[(at + i) % 3]) for at, name in enumerate(FLUSHING) for i in (0, 1)],
 )
-@pytest.mark.parametrize("name", SCHEDULES)
 def test_in_every_schedule(name, fields):
-    """With copies of the model, and without a flush, buckets are reduced after what they sum."""
-    if name.startswith("pipedream"):
-        pytest.skip("weights that stages share need a flush")
+    """Two of three ways to divide; with copies of the model, buckets are reduced after what they sum."""
     joint, inputs, expected = pipelined()
     options = () if SCHEDULES[name].placement == "two copies" else (SCHEDULES[name].chunks or 2,)
     order = schedule(name, 2, 4, *options)

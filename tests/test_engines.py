@@ -76,7 +76,7 @@ def assert_engines_agree(case):
         assert_same(found, one_by_one, program.mesh)
 
 
-@chunks(320)
+@chunks(160)
 def test_block_by_block_op_by_op_and_event_by_event(seeds):
     """Times by every engine, and memory stage by stage as of the step written out."""
     for seed in seeds:
@@ -127,7 +127,7 @@ def invent_named(rng, stages, microbatches):
             microbatches += rng.choice([0, 1])
 
 
-@chunks(200)
+@chunks(120)
 def test_any_stages_a_rank_halves_pairs_and_copies(seeds):
     for seed in seeds:
         case = invent_placed(seed)
@@ -154,7 +154,7 @@ def assert_skipped_exactly(case):
     return run.computed, computed
 
 
-@chunks(120)
+@chunks(80)
 def test_skipped_repetitions_are_those_that_would_be_computed(seeds):
     kinds = ("1f1b", "gpipe", "groups", "warmed up")
     for seed in seeds:
@@ -243,7 +243,7 @@ def with_whole_pattern(seed, schedule=None):
         seed += 10_000
 
 
-@chunks(120)
+@chunks(60)
 def test_numpy_computes_the_same_block_by_block_and_written_out(seeds):
     for seed in seeds:
         program, rng = with_whole_pattern(seed).program, np.random.default_rng(seed)

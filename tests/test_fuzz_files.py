@@ -17,9 +17,9 @@ with pytest.MonkeyPatch.context() as patch:
 
 
 def test_damaged_files(tmp_path):
-    record = fuzz.fuzz_files(300, 0, tmp_path, others=False)
+    record = fuzz.fuzz_files(150, 0, tmp_path, others=False)
     assert record.defects == {}, "\n".join(path.read_text() for path in tmp_path.glob("*.txt"))
-    assert record.outcomes.total() == 300
+    assert record.outcomes.total() == 150
     assert min(record.outcomes[kind] for kind in ("result", "limit", "ImportModelError")) > 0
 
 

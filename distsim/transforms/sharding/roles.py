@@ -112,6 +112,9 @@ def _walk(function: Function, marks: Marks, forward: bool, both: bool = False) -
 
 def _mark_op(op: Op, marks: Marks, forward: bool, both: bool) -> None:
     """Mark the dimensions on one side of an op that have a factor marked on the other, or on ``both``."""
+    given = (*op.inputs, *op.outputs) if both else op.inputs if forward else op.outputs
+    if marks.keys().isdisjoint(given):
+        return
     rule = rule_of(signature_of(op))
     if rule is None:
         return

@@ -105,13 +105,13 @@ def candidates(
     required = _required(rule, context)
     if required is not None and required == rule.rows:
         allowed = _any
-    for factor in factors(rule):
+    for factor, cut in _labels(signature).cuts:
         if required is not None:
             if factor != required:
                 continue
         elif factor in rule.whole or (factor in rule.decompositions and not decomposed):
             continue
-        found.extend(_by_factor(signature, rule, factor, allowed, pieces))
+        found.extend(_by_factor(signature, factor, allowed, pieces.get(cut, ()) if cut else ()))
     if all(tensor.dtype.is_floating for tensor in signature.outputs):
         for members in rule.linear:
             inputs = tuple(PARTIAL if i in members else REPLICATED for i in range(len(signature.inputs)))
@@ -131,18 +131,32 @@ def _required(rule: ShardingRule, context: str) -> str | None:
 
 
 def _by_factor(
-    signature: Signature,
-    rule: ShardingRule,
-    factor: str,
-    allowed: Allowed,
-    pieces: PiecesBySize,
+    signature: Signature, factor: str, allowed: Allowed, pieces: Sequence[tuple[int, ...] | Groups]
 ) -> Iterable[Candidate]:
-    cut = _cut_size(signature, rule, factor)
-    for choice in (None, *pieces.get(cut, ())) if cut else (None,):
+    for choice in (None, *pieces):
         parts = allowed(factor, choice)
         divided = _divided(signature, factor, choice) if parts is not None else None
         if parts is not None and divided is not None:
             yield Candidate(divided[0], divided[1], parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Labels:
+    """The factors of an op in order, each with its :func:`_cut_size`; those that no input has."""
+
+    cuts: tuple[tuple[str, int], ...] = ()
+    own: frozenset[str] = frozenset()
+
+
+@cached("factors, by signature", 65536)
+def _labels(signature: Signature) -> _Labels:
+    rule = rule_of(signature)
+    if rule is None:
+        return _Labels()
+    found = factors(rule)
+    inputs = {factor for dims in rule.inputs for dim in dims for factor in factors_of(dim)}
+    own = frozenset([factor for factor in found if factor not in inputs])
+    return _Labels(tuple([(factor, _cut_size(signature, rule, factor)) for factor in found]), own)
 
 
 def _cut_size(signature: Signature, rule: ShardingRule, factor: str) -> int:
@@ -319,10 +333,5 @@ def pieces_of(structure: Structure, groups: bool = False) -> PiecesBySize:
 
 def _where_made(node: Node, allowed: Allowed) -> Allowed:
     """Allow also the factors that no input has: the op makes the same on every rank, so may make less."""
-    rule = rule_of(node.signature)
-    if rule is None:
-        return allowed
-    inputs = {factor for dims in rule.inputs for dim in dims for factor in factors_of(dim)}
-    outputs = {factor for dims in rule.outputs for dim in dims for factor in factors_of(dim)}
-    own = outputs - inputs
-    return lambda factor, pieces: 0 if factor in own else allowed(factor, pieces)
+    own = _labels(node.signature).own
+    return (lambda factor, pieces: 0 if factor in own else allowed(factor, pieces)) if own else allowed

@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Eliminate:
-    """Put the least sum of the tables read over the choices of a variable into a slot."""
+    """Put the least sum of the tables read over the choices of a variable, their first axis, into a slot."""
 
     variable: int
     around: Scope
@@ -83,6 +82,7 @@ class _OrderPlanner:
         self.sizes = sizes
         self.slot: dict[Scope, int] = {}
         self.touching: list[dict[Scope, None]] = [{} for _ in sizes]
+        self.beside: list[set[int]] = [set() for _ in sizes]  # those in one of its scopes
         self.left = dict.fromkeys(v for v, size in enumerate(sizes) if size > 1)
         self.slots = len(sizes)
         for scope in scopes:
@@ -98,6 +98,8 @@ class _OrderPlanner:
             self.slots += 1
             for variable in scope:
                 self.touching[variable][scope] = None
+                self.beside[variable].update(scope)
+                self.beside[variable].discard(variable)
         return found
 
     def take(self, variable: int) -> list[tuple[Scope, int]]:
@@ -107,15 +109,15 @@ class _OrderPlanner:
             found.append((scope, self.slot.pop(scope)))
             for other in scope:
                 del self.touching[other][scope]
+        for other in self.beside[variable]:  # what a scope with it ties is tied by the one in its place
+            self.beside[other].discard(variable)
         return found
 
     def neighbours(self, variable: int) -> Scope:
-        found = {other for scope in self.touching[variable] for other in scope}
-        found.discard(variable)
-        return tuple(sorted(found))
+        return tuple(sorted(self.beside[variable]))
 
     def weight(self, variable: int) -> int:
-        return math.prod([self.sizes[other] for other in self.neighbours(variable)])
+        return math.prod([self.sizes[other] for other in self.beside[variable]])
 
     def run(self, limit: int) -> EliminationOrder:
         steps: list[Eliminate | Fix] = []
@@ -131,7 +133,7 @@ class _OrderPlanner:
                 continue
             if current * self.sizes[variable] > limit:
                 heapq.heappush(queue, (current, variable))
-                variable = max(self.left, key=lambda v: (len(self.neighbours(v)), -v))
+                variable = max(self.left, key=lambda v: (len(self.beside[v]), -v))
                 around = self.neighbours(variable)
                 steps.append(self.fix(variable))
             else:
@@ -144,13 +146,12 @@ class _OrderPlanner:
         return EliminationOrder(tuple(steps), self.slots)
 
     def eliminate(self, variable: int, around: Scope) -> Eliminate:
-        place = {v: i for i, v in enumerate(around)}
+        place = {v: i for i, v in enumerate(around, 1)}
         reads: list[Read] = []
         for scope, slot in self.take(variable):
-            own = scope.index(variable)  # its axis comes last
-            last = own == len(scope) - 1
-            axes = None if last else (*(i for i in range(len(scope)) if i != own), own)
-            shape = [1] * len(around) + [self.sizes[variable]]
+            own = scope.index(variable)  # its axis comes first
+            axes = (own, *(i for i in range(len(scope)) if i != own)) if own else None
+            shape = [self.sizes[variable]] + [1] * len(around)
             for other in scope:
                 if other != variable:
                     shape[place[other]] = self.sizes[other]
@@ -222,7 +223,7 @@ class _Elimination:
 
     def __init__(self, problem: EliminationProblem, slots: int) -> None:
         self.tables: list[Table | None] = [*problem.unary]
-        self.removed: list[tuple[int, tuple[int, ...], Any]] = []
+        self.removed: list[tuple[int, Scope, list[Table]]] = []
         self.count = len(problem.sizes)
         self.cost, self.proven = 0.0, True
         for (first, second), table in problem.pairs.items():
@@ -248,15 +249,19 @@ class _Elimination:
 
     def eliminate(self, step: Eliminate) -> None:
         """Replace a variable by the cost of its best choice, per choice of its neighbours."""
-        total = self.of(step.variable)
+        parts = [self.of(step.variable).reshape(-1, *[1] * len(step.around))]
         for read in step.reads:
             table = self.of(read.slot)
             if read.axes is not None:
                 table = table.transpose(read.axes)
-            total = total + table.reshape(read.shape)
+            parts.append(table.reshape(read.shape))
             self.tables[read.slot] = None
-        self.removed.append((step.variable, step.around, total.argmin(axis=-1)))
-        self.add(step.slot, total.min(axis=-1))
+        # Which choice is best is asked in the end, for the choices of the neighbours that were made.
+        self.removed.append((step.variable, step.around, parts))
+        total = parts[0]
+        for part in parts[1:]:
+            total = np.add(total, part, order="C")
+        self.add(step.slot, total.min(axis=0))
 
     def fix(self, step: Fix) -> None:
         """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
@@ -265,7 +270,7 @@ class _Elimination:
             table = self.of(slot)
             costs = costs + table.min(axis=tuple(i for i in range(table.ndim) if i != axis))
         best = int(costs.argmin())
-        self.removed.append((step.variable, (), np.asarray(best)))
+        self.removed.append((step.variable, (), [costs]))
         self.proven = False
         self.cost += float(own[best])
         for slot, axis, target in step.tables:
@@ -274,6 +279,11 @@ class _Elimination:
 
     def solution(self) -> Solution:
         choices = [0] * self.count
-        for variable, scope, best in reversed(self.removed):
-            choices[variable] = int(best[tuple([choices[v] for v in scope])])
+        for variable, scope, parts in reversed(self.removed):
+            at = [choices[v] for v in scope]
+            costs = 0.0
+            for part in parts:
+                own = [0 if size == 1 else place for place, size in zip(at, part.shape[1:], strict=True)]
+                costs = costs + part[(slice(None), *own)]
+            choices[variable] = int(np.argmin(costs))
         return Solution(tuple(choices), self.cost, self.proven)
