@@ -73,7 +73,6 @@ WITHOUT_EFFECT = r"""(?x) --(
 
 NOT_MODELLED = {
     "--fp8-param-gather": "parameters are gathered in 16 bits",
-    "--tp-comm-overlap": "products are not split to hide what tensor-parallel ranks send",
     "--delay-wgrad-compute": "gradients of weights are not put off",
     "--overlap-moe-expert-parallel-comm": "tokens of one microbatch do not travel beside the other's compute",
     "--moe-shared-expert-overlap": "shared experts run on the stream of the others",

@@ -48,6 +48,10 @@ class MegatronLayout:
             found["etp"] = etp
         if fields.on("--sequence-parallel") or (sizes.experts is not None and degrees["tp"] > 1 and etp == 1):
             found["sp"] = "on"
+        if fields.on("--tp-comm-overlap"):  # "only when sequence parallelism is enabled", says arguments.py
+            if degrees["tp"] > 1 and "sp" not in found:
+                raise fields.refusal("--tp-comm-overlap", "left out without --sequence-parallel")
+            found["tp_overlap"] = "split"
         if fields.on("--use-tp-pp-dp-mapping"):
             found["order"] = "tp-cp-ep-pp-dp"
         if degrees["cp"] > 1:
