@@ -21,6 +21,7 @@ FLOORS = {
     "plan": 1,
     "rank_layout": 1,
     "recomputation": 1,
+    "token_choice": 1,
     "buckets": 1,
     "errors": 1,
     "cache": 1,
