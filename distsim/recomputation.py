@@ -19,6 +19,7 @@ REMAT = (
     "uniform:N",
     "attention",
     "ops:LIST",
+    "parts:LIST",
     "matmuls",
     "min_cut",
     "budget:X",
@@ -26,13 +27,18 @@ REMAT = (
 """What backward computes again: nothing; each block from its inputs, all of it, or up to the last op that
 backward needs; every N-th block so; the first N layers of each stage; the layers of each stage in groups of
 N, each group from its input; core attention, from queries, keys and values; all of a block but what ops of
-the types listed make, as in ops:MatMul+Attention, or all but each N-th of them, as in ops:MatMul/2; all but
-matrix products; what a minimum cut does not save; what does not fit into the share X, 0 to 1, of the bytes
-that the minimum cut of each block saves beyond its inputs."""
+the types listed make, as in ops:MatMul+Attention, or all but each N-th of them, as in ops:MatMul/2; the parts
+listed, of PARTS; all but matrix products; what a minimum cut does not save; what does not fit into the share
+X, 0 to 1, of the bytes that the minimum cut of each block saves beyond its inputs."""
+
+PARTS = ("norms", "activations", "up_projections", "attention")
+"""Parts of a layer that may run again, as in parts:norms+activations: normalizations; activations between two
+products, with the product of both halves of a gated one; what lies between attention and compressed queries,
+keys and values (multi-head latent attention); core attention."""
 
 
 class Remat(NamedTuple):
-    """A way to save or recompute, one of REMAT, with its number or its types of ops where it has them.
+    """A way to save or recompute, one of REMAT, with its number, its types of ops, or its parts.
 
     Of a type (name, N) all but each N-th are saved, all where N is 0.
     """
@@ -40,6 +46,7 @@ class Remat(NamedTuple):
     name: str
     number: float = 0.0
     ops: tuple[tuple[str, int], ...] = ()
+    parts: tuple[str, ...] = ()
 
     @property
     def counts_layers(self) -> bool:
@@ -54,7 +61,7 @@ def parse_remat(text: object) -> Remat:
     list that is none or names a type twice. Whether there are such ops is not known here.
 
     >>> parse_remat("every:2")
-    Remat(name='every', number=2.0, ops=())
+    Remat(name='every', number=2.0, ops=(), parts=())
     >>> parse_remat("ops:MatMul/2+Attention").ops
     (('MatMul', 2), ('Attention', 0))
     """
@@ -65,6 +72,8 @@ def parse_remat(text: object) -> Remat:
     if not colon:
         return Remat(name)
     kind = known.partition(":")[2]
+    if name == "parts":
+        return Remat(name, parts=_parse_parts(text, given))
     if kind == "LIST":
         return Remat(name, ops=_parse_ops(text, given))
     whole, low, high = (True, 1, MAX_DEGREE) if kind == "N" else (False, 0, 1)
@@ -74,6 +83,17 @@ def parse_remat(text: object) -> Remat:
         example = f"{name}:2" if whole else f"{name}:0.5"
         raise PlanError(f"remat={shortened(text)}: {name} takes {what} in {low}..{high}, as in {example}")
     return Remat(name, float(given))
+
+
+def _parse_parts(text: object, given: str) -> tuple[str, ...]:
+    names = given.split("+")
+    for place, name in enumerate(names):
+        if name not in PARTS:
+            known = choices_for(name, PARTS)
+            raise PlanError(f"remat={shortened(text)}: {shortened(name)} is no part; choose from {known}")
+        if name in names[:place]:
+            raise PlanError(f"remat={shortened(text)} names {name} twice; name each part once")
+    return tuple(names)
 
 
 def _parse_ops(text: object, given: str) -> tuple[tuple[str, int], ...]:

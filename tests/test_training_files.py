@@ -128,6 +128,10 @@ def test_presets_become_the_plans_that_they_are():
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "remat=block:3"),
         ("--recompute-activations", "remat=attention"),
         (
+            "--recompute-granularity selective --recompute-modules layernorm core_attn",
+            "remat=parts:norms+attention",
+        ),
+        (
             "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
             "tp=2,microbatches=1,sp=on,tp_overlap=split",
         ),
