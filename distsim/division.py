@@ -13,8 +13,9 @@ from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Function, Mesh, Op
 from distsim.ir.rewrite import inline
-from distsim.plan import Plan, parse_remat, parse_stages
+from distsim.plan import Plan, parse_stages
 from distsim.rank_layout import ExpertRanks, parse_cp_kind
+from distsim.recomputation import parse_remat
 from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
@@ -91,7 +92,8 @@ class Division(NamedTuple):
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         kind = plan.cp_kind if plan.cp > 1 else "allgather"
         degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.expert_ranks, plan.zero_ranks
-        beside = plan.tp == 1 or plan.tp_overlap == "on"
+        beside = plan.tp == 1 or plan.tp_overlap != "off"
+        kernels = replace(kernels, split=True) if plan.tp_overlap == "split" else kernels
         return Division(
             *degrees,
             beside,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from distsim.buckets import parse_bucket
 from distsim.errors import PlanError, shortened
 from distsim.rank_layout import (
+    MAX_DEGREE,
     ORDER,
     Degrees,
     ExpertRanks,
@@ -20,11 +21,9 @@ from distsim.rank_layout import (
     expert_ranks,
     parse_cp_kind,
 )
+from distsim.recomputation import parse_remat
 from distsim.schedule import SCHEDULES, TABLE
 from distsim.suggestions import choices_for, did_you_mean
-
-MAX_DEGREE = 2**20
-"""Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
 
 STAGES = ("even", "default", "layers", "auto", "N-N-...")
 """How a model is cut into pipeline stages: at any op for even work and few bytes sent; in whole layers as
@@ -33,28 +32,6 @@ Megatron-LM counts them, embedding and head going with the first and the last; i
 simulated step; or so many layers each, or blocks, a number per stage in their order, as in 3-4-4-3."""
 
 _NAMED_STAGES = STAGES[:-1]
-
-REMAT = (
-    "none",
-    "full",
-    "full_early",
-    "every:N",
-    "every_early:N",
-    "block:N",
-    "uniform:N",
-    "attention",
-    "ops:LIST",
-    "matmuls",
-    "min_cut",
-    "budget:X",
-)
-"""What backward computes again: nothing; each block from its inputs, all of it, or up to the last op that
-backward needs; every N-th block so; the first N layers of each stage; the layers of each stage in groups of
-N, each group from its input; core attention, from queries, keys and values; all of a block but what ops of
-the types listed make, as in ops:MatMul+Attention, or all but each N-th of them, as in ops:MatMul/2; all but
-matrix products; what a minimum cut does not save; what does not fit into the share X, 0 to 1, of the bytes
-that the minimum cut of each block saves beyond its inputs."""
-
 
 ZERO = (0, 1, 2, 3)
 """What is divided over dp (Rajbhandari et al. 2020): nothing; the optimizer's state with master copies;
@@ -67,6 +44,11 @@ for those of the last unit, norm and output head, with which backward begins."""
 
 
 SWITCH = ("off", "on")
+
+TP_OVERLAP = (*SWITCH, "split")
+"""How tensor-parallel ranks compute while they communicate: not at all; the gradient of an input travels
+beside that of the weight; besides, products run in chunks, beside the parts of the sequence that they read or
+make."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +63,14 @@ class Plan:
     for one that is searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B
     (`zb_auto:2`), for `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`:
     one that is given beside the plan, by which `chunks` and `stages` are verified then;
-    `stages` one of `STAGES`, `remat` of `REMAT`, `zero` of `ZERO`, `reshard` of `RESHARD`;
+    `stages` one of `STAGES`, `remat` of `recomputation.REMAT`, `zero` of `ZERO`, `reshard` of `RESHARD`;
     of `zero`, `zero_ranks` neighbouring ranks of dp, with their cp, have a part each, and others the same
     (0: all ranks of dp have a part); of experts, those of these neighbours have that have the same ones;
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
     of tensor-parallel ranks are divided over these in the sequence; with `tp_overlap=on` what these bring
-    together of the gradient of a product's input travels beside the gradient of its weight; `order` says
+    together of the gradient of a product's input travels beside the gradient of its weight, and with
+    `split` products run in chunks, too, beside the parts of the sequence that they read or make; `order` says
     which axis changes fastest over the devices. A plan is verified when made, and its text, in which the
     fields after `schedule` stand only when they are not the default, parses back to it.
 
@@ -141,13 +124,20 @@ class Plan:
                 f"offload={self.offload} copies what each layer saves, and with remat={self.remat} only "
                 "groups of layers save anything; use remat=full or block:N, or offload=0"
             )
-        for name in ("sp", "overlap_grads", "overlap_params", "tp_overlap"):
-            if getattr(self, name) not in SWITCH:
-                raise PlanError(f"{name}={shortened(getattr(self, name))} is not one of {', '.join(SWITCH)}")
+        for name, known in _SWITCHES.items():
+            if getattr(self, name) not in known:
+                raise PlanError(f"{name}={shortened(getattr(self, name))} is not one of {', '.join(known)}")
         if self.sp == "on" and self.tp == 1:
             raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
-        if self.tp_overlap == "off" and self.tp == 1:
-            raise PlanError("tp_overlap=off is about what tp ranks bring together, and tp=1; leave it out")
+        if self.tp_overlap != "on" and self.tp == 1:
+            raise PlanError(
+                f"tp_overlap={self.tp_overlap} is about what tp ranks bring together, and tp=1; leave it out"
+            )
+        if self.tp_overlap == "split" and self.sp == "off":
+            raise PlanError(
+                "tp_overlap=split has products run on parts of the sequence as they come, and with sp=off no "
+                "rank has a part; use sp=on, or tp_overlap=on"
+            )
         check_order(self.order)
         if self.cp % (ulysses := parse_cp_kind(self.cp_kind)[1]):
             raise PlanError(
@@ -255,6 +245,7 @@ class Plan:
 _FIELDS = tuple(field.name for field in fields(Plan))
 _COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp", "ep", "zero_ranks", "etp")
 _BOUNDS = {"zero": (0, 3)} | dict.fromkeys(("offload", "zero_ranks", "etp"), (0, MAX_DEGREE))
+_SWITCHES = dict.fromkeys(("sp", "overlap_grads", "overlap_params"), SWITCH) | {"tp_overlap": TP_OVERLAP}
 _REPLACED = {
     "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none",
 }
@@ -311,68 +302,6 @@ def parse_stages(text: object) -> tuple[int, ...]:
     if not re.fullmatch(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", text, re.ASCII):
         raise PlanError(f"stages={shortened(text)}: each stage holds 1 to 9999999 blocks, as in 3-4-4-3")
     return tuple([int(number) for number in text.split("-")])
-
-
-class Remat(NamedTuple):
-    """A way to save or recompute, one of REMAT, with its number or its types of ops where it has them.
-
-    Of a type (name, N) all but each N-th are saved, all where N is 0.
-    """
-
-    name: str
-    number: float = 0.0
-    ops: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def counts_layers(self) -> bool:
-        """Whether it depends on which layers a stage has."""
-        return self.name in ("block", "uniform")
-
-
-def parse_remat(text: object) -> Remat:
-    """Return what ``remat`` of a plan says.
-
-    Raises :class:`PlanError` for an unknown name, for a number that is missing or out of range, and for a
-    list that is none or names a type twice. Whether there are such ops is not known here.
-
-    >>> parse_remat("every:2")
-    Remat(name='every', number=2.0, ops=())
-    >>> parse_remat("ops:MatMul/2+Attention").ops
-    (('MatMul', 2), ('Attention', 0))
-    """
-    name, colon, given = text.partition(":") if isinstance(text, str) else ("", "", "")
-    known = {choice.partition(":")[0]: choice for choice in REMAT}.get(name, "")
-    if not known or bool(colon) != (":" in known):
-        raise PlanError(f"remat={shortened(text)} is unknown; choose one of {choices_for(text, REMAT)}")
-    if not colon:
-        return Remat(name)
-    kind = known.partition(":")[2]
-    if kind == "LIST":
-        return Remat(name, ops=_parse_ops(text, given))
-    whole, low, high = (True, 1, MAX_DEGREE) if kind == "N" else (False, 0, 1)
-    pattern = r"[0-9]{1,7}" if whole else r"[0-9]{1,7}(\.[0-9]{1,12})?"
-    if not re.fullmatch(pattern, given, re.ASCII) or not low <= float(given) <= high:
-        what = "an integer" if whole else "a number"
-        example = f"{name}:2" if whole else f"{name}:0.5"
-        raise PlanError(f"remat={shortened(text)}: {name} takes {what} in {low}..{high}, as in {example}")
-    return Remat(name, float(given))
-
-
-def _parse_ops(text: object, given: str) -> tuple[tuple[str, int], ...]:
-    items = given.split("+")
-    if not all(
-        re.fullmatch(r"[A-Za-z][A-Za-z0-9]{0,63}(/([2-9]|[1-9][0-9]{1,3}))?", op, re.ASCII) for op in items
-    ):
-        raise PlanError(
-            f"remat={shortened(text)}: ops takes the types of ops whose results are saved, as in "
-            "ops:MatMul+Attention, or of all but each N-th, as in ops:MatMul/2"
-        )
-    ops = tuple([(name, int(every or 0)) for name, _, every in (item.partition("/") for item in items)])
-    names = [name for name, _ in ops]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise PlanError(f"remat={shortened(text)} names {twice[0]} twice; name each type once")
-    return ops
 
 
 def _parse_count(name: str, text: str) -> int:

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from distsim.errors import PlanError, shortened
 from distsim.suggestions import did_you_mean
 
+MAX_DEGREE = 2**20
+"""Largest degree and microbatch count: about ten times the largest clusters, so more is a slip."""
+
 ORDER = "tp-cp-ep-dp-pp"
 """Which axis of ranks changes fastest over the devices, which next, as in Megatron-LM (parallel_state.py)."""
 

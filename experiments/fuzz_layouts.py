@@ -104,8 +104,21 @@ def random_layout(seed: int, experts: bool) -> Plan:
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
         sp="on" if tp > 1 and rng.random() < 0.5 else "off",
     )
-    plan = with_zero_ranks(with_buckets(plan))
+    plan = with_parts(with_tp_overlap(with_zero_ranks(with_buckets(plan))))
     return with_experts(plan) if experts else plan
+
+
+def with_tp_overlap(plan: Plan) -> Plan:
+    """Return a plan whose products are split or not, by dice of their own."""
+    split = plan.sp == "on" and Random(f"tp_overlap {plan}").random() < 0.5
+    return replace(plan, tp_overlap="split") if split else plan
+
+
+def with_parts(plan: Plan) -> Plan:
+    """Return a plan that runs parts of layers again, or what it did, by dice of their own."""
+    rng = Random(f"parts {plan}")
+    parts = rng.sample(("norms", "activations", "attention"), rng.choice((1, 2, 3)))
+    return replace(plan, remat=f"parts:{'+'.join(parts)}") if rng.random() < 0.1 else plan
 
 
 def with_zero_ranks(plan: Plan) -> Plan:

@@ -74,6 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "q_lora_rank": 8,
             "moe_layer_freq": 2,
             "first_k_dense_replace": 0,
+            **{"n_group": 2, "topk_group": 1},
         },
     },
 }
@@ -210,6 +211,9 @@ class Reference:
         normalized = self.family in ("mixtral", "deepseek_v3") or config.get("norm_topk_prob", False)
         scale = config.get("routed_scaling_factor", 2.5 if self.family == "deepseek_v3" else 1.0)
         for token, row in enumerate(scores):
+            if config.get("n_group", 1) > 1:  # among the experts of one of two groups: the better pair
+                groups = row.reshape(2, 2)
+                row = np.where(groups.sum(1, keepdims=True) == groups.sum(1).max(), groups, 0.0).reshape(4)
             chosen = np.argsort(-row)[: config["num_experts_per_tok"]]
             for expert in chosen:
                 gate = row[expert] / (row[chosen].sum() if normalized else 1.0) * scale

@@ -127,6 +127,20 @@ def test_a_fused_swiglu_saves_what_it_reads_and_its_product(kernels: str, inner:
         assert layer(LLAMA, "flash", Plan(tp=t, remat="full"), kernels) == 2 * SBH
 
 
+@pytest.mark.parametrize(("kernels", "swish"), [("ops", 1), ("fused", 0)])
+def test_parts_that_run_again_are_not_saved(kernels: str, swish: int) -> None:
+    """Of norms what they make, of SwiGLU its product, and its swish where that is a kernel of its own."""
+
+    def saved(parts: str) -> int:
+        whole = layer(LLAMA, "flash", Plan(), kernels)
+        return whole - layer(LLAMA, "flash", Plan(remat=f"parts:{parts}"), kernels)
+
+    assert saved("norms") == 4 * SBH
+    assert saved("activations") == 2 * (1 + swish) * S * B * F
+    assert saved("attention") == LOG_SUM_EXP
+    assert saved("norms+activations") == saved("norms") + saved("activations")
+
+
 @pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
 @pytest.mark.parametrize(("sizes", "masks"), [(DROPPING, 2), (GPT, 0)])
 def test_kernels_save_what_the_formulas_say(sizes: DecoderSizes, masks: int, kernels: str) -> None:

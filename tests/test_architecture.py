@@ -20,6 +20,8 @@ FLOORS = {
     "schedule": 1,
     "plan": 1,
     "rank_layout": 1,
+    "recomputation": 1,
+    "token_choice": 1,
     "buckets": 1,
     "errors": 1,
     "cache": 1,

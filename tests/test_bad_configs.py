@@ -82,6 +82,9 @@ def refused(config: object, batch: int = 1) -> str:
         ("deepseek_v2", {"kv_lora_rank": None}, ("kv_lora_rank=null",)),
         ("deepseek_v2", {"qk_rope_head_dim": 3}, ("qk_rope_head_dim=3", "even")),
         ("deepseek_v3", {"scoring_func": "tanh"}, ("scoring_func='tanh'", "softmax, sigmoid")),
+        ("deepseek_v3", {"n_group": 3}, ("n_group=3", "a divisor of the 4 experts")),
+        ("deepseek_v3", {"topk_group": 3}, ("topk_group=3", "of the 2 groups")),
+        ("deepseek_v2", {"topk_method": "best"}, ("topk_method='best'", "group_limited_greedy")),
     ],
 )
 def test_a_field_that_is_not_usable_is_named_with_its_value(family, changes, words):

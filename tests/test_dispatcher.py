@@ -7,6 +7,7 @@ tokens of all ranks, a reduce-scatter of what experts make of them; backward the
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from expert_models import (
     BATCH,
@@ -26,9 +27,10 @@ from expert_models import (
 from training_models import F64, topology_of
 
 from distsim.compose import parallelize
+from distsim.cost.cost_model import collective_of
 from distsim.errors import ImportModelError, PlanError
 from distsim.executor import CostModel, Simulator
-from distsim.hardware import load_cluster
+from distsim.hardware import collective_time, collective_transfer, load_cluster
 from distsim.importer import load_model
 from distsim.ir import BFloat16, all_ops
 from distsim.models.decoder import decoder
@@ -37,6 +39,7 @@ from distsim.models.mixture import Mixture
 from distsim.models.routing import Loads
 from distsim.ops import signature_of, work
 from distsim.plan import Plan
+from distsim.token_choice import TokenChoice
 from distsim.transforms import SGD, Adam, differentiate
 
 
@@ -131,6 +134,69 @@ def test_options_of_models():
         function = load_model(f"{name},{small},dispatcher=allgather", batch=4)
         assert [op.attributes["groups"] for op in all_ops(function) if op.op_type == "GatherND"]
         with pytest.raises(
-            (PlanError, ImportModelError), match="dispatcher='flex' is not one of alltoall, allgather"
+            (PlanError, ImportModelError), match="dispatcher='flex' is not one of alltoall, allgather, deepep"
         ):
             load_model(f"{name},{small},dispatcher=flex", batch=4)
+
+
+# --- once to each node ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", [TokenChoice(8, 64, 8, 3), TokenChoice(4, 32), TokenChoice(2, 16, 4, 2)])
+def test_how_many_parts_a_token_reaches(choice):
+    """As counted over many random choices, of parts of several groups, of one, and within one."""
+    rng = np.random.default_rng(0)
+    size = choice.experts // choice.groups
+    chosen = []
+    for _ in range(20_000):
+        groups = rng.permutation(choice.groups)[: choice.limit]
+        usable = (groups[:, None] * size + np.arange(size)).reshape(-1)
+        chosen.append(rng.permutation(usable)[: choice.top_k])
+    for parts in (1, 2, choice.groups, 16):
+        held = np.array(chosen) // (choice.experts // parts)
+        counted = np.mean([len(set(row)) for row in held])
+        assert choice.reached(parts) == pytest.approx(counted, rel=0.01)
+    assert choice.reached(1) == pytest.approx(1.0)
+    assert choice.reached(choice.experts) == pytest.approx(choice.top_k)
+    assert TokenChoice.of(str(choice)) == choice and TokenChoice.of("all_to_all") is None
+
+
+def test_bytes_and_seconds_of_an_exchange():
+    """64 ranks on 8 nodes: tokens of 4 of 8 groups leave for (m-1)/m of 3.63 nodes, not for all 8 experts."""
+    topology = load_cluster("dgx-h100:8")
+    group, choice, nbytes = tuple(topology.devices), TokenChoice(8, 256, 8, 4), 8 * 1e9
+    found = collective_transfer(str(choice), nbytes, group, topology)
+    level = {hop: topology.level(*hop).name for hop, _ in found.hops}
+    names = list(dict.fromkeys(level.values()))
+    assert len(names) == 2
+    sent = {name: {size for hop, size in found.hops if level[hop] == name} for name in names}
+    between = [7 / 8 * choice.reached(8) * 1e9, 7 / 8 * choice.reached(64) * 1e9]
+    assert sorted(size for sizes in sent.values() for size in sizes) == pytest.approx(between)
+    seconds = collective_time(str(choice), nbytes, group, topology)
+    nic = topology.level(group[0], group[8]).link.achieved
+    assert seconds == found.seconds == pytest.approx(found.latency + between[0] / nic, rel=1e-9)
+    assert seconds < 0.6 * collective_time("all_to_all", nbytes, group, topology)
+    within = collective_time(str(choice), nbytes, group[:8], topology)  # of a node: once to each rank
+    assert within == pytest.approx(
+        collective_time("all_to_all", choice.reached(8) * 1e9, group[:8], topology), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "loads"),
+    [("dp=2,ep=2", EVEN), ("dp=4,ep=4,tp=2,sp=on", SKEWED), ("dp=2,ep=2,pp=2,microbatches=2", SKEWED)],
+)
+def test_steps_with_tokens_once_to_each_node(text, loads):
+    """The same numbers, over both engines, whichever way rows take; backward goes as forward does."""
+    experts = replace(DEEPSEEK.experts, dispatcher="deepep", n_group=2, topk_group=1)
+    groups = 2 if "sp=on" in text else 1
+    sizes = replace(DEEPSEEK, layers=3, experts=replace(experts, groups=groups))
+    joint = differentiate(decoder(sizes, BATCH, SEQ, F64, loads), Adam())
+    program = computed_over_ranks(joint, Plan.parse(text))
+    exchanges = [
+        op
+        for op in all_ops(program.to_function())
+        if op.op_type == "MPIAlltoall" and op.attributes["axis"] == "ep"
+    ]
+    kinds = {collective_of(signature_of(op), ())[0] for op in exchanges}
+    assert kinds == {"tokens to 2 of 4 in 1 of 2"}

@@ -104,6 +104,9 @@ def test_a_smaller_concentration_is_a_larger_imbalance():
         ({"seed": -1}, "seed=-1"),
         ({"shared": -1}, "shared=-1"),
         ({"experts": 0}, "experts=0"),
+        ({"n_group": 3}, "n_group=3 does not divide the 4 experts"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group=3 of only n_group=2 groups"),
+        ({"n_group": 4}, "top_k=2 of the 1 experts that topk_group=1 of n_group=4"),
         ({"routings": [Routing((3,) * 4, (3,) * 4)]}, "1 routings for 2 layers"),
         ({"routings": [Routing((9,) * 4, (9,) * 4)] * 2}, "experts and 6 tokens"),
         ({"groups": 4}, "groups=4 does not divide the sequence of 6 tokens"),
@@ -124,6 +127,15 @@ def layer_of(sizes: Mixture, slots: tuple[int, ...], tokens: int, batch: int = 2
     return layer.finish(mixture(layer, layer.x, sizes, Routing(slots, slots)).tokens)
 
 
+def usable(row, sizes: Mixture):
+    """The scores of a token, zero for experts of groups that are not among the best."""
+    groups = row.reshape(sizes.n_group, -1)
+    of_groups = np.sort(groups)[:, -2 if sizes.score == "sigmoid" else -1 :].sum(-1)
+    return np.where(
+        np.isin(np.arange(sizes.n_group), np.argsort(-of_groups)[: sizes.topk_group])[:, None], groups, 0.0
+    ).reshape(-1)
+
+
 def token_choice(x, weights, sizes: Mixture, slots):
     """Token by token: choose, weigh, let each expert keep what gives it the largest gates; count the rest."""
     scores = x @ weights["router.w"]
@@ -141,7 +153,7 @@ def token_choice(x, weights, sizes: Mixture, slots):
     for sequence in range(len(x)):
         wishes = {expert: [] for expert in range(sizes.experts)}
         for token, row in enumerate(scores[sequence]):
-            chosen = np.argsort(-row)[: sizes.top_k]
+            chosen = np.argsort(-usable(row, sizes))[: sizes.top_k]
             for expert in chosen:
                 total = row[chosen].sum() if sizes.top_k > 1 else 1.0
                 wishes[expert].append((row[expert] / total * sizes.scale, token))
@@ -157,7 +169,11 @@ def token_choice(x, weights, sizes: Mixture, slots):
 
 
 @pytest.mark.parametrize(
-    "sizes", [Mixture(4, 2, 5), Mixture(5, 3, 4, 2, "sigmoid", 2.5), Mixture(3, 1, 4, 1)]
+    "sizes",
+    [
+        *(Mixture(4, 2, 5), Mixture(5, 3, 4, 2, "sigmoid", 2.5), Mixture(3, 1, 4, 1)),
+        *(Mixture(8, 3, 4, n_group=4, topk_group=2), Mixture(6, 2, 4, 0, "sigmoid", n_group=2)),
+    ],
 )
 @pytest.mark.parametrize("slots", [12, 4, 1])
 def test_a_mixture_is_token_choice_with_what_is_beyond_the_slots_dropped(sizes, slots):

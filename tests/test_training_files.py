@@ -100,7 +100,7 @@ def test_presets_become_the_plans_that_they_are():
     assert deepseek.sizes.expert_layers.dense == 3
     llama = read_torchtitan(DATA / "llama3_405b.toml")
     assert llama.laid_out(128) == (
-        "dp=16,tp=8,microbatches=1,sp=on,tp_overlap=off,zero=3,reshard=auto,remat=full_early",
+        "dp=16,tp=8,microbatches=1,sp=on,tp_overlap=split,zero=3,reshard=auto,remat=full_early",
         32,
     )
     assert (llama.model, llama.stack.kernels) == ("llama3-405b", "compiled")
@@ -127,6 +127,14 @@ def test_presets_become_the_plans_that_they_are():
         ),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", "remat=block:3"),
         ("--recompute-activations", "remat=attention"),
+        (
+            "--recompute-granularity selective --recompute-modules layernorm core_attn",
+            "remat=parts:norms+attention",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
+            "tp=2,microbatches=1,sp=on,tp_overlap=split",
+        ),
         ("--context-parallel-size 4 --cp-comm-type a2a", "cp=4,cp_kind=ulysses"),
         (
             "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",

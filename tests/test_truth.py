@@ -196,20 +196,21 @@ def test_a_kernel_of_attention_that_no_column_names_is_the_stacks():
 
 
 @pytest.mark.parametrize(
-    ("framework", "text", "overlap", "left_out"),
+    ("framework", "text", "overlap"),
     [
-        ("torchtitan", "", "off", ()),
-        ("torchtitan", "AsyncTP", "on", ("tp_split=on",)),
-        ("torchtitan", "none (vanilla TP)", "off", ()),
-        ("nanotron", "", "on", ()),
-        ("Megatron-LM", "", "off", ()),
-        ("Megatron-LM", "TP bwd all-reduce overlapped with wgrad", "on", ()),
+        ("torchtitan", "", "off"),
+        ("torchtitan", "AsyncTP", "split"),
+        ("torchtitan", "none (vanilla TP)", "off"),
+        ("nanotron", "", "on"),
+        ("Megatron-LM", "", "off"),
+        ("Megatron-LM", "TP bwd all-reduce overlapped with wgrad", "on"),
     ],
 )
-def test_what_tensor_parallel_ranks_overlap(framework, text, overlap, left_out):
+def test_what_tensor_parallel_ranks_overlap(framework, text, overlap):
     row = GPT | {"framework": framework, "overlap": text, "tp": "2", "attention": "flash"}
+    row |= {"sp": "yes"} if overlap == "split" else {}  # which needs it
     case = case_of(row | ({"attention": ""} if "Megatron" in framework else {}))
-    assert (case.plan.tp_overlap, case.left_out) == (overlap, left_out)
+    assert (case.plan.tp_overlap, case.left_out) == (overlap, ())
     assert case_of(row | {"tp": "1"}).plan.tp_overlap == "on"
 
 

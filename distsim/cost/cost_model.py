@@ -321,7 +321,8 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
         # The formula wants the size of which each rank of the group, the root too, has an equal part.
         part = min(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
         return meaning.kind, float(part * len(group))
-    return meaning.kind, float(meaning.nbytes(signature))
+    kind = meaning.kind if meaning.variant is None else meaning.variant(signature.attributes)
+    return kind, float(meaning.nbytes(signature))
 
 
 def _host_copy(signature: Signature, device: Device) -> float:

@@ -16,6 +16,7 @@ kind               S is the bytes of                                       ring 
 ``send``           the message; the group is (source, destination)         S/B + a
 ``shift``          the message of each rank to the next, of the last to    S/B + a
                    the first
+a `TokenChoice`    the rows of a rank's tokens for all their experts       :mod:`.token_exchange`
 ================== ======================================================= ===========================
 
 One rank has nothing to send: zero. Where ranks of the group share a port or an uplink, B is what each
@@ -75,7 +76,9 @@ from distsim.hardware.routes import (
     rails_of,
     ring_hops,
 )
+from distsim.hardware.token_exchange import token_exchange
 from distsim.ir.topology import Topology
+from distsim.token_choice import TokenChoice
 
 _RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 PAIRWISE = ("all_to_all", "scatter", "gather")
@@ -105,7 +108,8 @@ def fastest(times: Mapping[str, float]) -> tuple[str, float]:
 
 def collective_algorithms(kind: str, nbytes: float, group: Group, topology: Topology) -> dict[str, float]:
     """Seconds of a collective by each algorithm that fits the group: name -> seconds."""
-    if kind not in COLLECTIVES:
+    choice = TokenChoice.of(kind)
+    if kind not in COLLECTIVES and choice is None:
         raise CostError(f"unknown collective {kind!r}; choose one of {', '.join(COLLECTIVES)}")
     if not (math.isfinite(nbytes) and nbytes >= 0):
         raise CostError(f"{kind} of {nbytes} bytes: the size must be finite and not negative")
@@ -120,6 +124,11 @@ def collective_algorithms(kind: str, nbytes: float, group: Group, topology: Topo
         return {"direct": nbytes / route.bandwidth + route.latency}
     if kind == "shift":
         return {"ring": nbytes / route.bandwidth + route.latency}
+    if choice is not None:
+        exchange = token_exchange(choice, nbytes, route)
+        if exchange is not None:
+            return {"node-limited": exchange.seconds}
+        kind, nbytes = "all_to_all", choice.bytes_of_ranks(nbytes, route.size)
     if kind in PAIRWISE:
         return pairwise_algorithms(kind, nbytes, route, find_exchange(group, topology))
     return ring_algorithms(kind, nbytes, route)
@@ -222,15 +231,20 @@ def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topolo
     algorithm, seconds = fastest(collective_algorithms(kind, nbytes, group, topology))
     if len(group) == 1:
         return FluidCollective(algorithm, 0.0, 0.0, ())
-    route = find_route(group, topology)
+    route, choice = find_route(group, topology), TokenChoice.of(kind)
+    exchange = None if choice is None else token_exchange(choice, nbytes, route)
+    if choice is not None:
+        kind, nbytes = "all_to_all", choice.bytes_of_ranks(nbytes, route.size)
     if kind == "send":
         latency = route.latency
         loads: list[Load] = [(((group[0], group[1]),), nbytes)]
     elif kind == "shift":
         latency, loads = route.latency, [(ring_hops(route.family), nbytes)]
+    elif exchange is not None:
+        latency, loads = exchange.latency, list(exchange.loads)
     elif kind in PAIRWISE:
-        exchange = find_exchange(group, topology)
-        latency = pairwise_algorithms(kind, 0.0, route, exchange)[algorithm]
+        peers = find_exchange(group, topology)
+        latency = pairwise_algorithms(kind, 0.0, route, peers)[algorithm]
         loads = _pairwise_loads(kind, nbytes, route, algorithm)
     else:
         latency, loads = _ring_loads(kind, nbytes, route, algorithm)

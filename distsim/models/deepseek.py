@@ -45,6 +45,8 @@ class DeepseekSizes:
     aux_loss: float = 0.0
     aux_over: int = 1
     dispatcher: str = DISPATCHERS[0]
+    n_group: int = 1
+    topk_group: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, ffn=self.ffn)
@@ -67,6 +69,8 @@ class DeepseekSizes:
                 aux_loss=self.aux_loss,
                 aux_over=self.aux_over,
                 dispatcher=self.dispatcher,
+                n_group=self.n_group,
+                topk_group=self.topk_group,
             )
         return DecoderSizes(
             self.layers,

@@ -29,9 +29,10 @@ from distsim.models.parts.layer_maker import ACTIVATIONS, LayerMaker, check_acti
 from distsim.models.routing import Routing
 from distsim.models.sizes import check_caps, check_counts, check_sizes
 from distsim.suggestions import choices_for
+from distsim.token_choice import TokenChoice
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
-DISPATCHERS = ("alltoall", "allgather")
+DISPATCHERS = ("alltoall", "allgather", "deepep")
 MAX_EXPERTS = 2**16
 """Of a layer: 32 times those of Switch-C (Fedus et al. 2022)."""
 
@@ -49,7 +50,10 @@ class Mixture:
     neighbouring tokens, each by itself. ``aux_loss``: the coefficient of the loss that balances the experts,
     0 for none, of the tokens of ``aux_over`` sequences together. ``dispatcher``: where ranks have experts
     each, their tokens' rows are sent to them (``alltoall``), or all ranks have all tokens and take rows of
-    them (``allgather``), as Megatron-LM's ``--moe-token-dispatcher-type``.
+    them (``allgather``), as Megatron-LM's ``--moe-token-dispatcher-type``, or a token goes once to each node
+    and rank that it reaches (``deepep``, :mod:`distsim.hardware.token_exchange`). A token chooses among the
+    experts of its ``topk_group`` best of ``n_group`` groups of neighbouring experts (node-limited routing): a
+    group is as good as its best expert (DeepSeek-V2), with sigmoid scores as its two best (DeepSeek-V3).
     """
 
     experts: int
@@ -64,6 +68,8 @@ class Mixture:
     aux_loss: float = 0.0
     aux_over: int = 1
     dispatcher: str = DISPATCHERS[0]
+    n_group: int = 1
+    topk_group: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn, groups=self.groups)
@@ -87,6 +93,27 @@ class Mixture:
             )
         check_caps(scale=self.scale)
         check_activation(self.activation)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        check_sizes(n_group=self.n_group, topk_group=self.topk_group)
+        if self.experts % self.n_group:
+            raise PlanError(
+                f"n_group={self.n_group} does not divide the {self.experts} experts; give one that does, or "
+                "n_group=1,topk_group=1"
+            )
+        if self.topk_group > self.n_group:
+            raise PlanError(f"topk_group={self.topk_group} of only n_group={self.n_group} groups of experts")
+        if self.top_k > (usable := self.experts // self.n_group * self.topk_group):
+            raise PlanError(
+                f"top_k={self.top_k} of the {usable} experts that topk_group={self.topk_group} of "
+                f"n_group={self.n_group} groups have; use a larger topk_group"
+            )
+
+    @property
+    def choice(self) -> TokenChoice:
+        """How a token chooses its experts."""
+        return TokenChoice(self.top_k, self.experts, self.n_group, self.topk_group)
 
     def tokens(self, seq: int) -> int:
         """Return how many tokens of a sequence are routed together; refuse groups that do not divide it."""
@@ -143,8 +170,9 @@ def _assigned(layer: LayerMaker, x: Value, sizes: Mixture) -> tuple[Value, Value
     logits = layer.linear(x, "router", layer.hidden, sizes.experts)
     axis = {"axis": -1} if sizes.score == "softmax" else {}
     scores = layer(SCORES[sizes.score], logits, name="scores_of_experts", **axis)
+    usable = scores if sizes.topk_group == sizes.n_group else _of_best_groups(layer, scores, sizes)
     attributes = {"K": Literal(np.array([sizes.top_k])), "axis": -1}
-    best, chosen = layer.maker.add("TopK", [scores], attributes, output_names=["best", "chosen"])
+    best, chosen = layer.maker.add("TopK", [usable], attributes, output_names=["best", "chosen"])
     gates = best
     if sizes.normalized and sizes.top_k > 1:
         gates = layer("Div", best, layer("ReduceSum", best, axes=(-1,), keepdims=1), name="gates")
@@ -152,6 +180,26 @@ def _assigned(layer: LayerMaker, x: Value, sizes: Mixture) -> tuple[Value, Value
         gates = layer("Mul", gates, name="scaled_gates", B=sizes.scale)
     shape = as_tensor(logits.type, logits.name).shape
     return scores, layer("GatherElementsGrad", chosen, gates, name="assigned", shape=shape, axis=-1)
+
+
+def _of_best_groups(layer: LayerMaker, scores: Value, sizes: Mixture) -> Value:
+    """Return the scores [..., tokens, experts], zero for experts of groups that are not among the best."""
+    shape = as_tensor(scores.type, scores.name).shape
+    grouped = layer("Reshape", scores, shape=(*shape[:-1], sizes.n_group, shape[-1] // sizes.n_group))
+
+    def best(source: Value, count: int, name: str) -> tuple[Value, Value]:
+        attributes = {"K": Literal(np.array([count])), "axis": -1}
+        values, places = layer.maker.add("TopK", [source], attributes, output_names=[name, f"{name}.places"])
+        return values, places
+
+    counted = min(2 if sizes.score == "sigmoid" else 1, shape[-1] // sizes.n_group)
+    of_group, _ = best(grouped, counted, "best_of_groups")
+    of_group = layer("ReduceSum", of_group, name="scores_of_groups", axes=(-1,), keepdims=0)
+    values, places = best(of_group, sizes.topk_group, "best_groups")
+    picked = layer("Sign", values, name="picked")  # scores are positive: ones
+    mask = layer("GatherElementsGrad", places, picked, shape=(*shape[:-1], sizes.n_group), axis=-1)
+    mask = layer("Unsqueeze", mask, name="usable_groups", axes=(len(shape),))
+    return layer("Reshape", layer("Mul", grouped, mask), name="usable_scores", shape=shape)
 
 
 def _balance(layer: LayerMaker, scores: Value, assigned: Value, sizes: Mixture) -> Value:
@@ -204,10 +252,13 @@ def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing) -
     """Each row through the gated feed-forward of its expert."""
     device = {} if layer.like.device is None else {"device": layer.like.device}
     counts = layer("Constant", name="slots", value=Literal(np.array(routing.slots, np.int64)), **device)
+    known: dict[str, object] = {"sizes": routing.slots}
+    if sizes.dispatcher == "deepep":
+        known["exchange"] = str(sizes.choice)
 
     def grouped(source: Value, name: str, width_in: int, width_out: int) -> Value:
         weight = layer.parameter(f"experts.{name}.w", sizes.experts, width_in, width_out)
-        return layer("GroupedMatMul", source, weight, counts, name=f"experts.{name}", sizes=routing.slots)
+        return layer("GroupedMatMul", source, weight, counts, name=f"experts.{name}", **known)
 
     op_type, _ = ACTIVATIONS[sizes.activation]
     gate = grouped(rows, "gate", layer.hidden, sizes.ffn)

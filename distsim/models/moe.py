@@ -34,6 +34,8 @@ class MoeSizes:
     aux_loss: float = 0.0
     aux_over: int = 1
     dispatcher: str = DISPATCHERS[0]
+    n_group: int = 1
+    topk_group: int = 1
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
@@ -57,6 +59,8 @@ class MoeSizes:
                 aux_loss=self.aux_loss,
                 aux_over=self.aux_over,
                 dispatcher=self.dispatcher,
+                n_group=self.n_group,
+                topk_group=self.topk_group,
             ),
             positions=Positions(self.seq, theta=THETA),
         )

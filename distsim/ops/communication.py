@@ -42,6 +42,7 @@ from distsim.ops.operator import (
     register,
 )
 from distsim.ops.parts import (
+    Groups,
     Parts,
     divided_size,
     flat_part,
@@ -293,6 +294,13 @@ def _same(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
     return list(ranks)
 
 
+def _token_exchange(attributes: Attributes) -> str:
+    """Return the kind of collective that exchanges rows: an all-to-all, or what their groups say."""
+    found = [attributes.get(f"{name}_pieces") for name in ("split", "concat")]
+    kinds = [each.kind for each in found if isinstance(each, Groups) and each.kind]
+    return kinds[0] if kinds else "all_to_all"
+
+
 def _alltoall_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     """Every part goes back to the rank that it came from."""
     swapped = {"split": "concat", "concat": "split"}
@@ -342,7 +350,7 @@ _register(
 _register(
     "MPIAlltoall",
     _alltoall_types,
-    Communication("all_to_all", _alltoall, _padded_bytes),
+    Communication("all_to_all", _alltoall, _padded_bytes, variant=_token_exchange),
     _alltoall_gradient,
 )
 _register("Send", _send_types, Communication("send", _same, _input_bytes, transfers=True))

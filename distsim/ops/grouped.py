@@ -6,6 +6,7 @@ total. Rows beyond the last group are zero. x [..., n, k], w [groups, k, m], row
 All n rows are paid for, 2 n k m flops for each of the leading places: what is padded is not free.
 
 ``sizes``: what ``rows`` will be, where that is known before. Only then may ranks have groups each.
+``exchange``: the kind of collective that brings rows to these ranks, if it is no plain all-to-all.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
     leading = next(t.rank for t, name in zip(signature.inputs, inputs, strict=True) if name in "xy") - 2
     sizes = signature.attributes.get("sizes")
     batch, group = letters(leading, "b"), None if sizes is None else "groups"
-    row: Dim = None if sizes is None else Pieces("groups", Groups(sizes))
+    kind: str = signature.attributes.get("exchange", "")
+    row: Dim = None if sizes is None else Pieces("groups", Groups(sizes, kind))
     labels: dict[str, tuple[Dim, ...]] = {
         "x": (*batch, row, "k"),
         "w": (group, "k", "m"),
@@ -139,7 +141,7 @@ def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
 
 def _localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
     """Of a part of the groups it is not known before which they are."""
-    return Attributes({name: item for name, item in attributes.items() if name != "sizes"})
+    return Attributes({name: item for name, item in attributes.items() if name not in ("sizes", "exchange")})
 
 
 register(

@@ -133,6 +133,7 @@ class Communication:
     ``transfers``: the op moves its value to another device or mesh (attribute ``to``). ``operand``: several
     tensors may go as one message, as in a contiguous buffer: an op with n results has n groups of operands,
     the first of each being what is moved, with the attributes that this rule gives for the n-th.
+    ``variant``: attributes -> the algorithm in place of ``kind`` where an op is to be moved by another one.
     """
 
     kind: str
@@ -140,6 +141,7 @@ class Communication:
     nbytes: Callable[[Signature], int]
     transfers: bool = False
     operand: OperandRule | None = None
+    variant: Callable[[Attributes], str] | None = None
 
 
 Shapes = Mapping[str, tuple[int, ...]]

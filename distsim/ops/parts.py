@@ -23,12 +23,15 @@ class Groups:
     """Groups of these ``sizes`` one behind the other, of which each rank holds equally many neighbours.
 
     The parts of the ranks are padded at their ends to the largest: the rows of experts are the example.
+    ``kind``: the kind of the collective that exchanges them, if it is no plain all-to-all (the text of a
+    :class:`distsim.token_choice.TokenChoice`).
 
     >>> Groups((6, 2, 3, 6)).spans(2), Groups((6, 2, 3, 6)).largest(2)
     (((0, 8), (8, 17)), 9)
     """
 
     sizes: tuple[int, ...]
+    kind: str = ""
 
     def spans(self, ranks: int) -> tuple[tuple[int, int], ...]:
         """Return where the part of each rank begins and ends."""

@@ -38,7 +38,8 @@ def replaced_by(op: Op) -> Mapping[int, int]:
     if meaning.communication is not None and meaning.communication.operand is not None:
         size = len(op.inputs) // len(op.outputs)
         return {output: size * output + places[0] for output in range(len(op.outputs))}
-    return {output: place for output, place in places.items() if output < len(op.outputs)}
+    outputs, inputs = len(op.outputs), len(op.inputs)  # of a first part there is nothing to write into
+    return {output: place for output, place in places.items() if output < outputs and place < inputs}
 
 
 def replaced_inputs(function: Function) -> Mapping[int, int]:

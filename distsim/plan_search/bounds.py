@@ -203,7 +203,8 @@ def work_key(plan: Plan, batch: int) -> Hashable:
     a stage has, so does the key, and where backward passes are in two halves, which are more kernels.
     """
     whole = plan.remat in ("none", "full") and not plan.offload and not _splits_backward(plan)
-    divided = plan.tp, plan.sp, plan.cp, plan.cp_kind, plan.ep, plan.etp, plan.dp if plan.ep > 1 else 0
+    split = plan.tp_overlap == "split"
+    divided = plan.tp, plan.sp, split, plan.cp, plan.cp_kind, plan.ep, plan.etp, plan.dp if plan.ep > 1 else 0
     stages = () if whole else (plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard)
     size = batch // (plan.dp * plan.microbatches)
     return (*divided, size, plan.remat, plan.order, *stages)

@@ -31,7 +31,7 @@ from typing import Any
 
 from distsim.errors import PlanError, shortened
 from distsim.ir import Function, Tensor, Topology, all_ops
-from distsim.plan import RESHARD, SWITCH, Plan, parse_schedule
+from distsim.plan import RESHARD, SWITCH, TP_OVERLAP, Plan, parse_schedule
 from distsim.rank_layout import CP_KINDS
 from distsim.schedule import FLUSH, SCHEDULES, schedule
 from distsim.suggestions import choices_for
@@ -51,7 +51,7 @@ _NAMED: Mapping[str, Sequence[str]] = {
     "sp": SWITCH,
     "overlap_grads": SWITCH,
     "overlap_params": SWITCH,
-    "tp_overlap": SWITCH,
+    "tp_overlap": TP_OVERLAP,
     "reshard": RESHARD,
     "remat": ("none", "attention", "matmuls", "full", "full_early", "min_cut"),
     "stages": ("even", "default", "layers"),

@@ -18,7 +18,7 @@ from distsim.truth.row import MissingFeatureError, Row, cell, number, plain, wit
 from distsim.truth.software import eight_bits
 from distsim.truth.stage_layers import StageSizes, stages_of
 
-TIMING = ("overlap_grads", "overlap_params", "tp_overlap", "tp_split", "bucket")
+TIMING = ("overlap_grads", "overlap_params", "tp_overlap", "bucket")
 """Fields that change when something runs, not what or where."""
 
 SCHEDULE_NAMES = (
@@ -296,9 +296,8 @@ def _overlap(row: Row, grads: bool, params: bool) -> dict[str, str | int]:
             continue
         for name in [name for pattern, name in _SUBJECTS if re.search(pattern, clause)]:
             if name == "tp_overlap":
-                found[name] = "off" if off else "on"
                 # Torch's async TP splits products, too.
-                found |= {"tp_split": "on"} if "async" in clause and not off else {}
+                found[name] = "off" if off else "split" if "async" in clause else "on"
                 break
             if grads if name == "overlap_grads" else params:
                 found[name] = "off" if off else "on"

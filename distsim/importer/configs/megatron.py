@@ -27,6 +27,7 @@ DEFAULTS: dict[str, object] = {
     **{"--moe-shared-expert-intermediate-size": None, "--moe-token-dispatcher-type": "allgather"},
     **{"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": 0.0},
     **{"--moe-router-score-function": "softmax", "--moe-router-topk-scaling-factor": None},
+    **{"--moe-router-num-groups": None, "--moe-router-group-topk": None},
     **{"--tensor-model-parallel-size": 1, "--pipeline-model-parallel-size": 1, "--context-parallel-size": 1},
     **{"--expert-model-parallel-size": 1, "--expert-tensor-parallel-size": None},
     **{"--cp-comm-type": "p2p", "--micro-batch-size": None, "--global-batch-size": None},
@@ -58,7 +59,7 @@ WITHOUT_EFFECT = r"""(?x) --(
   | empty-unused-memory-level
   | rotary-(scaling|seq-len)-.* | use-rope-scaling | rope-scaling-factor | original-max-position-embeddings
   | mscale(-all-dim)? | yarn-.* | beta-(fast|slow) | rope-type | mtp-loss-scaling-factor | enable-experimental
-  | moe-router-(group-topk|num-groups|dtype|bias-update-rate|enable-expert-bias|force-load-balancing)
+  | moe-router-(dtype|bias-update-rate|enable-expert-bias|force-load-balancing)
   | moe-z-loss-coeff | moe-token-drop-policy | moe-input-jitter-eps | transformer-impl
   | attention-softmax-in-fp32
   | fp8-(amax|margin|interval|recipe|wgrad).* | first-last-layers-bf16 | calculate-per-token-loss
@@ -73,7 +74,6 @@ WITHOUT_EFFECT = r"""(?x) --(
 
 NOT_MODELLED = {
     "--fp8-param-gather": "parameters are gathered in 16 bits",
-    "--tp-comm-overlap": "products are not split to hide what tensor-parallel ranks send",
     "--delay-wgrad-compute": "gradients of weights are not put off",
     "--overlap-moe-expert-parallel-comm": "tokens of one microbatch do not travel beside the other's compute",
     "--moe-shared-expert-overlap": "shared experts run on the stream of the others",

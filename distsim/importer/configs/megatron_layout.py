@@ -22,6 +22,12 @@ CP_KINDS = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
 SELECTIVE = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """--recompute-modules (core/transformer/transformer_config.py)."""
 
+PART_OF = {
+    **{"core_attn": "attention", "moe_act": "activations", "shared_experts": "activations"},
+    **{"layernorm": "norms", "mla_up_proj": "up_projections"},
+}
+"""Of modules that are not all of a feed-forward, which part of a layer it is that runs again."""
+
 
 @dataclass(frozen=True)
 class MegatronLayout:
@@ -48,6 +54,10 @@ class MegatronLayout:
             found["etp"] = etp
         if fields.on("--sequence-parallel") or (sizes.experts is not None and degrees["tp"] > 1 and etp == 1):
             found["sp"] = "on"
+        if fields.on("--tp-comm-overlap"):  # "only when sequence parallelism is enabled", says arguments.py
+            if degrees["tp"] > 1 and "sp" not in found:
+                raise fields.refusal("--tp-comm-overlap", "left out without --sequence-parallel")
+            found["tp_overlap"] = "split"
         if fields.on("--use-tp-pp-dp-mapping"):
             found["order"] = "tp-cp-ep-pp-dp"
         if degrees["cp"] > 1:
@@ -208,16 +218,16 @@ def _recompute(fields: TrackedFields, notes: list[str]) -> str:
 
 
 def _selective(modules: Sequence[str], notes: list[str]) -> str:
-    """Return what is recomputed for modules: core attention, or as much as comes nearest."""
+    """Return what is recomputed for modules; of whole feed-forwards, as much as comes nearest."""
     if "mlp" in modules or "moe" in modules:
         saved = "full" if "core_attn" in modules else "ops:Attention"
         what = "all of a layer" if saved == "full" else "all of a layer but attention"
-    else:
-        saved = "attention" if "core_attn" in modules else "none"
-        what = "core attention" if saved == "attention" else "nothing"
-    if list(modules) != ["core_attn"]:
         notes.append(f"--recompute-modules {' '.join(modules)}: {what} is recomputed, as what comes nearest")
-    return saved
+        return saved
+    if "shared_experts" in modules:
+        notes.append("--recompute-modules shared_experts: of these activations alone are recomputed")
+    parts = list(dict.fromkeys(PART_OF[each] for each in modules))
+    return "attention" if parts == ["attention"] else f"parts:{'+'.join(parts)}"
 
 
 def _offload(fields: TrackedFields) -> dict[str, str | int]:

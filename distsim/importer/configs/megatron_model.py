@@ -233,7 +233,9 @@ def _experts(fields: TrackedFields, notes: list[str]) -> tuple[Mixture | None, d
         normalized=score == "sigmoid" or not pre_softmax,
         aux_loss=aux_loss,
         aux_over=aux_over,
-        dispatcher=_dispatcher(fields, notes),
+        dispatcher=_dispatcher(fields),
+        n_group=fields.maybe_count("--moe-router-num-groups") or 1,
+        topk_group=fields.maybe_count("--moe-router-group-topk") or 1,
     )
     return experts, _capacity(fields)
 
@@ -268,11 +270,10 @@ def _balance(fields: TrackedFields, notes: list[str]) -> tuple[float, int]:
     return given[0], micro
 
 
-def _dispatcher(fields: TrackedFields, notes: list[str]) -> str:
+def _dispatcher(fields: TrackedFields) -> str:
     kind = fields.text("--moe-token-dispatcher-type")
     if kind == "flex" or fields.on("--moe-enable-deepep"):
-        notes.append("--moe-token-dispatcher-type flex: tokens are sent by all-to-all, without its kernels")
-        return "alltoall"
+        return "deepep"
     known = {"alltoall": "alltoall", "alltoall_seq": "alltoall", "allgather": "allgather"}
     if kind not in known:
         raise fields.refusal("--moe-token-dispatcher-type", "alltoall, allgather or flex")

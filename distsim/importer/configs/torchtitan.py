@@ -221,7 +221,7 @@ class _TitanLayout:
             found.pop("ep", None)
         elif degrees["ep"] > 1 and degrees["tp"] > 1:
             found["etp"] = etp
-        found |= {"sp": "on", "tp_overlap": "off"}
+        found |= {"sp": "on", "tp_overlap": "split" if own.on("enable_async_tensor_parallel") else "off"}
         if degrees["cp"] > 1:
             rotate = own.text("context_parallel_rotate_method", "allgather")
             found["cp_kind"] = {"allgather": "allgather", "alltoall": "ring"}.get(rotate, "allgather")
@@ -233,10 +233,6 @@ class _TitanLayout:
         else:
             own.value("fsdp_reshard_after_forward")
             found["bucket"] = "torch"
-        if own.on("enable_async_tensor_parallel"):
-            self._notes.append(
-                "enable_async_tensor_parallel: products are not split to hide what tp ranks send"
-            )
         if own.text("expert_parallel_comm_backend", "standard") != "standard":
             self._notes.append("expert_parallel_comm_backend: tokens are sent by all-to-all")
         return found | {"remat": self._remat()} | self._pipeline()

@@ -102,6 +102,9 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
         "routed_scaling_factor": 1.0,
         "norm_topk_prob": False,
         "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "n_group": None,
+        "topk_group": None,
     },
     "deepseek_v3": {
         **_DEEPSEEK,
@@ -111,6 +114,9 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
         "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_group": 8,
+        "topk_group": 4,
     },
 }
 """By ``model_type``, what each field is where a file lacks it; one that is not listed must be given."""

@@ -302,8 +302,10 @@ def _deepseek(fields: ConfigFields) -> DecoderSizes:
         raise fields.refusal("qk_rope_head_dim", "even, as rotary positions turn pairs")
     experts = None
     if fields.maybe_count("n_routed_experts") is not None:
+        number = fields.count("n_routed_experts", most=MAX_EXPERTS)
+        n_group, topk_group = _expert_groups(fields, number)
         experts = Mixture(
-            number := fields.count("n_routed_experts", most=MAX_EXPERTS),
+            number,
             fields.count("num_experts_per_tok", most=number),
             fields.count("moe_intermediate_size"),
             fields.maybe_count("n_shared_experts", least=0) or 0,
@@ -311,6 +313,8 @@ def _deepseek(fields: ConfigFields) -> DecoderSizes:
             fields.number("routed_scaling_factor"),
             fields.flag("norm_topk_prob"),
             fields.choice("hidden_act", ACTIVATIONS),
+            n_group=n_group,
+            topk_group=topk_group,
         )
     return DecoderSizes(
         layers,
@@ -350,3 +354,17 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "deepseek_v3": _deepseek,
 }
 """How each family, ``model_type``, is read."""
+
+
+def _expert_groups(fields: ConfigFields, experts: int) -> tuple[int, int]:
+    """Return into how many groups experts are put, and among how many of these a token chooses."""
+    limited = {"greedy": "", "group_limited_greedy": "limited", "noaux_tc": "limited"}
+    if not fields.choice("topk_method", limited):
+        return 1, 1
+    groups = fields.maybe_count("n_group") or 1
+    if experts % groups:
+        raise fields.refusal("n_group", f"a divisor of the {experts} experts")
+    limit = fields.maybe_count("topk_group") or groups
+    if limit > groups or fields.count("num_experts_per_tok") > experts // groups * limit:
+        raise fields.refusal("topk_group", f"enough, of the {groups} groups, for num_experts_per_tok experts")
+    return groups, limit

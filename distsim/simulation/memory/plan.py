@@ -267,12 +267,12 @@ class _Planner:
             if source is None:
                 return None if twin is None else op.outputs[twin]
             return op.inputs[source]
-        meaning = operator(op.op_type)
+        meaning, shown = operator(op.op_type), None
         if meaning.view and index == 0 and op.inputs:
-            return self._take(op.inputs[0], op.outputs[0], number, overwrites=False)
-        if taken is not None:
+            shown = self._take(op.inputs[0], op.outputs[0], number, overwrites=False)
+        if shown is None and taken is not None:
             return self._take(op.inputs[taken], op.outputs[index], number, overwrites=True)
-        return None
+        return shown
 
     def _take(self, operand: Value, result: Value, number: int, overwrites: bool) -> Value | None:
         owner = self.home[operand]

@@ -35,6 +35,8 @@ class Kernels:
     fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``loss``: which kernels a cross
     entropy is, of :data:`LOSS_KERNELS` (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
     gradients of the operands of a product are a kernel each (:mod:`distsim.transforms.kernels.gradients`).
+    ``split``: products run in chunks beside the collectives that bring their rows together over
+    tensor-parallel ranks (:mod:`distsim.transforms.pipelining.split_products`), as a plan says.
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -49,6 +51,7 @@ class Kernels:
     interiors: bool = False
     loss: str = "one"
     gradients_apart: bool = False
+    split: bool = False
     launched_as: str = ""
 
     @property

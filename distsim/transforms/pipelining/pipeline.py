@@ -38,6 +38,7 @@ from distsim.transforms.pipelining.ends import Ends
 from distsim.transforms.pipelining.received import await_received
 from distsim.transforms.pipelining.shared_weights import copy_weights
 from distsim.transforms.pipelining.sized import Sized
+from distsim.transforms.pipelining.split_products import split_products
 from distsim.transforms.pipelining.stage_inputs import keep_received
 from distsim.transforms.pipelining.stages import assign_stages
 from distsim.transforms.pipelining.tied_weights import untie
@@ -213,7 +214,8 @@ class _Source:
 
     def cut(self, blocks: CutBlocks, local: Sharded, like: Cut | None = None) -> Cut:
         """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
-        stages = await_received(fuse_stages(blocks.stages, local.kernels), local.kernels)
+        stages = fuse_stages(split_products(blocks.stages, local.kernels), local.kernels)
+        stages = await_received(stages, local.kernels)
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
         outputs = self.ends.cut_outputs(blocks, None if like is None else like.outputs)
         return Cut(blocks.name, local.mesh, stages, inputs, outputs, local.notes)

@@ -9,7 +9,8 @@ from enum import Enum
 from functools import partial
 
 from distsim.ops.rules import check_op_types
-from distsim.plan import parse_remat
+from distsim.recomputation import parse_remat
+from distsim.transforms.recompute.cheap_parts import inside_parts
 from distsim.transforms.recompute.core_attention import core_attention
 from distsim.transforms.recompute.saves import (
     JointGraph,
@@ -52,7 +53,7 @@ class Policy:
     the blocks of each stage so many have it. ``group``: so many consecutive blocks of a stage run again one
     after the other, and of all that they make only what comes out of the last is saved. ``parts`` are
     values that are not saved: all ops that make or read those of a part run again together, right before
-    the first op of backward that reads one.
+    the first op of backward that reads one. ``named``: what there must be, for any to run again.
     """
 
     text: str
@@ -61,6 +62,7 @@ class Policy:
     every: int = 1
     run: Run = Run.NEEDED
     parts: Parts | None = None
+    named: str = ""
     first: int | None = None
     group: int = 0
 
@@ -107,6 +109,10 @@ def policy_named(text: str) -> Policy:
     holds all results of listed ops until the block has run again; here one that nothing reads again is not
     kept.)
 
+    ``parts:LIST`` runs parts of a layer again that are cheap for what they take (:func:`inside_parts`), as
+    Megatron-LM's selective recomputation does with ``--recompute-modules layernorm moe_act mla_up_proj``, and
+    DeepSeek-V3's training did with its norms and up-projections, and with its activations.
+
     ``matmuls`` saves the results of matrix
     products only; ``min_cut`` the least bytes from which all that is cheap follows; ``budget:X`` at most the
     share X of what is between the inputs alone and the min-cut, recomputing what takes least time. These
@@ -117,13 +123,16 @@ def policy_named(text: str) -> Policy:
     >>> str(policy_named("every:2"))
     'every:2'
     """
-    name, figure, ops = parse_remat(text)
+    name, figure, ops, parts = parse_remat(text)
     if name == "budget":
         share = partial(_within_budget, share=figure)
         return Policy(text, share, share)
     if name == "ops":
         check_op_types(f"remat={text}", [name for name, _ in ops], "give types as in ops:MatMul+Attention")
         return Policy(text, partial(only_ops, types=ops), run=Run.EARLY)
+    if name == "parts":
+        rule = partial(outside_parts, names=parts)
+        return Policy(text, rule, rule, named=" or ".join(each.replace("_", " ") for each in parts))
     if name == "block":
         return Policy(text, checkpoint, run=Run.WHOLE, first=int(figure))
     if name == "uniform":
@@ -168,6 +177,12 @@ def matmuls(graph: JointGraph) -> list[int]:
 def outside_attention(graph: JointGraph) -> list[int]:
     """Save what backward reads, but for what is inside of core attention or tagged to be recomputed."""
     inside = frozenset[int]().union(*core_attention(graph))
+    return [position for position in as_read(graph) if position not in inside]
+
+
+def outside_parts(graph: JointGraph, names: Sequence[str]) -> list[int]:
+    """Save what backward reads, but for the values of the named parts."""
+    inside = inside_parts(graph, names)
     return [position for position in as_read(graph) if position not in inside]
 
 

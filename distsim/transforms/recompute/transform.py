@@ -85,6 +85,11 @@ class _Rematerializer:
         if rule is None:
             return function
         again = self.rewrite(joint, rule).function
+        if self.policy.named and not self.found:
+            raise PlanError(
+                f"remat={self.policy}: {function.name} has no {self.policy.named}, so nothing would be "
+                "recomputed; use matmuls, min_cut or full"
+            )
         if self.policy.parts is not None and not self.found:
             raise PlanError(
                 f"remat={self.policy}: {function.name} has no attention (a softmax between two products of "
@@ -150,6 +155,7 @@ class _Rematerializer:
             self.found = self.found or bool(runs)
         made = joint.made
         dropped = any(v in made and v not in saved for op in behind for v in op.inputs)
+        self.found = self.found or (dropped and bool(self.policy.named))
         return recompute(joint, saved, runs=runs) if dropped or runs else joint
 
 

@@ -74,7 +74,8 @@ class DividedAxis:
     def pieces(self, state: State, size: int) -> Parts:
         """Return the pieces in which a dimension of ``size`` is divided, for ``MPIScatter`` and the like."""
         if isinstance(state.pieces, Groups):
-            return None if state.pieces.is_even(self.parts) else state.pieces
+            plain = state.pieces.is_even(self.parts) and not state.pieces.kind
+            return None if plain else state.pieces
         if not self.zigzag:
             return state.pieces
         return tuple([half for n in state.pieces or (size,) for half in (n // 2, -(n // 2))])
