@@ -18,7 +18,7 @@ from distsim.errors import SimulationError
 from distsim.hardware import load_cluster
 from distsim.plan import Plan
 from distsim.plan_search import search
-from distsim.plan_search.page import plans_part
+from distsim.plan_search.views.page import plans_part
 from distsim.report import page as pages
 from distsim.report.figures import StepFigures
 from distsim.report.page.document import SCRIPTS, embedded, page_text

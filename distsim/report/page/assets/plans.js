@@ -61,11 +61,11 @@ function differences(plans) {
     const rows = parts.map(([name, first, second]) => [
       name, Math.abs(second - first), first ? seconds(first) : "-", second ? seconds(second) : "-", signed(second - first)]);
     place.replaceChildren(
-      soft(`It takes ${signed(gap)} beside the best; on the critical path:`),
+      soft(`It takes ${signed(gap)} beside the best; on the mean device:`),
       rows.length ? barTable(["part", "best", "other", "difference"], rows, 10) : soft("Nothing differs."));
   };
   show(0);
-  const options = plans.differences.map((each, n) => [String(n), `${n + 2}. ${each.plan}`]);
+  const options = plans.differences.map((each, n) => [String(n), each.plan]);
   return make("div", {}, make("h3", {}, "Why the best is best"),
     make("div", { class: "controls" }, choice("against", options, show)), place);
 }
