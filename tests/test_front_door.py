@@ -15,8 +15,16 @@ import pytest
 import distsim
 from distsim.cli import main
 from distsim.compose import parallelize
-from distsim.errors import MissingExtraError, OptionError, PlanError, SimulationError, TopologyError
+from distsim.errors import (
+    MissingExtraError,
+    OptionError,
+    PlanError,
+    SimulationError,
+    TopologyError,
+    TypeRuleError,
+)
 from distsim.hardware import load_cluster
+from distsim.ir import BFloat16, Float32, Tensor, pformat
 from distsim.models import mlp
 from distsim.schedule import schedule, write_csv
 from distsim.stacks import STACKS
@@ -24,6 +32,7 @@ from distsim.study.options import EngineOptions, ModelOptions, SimulationKeyword
 from distsim.study.search_options import SearchKeywords, SearchOptions
 from distsim.transforms import SGD, differentiate
 from distsim.transforms.autodiff.precision import POLICIES
+from distsim.transforms.autodiff.set_precision import set_precision
 from distsim.transforms.kernels.policies import KERNELS
 
 ROOT = Path(__file__).parents[1]
@@ -179,6 +188,32 @@ def test_a_name_that_is_none_is_said_with_those_near_it(options, error, said):
     with pytest.raises(error) as raised:
         distsim.simulate(**{"model": GPT, "cluster": "dgx-a100", "batch": 8, **options})
     assert said in str(raised.value)
+
+
+def test_what_is_far_is_not_offered():
+    with pytest.raises(OptionError) as raised:
+        distsim.simulate(GPT, "dgx-a100", tokens=1e9)
+    assert "did you mean" not in str(raised.value) and "kernels" in str(raised.value), "all that there are"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", BFloat16()])
+def test_types_are_taken_by_their_names(dtype):
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "batch": 8, "vocab": 100}
+    named, made = (distsim.models.gpt(**sizes, dtype=each) for each in (dtype, BFloat16()))
+    assert pformat(named) == pformat(made) == pformat(set_precision(distsim.models.gpt(**sizes), dtype))
+    assert Tensor(dtype, (2, 3)) == Tensor(BFloat16(), (2, 3))
+    assert hash(Tensor(dtype, (2, 3))) == hash(Tensor(BFloat16(), (2, 3)))
+    assert distsim.Adam(mean=dtype, square=dtype) == distsim.Adam(mean=BFloat16(), square=BFloat16())
+    assert distsim.SGD(momentum=0.9, state=dtype) == distsim.SGD(momentum=0.9, state=BFloat16())
+    policy = distsim.Precision("own", dtype, dtype, dtype, "fp32", "float32", ("f32",))
+    assert (policy.compute, policy.states) == (BFloat16(), (Float32(),))
+
+
+def test_a_type_that_is_none_is_said():
+    with pytest.raises(TypeRuleError, match=r"'bf61' is not one of .*did you mean bf16\?"):
+        distsim.models.mlp(2, 8, 2, dtype="bf61")
+    with pytest.raises(TypeRuleError, match="floating-point"):
+        distsim.Adam(mean="int8")
 
 
 def test_options_of_python_are_those_of_the_records():
