@@ -40,7 +40,8 @@ class SGD:
 
     The velocity is ``v' = momentum * v + g`` (Sutskever et al. 2013, as torch.optim.SGD has it), of type
     ``state``, or of that name (None: that of the precision). ``weight_decay * w`` is added to each gradient.
-    ``kernel``: "multi" where a policy of kernels updates many parameters with a launch, "single" for one each.
+    ``kernel``: "multi" where a policy of kernels updates many parameters with a launch, "single" for one
+    each.
 
     >>> SGD(lr=0.1, momentum=0.9) == optimizer_named("momentum:lr=0.1")
     True
