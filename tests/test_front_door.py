@@ -302,7 +302,8 @@ def test_search_of_clusters_is_what_the_command_finds(capsys, tmp_path):
     assert row["dollars"] == pytest.approx(row["hours"] * 8 * 2.0)
     assert "dollars" in plans._repr_html_() and "days for 1 billion tokens" in plans._repr_html_()
     assert "dollars" not in distsim.search(GPT, "dgx-a100", sets, 16).to_pandas()
-    alone = distsim.search(GPT, "dgx-a100", sets, 16, gpus=4)
+    alone = distsim.search(GPT, "dgx-a100", sets, 16, gpus=4, tokens="1B", price="2")
+    assert alone.rows()[0]["dollars"] == pytest.approx(alone.estimate(alone.best).hours * 4 * 2.0)
     assert alone.best.text == found["dgx-a100 (4 GPUs)"].best.text
 
 

@@ -60,7 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=[*OBJECTIVES],
         default="time",
-        help="time of a step (default) or memory of the fullest device; of clusters also cost, tokens per "
+        metavar="WHAT",
+        help=f"by what plans and clusters rank, of {', '.join(OBJECTIVES)}: "
+        "time of a step (default) or memory of the fullest device; of clusters also cost, tokens per "
         "dollar and energy, by which plans of one cluster rank as by time",
     )
     parser.add_argument(
@@ -103,7 +105,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of what a whole training takes."""
     group = parser.add_argument_group("what a training takes")
     group.add_argument(
-        "--tokens", type=float, metavar="N", help="tokens to train on, as 1e12: days, cost and energy"
+        "--tokens", metavar="N", help="tokens to train on, as 1e12 or 300B: days, cost and energy"
     )
     group.add_argument(
         "--price",

@@ -21,6 +21,7 @@ from distsim.plan_search.space import PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import OBJECTIVES, TrainingCosts
 from distsim.plan_search.views.cluster_comparison import ClusterComparison
 from distsim.plan_search.workers import RemoteWorkers, dask_workers
+from distsim.simulation.explain.text import count
 from distsim.study.choices import Choices
 from distsim.study.clusters import Cluster, SizedCluster, sized_clusters
 from distsim.study.options import Model, ModelOptions, check_keywords, options_of
@@ -194,7 +195,7 @@ class ClusterSearches:
         options, say, topology = self.options, self.say, cluster.topology
         plans = self.study.space(topology).plans
         if say is not None:
-            say(f"{len(plans)} plans on {cluster.shown}")
+            say(f"{count(len(plans), 'plan')} on {cluster.shown}")
         against = None if options.against is None else self.study.choices.plan(options.against)
         return SearchRun(
             self.study.problem(topology, OBJECTIVES[options.objective].plan, options.top),

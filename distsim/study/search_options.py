@@ -25,8 +25,9 @@ class SearchOptions:
     """On which clusters plans are searched, which, how, and what is to be trained.
 
     ``clusters``, or ``gpus`` of each; ``set`` changes figures of all. ``plan`` are sets of values of fields;
-    ``against`` a plan of one's own. ``tokens`` to train on, at a ``price`` (by default the preset's);
-    ``pue``, ``failures`` of a GPU-hour, ``storage`` in GB/s that a GPU writes, ``restart`` in minutes.
+    ``against`` a plan of one's own. ``tokens`` to train on, also as ``"300B"``, at a ``price`` (by default
+    the preset's); ``pue``, ``failures`` of a GPU-hour, ``storage`` in GB/s that a GPU writes, ``restart`` in
+    minutes.
 
     Raises :class:`PlanError` for a number that makes no sense and for options that are without effect, and
     :class:`OptionError` for an unknown objective.
@@ -44,7 +45,7 @@ class SearchOptions:
     dask: str | None = None
     journal: str | os.PathLike[str] | None = None
     resume: bool = False
-    tokens: float | None = None
+    tokens: float | str | None = None
     price: Price | None = None
     pue: float = PUE
     failures: float = FAILURES
@@ -52,6 +53,8 @@ class SearchOptions:
     restart: float = RESTART / 60
 
     def __post_init__(self) -> None:
+        if isinstance(self.tokens, str):
+            object.__setattr__(self, "tokens", amount(self.tokens, "tokens"))
         for name in ("top", "workers", "max_tp"):
             given = getattr(self, name)
             if isinstance(given, int) and given < 1:
@@ -103,12 +106,31 @@ class SearchOptions:
     def training(self) -> Training:
         """What is to be trained, and how it fails."""
         reliability = Reliability(self.failures, self.storage * 1e9, self.restart * 60)
-        return Training(self.tokens, self.pue, reliability)
+        tokens = None if self.tokens is None else float(self.tokens)
+        return Training(tokens, self.pue, reliability)
 
     @property
     def asks_costs(self) -> bool:
         """Whether it is asked what a training takes."""
         return bool(self.tokens or self.price or self.objective not in ("time", "memory"))
+
+
+_SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def amount(text: str, name: str) -> float:
+    """Return a number as people write large ones; raises :class:`PlanError` for what is none.
+
+    >>> amount("300B", "tokens"), amount("1.5 T", "tokens"), amount("1e12", "tokens")
+    (300000000000.0, 1500000000000.0, 1000000000000.0)
+    """
+    number, letter = text.strip(), ""
+    if number[-1:].lower() in _SCALES:
+        number, letter = number[:-1], number[-1:].lower()
+    try:
+        return float(number) * _SCALES[letter]
+    except ValueError:
+        raise PlanError(f"--{name} {text!r:.40}: a number, as 1e12, 300B or 1.5T") from None
 
 
 def _check_positive(name: str, value: float | None) -> None:
@@ -126,7 +148,7 @@ class SearchKeywords(TrainingKeywords, total=False):
     dask: str | None
     journal: str | os.PathLike[str] | None
     resume: bool
-    tokens: float | None
+    tokens: float | str | None
     price: Price | None
     pue: float
     failures: float
