@@ -12,6 +12,7 @@ from distsim.hardware import load_cluster
 from distsim.hardware.presets import Figure, table_and_figures
 from distsim.ir import Topology
 from distsim.plan_search.training.estimate import DeviceRates
+from distsim.simulation.explain.text import count as count_of
 from distsim.study.simulate import cluster_label, topology_of
 
 Cluster = str | os.PathLike[str] | Topology
@@ -99,4 +100,4 @@ def _of_size(cluster: Cluster, count: int, settings: Sequence[str], place: int) 
         )
     sizes = [f"devices_per_node={count}"] if count < node else []
     sized = whole if count <= node else f"{whole}:{count // node}"
-    return SizedCluster(f"{sized} ({count} GPUs)", sized, (*settings, *sizes), place)
+    return SizedCluster(f"{sized} ({count_of(count, 'GPU')})", sized, (*settings, *sizes), place)

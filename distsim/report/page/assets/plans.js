@@ -107,7 +107,7 @@ function paretoPicture(plans, rows, chosen) {
   if (limited) {
     picture.append(line({ x1: x(plans.usable), x2: x(plans.usable), y1: room.top, y2: height - room.bottom,
       stroke: "var(--bad)", "stroke-dasharray": "5 4" }),
-    draw("text", { x: x(plans.usable) - 5, y: room.top + 12, "text-anchor": "end" }, `usable: ${bytes(plans.usable)}`));
+    draw("text", { x: x(plans.usable) - 5, y: x(plans.usable) > 0.6 * width ? 13 : room.top + 12, "text-anchor": "end" }, `usable: ${bytes(plans.usable)}`));
   }
   const front = plans.pareto.map(plan => points.find(row => row.plan === plan)).filter(Boolean);
   const steps = front.map((row, n) => 
