@@ -68,6 +68,7 @@ the best --top, or too large. The exit status is 3 if no plan fits.
 examples:
   distsim search llama3-8b --cluster dgx-h100:2 --batch 128 --seq 8192 --stack megatron --workers 2
   distsim search gpt2 --cluster dgx-a100 --batch 64 --plan 'tp=1|2,pp=1,zero=*,remat=*' --csv plans.csv
+  distsim search gpt2 --cluster dgx-a100 --batch 64 --against dp=2,tp=4     # and how yours differs
   distsim search llama3-8b --cluster dgx-h100 --gpus 8,16,32 --batch 256 --tokens 1e12 --price 2.5
   distsim search llama3-8b --cluster aws-p4de:4,aws-p5:2 --batch 256 --tokens 1e12 --objective cost
 """

@@ -305,9 +305,9 @@ def parse_stages(text: object) -> tuple[int, ...]:
 
 
 def _parse_count(name: str, text: str) -> int:
-    # int() also reads "1_0", "+1" and other scripts' digits, and refuses over 4300 digits with its own error.
+    # int() also reads "1_0", "+1", other scripts' digits, and refuses over 4300 digits with its own error.
     least, most = _bounds(name)
-    choices = f"choose one of {least}..{most}"
+    choices = "separate fields by commas" if "=" in text else f"choose one of {least}..{most}"
     if not (text.isascii() and text.removeprefix("-").isdigit()):
         raise PlanError(f"{name}={shortened(text)} is not an integer; {choices}")
     if len(text) > 20:

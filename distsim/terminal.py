@@ -21,7 +21,7 @@ _LABEL = re.compile(r"(note: |[A-Za-z][A-Za-z ]{0,12}? {2,})(?=\S)")
 _CELLS = re.compile(r"\S {2,}(?=\S)")
 _LAST_CELL = re.compile(r"(.*\S) {2,}(\S+(?: \S+)*)$")
 _LONG_CELL = 20
-"""Characters from which on the last cell of a row that is too wide stands below it, as plans do."""
+"""Characters from which on the last cell of a row that is too wide stands below it, as plans do anyway."""
 
 _CUT, _INDENT = "\u2026", "      "
 
@@ -57,7 +57,9 @@ def fit(text: str, width: int) -> str:
             lines.append(line)
         elif len(_CELLS.findall(line)) > 1:  # a row: columns are two spaces or more apart
             last = _LAST_CELL.match(line)
-            row, below = last.groups() if last and len(last[2]) >= _LONG_CELL else (line, "")
+            row, below = line, ""
+            if last and (len(last[2]) >= _LONG_CELL or "=" in last[2]):
+                row, below = last.groups()
             lines.append(row if len(row) <= width else f"{row[: width - 1]}{_CUT}")
             cut |= len(row) > width
             lines += _below(below, width)

@@ -57,7 +57,7 @@ MALFORMED = {
         cluster(device={"throughput": "1e12"}),
         "line 6: device.throughput",
         "no unit",
-        "312 TFLOP/s",
+        "write it as 312 TFLOP/s",
     ),
     "missing unit": (cluster(device={"throughput": "{ value = 1 }"}), "device.throughput.unit", "is missing"),
     "unknown unit": (cluster(device={"throughput": FIGURE % "flop"}), "'flop'", "TFLOP/s"),

@@ -71,7 +71,7 @@ def test_a_quantity_reads_back(value, unit, space):
 @pytest.mark.parametrize(
     ("text", "units", "said"),
     [
-        ("40", BYTES, "40 has no unit; write it as 80 GiB"),
+        ("40", BYTES, "40 has no unit; write it as 40 GiB"),
         ("40 gib", BYTES, "did you mean GiB?"),
         ("100 Gb/s", RATE, "did you mean GB/s or Gbit/s?"),
         ("5 us", BYTES, "unit 'us' is not one of B"),

@@ -121,6 +121,30 @@ def test_a_plan_that_is_too_long_for_its_row_stands_below_it():
     assert "".join(line.strip() for line in below) == plan
 
 
+def test_a_short_plan_is_not_cut_off_either():
+    row = "1  520.6 ms  0.431 to 0.629           15,737  69.0%  20.81 GiB  linear 73%  "
+    assert terminal.fit(f"{row}microbatches=1", 60).split("\n")[1].strip() == "microbatches=1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["simulate", "gpt2", "--clusters", "dgx-a100"], "there is no --clusters; did you mean --cluster?"),
+        (["simulate", "gpt2", "--cluster", "a100"], "did you mean dgx-a100, a100-pcie or dgx-a100-40gb?"),
+        (["simulate", "gpt2", "--cluster", "dgx-a100", "--plan", "dp=2 tp=2"], "separate fields by commas"),
+        (["simulate", "gpt2", "--cluster", "dgx-a100", "--set", "device.memory=40"], "write it as 40 GiB"),
+        (["search", "gpt2", "--cluster", "dgx-a100", "--tokens", "300X"], "a number, as 1e12, 300B or 1.5T"),
+    ],
+)
+def test_slips_are_told_with_the_way_out(capsys, arguments, said):
+    try:
+        assert main(arguments) == 2
+    except SystemExit as stopped:
+        assert stopped.code == 2
+    err = capsys.readouterr().err
+    assert said in err and len(err.splitlines()) <= 3, "no page of usage before it"
+
+
 def test_colours_are_left_out_where_nobody_wants_them(monkeypatch):
     screen = narrow(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")

@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -14,14 +15,24 @@ import pytest
 import distsim
 from distsim.cli import main
 from distsim.compose import parallelize
-from distsim.errors import MissingExtraError, OptionError, PlanError, SimulationError, TopologyError
+from distsim.errors import (
+    MissingExtraError,
+    OptionError,
+    PlanError,
+    SimulationError,
+    TopologyError,
+    TypeRuleError,
+)
 from distsim.hardware import load_cluster
+from distsim.ir import BFloat16, Float32, Tensor, pformat
 from distsim.models import mlp
 from distsim.schedule import schedule, write_csv
 from distsim.stacks import STACKS
-from distsim.study.options import EngineOptions, ModelOptions, SimulationKeywords
+from distsim.study.options import EngineOptions, ModelOptions, SimulationKeywords, TrainingKeywords
+from distsim.study.search_options import SearchKeywords, SearchOptions
 from distsim.transforms import SGD, differentiate
 from distsim.transforms.autodiff.precision import POLICIES
+from distsim.transforms.autodiff.set_precision import set_precision
 from distsim.transforms.kernels.policies import KERNELS
 
 ROOT = Path(__file__).parents[1]
@@ -179,10 +190,39 @@ def test_a_name_that_is_none_is_said_with_those_near_it(options, error, said):
     assert said in str(raised.value)
 
 
+def test_what_is_far_is_not_offered():
+    with pytest.raises(OptionError) as raised:
+        distsim.simulate(GPT, "dgx-a100", tokens=1e9)
+    assert "did you mean" not in str(raised.value) and "kernels" in str(raised.value), "all that there are"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", BFloat16()])
+def test_types_are_taken_by_their_names(dtype):
+    sizes = {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "batch": 8, "vocab": 100}
+    named, made = (distsim.models.gpt(**sizes, dtype=each) for each in (dtype, BFloat16()))
+    assert pformat(named) == pformat(made) == pformat(set_precision(distsim.models.gpt(**sizes), dtype))
+    assert Tensor(dtype, (2, 3)) == Tensor(BFloat16(), (2, 3))
+    assert hash(Tensor(dtype, (2, 3))) == hash(Tensor(BFloat16(), (2, 3)))
+    assert distsim.Adam(mean=dtype, square=dtype) == distsim.Adam(mean=BFloat16(), square=BFloat16())
+    assert distsim.SGD(momentum=0.9, state=dtype) == distsim.SGD(momentum=0.9, state=BFloat16())
+    policy = distsim.Precision("own", dtype, dtype, dtype, "fp32", "float32", ("f32",))
+    assert (policy.compute, policy.states) == (BFloat16(), (Float32(),))
+
+
+def test_a_type_that_is_none_is_said():
+    with pytest.raises(TypeRuleError, match=r"'bf61' is not one of .*did you mean bf16\?"):
+        distsim.models.mlp(2, 8, 2, dtype="bf61")
+    with pytest.raises(TypeRuleError, match="floating-point"):
+        distsim.Adam(mean="int8")
+
+
 def test_options_of_python_are_those_of_the_records():
     ours = {field.name for record in (ModelOptions, EngineOptions) for field in fields(record)}
     by_place = {"model", "batch", "seq", "plan", "outline", "from_file"}
     assert set(SimulationKeywords.__annotations__) == ours - by_place
+    of_search = {field.name for field in fields(SearchOptions)} | set(TrainingKeywords.__annotations__)
+    by_place = {"clusters", "plan", "objective", "top", "gpus"}
+    assert set(SearchKeywords.__annotations__) == of_search - by_place
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -226,13 +266,79 @@ def test_without_pandas_its_extra_is_named(step, monkeypatch):
 
 def test_search_finds_what_the_command_finds(capsys, tmp_path):
     sets = "tp=1|2,pp=1,zero=1,remat=none,microbatch_size=1|2"
-    found = distsim.search(GPT, "dgx-a100", sets, batch=16, top=2, stack="torchtitan")
+    found = distsim.search(GPT, "dgx-a100", sets, 16, top=2, stack="torchtitan", against="dp=2,tp=4")
     out = tmp_path / "found.json"
     command = ["search", GPT, "--cluster", "dgx-a100", "--batch", "16", "--top", "2", "--stack", "torchtitan"]
-    assert main([*command, "--plan", sets, "--json", str(out)]) == 0
+    assert main([*command, "--plan", sets, "--against", "dp=2,tp=4", "--json", str(out)]) == 0
     written = json.loads(out.read_text())["searches"][0]
     own = found.to_dict()
     assert {name: written[name] for name in own if name != "step"} == {n: own[n] for n in own if n != "step"}
+    assert re.search(r"dp=2,tp=4\S* \(yours\)", capsys.readouterr().out)
+
+
+def test_search_of_clusters_is_what_the_command_finds(capsys, tmp_path):
+    pytest.importorskip("pandas")
+    sets = "tp=1,pp=1,zero=1,remat=none,microbatch_size=1"
+    asked = {"tokens": 1e9, "pue": 1.3, "failures": 1e-3, "storage": 0.5, "restart": 7.0}
+    found = distsim.search(
+        *(GPT, ["dgx-a100", "aws-p5"], sets, 16),
+        **{"objective": "cost", "gpus": [4, 8], "price": (2.0, 4.0), "journal": tmp_path / "j.jsonl"},
+        **asked,
+    )
+    out = tmp_path / "found.json"
+    options = [text for name, value in asked.items() for text in (f"--{name}", str(value))]
+    command = ["search", GPT, "--cluster", "dgx-a100,aws-p5", "--gpus", "4,8", "--plan", sets, *options]
+    assert main([*command, "--batch", "16", "--objective", "cost", "--price", "2,4", "--json", str(out)]) == 0
+    assert found.to_dict()["searches"] == json.loads(out.read_text())["searches"]
+    assert str(found) in capsys.readouterr().out
+    assert len(list(tmp_path.glob("j-*.jsonl"))) == len(found) == 4
+    table = found.to_pandas()
+    dearest = max(range(4), key=lambda row: table["dollars"][row])
+    assert (table["dollars"] > 0).all() and table["cluster"][dearest] != found.ranked[0][0]
+    assert found.best is found[found.ranked[0][0]] and found.ranked[0][0] in found._repr_html_()
+    # Plans have what the training takes by each; where it was not asked for they have not.
+    plans = found["dgx-a100 (8 GPUs)"]
+    row = plans.rows()[0]
+    assert row["dollars"] == pytest.approx(row["hours"] * 8 * 2.0)
+    assert "dollars" in plans._repr_html_() and "days for 1 billion tokens" in plans._repr_html_()
+    assert "dollars" not in distsim.search(GPT, "dgx-a100", sets, 16).to_pandas()
+    alone = distsim.search(GPT, "dgx-a100", sets, 16, gpus=4, tokens="1B", price="2")
+    assert alone.rows()[0]["dollars"] == pytest.approx(alone.estimate(alone.best).hours * 4 * 2.0)
+    assert alone.best.text == found["dgx-a100 (4 GPUs)"].best.text
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"cluster": "dgx-a100,aws-p5"}, OptionError, r"several are a list, \['dgx-a100', 'aws-p5'\]"),
+        ({"cluster": []}, PlanError, "name a cluster"),
+        (
+            {"cluster": ["dgx-a100", "aws-p5"], "against": "dp=8"},
+            PlanError,
+            "a plan is of one cluster, and 2",
+        ),
+        ({"against": "dpp=8"}, PlanError, "did you mean"),
+        ({"against": "dp=3"}, PlanError, "--against dp=3"),
+        ({"objective": "costs"}, OptionError, "did you mean cost"),
+        ({"objective": "cost"}, PlanError, "dgx-a100 does not say its price"),
+        ({"gpus": [8, 0]}, PlanError, "is not numbers of GPUs"),
+        ({"gpus": 8, "cluster": load_cluster("dgx-a100")}, TopologyError, "is made: --gpus 8"),
+        ({"price": [1.0, 2.0]}, PlanError, "2 prices for 1 cluster"),
+        ({"price": -1.0}, PlanError, "a number more than 0"),
+        ({"resume": True}, PlanError, "goes on with a --journal"),
+        ({"dask": "tcp://x:1", "workers": 2}, PlanError, "give one of them"),
+        ({"wokers": 2}, OptionError, "did you mean workers"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(options, error, said):
+    with pytest.raises(error, match=said):
+        distsim.search(**{"model": GPT, "cluster": "dgx-a100", "batch": 16, "plan": "tp=1,pp=1", **options})
+
+
+def test_clusters_without_a_plan_are_left_out_with_a_warning():
+    with pytest.warns(UserWarning, match=r"dgx-a100:3: no plan of 24 devices"):
+        found = distsim.search(GPT, ["dgx-a100", "dgx-a100:3"], "dp=8,tp=1,pp=1,remat=none", 16)
+    assert list(found) == ["dgx-a100"]
 
 
 def test_modules_of_examples_are_there():

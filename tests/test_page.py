@@ -4,6 +4,8 @@ import importlib.util
 import json
 import re
 import shutil
+from collections import Counter
+from datetime import date
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,14 +20,16 @@ from distsim.errors import SimulationError
 from distsim.hardware import load_cluster
 from distsim.plan import Plan
 from distsim.plan_search import search
-from distsim.plan_search.page import plans_part
+from distsim.plan_search.views.page import plans_part
 from distsim.report import page as pages
 from distsim.report.figures import StepFigures
 from distsim.report.page.document import SCRIPTS, embedded, page_text
-from distsim.report.page.sources import NamedCluster
+from distsim.report.page.sources import NamedCluster, published_part
 from distsim.simulation import Simulator
 from distsim.transforms import SGD, differentiate
 from distsim.transforms.kernels import KERNELS
+from distsim.truth.row import published_rows
+from distsim.truth.score import source_of
 
 DGX = load_cluster("dgx-a100")
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>{{data}} & \u2028'
@@ -194,11 +198,28 @@ def test_a_page_needs_a_folder(tmp_path):
         pages.write_page(tmp_path / "no" / "a.html", "a", [])
 
 
+def test_the_accuracy_is_that_of_the_device_by_source():
+    """Its rows are the published steps, each once; a device without any has those of all."""
+    own, none = (published_part(NamedCluster(name)) for name in ("aws-p4de:2", "mi300x"))
+    assert own["device"] == "A100-SXM4-80GB" and own["rows"] and not none["rows"]
+    steps = [steps for _, steps, *_ in own["rows"]]
+    assert own["own"]["rows"] == sum(steps) < own["all"]["rows"] == none["all"]["rows"]
+    means = [mean for _, _, mean, *_ in own["rows"]]
+    whole = sum(n * mean for n, mean in zip(steps, means, strict=True)) / sum(steps)
+    assert own["own"]["mean"] == pytest.approx(whole) and min(means) <= whole <= max(means)
+    published = Counter(source_of(row) for row in published_rows())
+    assert all(n <= published[source] for source, n, *_ in own["rows"])
+    assert 0 <= sum(published.values()) - own["all"]["rows"] <= 1, "one cannot be expressed"
+    assert own["own"]["inside"] <= own["own"]["intervals"] <= own["own"]["rows"]
+    assert date.fromisoformat(own["date"])
+
+
 def test_every_asset_is_in_the_package():
     folder = Path(pages.__file__).parent / "assets"
     assert {path.name for path in folder.iterdir()} == {
         "page.html",
         "page.css",
+        "errors.csv",
         *(f"{n}.js" for n in SCRIPTS),
     }
     assert "report/page/assets/*" in (folder.parents[3] / "pyproject.toml").read_text()
@@ -339,5 +360,7 @@ def test_the_other_parts_answer(opened, searched):
         assert way in opened.inner_text("#bound")
     opened.fill("#assumptions input", "slowdown")
     assert "device.slowdown" in opened.inner_text("#assumptions tbody")
+    assert "published step" in opened.inner_text("#accuracy").lower()
+    assert "within their 90 % intervals" in opened.inner_text("#accuracy")
     opened.select_option("#page > .controls select", "1")  # the other case, which has no plans
     assert opened.query_selector("#plans") is None and opened.query_selector("#what-ifs")

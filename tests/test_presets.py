@@ -176,3 +176,10 @@ def test_shared_ports_of_a_file(tmp_path, line, message):
     path.write_text(text.replace(between, f"{between}{shared}\n"))
     assert load_cluster(f"{path}:2").levels[-1].devices_per_port == 4
     assert "infiniband.devices_per_port  " in describe(str(path))
+
+
+def test_nodes_of_one_device_have_no_level_within():
+    alone = load_cluster("dgx-a100", ["devices_per_node=1"])
+    assert len(alone.devices) == 1
+    four = load_cluster("dgx-a100:4", ["devices_per_node=1"])
+    assert [level.name for level in four.levels] == ["infiniband"] and len(four.devices) == 4

@@ -48,7 +48,7 @@ def test_a_file_is_named_by_its_path(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_bytes(GOOD.replace("\n", "\r\n").encode())
     assert read_csv(path) == read_csv(GOOD, "mine")
-    with pytest.raises(ScheduleError, match="none: cannot read .*none.csv: No such file"):
+    with pytest.raises(ScheduleError, match="none.csv: cannot read .*none.csv: No such file"):
         read_csv(tmp_path / "none.csv")
     with pytest.raises(ScheduleError, match="cannot read"):
         read_csv(tmp_path)

@@ -1,6 +1,7 @@
 """The best plans of a space: those of trying every one of them, with less work."""
 
 import importlib
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from distsim.plan_search import SearchRun, describe, parse_sets, search
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.run import FixedModel
 from distsim.plan_search.space import PlanSpace
-from distsim.plan_search.text import difference
+from distsim.report.figures import StepFigures
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels.policies import KERNELS
@@ -153,11 +154,30 @@ def test_what_is_said_of_a_result():
         and f"{len(found.trials)} plans: {found.counts['simulated']} simulated" in text
     )
     assert found.to_dict()["counts"] == dict(found.counts) and len(found.rows()) == len(found.trials)
-    full, whole = (replace(found.best, text=text) for text in ("dp=4,remat=full", "dp=4"))
-    assert difference(full, whole)[0].startswith("remat=full is as fast as the plan without remat=full")
-    assert difference(whole, full)[0].startswith("the plan without remat=full is as fast as remat=full")
     with pytest.raises(SimulationError, match="search with top=9"):
         found.top(9)
+
+
+def test_the_best_are_compared_with_a_plan_of_ones_own():
+    topology, kernels = topology_of(4, memory=3e6), KERNELS["eager"]
+    own = Plan(dp=2, tp=2, remat="full")
+    found = search(model("mlp"), topology, "remat=none,tp=1|2,pp=1,zero=0|1", kernels, against=own)
+    # As two steps are that are simulated by themselves: the same figures, the same parts.
+    simulations = [PlanEvaluator(found.problem).simulate(plan) for plan in (found.best.plan, own)]
+    counted = found.step.tokens, found.step.unit
+    steps = [StepFigures.of(str(n), each, counted, found.step.flops) for n, each in enumerate(simulations)]
+    compared = found.compare(found.best, found.own)
+    assert [replace(step, name="") for step in compared.steps] == [replace(step, name="") for step in steps]
+    gap = steps[1].seconds - steps[0].seconds
+    assert sum(part.seconds for part in compared.differences(1)) == pytest.approx(gap, abs=1e-12)
+    assert "(yours)" in describe(found) and found.to_dict()["against"]["differences"][0]["seconds"] == gap
+    assert found.simulation.step_time == simulations[0].step_time
+    best = search(model("mlp"), topology, "remat=none,tp=1|2,pp=1,zero=0|1", against=found.best.plan)
+    assert "(yours) is the best" in describe(best) and not best.to_dict()["against"]["differences"]
+    with pytest.raises(PlanError, match=r"--against dp=3.* does not divide"):
+        search(model("mlp"), topology, "remat=none", against=Plan(dp=3))
+    large = search(model("mlp"), topology_of(4, memory=1e4), "tp=2,pp=1,remat=none", against=own)
+    assert not large.fitting and re.search(r"\(yours\): .* too much", describe(large))
 
 
 def test_refused_plans_are_counted_by_reason():

@@ -1,6 +1,7 @@
 """What a training takes: the closed forms of Young and Daly, dollars and energy, and how clusters compare."""
 
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,13 +10,11 @@ from hypothesis import strategies as st
 from scipy.special import lambertw
 from training_models import topology_of
 
-from distsim.commands.options.cluster import sized_clusters
 from distsim.errors import PlanError
 from distsim.hardware import figures
 from distsim.models import mlp
 from distsim.plan_search import search
-from distsim.plan_search.training.comparison import ClusterComparison
-from distsim.plan_search.training.estimate import OBJECTIVES, DeviceRates, Training
+from distsim.plan_search.training.estimate import OBJECTIVES, DeviceRates, Training, TrainingCosts
 from distsim.plan_search.training.goodput import (
     FAILURES,
     HOUR,
@@ -24,6 +23,8 @@ from distsim.plan_search.training.goodput import (
     progress_share,
     young_interval,
 )
+from distsim.plan_search.views.cluster_comparison import ClusterComparison
+from distsim.study.clusters import sized_clusters
 from distsim.transforms import Adam, differentiate
 
 SECONDS = st.floats(1.0, 1e6)
@@ -111,7 +112,8 @@ def results():
 def test_what_a_training_takes_is_what_its_steps_take(results):
     result = results["8 devices"]
     never = Training(1e9, pue=1.5, reliability=Reliability(failures=0.0))
-    found = never.on(result, DeviceRates(2.0, "given", 400.0, 100.0))
+    costs = TrainingCosts(never, DeviceRates(2.0, "given", 400.0, 100.0))
+    found = costs.by(result.step, result.best)
     hours = 1e9 / 16 * result.best.seconds / 3600
     assert found.hours == pytest.approx(hours)
     assert found.to_dict()["dollars"] == pytest.approx(hours * 8 * 2.0)
@@ -119,7 +121,8 @@ def test_what_a_training_takes_is_what_its_steps_take(results):
     assert found.to_dict()["kwh"] == pytest.approx(hours * 8 * 0.5 * 1.5)
     assert found.step_kwh == pytest.approx(result.best.seconds / 3600 * 8 * 0.5 * 1.5)
     # All of it is longer by what failures cost.
-    fails = Training(1e9, reliability=Reliability(failures=1.0, storage=1e6)).on(result, DeviceRates())
+    often = TrainingCosts(Training(1e9, reliability=Reliability(failures=1.0, storage=1e6)))
+    fails = often.by(result.step, result.best)
     assert fails.hours == pytest.approx(hours / fails.goodput.share) and fails.goodput.share < 1
     # 16 bytes a parameter: weight and two moments of 4 bytes, of which the product has one of each.
     weights = 2 * 64 * 64 * 4
@@ -127,10 +130,15 @@ def test_what_a_training_takes_is_what_its_steps_take(results):
     assert not {"dollars", "kwh", "price"} & fails.to_dict().keys()
 
 
+def of_training(results, training, rates):
+    """The same results, of a training at rates."""
+    return {name: replace(own, costs=TrainingCosts(training, rates[name])) for name, own in results.items()}
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_clusters_are_ranked_by_one_objective(results, name):
     rates = {"2 devices": DeviceRates(4.0, "a", 100.0), "8 devices": DeviceRates(1.0, "b", 700.0)}
-    compared = ClusterComparison(results, rates, Training(1e9), OBJECTIVES[name])
+    compared = ClusterComparison(of_training(results, Training(1e9), rates), name)
     values = [OBJECTIVES[name].cluster(estimate) for _, estimate in compared.ranked]
     assert values == sorted(values)
     text = str(compared)
@@ -139,11 +147,11 @@ def test_clusters_are_ranked_by_one_objective(results, name):
 
 
 def test_an_objective_that_a_cluster_does_not_know_is_refused(results):
-    rates = dict.fromkeys(results, DeviceRates())
     for name, missing in (("cost", "--price"), ("energy", "device.power")):
         with pytest.raises(PlanError, match=missing):
-            str(ClusterComparison(results, rates, Training(), OBJECTIVES[name]))
-    assert "GPU-hours" in str(ClusterComparison(results, rates, Training(1e9), OBJECTIVES["time"]))
+            str(ClusterComparison(results, name))
+    unpriced = of_training(results, Training(1e9), dict.fromkeys(results, DeviceRates()))
+    assert "GPU-hours" in str(ClusterComparison(unpriced))
 
 
 def test_presets_have_dated_prices_and_hosts():

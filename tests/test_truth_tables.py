@@ -2,10 +2,12 @@
 
 import csv
 import importlib
+import io
 import multiprocessing
 import re
 import time
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from distsim.simulation import Simulator
 from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth import MissingFeatureError, case_of, evaluation, predict, read_rows, shown_peak
 from distsim.truth.accuracy import Accuracy
+from distsim.truth.by_device import errors_by_device
 from distsim.truth.evaluation import Outcome, evaluated, outcome_of
 from distsim.truth.prediction import measure_of
 from distsim.truth.score import detection, mfu_seconds, regret, scores
@@ -223,6 +226,25 @@ def made_up(measured: float, seconds: float, **changed: object) -> tuple[dict[st
     row = GPT | {"iter_time_s": str(measured), "peak_mem_gb": "", "model": "m"}
     figures = {"low": 0.8 * seconds, "high": 1.2 * seconds, "mfu_seconds": 1.0, "best_shape": 1 / measured}
     return row, replace(Outcome(seconds, layouts=("pp",)), **{**figures, **changed})
+
+
+def test_errors_by_device_and_source():
+    pairs = [
+        made_up(1.0, 1.1),
+        made_up(2.0, 1.0),
+        made_up(1.0, 1.0, high=float("inf")),
+        made_up(9.0, 0.0, missing="a wheel"),
+    ]
+    rows, outcomes = zip(*pairs, strict=True)
+    rows = [*rows[:2], rows[2] | {"hw_gpu": "H100-SXM5", "source": "another"}, rows[3]]
+    table = csv.DictReader(io.StringIO(errors_by_device(Accuracy(rows, outcomes), date(2026, 1, 31))))
+    first, second = sorted(table, key=lambda row: row["rows"], reverse=True)
+    assert first["device"].startswith("A100") and second["device"] == "H100-SXM5-80GB"
+    assert {name: first[name] for name in ("rows", "inside", "intervals", "date")} == {
+        **{"rows": "2", "inside": "1", "intervals": "2", "date": "2026-01-31"}
+    }
+    assert [float(first[name]) for name in ("mean", "bias", "worst")] == [0.3, -0.2, -0.5]
+    assert (second["source"], second["intervals"]) == ("another", "0")
 
 
 def test_the_figures_of_made_up_outcomes():

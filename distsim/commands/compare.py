@@ -13,7 +13,7 @@ from distsim.commands.options.model import add_model_options
 from distsim.commands.options.training_file import take_file
 from distsim.commands.simulate import simulated_step
 from distsim.errors import DistsimError, PlanError
-from distsim.report.difference import StepComparison
+from distsim.report.difference import StepComparison, parts_title
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.progress import Progress
 from distsim.streams import say
@@ -67,8 +67,7 @@ def run(options: argparse.Namespace) -> int:
         steps.append(figures)
         for note in said:
             notes.setdefault(note, []).append(name)
-    of = "on the mean device" if options.by == DEVICE else f"critical path, by {options.by}"
-    found = StepComparison(tuple(steps), of)
+    found = StepComparison(tuple(steps), parts_title(options.by))
     if options.json != PRINTED:
         say(f"{options.model}\n")
         say(for_terminal(str(found)))

@@ -5,38 +5,33 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import math
 import os
-import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from distsim.commands.attempt import OUT_OF_MEMORY
-from distsim.commands.options.cluster import SizedCluster, add_settings, sized_clusters
+from distsim.commands.options.cluster import add_settings
 from distsim.commands.options.json_output import PRINTED, add_json, check_json, teller, write_json
 from distsim.commands.options.model import add_model_options, model_options
 from distsim.commands.options.training_file import take_file
-from distsim.errors import PlanError
-from distsim.plan_search.evaluation import PlanEvaluator
-from distsim.plan_search.page import plans_part
 from distsim.plan_search.results import SearchResult
-from distsim.plan_search.run import progress_lines
-from distsim.plan_search.text import describe
-from distsim.plan_search.training.comparison import ClusterComparison
-from distsim.plan_search.training.estimate import OBJECTIVES, PUE, DeviceRates, Training
-from distsim.plan_search.training.goodput import FAILURES, RESTART, STORAGE, Reliability
-from distsim.plan_search.workers import RemoteWorkers, dask_workers
+from distsim.plan_search.training.estimate import OBJECTIVES, PUE
+from distsim.plan_search.training.goodput import FAILURES, RESTART, STORAGE
+from distsim.plan_search.views.cluster_comparison import ClusterComparison
+from distsim.plan_search.views.page import plans_part
+from distsim.plan_search.views.text import describe
 from distsim.report.figures import StepFigures
 from distsim.report.output import check_target, replacing
 from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
 from distsim.streams import complain, say
-from distsim.study.search import PlanStudy, SearchWay
+from distsim.study.clusters import SizedCluster
+from distsim.study.options import options_of
+from distsim.study.search import ClusterSearches
+from distsim.study.search_options import SearchOptions
 from distsim.terminal import for_terminal
 
 
@@ -65,8 +60,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=[*OBJECTIVES],
         default="time",
-        help="time of a step (default) or memory of the fullest device; of clusters also cost, tokens per "
+        metavar="WHAT",
+        help=f"by what plans and clusters rank, of {', '.join(OBJECTIVES)}: "
+        "time of a step (default) or memory of the fullest device; of clusters also cost, tokens per "
         "dollar and energy, by which plans of one cluster rank as by time",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="PLAN",
+        help="a plan of your own, as `distsim simulate` has it: how the best differs from it, part by part",
     )
     _add_ways_to_run(parser)
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all plans as a table")
@@ -103,7 +105,7 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of what a whole training takes."""
     group = parser.add_argument_group("what a training takes")
     group.add_argument(
-        "--tokens", type=float, metavar="N", help="tokens to train on, as 1e12: days, cost and energy"
+        "--tokens", metavar="N", help="tokens to train on, as 1e12 or 300B: days, cost and energy"
     )
     group.add_argument(
         "--price",
@@ -140,181 +142,72 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Search, print what was found, and write what is asked for."""
     names = [name.strip() for text in options.cluster for name in text.split(",")]
-    prices = _prices(options.price, names)
-    _check(options)
+    given = {**vars(options), "clusters": list(dict.fromkeys(names))}
+    asked = options_of(SearchOptions, given)
+    for path in filter(None, (options.csv, options.html, options.journal)):
+        check_target(path)
+    check_json(options.json)
     config = take_file(options)
     if config is not None:
         options.batch = config.batch.total if options.batch is None else options.batch
         for line in (*config.describe(), f"{config.source}: its layout is left open: plans are searched"):
             complain(line)
-    study = PlanStudy.of(model_options(options, plan=None), options.plan, options.max_tp, aloud=True)
-    clusters = sized_clusters(list(dict.fromkeys(names)), options.gpus, options.set)
-    rates = {each.shown: DeviceRates.of(each.figures, prices[each.place]) for each in clusters}
-    objective = OBJECTIVES[options.objective]
-    for name, own in rates.items():
-        objective.check(name, own)
-    with _workers(options) as workers:
-        search = _ModelSearch(options, study, workers)
-        found = dict(_searches(search, clusters))
-    reliability = Reliability(options.failures, options.storage * 1e9, options.restart * 60)
-    training = Training(options.tokens, options.pue, reliability)
-    comparison = ClusterComparison(found, rates, training, objective)
-    asked = options.tokens or options.price or options.objective not in ("time", "memory")
-    if options.json != PRINTED and (len(found) > 1 or asked):
+    searches = ClusterSearches.of(model_options(options, plan=None), asked, complain)
+    found = dict(_searched(options, searches))
+    comparison = ClusterComparison({each.shown: result for each, result in found.items()}, asked.objective)
+    if options.json != PRINTED and (len(found) > 1 or asked.asks_costs):
         say(for_terminal(str(comparison)))
     _write(options, comparison)
     if options.html:
-        cases = [search.page_case(each, found[each.shown]) for each in clusters if each.shown in found]
-        title = f"{options.model} on {', '.join(found)}"
+        assumed = searches.study.choices.assumed
+        cases = [_page_case(options.model, each, result, assumed) for each, result in found.items()]
+        title = f"{options.model} on {', '.join(comparison)}"
         Progress(sys.stderr).run(f"writing {options.html}", lambda: write_page(options.html, title, cases))
         teller(options.json)(f"page: {options.html}")
-    return 0 if any(result.fitting for result in found.values()) else OUT_OF_MEMORY
+    return 0 if any(result.fitting for result in comparison.values()) else OUT_OF_MEMORY
 
 
-@contextmanager
-def _workers(options: argparse.Namespace) -> Generator[int | RemoteWorkers]:
-    """Give who tries the plans."""
-    if options.dask is None:
-        yield options.workers
-        return
-    remote = dask_workers(options.dask)
-    try:
-        yield remote
-    finally:
-        remote.close()
-
-
-def _searches(search: _ModelSearch, clusters: Sequence[SizedCluster]) -> Iterator[tuple[str, SearchResult]]:
+def _searched(
+    options: argparse.Namespace, searches: ClusterSearches
+) -> Iterator[tuple[SizedCluster, SearchResult]]:
     """Yield the clusters that have plans with what was found on each, and say it."""
-    any_has = False
-    options, alone = search.options, len(clusters) == 1
-    for cluster in clusters:
-        try:
-            result = search.run(cluster, alone)
-        except PlanError as error:  # other clusters may have plans
-            if alone:
-                raise
-            teller(options.json)(f"{options.model} on {cluster.shown}: {error}\n")
+    assumed = searches.study.choices.assumed
+    for cluster, result in searches.run():
+        if not isinstance(result, SearchResult):
+            teller(options.json)(f"{options.model} on {cluster.shown}: {result}\n")
             continue
-        any_has = True
-        assumed = search.study.choices.assumed
         stack = f"; assumed: {', '.join(assumed)}" if assumed else ""
         if options.json != PRINTED:
             say(f"{options.model} on {cluster.shown}, batch {result.step.samples}{stack}\n")
             say(for_terminal(describe(result)))
             say("")
-        yield cluster.shown, result
-    if not any_has:
-        raise PlanError(f"none of {', '.join(each.shown for each in clusters)} has a plan")
+        yield cluster, result
 
 
-def _prices(text: str | None, names: Sequence[str]) -> list[float | None]:
-    """Return the price of each cluster, None for those of which it is not given."""
-    distinct = len(dict.fromkeys(names))
-    if text is None:
-        return [None] * distinct
-    given: list[float | None] = []
-    for part in text.split(","):
-        try:
-            given.append(float(part))
-        except ValueError:
-            raise PlanError(f"--price {part!r:.40}: a number of dollars, as 2.5") from None
-    for price in given:
-        _check_positive("price", price)
-    if len(given) not in (1, distinct):
-        raise PlanError(
-            f"--price {text:.60}: {len(given)} prices for {distinct} clusters; give one for all, or one each"
-        )
-    return given * distinct if len(given) == 1 else given
-
-
-def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise PlanError(f"--{name} {value:g}: a number more than 0")
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Refuse options that make no sense, or are without effect, before any work."""
-    for name in ("top", "workers", "max_tp"):
-        given = getattr(options, name)
-        if given is not None and given < 1:
-            raise PlanError(f"--{name.replace('_', '-')} {given}: at least 1")
-    for name in ("tokens", "storage"):
-        _check_positive(name, getattr(options, name))
-    for name, least in (("pue", 1.0), ("failures", 0.0), ("restart", 0.0)):
-        given = getattr(options, name)
-        if not least <= given < math.inf:
-            raise PlanError(f"--{name} {given:g}: a number of {least:g} or more")
-    if options.dask is not None and options.workers != 1:
-        raise PlanError(
-            "--workers are processes of this machine, --dask those of a cluster: give one of them"
-        )
-    if options.resume and options.journal is None:
-        raise PlanError("--resume goes on with a --journal: name its file")
-    for path in filter(None, (options.csv, options.html, options.journal)):
-        check_target(path)
-    check_json(options.json)
-
-
-@dataclass(frozen=True)
-class _ModelSearch:
-    """The search that a command line asks for."""
-
-    options: argparse.Namespace
-    study: PlanStudy
-    workers: int | RemoteWorkers
-
-    def run(self, cluster: SizedCluster, alone: bool) -> SearchResult:
-        """Return what is found on a cluster, which may be ``alone``."""
-        options, topology = self.options, cluster.topology
-        complain(f"{len(self.study.space(topology).plans)} plans on {cluster.shown}")
-        journal = _journal(options.journal, cluster, alone)
-        watch = progress_lines(complain)
-        way = SearchWay(self._objective, options.top, self.workers, journal, options.resume, watch, complain)
-        return self.study.run(cluster.shown, topology, way)
-
-    @property
-    def _objective(self) -> str:
-        return OBJECTIVES[self.options.objective].plan
-
-    def page_case(self, cluster: SizedCluster, result: SearchResult) -> PageCase:
-        """Return what a page shows of what was found; the best plan is simulated once more."""
-        name, named = cluster.shown, NamedCluster(cluster.name, cluster.settings)
-        about = {"model": self.options.model, "cluster": name, "batch": str(result.step.samples)}
-        assumed = self.study.choices.assumed
-        notes = [f"assumed: {', '.join(assumed)}"] if assumed else []
-        plans = plans_part(result)
-        if not result.fitting:
-            return PageCase(name, about, named, None, notes, plans)
-        problem = self.study.problem(cluster.topology, self._objective, self.options.top)
-        simulation = PlanEvaluator(problem).simulate(result.best.plan)
-        step = result.step
-        figures = StepFigures.of(name, simulation, (step.tokens, step.unit), step.flops)
-        about["best plan"] = result.best.text
-        return PageCase(name, about, named, (simulation, figures), [*notes, *simulation.notes], plans)
-
-
-def _journal(path: Path | None, cluster: SizedCluster, alone: bool) -> Path | None:
-    """Return the journal of a cluster: each of several has its own."""
-    if path is None or alone:
-        return path
-    name = re.sub(r"\W+", "-", cluster.shown).strip("-")
-    return path.with_name(f"{path.stem}-{name}{path.suffix}")
+def _page_case(model: str, cluster: SizedCluster, result: SearchResult, assumed: Sequence[str]) -> PageCase:
+    """Return what a page shows of what was found on a cluster."""
+    name, named = cluster.shown, NamedCluster(str(cluster.cluster), cluster.settings)
+    about = {"model": model, "cluster": name, "batch": str(result.step.samples)}
+    notes = [f"assumed: {', '.join(assumed)}"] if assumed else []
+    if result.own is not None:
+        about["your plan"] = result.own.text
+    if not result.fitting:
+        return PageCase(name, about, named, None, notes, plans_part(result))
+    simulation, step = result.simulation, result.step
+    figures = StepFigures.of(name, simulation, (step.tokens, step.unit), step.flops)
+    about["best plan"] = result.best.text
+    notes += simulation.notes
+    return PageCase(name, about, named, (simulation, figures), notes, plans_part(result))
 
 
 def _write(options: argparse.Namespace, comparison: ClusterComparison) -> None:
-    found = comparison.results
     if options.csv:
-        rows = [{"cluster": name, **row} for name, result in found.items() for row in result.rows()]
+        rows = [{"cluster": name, **row} for name, result in comparison.items() for row in result.rows()]
         with replacing(options.csv) as file:
             file.write(_csv(rows))
         teller(options.json)(f"table: {options.csv}")
     if options.json:
-        searches = [
-            {"cluster": name, **found[name].to_dict(), **(estimate.to_dict() if estimate else {})}
-            for name, estimate in comparison.estimates.items()
-        ]
-        write_json(options.json, {"model": options.model, "searches": searches})
+        write_json(options.json, {"model": options.model, **comparison.to_dict()})
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> bytes:

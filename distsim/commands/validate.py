@@ -8,12 +8,14 @@ import io
 import os
 import time
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 from distsim.errors import DistsimError
 from distsim.report.output import check_format, check_target, replacing
 from distsim.streams import complain, say
 from distsim.truth.accuracy import Accuracy
+from distsim.truth.by_device import errors_by_device
 from distsim.truth.evaluation import Outcome, evaluated
 from distsim.truth.picture import plot_accuracy
 from distsim.truth.row import Row, published_rows, read_rows
@@ -50,6 +52,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of each group of rows of one source, model, cluster and batch, name the layout predicted "
         "to be fastest, and by how much it is slower than the one that was measured to be",
     )
+    parser.add_argument(
+        "--errors",
+        type=Path,
+        metavar="CSV",
+        help="write the errors by device and source, with the date, as pages have them",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw predicted against measured seconds")
     cores = os.cpu_count() or 1
     parser.add_argument(
@@ -72,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
             f"--workers {options.workers} must be at least 1, and --limit {options.limit:g} more than 0 "
             f"and less than {LONGEST_LIMIT:g} seconds"
         )
-    for path in filter(None, (options.out, options.plot)):
+    for path in filter(None, (options.out, options.plot, options.errors)):
         check_target(path)
     if options.plot:
         check_format(options.plot, "predicted against measured")
@@ -91,6 +99,10 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.out:
         say(f"table: {options.out}")
+    if options.errors:
+        with replacing(options.errors) as file:
+            file.write(errors_by_device(accuracy, date.today()).encode())
+        say(f"errors: {options.errors}")
     if options.plot and accuracy.comparisons:
         plot_accuracy(accuracy.comparisons, options.plot)
         say(f"picture: {options.plot}")

@@ -90,7 +90,7 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
     """The topology of a preset or of a ``.toml`` file, as one node or, with ``:count``, as several.
 
     ``settings``: figures that replace those of the file, as ``KEY=VALUE``; where they say other
-    ``devices_per_node``, levels whose groups are a node follow.
+    ``devices_per_node``, levels whose groups are a node follow, and there is none of nodes of one.
 
     Raises :class:`TopologyError` for an unknown name, for a file that cannot be read (1 MiB at most) or
     has an unknown field, a missing one or a wrong unit, for a setting that is none, and for more than
@@ -121,15 +121,15 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
                 f"{node}; one of the two must be a multiple of the other"
             )
     si = {name: figure.si_value for name, figure in read.figures.items()}
+    joining = [each for each in table.levels if each.group_size != 1 or table.devices_per_node > 1]
     try:
-        first = _device(table.device, si)
+        first, levels = _device(table.device, si), [_level(level, si) for level in joining]
         devices = [each for kind in table.nodes for each in [_device_of_kind(read, kind, first)] * kind.count]
         if not devices and not table.slow:
-            return Topology.hierarchical(first, count, [_level(level, si) for level in table.levels])
-        each_node = devices or [first] * nodes
-        every = [device for device in each_node for _ in range(table.devices_per_node)]
+            return Topology.hierarchical(first, count, levels)
+        every = [each for each in devices or [first] * nodes for _ in range(table.devices_per_node)]
         slowed = _slowed(every, table.slow, table.devices_per_node)
-        return Topology.of_devices(slowed, [_level(level, si) for level in table.levels])
+        return Topology.of_devices(slowed, levels)
     except TopologyError as error:
         said = str(error)
         raise TopologyError(said if said.startswith(read.origin) else f"{read.origin}: {said}") from error

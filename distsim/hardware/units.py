@@ -6,6 +6,7 @@ Ki, Mi, Gi, Ti powers of 1024.
 
 from __future__ import annotations
 
+import math
 import re
 
 from distsim.errors import TopologyError
@@ -69,16 +70,23 @@ def unit_named(unit: str, units: Units, what: str, value: str = "1") -> str:
     choices = ", ".join(units)
     if not unit:
         raise TopologyError(
-            f"{what}: {value} has no unit; write it as {_example(units)}, in one of {choices}"
+            f"{what}: {value} has no unit; write it as {_example(units, value)}, in one of {choices}"
         )
     near = [each for each in units if each.lower().replace("bit", "b") == unit.lower().replace("ps", "/s")]
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise TopologyError(f"{what}: unit {unit!r:.40} is not one of {choices}{hint}")
 
 
-def _example(units: Units) -> str:
+_LARGE = 1e4
+"""Numbers from which on nobody means the unit of an example."""
+
+
+def _example(units: Units, value: str = "") -> str:
+    """Return what may be written: the value that was, unless so large that it is of another unit."""
     if "1" in units:
         return "0.9 or 90 %" if "%" in units else "2"
     written = {"FLOP/s": "312 TFLOP/s", "B/s": "25 GB/s", "B": "80 GiB", "s": "5 us"}
     written |= {"W": "700 W", "$/h": "2.5 $/h"}
-    return written[next(iter(units))]
+    usual = written[next(iter(units))]
+    number = float(value) if value else math.inf
+    return f"{number:g} {usual.split()[1]}" if number < _LARGE else usual

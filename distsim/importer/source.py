@@ -124,6 +124,6 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     "float": read_coefficient,
     "float | None": read_decimal,
     "bool | None": read_flag,
-    "DType": lambda key, text: dtype_named(text),
+    "DType | str": lambda key, text: dtype_named(text),
 }
 """How the text of a builder's option is read, by the annotation of its parameter; others are for Python."""

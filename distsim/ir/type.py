@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -99,7 +99,12 @@ DTYPES: tuple[DType, ...] = tuple(
     )
 )
 _BY_NUMPY = {dtype.np: dtype for dtype in DTYPES}
-_BY_NAME = {dtype.name: dtype for dtype in DTYPES} | {dtype.short: dtype for dtype in DTYPES}
+_BY_NAME = {
+    **{dtype.name: dtype for dtype in DTYPES},
+    **{dtype.short: dtype for dtype in DTYPES},
+    **{"fp64": Float64(), "double": Float64(), "fp32": Float32(), "float": Float32()},
+    **{"fp16": Float16(), "half": Float16()},
+}
 
 
 def from_numpy(dtype: npt.DTypeLike) -> DType:
@@ -114,9 +119,15 @@ def from_numpy(dtype: npt.DTypeLike) -> DType:
     return found
 
 
-def dtype_named(name: str) -> DType:
-    """Return the element type with a name such as ``bfloat16`` or ``bf16``."""
-    found = _BY_NAME.get(name.lower())
+def dtype_named(name: str | DType) -> DType:
+    """Return the element type with a name such as ``bfloat16`` or ``bf16``; one that is no name is as it is.
+
+    >>> dtype_named("bf16"), dtype_named("fp32") == dtype_named(Float32())
+    (BFloat16(), True)
+    """
+    if isinstance(name, DType):
+        return name
+    found = _BY_NAME.get(str(name).lower())
     if found is None:
         raise TypeRuleError(
             f"element type {name!r} is not one of {', '.join(_names())}{did_you_mean(name, _BY_NAME)}"
@@ -132,10 +143,11 @@ def _names() -> list[str]:
 class Tensor(Type):
     """An array of ``shape`` elements of ``dtype`` on ``device`` (None: not placed yet).
 
-    ``on_host``: it is in the memory of the device's host, and takes none of the device.
+    ``dtype`` may be given by its name. ``on_host``: it is in the memory of the device's host, and takes none
+    of the device.
 
-    >>> Tensor(Float(), (2, 3)).nbytes
-    24
+    >>> Tensor(Float(), (2, 3)).nbytes, Tensor("bf16", (2, 3)).nbytes
+    (24, 12)
     """
 
     dtype: DType
@@ -144,7 +156,20 @@ class Tensor(Type):
     on_host: bool = False
     _hash: int = 0
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            dtype: DType | str,
+            shape: tuple[int, ...],
+            device: Device | Mesh | None = None,
+            on_host: bool = False,
+            _hash: int = 0,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
+        if not isinstance(self.dtype, DType):  # pyright: ignore[reportUnnecessaryIsInstance]
+            object.__setattr__(self, "dtype", dtype_named(self.dtype))
         shape: tuple[Any, ...] = tuple(self.shape)
         if not all(type(n) is int and n >= 0 for n in shape):
             try:

@@ -42,7 +42,7 @@ def decoder(
     sizes: DecoderSizes,
     batch: int,
     seq: int,
-    dtype: DType = Float32(),  # noqa: B008
+    dtype: DType | str = Float32(),  # noqa: B008
     loads: Loads = Loads(),  # noqa: B008
     name: str = "decoder",
     attention: str = "flash",

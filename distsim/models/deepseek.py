@@ -91,7 +91,7 @@ def deepseek(
     concentration: float | None = None,
     capacity: float | None = None,
     seed: int = 0,
-    dtype: DType = Float32(),  # noqa: B008
+    dtype: DType | str = Float32(),  # noqa: B008
     routings: Sequence[Routing] | None = None,
     pad: bool | None = None,
 ) -> Function:

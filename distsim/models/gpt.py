@@ -19,7 +19,7 @@ def gpt(
     batch: int = 8,
     vocab: int = 50304,
     ffn: int | None = None,
-    dtype: DType = Float32(),  # noqa: B008
+    dtype: DType | str = Float32(),  # noqa: B008
 ) -> Function:
     """Return a decoder-only transformer with a cross-entropy loss (:func:`distsim.models.decoder.decoder`).
 

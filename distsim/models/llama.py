@@ -46,7 +46,7 @@ class LlamaSizes:
 
 
 @builder(LlamaSizes)
-def llama(sizes: LlamaSizes, dtype: DType = Float32()) -> Function:  # noqa: B008
+def llama(sizes: LlamaSizes, dtype: DType | str = Float32()) -> Function:  # noqa: B008
     """Return a Llama-style decoder with a cross-entropy loss, of :class:`LlamaSizes` in order or by name.
 
     Inputs: ``tokens`` and ``labels`` [batch, seq] and the parameters; output: the mean loss over the

@@ -14,7 +14,7 @@ def mlp(
     batch: int = 8192,
     input_width: int | None = None,
     output_width: int | None = None,
-    dtype: DType = Float32(),  # noqa: B008
+    dtype: DType | str = Float32(),  # noqa: B008
 ) -> Function:
     """Return an MLP of ``layers`` times MatMul and Relu with a squared-error loss.
 
@@ -52,7 +52,7 @@ def mlp(
     return maker.finalize()
 
 
-def _block(batch: int, shapes: tuple[tuple[int, int], ...], dtype: DType) -> Function:
+def _block(batch: int, shapes: tuple[tuple[int, int], ...], dtype: DType | str) -> Function:
     maker = FunctionMaker("block_" + "_".join(f"{rows}x{columns}" for rows, columns in shapes))
     x = maker.add_input_value("x", Tensor(dtype, (batch, shapes[0][0])))
     for index, shape in enumerate(shapes):

@@ -72,7 +72,7 @@ def moe(
     concentration: float | None = None,
     capacity: float | None = None,
     seed: int = 0,
-    dtype: DType = Float32(),  # noqa: B008
+    dtype: DType | str = Float32(),  # noqa: B008
     routings: Sequence[Routing] | None = None,
     pad: bool | None = None,
 ) -> Function:

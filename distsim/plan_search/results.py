@@ -11,31 +11,24 @@ from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.extras import data_frame
-from distsim.ir import Topology
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem
+from distsim.plan_search.searched_step import SearchedStep
+from distsim.plan_search.training.columns import plan_cost_columns
+from distsim.plan_search.training.estimate import OF_TRAINING, TrainingCosts, TrainingEstimate
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
+from distsim.report.difference import StepComparison, parts_title
+from distsim.report.figures import DEVICE, StepFigures
+from distsim.simulation import Simulation
 from distsim.simulation.explain.text import count, html_table, rate_text, seconds_text
 from distsim.simulation.quantities import bytes_label
-from distsim.simulation.trained_step import TrainedStep
-
-
-@dataclass(frozen=True)
-class SearchedStep(TrainedStep):
-    """What all plans of a search do, on a topology.
-
-    ``peak``: the FLOP/s of a device in the type of most FLOPs; 0 where there are none. ``state_bytes`` are
-    those of parameters and optimizer state, of which a checkpoint has one copy.
-    """
-
-    peak: float = 0.0
-    state_bytes: int = 0
-    topology: Topology = field(default_factory=Topology, repr=False)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SearchResult:
     """What became of every plan of a space, in its order; :func:`distsim.plan_search.describe` prints it.
 
-    ``objective`` and ``wanted``: by what plans are ranked, and of how many the bounds keep the rest out.
+    ``own`` is the plan that the best are searched against, if there is one; ``costs`` what is to be trained,
+    of which rows have hours, dollars and kWh where that was asked for.
 
     >>> import distsim
     >>> sets = "dp=8|4,tp=1|2,pp=1,zero=0,remat=none,microbatches=1"
@@ -47,9 +40,21 @@ class SearchResult:
     """
 
     trials: Sequence[PlanTrial]
-    objective: str
-    wanted: int
+    problem: SearchProblem
     step: SearchedStep
+    own: PlanTrial | None = None
+    costs: TrainingCosts = field(default_factory=TrainingCosts)
+    _figures: dict[str, StepFigures] = field(default_factory=dict[str, StepFigures], init=False)
+
+    @property
+    def objective(self) -> str:
+        """By what plans are ranked."""
+        return self.problem.objective
+
+    @property
+    def wanted(self) -> int:
+        """How many of the best were asked for; the bounds keep the rest out."""
+        return self.problem.top
 
     @property
     def best(self) -> PlanTrial:
@@ -124,8 +129,7 @@ class SearchResult:
 
     def mfu_of(self, trial: PlanTrial) -> float:
         """Return the share of the peak of all devices that the model's own FLOPs reach in a step."""
-        peak = self.step.peak * len(self.step.topology.devices)
-        return self.step.flops / (trial.seconds * peak) if peak and trial.seconds else 0.0
+        return self.step.mfu(trial.seconds)
 
     @property
     def mfu(self) -> float:
@@ -141,6 +145,35 @@ class SearchResult:
         """Return the tokens, or samples, of a second and a device."""
         return self.step.tokens / trial.seconds / len(self.step.topology.devices) if trial.seconds else 0.0
 
+    def estimate(self, trial: PlanTrial) -> TrainingEstimate:
+        """Return what the whole training takes by a plan that was simulated."""
+        return self.costs.by(self.step, trial)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The simulated step of the best plan, to look into; raises as :attr:`best`."""
+        return self._evaluator.simulate(self.best.plan)
+
+    @cached_property
+    def _evaluator(self) -> PlanEvaluator:
+        return PlanEvaluator(self.problem)
+
+    def compare(self, *trials: PlanTrial) -> StepComparison:
+        """Return plans side by side, simulated, and what makes each differ from the first.
+
+        As :func:`distsim.compare` has it: of the time of the mean device. Raises :class:`SimulationError` for
+        fewer than two plans.
+        """
+        return StepComparison(tuple(map(self._figures_of, trials)), parts_title(DEVICE))
+
+    def _figures_of(self, trial: PlanTrial) -> StepFigures:
+        if trial.text not in self._figures:
+            best = bool(self.fitting) and trial.text == self.best.text
+            simulation = self.simulation if best else self._evaluator.simulate(trial.plan)
+            counted = self.step.tokens, self.step.unit
+            self._figures[trial.text] = StepFigures.of(trial.text, simulation, counted, self.step.flops)
+        return self._figures[trial.text]
+
     def rows(self) -> list[dict[str, Any]]:
         """Return a record for each plan: those that fit first, the best of them first, then the others."""
         places = {trial.text: place for place, trial in enumerate(self.fitting)}
@@ -149,6 +182,7 @@ class SearchResult:
 
     def _row(self, trial: PlanTrial) -> dict[str, Any]:
         known = trial.simulated
+        own = self.estimate(trial).of_training() if known and self.costs.shown else {}
         return {
             "plan": trial.text,
             "status": status_of(trial),
@@ -162,6 +196,7 @@ class SearchResult:
             "missing_bytes": trial.missing if trial.peak else None,
             "bound_by": trial.bound_by() or None,
             "refused": trial.refused or None,
+            **({name: own.get(name) for name in OF_TRAINING} if self.costs.shown else {}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -177,8 +212,15 @@ class SearchResult:
             "refusals": [{"plans": count, "for_example": text} for count, text in self.refusals.values()],
             "pareto": [trial.text for trial in self.pareto],
             "nearly": [trial.text for trial in self.nearly],
+            **({} if self.own is None else {"against": self._against(self.own)}),
             "rows": self.rows(),
         }
+
+    def _against(self, own: PlanTrial) -> dict[str, Any]:
+        """Return what became of the own plan, and in what it differs from the best."""
+        alone = not self.fitting or own.text == self.best.text
+        others: list[Any] = [] if alone else self.compare(self.best, own).to_dict()["differences"]
+        return self._row(own) | {"differences": others}
 
     def to_pandas(self) -> Any:
         """Return :meth:`rows` as a table; raises :class:`MissingExtraError` without pandas."""
@@ -188,15 +230,18 @@ class SearchResult:
         """Show the best plans as a table."""
         if not self.fitting:
             return html_table(("",), [(repr(self),)])
+        estimates = [self.estimate(trial) for trial in self.winners]
+        own = plan_cost_columns(estimates, self.step.unit) if self.costs.shown else {}
         cells = [
             (
                 *(trial.text, seconds_text(trial.seconds), rate_text(self.rate(trial))),
                 *(f"{self.mfu_of(trial):.1%}", bytes_label(trial.peak), trial.bound_by()),
+                *(cell(estimate) for cell in own.values()),
             )
-            for trial in self.winners
+            for trial, estimate in zip(self.winners, estimates, strict=True)
         ]
         unit = f"{self.step.unit}/s a device"
-        return html_table(("plan", "step", unit, "MFU", "memory", "bound by"), cells)
+        return html_table(("plan", "step", unit, "MFU", "memory", "bound by", *own), cells)
 
     def __repr__(self) -> str:
         best = f"best {self.best.text}" if self.fitting else "none fits"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distsim.cost.efficiency import matrix_type
@@ -21,8 +21,10 @@ from distsim.plan import Plan
 from distsim.plan_search.bounds import PlanBounds
 from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.journal import TrialJournal, digest_of
-from distsim.plan_search.results import SearchedStep, SearchResult
+from distsim.plan_search.results import SearchResult
+from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
+from distsim.plan_search.training.estimate import TrainingCosts
 from distsim.plan_search.trial import PlanTrial
 from distsim.plan_search.workers import PlanUnit, RemoteWorkers, workers_for
 from distsim.simulation.explain.text import count
@@ -68,6 +70,7 @@ def search(
     objective: str = "time",
     top: int = 10,
     workers: int | RemoteWorkers = 1,
+    against: Plan | None = None,
 ) -> SearchResult:
     """Return the best plans of a training step on all devices of a topology.
 
@@ -76,6 +79,7 @@ def search(
     ``OBJECTIVES``; ``top`` how many of the best are wanted: what is proven to be worse is not tried. For a
     function that depends on the plan, give what returns it, the same one for plans that divide the same.
     ``workers``: how many processes, or those behind an executor, as ``dask_workers("tcp://host:8786")``.
+    ``against``: a plan of one's own, with which the best are compared.
 
     >>> from distsim.hardware import load_cluster
     >>> from distsim.models import mlp
@@ -89,7 +93,7 @@ def search(
     problem = SearchProblem(of, topology, kernels, objective, top)
     if isinstance(plans, str):
         plans = PlanSpace.of(of(Plan()), topology, parse_sets(plans)).plans
-    return SearchRun(problem, tuple(plans), workers).run()
+    return SearchRun(problem, tuple(plans), workers, against=against).run()
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,9 @@ class SearchRun:
     """A search: a problem, the plans, who tries them, and a journal, if there is one, to go on with.
 
     ``subject`` is what people call it; ``watch`` is told how far it is, ``notice`` with what it goes on.
-    Raises :class:`PlanError` for no plans, an unknown objective, and fewer than one plan that is wanted.
+    ``against``: a plan, in the space or not, with which the best are compared; ``costs``: what a training
+    takes. Raises :class:`PlanError` for no plans, an unknown objective, fewer than one plan that is wanted,
+    and for a plan to compare with that does not suit the model or the cluster.
     """
 
     problem: SearchProblem
@@ -119,6 +125,8 @@ class SearchRun:
     subject: str = "a training step"
     watch: Callable[[Stand], None] | None = None
     notice: Callable[[str], None] | None = None
+    against: Plan | None = None
+    costs: TrainingCosts = field(default_factory=TrainingCosts)
 
     def __post_init__(self) -> None:
         if self.problem.objective not in OBJECTIVES:
@@ -133,6 +141,7 @@ class SearchRun:
         """Return what was found."""
         known = self._known()
         evaluator = PlanEvaluator(self.problem)
+        own = self._own(evaluator)
         found = {
             str(plan): PlanTrial(str(plan), refused=why)
             for plan in self.plans
@@ -163,10 +172,20 @@ class SearchRun:
                 found[trial.text] = evaluator.trial(trial.plan)
         return SearchResult(
             [_stripped(found[str(plan)], best) for plan in self.plans],
-            self.problem.objective,
-            self.problem.top,
+            self.problem,
             _step(self.problem, self.plans[0]),
+            own,
+            self.costs,
         )
+
+    def _own(self, evaluator: PlanEvaluator) -> PlanTrial | None:
+        """Return what becomes of the plan that the best are compared with."""
+        if self.against is None:
+            return None
+        own = evaluator.trial(self.against)
+        if own.refused:
+            raise PlanError(f"--against {self.against}: {own.refused}")
+        return own
 
     def _unsuited(self, plan: Plan) -> str:
         """Return why there is no such model as a plan divides, if there is none."""

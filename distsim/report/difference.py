@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from distsim.errors import SimulationError
-from distsim.report.figures import StepFigures
+from distsim.report.figures import DEVICE, StepFigures
 from distsim.simulation.explain.text import count, rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
@@ -21,6 +21,15 @@ _SHOWN = 0.002
 
 _ROUNDED = 1e-9
 _LONGEST_NAME = 40
+
+
+def parts_title(by: str) -> str:
+    """Return what is said of parts ``by`` the mean device or a part of the critical path.
+
+    >>> parts_title("kind")
+    'critical path, by kind'
+    """
+    return "on the mean device" if by == DEVICE else f"critical path, by {by}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,7 +84,7 @@ def timeline_figure(simulation: Simulation, rows: int = _MOST_ROWS, streams: boo
     axes.set_title(f"{simulation.name}: {simulation.step_time / scale:.4g} {unit}{note}", fontsize=10)
     if program is None:
         _draw_streams(axes, bars, shown, scale)
-        _legend_of_streams(figure)
+        _legend_of_streams(figure, {kind for key in shown for kind in bars[key]})
     else:
         _draw_program(axes, simulation, program, bars, shown, scale)
     return figure
@@ -159,10 +159,11 @@ def _draw_streams(
             axes.broken_barh(widths, (row - 0.4, 0.8), facecolors=_STREAM_COLOURS[kind])
 
 
-def _legend_of_streams(figure: Any) -> None:
+def _legend_of_streams(figure: Any, drawn: Collection[str]) -> None:
     from matplotlib.patches import Patch
 
-    patches: list[Any] = [Patch(color=colour, label=kind) for kind, colour in _STREAM_COLOURS.items()]
+    colours = {kind: colour for kind, colour in _STREAM_COLOURS.items() if kind in drawn}
+    patches: list[Any] = [Patch(color=colour, label=kind) for kind, colour in colours.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
 
 

@@ -67,7 +67,8 @@ def read_csv(
     """
     if name is None:
         name = source.stem if isinstance(source, Path) else "table"
-    ranks = _ranks(_text(source, name), name)
+    shown = source.name if isinstance(source, Path) else name
+    ranks = _ranks(_text(source, shown), shown)
     listed = [action for cells in ranks for cell in cells for action in cell]
     if not listed:
         raise ScheduleError(f"{name}: no actions; write a line per rank, with cells as 0F0 for stage 0, F, 0")

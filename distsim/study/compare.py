@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distsim.errors import OptionError
-from distsim.report.difference import StepComparison
+from distsim.report.difference import StepComparison, parts_title
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.simulation import Simulation
 from distsim.simulation.explain.breakdown import PARTS
@@ -33,8 +33,7 @@ def compare(*steps: Simulation, by: str = DEVICE) -> StepComparison:
     """
     if by not in WAYS:
         raise OptionError(f"by={by!r:.40} is not one of {choices_for(by, WAYS)}")
-    own = "on the mean device" if by == DEVICE else f"critical path, by {by}"
-    return StepComparison(tuple([_figures(step, by) for step in steps]), own)
+    return StepComparison(tuple([_figures(step, by) for step in steps]), parts_title(by))
 
 
 def _figures(step: Simulation, by: str) -> StepFigures:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypedDict, TypeVar
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 from distsim.errors import OptionError
 from distsim.importer.configs import TrainingConfig
@@ -100,14 +100,6 @@ class SimulationKeywords(TrainingKeywords, total=False):
     schedule: Schedule | str | os.PathLike[str] | None
 
 
-class SearchKeywords(TrainingKeywords, total=False):
-    """Those, and what says how a search goes on: see ``distsim search --help``."""
-
-    max_tp: int | None
-    journal: str | os.PathLike[str] | None
-    resume: bool
-
-
 def check_keywords(what: str, given: Mapping[str, Any], known: type[Any]) -> None:
     """Raise :class:`OptionError` for a keyword that is none of those of a TypedDict.
 
@@ -122,7 +114,13 @@ def check_keywords(what: str, given: Mapping[str, Any], known: type[Any]) -> Non
             raise OptionError(f"{what} has no option {name!r}{hint}")
 
 
-Record = TypeVar("Record", ModelOptions, EngineOptions)
+class OptionsRecord(Protocol):
+    """A dataclass of options."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+Record = TypeVar("Record", bound=OptionsRecord)
 
 
 def options_of(kind: type[Record], given: Mapping[str, Any]) -> Record:

@@ -1,45 +1,107 @@
-"""The best plans of a model on a cluster: what ``distsim search`` does on each cluster."""
+"""The best plans of a model on a cluster, or on several: what ``distsim search`` does."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
+from distsim.errors import PlanError
 from distsim.ir import Topology
 from distsim.plan import Plan
 from distsim.plan_search.evaluation import SearchProblem
 from distsim.plan_search.results import SearchResult
-from distsim.plan_search.run import SearchRun, Stand
+from distsim.plan_search.run import SearchRun, progress_lines
 from distsim.plan_search.space import PlanSpace, parse_sets
-from distsim.plan_search.workers import RemoteWorkers
+from distsim.plan_search.training.estimate import OBJECTIVES, TrainingCosts
+from distsim.plan_search.views.cluster_comparison import ClusterComparison
+from distsim.plan_search.workers import RemoteWorkers, dask_workers
+from distsim.simulation.explain.text import count
 from distsim.study.choices import Choices
-from distsim.study.options import Model, ModelOptions, SearchKeywords, check_keywords, options_of
+from distsim.study.clusters import Cluster, SizedCluster, sized_clusters
+from distsim.study.options import Model, ModelOptions, check_keywords, options_of
 from distsim.study.plans import ModelOfPlans
-from distsim.study.simulate import cluster_label, topology_of
+from distsim.study.search_options import SearchKeywords, SearchOptions
+
+Clusters = list[str] | list[Topology] | list[Cluster] | tuple[Cluster, ...]
+"""Several clusters."""
 
 
+@overload
 def search(
     model: Model,
-    cluster: str | os.PathLike[str] | Topology,
+    cluster: Cluster,
     plan: str = "",
     batch: int | None = None,
     seq: int | None = None,
     objective: str = "time",
     top: int = 10,
-    workers: int = 1,
+    gpus: int | None = None,
     **options: Unpack[SearchKeywords],
-) -> SearchResult:
+) -> SearchResult: ...
+
+
+@overload
+def search(
+    model: Model,
+    cluster: Cluster | Clusters,
+    plan: str = "",
+    batch: int | None = None,
+    seq: int | None = None,
+    objective: str = "time",
+    top: int = 10,
+    *,
+    gpus: str | Sequence[int],
+    **options: Unpack[SearchKeywords],
+) -> ClusterComparison: ...
+
+
+@overload
+def search(
+    model: Model,
+    cluster: Clusters,
+    plan: str = "",
+    batch: int | None = None,
+    seq: int | None = None,
+    objective: str = "time",
+    top: int = 10,
+    gpus: int | None = None,
+    **options: Unpack[SearchKeywords],
+) -> ClusterComparison: ...
+
+
+def search(
+    model: Model,
+    cluster: Cluster | Clusters,
+    plan: str = "",
+    batch: int | None = None,
+    seq: int | None = None,
+    objective: str = "time",
+    top: int = 10,
+    gpus: int | str | Sequence[int] | None = None,
+    **options: Unpack[SearchKeywords],
+) -> SearchResult | ClusterComparison:
     """Return the best plans of a model on all devices of a cluster, as ``distsim search`` finds them.
 
     ``model``, ``cluster``, ``batch`` and ``seq`` are as in :func:`distsim.simulate`. ``plan`` are sets of
     values for fields of a plan, ``"tp=1|2|4,remat=*"``, and what is left open has the sensible ones
-    (``distsim search --help``). ``objective``: ``time`` of a step or ``memory`` of the fullest device;
-    ``top``: how many of the best are wanted; ``workers``: processes. ``options`` are those of
-    :class:`SearchKeywords`. Raises as :func:`distsim.simulate`, and :class:`PlanError` where there is no such
-    plan.
+    (``distsim search --help``). ``objective``: ``time`` of a step or ``memory`` of the fullest device, and of
+    clusters also ``cost``, ``tokens-per-dollar`` and ``energy``; ``top``: how many of the best are wanted.
+
+    A list of clusters, or of ``gpus`` of them (``[8, 16]`` or ``"8,16"``), gives a
+    :class:`ClusterComparison`: what was found on each by its name, and which is best. With ``tokens``
+    (``price``, ``failures``, ...) the plans have hours, dollars and kWh of the training. ``against`` a plan
+    of one's own the best are compared; ``workers`` are processes, ``dask`` the address of a scheduler;
+    ``journal`` a file with which ``resume=True`` goes on. ``options`` are those of :class:`SearchKeywords`,
+    by the names that the command has for them.
+
+    Raises as :func:`distsim.simulate`, and :class:`PlanError` where there is no such plan. Of several
+    clusters those without one are left out, with a warning.
 
     >>> import distsim
     >>> gpt = "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100"
@@ -48,28 +110,114 @@ def search(
     (2, 8)
     """
     check_keywords("search", options, SearchKeywords)
-    given: Mapping[str, Any] = options
-    asked = options_of(ModelOptions, {**given, "model": model, "batch": batch, "seq": seq})
-    journal = given.get("journal")
-    study = PlanStudy.of(asked, plan, given.get("max_tp"))
-    way = SearchWay(
-        *(objective, top, workers), None if journal is None else Path(journal), given.get("resume", False)
-    )
-    return study.run(cluster_label(cluster), topology_of(cluster), way)
+    several = isinstance(cluster, list | tuple)
+    clusters: Sequence[Cluster] = cluster if several else (cluster,)
+    given: dict[str, Any] = {**options, "clusters": clusters, "plan": plan, "gpus": gpus}
+    given |= {"objective": objective, "top": top}
+    asked = options_of(ModelOptions, {**options, "model": model, "batch": batch, "seq": seq})
+    searches = ClusterSearches.of(asked, options_of(SearchOptions, given))
+    found: dict[str, SearchResult] = {}
+    for own, result in searches.run():
+        if isinstance(result, SearchResult):
+            found[own.shown] = result
+        else:
+            warnings.warn(f"{asked.label} on {own.shown}: {result}", stacklevel=2)
+    if several or not (gpus is None or isinstance(gpus, int)):
+        return ClusterComparison(found, objective)
+    return next(iter(found.values()))
 
 
-@dataclass(frozen=True)
-class SearchWay:
-    """How plans are searched: by which objective, how many are wanted, processes or another pool, a
-    journal, who watches, and who is told what is damaged."""
+@dataclass(frozen=True, eq=False)
+class ClusterSearches:
+    """The plans of a model that are searched on clusters, one after the other."""
 
-    objective: str = "time"
-    top: int = 10
-    workers: int | RemoteWorkers = 1
-    journal: Path | None = None
-    resume: bool = False
-    watch: Callable[[Stand], None] | None = None
-    notice: Callable[[str], None] | None = None
+    study: PlanStudy
+    options: SearchOptions
+    clusters: Sequence[SizedCluster]
+    costs: Mapping[str, TrainingCosts]
+    say: Callable[[str], None] | None = None
+
+    @staticmethod
+    def of(
+        model: ModelOptions, options: SearchOptions, say: Callable[[str], None] | None = None
+    ) -> ClusterSearches:
+        """Return those that options ask for; ``say`` is told how far they are.
+
+        Raises :class:`PlanError` for an objective that a cluster does not know, and for ``against`` with
+        several clusters.
+        """
+        clusters = sized_clusters(options.clusters, options.gpus, options.set)
+        if options.against is not None and len(clusters) > 1:
+            raise PlanError(
+                f"--against {options.against}: a plan is of one cluster, and {len(clusters)} are searched"
+            )
+        study = PlanStudy.of(model, options.plan, options.max_tp, aloud=say is not None)
+        costs: dict[str, TrainingCosts] = {}
+        for each in clusters:
+            rates = each.rates(options.prices[each.place])
+            OBJECTIVES[options.objective].check(each.shown, rates)
+            costs[each.shown] = TrainingCosts(options.training, rates, options.asks_costs)
+        return ClusterSearches(study, options, clusters, costs, say)
+
+    def run(self) -> Iterator[tuple[SizedCluster, SearchResult | PlanError]]:
+        """Yield what is found on each cluster; of several, why one has no plan.
+
+        Raises :class:`PlanError` where none has any.
+        """
+        any_has, alone = False, len(self.clusters) == 1
+        with self._workers() as workers:
+            for cluster in self.clusters:
+                try:
+                    result = self._search(cluster, workers, alone)
+                except PlanError as error:  # other clusters may have plans
+                    if alone:
+                        raise
+                    yield cluster, error
+                    continue
+                any_has = True
+                yield cluster, result
+        if not any_has:
+            raise PlanError(f"none of {', '.join(each.shown for each in self.clusters)} has a plan")
+
+    @contextmanager
+    def _workers(self) -> Generator[int | RemoteWorkers]:
+        """Give who tries the plans."""
+        if self.options.dask is None:
+            yield self.options.workers
+            return
+        remote = dask_workers(self.options.dask)
+        try:
+            yield remote
+        finally:
+            remote.close()
+
+    def _search(self, cluster: SizedCluster, workers: int | RemoteWorkers, alone: bool) -> SearchResult:
+        options, say, topology = self.options, self.say, cluster.topology
+        plans = self.study.space(topology).plans
+        if say is not None:
+            say(f"{count(len(plans), 'plan')} on {cluster.shown}")
+        against = None if options.against is None else self.study.choices.plan(options.against)
+        return SearchRun(
+            self.study.problem(topology, OBJECTIVES[options.objective].plan, options.top),
+            plans,
+            workers,
+            _journal(options.journal, cluster, alone),
+            options.resume,
+            f"{self.study.model.options.label} on {cluster.shown}",
+            None if say is None else progress_lines(say),
+            say,
+            against,
+            self.costs[cluster.shown],
+        ).run()
+
+
+def _journal(path: str | os.PathLike[str] | None, cluster: SizedCluster, alone: bool) -> Path | None:
+    """Return the journal of a cluster: each of several has its own."""
+    if path is None:
+        return None
+    own = Path(path)
+    name = re.sub(r"\W+", "-", cluster.shown).strip("-")
+    return own if alone else own.with_name(f"{own.stem}-{name}{own.suffix}")
 
 
 @dataclass(frozen=True)
@@ -96,19 +244,6 @@ class PlanStudy:
     def space(self, topology: Topology) -> PlanSpace:
         """Return the plans on all devices of a topology."""
         return PlanSpace.of(self.model(Plan()), topology, self.sets, self.max_tp, self._complete)
-
-    def run(self, name: str, topology: Topology, way: SearchWay) -> SearchResult:
-        """Return the best plans on a cluster of that name."""
-        return SearchRun(
-            self.problem(topology, way.objective, way.top),
-            self.space(topology).plans,
-            way.workers,
-            way.journal,
-            way.resume,
-            f"{self.model.options.label} on {name}",
-            way.watch,
-            way.notice,
-        ).run()
 
     def problem(self, topology: Topology, objective: str, top: int) -> SearchProblem:
         """Return what is searched on a topology."""

@@ -55,8 +55,8 @@ def accuracy_figure(comparisons: Sequence[Comparison]) -> Any:
     axes.plot(ends, ends, color="black", linewidth=0.8)
     for share in (1 - _NEAR, 1 + _NEAR):
         axes.plot(ends, [share * end for end in ends], color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds a step")
-    axes.set_ylabel(f"predicted seconds a step (bars: 90 % intervals; dotted: {_NEAR:.0%} off)")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured seconds a step (logarithmic)")
+    axes.set_ylabel(f"predicted seconds a step (logarithmic; bars: 90 % intervals; dotted: {_NEAR:.0%} off)")
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, frameon=False, loc="upper left")

@@ -24,9 +24,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         table: object = json.loads(content, object_pairs_hook=_once, parse_constant=_no_number)
     except RecursionError as error:
-        raise ImportModelError(f"{path}: nested too deeply to be a model's configuration") from error
+        raise ImportModelError(f"{path}: nested too deeply to be a configuration") from error
     except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits, a field given twice
-        raise ImportModelError(f"{path} is not a model's configuration in JSON: {error}") from error
+        raise ImportModelError(f"{path} is not a configuration in JSON: {error}") from error
     if not isinstance(table, dict):
         raise ImportModelError(f"{path} holds {_shown(table)}; a configuration is a table of fields")
     return cast(dict[str, object], table)

@@ -59,7 +59,7 @@ def import_from_hf(
     config: Config,
     batch: int = DEFAULT_BATCH,
     seq: int | None = None,
-    dtype: DType = Float32(),  # noqa: B008
+    dtype: DType | str = Float32(),  # noqa: B008
     attention: str = "flash",
 ) -> Function:
     """Return the forward function, with a loss, of a ``config.json`` or of the table that it holds.

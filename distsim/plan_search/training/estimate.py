@@ -1,4 +1,4 @@
-"""What a whole training takes on a cluster: hours, dollars and energy of its tokens, by the best plan's step.
+"""What a whole training takes on a cluster: hours, dollars and energy of its tokens, by the step of a plan.
 
 Energy: all devices at the power that they may draw (``device.power``, or its limit) and their hosts at
 ``device.host_power``, all the time, times the PUE of the building. An upper bound of what these draw;
@@ -14,8 +14,9 @@ from typing import Any
 from distsim.errors import PlanError
 from distsim.hardware.presets import Figure
 from distsim.hardware.units import HOUR
-from distsim.plan_search.results import SearchResult
+from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.training.goodput import Goodput, Reliability
+from distsim.plan_search.trial import PlanTrial
 
 PUE = 1.1
 """What a building draws of what its computers do: as the authors of LLaMA took it (Touvron et al. 2023,
@@ -56,34 +57,44 @@ class Training:
     pue: float = PUE
     reliability: Reliability = field(default_factory=Reliability)
 
-    def on(self, result: SearchResult, rates: DeviceRates) -> TrainingEstimate | None:
-        """Return what it takes by the best plan that was found; None where none fits."""
-        return TrainingEstimate(self, result, rates) if result.fitting else None
+
+@dataclass(frozen=True)
+class TrainingCosts:
+    """What is to be trained, at which rates of the devices; ``shown``: whether tables of plans have it."""
+
+    training: Training = field(default_factory=Training)
+    rates: DeviceRates = field(default_factory=DeviceRates)
+    shown: bool = False
+
+    def by(self, step: SearchedStep, trial: PlanTrial) -> TrainingEstimate:
+        """Return what it takes by a plan that was simulated, of a step on a topology."""
+        return TrainingEstimate(self.training, self.rates, step, trial)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingEstimate:
-    """What a training takes on the cluster of a search, by the best plan."""
+    """What a training takes on the cluster of a search, by a plan."""
 
     training: Training
-    result: SearchResult
     rates: DeviceRates
+    step: SearchedStep
+    trial: PlanTrial
 
     @property
     def devices(self) -> int:
         """How many devices there are."""
-        return len(self.result.step.topology.devices)
+        return len(self.step.topology.devices)
 
     @property
     def goodput(self) -> Goodput:
         """What failures and checkpoints cost."""
-        return self.training.reliability.goodput(self.devices, self.result.step.state_bytes)
+        return self.training.reliability.goodput(self.devices, self.step.state_bytes)
 
     @property
     def token_seconds(self) -> float:
         """Seconds of a token, or sample, with what failures and checkpoints cost."""
         share = self.goodput.share
-        return self.result.best.seconds / self.result.step.tokens / share if share else float("inf")
+        return self.trial.seconds / self.step.tokens / share if share else float("inf")
 
     @property
     def token_dollars(self) -> float | None:
@@ -106,7 +117,7 @@ class TrainingEstimate:
     @property
     def step_kwh(self) -> float | None:
         """Energy of a step in kWh, in which nothing fails."""
-        return None if self.kilowatts is None else self.result.best.seconds / HOUR * self.kilowatts
+        return None if self.kilowatts is None else self.trial.seconds / HOUR * self.kilowatts
 
     @property
     def hours(self) -> float | None:
@@ -119,20 +130,27 @@ class TrainingEstimate:
         tokens = self.training.tokens
         return None if tokens is None or token is None else tokens * token
 
+    def of_training(self) -> dict[str, float | None]:
+        """Return :data:`OF_TRAINING`, None for what is not known."""
+        dollars = self.token_dollars
+        return {
+            "hours": self.hours,
+            "device_hours": None if self.hours is None else self.hours * self.devices,
+            "dollars": self.of_all(dollars),
+            "tokens_per_dollar": 1 / dollars if dollars else None,
+            "kwh": self.of_all(self.token_kwh),
+            "step_kwh": self.step_kwh,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return what is known as what JSON has; seconds, dollars, kWh, bytes."""
-        goodput, dollars = self.goodput, self.token_dollars
+        goodput = self.goodput
         fails = goodput.share < 1
         found = {
             "tokens": self.training.tokens,
-            "hours": self.hours,
-            "device_hours": None if self.hours is None else self.hours * self.devices,
             "price": self.rates.price,
             "price_source": self.rates.price_source or None,
-            "dollars": self.of_all(dollars),
-            "tokens_per_dollar": 1 / dollars if dollars else None,
-            "step_kwh": self.step_kwh,
-            "kwh": self.of_all(self.token_kwh),
+            **self.of_training(),
             "goodput": goodput.share,
             "checkpoint_bytes": goodput.checkpoint,
             "checkpoint_s": goodput.write,
@@ -141,6 +159,11 @@ class TrainingEstimate:
             "interval_daly_s": goodput.interval if fails else None,
         }
         return {name: value for name, value in found.items() if value is not None}
+
+
+OF_TRAINING = ("hours", "device_hours", "dollars", "tokens_per_dollar", "kwh", "step_kwh")
+"""What rows of plans have where it was asked what a training takes; a step's energy, the rest of all tokens
+but for tokens per dollar."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +192,7 @@ _DOLLARS = Objective("time", lambda estimate: estimate.token_dollars, "price")
 
 OBJECTIVES = {
     "time": Objective("time", lambda estimate: estimate.token_seconds),
-    "memory": Objective("memory", lambda estimate: estimate.result.best.peak),
+    "memory": Objective("memory", lambda estimate: estimate.trial.peak),
     "cost": _DOLLARS,
     "tokens-per-dollar": _DOLLARS,
     "energy": Objective("time", lambda estimate: estimate.token_kwh, "watts"),

@@ -33,7 +33,7 @@ class PageCase:
     """What a page shows of one cluster: a step that was simulated, the plans of a search, or both.
 
     ``about`` says what it is, a text for each name; ``plans`` is what
-    :func:`distsim.plan_search.page.plans_part` returns; ``step`` is None where no plan fits.
+    :func:`distsim.plan_search.views.page.plans_part` returns; ``step`` is None where no plan fits.
     """
 
     name: str

@@ -39,8 +39,9 @@ class SGD:
     """Stochastic gradient descent: ``w - lr * g``; with ``momentum``, of a velocity that it keeps.
 
     The velocity is ``v' = momentum * v + g`` (Sutskever et al. 2013, as torch.optim.SGD has it), of type
-    ``state`` (None: that of the precision). ``weight_decay * w`` is added to each gradient. ``kernel``:
-    "multi" where a policy of kernels updates many parameters with a launch, "single" for one each.
+    ``state``, or of that name (None: that of the precision). ``weight_decay * w`` is added to each gradient.
+    ``kernel``: "multi" where a policy of kernels updates many parameters with a launch, "single" for one
+    each.
 
     >>> SGD(lr=0.1, momentum=0.9) == optimizer_named("momentum:lr=0.1")
     True
@@ -53,6 +54,7 @@ class SGD:
     kernel: str = "multi"
 
     def __post_init__(self) -> None:
+        _name_types(self, "state")
         _check_kernel(self.kernel)
         _check_finite(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
 
@@ -71,8 +73,8 @@ class SGD:
 class Adam:
     """Adam (Kingma and Ba 2015): two moments per parameter.
 
-    Of types ``mean`` and ``square``, by default those of the precision, without one the parameter's.
-    ``weight_decay * w`` is added to each gradient. ``kernel`` is as :class:`SGD` has it.
+    Of types (or their names) ``mean`` and ``square``, by default those of the precision, without one the
+    parameter's. ``weight_decay * w`` is added to each gradient. ``kernel`` is as :class:`SGD` has it.
 
     >>> Adam(beta2=0.95) == optimizer_named("adam:beta2=0.95")
     True
@@ -89,6 +91,7 @@ class Adam:
     kernel: str = "multi"
 
     def __post_init__(self) -> None:
+        _name_types(self, "mean", "square")
         _check_kernel(self.kernel)
         _check_finite(
             lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay
@@ -198,6 +201,14 @@ def _setting(text: str, field: Field[Any], value: str) -> Any:
         return value if isinstance(field.default, str) else type(field.default)(value)
     except (ValueError, TypeRuleError) as error:
         raise PlanError(f"optimizer {text!r}: {field.name}={value!r}: {error}") from None
+
+
+def _name_types(optimizer: object, *names: str) -> None:
+    """Replace the names of types in fields of an optimizer by the types."""
+    for name in names:
+        given = getattr(optimizer, name)
+        if isinstance(given, str):
+            object.__setattr__(optimizer, name, _state_type(given))
 
 
 def _state_type(name: str) -> DType:

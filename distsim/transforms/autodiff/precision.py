@@ -63,9 +63,9 @@ class Precision:
     backward pass, and gradients divided before the update (None: not at all); that of a step somewhere in
     training.
 
-    What travels between ranks is of the type ``gradient_sum``, and gathered as ``used``. Raises
-    :class:`PlanError` for a type that is none of those that a field may have, and for an op that does not
-    exist.
+    Types may be given by their names (``"bf16"``). What travels between ranks is of the type
+    ``gradient_sum``, and gathered as ``used``. Raises :class:`PlanError` for a type that is none of those
+    that a field may have, and for an op that does not exist.
 
     >>> mixed = precision_named("mixed")
     >>> mixed.compute, mixed.master, mixed.gradient_sum
@@ -87,6 +87,11 @@ class Precision:
     loss_scale: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("parameter", "used", "compute", "gradient_sum", "update", "master", "wide", "linear"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, dtype_named(given))
+        object.__setattr__(self, "states", tuple(map(dtype_named, self.states)))
         if not self.states:
             raise PlanError(f"precision {self.name}: states lists no type; give that of the first state")
         if self.loss_scale is not None and not 0 < self.loss_scale < float("inf"):

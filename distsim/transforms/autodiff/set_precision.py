@@ -28,6 +28,7 @@ from distsim.ir import (
     retype_op,
     rewrite,
 )
+from distsim.ir.type import dtype_named
 from distsim.ops import signature_of, work
 from distsim.ops.conversion import ONCE
 from distsim.transforms.autodiff.precision import LOSSES, Precision
@@ -38,21 +39,28 @@ _WIDTH: dict[DType, int] = {Float16(): 1, BFloat16(): 1, Float32(): 2}
 """The types that a policy casts to each other, and which of two is the wider one."""
 
 
-def set_precision(function: Function, dtype: DType, source: DType = Float32()) -> Function:  # noqa: B008
+def set_precision(
+    function: Function,
+    dtype: DType | str,
+    source: DType | str = Float32(),  # noqa: B008
+) -> Function:
     """Return ``function`` with every tensor, constant and cast of type ``source`` turned to ``dtype``.
 
-    Callees are rewritten once each. For the types of a training step: :class:`Precision`.
+    Types may be given by their names. Callees are rewritten once each. For the types of a training step:
+    :class:`Precision`.
     """
 
+    old, new = dtype_named(source), dtype_named(dtype)
+
     def change(op: Op, env: Environment) -> tuple[Op]:
-        attributes = _converted(op, source, dtype)
+        attributes = _converted(op, old, new)
         called = tuple([done[callee] for callee in op.subfunctions])
         return (retype_op(op, env, function.name, attributes, called),)
 
     def converted(value: Value) -> Value:
         type_ = value.type
-        if isinstance(type_, Tensor) and type_.dtype == source:
-            return replace(value, type=Tensor(dtype, type_.shape, type_.device))
+        if isinstance(type_, Tensor) and type_.dtype == old:
+            return replace(value, type=Tensor(new, type_.shape, type_.device))
         return value
 
     done: dict[Function, Function] = {}

@@ -61,11 +61,11 @@ function differences(plans) {
     const rows = parts.map(([name, first, second]) => [
       name, Math.abs(second - first), first ? seconds(first) : "-", second ? seconds(second) : "-", signed(second - first)]);
     place.replaceChildren(
-      soft(`It takes ${signed(gap)} beside the best; on the critical path:`),
+      soft(`It takes ${signed(gap)} beside the best; on the mean device:`),
       rows.length ? barTable(["part", "best", "other", "difference"], rows, 10) : soft("Nothing differs."));
   };
   show(0);
-  const options = plans.differences.map((each, n) => [String(n), `${n + 2}. ${each.plan}`]);
+  const options = plans.differences.map((each, n) => [String(n), each.plan]);
   return make("div", {}, make("h3", {}, "Why the best is best"),
     make("div", { class: "controls" }, choice("against", options, show)), place);
 }
@@ -73,7 +73,7 @@ function differences(plans) {
 // Time against memory, a point for each plan that was simulated.
 function paretoPicture(plans, rows, chosen) {
   const [width, height] = window.innerWidth < 700 ? [420, 330] : [860, 360];
-  const room = { left: 56, right: 14, top: 14, bottom: 40 };
+  const room = { left: 56, right: 14, top: 26, bottom: 40 };
   const points = rows.filter(row => row.step !== null);
   const most = Math.max(...points.map(row => row.memory));
   const limited = plans.usable !== null && plans.usable < 8 * most;
@@ -103,11 +103,11 @@ function paretoPicture(plans, rows, chosen) {
       draw("text", { x: room.left - 6, y: last + 4, "text-anchor": "end" }, seconds(each)));
   }
   picture.append(draw("text", { x: width - room.right, y: height - 6, "text-anchor": "end" }, "memory of the fullest device"),
-    draw("text", { x: room.left + 5, y: room.top + 11 }, "seconds a step"));
+    draw("text", { x: room.left, y: 13 }, "seconds a step (logarithmic)"));
   if (limited) {
     picture.append(line({ x1: x(plans.usable), x2: x(plans.usable), y1: room.top, y2: height - room.bottom,
       stroke: "var(--bad)", "stroke-dasharray": "5 4" }),
-    draw("text", { x: x(plans.usable) - 5, y: room.top + 26, "text-anchor": "end" }, `usable: ${bytes(plans.usable)}`));
+    draw("text", { x: x(plans.usable) - 5, y: x(plans.usable) > 0.6 * width ? 13 : room.top + 12, "text-anchor": "end" }, `usable: ${bytes(plans.usable)}`));
   }
   const front = plans.pareto.map(plan => points.find(row => row.plan === plan)).filter(Boolean);
   const steps = front.map((row, n) => 

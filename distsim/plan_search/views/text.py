@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from distsim.plan import Plan
 from distsim.plan_search.results import SearchResult
+from distsim.plan_search.training.columns import plan_cost_columns
 from distsim.plan_search.trial import PlanTrial
-from distsim.report.difference import difference_table, differences, faster_or_slower
 from distsim.simulation.explain.text import count, rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
@@ -22,10 +23,7 @@ def describe(result: SearchResult) -> str:
         lines += ["", *_front(result)] if len(result.pareto) > 1 else []
     else:
         lines += ["", f"none of {count(len(result.trials), 'plan')} fits in memory"]
-    lines += _nearly(result)
-    winners = result.winners
-    if len(winners) > 1:
-        lines += ["", *difference(*winners[:2])]
+    lines += [*_nearly(result), *why(result)]
     return "\n".join(lines)
 
 
@@ -48,7 +46,9 @@ def best_table(result: SearchResult) -> list[str]:
     """Return the table of the best plans, and below it what all of their plans say."""
     plans = [short(trial.plan).split(",") for trial in result.winners]
     shared = [part for part in plans[0] if len(plans) > 1 and all(part in other for other in plans)]
-    header = ("", "step", "90 %, s", f"{result.step.unit}/s/device", "MFU", "memory", "bound by", "plan")
+    unit, estimates = result.step.unit, [result.estimate(trial) for trial in result.winners]
+    costs = plan_cost_columns(estimates, unit) if result.costs.shown else {}
+    header = ("", "step", "90 %, s", f"{unit}/s/device", "MFU", "memory", *costs, "bound by", "plan")
     rows = [
         (
             str(place),
@@ -57,10 +57,11 @@ def best_table(result: SearchResult) -> list[str]:
             rate_text(result.rate(trial)),
             f"{result.mfu_of(trial):.1%}",
             bytes_label(trial.peak),
+            *(cell(estimate) for cell in costs.values()),
             trial.bound_by(),
             ",".join(part for part in own if part not in shared) or "as all",
         )
-        for place, (trial, own) in enumerate(zip(result.winners, plans, strict=True), 1)
+        for place, (trial, own, estimate) in enumerate(zip(result.winners, plans, estimates, strict=True), 1)
     ]
     return [*_left_last(header, rows), *([f"all of them with {','.join(shared)}"] if shared else [])]
 
@@ -107,14 +108,23 @@ def _nearly(result: SearchResult) -> list[str]:
     return ["", "nearly fits:", *_left_last(("step", "memory", "", "plan"), rows, 1)]
 
 
-def difference(first: PlanTrial, second: PlanTrial) -> list[str]:
-    """Say why a plan is faster or slower than another: what their critical paths consist of, side by side."""
-    found = differences((first.seconds, first.parts), (second.seconds, second.parts))
-    rows = difference_table(found, first.seconds, "on the critical path")
-    fields = [str(trial.plan).split(",") for trial in (first, second)]
-    own, others = (
-        ",".join(part for part in these if part not in those) for these, those in (fields, fields[::-1])
-    )
-    names = own or f"the plan without {others}", others or f"the plan without {own}"
-    line = f"{names[0]} is {faster_or_slower(first.seconds, second.seconds)} {names[1]}"
-    return [f"{line}:", *rows] if rows else [f"{line}; no kind of work makes much of a difference"]
+def why(result: SearchResult) -> list[str]:
+    """Say why the best is best, beside the second and beside the plan that it is searched against."""
+    own, winners = result.own, result.winners[:2]
+    mine = None if own is None else f"{short(own.plan)} (yours)"
+    if not winners:
+        return [] if own is None else ["", f"{mine}: {_lack(own)}"]
+    names = {trial.text: short(trial.plan) for trial in winners}
+    if own is not None and mine is not None:
+        names[own.text] = mine
+        winners = (*winners, *([] if own.text in {trial.text for trial in winners} else [own]))
+    if len(winners) < 2:
+        return []
+    found = result.compare(*winners)
+    steps = tuple(replace(step, name=names[step.name]) for step in found.steps)
+    lines = ["", "why the best is best:", *str(replace(found, steps=steps)).splitlines()]
+    return [*lines, "", f"{mine} is the best"] if own is not None and own.text == result.best.text else lines
+
+
+def _lack(trial: PlanTrial) -> str:
+    return f"{bytes_label(trial.missing)} too much" if trial.missing else seconds_text(trial.seconds)

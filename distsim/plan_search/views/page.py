@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from distsim.plan_search.results import STATUSES, SearchResult, status_of
-from distsim.plan_search.text import short
-from distsim.report.difference import differences
+from distsim.plan_search.views.text import short
 
 MOST_PLANS = 5000
 """Plans of a page's table: those that fit first, the best of them first."""
 
 
 def plans_part(result: SearchResult) -> dict[str, Any]:
-    """Return a row for each plan, what the best differ in from the first of them, and what was left out."""
+    """Return a row for each plan, in what the other best ones, and the plan that they are searched against,
+    differ from the first, and what was left out."""
     trials = {trial.text: trial for trial in result.trials}
     every = [trials[row["plan"]] for row in result.rows()]
     first = {status: place for place, status in enumerate(STATUSES)}
     every.sort(key=lambda trial: (not trial.fits, first[status_of(trial)]))  # stable: the best stay first
     shown = every[:MOST_PLANS]
-    best, *others = result.winners or (None,)
     return {
         "unit": result.step.unit,
         "objective": result.objective,
@@ -40,20 +39,30 @@ def plans_part(result: SearchResult) -> dict[str, Any]:
             for trial in shown
         ],
         "pareto": [short(trial.plan) for trial in result.pareto],
-        "differences": [
-            {
-                "plan": short(other.plan),
-                "seconds": other.seconds - best.seconds,
-                "parts": [
-                    [own.part, own.first, own.second]
-                    for own in differences((best.seconds, best.parts), (other.seconds, other.parts))
-                ],
-            }
-            for other in others
-            if best is not None
-        ],
+        "differences": _differences(result),
         "left_out": len(every) - len(shown),
     }
+
+
+def _differences(result: SearchResult) -> list[dict[str, Any]]:
+    """Return in what plans differ from the best: the own one first, then the other best ones."""
+    best, *others = result.winners or (None,)
+    if best is None:
+        return []
+    compared = [(f"{place}. {short(other.plan)}", other) for place, other in enumerate(others, 2)]
+    if result.own is not None and result.own.text != best.text:
+        compared.insert(0, (f"yours: {short(result.own.plan)}", result.own))
+    if not compared:
+        return []
+    found = result.compare(best, *(other for _, other in compared))
+    return [
+        {
+            "plan": name,
+            "seconds": found.steps[number].seconds - found.steps[0].seconds,
+            "parts": [[own.part, own.first, own.second] for own in found.differences(number)],
+        }
+        for number, (name, _) in enumerate(compared, 1)
+    ]
 
 
 COLUMNS = ("plan", "status", "step", "low", "high", "rate", "mfu", "memory", "missing", "note")
