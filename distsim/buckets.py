@@ -15,19 +15,24 @@ UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**2
 
 class Fill(NamedTuple):
     """What makes a bucket full: ``limit``, or ``by_rank`` for each rank if that is more; of the first bucket
-    ``first``, if there is one; in bytes as they are sent, or in ``elements``."""
+    ``first``, if there is one; in bytes as they are sent, or in ``elements``. ``held``: the bytes of buffers
+    in which all gradients are, from the start of the step to its end, by byte as it is sent."""
 
     limit: int
     by_rank: int = 0
     first: int | None = None
     elements: bool = False
+    held: float = 0.0
 
 
 BUCKETS = {
     # torch/nn/parallel/distributed.py: bucket_cap_mb=25; dist._DEFAULT_FIRST_BUCKET_BYTES = 1048576
     "torch": Fill(25 * 2**20, first=2**20),
+    # nanotron, optim/gradient_accumulator.py: sums in float32, and DDP's buckets of half as many bytes, each
+    # of which is added to them, and sums are sent (get_fp32_accum_hook)
+    "nanotron": Fill(50 * 2**20, first=2 * 2**20, held=1.5),
     # Megatron-LM core/distributed/distributed_data_parallel.py: max(40000000, 1000000 * dp size) parameters
-    "megatron": Fill(40_000_000, by_rank=1_000_000, elements=True),
+    "megatron": Fill(40_000_000, by_rank=1_000_000, elements=True, held=1.0),
     # DeepSpeed runtime/zero/config.py: reduce_bucket_size 5e8 elements
     "deepspeed": Fill(500_000_000, elements=True),
 }
@@ -45,6 +50,8 @@ class Buckets:
     and its parameters are gathered together. ``early``: a bucket is reduced while the last backward pass, or
     that of each microbatch, still runs; else after it, or it waits for that. ``ahead``: new parameters are
     gathered bucket by bucket during the first forward pass of the next step, in place of at the end.
+    ``held``: see :class:`Fill`. ``blocking``: the parameters of a layer are gathered one by one, when it
+    comes to them.
     """
 
     limit: int
@@ -53,6 +60,8 @@ class Buckets:
     early: bool = True
     layers: bool = False
     ahead: bool = False
+    blocking: bool = False
+    held: float = 0.0
 
 
 def parse_bucket(text: object) -> Fill:
@@ -79,14 +88,17 @@ elements=True))
     return Fill(number, elements=True) if unit == "p" else Fill(number * UNITS[unit])
 
 
-def buckets_of(text: str, dp: int, early: bool, layers: bool, ahead: bool = False) -> Buckets:
+def buckets_of(
+    text: str, dp: int, early: bool, layers: bool, ahead: bool = False, blocking: bool = False
+) -> Buckets:
     """Return the buckets of ``bucket=`` for so many data-parallel ranks; or of ``layers``.
 
     Megatron-LM makes no buckets where it does not overlap: one holds all of a rank's gradients.
     """
     if layers or (text == "megatron" and not early):
-        return Buckets(2**62, 2**62, early=early, layers=layers, ahead=ahead)
+        held = 0.0 if layers else parse_bucket(text).held
+        return Buckets(2**62, 2**62, early=early, layers=layers, ahead=ahead, blocking=blocking, held=held)
     fill = parse_bucket(text)
     limit = max(fill.limit, fill.by_rank * dp)
     first = limit if fill.first is None else fill.first
-    return Buckets(limit, first, fill.elements, early, ahead=ahead)
+    return Buckets(limit, first, fill.elements, early, ahead=ahead, held=fill.held)

@@ -85,7 +85,8 @@ class Division(NamedTuple):
         divided: tuple[int, str, Buckets | None] = (0, "always", None)
         if plan.dp * plan.cp > 1:
             early, ahead = plan.overlap_grads == "on", plan.overlap_params == "on"
-            buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero == 3, ahead)
+            blocking = plan.reshard == "blocking"
+            buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero == 3, ahead, blocking)
             divided = plan.zero, plan.resharding, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)

@@ -37,10 +37,11 @@ ZERO = (0, 1, 2, 3)
 """What is divided over dp (Rajbhandari et al. 2020): nothing; the optimizer's state with master copies;
 gradients too; parameters too, which are gathered where they are used."""
 
-RESHARD = ("always", "never", "auto")
+RESHARD = ("always", "never", "auto", "blocking")
 """What becomes of a parameter that forward gathered: it is gathered again for backward, or kept; or, as
 torchtitan's fsdp_reshard_after_forward "default", kept with several pipeline ranks, else gathered again but
-for those of the last unit, norm and output head, with which backward begins."""
+for those of the last unit, norm and output head, with which backward begins; or gathered again, and each by
+itself when a layer comes to it, which waits (DeepSpeed until 0.5)."""
 
 
 SWITCH = ("off", "on")

@@ -88,10 +88,11 @@ STACKS = {
             plan={3: {"reshard": "auto"}},
         ),
         Stack(
-            *("composer", "fsdp2", "triton", "eager", "none", "adamw", 1.0),
+            *("composer", "fsdp2", "triton", "eager_loss", "none", "adamw", 1.0),
             source="llm-foundry 0.1 to 0.4: models/mpt/configuration_mpt.py, attn_impl triton (of 2022, from "
-            "before FlashAttention-2), and its benchmarks' configuration: FSDP of torch with FULL_SHARD, "
-            "bfloat16 computing, activation_checkpointing off, gradient_clipping 1.0",
+            "before FlashAttention-2), modeling_mpt.py, loss_fn fused_crossentropy (flash_attn's), and its "
+            "benchmarks' configuration: FSDP of torch with FULL_SHARD, bfloat16 computing, "
+            "activation_checkpointing off, gradient_clipping 1.0",
         ),
         Stack(
             *("deepspeed", "mixed_bf16_grads", "flash2", "eager", "none", "adamw", None),
@@ -101,9 +102,21 @@ STACKS = {
             plan={zero: {"bucket": "deepspeed", "overlap_grads": "off"} for zero in (0, 1, 2)},
         ),
         Stack(
+            *("deepspeed_2021", "mixed_fp16", "math", "eager", "none", "adamw", None),
+            source="DeepSpeed of April 2021 (fbece50b), runtime/zero/constants.py: fp16, no clipping, as "
+            "deepspeed of stages 1 and 2; stage3.py and partition_parameters.py: parameters are gathered one "
+            "by one, each into a list of one tensor a rank; before each and after those of a module the device "
+            "is waited for (_allgather_param, _synchronize_communication)",
+            plan={
+                **{zero: {"bucket": "deepspeed", "overlap_grads": "off"} for zero in (0, 1, 2)},
+                3: {"reshard": "blocking"},
+            },
+        ),
+        Stack(
             *("nanotron", "mixed", "flash2", "eager", "none", "adamw", 1.0),
             source="nanotron, config/config.py and its example configurations: accumulate_grad_in_fp32, "
-            "FlashAttention-2, recompute_layer false, clip_grad 1.0",
+            "FlashAttention-2, recompute_layer false, clip_grad 1.0; buckets of torch's DDP",
+            plan={zero: {"bucket": "nanotron"} for zero in (0, 1)},
         ),
     )
 }

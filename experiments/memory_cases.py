@@ -27,7 +27,7 @@ from distsim.cost import CostModel
 from distsim.errors import DistsimError
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.truth import Case, MissingFeatureError, Row, case_of, read_rows, shown_peak
-from distsim.truth.prediction import measure_of, program_of
+from distsim.truth.prediction import measure_of, measured_rank, program_of
 
 TABLES = ("validate.csv", "calibrate.csv")
 
@@ -74,9 +74,10 @@ def compared(row: Row, case: Case) -> dict[str, Any]:
     """Return what a row measured and what is predicted, in GiB, with what was assumed."""
     topology = case.topology()
     memory = program_memory(program_of(case, CostModel(topology)))
-    fullest = max(memory.ranks, key=lambda use: use.peak)
+    rank = measured_rank(case, memory.peaks)
+    use = memory.ranks[rank]
     kind, unit = measure_of(row)
-    predicted = shown_peak(fullest.peak, kind, topology.devices[0]) / GIB
+    predicted = shown_peak(use.peak, kind, topology.devices[0]) / GIB
     measured = float(row["peak_mem_gb"]) * unit / GIB
     return {
         "id": row["id"],
@@ -86,8 +87,8 @@ def compared(row: Row, case: Case) -> dict[str, Any]:
         "kind": kind,
         "predicted_GiB": predicted,
         "error": predicted / measured - 1,
-        "rank": memory.ranks.index(fullest),
-        **{f"{name}_GiB": size / GIB for name, size in fullest.by_kind.items()},
+        "rank": rank,
+        **{f"{name}_GiB": size / GIB for name, size in use.by_kind.items()},
         "plan": str(case.plan),
         "precision": case.precision.name,
         "stack": case.stack.name,

@@ -204,6 +204,26 @@ def test_zero_3_by_layers(reshard, gathers):
         assert found["all_gather"][0] == gathers * (1 if reshard == "never" else microbatches)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_zero_3_that_waits_gathers_one_by_one(microbatches):
+    """Each parameter by itself, again for backward where that reads it; nothing is computed meanwhile."""
+    parameters = trained("fsdp2").parameters
+    program = step_on("fsdp2", "zero=3,reshard=blocking", microbatches)
+    count, nbytes = sent(program)["all_gather"]
+    together = sent(step_on("fsdp2", "zero=3", microbatches))["all_gather"]
+    assert count >= len(parameters) * microbatches > together[0] and nbytes == together[1]
+    # What a layer computes waits for the last gather before it.
+    ops = program.stages[0].forward.function.ops
+    gathered = {v for op in ops if op.op_type == "MPIAllgather" for v in op.outputs}
+    for op in ops:
+        if op.inputs and gathered.issuperset(op.inputs):
+            gathered.update(op.outputs)
+    waits = [
+        op for op in ops if op.op_type == "OptimizationBarrier" and not gathered.isdisjoint(op.inputs[1:])
+    ]
+    assert len(waits) >= 4
+
+
 def test_with_several_stages_nothing_is_gathered_again_by_default():
     assert [Plan(2, 1, pp, zero=3, reshard="auto").resharding for pp in (1, 2)] == ["auto", "never"]
 
@@ -218,6 +238,8 @@ def test_with_several_stages_nothing_is_gathered_again_by_default():
         ("torchtitan", "dp=2,zero=3", ("auto", "on", "auto")),
         ("deepspeed", "dp=2,zero=2", ("deepspeed", "off", "always")),
         ("deepspeed", "dp=2,zero=3", ("auto", "on", "always")),
+        ("deepspeed_2021", "dp=2,zero=3", ("auto", "on", "blocking")),
+        ("nanotron", "dp=2,zero=1", ("nanotron", "on", "always")),
     ],
 )
 def test_stacks_reduce_as_their_framework_does(stack, plan, fields):

@@ -99,6 +99,7 @@ CASES = [
     ("llama", Plan(2, 2, 1, 2), "full", "zero=3"),
     ("llama", Plan(2, 1, 3, 2), "full_early", "zero=3"),
     ("llama", Plan(2, 1, 2, 2), "full", "zero=3,reshard=never"),
+    ("llama", Plan(2, 1, 1, 2), "full", "zero=3,reshard=blocking"),
     ("llama, gradients", Plan(4, 2, 1, 1), "none", "zero=3"),
     ("odd mlp", Plan(3, 1, 1, 2), "none", "zero=3,reshard=never"),
     ("odd mlp", Plan(4, 1, 3, 3, "gpipe"), "full", "zero=3"),

@@ -250,11 +250,18 @@ class TestHierarchy:
     def test_three_levels(self):
         levels = [Level("node", Link(1e11), 4), Level("pod", Link(1e10), 16), Level("all", Link(1e9))]
         topology = Topology.hierarchical(Device(0, "gpu"), 64, levels)
-        times = collective_algorithms("reduce_scatter", 1.6e9, tuple(topology.devices), topology)
+        group = tuple(topology.devices)
+        times = collective_algorithms("all_reduce", 1.6e9, group, topology)
         # S over 4 inside, S/4 over 16 across, of which 4 to a pod; by rails: min(1e10, 4 x 1e9).
-        assert times["hierarchical"] == pytest.approx(
-            3 / 4 * 1.6e9 / 1e11 + min(15 / 16 * 4e8 / 4e9, 3 / 4 * 4e8 / 1e10 + 3 / 4 * 1e8 / 1e9)
-        )
+        across = min(2 * 15 / 16 * 4e8 / 4e9, 2 * 3 / 4 * 4e8 / 1e10 + 2 * 3 / 4 * 1e8 / 1e9)
+        assert times["hierarchical"] == pytest.approx(2 * 3 / 4 * 1.6e9 / 1e11 + across)
+
+    @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "broadcast"])
+    def test_what_is_no_all_reduce_goes_around_rings(self, kind):
+        topology = cluster(64, 8, Link(1e11, 1e-6), Link(1e10, 1e-5))
+        times = collective_algorithms(kind, 1024, tuple(topology.devices), topology)
+        assert set(times) == {"ring", "rails"}
+        assert min(times.values()) == pytest.approx(448 * 1e-6 + 63 * 1e-5, rel=0.01)  # NCCL's tuning.cc
 
     def test_exchange_counts_peers_by_level(self):
         topology = cluster(2, 4, self.inside, self.across)

@@ -289,6 +289,27 @@ def test_another_schedule_of_the_same_stages_finds_what_its_calls_use(monkeypatc
     assert len(set(peaks)) > 1
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(("bucket", "share"), [("megatron", 1.0), ("nanotron", 1.5)])
+def test_buffers_hold_gradients_all_step(bucket, share, microbatches):
+    """So many bytes a byte of parameters, whatever was made of gradients yet; composed as written out."""
+    joint = differentiate(small_gpt(), Adam())
+    order = schedule("1f1b", 2, microbatches)
+    program, plain = (
+        laid_out(joint, mesh_of(2, 1, 2), order, zero=f"zero=0,bucket={kind}") for kind in (bucket, "torch")
+    )
+    assert (program.parts.held, plain.parts.held) == (share, 0.0)
+    found, as_they_come = program_memory(program), program_memory(plain)
+    expected = peak_memory(program.to_function(steady=True), share)
+    assert {d: described(found.devices[d]) for d in expected} == {
+        d: described(use) for d, use in expected.items()
+    }
+    for use, other in zip(found.ranks, as_they_come.ranks, strict=True):
+        assert use.by_kind["gradients"] == round(share * use.by_kind["parameters"])
+        assert use.peak >= other.peak - other.by_kind["gradients"] + use.by_kind["gradients"]
+    assert_same_memory(plain)
+
+
 def test_missing_says_by_how_much_it_does_not_fit():
     program = layers(2, 2, "1f1b")
     found = program_memory(program)

@@ -12,7 +12,7 @@ from distsim.models.decoder_sizes import DropoutRates
 from distsim.plan import Plan
 from distsim.truth import MissingFeatureError, case_of
 from distsim.truth.row import cell, number, plain
-from distsim.truth.stage_layers import StageSizes, stages_of
+from distsim.truth.stage_layers import StageSizes, _redistributed_last, stages_of
 
 FIELDS = {field.name for field in fields(Plan)}
 
@@ -32,7 +32,7 @@ def test_a_row_of_torchtitan():
     assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
     assert (case.attention, case.kernels, case.stack.name) == ("flash2", "eager", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated
-    assert case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled"
+    assert case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled_blocks"
     assert case_of(LLAMA | {"framework": "OLMo"}).assumed == ("the stack torchtitan for olmo",)
 
 
@@ -116,7 +116,11 @@ def test_what_cannot_be_expressed_is_named(changed, missing):
         ({"recompute": "every 2nd layer"}, "remat", "every:2"),
         ({"recompute": "yes"}, "remat", "full"),
         ({"recompute": "selective (per-op SAC)"}, "remat", "ops:MatMul/2+Attention"),
-        ({"recompute": "selective (per-op SAC)", "precision": "fp8"}, "remat", "ops:Attention"),
+        (
+            {"recompute": "selective (per-op SAC)", "precision": "fp8"},
+            "remat",
+            "ops:Float8MatMul/2+MatMul/2+Attention",
+        ),
         ({"global_batch": "", "n_microbatches": "4"}, "microbatches", 4),
         ({"dp": "", "n_gpus": "4"}, "dp", 1),
         ({"global_batch": "1,024"}, "microbatches", 512),
@@ -239,7 +243,8 @@ def test_nodes_that_aws_joins_have_the_links_of_its_adapters():
     [
         ({"precision": "bf16, fp32 grad accumulation"}, "mixed"),
         ({"precision": "BF16"}, "mixed"),
-        ({"precision": "fp16/bf16"}, "mixed"),
+        ({"precision": "fp16/bf16"}, "mixed_fp16"),
+        ({"precision": "bf16/fp16"}, "mixed"),
         ({"precision": "float32"}, "fp32"),
         ({"precision": "TF32"}, "tf32"),
         ({"precision": "mxfp8"}, "mixed_fp8"),
@@ -281,10 +286,31 @@ def test_layers_of_stages():
     sizes = StageSizes(32, 8, 3072, 128_000, 2048)
     assert sizes.head == pytest.approx(2 * 3072 * 128_000 / (24 * 3072**2 + 4 * 2048 * 3072))
     assumed: list[str] = []
-    assert stages_of(sizes, "1f1b with layer redistribution", assumed) == "5-5-5-4-4-4-4-1"
-    assert assumed == ["layers a stage 5-5-5-4-4-4-4-1"]
-    assert stages_of(sizes, "final-stage layers=1", assumed) == "5-5-5-4-4-4-4-1"
+    assert stages_of(sizes, "1f1b with layer redistribution", assumed) == "4-4-4-4-4-5-5-2"
+    assert assumed == ["layers a stage 4-4-4-4-4-5-5-2"]
+    assert stages_of(sizes, "final-stage layers=1", assumed) == "4-4-4-4-5-5-5-1"
     assert stages_of(sizes, "final-stage layers=4", assumed) == stages_of(sizes, "", assumed) == "layers"
+
+
+@pytest.mark.parametrize(("vocab", "last"), [(256_000, 0), (128_000, 2), (64_000, 3), (32_000, 4)])
+@pytest.mark.parametrize("seq", [2048, 4096])
+def test_layers_that_are_redistributed(vocab, last, seq):
+    """As many as eight published runs had (Vocabulary Parallelism, exp_one_host.csv)."""
+    assert _redistributed_last(StageSizes(32, 8, 3072, vocab, seq)) == last
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "hidden", "ffn", "cut"),
+    [(32, 4, 4096, 14336, "9-9-8-6"), (16, 2, 2048, 8192, "11-5"), (32, 2, 4096, 14336, "18-14")],
+)
+def test_layers_that_are_cut_by_weights(layers, stages, hidden, ffn, cut):
+    """What models/base.py of nanotron gives, run by hand; 131,072 words."""
+    sizes = StageSizes(layers, stages, hidden, 131_072, 4096, ffn, by_weights=True)
+    assumed: list[str] = []
+    assert stages_of(sizes, "", assumed) == cut
+    assert assumed == [f"layers a stage {cut}"]
+    with pytest.raises(MissingFeatureError, match="stages of no layer"):
+        stages_of(StageSizes(16, 8, 2048, 131_072, 4096, 8192, by_weights=True), "", [])
 
 
 def test_cells():

@@ -49,6 +49,7 @@ def test_a_peak_is_compared_with_what_was_measured():
     assert measure_of(LLAMA) == ("reserved", 2**30)
     assert measure_of({"mem_kind": "GiB nvidia-smi"}) == ("nvidia-smi", 2**30)
     assert measure_of({}) == ("allocated", 2**30)
+    assert measure_of({"mem_kind": "GB (torch peak; GB vs GiB not stated)"}) == ("allocated", 2**30)
     with pytest.raises(MissingFeatureError, match="unit"):
         measure_of({"mem_kind": "pages"})
 

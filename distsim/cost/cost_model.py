@@ -98,7 +98,8 @@ class CostModel:
         """Seconds of a communication op over one group; for a transfer, the group's first is the root.
 
         Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
-        ``TopologyError`` when nothing links two devices of the group.
+        ``TopologyError`` when nothing links two devices of the group. What is gathered into a list
+        (``listed=1``) takes the host, which waits for it, the time of a tensor for each rank besides.
         """
         kind, nbytes = collective_of(signature, group)
         self._forget_old_topology()
@@ -107,6 +108,8 @@ class CostModel:
         if found is None:
             cost = self.rules.communicate(kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
             found = self._communication[key] = usable(signature, cost)
+        if self.kernels and signature.attributes.get("listed", 0) and len(group) > 1:
+            found += len(group) * max([device.rates.tensor for device in group])
         return found
 
     def launch_seconds(self, signature: Signature, device: Device) -> float:

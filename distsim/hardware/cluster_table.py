@@ -66,6 +66,7 @@ class DeviceTable(_Strict, frozen=True):
     processors: Amount | None = None
     spread: Amount | None = None
     slowdown: Amount | None = None
+    variation: Amount | None = None
     power: Amount | None = None
     power_limit: Amount | None = None
     host_power: Amount | None = None
@@ -129,6 +130,7 @@ DEVICE_UNITS: dict[str, Units] = {
     "processors": NUMBER,
     "spread": NUMBER,
     "slowdown": NUMBER,
+    "variation": NUMBER,
     "power": POWER,
     "power_limit": POWER,
     "host_power": POWER,

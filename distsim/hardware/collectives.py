@@ -151,7 +151,8 @@ def ring_algorithms(kind: str, nbytes: float, route: Route) -> dict[str, float]:
         bandwidth = min(inner.bandwidth, inner.size * outer.bandwidth)
         hops = (route.size - outer.size) * inner.latency + (outer.size - 1) * outer.latency
         times["rails"] = _passes(kind, nbytes, route.size, bandwidth, hops)
-        times["hierarchical"] = _hierarchical(kind, nbytes, inner, outer)
+        if kind == "all_reduce":
+            times["hierarchical"] = _hierarchical(nbytes, inner, outer)
     return times
 
 
@@ -165,18 +166,14 @@ def _pass_bytes(kind: str, nbytes: float, size: int) -> float:
     return nbytes if kind == "broadcast" else nbytes * (size - 1) / size
 
 
-def _hierarchical(kind: str, nbytes: float, inner: Route, outer: Route) -> float:
+def _hierarchical(nbytes: float, inner: Route, outer: Route) -> float:
+    """Seconds of an all-reduce in three steps: inside, across, inside."""
+
     def best(part: str, size: float, route: Route) -> float:
         return fastest(ring_algorithms(part, size, route))[1]
 
-    if kind == "broadcast":
-        return best(kind, nbytes, outer) + best(kind, nbytes, inner)
-    across = best(kind, nbytes / inner.size, outer)
-    if kind == "all_reduce":
-        inside = best("reduce_scatter", nbytes, inner) + best("all_gather", nbytes, inner)
-    else:
-        inside = best(kind, nbytes, inner)
-    return inside + across
+    inside = best("reduce_scatter", nbytes, inner) + best("all_gather", nbytes, inner)
+    return inside + best("all_reduce", nbytes / inner.size, outer)
 
 
 def pairwise_algorithms(kind: str, nbytes: float, route: Route, exchange: PeerCosts) -> dict[str, float]:
@@ -271,7 +268,7 @@ def _ring_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> tuple
     """Return the latency and the loads of an algorithm."""
     inner, outer = route.inner, route.outer
     if algorithm == "hierarchical" and inner is not None and outer is not None:
-        return _hierarchical_loads(kind, nbytes, inner, outer)
+        return _hierarchical_loads(nbytes, inner, outer)
     latency = ring_algorithms(kind, 0.0, route)[algorithm]  # sizes enter in proportion
     if algorithm == "tree":
         return latency, [(ring_hops(route.family), 2 * nbytes)]
@@ -287,18 +284,14 @@ def _ring_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> tuple
     return latency, [*inside, (ring_hops(rails_of(route.parts, count)), moved / count)]
 
 
-def _hierarchical_loads(kind: str, nbytes: float, inner: Route, outer: Route) -> tuple[float, list[Load]]:
+def _hierarchical_loads(nbytes: float, inner: Route, outer: Route) -> tuple[float, list[Load]]:
     def best(part: str, size: float, route: Route) -> tuple[float, list[Load]]:
         return _ring_loads(part, size, route, fastest(ring_algorithms(part, size, route))[0])
 
-    if kind == "broadcast":
-        inside, across = best(kind, nbytes, inner), best(kind, nbytes, outer)
-        first = {part[0] for part in inner.family}  # one rank of each part takes it from outside
-        leading = [(tuple([hop for hop in hops if hop[0] in first]), size) for hops, size in across[1]]
-        return inside[0] + across[0], [*leading, *inside[1]]
-    steps = [best(kind, nbytes / inner.size, outer)]
-    for part in ("reduce_scatter", "all_gather") if kind == "all_reduce" else (kind,):
-        steps.append(best(part, nbytes, inner))
+    steps = [
+        best("all_reduce", nbytes / inner.size, outer),
+        *[best(part, nbytes, inner) for part in ("reduce_scatter", "all_gather")],
+    ]
     return sum(latency for latency, _ in steps), [load for _, loads in steps for load in loads]
 
 

@@ -35,12 +35,12 @@ from distsim.hardware.cluster_table import (
     LevelTable,
     NodesTable,
     Raw,
-    SlowTable,
     merged,
     with_setting,
 )
 from distsim.hardware.power import speed_under_limit
 from distsim.hardware.units import Units, parse_quantity, unit_named
+from distsim.hardware.variation import slowed, speed_of_slowest
 from distsim.ir.device import Device
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.link import Link
@@ -123,13 +123,15 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
     si = {name: figure.si_value for name, figure in read.figures.items()}
     joining = [each for each in table.levels if each.group_size != 1 or table.devices_per_node > 1]
     try:
-        first, levels = _device(table.device, si), [_level(level, si) for level in joining]
-        devices = [each for kind in table.nodes for each in [_device_of_kind(read, kind, first)] * kind.count]
+        first, levels = _device(table.device, si, count), [_level(level, si) for level in joining]
+        kinds = [(_device_of_kind(read, kind, first, count), kind.count) for kind in table.nodes]
+        devices = [each for each, own in kinds for _ in range(own)]
         if not devices and not table.slow:
             return Topology.hierarchical(first, count, levels)
-        every = [each for each in devices or [first] * nodes for _ in range(table.devices_per_node)]
-        slowed = _slowed(every, table.slow, table.devices_per_node)
-        return Topology.of_devices(slowed, levels)
+        each_node = devices or [first] * nodes
+        every = [device for device in each_node for _ in range(table.devices_per_node)]
+        made = slowed(every, table.slow, table.devices_per_node)
+        return Topology.of_devices(made, levels)
     except TopologyError as error:
         said = str(error)
         raise TopologyError(said if said.startswith(read.origin) else f"{read.origin}: {said}") from error
@@ -166,8 +168,9 @@ def _changes(kind: NodesTable) -> str:
 # --- devices and levels ------------------------------------------------------------------------------------
 
 
-def _device(table: DeviceTable, si: Mapping[str, float]) -> Device:
-    return Device(
+def _device(table: DeviceTable, si: Mapping[str, float], count: int) -> Device:
+    """Return a device of so many, as fast as the slowest of them."""
+    device = Device(
         0,
         table.kind,
         si["device.throughput"],
@@ -185,6 +188,8 @@ def _device(table: DeviceTable, si: Mapping[str, float]) -> Device:
         _link(si, "device.host_link") if table.host_link else None,
         _rates(table, si),
     )
+    share = speed_of_slowest(si.get("device.variation", 0.0), count)
+    return replace(device, flops_efficiency=device.flops_efficiency * share)
 
 
 def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
@@ -203,7 +208,7 @@ def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
     )
 
 
-def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device) -> Device:
+def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device, count: int) -> Device:
     """Return the device of a kind of nodes: that of the file, or of its ``base``, with what it changes."""
     if kind.base is not None and kind.base not in presets():
         raise TopologyError(
@@ -219,48 +224,13 @@ def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device) -> Devi
     own = replace(read, origin=f"{read.origin}: nodes", text="", settings=())
     table = cluster_table(own.origin, raw, "").device
     found = {figure.name: figure.si_value for figure in _figures(own, table, ())}
-    device = _device(table, found)
+    device = _device(table, found, count)
     if (device.block, device.segment) != (first.block, first.segment):
         raise TopologyError("device.block and device.segment must be the same on all nodes")
     return device
 
 
 _NO_LINK: Raw = {"bandwidth": "1 GB/s", "latency": "1 us", "efficiency": 1.0}
-
-
-def _slowed(devices: Sequence[Device], slow: Sequence[SlowTable], per_node: int) -> list[Device]:
-    """Return the devices, those that are slow with all of computation as much slower."""
-    made, count = list(devices), len(devices)
-    seen: set[int] = set()
-    for table in slow:
-        if not table.nodes and not table.devices:
-            raise TopologyError("slow: give nodes or devices, by number from 0, as in nodes = [3]")
-        of_nodes = [
-            node * per_node + i for node in table.nodes if node * per_node < count for i in range(per_node)
-        ]
-        beyond = [f"node {node}" for node in table.nodes if node * per_node >= count]
-        beyond += [f"device {place}" for place in table.devices if place >= count]
-        if beyond:
-            raise TopologyError(
-                f"slow: there is no {beyond[0]} among {count // per_node} nodes of {per_node} devices, "
-                "numbered from 0"
-            )
-        for place in (*of_nodes, *table.devices):
-            if place in seen:
-                raise TopologyError(f"slow: device {place} is named twice; give it one factor")
-            seen.add(place)
-            made[place] = _slower(made[place], table.factor)
-    return made
-
-
-def _slower(device: Device, factor: float) -> Device:
-    return replace(
-        device,
-        throughput=device.throughput / factor,
-        peaks=tuple((dtype, peak / factor) for dtype, peak in device.peaks),
-        dram_bandwidth=device.dram_bandwidth / factor,
-        kernel_launch_overhead=device.kernel_launch_overhead * factor,
-    )
 
 
 def _level(level: LevelTable, si: Mapping[str, float]) -> Level:

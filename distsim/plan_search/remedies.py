@@ -90,7 +90,7 @@ def _changes(plan: Plan, devices: int) -> Iterator[Change]:
         # With layers for buckets, and nothing to gather after the update.
         without: Change = {"bucket": "auto", "overlap_params": "off"}
         yield {"zero": 3} | {name: own for name, own in without.items() if getattr(plan, name) != own}
-    elif plan.dp > 1 and plan.reshard != "always":
+    elif plan.dp > 1 and plan.reshard not in ("always", "blocking"):
         yield {"reshard": "always"}
     for parts in SPLITS:
         yield {"microbatches": plan.microbatches * parts}

@@ -76,6 +76,8 @@ class Parts:
     there when the block runs, under any schedule. Raises :class:`IRError` that names the blocks, as ``B0@1``
     for the backward of stage 1, and, where blocks wait for each other, the cycle. ``like`` are parts that
     differ in sizes alone, and what stands for their keys: what was verified of them is so of these.
+    ``held``: the bytes of buffers that hold gradients all step, by byte of the parameters of a rank; 0 where
+    gradients take memory as they come.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Parts:
     given_halves: tuple[tuple[Block, Block], ...] | None = None
     overlap: Callable[[Function, Function], Function] = interleave
     like: tuple[Parts, Mapping[Value, Value]] | None = None
+    held: float = 0.0
 
     @cached_property
     def halves(self) -> tuple[tuple[Block, Block], ...]:

@@ -89,7 +89,7 @@ def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
         **{axis: size for axis, size in degrees.items() if size > 1 or axis in ("dp", "tp", "pp")},
         **{"microbatches": _microbatches(row, degrees["dp"]), "schedule": schedule, "chunks": chunks},
         "remat": _remat(row, stack, layers // stages, assumed),
-        **({"stages": _stages(row, stages, assumed)} if degrees["pp"] > 1 else {}),
+        **({"stages": _stages(row, stack, stages, assumed)} if degrees["pp"] > 1 else {}),
         **_context(row, stack, degrees["cp"]),
         **_sharding(row),
         **_sequence(row, stack, degrees["tp"]),
@@ -185,9 +185,9 @@ def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[str, int]:
     return name, chunks if takes is None else takes
 
 
-def _stages(row: Row, stages: int, assumed: list[str]) -> str:
+def _stages(row: Row, stack: Stack, stages: int, assumed: list[str]) -> str:
     text = f"{plain(row, 'schedule')} {plain(row, 'notes')}"
-    return stages_of(StageSizes.of(row, stages), text, assumed)
+    return stages_of(StageSizes.of(row, stages, stack.name == "nanotron"), text, assumed)
 
 
 # --- what is kept, divided, and when it travels -------------------------------------------------------------
@@ -216,9 +216,9 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
         return f"every{early}:{every[1] or every[2]}"
     if re.match(r"(selective|sac|attention|core)", text):
         if re.search(r"per-op|\bop\b|matmul", text):
-            # torchtitan, _op_sac_save_list: attention, what tp ranks scatter, and aten.mm, of which each
-            # second; of 8-bit products, aten._scaled_mm, none.
-            saved = "Attention" if eight_bits(row) else "MatMul/2+Attention"
+            # torchtitan, _save_list: attention, what tp ranks scatter, and aten.mm, of which each second. Of
+            # 8 bits too: a mode of dispatch sees aten.mm of Float8Tensor before it becomes aten._scaled_mm.
+            saved = "Float8MatMul/2+MatMul/2+Attention" if eight_bits(row) else "MatMul/2+Attention"
             return f"ops:{saved}+MPIReduceScatter" if number(row, "tp", 1) > 1 else f"ops:{saved}"
         if re.search(r"attention|core", text) or stack.name.startswith("megatron"):
             return "attention"

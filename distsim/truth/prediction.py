@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distsim.compose import parallelize
@@ -21,10 +22,13 @@ from distsim.truth.row import MissingFeatureError, Row, cell
 
 UNITS = {"gib": 2**30, "gb": 10**9}
 
+FIRST_RANK = ("nanotron",)
+"""Stacks that print the peak of the first rank alone (nanotron: helpers.py, ``log_throughput``)."""
+
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """Seconds of a step, bytes in use on the fullest device, which this is, and whether all of it fits.
+    """Seconds of a step, bytes in use on the device that is measured, and whether all of it fits.
 
     ``interval`` is where the measured seconds lie with 90 %; None where that is not known. ``best_shape`` are
     the seconds by the preset without its tables: kernels that all reach what their device reaches at best,
@@ -57,17 +61,22 @@ def predict(case: Case) -> PredictedStep:
     memory = program_memory(full_program(program))
     return PredictedStep(
         *(simulation.step_period, bare.step_period, simulation.interval()),
-        *(max(memory.peaks), topology.devices[0], not memory.missing),
+        *(memory.peaks[measured_rank(case, memory.peaks)], topology.devices[0], not memory.missing),
     )
+
+
+def measured_rank(case: Case, peaks: Sequence[int]) -> int:
+    """Return the pipeline rank whose peak a case measures: that of the highest, unless a stack prints one."""
+    return 0 if case.stack.name in FIRST_RANK else peaks.index(max(peaks))
 
 
 def measure_of(row: Row) -> tuple[str, int]:
     """Return what a peak is of, allocated, reserved or nvidia-smi, and the bytes of its unit.
 
-    Of a row that does not say it is what is allocated, in GiB. Raises :class:`MissingFeatureError` for a unit
-    that is neither GB nor GiB.
+    Of a row that does not say it is what is allocated, in GiB; so it is where GB or GiB is left open of what
+    torch counts, whose tools divide by 2^30. Raises :class:`MissingFeatureError` for a unit that is neither.
     """
-    text = cell(row, "mem_kind").lower()
+    text = re.sub(r"^gb(?=.*\btorch\b.*\bgb vs gib not stated)", "gib", cell(row, "mem_kind").lower())
     unit = re.match(r"gi?b\b", text) or re.search(r"\bgi?b\b", text)
     if text and not unit:
         raise MissingFeatureError(f"the unit of a peak {text!r:.60}")

@@ -13,7 +13,7 @@ from distsim.truth.row import MissingFeatureError, Row, plain
 FRAMEWORKS = (
     ("torchtitan", "torchtitan", None),
     ("nanotron", "nanotron", None),
-    ("megatron.?deepspeed", "deepspeed", "fused"),  # the model is Megatron-LM's
+    ("megatron.*deepspeed", "deepspeed", "fused"),  # the model is Megatron-LM's
     ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
     ("composer|llm-?foundry", "composer", None),
     ("fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
@@ -62,13 +62,13 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
 
     Raises :class:`MissingFeatureError` for a framework, an attention or a type that is not known.
     """
-    stack, kernels = _stack(row)
+    stack, kernels = _stack(row, zero)
     framework = plain(row, "framework")
     if stack.name.partition("_")[0] not in framework:
         assumed.append(f"the stack {stack.name} for {framework:.40}")
     said = " ".join([plain(row, "notes"), plain(row, "overlap"), framework])
     if re.search(r"torch[. ]?compile|\+ ?compile", said):
-        kernels = "compiled"
+        kernels = "compiled_blocks" if stack.name == "torchtitan" else "compiled"
     if kernels == "fused" and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
         kernels = "fused_loss"
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
@@ -79,18 +79,18 @@ def eight_bits(row: Row) -> bool:
     return bool(re.search(_EIGHT_BITS, plain(row, "precision")))
 
 
-def _stack(row: Row) -> tuple[Stack, str]:
+def _stack(row: Row, zero: int) -> tuple[Stack, str]:
     framework = plain(row, "framework")
     for pattern, name, kernels in FRAMEWORKS:
         if re.search(pattern, framework):
-            # Megatron-LM in fp16 without flash attention is that of 2021.
+            # Megatron-LM, or DeepSpeed with ZeRO-3, in fp16 without flash attention is that of 2021.
             old = (
-                name == "megatron"
+                (name == "megatron" or (name == "deepspeed" and zero == 3))
                 and _kind(row) != "flash"
                 and not re.search(_BRAIN, plain(row, "precision"))
                 and not eight_bits(row)
             )
-            stack = STACKS["megatron_2021" if old else name]
+            stack = STACKS[f"{name}_2021" if old else name]
             return stack, kernels or stack.kernels
     raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
 
@@ -119,7 +119,9 @@ def _attention(row: Row, stack: Stack, assumed: list[str]) -> str:
 
 
 def _precision(row: Row, stack: Stack, zero: int) -> Precision:
-    text, sharding = plain(row, "precision"), plain(row, "fsdp")
+    # Of two types of 16 bits between which a table does not decide it is the first.
+    text = re.sub(rf"({_HALF}|{_BRAIN})/({_HALF}|{_BRAIN})", r"\1", plain(row, "precision"))
+    sharding = plain(row, "fsdp")
     half, brain, eight = bool(re.search(_HALF, text)), bool(re.search(_BRAIN, text)), eight_bits(row)
     if re.search(r"(mx|nv)?fp4|int-?[48]|float-?4", text):
         raise MissingFeatureError(f"precision {text!r:.60}")

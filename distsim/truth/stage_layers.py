@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -10,19 +11,25 @@ from distsim.truth.row import MissingFeatureError, Row, number
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What decides how layers are cut: their number, the stages, and sizes of the model."""
+    """What decides how layers are cut: their number, the stages, and sizes of the model.
+
+    ``by_weights``: where a text says nothing, layers and head are cut by their weights, as nanotron does.
+    """
 
     layers: int
     stages: int
     hidden: int
     vocab: int
     seq: int
+    ffn: int = 0
+    by_weights: bool = False
 
     @staticmethod
-    def of(row: Row, stages: int) -> StageSizes:
+    def of(row: Row, stages: int, by_weights: bool = False) -> StageSizes:
         """Return those of a row."""
-        sizes = (number(row, column, 0) for column in ("hidden", "vocab", "seq"))
-        return StageSizes(number(row, "n_layers"), stages, *sizes)
+        hidden, vocab, seq, ffn = (number(row, column, 0) for column in ("hidden", "vocab", "seq", "ffn"))
+        by_weights = by_weights and ffn > 0
+        return StageSizes(number(row, "n_layers"), stages, hidden, vocab, seq, ffn, by_weights)
 
     @property
     def head(self) -> float:
@@ -43,8 +50,10 @@ def stages_of(sizes: StageSizes, text: str, assumed: list[str]) -> str:
     if last:
         return _with_last(sizes, int(last[1]))
     if "redistribut" in text:
-        # Vocabulary Parallelism (Yeung et al. 2025), section 6: the longest stage is made as short as can be.
-        return _with_last(sizes, _least_last(sizes), assumed)
+        # Vocabulary Parallelism (Yeung et al. 2025), section 6: stages are to be as long as each other.
+        return _with_last(sizes, _redistributed_last(sizes), assumed)
+    if sizes.by_weights:
+        return _by_weights(sizes, assumed)
     if sizes.layers % sizes.stages == 0:
         return "layers"
     if (sizes.layers + 2) % sizes.stages == 0:
@@ -54,15 +63,34 @@ def stages_of(sizes: StageSizes, text: str, assumed: list[str]) -> str:
     )
 
 
-def _least_last(sizes: StageSizes) -> int:
-    """Return how many layers the last stage holds for the longest stage to be the shortest."""
-    others = sizes.stages - 1
+def _by_weights(sizes: StageSizes, assumed: list[str]) -> str:
+    """Return the layers of each stage as nanotron cuts a model (models/base.py, ``build_model``).
 
-    def longest(last: int) -> float:
-        return max(-(-(sizes.layers - last) // others), last + sizes.head)
+    A layer costs 4 h^2 + 3 h f, as if all of attention's products were h by h, the head h V, the embedding
+    nothing; a stage takes blocks until what was taken is more than its share.
+    """
+    layer = 4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.ffn
+    total = sizes.layers * layer + sizes.hidden * sizes.vocab
+    counts, stage, taken = [0] * sizes.stages, 0, 0
+    for _ in range(sizes.layers):
+        counts[stage] += 1
+        taken += layer
+        stage += taken * sizes.stages > total * (stage + 1)
+    if not all(counts):
+        raise MissingFeatureError(f"stages of no layer: nanotron cuts {sizes.layers} layers into {counts}")
+    if len(set(counts)) == 1:
+        return "layers"
+    text = "-".join(map(str, counts))
+    assumed.append(f"layers a stage {text}")
+    return text
 
-    most = sizes.layers // sizes.stages
-    return min(range(most + 1), key=lambda last: (longest(last), -last))
+
+def _redistributed_last(sizes: StageSizes) -> int:
+    """Return how many layers the last stage holds: what the head leaves of a stage's share, rounded up.
+
+    So are the final-stage layers of the eight runs of which stages were timed (its exp_one_host.csv).
+    """
+    return max(math.ceil((sizes.layers + sizes.head) / sizes.stages - sizes.head), 0)
 
 
 def _with_last(sizes: StageSizes, last: int, assumed: list[str] | None = None) -> str:
@@ -71,8 +99,8 @@ def _with_last(sizes: StageSizes, last: int, assumed: list[str] | None = None) -
         raise MissingFeatureError(
             f"stages of no layer: {last} of {sizes.layers} on the last of {sizes.stages}"
         )
-    more = rest % others
-    counts = [rest // others + 1] * more + [rest // others] * (others - more) + [last]
+    more = rest % others  # what is left goes to the stages before the last (their transformer_block.py)
+    counts = [rest // others] * (others - more) + [rest // others + 1] * more + [last]
     if len(set(counts)) == 1:
         return "layers"
     text = "-".join(map(str, counts))

@@ -57,8 +57,11 @@ class MemoryUse:
         return max(self.peak - device.usable, 0)
 
 
-def peak_memory(function: Function) -> dict[Device, MemoryUse]:
+def peak_memory(function: Function, held: float = 0.0) -> dict[Device, MemoryUse]:
     """Return the memory in use on each device of the function.
+
+    ``held``: the bytes of buffers that hold gradients all the time, by byte of the parameters of a device; 0
+    where gradients take memory as they come.
 
     >>> from distsim.ir import Float, FunctionMaker, Role, Tensor
     >>> gpu = Device(0, "gpu")
@@ -70,14 +73,16 @@ def peak_memory(function: Function) -> dict[Device, MemoryUse]:
     1200
     """
     classes = placement_classes(function)
-    first = _from_start(function, whole(function), classes)
+    first = _from_start(function, whole(function), classes, held=held)
     found: dict[Device, MemoryUse] = {}
     for use, group in zip(memory_uses(first), classes.members, strict=True):
         found.update(dict.fromkeys(group, use))
     return dict(sorted(found.items(), key=lambda item: item[0].id))
 
 
-def saved_by_module(function: Function, classes: MemoryRanks) -> tuple[dict[str, int], ...]:
+def saved_by_module(
+    function: Function, classes: MemoryRanks, held: float = 0.0
+) -> tuple[dict[str, int], ...]:
     """Return what the activations at the peak of each rank class consist of, by the module they come from.
 
     They sum to the kind ``activations`` of :func:`peak_memory`. Modules are those that :func:`origins` tells.
@@ -91,17 +96,21 @@ def saved_by_module(function: Function, classes: MemoryRanks) -> tuple[dict[str,
             if frame.plan.home[value] is value and frame.made(op, value) == ACTIVATIONS:
                 kinds[value] = len(KINDS) + number.setdefault(made[value], len(number))
     frame.known = kinds
-    use = _from_start(function, frame, classes, len(KINDS) + len(number))
+    use = _from_start(function, frame, classes, len(KINDS) + len(number), held)
     each = [[(module, row[len(KINDS) + n]) for module, n in number.items()] for row in use.peak_by_kind]
     return tuple([{module: nbytes for module, nbytes in row if nbytes} for row in each])
 
 
-def _from_start(function: Function, frame: Frame, classes: MemoryRanks, kinds: int = len(KINDS)) -> Use:
+def _from_start(
+    function: Function, frame: Frame, classes: MemoryRanks, kinds: int = len(KINDS), held: float = 0.0
+) -> Use:
     """Return the use of memory of a function that nothing calls, what it is given included."""
-    use = Use(classes, kinds)
+    use = Use(classes, kinds, held > 0)
     for value in function.inputs:
         use.change(value, KIND_OF_ROLE[value.role], +1, ())
-    use.append(Walk(classes, kinds).walk(function, frame), ())
+    if held:
+        use.hold(held)
+    use.append(Walk(classes, kinds, held > 0).walk(function, frame), ())
     return use
 
 

@@ -24,7 +24,8 @@ from distsim.simulation.memory.walk import KINDS, OneRank
 def program_memory(program: Program) -> ProgramMemory:
     """Return the memory in use on the devices of each rank, from parameters and data in place to the last op.
 
-    Equal, to the byte, to what :func:`peak_memory` says of ``program.to_function(steady=True)``. Nothing
+    Equal, to the byte, to what :func:`peak_memory` says of ``program.to_function(steady=True)``, with buffers
+    of gradients that the program's parts have (``Parts.held``). Nothing
     is written out, and what depends on the blocks alone is kept for other schedules and other numbers of
     microbatches. (A program in which a value of one microbatch is in the memory of a sum, but for the first
     two of a stage, is written out, and so is one in which copies of the model sum on one rank; their ranks
@@ -46,7 +47,7 @@ def program_saved_by_module(program: Program, device: Device) -> dict[str, int]:
     are written out for it.
     """
     rank = next(n for n, mesh in enumerate(program.mesh.slices("pp")) if device in mesh.devices)
-    return saved_by_module(rank_function(program, rank), OneRank())[0]
+    return saved_by_module(rank_function(program, rank), OneRank(), program.parts.held)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,6 @@ def _at(table: Table, changes: TableChanges, step: int, repetition: int) -> tupl
 
 
 def _written_out(program: Program) -> tuple[MemoryUse, ...]:
-    found = peak_memory(program.to_function(steady=True))
+    found = peak_memory(program.to_function(steady=True), program.parts.held)
     nothing = MemoryUse(0, dict.fromkeys(KINDS, 0), (), 0)
     return tuple([found.get(mesh.devices[0], nothing) for mesh in program.mesh.slices("pp")])

@@ -78,7 +78,8 @@ class RankCalls:
     before, :data:`LAST` if it goes on with them and :data:`BEGINS` if it makes what later ones read);
     ``sent`` are the slots of the transfers from it that follow calls, by number, ``brought`` those that such
     transfers bring. ``pairs`` are the places of the inputs that a call (kind and stage, the same sum) reads
-    as gradients if it overlaps another one (2 * its kind and stage, + 1 if that one comes first).
+    as gradients if it overlaps another one (2 * its kind and stage, + 1 if that one comes first). ``held``:
+    see :class:`distsim.program.parts.Parts`.
     """
 
     slots: tuple[Slot, ...]
@@ -88,6 +89,7 @@ class RankCalls:
     tail: tuple[TailCall, ...]
     outputs: Places
     pairs: tuple[tuple[tuple[int, int, int], tuple[int, ...]], ...]
+    held: float = 0.0
 
 
 class Rank(NamedTuple):
@@ -110,8 +112,10 @@ def size_of(type_: Type) -> int:
     return type_.allocated if isinstance(type_, Tensor) and type_.device is not None else 0
 
 
-def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
-    """Return what each rank does; raise :class:`Irregular` where sums do not belong to one stage.
+def ranks_of(table: Table, inputs: Sequence[ProgramInput], held: float = 0.0) -> tuple[Rank, ...]:
+    """Return what each rank does, with buffers of gradients (``Parts.held``).
+
+    Raises :class:`Irregular` where sums do not belong to one stage.
 
     So it does where weights are updated between the actions: versions of them come and go.
     """
@@ -144,7 +148,7 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput]) -> tuple[Rank, ...]:
             builders[rank].add_tail(row, block, rank, first // each)
     for key in table.outputs:
         builders[key.rank].outputs.append(builders[key.rank].place(key))
-    return tuple([builder.rank() for builder in builders])
+    return tuple([builder.rank(held) for builder in builders])
 
 
 def resized_ranks(ranks: Sequence[Rank], calls: TableCalls) -> tuple[Rank, ...]:
@@ -299,7 +303,7 @@ class _Builder:
         sizes = () if block.function is None else self.sizes_of(block.function)
         self.tail.append(TailCall(block.kind, block.function, reads, makes, sizes, copy))
 
-    def rank(self) -> Rank:
+    def rank(self, held: float) -> Rank:
         """Return the rank."""
         brought = {number: self.place(key)[0] for number, key in self.brought}
         calls = RankCalls(
@@ -310,5 +314,6 @@ class _Builder:
             tuple(self.tail),
             tuple(self.outputs),
             tuple(sorted(self.gradients.items())),
+            held,
         )
         return Rank(calls, self.stages, self.sent, brought, self.tail_number, self.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from typing import NamedTuple
 
-from distsim.ir import Function, Op, Value
+from distsim.ir import Function, Op, Role, Value
 from distsim.program.table import CONCAT
 from distsim.simulation.memory.excerpt import STEP, TAIL, CallKey, Excerpt, Sample
 from distsim.simulation.memory.peak import whole
@@ -28,7 +28,7 @@ Amounts = tuple[int, ...]
 
 NOTHING: Amounts = (0,) * (1 + len(KINDS))
 
-_WALK = Walk(OneRank())
+_WALKS = {held: Walk(OneRank(), held=held) for held in (False, True)}
 
 
 class Change(NamedTuple):
@@ -81,6 +81,7 @@ class RankUse:
     def __init__(self, calls: RankCalls, sample: Sample) -> None:
         excerpt = Excerpt(calls, sample)
         self.calls, self.origins, self.sizes = calls, excerpt.origins, list(excerpt.sizes.values())
+        self.held = calls.held > 0
         self._number = {value: number for number, value in enumerate(excerpt.places)}
         labels = [excerpt.places[value][1] for value in excerpt.inputs]
         self._labels = tuple(range(len(sample.ordinary)))
@@ -132,8 +133,11 @@ class RankUse:
             amounts = found[label]
             amounts[0] += self.sizes[number]
             amounts[1 + kind] += self.sizes[number]
-        start = tuple(found.pop(STEP))
-        return start, {label: tuple(amounts) for label, amounts in found.items()}
+        start = found.pop(STEP)
+        buffers = round(self.calls.held * start[1 + KIND_OF_ROLE[Role.PARAMETER]])
+        start[0] += buffers
+        start[1 + GRADIENTS] += buffers
+        return tuple(start), {label: tuple(amounts) for label, amounts in found.items()}
 
     # --- what rows do ---------------------------------------------------------------------------------
 
@@ -146,7 +150,7 @@ class RankUse:
         known = self._changes.get((one, two, same))
         if known is None:
             apart = two[1] if one[1] == two[1] and not same else STEP
-            known = _pair(self._calls[one], self._calls[two], function, apart)
+            known = _pair(self._calls[one], self._calls[two], function, apart, self.held)
             self._changes[one, two, same] = known
         return known
 
@@ -191,10 +195,10 @@ class RankUse:
         """Return what an op does that moves something."""
         peak = NOTHING
         for number, kind in row.made:
-            peak = _sum(peak, _amounts(self.sizes[number], kind))
+            peak = _sum(peak, self._amounts(self.sizes[number], kind))
         net, each = peak, dict[int, Amounts]()
         for number, kind, label in row.free:
-            gone = _amounts(-self.sizes[number], kind)
+            gone = self._amounts(-self.sizes[number], kind)
             if row.op is not None and row.op.op_type == CONCAT and label != STEP:
                 each[label] = _sum(each.get(label, NOTHING), gone)
             else:
@@ -205,15 +209,24 @@ class RankUse:
         """Return what is free after a call, but not in it."""
         after = [0] * len(NOTHING)
         for number, kind, _ in row.free:
-            after[0] -= self.sizes[number]
-            after[1 + kind] -= self.sizes[number]
+            if not (self.held and kind == GRADIENTS):
+                after[0] -= self.sizes[number]
+                after[1 + kind] -= self.sizes[number]
         return tuple(after)
+
+    def _amounts(self, nbytes: int, kind: int) -> Amounts:
+        """Return bytes of a kind; none of gradients where buffers hold them."""
+        if self.held and kind == GRADIENTS:
+            return NOTHING
+        amounts = [0] * len(NOTHING)
+        amounts[0] = amounts[1 + kind] = nbytes
+        return tuple(amounts)
 
     def _called(self, row: _ExcerptRow, function: Function) -> Change:
         """Return what a call does."""
         if row.call is None:
             return Change(NOTHING, NOTHING)
-        return _change(function, row.call.arguments, row.call.results, self._left(row))
+        return _change(function, row.call.arguments, row.call.results, self._left(row), self.held)
 
 
 def _functions(calls: RankCalls) -> dict[CallKey, tuple[Function, tuple[int, ...]]]:
@@ -232,7 +245,7 @@ def _verify_alike(one: Function, two: Function, call: _RowCall) -> None:
             raise Irregular
 
 
-def _pair(one: _Call, two: _Call, function: Function, apart: int) -> Change:
+def _pair(one: _Call, two: _Call, function: Function, apart: int, held: bool) -> Change:
     """Return what two calls do; homes of the label ``apart`` are not the same in both."""
     first, second = one.plan, two.plan
     homes: list[object] = [*first.homes]
@@ -253,14 +266,7 @@ def _pair(one: _Call, two: _Call, function: Function, apart: int) -> Change:
     )
     _verify_pair(function, arguments, (one, two))
     plan = CallPlan((), arguments, (*first.results, *second.results), [])
-    return _change(function, plan.arguments, plan.results, _sum(one.after, two.after))
-
-
-def _amounts(nbytes: int, kind: int) -> Amounts:
-    """Return bytes of a kind."""
-    amounts = [0] * len(NOTHING)
-    amounts[0] = amounts[1 + kind] = nbytes
-    return tuple(amounts)
+    return _change(function, plan.arguments, plan.results, _sum(one.after, two.after), held)
 
 
 def _sum(one: Amounts, two: Amounts) -> Amounts:
@@ -268,10 +274,10 @@ def _sum(one: Amounts, two: Amounts) -> Amounts:
 
 
 def _change(
-    function: Function, arguments: tuple[Argument, ...], results: tuple[int, ...], after: Amounts
+    function: Function, arguments: tuple[Argument, ...], results: tuple[int, ...], after: Amounts, held: bool
 ) -> Change:
     """Return what a call of a function does, after which so much is free."""
-    use = _WALK.callee(function, arguments, results)
+    use = _WALKS[held].callee(function, arguments, results)
     net = _sum((use.total[0], *use.by_kind[0]), after)
     return Change(net, (use.peak[0], *use.peak_by_kind[0]), use.at[0])
 

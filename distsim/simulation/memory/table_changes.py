@@ -256,8 +256,9 @@ def _ranks_of(parts: Parts, table: Table) -> _TableRanks:
 
     def made() -> _TableRanks:
         few = table.microbatches < FEWEST_SHARED
-        if few or parts.like is None or table.calls.like is None:
-            return _TableRanks(ranks_of(table, parts.inputs), table)
+        alike = parts.like is not None and parts.like[0].held == parts.held
+        if few or parts.like is None or not alike or table.calls.like is None:
+            return _TableRanks(ranks_of(table, parts.inputs, parts.held), table)
         other, (calls, _) = parts.like[0], table.calls.like
         like = _ranks_of(other, Table(table.order, calls, table.columns, {}))
         return _TableRanks(resized_ranks(like.ranks, table.calls), table, like)

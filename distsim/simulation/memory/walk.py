@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from distsim.cache import cached
+from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Device, Function, Mesh, Op, Role, Value
 from distsim.simulation.memory.plan import MemoryPlan, first_places, plan_of
 from distsim.simulation.tasks.rank_classes import Classes, Placement, communicates, place_of
@@ -98,11 +99,14 @@ def plan_for(function: Function, arguments: Sequence[Argument]) -> MemoryPlan:
 
 
 class Use:
-    """Bytes in use per rank class, relative to the start: now and at the peak; of so many ``kinds``."""
+    """Bytes in use per rank class, relative to the start: now and at the peak; of so many ``kinds``.
 
-    def __init__(self, classes: MemoryRanks, kinds: int = len(KINDS)) -> None:
+    ``held``: gradients are in buffers that are there all the time, and take nothing themselves.
+    """
+
+    def __init__(self, classes: MemoryRanks, kinds: int = len(KINDS), held: bool = False) -> None:
         count = len(classes.members)
-        self.classes = classes
+        self.classes, self.held = classes, held
         self.total = [0] * count
         self.by_kind = [[0] * kinds for _ in range(count)]
         self.peak = [0] * count
@@ -113,7 +117,7 @@ class Use:
     def change(self, value: Value, kind: int, sign: int, at: tuple[Op, ...]) -> None:
         """Take (+1) or give back (-1) the memory of a value."""
         place = place_of(value)
-        if place is None:
+        if place is None or (self.held and kind == GRADIENTS):
             return
         nbytes = sign * value.type.allocated
         for rank_class in self.classes.at(place):
@@ -124,6 +128,15 @@ class Use:
                 self.peak[rank_class] = self.total[rank_class]
                 self.peak_by_kind[rank_class] = self.by_kind[rank_class].copy()
                 self.at[rank_class] = at
+
+    def hold(self, share: float) -> None:
+        """Take the memory of buffers of gradients, so much of that of parameters, before anything happens."""
+        for rank_class, by_kind in enumerate(self.by_kind):
+            nbytes = round(share * by_kind[KIND_OF_ROLE[Role.PARAMETER]])
+            by_kind[GRADIENTS] += nbytes
+            self.total[rank_class] += nbytes
+            self.peak[rank_class] = self.total[rank_class]
+            self.peak_by_kind[rank_class] = by_kind.copy()
 
     def append(self, other: Use, at: tuple[Op, ...]) -> None:
         """Let what ``other`` stands for happen next."""
@@ -142,12 +155,19 @@ class Frame:
     """A function that is being walked: its plan, and the kind of each home that is there.
 
     ``known`` gives the kind of some of the homes that it makes, ``other`` that of the remaining ones;
-    ``kept`` are the inputs that do not die in it.
+    ``kept`` are the inputs that do not die in it. ``held``: gradients are in buffers, where they are summed
+    over ranks too.
     """
 
     def __init__(
-        self, function: Function, arguments: Sequence[Argument], known: Mapping[Value, int], other: int
+        self,
+        function: Function,
+        arguments: Sequence[Argument],
+        known: Mapping[Value, int],
+        other: int,
+        held: bool = False,
     ) -> None:
+        self.held = held
         self.plan: MemoryPlan = plan_for(function, arguments)
         given = list(zip(function.inputs, arguments, strict=True))
         self.kinds: dict[Value, int] = {value: argument.kind for value, argument in given}
@@ -163,7 +183,7 @@ class Frame:
             if op.op_type == "Constant":
                 kind = KIND_OF_ROLE[Role.CONSTANT]
             elif not op.is_call and communicates(op):
-                kind = COMMUNICATION
+                kind = GRADIENTS if self.held and _sums_gradients(op) else COMMUNICATION
         self.kinds[home] = kind
         return kind
 
@@ -187,14 +207,23 @@ class Frame:
         return CallPlan(homes, arguments, results, [value for value in free if value not in gone])
 
 
+def _sums_gradients(op: Op) -> bool:
+    """Whether an op sums over ranks with other parts of the data."""
+    summed = (
+        op.op_type in ("MPIAllreduce", "MPIReduceScatter") and op.attributes.get("reduce", "sum") == "sum"
+    )
+    return summed and not over_tensor(op.attributes["axis"])
+
+
 class Walk:
     """Walks functions on these rank classes and remembers the callees, each for as long as it lives.
 
-    ``kinds``: how many there are, if the frame of the outermost function has kinds beyond :data:`KINDS`.
+    ``kinds``: how many there are, if the frame of the outermost function has kinds beyond :data:`KINDS`;
+    ``held``: see :class:`Use`.
     """
 
-    def __init__(self, classes: MemoryRanks, kinds: int = len(KINDS)) -> None:
-        self.classes, self.kinds = classes, kinds
+    def __init__(self, classes: MemoryRanks, kinds: int = len(KINDS), held: bool = False) -> None:
+        self.classes, self.kinds, self.held = classes, kinds, held
         self._uses: WeakKeyDictionary[Function, dict[tuple[object, ...], Use]] = WeakKeyDictionary()
 
     def callee(self, function: Function, arguments: tuple[Argument, ...], results: tuple[int, ...]) -> Use:
@@ -208,13 +237,13 @@ class Walk:
             homes = [plan.home[value] for value in function.outputs]
             kinds = dict(reversed(list(zip(homes, results, strict=True))))  # of twins the first
             found = known[arguments, results] = self.walk(
-                function, Frame(function, arguments, kinds, WORKSPACE)
+                function, Frame(function, arguments, kinds, WORKSPACE, self.held)
             )
         return found
 
     def walk(self, function: Function, frame: Frame) -> Use:
         """Return the use of memory of a function from its first op to its last."""
-        use = Use(self.classes, self.kinds)
+        use = Use(self.classes, self.kinds, self.held)
         for value in frame.plan.never:
             if value not in frame.kept:
                 use.change(value, frame.kinds[value], -1, ())

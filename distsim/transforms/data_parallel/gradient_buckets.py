@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from distsim.buckets import Buckets
 from distsim.hardware.rank_axes import over_tensor
-from distsim.ir import Function, Op, Value
+from distsim.ir import Function, Op, Role, Value
 from distsim.ir.module_names import layer_of
 from distsim.ir.type import as_tensor
 from distsim.transforms.op_graph import Numbered, StageMap
@@ -35,6 +35,20 @@ class GradientReduction(NamedTuple):
     before: tuple[int, ...]
     made: int
     stage: int
+
+
+def held_gradients(function: Function, buckets: Buckets | None) -> float:
+    """Return the bytes of what holds gradients all step, by byte of the parameters of a rank.
+
+    That is what ``buckets`` hold of an element as it is sent: of all parameters, those too that no other rank
+    has. The widest type that is sent counts, and the narrowest that parameters have.
+    """
+    if buckets is None or not buckets.held:
+        return 0.0
+    types = [as_tensor(value.type, value.name) for value in function.inputs if value.role is Role.PARAMETER]
+    reduced = [op.inputs[0] for op in function.ops if _reduces(op)]
+    sent = [as_tensor(value.type, value.name).dtype.itemsize for value in reduced]
+    return buckets.held * max(sent) / min(type_.dtype.itemsize for type_ in types) if sent and types else 0.0
 
 
 def gradient_buckets(

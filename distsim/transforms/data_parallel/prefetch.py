@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distsim.ir import Function, Op, Value
+from distsim.buckets import Buckets
+from distsim.ir import Attributes, Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
@@ -18,10 +19,14 @@ from distsim.transforms.data_parallel.gathers import chains, gathers
 from distsim.transforms.op_graph import Numbered, StageMap
 
 
-def prefetch(function: Numbered, assigned: StageMap, whole: bool = False) -> tuple[Numbered, StageMap]:
+def prefetch(
+    function: Numbered, assigned: StageMap, buckets: Buckets | None = None
+) -> tuple[Numbered, StageMap]:
     """Return the function, whose stages are assigned, with each gather of a parameter one unit earlier.
 
-    ``whole``: all gathers of a unit of one element type are one message, as of torch's flat parameters.
+    With ``buckets`` all gathers of a unit of one element type are one message, as of torch's flat parameters;
+    with those that are ``blocking`` each is one of its own, right before its unit, and waits for what that
+    waits for.
 
     In each pass of each stage the gathers of a unit stand before the unit that comes before it there, behind
     a barrier that waits for what that one waits for. Those of the first unit of the forward pass wait for
@@ -40,7 +45,8 @@ def prefetch(function: Numbered, assigned: StageMap, whole: bool = False) -> tup
     found = chains(plain)
     if not found:
         return function, assigned
-    return _Prefetcher(function, assigned, plain, found).run(whole)
+    blocking = buckets is not None and buckets.blocking
+    return _Prefetcher(function, assigned, plain, found).run(buckets is not None and not blocking, blocking)
 
 
 @dataclass
@@ -69,26 +75,29 @@ class _Prefetcher:
         self.roots = {places[0] for places in moved}
         self.units: dict[tuple[int, bool], list[_Unit]] = {}
         self.before: dict[int, list[tuple[list[int], Value | None]]] = {}
+        self.weights: set[int] = set()
 
-    def run(self, whole: bool) -> tuple[Numbered, StageMap]:
+    def run(self, whole: bool, blocking: bool) -> tuple[Numbered, StageMap]:
         self._find_units()
         for (_, forward), units in self.units.items():
             for place, unit in enumerate(units):
-                ahead = units[place - 1] if place else unit
+                ahead = unit if blocking or not place else units[place - 1]
                 kept = any(self.function.ops[gather].attributes.get(ONCE) for gather in unit.gathers)
                 anchor = None if forward and (kept or not place) else ahead.anchor
                 if unit.gathers:
                     self.before.setdefault(ahead.start, []).append((unit.gathers, anchor))
         ops: list[Op] = []
         stages: list[int] = []
+        blocked = {ahead: gathers_ for ahead, each in self.before.items() for gathers_, _ in each if blocking}
         for number, op in enumerate(self.function.ops):
             for gathers_, anchor in self.before.get(number, ()):
                 written = [each for gather in gathers_ for each in self._written(gather, anchor)]
+                written = [_listed(each) for each in written] if blocking else written
                 ops += _as_messages(written) if whole else written
                 stages += [self.assigned.stage[gathers_[0]]] * (len(ops) - len(stages))
             if number not in self.chain:
-                ops.append(op)
-                stages.append(self.assigned.stage[number])
+                ops += self._after(number, blocked[number]) if number in blocked else [op]
+                stages += [self.assigned.stage[number]] * (len(ops) - len(stages))
         made = Numbered(replace(self.plain, ops=tuple(ops)))
         place = {value: i for i, value in enumerate(made.values)}
         old = self.function.values
@@ -123,7 +132,7 @@ class _Prefetcher:
             waiting.setdefault(last, []).append(number)
         open_unit: dict[tuple[int, bool], _Unit | None] = {}
         gathered = {value for number in self.chain for value in function.makes[number]}
-        weights = set(gathered)  # with what is made of them alone
+        weights = self.weights = set(gathered)  # with what is made of them alone
         for number, op in enumerate(function.ops):
             if number in self.chain or function.steps[number] or function.loose[number]:
                 continue
@@ -154,6 +163,18 @@ class _Prefetcher:
         read = [v for v in read if start is None or function.producer[v] < start]
         return function.values[max(read)] if read else None
 
+    def _after(self, number: int, waited: Sequence[int]) -> list[Op]:
+        """Return an op behind barriers: what it reads besides weights waits for what was gathered last."""
+        function, op = self.function, self.function.ops[number]
+        last = function.values[function.makes[waited[-1]][0]]
+        late: dict[Value, Value] = {}
+        for place in dict.fromkeys(function.reads[number]):
+            value = function.values[place]
+            if place not in self.weights and function.producer[place] >= 0:
+                late[value] = Value(value.name, value.type)
+        barriers = [Op("OptimizationBarrier", (value, last), (made,)) for value, made in late.items()]
+        return [*barriers, replace(op, inputs=tuple([late.get(value, value) for value in op.inputs]))]
+
     def _written(self, gather: int, anchor: Value | None) -> list[Op]:
         """Return the op of a chain, behind a barrier where the chain starts."""
         op = self.function.ops[gather]
@@ -162,6 +183,11 @@ class _Prefetcher:
         source = op.inputs[0]
         late = Value(source.name, source.type)
         return [Op("OptimizationBarrier", (source, anchor), (late,)), replace(op, inputs=(late,))]
+
+
+def _listed(op: Op) -> Op:
+    """Return a gather as one into a list of tensors, one of each rank; any other op as it is."""
+    return replace(op, attributes=Attributes({**op.attributes, "listed": 1})) if gathers(op) else op
 
 
 def _as_messages(ops: Sequence[Op]) -> list[Op]:

@@ -178,6 +178,11 @@ def _alone(first: Op, second: Op) -> bool:
     return False
 
 
+def _one_loss(first: Op, second: Op) -> bool:
+    """Logits in the type of the model, and their gradient: flash_attn/losses/cross_entropy.py."""
+    return (first.op_type, second.op_type) in (("Cast", "CrossEntropyLoss"), ("CrossEntropyLossGrad", "Cast"))
+
+
 def _compiled(first: Op, second: Op) -> bool:
     """Chains of element by element ops and reductions along rows, over equally many elements.
 
@@ -189,6 +194,17 @@ def _compiled(first: Op, second: Op) -> bool:
     if first.op_type in _REARRANGE or second.op_type in _REARRANGE:
         return True
     return _elements(first) == _elements(second)
+
+
+def _compiled_blocks(first: Op, second: Op) -> bool:
+    """The same but for the loss, which torchtitan did not compile with the blocks (train.py, 9dec370)."""
+    return not {first.op_type, second.op_type} & _OF_LOSSES and _compiled(first, second)
+
+
+_OF_LOSSES = {
+    *("LogSoftmax", "LogSoftmaxGrad", "LogLikelihoodLoss", "LogLikelihoodLossGrad"),
+    *("CrossEntropyLoss", "CrossEntropyLossGrad"),
+}
 
 
 def _elements(op: Op) -> int:
@@ -206,12 +222,23 @@ KERNELS = {
         replace(_TORCH, name="eager", joins=_alone, loss="torch"),
         replace(_MEGATRON_LM, name="fused", loss="megatron"),
         replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
+        replace(_TORCH, name="eager_loss", joins=_one_loss, interiors=True, launched_as="eager"),
         replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
+        replace(
+            _TORCH,
+            name="compiled_blocks",
+            joins=_compiled_blocks,
+            interiors=True,
+            loss="torch",
+            launched_as="compiled",
+        ),
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
 by op; ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with that of the cross
-entropy too (``--cross-entropy-loss-fusion``); ``compiled``: as a compiler joins them. All but the first have
+entropy too (``--cross-entropy-loss-fusion``); ``eager_loss``: as ``eager``, but a cross entropy is one
+kernel, of logits as they are; ``compiled``: as a compiler joins them; ``compiled_blocks``: the same, but the
+loss is torch's. All but the first have
 multi-tensor kernels."""
 
 

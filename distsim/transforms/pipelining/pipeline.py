@@ -30,6 +30,7 @@ from distsim.program.program import Program
 from distsim.resizing import Likeness, Unlike, likeness_of
 from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.buckets import bucketed
+from distsim.transforms.data_parallel.gradient_buckets import held_gradients
 from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
@@ -53,7 +54,7 @@ class Cut:
     """A local function cut into stages, whatever the schedule and wherever they run.
 
     ``like`` is the cut of a function that differs in sizes alone, if that is known, and the values that it
-    has of other sizes, each with what stands for it in this one.
+    has of other sizes, each with what stands for it in this one. ``held``: see :class:`Parts`.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Cut:
     outputs: tuple[ProgramOutput, ...]
     notes: tuple[str, ...]
     like: tuple[Cut, Mapping[Value, Value]] | None = None
+    held: float = 0.0
 
     def program(
         self, mesh: Mesh, schedule: Schedule, saving_all: Callable[[], Program] | None = None
@@ -95,7 +97,7 @@ class Cut:
     def parts(self) -> Parts:
         """What the programs of this cut have in common, verified once."""
         like = None if self.like is None else (self.like[0].parts, self.like[1])
-        return Parts(self.name, self.stages, self.inputs, self.outputs, like=like)
+        return Parts(self.name, self.stages, self.inputs, self.outputs, like=like, held=self.held)
 
 
 def pipeline(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostModel | None = None) -> Program:
@@ -167,7 +169,10 @@ class _Stages(NamedTuple):
         if likeness is not None:
             like = (found, likeness.values)
             found = replace(source.cut(blocks.resized(sized), local, found), like=like)
-        return found if found.notes == local.notes else replace(found, notes=local.notes)
+        held = held_gradients(local.function, local.buckets)
+        if (found.notes, found.held) == (local.notes, held):
+            return found
+        return replace(found, notes=local.notes, held=held)
 
     def _assign(self, sized: Sized) -> StageMap:
         return assign_stages(sized.own, self.number, self.costs, self.starts)
@@ -178,7 +183,7 @@ class _Stages(NamedTuple):
 
         def cut() -> CutBlocks:
             kept, stages = keep_received(function, assigned)
-            made = bucketed(*prefetch(kept, stages, local.buckets is not None), local.buckets)
+            made = bucketed(*prefetch(kept, stages, local.buckets), local.buckets)
             return cut_blocks(made, count)
 
         return _BLOCKS.get(function, (assigned, count, local.buckets), cut)
