@@ -105,8 +105,8 @@ STACKS = {
             *("deepspeed_2021", "mixed_fp16", "math", "eager", "none", "adamw", None),
             source="DeepSpeed of April 2021 (fbece50b), runtime/zero/constants.py: fp16, no clipping, as "
             "deepspeed of stages 1 and 2; stage3.py and partition_parameters.py: parameters are gathered one "
-            "by one, each into a list of one tensor a rank; before each and after those of a module the device "
-            "is waited for (_allgather_param, _synchronize_communication)",
+            "by one, each into a list of one tensor a rank; before each and after those of a module it waits "
+            "for the device (_allgather_param, _synchronize_communication)",
             plan={
                 **{zero: {"bucket": "deepspeed", "overlap_grads": "off"} for zero in (0, 1, 2)},
                 3: {"reshard": "blocking"},

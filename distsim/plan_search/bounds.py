@@ -51,7 +51,7 @@ from distsim.schedule import schedule as schedule_named
 from distsim.simulation.memory.plan import gradient_values
 
 
-class Known(NamedTuple):
+class PlanKnowledge(NamedTuple):
     """What plans that were built teach of another one.
 
     Seconds for which a microbatch takes devices, summed over stages: of its ``products``, and of all that is
@@ -134,9 +134,9 @@ class PlanBounds:
                 found[shape] = min(size, found.get(shape, size))
         return found
 
-    def step_seconds(self, plan: Plan, known: Known | None = None) -> float:
+    def step_seconds(self, plan: Plan, known: PlanKnowledge | None = None) -> float:
         """Return seconds that no step under a plan falls below; ``known`` is what others teach of it."""
-        count, known = plan.microbatches, known or Known()
+        count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers = known.layers
         seconds = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
@@ -148,7 +148,7 @@ class PlanBounds:
             found = max(found, seconds_of_layers(plan, layers, plain))
         return max(found, seconds_of_stages(plan, known.stages)) if known.stages else found
 
-    def device_bytes(self, plan: Plan, known: Known | None = None) -> float:
+    def device_bytes(self, plan: Plan, known: PlanKnowledge | None = None) -> float:
         """Return bytes that the fullest device of a plan holds at least at its peak."""
         every = _divided(self.held, plan)
         least = (every.held + every.gradients if plan.microbatches > 1 else every.held) / plan.pp

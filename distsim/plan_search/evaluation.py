@@ -17,7 +17,7 @@ from distsim.errors import DistsimError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
-from distsim.plan_search.bounds import Known, PlanBounds, layers_key, saved_key, work_key
+from distsim.plan_search.bounds import PlanKnowledge, PlanBounds, layers_key, saved_key, work_key
 from distsim.plan_search.layer_work import LayerWork, StageWork, is_product, layer_work
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
@@ -123,7 +123,7 @@ class PlanEvaluator:
         gathers = (plan.pp, plan.reshard) if plan.zero == 3 else ()
         return None if layers is None else (layers, plan.num_stages, gathers, plain and not plan.zero)
 
-    def known(self, plan: Plan, standing: Standing) -> Known:
+    def known(self, plan: Plan, standing: Standing) -> PlanKnowledge:
         """Return what a standing says of a plan.
 
         One that recomputes all of its layers computes their forward passes once more, beside which
@@ -141,7 +141,7 @@ class PlanEvaluator:
                 products = max(products, standing.work[work] + standing.forward.get(work, 0.0))
         saved = standing.saved.get(saved_key(plan, self.batch(plan)), 0)
         stages = standing.stages.get(self.stages_key(plan), ())
-        return Known(products, busy, layers, saved, stages)
+        return PlanKnowledge(products, busy, layers, saved, stages)
 
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""

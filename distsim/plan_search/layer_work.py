@@ -165,7 +165,7 @@ def _is_product(signature: Signature) -> bool:
     return demand is not None and demand.matrix
 
 
-class Span(NamedTuple):
+class LayerSpan(NamedTuple):
     """The ``seconds`` of a span, and for which the tasks in it that count are ``computing``, ``products`` of
     these."""
 
@@ -179,14 +179,14 @@ class _Spans:
 
     def __init__(self, ranks: ProgramRanks, cost_model: CostModel) -> None:
         self._ranks, self._cost_model = ranks, cost_model
-        self._known: dict[tuple[Function, tuple[bool, ...]], Span | None] = {}
+        self._known: dict[tuple[Function, tuple[bool, ...]], LayerSpan | None] = {}
         self._alike: dict[tuple[str, ...], bool] = {}
 
     def product_seconds(self, op: Op) -> float:
         """Return the seconds of an op that is none but a product."""
         return self._cost_model.seconds(signature_of(op), self._part.members[0][:1])
 
-    def span(self, callee: Function, fixed: tuple[bool, ...]) -> Span | None:
+    def span(self, callee: Function, fixed: tuple[bool, ...]) -> LayerSpan | None:
         """Return the span of a callee, of whose inputs some are ``fixed``: the same for every microbatch.
 
         None if it takes longer on some stages than on others.
@@ -215,7 +215,7 @@ class _BlockWork(NamedTuple):
     """The ``calls`` of a block, each with its span, what its other products take, and the span of the
     ``whole`` where there are no calls."""
 
-    calls: tuple[tuple[Function, Span], ...]
+    calls: tuple[tuple[Function, LayerSpan], ...]
     products: tuple[float, ...]
     whole: float
 
@@ -250,7 +250,7 @@ def _block_work(block: Block, once: set[Value], spans: _Spans) -> _BlockWork | N
     function = block.function
     given = tuple([key in once for key in block.inputs])
     fixed = {v for v, held in zip(function.inputs, given, strict=True) if held}
-    calls: list[tuple[Function, Span]] = []
+    calls: list[tuple[Function, LayerSpan]] = []
     products: list[float] = []
     for op in function.ops:
         if fixed.issuperset(op.inputs):
@@ -263,11 +263,11 @@ def _block_work(block: Block, once: set[Value], spans: _Spans) -> _BlockWork | N
                 calls.append((op.callee, span))
         elif is_product(op):
             products.append(spans.product_seconds(op))
-    whole = Span(0.0, 0.0, 0.0) if calls else spans.span(function, given)
+    whole = LayerSpan(0.0, 0.0, 0.0) if calls else spans.span(function, given)
     return None if whole is None else _BlockWork(tuple(calls), tuple(products), whole.seconds)
 
 
-def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> Span:
+def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> LayerSpan:
     """Return the longest path through the tasks that count, from one that computes to one that does."""
     deps, streams = _lists(tasks.deps, tasks.dep_start), _lists(tasks.streams, tasks.stream_start)
     before, _ = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))
@@ -284,7 +284,7 @@ def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> Span:
     seconds = max([end for end, computing in zip(reached, computes, strict=True) if computing], default=0.0)
     own = np.where(counts, tasks.durations, 0.0)
     products = np.array([is_product(op) for op in tasks.op_table])[tasks.op]
-    return Span(float(seconds), float(own[computes].sum()), float(own[products].sum()))
+    return LayerSpan(float(seconds), float(own[computes].sum()), float(own[products].sum()))
 
 
 def _lists(values: Ints, start: Ints) -> list[list[int]]:
