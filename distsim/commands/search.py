@@ -27,6 +27,7 @@ from distsim.report.output import check_target, replacing
 from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
+from distsim.simulation.explain.text import count
 from distsim.streams import complain, say
 from distsim.study.clusters import SizedCluster
 from distsim.study.options import options_of
@@ -88,7 +89,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _add_ways_to_run(parser: argparse.ArgumentParser) -> None:
     cores = os.cpu_count() or 1
     parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help=f"processes (default 1; {cores} cores here)"
+        "--workers",
+        type=int,
+        metavar="N",
+        help=f"processes (default: one for 50 plans, up to the {count(cores, 'core')} here)",
     )
     parser.add_argument(
         "--dask",

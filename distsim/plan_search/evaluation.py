@@ -17,7 +17,7 @@ from distsim.errors import DistsimError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
-from distsim.plan_search.bounds import PlanKnowledge, PlanBounds, layers_key, saved_key, work_key
+from distsim.plan_search.bounds import PlanBounds, PlanKnowledge, layers_key, saved_key, work_key
 from distsim.plan_search.layer_work import LayerWork, StageWork, is_product, layer_work
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial

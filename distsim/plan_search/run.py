@@ -26,7 +26,7 @@ from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import TrainingCosts
 from distsim.plan_search.trial import PlanTrial
-from distsim.plan_search.workers import PlanUnit, RemoteWorkers, workers_for
+from distsim.plan_search.workers import PlanUnit, RemoteWorkers, processes_for, workers_for
 from distsim.simulation.explain.text import count
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
@@ -111,6 +111,7 @@ class FixedModel:
 class SearchRun:
     """A search: a problem, the plans, who tries them, and a journal, if there is one, to go on with.
 
+    ``workers``: how many processes, None for as many as there is work for, or those of an executor.
     ``subject`` is what people call it; ``watch`` is told how far it is, ``notice`` with what it goes on.
     ``against``: a plan, in the space or not, with which the best are compared; ``costs``: what a training
     takes. Raises :class:`PlanError` for no plans, an unknown objective, fewer than one plan that is wanted,
@@ -119,7 +120,7 @@ class SearchRun:
 
     problem: SearchProblem
     plans: tuple[Plan, ...]
-    workers: int | RemoteWorkers = 1
+    workers: int | RemoteWorkers | None = 1
     journal: Path | None = None
     resume: bool = False
     subject: str = "a training step"
@@ -149,7 +150,8 @@ class SearchRun:
         }
         standing = Standing()
         start, tried = time.monotonic(), 0
-        workers = workers_for(self.problem, self.workers, self.journal, evaluator)
+        asked = processes_for(len(self.plans)) if self.workers is None else self.workers
+        workers = workers_for(self.problem, asked, self.journal, evaluator)
         try:
             for most in (1, len(self.plans)):
                 left = [plan for plan in self.plans if str(plan) not in found]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
 import signal
 import threading
@@ -63,6 +64,15 @@ class Workers(Protocol):
     def close(self) -> None:
         """Let the workers go; what is under way is not waited for."""
         ...
+
+
+PLANS_OF_A_PROCESS = 50
+"""So many plans take about as long as a process that tries some of them takes to start."""
+
+
+def processes_for(plans: int) -> int:
+    """Return how many processes are worth starting for so many plans: as many as there are cores at the most."""
+    return max(1, min(os.cpu_count() or 1, plans // PLANS_OF_A_PROCESS))
 
 
 def workers_for(

@@ -180,7 +180,7 @@ class ClusterSearches:
             raise PlanError(f"none of {', '.join(each.shown for each in self.clusters)} has a plan")
 
     @contextmanager
-    def _workers(self) -> Generator[int | RemoteWorkers]:
+    def _workers(self) -> Generator[int | RemoteWorkers | None]:
         """Give who tries the plans."""
         if self.options.dask is None:
             yield self.options.workers
@@ -191,7 +191,9 @@ class ClusterSearches:
         finally:
             remote.close()
 
-    def _search(self, cluster: SizedCluster, workers: int | RemoteWorkers, alone: bool) -> SearchResult:
+    def _search(
+        self, cluster: SizedCluster, workers: int | RemoteWorkers | None, alone: bool
+    ) -> SearchResult:
         options, say, topology = self.options, self.say, cluster.topology
         plans = self.study.space(topology).plans
         if say is not None:

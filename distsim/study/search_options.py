@@ -41,7 +41,7 @@ class SearchOptions:
     against: str | Plan | None = None
     objective: str = "time"
     top: int = 10
-    workers: int | RemoteWorkers = 1
+    workers: int | RemoteWorkers | None = 1
     dask: str | None = None
     journal: str | os.PathLike[str] | None = None
     resume: bool = False
@@ -69,7 +69,7 @@ class SearchOptions:
             raise OptionError(
                 f"objective {self.objective!r:.40} is not one of {choices_for(self.objective, OBJECTIVES)}"
             )
-        if self.dask is not None and self.workers != 1:
+        if self.dask is not None and self.workers not in (None, 1):
             raise PlanError(
                 "--workers are processes of this machine, --dask those of a cluster: give one of them"
             )
