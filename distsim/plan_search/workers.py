@@ -71,7 +71,7 @@ PLANS_OF_A_PROCESS = 50
 
 
 def processes_for(plans: int) -> int:
-    """Return how many processes are worth starting for so many plans: as many as there are cores at the most."""
+    """Return how many processes are worth starting for so many plans, at most one a core."""
     return max(1, min(os.cpu_count() or 1, plans // PLANS_OF_A_PROCESS))
 
 
