@@ -83,6 +83,7 @@ class PlanEvaluator:
         self._bounds: dict[Function, PlanBounds] = {}
         self._batch: dict[Function, int] = {}
         self._levels: dict[tuple[Function, int], int] = {}
+        self._saving: dict[Plan, Plan] = {}  # of those that recompute all
         kinds = {self.costs.spec(device): device for device in reversed(problem.topology.devices)}
         self._kinds = tuple(kinds.values())
 
@@ -133,7 +134,9 @@ class PlanEvaluator:
         layers = standing.layers.get(key)
         products, busy = standing.work.get(self.key(plan), 0.0), 0.0
         if layers is None and plan.remat == "full":
-            saves = replace(plan, remat="none")
+            saves = self._saving.get(plan)
+            if saves is None:
+                saves = self._saving[plan] = replace(plan, remat="none")
             saving = standing.layers.get(self.layers_key(saves))
             busy = 0.0 if saving is None else saving.computing + saving.forward
             work = self.key(saves)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from distsim.ir import Function, pformat
 from distsim.plan import Plan
@@ -30,9 +31,13 @@ class ModelOfPlans:
     def __call__(self, plan: Plan) -> Function:
         """Return the step: the same object for plans that divide the same."""
         parts = plan.sequence_parts
-        if parts > 1 and self._step(Plan(), 1) is self._step(Plan(cp=2), Plan(cp=2).sequence_parts):
-            parts = 1
-        return self._step(plan, parts)
+        return self._step(plan, parts if parts > 1 and self._routes_by_part else 1)
+
+    @cached_property
+    def _routes_by_part(self) -> bool:
+        """Whether the step depends on how sequences are divided."""
+        divided = Plan(cp=2)
+        return self._step(Plan(), 1) is not self._step(divided, divided.sequence_parts)
 
     def _step(self, plan: Plan, parts: int) -> Function:
         key = self.choices.stack.vocabulary_multiple * plan.tp, parts
