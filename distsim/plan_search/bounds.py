@@ -13,7 +13,9 @@ products for a microbatch, summed over the stages of which a rank has one each, 
 W is at least the FLOPs of the model's products at the best rate of their kind and type, divided by all ranks;
 padding, shapes, recomputation, and what experts have unevenly only add to it. Once a plan was simulated, W is
 known for all plans that divide the work of a microbatch in the same way (:func:`work_key`), and for those of
-the same layers (:mod:`distsim.plan_search.layer_work`) the whole time for which these take a device.
+the same layers (:mod:`distsim.plan_search.layer_work`) the whole time for which these take a device, of how
+many a rank has a whole number, or, where one of the same stages was built, what each of these takes
+(:mod:`distsim.plan_search.pipeline_bounds`).
 
 **Bytes.** Parameters and state that are read are held all step, divided by no more than the ranks of tp and
 pp (with experts also of ep), and by those of dp and cp where ``zero`` divides them. With several

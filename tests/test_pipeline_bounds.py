@@ -1,0 +1,88 @@
+"""Bounds of pipelines: what layers and stages take, against every cut, and against simulated schedules."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distsim.plan import Plan
+from distsim.plan_search.layer_work import LayerWork, StageWork
+from distsim.plan_search.pipeline_bounds import (
+    HeldParts,
+    bytes_of_stages,
+    flights,
+    seconds_of_layers,
+    seconds_of_stages,
+)
+from distsim.schedule import schedule
+from distsim.simulation.action_times import ActionTimes
+from distsim.simulation.schedule_times import time_schedule
+
+
+def work(layers, layer, head):
+    seconds = layers * layer + head
+    stage = StageWork(seconds, layers, 0)
+    return LayerWork(seconds, seconds, 0.0, 0.0, 0, layer, head, (stage,))
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(2, 3),
+    st.integers(1, 5),
+    st.floats(0.1, 2.0),
+    st.floats(0.0, 3.0),
+    st.booleans(),
+)
+def test_whole_layers_find_room_as_in_the_best_of_all_cuts(layers, ranks, microbatches, layer, head, plain):
+    def taken(cut):
+        own = [count * layer for count in cut]
+        own[-1] += head
+        return max(microbatches * each + (sum(own[:rank]) if plain else 0.0) for rank, each in enumerate(own))
+
+    cuts = [cut for cut in product(range(layers + 1), repeat=ranks) if sum(cut) == layers]
+    plan = Plan(pp=ranks, microbatches=microbatches)
+    found = seconds_of_layers(plan, work(layers, layer, head), plain)
+    assert found == pytest.approx(min(map(taken, cuts)), rel=1e-6)
+
+
+def test_nothing_is_said_of_layers_that_are_not_known():
+    assert seconds_of_layers(Plan(pp=2, microbatches=2), work(4, 0.0, 0.0), True) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "tight"),
+    [
+        ("1f1b", 1, True),
+        ("gpipe", 1, True),
+        ("interleaved", 2, True),
+        ("looped_bfs", 2, True),
+        ("1f1b_v", 2, False),
+    ],
+)
+def test_stages_take_what_their_schedule_does(name, chunks, tight):
+    plan = Plan(pp=4, microbatches=8, schedule=name, chunks=chunks)
+    own = schedule(name, 4, 8, None if name == "1f1b_v" else chunks)
+    stages = [StageWork(2.0, 1, 1)] * own.num_stages
+    simulated = time_schedule(own, ActionTimes(1.0, 0.5, 0.5)).makespan
+    found = seconds_of_stages(plan, stages)
+    assert found == pytest.approx(simulated) if tight else found <= simulated
+    # A stage that takes longer delays all microbatches.
+    longer = seconds_of_stages(plan, [StageWork(3.0, 1, 1), *stages[1:]])
+    assert longer == pytest.approx(max(found, 8 * (2.0 * chunks + 1.0)))
+
+
+def test_what_ranks_hold_is_what_is_in_flight_in_their_stages():
+    plan = Plan(pp=4, microbatches=8)
+    assert [rank.least for rank in flights(plan)] == [4, 3, 2, 1]
+    stages = [StageWork(1.0, layers, saved) for layers, saved in ((1, 10), (1, 10), (1, 10), (1, 100))]
+    nothing = HeldParts(0.0, 0.0)
+    assert bytes_of_stages(plan, stages, nothing, nothing) == 100
+    # The first rank holds a quarter of what layers hold, of gradients too, and four microbatches.
+    assert bytes_of_stages(plan, stages[:3] + stages[:1], nothing, HeldParts(40.0, 80.0)) == 10 + 20 + 40
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "dualpipe", "pipedream", "zb_auto"])
+def test_of_other_schedules_nothing_is_said(name):
+    plan = Plan(pp=2, microbatches=4, schedule=name)
+    assert flights(plan) == () and seconds_of_stages(plan, [StageWork(1.0, 1, 1)] * 2) == 0.0
