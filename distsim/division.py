@@ -23,6 +23,7 @@ from distsim.transforms.data_parallel.zero import zero
 from distsim.transforms.kernels.gradients import gradients_apart
 from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import Kernels
+from distsim.transforms.key_heads import repeat_key_heads
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.lift import lift_weights
 from distsim.transforms.outlining.outline import outline
@@ -38,6 +39,7 @@ def cut_of(
     function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, cost_model: CostModel, schedule: Schedule
 ) -> Cut:
     """Return the cut function, as :func:`distsim.compose.build_program` says."""
+    function = repeat_key_heads(function, plan.tp)
     memory = _MEMORIES.get(function, None, lambda: _KeptCuts(function))
     costs = cost_model.on(mesh.devices[0])
     key = Division.of(plan, schedule.chain, costs, kernels)

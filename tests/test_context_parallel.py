@@ -191,13 +191,6 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(build, text, message
         parallelize(differentiate(build(), None), plan, topology_of(plan.devices))
 
 
-def test_heads_that_tensor_parallel_ranks_do_not_divide_are_noted():
-    joint = differentiate(MODELS["llama"](), None)
-    notes = {tp: " ".join(parallelize(joint, Plan(tp=tp), topology_of(tp)).notes) for tp in (2, 4)}
-    assert "tp=4 divides no attention of 4 heads and 2 of keys and values" in notes[4]
-    assert "divides no attention" not in notes[2]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
