@@ -116,7 +116,11 @@ def test_what_cannot_be_expressed_is_named(changed, missing):
         ({"recompute": "every 2nd layer"}, "remat", "every:2"),
         ({"recompute": "yes"}, "remat", "full"),
         ({"recompute": "selective (per-op SAC)"}, "remat", "ops:MatMul/2+Attention"),
-        ({"recompute": "selective (per-op SAC)", "precision": "fp8"}, "remat", "ops:Float8MatMul/2+MatMul/2+Attention"),
+        (
+            {"recompute": "selective (per-op SAC)", "precision": "fp8"},
+            "remat",
+            "ops:Float8MatMul/2+MatMul/2+Attention",
+        ),
         ({"global_batch": "", "n_microbatches": "4"}, "microbatches", 4),
         ({"dp": "", "n_gpus": "4"}, "dp", 1),
         ({"global_batch": "1,024"}, "microbatches", 512),
