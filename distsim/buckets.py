@@ -51,7 +51,8 @@ class Buckets:
     that of each microbatch, still runs; else after it, or it waits for that. ``ahead``: new parameters are
     gathered bucket by bucket during the first forward pass of the next step, in place of at the end.
     ``held``: see :class:`Fill`. ``blocking``: the parameters of a layer are gathered one by one, when it
-    comes to them.
+    comes to them. ``listed``: new parameters are gathered into lists of a slice of each a rank, and
+    gradients of which a rank needs a part are summed whole.
     """
 
     limit: int
@@ -62,6 +63,7 @@ class Buckets:
     ahead: bool = False
     blocking: bool = False
     held: float = 0.0
+    listed: bool = False
 
 
 def parse_bucket(text: object) -> Fill:
@@ -93,11 +95,12 @@ def buckets_of(
 ) -> Buckets:
     """Return the buckets of ``bucket=`` for so many data-parallel ranks; or of ``layers``.
 
-    Megatron-LM makes no buckets where it does not overlap: one holds all of a rank's gradients.
+    Megatron-LM and nanotron make no buckets where they do not overlap: one holds all of a rank's gradients.
     """
-    if layers or (text == "megatron" and not early):
-        held = 0.0 if layers else parse_bucket(text).held
-        return Buckets(2**62, 2**62, early=early, layers=layers, ahead=ahead, blocking=blocking, held=held)
+    if layers or (text in ("megatron", "nanotron") and not early):
+        held, listed = (0.0, False) if layers else (1.0, text == "nanotron")
+        more = {"early": early, "layers": layers, "ahead": ahead, "blocking": blocking, "listed": listed}
+        return Buckets(2**62, 2**62, held=held, **more)
     fill = parse_bucket(text)
     limit = max(fill.limit, fill.by_rank * dp)
     first = limit if fill.first is None else fill.first

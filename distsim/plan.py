@@ -40,8 +40,7 @@ gradients too; parameters too, which are gathered where they are used."""
 RESHARD = ("always", "never", "auto", "blocking")
 """What becomes of a parameter that forward gathered: it is gathered again for backward, or kept; or, as
 torchtitan's fsdp_reshard_after_forward "default", kept with several pipeline ranks, else gathered again but
-for those of the last unit, norm and output head, with which backward begins; or gathered again, and each by
-itself when a layer comes to it, which waits (DeepSpeed until 0.5)."""
+for those of the last unit, with which backward begins; or gathered again, each when a layer waits for it."""
 
 
 SWITCH = ("off", "on")

@@ -105,8 +105,8 @@ STACKS = {
             *("deepspeed_2021", "mixed_fp16", "math", "eager", "none", "adamw", None),
             source="DeepSpeed of April 2021 (fbece50b), runtime/zero/constants.py: fp16, no clipping, as "
             "deepspeed of stages 1 and 2; stage3.py and partition_parameters.py: parameters are gathered one "
-            "by one, each into a list of one tensor a rank; before each and after those of a module it waits "
-            "for the device (_allgather_param, _synchronize_communication)",
+            "by one, each into a list of a tensor a rank; before each and after those of a module the "
+            "device is waited for (_allgather_param, _synchronize_communication)",
             plan={
                 **{zero: {"bucket": "deepspeed", "overlap_grads": "off"} for zero in (0, 1, 2)},
                 3: {"reshard": "blocking"},
@@ -115,8 +115,10 @@ STACKS = {
         Stack(
             *("nanotron", "mixed", "flash2", "eager", "none", "adamw", 1.0),
             source="nanotron, config/config.py and its example configurations: accumulate_grad_in_fp32, "
-            "FlashAttention-2, recompute_layer false, clip_grad 1.0; buckets of torch's DDP",
-            plan={zero: {"bucket": "nanotron"} for zero in (0, 1)},
+            "FlashAttention-2, recompute_layer false, clip_grad 1.0; trainer.py: buckets of torch's DDP, or "
+            "with ZeRO-1 and float32 sums (make_ddp) all gradients at once after backward, reduced whole "
+            "(reduce_scatter=False), and parameters gathered into lists of slices (optim/zero.py)",
+            plan={0: {"bucket": "nanotron"}, 1: {"bucket": "nanotron", "overlap_grads": "off"}},
         ),
     )
 }

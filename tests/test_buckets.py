@@ -239,7 +239,8 @@ def test_with_several_stages_nothing_is_gathered_again_by_default():
         ("deepspeed", "dp=2,zero=2", ("deepspeed", "off", "always")),
         ("deepspeed", "dp=2,zero=3", ("auto", "on", "always")),
         ("deepspeed_2021", "dp=2,zero=3", ("auto", "on", "blocking")),
-        ("nanotron", "dp=2,zero=1", ("nanotron", "on", "always")),
+        ("nanotron", "dp=2", ("nanotron", "on", "always")),
+        ("nanotron", "dp=2,zero=1", ("nanotron", "off", "always")),
     ],
 )
 def test_stacks_reduce_as_their_framework_does(stack, plan, fields):

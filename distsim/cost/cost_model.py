@@ -99,7 +99,7 @@ class CostModel:
 
         Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
         ``TopologyError`` when nothing links two devices of the group. What is gathered into a list
-        (``listed=1``) takes the host, which waits for it, the time of a tensor for each rank besides.
+        (``listed=1``) takes the host, for which the others wait, the time of a tensor for each rank besides.
         """
         kind, nbytes = collective_of(signature, group)
         self._forget_old_topology()
@@ -109,7 +109,8 @@ class CostModel:
             cost = self.rules.communicate(kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
             found = self._communication[key] = usable(signature, cost)
         if self.kernels and signature.attributes.get("listed", 0) and len(group) > 1:
-            found += len(group) * max([device.rates.tensor for device in group])
+            tensors = len(group) * len(signature.outputs)
+            found += tensors * max([device.rates.tensor for device in group])
         return found
 
     def launch_seconds(self, signature: Signature, device: Device) -> float:
@@ -315,6 +316,8 @@ class DeviceCosts:
 def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
     """Return the kind and the size in bytes of what an op moves over a group, as ``collective_time`` wants.
 
+    What is summed whole for one part of it (``whole=1``) is moved as an all-reduce.
+
     Raises :class:`CostError` for an op that is no communication.
     """
     meaning = operator(signature.op_type).communication
@@ -324,6 +327,8 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
         # The formula wants the size of which each rank of the group, the root too, has an equal part.
         part = min(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
         return meaning.kind, float(part * len(group))
+    if meaning.kind == "reduce_scatter" and signature.attributes.get("whole", 0):
+        return "all_reduce", float(meaning.nbytes(signature))
     kind = meaning.kind if meaning.variant is None else meaning.variant(signature.attributes)
     return kind, float(meaning.nbytes(signature))
 

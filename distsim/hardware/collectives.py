@@ -24,13 +24,15 @@ gets. In ``all_to_all``, ``scatter``,
 ``gather`` and ``send`` B and a are those of the links between the pairs that talk, and a rank serves
 its peers one after the other.
 
-Where a group has k ranks in each of m groups of a level (k GPUs in each of m nodes, n = k m), three more
-algorithms are open, and the cheapest is taken:
+Where a group has k ranks in each of m groups of a level (k GPUs in each of m nodes, n = k m), more algorithms
+are open, and the cheapest is taken:
 
 - ``rails``: k rings at a time, each leaving the node by another rank's port, so that
   B = min(B inside, k B across); a pass has n-m hops inside and m-1 hops across. NCCL's multi-channel ring.
-- ``hierarchical``: reduce-scatter inside, all-reduce of S/k across (k of them side by side), all-gather
-  inside; likewise for the others, and recursively for more levels.
+- ``hierarchical``, for an all-reduce: reduce-scatter inside, all-reduce of S/k across (k of them side by
+  side), all-gather inside, and recursively for more levels; for an all-to-all: what goes to one rail is
+  brought together inside first. NCCL has rings alone for what gathers, scatters or sends to all (tuning.cc;
+  NVIDIA/nccl issues 1473 and 1594), so that these start the later the more ranks there are.
 - ``tree``, for an all-reduce between nodes: 2 S/B + 2 ceil(log2 m) a.
 
 :func:`collective_transfer` says what a collective puts on the channels that it passes. Its time is a latency,

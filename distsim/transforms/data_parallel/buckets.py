@@ -17,6 +17,7 @@ from distsim.ops import operator
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
+from distsim.transforms.data_parallel.gathers import listed
 from distsim.transforms.data_parallel.gradient_buckets import (
     GradientReduction,
     gradient_buckets,
@@ -157,7 +158,7 @@ class _BucketWriter:
                 self._write_waiting(stage)
                 outer = [function.ops[own.outer] for own in last[number] if own.outer >= 0]
                 inner = [function.ops[own.reduction] for own in last[number]]
-                for message in [*in_messages(inner), *in_messages(outer)]:
+                for message in self._messages(inner, outer):
                     self._add(message, stage)
                     self.missing.difference_update(message.outputs)
                     awaited[stage] = message.outputs[0]
@@ -174,6 +175,14 @@ class _BucketWriter:
                 self._add(self._after(op, number, awaited), stage)
         for stage in [*self.waiting]:
             self._write_waiting(stage)
+
+    def _messages(self, inner: Sequence[Op], outer: Sequence[Op]) -> list[Op]:
+        """Return reductions as messages; where new parameters are gathered into lists, each sums it all."""
+        sent = [*in_messages(inner), *in_messages(outer)]
+        if not self.buckets.listed:
+            return sent
+        whole = [Attributes({**op.attributes, "whole": 1}) for op in sent]
+        return [replace(op, attributes=own) for op, own in zip(sent, whole, strict=True)]
 
     def _write_waiting(self, stage: int) -> None:
         """Write what waited on a stage for buckets that have been sent."""
@@ -243,7 +252,7 @@ class _BucketWriter:
                 outer.append(replace(ops[each.outer], inputs=(scattered,), outputs=(result,)))
                 result = scattered
             sent.append(replace(op, inputs=(value,), outputs=(result,)))
-        for op in [*in_messages(sent), *in_messages(outer)]:
+        for op in self._messages(sent, outer):
             # Nobody reads the sums after that, of which the buffer is.
             self._add(replace(op, attributes=Attributes({**op.attributes, "in_place": True})))
         return later
@@ -262,7 +271,8 @@ class _BucketWriter:
 
         gone = {*gathers}
         rest = [op for op in ops if op not in gone]
-        return [*rest, *[op for group in grouped(gathers, bucket) for op in in_messages(group)]]
+        sent = [op for group in grouped(gathers, bucket) for op in in_messages(group)]
+        return [*rest, *map(listed, sent)] if self.buckets.listed else [*rest, *sent]
 
     def _buckets_of_parameters(self) -> dict[Value, int]:
         """Return the bucket of each parameter that is updated by its parts; one whose gradient is in none

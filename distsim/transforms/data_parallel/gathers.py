@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from distsim.hardware.rank_axes import OUTER, joined_axes, over_tensor
-from distsim.ir import Function, Mesh, Op, Value, needed_ops
+from distsim.ir import Attributes, Function, Mesh, Op, Value, needed_ops
 from distsim.ops import operator
 from distsim.ops.conversion import ONCE
 from distsim.ops.places import shape_of
@@ -110,6 +111,11 @@ def gathers(op: Op) -> bool:
     """Whether an op gathers something flat over ranks that have other parts of the data: a parameter."""
     flat = op.op_type == "MPIAllgather" and len(shape_of(op.inputs[0])) == 1
     return flat and not over_tensor(op.attributes["axis"])
+
+
+def listed(op: Op) -> Op:
+    """Return an op that gathers as one that gathers into a list, of a tensor of each rank."""
+    return replace(op, attributes=Attributes({**op.attributes, "listed": 1}))
 
 
 def _passes(op: Op) -> bool:

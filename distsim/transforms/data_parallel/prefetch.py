@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distsim.buckets import Buckets
-from distsim.ir import Attributes, Function, Op, Value
+from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
-from distsim.transforms.data_parallel.gathers import chains, gathers
+from distsim.transforms.data_parallel.gathers import chains, gathers, listed
 from distsim.transforms.op_graph import Numbered, StageMap
 
 
@@ -92,7 +92,7 @@ class _Prefetcher:
         for number, op in enumerate(self.function.ops):
             for gathers_, anchor in self.before.get(number, ()):
                 written = [each for gather in gathers_ for each in self._written(gather, anchor)]
-                written = [_listed(each) for each in written] if blocking else written
+                written = [listed(op) if gathers(op) else op for op in written] if blocking else written
                 ops += _as_messages(written) if whole else written
                 stages += [self.assigned.stage[gathers_[0]]] * (len(ops) - len(stages))
             if number not in self.chain:
@@ -183,11 +183,6 @@ class _Prefetcher:
         source = op.inputs[0]
         late = Value(source.name, source.type)
         return [Op("OptimizationBarrier", (source, anchor), (late,)), replace(op, inputs=(late,))]
-
-
-def _listed(op: Op) -> Op:
-    """Return a gather as one into a list of tensors, one of each rank; any other op as it is."""
-    return replace(op, attributes=Attributes({**op.attributes, "listed": 1})) if gathers(op) else op
 
 
 def _as_messages(ops: Sequence[Op]) -> list[Op]:
