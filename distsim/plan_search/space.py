@@ -34,6 +34,7 @@ from distsim.ir import Function, Tensor, Topology, all_ops
 from distsim.plan import RESHARD, SWITCH, TP_OVERLAP, Plan, parse_schedule
 from distsim.rank_layout import CP_KINDS
 from distsim.schedule import FLUSH, SCHEDULES, schedule
+from distsim.schedule.refusals import count as count_of
 from distsim.suggestions import choices_for
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
@@ -170,7 +171,8 @@ class PlanSpace:
             self._check_values(name, found)
         if not found:
             raise PlanError(
-                f"no layout cuts {self.devices} devices and a batch of {self.traits.batch} samples as asked: "
+                f"no layout cuts {count_of(self.devices, 'device')} and a batch of "
+                f"{count_of(self.traits.batch, 'sample')} as asked: "
                 "leave a field open, or change the batch"
             )
         return tuple(found)
@@ -179,7 +181,7 @@ class PlanSpace:
         return len(self.plans)
 
     def __repr__(self) -> str:
-        return f"PlanSpace({len(self)} plans on {self.devices} devices)"
+        return f"PlanSpace({count_of(len(self), 'plan')} on {count_of(self.devices, 'device')})"
 
     def _check_values(self, name: str, plans: Mapping[Plan, None]) -> None:
         """Check that each value that is given for a field is one of some plan."""
@@ -194,8 +196,8 @@ class PlanSpace:
                     f"there are plans with {choices}" if choices else "there are none"
                 )
                 raise PlanError(
-                    f"no plan of {self.devices} devices, a batch of {self.traits.batch} and the other fields "
-                    f"has {name}={shortened(value)}: {why}"
+                    f"no plan of {count_of(self.devices, 'device')}, a batch of {self.traits.batch} and the "
+                    f"other fields has {name}={shortened(value)}: {why}"
                 )
 
     def _refusal(self, name: str, value: str) -> str:
