@@ -193,7 +193,8 @@ def compare_engines(program: Program, flops: float) -> Verdict:
     for device, end in events.timestamps.items():
         if abs(end - whole.timestamps[device]) > tolerance:
             return Verdict("wrong", f"max-plus ends {device} at {whole.timestamps[device]}, events at {end}")
-    written = {device: use.peak for device, use in peak_memory(program.to_function(steady=True)).items()}
+    flat = program.to_function(steady=True)
+    written = {device: use.peak for device, use in peak_memory(flat, program.parts.held).items()}
     different = {
         d: (whole.peak_memory[d], peak) for d, peak in written.items() if whole.peak_memory[d] != peak
     }

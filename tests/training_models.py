@@ -347,7 +347,7 @@ def assert_same_step(joint: Function, program: Program, inputs: Inputs, expected
 def assert_all_readers_agree(program: Program, cost_model: CostModel | None = None) -> None:
     """Max-plus, events and the step written out take the same time, to the bit, and the same memory."""
     flat = program.to_function(steady=True)
-    peaks = peak_memory(flat)
+    peaks = peak_memory(flat, program.parts.held)
     for device, use in program_memory(program).devices.items():
         peak = peaks[device]
         assert (use.peak, use.end, use.by_kind) == (peak.peak, peak.end, peak.by_kind)
