@@ -91,17 +91,19 @@ elements=True))
 
 
 def buckets_of(
-    text: str, dp: int, early: bool, layers: bool, ahead: bool = False, blocking: bool = False
+    text: str, dp: int, early: bool, zero: int, ahead: bool = False, blocking: bool = False
 ) -> Buckets:
-    """Return the buckets of ``bucket=`` for so many data-parallel ranks; or of ``layers``.
+    """Return the buckets of ``bucket=`` for so many data-parallel ranks, over which ``zero`` divides.
 
-    Megatron-LM and nanotron make no buckets where they do not overlap: one holds all of a rank's gradients.
+    With 3 they are layers. Megatron-LM and nanotron make no buckets where they do not overlap: one holds all
+    of a rank's gradients. With 2 each microbatch's are scattered, and no buffer has all of them.
     """
-    if layers or (text in ("megatron", "nanotron") and not early):
-        held, listed = (0.0, False) if layers else (1.0, text == "nanotron")
+    named, layers = text in ("megatron", "nanotron"), zero == 3
+    if layers or (named and not early):
+        held, listed = 0.0 if zero > 1 else 1.0, text == "nanotron" and not layers
         more = {"early": early, "layers": layers, "ahead": ahead, "blocking": blocking, "listed": listed}
         return Buckets(2**62, 2**62, held=held, **more)
     fill = parse_bucket(text)
     limit = max(fill.limit, fill.by_rank * dp)
     first = limit if fill.first is None else fill.first
-    return Buckets(limit, first, fill.elements, early, ahead=ahead, held=fill.held)
+    return Buckets(limit, first, fill.elements, early, ahead=ahead, held=0.0 if zero > 1 else fill.held)

@@ -88,7 +88,7 @@ class Division(NamedTuple):
         if plan.dp * plan.cp > 1:
             early, ahead = plan.overlap_grads == "on", plan.overlap_params == "on"
             blocking = plan.reshard == "blocking"
-            buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero == 3, ahead, blocking)
+            buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero, ahead, blocking)
             divided = plan.zero, plan.resharding, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)

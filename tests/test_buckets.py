@@ -169,8 +169,8 @@ def test_megatron_ddp():
     size = sum(v.type.size for v in trained("mixed").parameters)
     plain = sent(step_on("mixed", "zero=0,bucket=megatron,overlap_grads=off"))
     assert plain == {"all_reduce": (1, 4 * size)}
-    assert buckets_of("megatron", 8, early=True, layers=False).limit == 40_000_000
-    assert buckets_of("megatron", 64, early=True, layers=False).limit == 64_000_000
+    assert buckets_of("megatron", 8, early=True, zero=0).limit == 40_000_000
+    assert buckets_of("megatron", 64, early=True, zero=0).limit == 64_000_000
 
 
 @pytest.mark.parametrize(("policy", "scattered"), [("mixed", 4), ("mixed_bf16_grads", 2)])

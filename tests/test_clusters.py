@@ -104,7 +104,6 @@ UNIT = {
     **{"bandwidth": "GB/s", "latency": "us", "memory": "GiB", "throughput": "TFLOP/s", "context": "GiB"},
     **{"block": "B", "segment": "B", "dram_bandwidth": "GB/s", "kernel_launch_overhead": "us"},
     **{"power": "W", "power_limit": "W", "host_power": "W", "price": "$/h"},
-    **{"variation": "1"},
 }
 
 
