@@ -34,6 +34,11 @@ MODELS = {
     "mlp:layers=4,width=256": "tp=1|2,remat=none|full,zero=*,schedule=1f1b|gpipe",
     "gpt:layers=4,hidden=32,heads=4,vocab=32,seq=8": "tp=1|2,remat=none|full,pp=1|2|4,zero=0|1,"
     "schedule=1f1b|zb_h1|interleaved,microbatch_size=1|2|4",
+    # Fewer layers than stages: these begin within layers, whose parts then run beside each other.
+    "gpt:layers=2,hidden=32,heads=4,vocab=32,seq=16": "tp=1|2,remat=none|full,pp=1|2|4,zero=0|1|3,"
+    "schedule=1f1b|gpipe|looped_bfs|1f1b_v,chunks=1|2,microbatches=1|2|4",
+    "llama:layers=3,hidden=32,heads=4,kv_heads=2,vocab=32,seq=16": "tp=1|2,pp=2|4,zero=0|2,"
+    "remat=none|full|full_early,schedule=1f1b|interleaved|looped_bfs,chunks=1|2,microbatches=1|2|8",
     "llama:layers=2,hidden=32,heads=4,kv_heads=2,vocab=32,seq=16": "tp=1|2,cp=1|2,pp=1|2,sp=*,"
     "remat=none|full,zero=0|1|3,microbatch_size=1|2",
     "mixtral-8x7b:layers=2,seq=16": "tp=1|2,pp=1|2,ep=1|2,zero=0|1,sp=off,"
@@ -69,7 +74,10 @@ def invent(seed: int, most: int = PLANS, top: int = TOP) -> Problem:
     rng = Random(seed)
     name = rng.choice([*MODELS])
     plain = cluster(rng)
-    kernels, objective = KERNELS[rng.choice(["ops", "eager"])], rng.choice(["time", "time", "memory"])
+    kernels, objective = (
+        KERNELS[rng.choice(["ops", "eager", "fused", "compiled"])],
+        rng.choice(["time", "time", "memory"]),
+    )
     plans = list(PlanSpace.of(model(name), plain, parse_sets(MODELS[name])).plans)
     plans = sorted(rng.sample(plans, min(len(plans), most)), key=str)
     search = SearchProblem(FixedModel(model(name)), plain, kernels, objective, top)

@@ -1,14 +1,11 @@
 """What no plan can be better than: lower bounds of its seconds and of the bytes that a device holds.
 
 **Seconds.** The products of a step are on the compute streams of its devices, whatever the plan, and a stream
-does one thing at a time. A stage's mean over its ranks is at most that of the busiest. With W seconds of
-products for a microbatch, summed over the stages of which a rank has one each, M microbatches and p ranks,
-
-- the busiest of p ranks computes at least M W / p;
-- under 1F1B and GPipe (one stage a rank, whole backward passes), rank r waits until a microbatch went through
-  the stages before it and has one left to come back through them: M W_r + sum(W_q, q < r) <= T. The cut for
-  which the largest of these is least makes them equal, so W_r = T / M (1 - 1/M)^r, which sum to W where
-  T = W / (1 - (1 - 1/M)^p). For one microbatch that is W: nothing overlaps.
+does one thing at a time. With W seconds of products for a microbatch, summed over the stages, M microbatches
+and p ranks the busiest rank computes at least M W / p, a stage's mean over its ranks being at most that of
+the busiest. Nothing is said of what a pipeline makes ranks wait: what is sent leaves as soon as it is there,
+so neighbours work on a microbatch at a time, be it on branches of a layer that is cut, or on gradients of
+weights.
 
 W is at least the FLOPs of the model's products at the best rate of their kind and type, divided by all ranks;
 padding, shapes, recomputation, and what experts have unevenly only add to it. Once a plan was simulated, W is
@@ -24,8 +21,9 @@ its last microbatch begins backward. The fullest rank holds at least the mean.
 
 Where a plan of the same layers was built, the bytes S that these save of a microbatch, over all stages, are
 known. Rank r has n_r microbatches in flight in each of its stages at some time, so it holds n_r S_r, and with
-Q_r of what is held all step Q_r + n_r S_r. Equal layers have both in proportion: whatever the cut, the
-fullest of p ranks then holds at least 1 / sum(1 / (Q + n_r S)), and of others Q / p + S min(n_r) / p.
+Q_r of what is held all step Q_r + n_r S_r: the mean of p ranks is at least Q / p + S min(n_r) / p. Equal
+layers have both in proportion: where stages begin between layers, the fullest holds at least 1 / sum(1 / (Q +
+n_r S)).
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class PlanKnowledge(NamedTuple):
 
     Seconds for which a microbatch takes devices, summed over stages: of its ``products``, and of all that is
     ``busy``; of its ``layers``; the bytes that these have ``saved``; and of each of its ``stages``. 0, None
-    and nothing: not known.
+    and nothing: not known. ``whole``: whether stages begin between layers.
     """
 
     products: float = 0.0
@@ -66,6 +64,7 @@ class PlanKnowledge(NamedTuple):
     layers: LayerWork | None = None
     saved: int = 0
     stages: tuple[StageWork, ...] = ()
+    whole: bool = False
 
 
 class HeldBytes(NamedTuple):
@@ -141,32 +140,26 @@ class PlanBounds:
         count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers = known.layers
-        seconds = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
+        found = max(least, known.products, known.busy, layers.seconds if layers else 0.0) * count / plan.pp
         if plan.pp == 1:
-            return seconds * count
-        plain = _is_plain(plan)
-        found = seconds / (1 - (1 - 1 / count) ** plan.pp) if plain else seconds * count / plan.pp
-        if layers is not None:
-            found = max(found, seconds_of_layers(plan, layers, plain))
-        return max(found, seconds_of_stages(plan, known.stages)) if known.stages else found
+            return found
+        whole = 0.0 if layers is None else seconds_of_layers(plan, layers)
+        return max(found, whole, seconds_of_stages(plan, known.stages) if known.stages else 0.0)
 
     def device_bytes(self, plan: Plan, known: PlanKnowledge | None = None) -> float:
         """Return bytes that the fullest device of a plan holds at least at its peak."""
         every = _divided(self.held, plan)
-        least = (every.held + every.gradients if plan.microbatches > 1 else every.held) / plan.pp
+        least = (every.held + every.gradients) / plan.pp
         ranks = flights(plan) if known and (known.saved or known.stages) else ()
         if known is None or not ranks:
             return least
-        alike = self.held if plan.pp == 1 else self.held_in_layers
-        if alike is None:
-            return max(least, (every.held + known.saved * min(rank.least for rank in ranks)) / plan.pp)
-        held, gradients = _divided(alike, plan)
-        if plan.microbatches == 1:  # a gradient that is whole may be reduced before the next one is made
-            gradients = 0.0
-        if known.stages:
-            layered = HeldParts(held, gradients)
-            least = max(least, bytes_of_stages(plan, known.stages, every, layered))
         saved, full = known.saved, list[float]()
+        alike = self.held if plan.pp == 1 else self.held_in_layers if known.whole else None
+        if known.stages:
+            least = max(least, bytes_of_stages(plan, known.stages, every, alike and _divided(alike, plan)))
+        if alike is None:
+            return max(least, (every.held + saved * min(rank.least for rank in ranks)) / plan.pp)
+        held, gradients = _divided(alike, plan)
         for n in (rank.least for rank in ranks):
             last = n if plan.microbatches > n else n - 1
             full.append(max(held + n * saved, held + gradients + last * saved))
@@ -176,11 +169,13 @@ class PlanBounds:
 def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     """Return what a plan leaves on the ranks of a pipeline of parameters and state, and of gradients.
 
-    Gradients count where they are held undivided, in full, from the first microbatch on.
+    Gradients count where they are held undivided, in full, from the first microbatch on: of a single one,
+    those that are whole may be reduced before the next are made.
     """
     ranks = (plan.zero_ranks or plan.dp) * plan.cp
     kept = held.parameters / (ranks if plan.zero == 3 else 1) + held.state / (ranks if plan.zero else 1)
-    gradients = held.gradients if plan.zero < 2 and _is_plain(plan) else 0
+    summed = plan.microbatches > 1 and plan.zero < 2 and _is_plain(plan)
+    gradients = held.gradients if summed else 0
     least = plan.tp * plan.ep
     return HeldParts(kept / least, gradients / least)
 

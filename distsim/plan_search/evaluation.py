@@ -144,7 +144,12 @@ class PlanEvaluator:
                 products = max(products, standing.work[work] + standing.forward.get(work, 0.0))
         saved = standing.saved.get(saved_key(plan, self.batch(plan)), 0)
         stages = standing.stages.get(self.stages_key(plan), ())
-        return PlanKnowledge(products, busy, layers, saved, stages)
+        return PlanKnowledge(products, busy, layers, saved, stages, self._is_whole(plan))
+
+    def _is_whole(self, plan: Plan) -> bool:
+        """Whether the stages of a plan begin between layers, as far as that is known before it is built."""
+        function, count = self.problem.model(plan), plan.num_stages
+        return count == 1 or (plan.stages == "even" and self._levels.get((function, count)) == 0)
 
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""
@@ -181,11 +186,12 @@ class PlanEvaluator:
     def learn(self, trial: PlanTrial, standing: Standing) -> None:
         """Add to a standing what a trial says."""
         if trial.work:
-            standing.work[self.key(trial.plan)] = trial.work
+            work = self.key(trial.plan)
+            standing.work[work] = min(trial.work, standing.work.get(work, trial.work))
         if trial.layers is not None and (key := self.layers_key(trial.plan)) is not None:
             plan, made = trial.plan, trial.layers
             standing.layers[key] = standing.layers.get(key, made).least(made)
-            standing.stages[self.stages_key(plan)] = made.stages
+            standing.stages.setdefault(self.stages_key(plan), made.stages)
             if made.layers:
                 kept = saved_key(plan, self.batch(plan))
                 standing.saved[kept] = min(made.saved, standing.saved.get(kept, made.saved))
@@ -226,7 +232,8 @@ class PlanEvaluator:
         program = self.program(plan)
         memory = program_memory(full_program(program))
         usable = min(device.usable for device in program.mesh.devices)
-        layers = layer_work(program, self.costs)
+        # On devices of several kinds others may have faster ones.
+        layers = layer_work(program, self.costs) if len(self._kinds) == 1 else None
         found = PlanTrial(
             str(plan), peak=max(memory.peaks), usable=usable, missing=memory.missing, layers=layers
         )

@@ -282,9 +282,11 @@ def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> LayerSpan:
         start = max(start, 0.0) if computing else start
         reached.append(start + float(tasks.durations[task]) * counts[task])
     seconds = max([end for end, computing in zip(reached, computes, strict=True) if computing], default=0.0)
-    own = np.where(counts, tasks.durations, 0.0)
-    products = np.array([is_product(op) for op in tasks.op_table])[tasks.op]
-    return LayerSpan(float(seconds), float(own[computes].sum()), float(own[products].sum()))
+    own = np.where(np.array(counts, np.bool_), tasks.durations, 0.0)
+    products = np.array([is_product(op) for op in tasks.op_table], np.bool_)[tasks.op]
+    return LayerSpan(
+        float(seconds), float(own[np.array(computes, np.bool_)].sum()), float(own[products].sum())
+    )
 
 
 def _lists(values: Ints, start: Ints) -> list[list[int]]:

@@ -1,16 +1,11 @@
 """What a pipeline of known layers or stages falls below under no schedule: of its seconds, and of its bytes.
 
-Of each schedule it counts how often a stage runs, which stages a rank holds, and how many microbatches it has
-in flight in each of them at a time. A rank runs one call at a time, and waits until a microbatch went through
-the stages before its first one; when its last call ends, a microbatch has them left to come back through. So
-with w_s seconds that a microbatch takes stage s, forward and backward, and M microbatches,
-
-    T >= M sum(w_s, s on r) + sum(w_s, s before the first of r)      for each rank r.
+Of each schedule it counts which stages a rank holds, and how many microbatches it has in flight in each of
+them at a time. With w_s seconds that a microbatch keeps the compute stream of stage s, forward and backward,
+and M microbatches, a step takes at least M sum(w_s, s on r) for each rank r.
 
 Where only the layers are known, not which a stage has: a rank has a whole number of them, L in all, each of w
-seconds, and one rank has the head's h. T is at least the least for which L layers find room; under 1F1B and
-GPipe, a stage a rank, in order, the layers of the ranks before counted as above. As many as there is room for
-on each rank in turn are the most there can be: one more leaves room for at most one less behind it.
+seconds, and one rank has the head's h. The step takes at least the least for which L layers find room.
 """
 
 from __future__ import annotations
@@ -84,20 +79,18 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Fli
 
 def seconds_of_stages(plan: Plan, stages: Sequence[StageWork]) -> float:
     """Return the seconds that a plan of these stages takes at least; 0 where nothing is known."""
-    ranks = flights(plan)
-    if not ranks or len(stages) != plan.num_stages:
+    if len(stages) != plan.num_stages:
         return 0.0
-    own = [stage.seconds for stage in stages]
-    return max(
-        sum(own),
-        *[plan.microbatches * sum(own[s] for s in r.stages) + sum(own[: min(r.stages)]) for r in ranks],
-    )
+    ranks = [sum(stages[stage].seconds for stage in rank.stages) for rank in flights(plan)]
+    return plan.microbatches * max(ranks, default=0.0)
 
 
-def bytes_of_stages(plan: Plan, stages: Sequence[StageWork], every: HeldParts, layered: HeldParts) -> float:
+def bytes_of_stages(
+    plan: Plan, stages: Sequence[StageWork], every: HeldParts, layered: HeldParts | None
+) -> float:
     """Return the bytes that the fullest rank of a plan of these stages holds at least; 0: nothing is known.
 
-    All ranks together hold ``every``, and ``layered`` of their layers.
+    All ranks together hold ``every``, and of equal layers, which the stages have whole, ``layered``.
     """
     ranks = flights(plan)
     if not ranks or len(stages) != plan.num_stages:
@@ -105,7 +98,8 @@ def bytes_of_stages(plan: Plan, stages: Sequence[StageWork], every: HeldParts, l
     saved = [np.array([stages[stage].saved for stage in rank.stages]) for rank in ranks]
     peaks = [float((rank.counts @ own).max(initial=0)) for rank, own in zip(ranks, saved, strict=True)]
     found = [*peaks, (every.held + sum(peaks)) / len(ranks)]
-    if layers := sum(stage.layers for stage in stages):
+    layers = sum(stage.layers for stage in stages)
+    if layered is not None and layers:
         for rank, own, peak in zip(ranks, saved, peaks, strict=True):
             share = sum(stages[stage].layers for stage in rank.stages) / layers
             found.append(layered.held * share + peak)
@@ -115,39 +109,24 @@ def bytes_of_stages(plan: Plan, stages: Sequence[StageWork], every: HeldParts, l
     return max(found)
 
 
-def seconds_of_layers(plan: Plan, work: LayerWork, plain: bool) -> float:
-    """Return the seconds that a plan takes at least whose stages are of whole layers; 0: nothing is known.
-
-    ``plain``: ranks have one stage each, in order, and whole backward passes.
-    """
+def seconds_of_layers(plan: Plan, work: LayerWork) -> float:
+    """Return the seconds that a plan takes at least whose stages are of whole layers; 0: nothing is known."""
     if not work.layer or not work.layers:
         return 0.0
-    return _seconds_of_layers(plan.pp, plan.microbatches, work.layers, work.layer, work.head, plain)
+    return plan.microbatches * _seconds_of_layers(plan.pp, work.layers, work.layer, work.head)
 
 
-@cached("the least seconds of whole layers, by ranks, microbatches and layers", 65536)
-def _seconds_of_layers(
-    ranks: int, microbatches: int, layers: int, layer: float, head: float, plain: bool
-) -> float:
-    low, high = 0.0, (microbatches + 1) * (layers * layer + head)
-    while high - low > ROUNDED * high:
-        middle = (low + high) / 2
-        if _have_room(middle, (ranks, microbatches, layers), layer, head, plain):
-            high = middle
-        else:
-            low = middle
-    return low
+@cached("the least seconds of whole layers, by ranks and layers", 65536)
+def _seconds_of_layers(ranks: int, layers: int, layer: float, head: float) -> float:
+    """Return the least that the busiest rank has of a microbatch: so many layers, or the head and some."""
+    counts = range(layers + 1)
+    limits = sorted([*(n * layer for n in counts), *(head + n * layer for n in counts)])
+    return next(limit for limit in limits if _have_room(limit, ranks, layers, layer, head))
 
 
-def _have_room(seconds: float, sizes: tuple[int, int, int], layer: float, head: float, plain: bool) -> bool:
-    """Whether all layers find room on the ranks, and the head on one of them, the last where ``plain``."""
-    ranks, microbatches, layers = sizes
-    placed = 0
-    for rank in range(ranks):
-        room = (seconds - (placed * layer if plain else 0.0)) / microbatches
-        if rank == ranks - 1:
-            room -= head
-            if room < 0:
-                return False
-        placed = min(placed + floor(room / layer), layers)
-    return placed >= layers
+def _have_room(seconds: float, ranks: int, layers: int, layer: float, head: float) -> bool:
+    """Whether all layers find room on the ranks, and the head on one of them."""
+    seconds *= 1 + ROUNDED
+    return (
+        seconds >= head and (ranks - 1) * floor(seconds / layer) + floor((seconds - head) / layer) >= layers
+    )
