@@ -19,6 +19,7 @@ from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.transforms import SGD, differentiate
+from distsim.transforms.kernels.policies import KERNELS
 
 BATCH, SEQ, VOCAB = 8, 8, 16
 MIXTRAL = DecoderSizes(
@@ -56,10 +57,10 @@ def distinct_inputs(function: Function) -> list[np.ndarray]:
     return [np.stack([rng.permutation(VOCAB)[: tokens.shape[1]] for _ in tokens]), *others]
 
 
-def computed_over_ranks(joint: Function, plan: Plan) -> Program:
+def computed_over_ranks(joint: Function, plan: Plan, kernels: str = "ops") -> Program:
     """Return the program of a plan, on which every rank computes the same step and all readers agree."""
     inputs = distinct_inputs(joint)
-    program = parallelize(joint, plan, topology_of(plan.devices))
+    program = parallelize(joint, plan, topology_of(plan.devices), kernels=KERNELS[kernels])
     assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
     assert_all_readers_agree(program)
     return program

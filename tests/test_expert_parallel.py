@@ -93,6 +93,11 @@ def test_every_rank_computes_the_same_step(name, text, groups, loads):
     assert not any(axis == "ep" for given in others for _, axis, _ in given.shards)
 
 
+def test_what_kernels_and_recomputation_make_again_is_made_once():
+    plan = Plan.parse("dp=4,ep=4,remat=full,zero=1")  # which rows a rank has is a constant of both passes
+    computed_over_ranks(differentiate(model("deepseek", 1, EVEN), SGD()), plan, "compiled")
+
+
 @pytest.mark.parametrize(
     "text", ["cp=8,ep=2,cp_kind=usp:4", "cp=8,ep=4,cp_kind=usp:2", "cp=2,tp=4,ep=4,etp=2,sp=on,zero=1"]
 )

@@ -184,7 +184,9 @@ def joint_of(pair: Pair) -> Joint:
         if kind == 2:
             tangents.setdefault(index, formal)
         known[formal] = (ahead.inputs, ahead.outputs, tangents)[kind][index]
-    ops = [rewire_op(op, known) for op in behind.ops]
+    # What both make, such as constants that two passes of one function were given, is made once.
+    both = {value for op in ahead.ops for value in op.outputs}
+    ops = [rewire_op(op, known) for op in behind.ops if both.isdisjoint(op.outputs)]
     inputs = (*ahead.inputs, *tangents.values())
     outputs = (*[ahead.outputs[i] for i in pair.required], *substitute(behind.outputs, known))
     function = Function(ahead.name, inputs, (*ahead.ops, *ops), outputs)
