@@ -71,9 +71,8 @@ def parse_bucket(text: object) -> Fill:
 
     Raises :class:`PlanError` for anything else.
 
-    >>> parse_bucket("1MiB"), parse_bucket("40000000p")
-    (Fill(limit=1048576, by_rank=0, first=None, elements=False), Fill(limit=40000000, by_rank=0, first=None, \
-elements=True))
+    >>> parse_bucket("1MiB").limit, parse_bucket("40000000p").elements
+    (1048576, True)
     """
     if text == "auto":
         return BUCKETS["torch"]

@@ -116,7 +116,7 @@ FLASH2 = {
 
 def test_attention_as_it_was_measured():
     """The kernel alone: the share that a step reaches of it is taken out."""
-    device = load_cluster("dgx-a100").devices[0]
+    device = load_cluster("dgx-a100", ["device.variation=0"]).devices[0]
     inside = dict(device.rates.shares)["attention"] / 0.885  # what calibrated_figures.py starts from
     known = device.rates.shares
     shares = tuple([(kind, share / inside) for kind, share in known if kind.startswith("attention")])

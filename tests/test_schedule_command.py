@@ -117,7 +117,7 @@ BAD = {
     "sizes and table": (("--stages", 2, "--schedule-csv", DATA / "generated.csv"), "leave out --stages"),
     "no table": (
         ("--schedule-csv", DATA / "generated.csv"),
-        "generated: line 1, column 1: 'name' is no action",
+        "generated.csv: line 1, column 1: 'name' is no action",
     ),
     "missing table": (("--schedule-csv", "missing.csv"), "cannot read missing.csv"),
     "together without pairs": (

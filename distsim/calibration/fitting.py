@@ -128,7 +128,8 @@ def calibrate(
         raise TimingsError(f"{base} has [[nodes]] or [[slow]]: calibrate one kind of node, then add them")
     if not timings:
         raise TimingsError("there are no timings to fit to")
-    topology = load_cluster(base, settings)
+    # Kernels are timed on one device, not on the slowest of a node.
+    topology = load_cluster(base, (*settings, "device.variation=0"))
     machine = Machine(topology.devices[0], topology.levels, int(table["devices_per_node"]))
     table |= {"name": name, "description": f"{table.get('description') or base}; measured where it says so"}
     fitting = _Fitting(machine, Calibration(base, table), date)
