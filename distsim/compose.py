@@ -84,6 +84,15 @@ def build_program(
     Raises :class:`PlanError` for a plan of other degrees than mesh or schedule, one that does not fit the
     function or the batch, one that offloads from devices without a link to their host, and for ``auto``
     without a cost model.
+
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.hardware.plan_mesh import plan_mesh
+    >>> from distsim.models import mlp
+    >>> from distsim.transforms import SGD, differentiate
+    >>> step = differentiate(mlp(layers=4, width=16, batch=8), SGD())
+    >>> plan = Plan(dp=2, pp=2, microbatches=2)
+    >>> len(build_program(step, plan_mesh(plan, load_cluster("dgx-a100")), plan).stages)
+    2
     """
     if mesh.axes != (("pp", plan.pp), *rank_axes(plan).sizes.items()):
         raise PlanError(f"plan {plan} is for a mesh of other degrees than {mesh}; make them agree")

@@ -17,7 +17,11 @@ from distsim.schedule import Schedule, one_f_one_b
 
 @dataclass(frozen=True)
 class PipeDreamScheduler:
-    """1F1B with a flush (PipeDream-flush, Narayanan et al. 2021) over ``num_microbatches``."""
+    """1F1B with a flush (PipeDream-flush, Narayanan et al. 2021) over ``num_microbatches``.
+
+    >>> PipeDreamScheduler(num_microbatches=4)
+    PipeDreamScheduler(num_microbatches=4)
+    """
 
     num_microbatches: int
 
@@ -44,6 +48,15 @@ def parallel_transform_3d(
 
     Returns a flat Function that starts by distributing the inputs. Raises :class:`PlanError` naming
     the numbers when the degrees do not fit the devices, the batch or the function.
+
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import mlp
+    >>> from distsim.transforms import SGD, differentiate
+    >>> step = differentiate(mlp(layers=4, width=16, batch=8), SGD())
+    >>> devices = load_cluster("dgx-a100").devices
+    >>> parallel = parallel_transform_3d(step, 2, 1, 2, devices, num_microbatches=2)
+    >>> sum(op.op_type == "Send" for op in parallel.ops) > 0
+    True
     """
     from distsim.compose import build_program  # not before it is called: notebooks import both
 
@@ -77,6 +90,15 @@ def steady_state_transform(function: Function) -> tuple[Function, tuple[Value, .
     In steady state parameters and data are where they are used: the scatters, broadcasts and splits
     that only bring function inputs there are dropped, and what they made becomes an input, of the
     same role. The function may be of any origin; one that distributes nothing is returned as it is.
+
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import mlp
+    >>> from distsim.transforms import SGD, differentiate
+    >>> step = differentiate(mlp(layers=4, width=16, batch=8), SGD())
+    >>> parallel = parallel_transform_3d(step, 2, 1, 2, load_cluster("dgx-a100").devices, num_microbatches=2)
+    >>> steady, inputs = steady_state_transform(parallel)
+    >>> len(steady.ops) <= len(parallel.ops), len(inputs) == len(steady.inputs)
+    (True, True)
     """
     if isinstance(function, WrittenOut):
         steady = function.program.to_function(steady=True)

@@ -1,6 +1,7 @@
 """The names that packages hand on, and what importing distsim loads."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,18 @@ def test_importing_distsim_loads_nothing_slow():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (result.stdout, result.stderr, result.returncode) == ("[]\n", "", 0)
+
+
+@pytest.mark.parametrize("module", PUBLIC_NAMES)
+def test_every_public_name_has_an_example(module):
+    """In its docstring, in that of a member of a class, or, of a class or an alias, in that of its package."""
+    package = importlib.import_module(module)
+    lacking: list[str] = []
+    for name in PUBLIC_NAMES[module]:
+        value = getattr(package, name)
+        members = vars(value).values() if inspect.isclass(value) else ()
+        texts = [inspect.getdoc(each) or "" for each in (value, *members)]
+        texts += [] if inspect.isroutine(value) else [package.__doc__ or ""]
+        if callable(value) and not any(">>>" in text for text in texts):
+            lacking.append(name)
+    assert lacking == []

@@ -87,6 +87,13 @@ def place(
     are what its problem says, and at most that where an op has several outputs or is a Call, whose results
     may leave before it ends. Raises :class:`PartitionError` for a partition without function, or for too few
     devices.
+
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import mlp
+    >>> topology = load_cluster("dgx-a100")
+    >>> found = partition_model(mlp(layers=4, width=64, batch=8), topology, "size_based", 40_000)
+    >>> type(place(found.partition, topology.devices)).__name__
+    'Placed'
     """
     function = partition.problem.function
     if function is None:
@@ -240,6 +247,13 @@ def partition_model(
     ``cost_model``, by default ``CostModel(topology)``; modes that know a rate only take that of the link
     from the first device to the last. Raises a :class:`PartitionError` as :func:`partition` does, and for an
     unknown mode, a :class:`CostError` for a cost model of another topology.
+
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import mlp
+    >>> model, topology = mlp(layers=4, width=64, batch=8), load_cluster("dgx-a100")
+    >>> found = partition_model(model, topology, "size_based", 40_000)
+    >>> found.partition.mode, len(found.partition.parts) > 1
+    ('size_based', True)
     """
     if mode not in HOST_MODES:
         raise PartitionError(f"there is no mode {mode!r}; choose one of {choices_for(mode, HOST_MODES)}")

@@ -19,6 +19,13 @@ class Part:
 
     ``items`` are its ops and the outside inputs that they read, ``bytes`` what it needs on each of its
     ``devices`` (several are replicas), ``level`` the most edges on a way to it from a part without parents.
+
+    >>> from distsim.device_placement.problem import Item
+    >>> problem = Problem((Item("x", (), 4, 4, is_op=False), Item("a", (0,), 4, 4), Item("b", (1,), 4, 4)))
+    >>> devices = [PartitionDevice("d0", 12, 0), PartitionDevice("d1", 8, 1)]
+    >>> partition = make_partition(problem, devices, [[1], [2]], [[0], [1]])
+    >>> [(part.ops, part.parents) for part in partition.parts]
+    [((1,), ()), ((2,), (0,))]
     """
 
     index: int
@@ -37,6 +44,13 @@ class Partition:
 
     ``transfer_rate`` is in bytes per second (per unit of the latencies); 0 if it was not given, and then
     there is no :attr:`latency`.
+
+    >>> from distsim.device_placement.problem import Item
+    >>> problem = Problem((Item("x", (), 4, 4, is_op=False), Item("a", (0,), 4, 4), Item("b", (1,), 4, 4)))
+    >>> devices = [PartitionDevice("d0", 12, 0), PartitionDevice("d1", 8, 1)]
+    >>> partition = make_partition(problem, devices, [[1], [2]], [[0], [1]])
+    >>> len(partition.parts)
+    2
     """
 
     problem: Problem
@@ -217,7 +231,16 @@ def add_op(problem: Problem, part: Part, op: int) -> Part:
 
 
 def remove_op(problem: Problem, part: Part, op: int) -> Part:
-    """Return the part without an op and without the outside inputs that only it reads there."""
+    """Return the part without an op and without the outside inputs that only it reads there.
+
+    >>> from distsim.device_placement.problem import Item
+    >>> problem = Problem((Item("x", (), 4, 4, is_op=False), Item("a", (0,), 4, 4), Item("b", (1,), 4, 4)))
+    >>> devices = [PartitionDevice("d0", 12, 0), PartitionDevice("d1", 8, 1)]
+    >>> partition = make_partition(problem, devices, [[1], [2]], [[0], [1]])
+    >>> both = move_op(partition, 2, to=0).parts[0]
+    >>> remove_op(problem, both, 2).ops
+    (1,)
+    """
     if op not in part.ops:
         raise PartitionError(f"{problem.items[op].name} is not in part {part.index}, so it cannot be removed")
     rest = tuple(other for other in part.ops if other != op)
@@ -231,6 +254,13 @@ def move_op(partition: Partition, op: int, to: int) -> Partition:
     """Return the verified partition in which an op is in part ``to``; a part that it leaves empty is gone.
 
     The parts stay on their devices. Raises :class:`PartitionError` when the result breaks a rule.
+
+    >>> from distsim.device_placement.problem import Item
+    >>> problem = Problem((Item("x", (), 4, 4, is_op=False), Item("a", (0,), 4, 4), Item("b", (1,), 4, 4)))
+    >>> devices = [PartitionDevice("d0", 12, 0), PartitionDevice("d1", 8, 1)]
+    >>> partition = make_partition(problem, devices, [[1], [2]], [[0], [1]])
+    >>> [part.ops for part in move_op(partition, 2, to=0).parts]
+    [(1, 2)]
     """
     home = partition.part_of[op]
     if home < 0 or not 0 <= to < len(partition.parts) or home == to:
@@ -260,6 +290,13 @@ class DagNode:
     ``inputs`` are the items of other parts and from outside that it reads, in the order in which it does;
     ``outputs`` those of its ops that others read, in the order in which they first do, then what the whole
     returns besides.
+
+    >>> from distsim.device_placement.problem import Item
+    >>> problem = Problem((Item("x", (), 4, 4, is_op=False), Item("a", (0,), 4, 4), Item("b", (1,), 4, 4)))
+    >>> devices = [PartitionDevice("d0", 12, 0), PartitionDevice("d1", 8, 1)]
+    >>> partition = make_partition(problem, devices, [[1], [2]], [[0], [1]])
+    >>> partition.dag[1].inputs
+    (1,)
     """
 
     part: int

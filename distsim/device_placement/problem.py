@@ -25,6 +25,9 @@ class Item:
     ``output_bytes`` is what it hands on; ``total_bytes`` adds the parameters that live with it. ``memory``
     and ``compute`` are its two latencies, of which the longer one counts; the unit is the caller's, for
     :func:`problem_of` seconds. Outside inputs read nothing and take no time.
+
+    >>> Item("add", inputs=(0, 1), output_bytes=8, total_bytes=8).is_op
+    True
     """
 
     name: str
@@ -44,7 +47,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class PartitionDevice:
-    """A device to put parts on: ``memory`` in bytes; ``id`` is the name that a partition reports."""
+    """A device to put parts on: ``memory`` in bytes; ``id`` is the name that a partition reports.
+
+    >>> PartitionDevice("gpu:0", memory=80 * 2**30, id=0).memory // 2**30
+    80
+    """
 
     name: str
     memory: int
@@ -137,6 +144,13 @@ def problem_of(function: Function, cost_model: CostModel, device: Device | None 
     The ops of a Call run one after the other, so its latencies are sums. The device is the first of the cost
     model's topology unless one is given. An op is an embedding when it gathers rows of a parameter, or is a
     Call of one that does.
+
+    >>> from distsim.cost import CostModel
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import mlp
+    >>> problem = problem_of(mlp(layers=2, width=16, batch=8), CostModel(load_cluster("dgx-a100")))
+    >>> [item.name for item in problem.items if not item.is_op]
+    ['x', 'target']
     """
     device = cost_model.topology.devices[0] if device is None else device
     users: dict[Value, list[int]] = {value: [] for value in function.inputs}

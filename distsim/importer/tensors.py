@@ -51,6 +51,16 @@ def parse_tensor_from_file(path: str | os.PathLike[str], *, max_bytes: int = MAX
     """Return the array in a file that holds one serialized ``TensorProto``, such as ``input_0.pb``.
 
     Raises :class:`ImportModelError` when the file is not one, or says that its values are elsewhere.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import numpy as np
+    >>> from onnx import numpy_helper
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder) / "input_0.pb"
+    ...     _ = path.write_bytes(numpy_helper.from_array(np.arange(3)).SerializeToString())
+    ...     parse_tensor_from_file(path).tolist()
+    [0, 1, 2]
     """
     content = read_bytes(path, max_bytes)
     tensor: Any = onnx.TensorProto()

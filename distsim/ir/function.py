@@ -14,6 +14,15 @@ class Op:
 
     ``version`` is the ONNX operator-set version whose meaning the op has; None is the house version
     (``distsim.ops.OPSET``).
+
+    >>> from distsim.ir import FunctionMaker
+    >>> from distsim.ir.type import Float, Tensor
+    >>> maker = FunctionMaker("double")
+    >>> x = maker.add_input_value("x", Tensor(Float(), (2,)))
+    >>> _ = maker.add_op("Add", inputs=[x, x])
+    >>> op = maker.finalize().ops[0]
+    >>> op.op_type, op.is_call, op.outputs[0].type.shape
+    ('Add', False, (2,))
     """
 
     op_type: str
@@ -47,6 +56,11 @@ class Function:
     Made by :meth:`distsim.ir.FunctionMaker.finalize`, which verifies it; a function built by hand is
     checked with :func:`distsim.ir.verify`. ``notes`` say what a user should know of how it was made; a
     transform hands them on.
+
+    >>> from distsim.models import mlp
+    >>> forward = mlp(layers=1, width=4, batch=2)
+    >>> [op.op_type for op in forward.ops], [value.name for value in forward.inputs]
+    (['Call', 'Loss'], ['x', 'target', 'w0'])
     """
 
     name: str

@@ -51,7 +51,29 @@ def pformat(function: Function, *, colour: bool = False) -> str:
 
 
 def cpprint(function: Function, file: TextIO | None = None) -> None:
-    """Write the text of ``function`` to ``file`` (standard output), in colour on a terminal."""
+    """Write the text of ``function`` to ``file`` (standard output), in colour on a terminal.
+
+    >>> from distsim.models import mlp
+    >>> cpprint(mlp(layers=1, width=4, batch=2))
+    function mlp(
+      x: f32[2, 4],
+      target: f32[2, 4],
+      w0: f32[4, 4],  # parameter
+    ) {
+      a0: f32[2, 4] = Call block_4x4(x, w0)
+      loss: f32[] = Loss(a0, target, N=2)
+      return loss
+    }
+    <BLANKLINE>
+    function block_4x4(
+      x: f32[2, 4],
+      w0: f32[4, 4],  # parameter
+    ) {
+      y0: f32[2, 4] = MatMul(x, w0)
+      a0: f32[2, 4] = Relu(y0)
+      return a0
+    }
+    """
     out = file or sys.stdout
     out.write(pformat(function, colour=out.isatty()) + "\n")
 

@@ -2,6 +2,9 @@
 
 A :class:`Tensor` on a :class:`~distsim.ir.device.Mesh` has the *local* shape: every device of the
 mesh holds one tensor of exactly this shape.
+
+>>> Tensor(Float(), (2, 3)).nbytes, Tensor(Int64(), (2, 3)).nbytes, Tensor(Bool(), (2, 3)).nbytes
+(24, 48, 6)
 """
 
 from __future__ import annotations

@@ -25,7 +25,13 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
-    """One typed value. Identity matters; the name is for people and need not be unique."""
+    """One typed value. Identity matters; the name is for people and need not be unique.
+
+    >>> from distsim.ir.type import Float, Tensor
+    >>> x, y = (Value("x", Tensor(Float(), (2, 3))) for _ in range(2))
+    >>> x == y, x.type.nbytes
+    (False, 24)
+    """
 
     name: str
     type: Type

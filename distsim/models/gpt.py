@@ -26,6 +26,11 @@ def gpt(
     LayerNorm, attention with separate query, key and value projections under a causal mask, LayerNorm, a
     GELU feed-forward of width ``ffn`` (4 x hidden), ``seq`` learned positions. The output head has its own
     weight, and attention is written out.
+
+    >>> from distsim.interpret import count_flops
+    >>> function = gpt(layers=2, hidden=64, heads=4, seq=32, batch=2, vocab=128)
+    >>> function.outputs[0].type.shape, count_flops(function) > 2 * 2 * 32 * 12 * 2 * 64**2
+    ((), True)
     """
     check_sizes(seq=seq, batch=batch)
     sizes = DecoderSizes(

@@ -39,6 +39,16 @@ class Program:
     without a flush where stages cannot update their weights alone (:func:`weight_versions`), and
     :class:`IRError` for stages on other ranks than their own and for blocks that do not fit together
     (:class:`Parts`, which programs of the same blocks share).
+
+    >>> from distsim.compose import parallelize
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import mlp
+    >>> from distsim.plan import Plan
+    >>> from distsim.transforms import SGD, differentiate
+    >>> step = differentiate(mlp(layers=4, width=16, batch=8), SGD())
+    >>> program = parallelize(step, Plan(pp=2, microbatches=2), load_cluster("dgx-a100"))
+    >>> len(program.stages), program.table().num_ranks
+    (2, 2)
     """
 
     name: str

@@ -1,4 +1,11 @@
-"""Pipeline schedules: the order in which each rank runs its actions (kind, stage, microbatch)."""
+"""Pipeline schedules: the order in which each rank runs its actions (kind, stage, microbatch).
+
+What a rank does at a time is a ``Cell``, an action or two that overlap:
+
+>>> cell: Cell = (Action(Kind.FORWARD, 0, 0),)
+>>> str(cell[0])
+'F0@0'
+"""
 
 from distsim.schedule.action import Action, Cell, Kind
 from distsim.schedule.catalogue import SCHEDULES, TABLE, Generator, longer, register_schedule, schedule

@@ -13,6 +13,9 @@ class Kind(enum.Enum):
 
     ``BACKWARD`` is the whole backward pass; ``BACKWARD_INPUT`` what the stage before waits for, and
     ``BACKWARD_WEIGHT`` the rest of it (Qi et al. 2023, "Zero bubble pipeline parallelism").
+
+    >>> [kind.value for kind in Kind]
+    ['F', 'B', 'I', 'W']
     """
 
     FORWARD = "F"

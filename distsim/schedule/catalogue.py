@@ -39,6 +39,9 @@ class Generator:
     keyword what ``options`` names. ``chunks`` is the number of stages a rank that it takes, None: any.
     ``placement``: stage s on rank s modulo p (loop), down the ranks and up again (V), or two copies of the
     model in opposite directions.
+
+    >>> SCHEDULES["1f1b"].chunks, SCHEDULES["1f1b"].placement
+    (1, 'loop')
     """
 
     make: Callable[..., Schedule]
@@ -142,6 +145,11 @@ def register_schedule(name: str, generator: Generator) -> Generator:
     Raises:
         ScheduleError: another schedule has the name, or ``TABLE`` is it, or it is not of lower-case letters,
             digits and ``_``.
+
+    >>> register_schedule("gpipe", SCHEDULES["1f1b"])
+    Traceback (most recent call last):
+    ...
+    distsim.errors.ScheduleError: ...
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9_]*", name):
         raise ScheduleError(f"schedule name {name!r}: use lower-case letters, digits and _")

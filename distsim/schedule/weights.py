@@ -27,6 +27,9 @@ class Weights:
     Narayanan et al. 2019, "PipeDream", section 3.3), or ``delayed`` the one before that of its batch of
     ``update_every``, so that W(t + 1) = W(t) - lr grad(W(t - 1)) on every stage alike (Narayanan et al. 2021,
     "Memory-efficient pipeline-parallel DNN training", section 3.1). Backward reads what its forward read.
+
+    >>> Weights(update_every=1) == Weights(), Weights() == FLUSH
+    (False, True)
     """
 
     update_every: int = 0

@@ -48,6 +48,9 @@ class BlockCost:
     Raises :class:`PartitionError` for a figure that is negative or not finite, for ``after``, or
     ``weight`` without ``backward_input``, over ``backward``, and for ``overlap`` over ``reduce`` or
     ``update``.
+
+    >>> BlockCost("layer", forward=1.0, backward=2.0).sent
+    0.0
     """
 
     name: str

@@ -42,6 +42,12 @@ class Explanation:
     """Why a step takes as long as it does, and what would make it shorter. Times in seconds.
 
     ``what_ifs`` were each simulated; they are sorted by what they gain, most first. Gains do not add up.
+
+    >>> import distsim
+    >>> step = distsim.simulate("gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100", "dgx-a100", "dp=2", 4)
+    >>> found = step.explain()
+    >>> found.step_time == step.step_time, found.what_ifs[0].step_time < found.step_time
+    (True, True)
     """
 
     name: str

@@ -174,6 +174,15 @@ def block_costs(
     which the function is sharded: the devices of one stage, by default the first of the cost model's
     topology. Seconds are those of one of ``microbatches``. Raises :class:`PlanError` when the function cannot
     be divided so.
+
+    >>> from distsim.cost import CostModel
+    >>> from distsim.hardware import load_cluster
+    >>> from distsim.models import gpt
+    >>> from distsim.transforms import SGD, differentiate
+    >>> step = differentiate(gpt(layers=2, hidden=64, heads=4, seq=32, batch=4, vocab=128), SGD())
+    >>> blocks = block_costs(step, CostModel(load_cluster("dgx-a100")))
+    >>> len(blocks), all(block.forward > 0 for block in blocks)
+    (5, True)
     """
     if mesh is None:
         mesh = Mesh(cost_model.topology.devices[:1], dp=1, tp=1)

@@ -46,6 +46,13 @@ def rematerialize(
 
     Inputs and outputs are those of ``function``. Raises :class:`PlanError` for a policy that is unknown,
     or that is for blocks where there are none.
+
+    >>> from distsim.models import gpt
+    >>> from distsim.transforms import SGD, differentiate
+    >>> step = differentiate(gpt(layers=4, hidden=64, heads=4, seq=32, batch=4, vocab=128), SGD())
+    >>> again = rematerialize(step, "full")
+    >>> len(again.ops) >= len(step.ops), [v.name for v in again.outputs] == [v.name for v in step.outputs]
+    (True, True)
     """
     policy = policy_named(policy) if isinstance(policy, str) else policy
     idle = policy.blocks is None and policy.rest is None and not policy.group

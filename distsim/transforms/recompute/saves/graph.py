@@ -11,7 +11,11 @@ from distsim.errors import RematerializationError
 
 
 class Tag(Enum):
-    """What a user asks of a value, weakest first: the names of PyTorch's ``CheckpointPolicy``."""
+    """What a user asks of a value, weakest first: the names of PyTorch's ``CheckpointPolicy``.
+
+    >>> [tag.name for tag in Tag]
+    ['PREFER_SAVE', 'PREFER_RECOMPUTE', 'MUST_SAVE', 'MUST_RECOMPUTE']
+    """
 
     PREFER_SAVE = 1
     PREFER_RECOMPUTE = 2
@@ -91,6 +95,9 @@ class JointNode:
     (operator, attributes): equal keys and inputs mean equal values; None is equal to nothing.
     ``read_bytes`` are the bytes of the inputs that make a reduction, None for those of all inputs.
     ``op`` is the type of the op, where it is one of this house's.
+
+    >>> JointNode("y", inputs=(0,), nbytes=16).role
+    <NodeRole.OP: 'op'>
     """
 
     name: str
