@@ -105,7 +105,7 @@ def test_importing_distsim_loads_nothing_slow():
 
 @pytest.mark.parametrize("module", PUBLIC_NAMES)
 def test_every_public_name_has_an_example(module):
-    """In its docstring, in that of a member of a class, or, of a class or an alias, in that of its package."""
+    """In its docstring, in that of a member, or, of a class or an alias, in that of its package."""
     package = importlib.import_module(module)
     lacking: list[str] = []
     for name in PUBLIC_NAMES[module]:
