@@ -105,6 +105,7 @@ def test_what_is_measured_gives_the_machine(tmp_path, cluster):
     assert found.devices[0].rates.launch("eager") == pytest.approx(6e-6, rel=0.01)
     assert found.levels[0].link.achieved == pytest.approx(truth.levels[0].link.achieved, rel=0.02)
     assert found.levels[0].link.latency == pytest.approx(4e-6, rel=0.1)
+    assert found.levels[0].start == pytest.approx(29e-6, rel=0.1)
 
 
 def test_times_of_device_and_host(cluster):

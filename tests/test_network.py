@@ -97,7 +97,8 @@ def test_a_preset_whose_gpus_share_nics():
 def clusters(draw):
     per_node = draw(st.sampled_from([2, 3, 4]))
     ports = draw(st.sampled_from([n for n in (1, 2, 4) if per_node % n == 0]))
-    levels = [Level("nvlink", Link(draw(st.sampled_from([2e10, 1e11])), 1e-6, 0.8), per_node)]
+    start = draw(st.sampled_from([0.0, 3e-5]))
+    levels = [Level("nvlink", Link(draw(st.sampled_from([2e10, 1e11])), 1e-6, 0.8), per_node, start=start)]
     count = per_node * draw(st.integers(1, 3))
     if draw(st.booleans()):
         levels.append(Level("leaf", Link(1e10, 5e-6), count if count > per_node else 2 * per_node, ports))

@@ -118,7 +118,8 @@ def calibrate(
     Fitted, by least squares on the logarithm of seconds, are: the share of the DRAM bandwidth of ``memory``
     and the time of a kernel beside its bytes; the share of the peak of products, batched products, and
     attention forward and backward, each by the shape rules of :mod:`distsim.cost.efficiency`; the time of a
-    launch; bandwidth and latency of each level that collectives cross. What timings do not support stays.
+    launch; bandwidth and latency of each level that collectives cross, and what they
+    take to begin where several sizes of groups, or all-reduces and others, were timed. What timings do not support stays.
 
     Raises :class:`TimingsError` for timings that ``base`` cannot have, and for a base of several kinds of
     nodes; ``TopologyError`` for one that cannot be read.
@@ -225,15 +226,20 @@ class _Fitting:
             if number not in by_level:
                 self.made.kept[f"levels.{level.name}"] = _NOTHING
                 continue
-            values, quality = self._solved(self.machine.level_regression(number, by_level[number]))
+            regression = self.machine.level_regression(number, by_level[number])
+            values, quality = self._solved(regression)
             raw: Raw = self.made.table["levels"][number]
             achieved = values.get(f"levels.{level.name}.bandwidth", level.link.achieved)
             latency = values.get(f"levels.{level.name}.latency", level.link.latency)
+            told = f"levels.{level.name}.start" in [quantity.name for quantity in regression.quantities]
+            start = values.get(f"levels.{level.name}.start", level.start) if told else None
             if values:
-                self.machine = self.machine.with_link(number, achieved, latency)
+                self.machine = self.machine.with_link(number, achieved, latency, start)
             for name, value in values.items():
-                if name.endswith("latency"):
+                if name.endswith(("latency", "start")):
                     self._put(raw, name, value * 1e6, "us", quality)
+                    if "start" in raw and level.link.latency and not told:
+                        self._scale(raw["start"], value / level.link.latency, "as the latency that was measured")
                     continue
                 bandwidth = level.link.bandwidth
                 if achieved > bandwidth:  # switches that add up what passes them send less than a ring does

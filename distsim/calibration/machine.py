@@ -23,6 +23,7 @@ from distsim.ir.topology import Level
 _SHARES = (0.03, 0.1, 0.3, 0.6, 0.9)
 _OVERHEADS = (5e-7, 2e-6, 8e-6)
 _LATENCIES = (5e-7, 3e-6, 1.5e-5, 8e-5)
+_STARTS = (5e-6, 4e-5)
 _BANDWIDTHS = (0.02, 0.1, 0.3, 0.6, 1.0, 1.5)
 """Values from which a search starts; bandwidths, of that of the link."""
 
@@ -68,7 +69,11 @@ class Machine:
         return Regression((quantity,), timings, lambda values: counts * values[0], counts * base, 1)
 
     def level_regression(self, number: int, timings: Sequence[Timing]) -> Regression:
-        """Return what is fitted to collectives over groups that a level joins: bytes/s and latency of it."""
+        """Return what is fitted to collectives over groups that a level joins: bytes/s and latency of it.
+
+        Of several sizes of groups, or of all-reduces and others, which take half as many steps, also what a
+        collective takes to begin.
+        """
         level = self.levels[number]
         quantities = (
             Quantity(
@@ -78,6 +83,9 @@ class Machine:
             ),
             Quantity(f"levels.{level.name}.latency", level.link.latency, _LATENCIES),
         )
+        calls = [timing.call for timing in timings if isinstance(timing.call, CollectiveCall)]
+        if len({(call.ranks, call.kind == "all_reduce") for call in calls}) > 1:
+            quantities += (Quantity(f"levels.{level.name}.start", level.start, _STARTS),)
 
         def predict(values: Sequence[float]) -> Floats:
             return self.with_link(number, *values).collective_seconds(timings)
@@ -116,9 +124,18 @@ class Machine:
         )
         return replace(self, device=changed)
 
-    def with_link(self, number: int, bandwidth: float, latency: float) -> Machine:
-        """Return the machine whose level has a link of these bytes/s and this latency."""
-        level = replace(self.levels[number], link=Link(bandwidth, latency))
+    def with_link(
+        self, number: int, bandwidth: float, latency: float, start: float | None = None
+    ) -> Machine:
+        """Return the machine whose level has a link of these bytes/s and this latency.
+
+        What a collective takes to begin, if it is not given, changes in proportion to the latency: both are
+        what small messages take.
+        """
+        before = self.levels[number]
+        if start is None:
+            start = before.start * (latency / before.link.latency if before.link.latency else 1.0)
+        level = replace(before, link=Link(bandwidth, latency), start=start)
         return replace(self, levels=(*self.levels[:number], level, *self.levels[number + 1 :]))
 
     # --- seconds ----------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ class LevelTable(LinkTable, frozen=True, kw_only=True):
     group_size: _Count | None = None
     devices_per_port: Amount | None = None
     oversubscription: Amount | None = None
+    start: Amount | None = None
 
 
 class NodesTable(_Strict, frozen=True):
@@ -147,7 +148,7 @@ NAMED_FIGURES: dict[str, tuple[tuple[str, ...], Units]] = {
 """The tables of a device in which a figure is given by name: the names that they may have, and the units."""
 
 LINK_UNITS: dict[str, Units] = {"bandwidth": RATE, "efficiency": SHARE, "latency": SECONDS}
-LEVEL_UNITS: dict[str, Units] = {**LINK_UNITS, "devices_per_port": NUMBER, "oversubscription": NUMBER}
+LEVEL_UNITS: dict[str, Units] = {**LINK_UNITS, "devices_per_port": NUMBER, "oversubscription": NUMBER, "start": SECONDS}
 _COUNTS = ("devices_per_node", "group_size")
 
 Raw = dict[str, Any]

@@ -19,7 +19,8 @@ kind               S is the bytes of                                       ring 
 a `TokenChoice`    the rows of a rank's tokens for all their experts       :mod:`.token_exchange`
 ================== ======================================================= ===========================
 
-One rank has nothing to send: zero. Where ranks of the group share a port or an uplink, B is what each
+Each takes what the slowest of its levels says it takes to begin besides (``Level.start``), once: NCCL runs all
+steps of one, a message too, in one kernel. One rank has nothing to send: zero. Where ranks of the group share a port or an uplink, B is what each
 gets. In ``all_to_all``, ``scatter``,
 ``gather`` and ``send`` B and a are those of the links between the pairs that talk, and a rank serves
 its peers one after the other.
@@ -123,17 +124,19 @@ def collective_algorithms(kind: str, nbytes: float, group: Group, topology: Topo
     if kind == "send":
         if len(group) != 2:
             raise CostError(f"send goes from one device to another; the group has {len(group)}")
-        return {"direct": nbytes / route.bandwidth + route.latency}
+        return {"direct": nbytes / route.bandwidth + route.latency + route.start}
     if kind == "shift":
-        return {"ring": nbytes / route.bandwidth + route.latency}
+        return {"ring": nbytes / route.bandwidth + route.latency + route.start}
     if choice is not None:
         exchange = token_exchange(choice, nbytes, route)
         if exchange is not None:
             return {"node-limited": exchange.seconds}
         kind, nbytes = "all_to_all", choice.bytes_of_ranks(nbytes, route.size)
     if kind in PAIRWISE:
-        return pairwise_algorithms(kind, nbytes, route, find_exchange(group, topology))
-    return ring_algorithms(kind, nbytes, route)
+        times = pairwise_algorithms(kind, nbytes, route, find_exchange(group, topology))
+    else:
+        times = ring_algorithms(kind, nbytes, route)
+    return {name: route.start + seconds for name, seconds in times.items()}
 
 
 # --- the formulas ------------------------------------------------------------------------------------
@@ -235,18 +238,19 @@ def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topolo
     if choice is not None:
         kind, nbytes = "all_to_all", choice.bytes_of_ranks(nbytes, route.size)
     if kind == "send":
-        latency = route.latency
+        latency = route.latency + route.start
         loads: list[Load] = [(((group[0], group[1]),), nbytes)]
     elif kind == "shift":
-        latency, loads = route.latency, [(ring_hops(route.family), nbytes)]
+        latency, loads = route.latency + route.start, [(ring_hops(route.family), nbytes)]
     elif exchange is not None:
         latency, loads = exchange.latency, list(exchange.loads)
     elif kind in PAIRWISE:
         peers = find_exchange(group, topology)
-        latency = pairwise_algorithms(kind, 0.0, route, peers)[algorithm]
+        latency = route.start + pairwise_algorithms(kind, 0.0, route, peers)[algorithm]
         loads = _pairwise_loads(kind, nbytes, route, algorithm)
     else:
         latency, loads = _ring_loads(kind, nbytes, route, algorithm)
+        latency += route.start
     on_hops: dict[Hop, float] = {}
     for hops, size in loads:
         for hop in hops if size > 0 else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 from distsim.cache import Cache
@@ -34,6 +34,7 @@ class Route:
 
     ``latency`` is the mean over the hops of the slowest ring: a part passes them one after the other.
     ``rails`` is the bandwidth of several rings over all links between uneven parts of a group, ``parts``.
+    ``start`` are the seconds that a collective takes to begin, of the level that takes most.
     ``inner`` and ``outer`` are set where each group has several ranks in each of several groups of a level.
     ``between`` says that no two ranks share the smallest level (one rank a node).
     """
@@ -46,6 +47,7 @@ class Route:
     between: bool = False
     rails: float = 0.0
     parts: tuple[tuple[Group, ...], ...] = ()
+    start: float = 0.0
 
     @property
     def size(self) -> int:
@@ -137,7 +139,11 @@ def _bandwidth(family: tuple[Group, ...], topology: Topology) -> float:
 def _route_of(group: Group, topology: Topology) -> Route:
     if len(dict.fromkeys(group)) != len(group):
         raise CostError(f"a device occurs twice in a group of {len(group)} ranks")
-    return _route((group,), topology)
+    route = _route((group,), topology)
+    if not any(level.start for level in topology.levels):
+        return route
+    crossed = [topology.level(a, b) for a, b in ring_hops((group,))]
+    return replace(route, start=max([level.start for level in crossed if level is not None], default=0.0))
 
 
 def _route(family: tuple[Group, ...], topology: Topology) -> Route:

@@ -23,7 +23,8 @@ class Level:
 
     ``group_size`` is the number of devices in one group, ``None`` for all devices of the topology. The
     link is that of a port: a switch whose ports all run at this bandwidth. ``devices_per_port``
-    neighbours share one port (two GPUs on one NIC); by default each device has its own. The groups of
+    neighbours share one port (two GPUs on one NIC); by default each device has its own. A collective that
+    crosses the level takes ``start`` seconds to begin, once, whatever its ranks. The groups of
     the level below (single devices, if there is none) are joined by uplinks that together carry what
     their ports carry, divided by ``oversubscription``.
 
@@ -35,6 +36,7 @@ class Level:
     group_size: int | None = None
     devices_per_port: int = 1
     oversubscription: float = 1.0
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size < 2:
@@ -49,6 +51,10 @@ class Level:
         if not (math.isfinite(self.oversubscription) and self.oversubscription >= 1):
             raise TopologyError(
                 f"level {self.name!r}: oversubscription={self.oversubscription} must be finite and at least 1"
+            )
+        if not 0 <= self.start < math.inf:
+            raise TopologyError(
+                f"level {self.name!r}: start={self.start} must be finite and not negative (seconds)"
             )
 
     @property

@@ -59,16 +59,35 @@ def _is_list(value: Value) -> bool:
 def sums_of_squares(ops: Sequence[Op]) -> set[int]:
     """Return the places of the additions that make one sum of squares of all: one kernel sums the list.
 
-    They are the additions of numbers where nothing but gradients is summed, scaled and moved.
+    They are the additions of numbers that are made of squares of gradients, of which a rank may take its share
+    first (``Mul``), and those of any numbers where nothing but gradients is summed, scaled and moved.
     """
-    sums = {place for place, op in enumerate(ops) if op.op_type == "Add" and not _is_list(op.outputs[0])}
-    return sums if all(place in sums or _is_of_step(op) for place, op in enumerate(ops)) else set()
+    adds = {place for place, op in enumerate(ops) if op.op_type in ("Add", "Mul") and _is_number(op)}
+    if all(place in adds or _is_of_step(op) for place, op in enumerate(ops)):
+        return adds
+    sums, numbers = set[int](), set[Value]()
+    for place, op in enumerate(ops):
+        if place in adds and not numbers.isdisjoint(op.inputs):
+            sums.add(place)
+        elif op.op_type != "SquareSum" and (numbers.isdisjoint(op.inputs) or not _hands_on(op)):
+            continue
+        numbers.update(op.outputs)
+    return sums
+
+
+def _is_number(op: Op) -> bool:
+    """Whether an op makes one number of numbers."""
+    return not any(map(_is_list, (*op.inputs, *op.outputs)))
 
 
 def _is_of_step(op: Op) -> bool:
     """Whether an op may stand between the gradients and the new parameters."""
-    meaning = operator(op.op_type)
     if op.is_call:
         return all(part.op_type in OPTIMIZER_OPS for part in op.callee.ops)
-    known = op.op_type in MULTI_TENSOR or op.op_type == "GradientFactor"
-    return known or meaning.view or meaning.communication is not None
+    return op.op_type in MULTI_TENSOR or op.op_type == "GradientFactor" or _hands_on(op)
+
+
+def _hands_on(op: Op) -> bool:
+    """Whether an op moves numbers, or gives them another name."""
+    meaning = operator(op.op_type)
+    return not op.is_call and (meaning.view or meaning.communication is not None)

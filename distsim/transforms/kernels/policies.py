@@ -170,6 +170,8 @@ def _megatron(first: Op, second: Op) -> bool:
             return True
     if first.op_type in ("Swish", "Gelu") and second.op_type == "Mul":
         return True
+    if first.op_type == "SoftmaxGrad" and _scales(second):
+        return True  # scaled_masked_softmax_backward takes the scale, too
     return first.op_type == "Softmax" and second.op_type == "Cast"
 
 
