@@ -2,8 +2,8 @@
 
 ``python experiments/micro_cases.py DIR`` reads ``micro_gemm.csv``, ``micro_attention.csv`` and
 ``micro_collectives.csv`` of the folder. Of each group (a machine, a kind of kernel or a collective over so
-many ranks) the rows with an even place fit one share of the peak, or a bandwidth and a latency; the others
-are predicted. It prints mean and worst errors by group, collectives from 1 MiB and below apart, and writes
+many ranks) the rows with an even place fit one share of the peak, or a bandwidth and a latency, over groups
+of several sizes in one node also a start; the others are predicted. It prints mean and worst errors by group, collectives from 1 MiB and below apart, and writes
 ``results/micro_cases.csv``. Products are those of at least 8.6e9 multiplications without accumulation; the
 exponents of the rules (:mod:`distsim.cost.efficiency`) were fitted to all products of A100.
 """
@@ -149,30 +149,32 @@ def attention(rows: Sequence[Row]) -> Halves:
 # --- collectives ------------------------------------------------------------------------------------------
 
 
-def cluster(ranks: int, nodes: int, bandwidth: float, latency: float) -> Topology:
+def cluster(ranks: int, nodes: int, bandwidth: float, latency: float, start: float = 0.0) -> Topology:
     """Return ranks on nodes; of several nodes the figures are of what joins them, NVLink is B200's."""
     outer = Link(bandwidth, latency)
     if nodes == 1:
-        return Topology.hierarchical(Device(0, "gpu"), ranks, [Level("link", outer)])
-    levels = [Level("nvlink", Link(724e9, 4.9e-6), ranks // nodes), Level("between", outer)]
+        return Topology.hierarchical(Device(0, "gpu"), ranks, [Level("link", outer, start=start)])
+    levels = [Level("nvlink", Link(724e9, 0.71e-6), ranks // nodes, start=58.7e-6), Level("between", outer)]
     return Topology.hierarchical(Device(0, "gpu"), ranks, levels)
 
 
 def collectives(rows: Sequence[Row]) -> Halves:
     """Return the halves of collectives: microseconds, from 1 MiB on and below."""
     found: Halves = {}
-    groups = grouped(
-        [row for row in rows if row["time_us"] and row["size_bytes"]],
-        lambda row: f"{row['hw'][:36]}, {row['op']}, {row['n_gpus']} ranks",
-    )
-    for group, own in groups.items():
-        ranks, nodes, kind = int(own[0]["n_gpus"]), int(own[0]["nodes"] or 1), own[0]["op"]
+    timed = [row for row in rows if row["time_us"] and row["size_bytes"]]
+    groups = grouped(timed, lambda row: f"{row['hw'][:36]}, {row['op']}, {row['n_gpus']} ranks")
+    inside = [row for row in timed if int(row["nodes"] or 1) == 1]
+    for group, own in grouped(inside, lambda row: f"{row['hw'][:36]}, {row['op']}, all ranks").items():
+        if len({row["n_gpus"] for row in own}) > 1:
+            groups[group] = own
 
-        def seconds(
-            row: Row, figures: Sequence[float], size: int = ranks, where: int = nodes, of: str = kind
-        ) -> float:
-            topology = cluster(size, where, math.exp(figures[0]), math.exp(figures[1]))
-            return collective_time(of, float(row["size_bytes"]), tuple(topology.devices), topology)
+    def seconds(row: Row, figures: Sequence[float]) -> float:
+        given = [math.exp(figure) for figure in figures]
+        topology = cluster(int(row["n_gpus"]), int(row["nodes"] or 1), *given)
+        return collective_time(row["op"], float(row["size_bytes"]), tuple(topology.devices), topology)
+
+    for group, own in groups.items():
+        first = [math.log(1e11), math.log(1e-5), math.log(2e-5)][: 2 + group.endswith("all ranks")]
 
         for name, part in (
             ("from 1 MiB", [row for row in own if int(row["size_bytes"]) >= MIB]),
@@ -182,10 +184,10 @@ def collectives(rows: Sequence[Row]) -> Halves:
             if len(part) < 4:
                 continue
             fitted = least_squares(
-                lambda figures, half=half, seconds=seconds: [
+                lambda figures, half=half: [
                     math.log(seconds(row, figures) * 1e6 / float(row["time_us"])) for row in half
                 ],
-                [math.log(1e11), math.log(1e-5)],
+                first,
                 loss="soft_l1",
                 f_scale=0.15,
             ).x
