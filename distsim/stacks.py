@@ -65,12 +65,13 @@ STACKS = {
             plan=_MEGATRON,
         ),
         Stack(
-            *("megatron_2021", "mixed_fp16", "math", "fused", "full", "adamw", 1.0),
+            *("megatron_2021", "mixed_fp16", "math", "fused_waiting", "full", "adamw", 1.0),
             source="Narayanan et al. 2021 (SC21), sections 3.5, 4.2 and 5: mixed precision in fp16, fused "
             "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation; its code at the "
             "time reduces one contiguous buffer of gradients after the backward pass and pads vocabularies "
             "as Megatron-LM core does; its linear layers return both gradients before that of the input is "
-            "reduced (megatron/mpu/layers.py)",
+            "reduced (megatron/mpu/layers.py); its hosts copy the sizes of each microbatch's tokens from the "
+            "device (megatron/mpu/data.py)",
             vocabulary_multiple=128,
             tp_overlap="off",
             plan=_MEGATRON,

@@ -3,9 +3,10 @@
 ``python experiments/micro_cases.py DIR`` reads ``micro_gemm.csv``, ``micro_attention.csv`` and
 ``micro_collectives.csv`` of the folder. Of each group (a machine, a kind of kernel or a collective over so
 many ranks) the rows with an even place fit one share of the peak, or a bandwidth and a latency, over groups
-of several sizes in one node also a start; the others are predicted. It prints mean and worst errors by group, collectives from 1 MiB and below apart, and writes
-``results/micro_cases.csv``. Products are those of at least 8.6e9 multiplications without accumulation; the
-exponents of the rules (:mod:`distsim.cost.efficiency`) were fitted to all products of A100.
+of several sizes in one node also a start; the others are predicted. It prints mean and worst errors by group,
+collectives from 1 MiB and below apart, and writes ``results/micro_cases.csv``. Products are those of at least
+8.6e9 multiplications without accumulation; the exponents of the rules (:mod:`distsim.cost.efficiency`) were
+fitted to all products of A100.
 """
 
 from __future__ import annotations

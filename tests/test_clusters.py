@@ -101,7 +101,14 @@ def test_settings_change_figures():
 
 
 UNIT = {
-    **{"bandwidth": "GB/s", "latency": "us", "start": "us", "memory": "GiB", "throughput": "TFLOP/s", "context": "GiB"},
+    **{
+        "bandwidth": "GB/s",
+        "latency": "us",
+        "start": "us",
+        "memory": "GiB",
+        "throughput": "TFLOP/s",
+        "context": "GiB",
+    },
     **{"block": "B", "segment": "B", "dram_bandwidth": "GB/s", "kernel_launch_overhead": "us"},
     **{"power": "W", "power_limit": "W", "host_power": "W", "price": "$/h"},
 }

@@ -166,7 +166,10 @@ class TestClosedForms:
     @pytest.mark.parametrize(("places", "taken"), [((0, 1, 2, 3), 3e-5), ((0, 1, 4, 5), 7e-5)])
     def test_a_start_is_taken_once_that_of_the_slowest_level(self, kind: str, places: tuple[int, ...], taken):
         def seconds(inside: float, across: float) -> float:
-            levels = [Level("in", Link(4e9, 1e-6), 4, start=inside), Level("out", Link(1e9, 5e-6), start=across)]
+            levels = [
+                Level("in", Link(4e9, 1e-6), 4, start=inside),
+                Level("out", Link(1e9, 5e-6), start=across),
+            ]
             topology = Topology.hierarchical(Device(0, "gpu"), 8, levels)
             ranks = (places[0], places[-1]) if kind == "send" else places
             return collective_time(kind, 1e6, tuple([topology.devices[i] for i in ranks]), topology)

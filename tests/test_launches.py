@@ -22,7 +22,11 @@ from distsim.transforms.kernels import KERNELS
 from distsim.transforms.kernels.attention import set_attention
 
 LAUNCH = 2.0**-17  # 7.6 us, on the grid of durations
-RATES = KernelRates(launches=(("eager", LAUNCH), ("compiled", LAUNCH / 2)), tensor=LAUNCH / 8, slowdown=0.125)
+RATES = KernelRates(
+    launches=(("eager", LAUNCH), ("fused", LAUNCH), ("compiled", LAUNCH / 2)),
+    tensor=LAUNCH / 8,
+    slowdown=0.125,
+)
 
 
 def cluster(count: int, **figures) -> Topology:
@@ -155,6 +159,30 @@ def test_a_pass_starts_when_its_host_has_what_it_receives():
     }
     backward = [s for s in spans if s.path.startswith("B0@0") and s.stream.name in ("host", "compute")]
     assert min(s.start for s in backward if s.end > s.start) >= arrives[backward[0].stream.rank_class]
+
+
+@pytest.mark.parametrize(
+    "text", ["microbatches=4", "dp=2,tp=2,pp=2,microbatches=4,sp=on", "pp=2,microbatches=8,schedule=dualpipe"]
+)
+def test_hosts_that_wait_for_their_device_before_each_microbatch(text):
+    """No kernel of a forward pass is issued before the device has computed all that it had been given."""
+    plan = Plan.parse(text)
+    topology = cluster(plan.devices)
+    costs = CostModel(topology, kernels="fused")
+    topology = costs.topology
+    joint = differentiate(small_gpt(layers=4, batch=16), Adam())
+    made = [parallelize(joint, plan, topology, costs, kernels=KERNELS[k]) for k in ("fused", "fused_waiting")]
+    assert_all_readers_agree(made[1], costs)
+    free, waits = (Simulator(costs).simulate(program) for program in made)
+    assert waits.step_time > free.step_time
+    if plan.devices == 1:
+        spans = [span for span in waits.spans() if span.end > span.start]
+        for pass_ in ("F1@0", "F2@0", "F3@0"):
+            first = min(s.start for s in spans if s.path.startswith(pass_) and s.stream.name == "host")
+            before = f"B{int(pass_[1]) - 1}@0"
+            assert first >= max(
+                s.end for s in spans if s.path.startswith(before) and s.stream.name == "compute"
+            )
 
 
 def test_a_launch_is_no_work_of_the_device():

@@ -118,8 +118,8 @@ def calibrate(
     Fitted, by least squares on the logarithm of seconds, are: the share of the DRAM bandwidth of ``memory``
     and the time of a kernel beside its bytes; the share of the peak of products, batched products, and
     attention forward and backward, each by the shape rules of :mod:`distsim.cost.efficiency`; the time of a
-    launch; bandwidth and latency of each level that collectives cross, and what they
-    take to begin where several sizes of groups, or all-reduces and others, were timed. What timings do not support stays.
+    launch; bandwidth and latency of each level that collectives cross, and what they take to begin where
+    several sizes of groups, or all-reduces and others, were timed. What timings do not support stays.
 
     Raises :class:`TimingsError` for timings that ``base`` cannot have, and for a base of several kinds of
     nodes; ``TopologyError`` for one that cannot be read.
@@ -239,7 +239,9 @@ class _Fitting:
                 if name.endswith(("latency", "start")):
                     self._put(raw, name, value * 1e6, "us", quality)
                     if "start" in raw and level.link.latency and not told:
-                        self._scale(raw["start"], value / level.link.latency, "as the latency that was measured")
+                        self._scale(
+                            raw["start"], value / level.link.latency, "as the latency that was measured"
+                        )
                     continue
                 bandwidth = level.link.bandwidth
                 if achieved > bandwidth:  # switches that add up what passes them send less than a ring does

@@ -124,9 +124,7 @@ class Machine:
         )
         return replace(self, device=changed)
 
-    def with_link(
-        self, number: int, bandwidth: float, latency: float, start: float | None = None
-    ) -> Machine:
+    def with_link(self, number: int, bandwidth: float, latency: float, start: float | None = None) -> Machine:
         """Return the machine whose level has a link of these bytes/s and this latency.
 
         What a collective takes to begin, if it is not given, changes in proportion to the latency: both are

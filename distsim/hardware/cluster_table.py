@@ -148,7 +148,12 @@ NAMED_FIGURES: dict[str, tuple[tuple[str, ...], Units]] = {
 """The tables of a device in which a figure is given by name: the names that they may have, and the units."""
 
 LINK_UNITS: dict[str, Units] = {"bandwidth": RATE, "efficiency": SHARE, "latency": SECONDS}
-LEVEL_UNITS: dict[str, Units] = {**LINK_UNITS, "devices_per_port": NUMBER, "oversubscription": NUMBER, "start": SECONDS}
+LEVEL_UNITS: dict[str, Units] = {
+    **LINK_UNITS,
+    "devices_per_port": NUMBER,
+    "oversubscription": NUMBER,
+    "start": SECONDS,
+}
 _COUNTS = ("devices_per_node", "group_size")
 
 Raw = dict[str, Any]

@@ -4,7 +4,8 @@
 the kernel that waits for it. ``Slowdown`` is none either: what computation loses while a collective runs
 beside it, on the stream ``compute`` where the collective is issued; where computation waits for the
 collective anyway, it is lost in that. ``Await`` hands its operand on; the host issues what follows in its
-function only when that is there.
+function only when that is there; with ``all=1`` only when the device has done all computation that it was
+given before.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from distsim.truth.row import MissingFeatureError, Row, plain
 FRAMEWORKS = (
     ("torchtitan", "torchtitan", None),
     ("nanotron", "nanotron", None),
-    ("megatron.*deepspeed", "deepspeed", "fused"),  # the model is Megatron-LM's
+    ("megatron.*deepspeed", "deepspeed", "fused_waiting"),  # the model is Megatron-LM's
     ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
     ("composer|llm-?foundry", "composer", None),
     ("fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
@@ -69,7 +69,7 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     said = " ".join([plain(row, "notes"), plain(row, "overlap"), framework])
     if re.search(r"torch[. ]?compile|\+ ?compile", said):
         kernels = "compiled_blocks" if stack.name == "torchtitan" else "compiled"
-    if kernels == "fused" and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
+    if kernels.startswith("fused") and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
         kernels = "fused_loss"
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
 

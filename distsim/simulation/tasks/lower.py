@@ -283,14 +283,19 @@ class _TemplateBuilder:
             where[value] = made if len(kind) > 1 else number - 1
 
     def _await(self, op: Op) -> None:
-        """Add the tasks of hosts that wait for a value; what reads it waits for who makes it."""
+        """Add the tasks of hosts that wait for a value; what reads it waits for who makes it.
+
+        One that waits for all computation is on the stream of that, too.
+        """
         lowering, rows = self.lowering, self.open
+        everything = op.attributes.get("all", 0)
         for rank_class in lowering.classes.at(place_of_compute(self.function, op)):
-            source = self._source(op.inputs[0], rank_class)
+            source = FROM_START if everything else self._source(op.inputs[0], rank_class)
             if source != FROM_START:
                 rows.dep_task.append(self.count)
                 rows.dep_source.append(source)
-            rows.run.append(lowering.run(0.0, (lowering.stream(rank_class, HOST),)))
+            names = (HOST, "compute") if everything else (HOST,)
+            rows.run.append(lowering.run(0.0, tuple([lowering.stream(rank_class, name) for name in names])))
             rows.op.append(_LAUNCH)
             self.count += 1
 

@@ -59,8 +59,8 @@ def _is_list(value: Value) -> bool:
 def sums_of_squares(ops: Sequence[Op]) -> set[int]:
     """Return the places of the additions that make one sum of squares of all: one kernel sums the list.
 
-    They are the additions of numbers that are made of squares of gradients, of which a rank may take its share
-    first (``Mul``), and those of any numbers where nothing but gradients is summed, scaled and moved.
+    They are the additions of numbers that are made of squares of gradients, of which a rank may take its
+    share first (``Mul``), and those of any numbers where nothing but gradients is summed, scaled and moved.
     """
     adds = {place for place, op in enumerate(ops) if op.op_type in ("Add", "Mul") and _is_number(op)}
     if all(place in adds or _is_of_step(op) for place, op in enumerate(ops)):

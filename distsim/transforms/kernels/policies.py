@@ -37,6 +37,8 @@ class Kernels:
     gradients of the operands of a product are a kernel each (:mod:`distsim.transforms.kernels.gradients`).
     ``split``: products run in chunks beside the collectives that bring their rows together over
     tensor-parallel ranks (:mod:`distsim.transforms.pipelining.split_products`), as a plan says.
+    ``waiting``: the host waits before each microbatch until its device has done all that it was given
+    (:mod:`distsim.transforms.pipelining.received`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -52,6 +54,7 @@ class Kernels:
     loss: str = "one"
     gradients_apart: bool = False
     split: bool = False
+    waiting: bool = False
     launched_as: str = ""
 
     @property
@@ -224,6 +227,7 @@ KERNELS = {
         replace(_TORCH, name="eager", joins=_alone, loss="torch"),
         replace(_MEGATRON_LM, name="fused", loss="megatron"),
         replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
+        replace(_MEGATRON_LM, name="fused_waiting", loss="megatron", waiting=True, launched_as="fused"),
         replace(_TORCH, name="eager_loss", joins=_one_loss, interiors=True, launched_as="eager"),
         replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
         replace(
@@ -238,7 +242,8 @@ KERNELS = {
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
 by op; ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with that of the cross
-entropy too (``--cross-entropy-loss-fusion``); ``eager_loss``: as ``eager``, but a cross entropy is one
+entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``: as ``fused``, with a host that waits for its
+device before each microbatch, as until 2023; ``eager_loss``: as ``eager``, but a cross entropy is one
 kernel, of logits as they are; ``compiled``: as a compiler joins them; ``compiled_blocks``: the same, but the
 loss is torch's. All but the first have
 multi-tensor kernels."""
