@@ -10,7 +10,7 @@ bf16                      8      all of it in 2 bytes (torchtitan with dtype bfl
 mixed                     18     Megatron-LM, dist_optimizer.md: weight 2, master 4, gradient 4, moments 8
 mixed_bf16_grads          16     the same with --grad-reduce-in-bf16
 mixed_fp16                20     Megatron-LM, fp16: weight 2, gradient 2, float32 copies of both 8, moments 8
-fp8                       18     mixed, with Transformer Engine's linear layers (delayed scaling)
+fp8                       18     mixed, with Transformer Engine's linear layers (delayed scaling, its default)
 fsdp2                     16     torchtitan, MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)
 amp                       16     torch.autocast(bfloat16): weights are cast where a product reads them
 ========================  =====  ==================================================================
@@ -38,6 +38,12 @@ NORMS = (
     "BatchNormalization",
 )
 LOSSES = ("CrossEntropyLoss", "Loss", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+SCALINGS = ("delayed", "tensorwise", "rowwise")
+"""By what 8-bit operands are scaled, as frameworks name their recipes (Megatron-LM ``--fp8-recipe``, torchao
+``Float8LinearRecipeName``): by largest elements of microbatches before, which are reduced over all ranks of
+a stage after each pass; by that of the tensor, which a kernel finds before the cast; by those of its rows,
+or of shorter blocks, which the cast finds on its way (blockwise and MXFP8 too)."""
+
 AUTOCAST_WIDE = (*NORMS, *LOSSES, "Softmax", "LogSoftmax", "Exp", "Log", "Pow", "ReduceSum", "CumSum")
 """What torch.autocast runs in float32 (torch docs, amp, "CUDA Ops that can autocast to float32")."""
 
@@ -59,7 +65,8 @@ class Precision:
     products run, where it is not their own (tfloat32). ``linear``: to which the operands of products with a
     weight are cast, but for that which makes the predictions (None: they stay as they are), weights once a
     step, as Transformer Engine's ``is_first_microbatch`` has it; an 8-bit type, of which the gradient of a
-    result takes the one with the larger range. ``loss_scale``: by what the loss is multiplied before the
+    result takes the one with the larger range; grouped products of experts likewise. ``scaling``: how those
+    operands are scaled, of :data:`SCALINGS`. ``loss_scale``: by what the loss is multiplied before the
     backward pass, and gradients divided before the update (None: not at all); that of a step somewhere in
     training.
 
@@ -84,6 +91,7 @@ class Precision:
     wide_ops: tuple[str, ...] = LOSSES
     product_rate: str = ""
     linear: DType | None = None
+    scaling: str = "delayed"
     loss_scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +107,11 @@ class Precision:
         if self.linear is not None and self.linear != Float8E4M3FN():
             raise PlanError(
                 f"precision {self.name}: linear cannot be {self.linear.name}; choose float8e4m3fn, or None"
+            )
+        if self.scaling not in SCALINGS:
+            raise PlanError(
+                f"precision {self.name}: scaling cannot be {self.scaling!r}; choose one of "
+                f"{choices_for(self.scaling, SCALINGS)}"
             )
         if self.product_rate not in ("", "tfloat32"):
             raise PlanError(
@@ -130,7 +143,7 @@ class Precision:
 
     def __str__(self) -> str:
         master = f", master {self.master.short}" if self.master else ""
-        linear = f", linear layers {self.linear.short}" if self.linear else ""
+        linear = f", linear layers {self.linear.short} ({self.scaling} scaling)" if self.linear else ""
         rate = f"{linear}, products at {self.product_rate}" if self.product_rate else linear
         scale = f", loss scaled by {self.loss_scale:g}" if self.loss_scale else ""
         states = "/".join(dict.fromkeys([dtype.short for dtype in self.states]))
@@ -236,9 +249,12 @@ def _read(path: Path) -> Precision:
     return replace(POLICIES[base], **given)
 
 
+_WORDS = ("name", "product_rate", "scaling")
+
+
 def _field(path: Path, key: str, value: Any) -> Any:
     """Return the value of a field from what a file gives; types are given by name."""
-    if key in ("name", "product_rate") and isinstance(value, str):
+    if key in _WORDS and isinstance(value, str):
         return value
     if key == "loss_scale" and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
@@ -246,7 +262,7 @@ def _field(path: Path, key: str, value: Any) -> Any:
         items = cast(list[Any], value)
         if all(isinstance(item, str) for item in items):
             return tuple([_dtype(path, key, item) if key == "states" else item for item in items])
-    elif key not in ("name", "product_rate", "loss_scale", "states", "wide_ops") and isinstance(value, str):
+    elif key not in (*_WORDS, "loss_scale", "states", "wide_ops") and isinstance(value, str):
         return None if key in ("master", "linear") and value == "none" else _dtype(path, key, value)
     raise PlanError(f"{path}: {key} cannot be {value!r:.40}; see the fields of Precision")
 
