@@ -50,7 +50,8 @@ _LARGEST: dict[DType, float] = {Float8E4M3FN(): 448.0, Float8E5M2(): 57344.0}
 EIGHT_BITS = tuple(_LARGEST)
 
 
-def _number(dtype: DType) -> int:
+def type_number(dtype: DType) -> int:
+    """Return ONNX's number of an element type."""
     return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
 
 
@@ -141,7 +142,7 @@ def _check_amaxes(op_type: str, shapes: Sequence[tuple[int, ...]], amaxes: Seque
 
 def _factor(dtype: DType, amax: Array) -> Array:
     """Return by what a tensor of these largest elements is multiplied before it is rounded to a type."""
-    return np.where(amax > 0, np.float32(_LARGEST[dtype]) / np.where(amax > 0, amax, 1), np.float32(1))
+    return np.where(amax > 0, np.float32(_LARGEST[dtype]) / np.where(amax > 0, amax, 1), 1).astype(np.float32)
 
 
 def _cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -176,11 +177,32 @@ register(
 )
 
 
+# Float8Scales(amax; to): the factors of tensors with these largest elements, as delayed scaling updates them
+# (of the passes that a history has, the latest: Megatron-LM's --fp8-amax-history-len is 1).
+
+
+def _scales_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("Float8Scales", inputs, 1)
+    if inputs[0].dtype != Float32() or made_type(attributes) not in EIGHT_BITS:
+        raise TypeRuleError(f"Float8Scales makes factors of largest elements in float32, not {inputs[0]}")
+    return inputs
+
+
+register(
+    Operator(
+        "Float8Scales",
+        types=_scales_types,
+        compute=lambda attributes, arrays: [_factor(made_type(attributes), arrays[0])],
+        work=lambda s: memory_bound(s, 2.0),
+    )
+)
+
+
 def cast_gradient(ctx: GradientContext, amaxes: Sequence[Value]) -> tuple[list[Value], dict[str, Any]]:
     """Return the gradient of a product as its gradients read it, with its largest element if ``amaxes`` are
     those of the operands; and their attributes."""
-    to = _number(Float8E5M2())
-    options: dict[str, Any] = {"to": _number(as_tensor(ctx.grad.type, "the gradient").dtype)}
+    to = type_number(Float8E5M2())
+    options: dict[str, Any] = {"to": type_number(as_tensor(ctx.grad.type, "the gradient").dtype)}
     if amaxes:
         largest = ctx.add("Float8Amax", ctx.grad)
         return [ctx.add("Float8Cast", ctx.grad, largest, to=to), largest], options

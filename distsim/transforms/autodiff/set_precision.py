@@ -31,7 +31,7 @@ from distsim.ir import (
 from distsim.ir.type import dtype_named
 from distsim.ops import signature_of, work
 from distsim.ops.conversion import ONCE
-from distsim.transforms.autodiff.precision import LOSSES, Precision
+from distsim.transforms.autodiff.precision import LINEAR_OPS, LOSSES, SCALINGS, Precision
 
 _CASTS = ("Cast", "GradientCast", "GradientCopy", "ScaleGradient")
 _KEEPS_WEIGHT = ("Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
@@ -171,6 +171,8 @@ class _FunctionCaster:
         self.env: dict[Value, Value] = {}
         self.casts: dict[tuple[Value, DType], Value] = {}
         self.narrow: dict[Value, tuple[Value, ...]] = {}
+        self.scaling = self.precision.scaling or SCALINGS[0]
+        self.linear_ops = self.precision.linear_ops or LINEAR_OPS
         self.makers: dict[Value, Op] = {}  # of constants made here
         self.held: set[Value] = set()
         for value, type_ in zip(function.inputs, types, strict=True):
@@ -222,7 +224,7 @@ class _FunctionCaster:
 
     def _is_linear(self, op: Op, reads: Sequence[Value]) -> bool:
         """Whether an op is a product of activations with a weight whose operands are cast further."""
-        if self.precision.linear is None or op.op_type not in ("MatMul", "Gemm", "GroupedMatMul"):
+        if self.precision.linear is None or op.op_type not in self.linear_ops:
             return False
         plain = op.attributes.get("alpha", 1.0) == op.attributes.get("beta", 1.0) == 1.0
         values = len(reads) >= 2 and not {"A", "B"} & op.attributes.keys() and plain
@@ -255,13 +257,13 @@ class _FunctionCaster:
     @property
     def _delayed(self) -> dict[str, int]:
         """What marks a cast, or the products whose gradients are cast, whose factor is of passes before."""
-        return {"delayed": 1} if self.precision.scaling == "delayed" else {}
+        return {"delayed": 1} if self.scaling == "delayed" else {}
 
     def _narrow(self, value: Value, once: Mapping[str, Any]) -> tuple[Value, ...]:
         """Return a value as one of ``precision.linear``, with its largest elements where it is scaled so."""
         if value not in self.narrow:
             amaxes: list[Value] = []
-            if self.precision.scaling == "tensorwise":
+            if self.scaling == "tensorwise":
                 whole = {"whole": 1} if once else {}
                 amaxes = [*self.maker.add("Float8Amax", [value], {**whole, **once})]
             to = {"to": cast_number(self.precision.linear or self.precision.compute)}
