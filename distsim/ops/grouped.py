@@ -18,6 +18,7 @@ import numpy as np
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.float8 import amax_labels
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -114,9 +115,12 @@ def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [dx, dw, None]
 
 
-def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
-    """Return the rule for operands that are called x, w, y and r(ows). Rows divide by whole groups only."""
-    leading = next(t.rank for t, name in zip(signature.inputs, inputs, strict=True) if name in "xy") - 2
+def grouped_rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
+    """Return the rule for operands that are called x, w, y and r(ows). Rows divide by whole groups only.
+
+    Further inputs are the largest elements of the first ones but the numbers of rows.
+    """
+    leading = next(t.rank for t, name in zip(signature.inputs, inputs, strict=False) if name in "xy") - 2
     sizes = signature.attributes.get("sizes")
     batch, group = letters(leading, "b"), None if sizes is None else "groups"
     kind: str = signature.attributes.get("exchange", "")
@@ -129,8 +133,13 @@ def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
     }
     linear = tuple([(place,) for place, name in enumerate(inputs) if name != "r"])
     experts = "" if group is None else group
+    operands = [(name, each) for name, each in zip(inputs, signature.inputs, strict=False) if name != "r"]
+    amaxes = zip(operands, signature.inputs[len(inputs) :], strict=False)
     return ShardingRule(
-        tuple([labels[name] for name in inputs]),
+        (
+            *[labels[name] for name in inputs],
+            *[amax_labels(labels[name], operand, amax) for (name, operand), amax in amaxes],
+        ),
         (labels[output],),
         linear,
         localize=_localize,
@@ -151,7 +160,7 @@ register(
         compute=lambda attributes, a: [_product(a[0], a[1], a[2])],
         work=lambda s: _matrix_work(s, s.inputs[0], s.outputs[0]),
         gradient=_gradient,
-        sharding=lambda s: _rule(s, "xwr", "y"),
+        sharding=lambda s: grouped_rule(s, "xwr", "y"),
     )
 )
 register(
@@ -160,7 +169,7 @@ register(
         types=_types_a,
         compute=lambda attributes, a: [_product(a[2], np.swapaxes(a[0], 1, 2), a[1])],
         work=lambda s: _matrix_work(s, s.outputs[0], s.inputs[2]),
-        sharding=lambda s: _rule(s, "wry", "x"),
+        sharding=lambda s: grouped_rule(s, "wry", "x"),
     )
 )
 register(
@@ -169,6 +178,6 @@ register(
         types=_types_b,
         compute=lambda attributes, a: [_weight_gradient(a[0], a[1], a[2])],
         work=lambda s: _matrix_work(s, s.inputs[0], s.inputs[2]),
-        sharding=lambda s: _rule(s, "xry", "w"),
+        sharding=lambda s: grouped_rule(s, "xry", "w"),
     )
 )

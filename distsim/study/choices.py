@@ -47,8 +47,9 @@ class Choices:
 
         precision, attention = choice("precision"), choice("attention")
         kernels, optimizer = choice("kernels"), choice("optimizer")
+        policy = precision_named(precision) if isinstance(precision, str) else precision
         return Choices(
-            precision_named(precision) if isinstance(precision, str) else precision,
+            None if policy is None else policy.of_stack(stack.scaling, stack.linear_ops),
             attention,
             kernels_named(kernels) if isinstance(kernels, str) else kernels,
             optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer,
