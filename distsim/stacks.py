@@ -24,8 +24,8 @@ class Stack:
     tensor-parallel ranks divide the sequence as well; ``vocabulary_multiple``: what the vocabulary of each
     tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further fields of a plan with
     several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with several
-    tensor-parallel ranks; ``scaling`` and ``linear_ops``: those of operands of 8 bits, where they are asked
-    for (none: all). ``source`` says where these are from.
+    tensor-parallel ranks, ``stages`` of one with a pipeline; ``scaling`` and ``linear_ops``: those of
+    operands of 8 bits, where they are asked for (none: all). ``source`` says where these are from.
 
     >>> stack_named("megatron").precision, stack_named("megatron").clip
     ('mixed', 1.0)
@@ -41,6 +41,7 @@ class Stack:
     source: str
     sp: bool = False
     tp_overlap: str = "on"
+    stages: str = "even"
     scaling: str = "delayed"
     linear_ops: tuple[str, ...] = ()
     vocabulary_multiple: int = 0
@@ -63,7 +64,8 @@ STACKS = {
             "in float32, attention of Transformer Engine (cuDNN's on Hopper and later), fusions on, "
             "--clip-grad 1.0; no recomputation unless asked; --overlap-grad-reduce, --overlap-param-gather "
             "off: one bucket after backward; --make-vocab-size-divisible-by 128, times the tensor-parallel "
-            "ranks",
+            "ranks; equally many layers a stage (transformer_block.py, get_num_layers_to_build)",
+            stages="layers",
             vocabulary_multiple=128,
             plan=_MEGATRON,
         ),
@@ -73,7 +75,8 @@ STACKS = {
             "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation; its code at the "
             "time reduces one contiguous buffer of gradients after the backward pass and pads vocabularies "
             "as Megatron-LM core does; its linear layers return both gradients before that of the input is "
-            "reduced (megatron/mpu/layers.py)",
+            "reduced (megatron/mpu/layers.py); equally many layers a stage (megatron/model/transformer.py)",
+            stages="layers",
             vocabulary_multiple=128,
             tp_overlap="off",
             plan=_MEGATRON,
@@ -86,7 +89,9 @@ STACKS = {
             "models/llama3/infra/parallelize.py: norms are SequenceParallel "
             "wherever there is tensor parallelism; fsdp_reshard_after_forward default; MmBackward0 of torch "
             "returns both gradients before a DTensor is redistributed; components/float8.py without a "
-            "recipe_name: torchao's tensorwise scaling, of linear layers but not of experts",
+            "recipe_name: torchao's tensorwise scaling, of linear layers but not of experts; layers a stage, "
+            "embedding and head counted as one each (distributed/pipeline_parallel.py)",
+            stages="default",
             sp=True,
             tp_overlap="off",
             scaling="tensorwise",

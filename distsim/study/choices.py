@@ -69,8 +69,10 @@ class Choices:
         return self.spread(replace(plan, **{k: v for k, v in own.items() if k not in given}), given)
 
     def spread(self, plan: Plan, given: Collection[str]) -> Plan:
-        """Return a plan with what the stack has for several ranks of the data or tp, but for fields given."""
+        """Return a plan with what the stack has for several ranks of an axis, but for fields given."""
         fields = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
+        if plan.num_stages > 1:
+            fields |= {"stages": self.stack.stages}
         if plan.tp > 1:
             fields |= {"tp_overlap": self.stack.tp_overlap}
         return replace(plan, **{name: own for name, own in fields.items() if name not in given})
