@@ -188,6 +188,8 @@ class Operator:
     gradient: the parts of all outputs take as many flops as the op."""
     buffers: InputsRule | None = None
     """The inputs that hold what training leaves as it is, such as running statistics."""
+    tables: bool = False
+    """What the buffers hold has no gradient even where it is computed, as a table of angles."""
     exact: InputsRule | None = None
     """The inputs that no product reads: they keep their digits where products run at a lower rate."""
     saved: SavedRule | None = None
