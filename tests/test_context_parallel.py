@@ -123,7 +123,8 @@ def test_keys_and_values_are_gathered_in_both_passes_and_their_gradients_scatter
 
 def test_heads_are_exchanged_for_sequence():
     """Queries, keys, values and what comes out, a rank's part of each; backward the same of their gradients,
-    and what came out once more, which is saved as the output projection reads it."""
+    and what came out once more, which is saved as the output projection reads it: TransformerEngine's
+    AttnFuncWithCPAndQKVOA2A saves ``out`` after its exchange and in backward exchanges ``[out, dout]``."""
     found = exchanged(LLAMA, Plan(cp=2, cp_kind="ulysses"))
     assert found == {("all_to_all", SBH): 2 * 2 + 1, ("all_to_all", KV // 2): 2 * 2}
 

@@ -253,6 +253,8 @@ def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing) -
     device = {} if layer.like.device is None else {"device": layer.like.device}
     counts = layer("Constant", name="slots", value=Literal(np.array(routing.slots, np.int64)), **device)
     known: dict[str, object] = {"sizes": routing.slots}
+    if not routing.padded:
+        known["counted"] = 1
     if sizes.dispatcher == "deepep":
         known["exchange"] = str(sizes.choice)
 

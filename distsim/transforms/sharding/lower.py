@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.errors import PlanError
+from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
@@ -202,6 +203,8 @@ class _FunctionLowering:
         self.home: dict[Value, Value] = {}
         self.elsewhere: dict[tuple[Value, int, bool], Value] = {}
         self.forward = False
+        counted = [op for op in function.ops if "counted" in op.attributes]
+        self.counted = {op.inputs[0]: op.attributes["sizes"] for op in counted}  # and not sent yet
 
     def build(self) -> Function:
         lowering, home = self.lowering, self.home
@@ -238,10 +241,26 @@ class _FunctionLowering:
 
     def move(self, value: Value, local: Value, source: Placement, target: Placement) -> Value:
         for step in self.lowering.recipe(value, source, target, self.top):
+            exchanged = step.op_type == "MPIAlltoall" and step.attributes["axis"] == EXPERT
+            if exchanged and value in self.counted:
+                local = self.counts_told(local, self.counted.pop(value))
             made = Value(local.name + step.suffix if step.suffix else local.name, step.type)
             self.maker.adopt(Op(step.op_type, (local,), (made,), step.attributes))
             local = made
         return local
+
+    def counts_told(self, rows: Value, sizes: tuple[int, ...]) -> Value:
+        """Tell the ranks of experts how many rows this one has for them; the host waits for their numbers.
+
+        It issues no exchange before: the sizes of what comes are arguments of that. Megatron-LM gathers what
+        each rank has for every expert (token_dispatcher.py, MoEAlltoAllTokenDispatcher.preprocess, and
+        cuda_sync_point), torchtitan exchanges it and copies it to the host, DeepEP's kernel does the same
+        while the host waits ("implicit CPU wait", its README). Backward knows the sizes.
+        """
+        (own,) = self.maker.add("RowCounts", [rows], {"sizes": sizes})
+        every = self.maker.add("MPIAllgather", [own], {"axis": EXPERT, "dim": 0})
+        (there,) = self.maker.add("Await", [rows, *every], output_names=[rows.name])
+        return there
 
     def op(self, op: Op) -> None:
         lowering = self.lowering
