@@ -7,7 +7,7 @@ All n rows are paid for, 2 n k m flops for each of the leading places: what is p
 
 ``sizes``: what ``rows`` will be, where that is known before. Only then may ranks have groups each.
 ``exchange``: the kind of collective that brings rows to these ranks, if it is no plain all-to-all.
-``counted``: no rank knows before how many rows others have for its groups, so that they tell each other before
+``counted``: no rank knows before how many rows others have for its groups, so they tell each other before
 the rows are sent: each ``RowCounts``, what it has for every group, a number of 8 bytes.
 """
 
