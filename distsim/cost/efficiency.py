@@ -46,7 +46,7 @@ def kind_of_work(signature: Signature, demand: Work, dtype: str) -> str:
         return "embedding" if name in ("Gather", "GatherGrad") else "memory"
     if name.startswith("Attention"):
         return "attention_grad" if name.endswith("Grad") else "attention"
-    if name.startswith("Grouped"):
+    if "Grouped" in name:
         return "grouped"
     if not is_convolution(signature) and min(map(len, _matrices(signature)), default=2) > 2:
         return "batched"

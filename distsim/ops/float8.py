@@ -42,11 +42,13 @@ _LARGEST: dict[DType, float] = {Float8E4M3FN(): 448.0, Float8E5M2(): 57344.0}
 EIGHT_BITS = tuple(_LARGEST)
 
 
-def _number(dtype: DType) -> int:
+def number_of(dtype: DType) -> int:
+    """Return ONNX's number of an element type."""
     return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
 
 
-def _to(attributes: Attributes) -> DType:
+def made_type(attributes: Attributes) -> DType:
+    """Return the element type that an op makes: its attribute ``to``."""
     return from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
 
 
@@ -55,15 +57,15 @@ def _to(attributes: Attributes) -> DType:
 
 def _cast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("Float8Cast", inputs, 1)
-    to = _to(attributes)
+    to = made_type(attributes)
     if to not in EIGHT_BITS or not inputs[0].dtype.is_floating:
         raise TypeRuleError(f"Float8Cast makes float8e4m3fn or float8e5m2 of real numbers, not {to.name}")
     return (Tensor(to, inputs[0].shape, inputs[0].device),)
 
 
 def _cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    to = _to(attributes).np
-    most = _LARGEST[_to(attributes)]
+    to = made_type(attributes).np
+    most = _LARGEST[made_type(attributes)]
     scaled = arrays[0].astype(np.float32) * attributes.get("scale", 1.0)
     return [np.clip(scaled, -most, most).astype(to)]
 
@@ -83,8 +85,8 @@ register(
 # Float8MatMul(a, b; to, scale)
 
 
-def _check(op_type: str, inputs: tuple[Tensor, ...]) -> None:
-    arity(op_type, inputs, 2)
+def check_eight_bits(op_type: str, inputs: Sequence[Tensor]) -> None:
+    """Refuse operands that are no 8-bit numbers."""
     for tensor in inputs:
         if tensor.dtype not in EIGHT_BITS:
             raise TypeRuleError(
@@ -98,14 +100,15 @@ def _wide(attributes: Attributes, arrays: Sequence[Array]) -> list[Array]:
 
 
 def _product_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _check("Float8MatMul", inputs)
+    arity("Float8MatMul", inputs, 2)
+    check_eight_bits("Float8MatMul", inputs)
     shape = matmul_shape(inputs[0].shape, inputs[1].shape)
-    return (Tensor(_to(attributes), shape, common_device("Float8MatMul", inputs)),)
+    return (Tensor(made_type(attributes), shape, common_device("Float8MatMul", inputs)),)
 
 
 def _product(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     a, b = _wide(attributes, arrays)
-    return [np.asarray(np.matmul(a, b)).astype(_to(attributes).np)]
+    return [np.asarray(np.matmul(a, b)).astype(made_type(attributes).np)]
 
 
 def _product_work(signature: Signature) -> Work:
@@ -120,8 +123,8 @@ def _product_sharding(signature: Signature) -> ShardingRule:
 
 def _product_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     a, b = ctx.inputs
-    to = _number(as_tensor(ctx.grad.type, "the gradient").dtype)
-    dy = ctx.add("Float8Cast", ctx.grad, to=_number(Float8E5M2()), scale=GRADIENT_SCALE)
+    to = number_of(as_tensor(ctx.grad.type, "the gradient").dtype)
+    dy = ctx.add("Float8Cast", ctx.grad, to=number_of(Float8E5M2()), scale=GRADIENT_SCALE)
     options: dict[str, Any] = {"to": to, "scale": GRADIENT_SCALE * ctx.attributes.get("scale", 1.0)}
     grads: list[Value | None] = [None, None]
     if ctx.wanted[0]:
@@ -155,16 +158,17 @@ def _register_half(name: str) -> None:
         return (own, other) if of_a else (other, own)
 
     def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        _check(op_type, inputs)
+        arity(op_type, inputs, 2)
+        check_eight_bits(op_type, inputs)
         made = matmul_shape(*operands(attributes, inputs))
         if inputs[1].shape != made:
             raise TypeRuleError(f"{op_type}: the product has shape {made}, its gradient {inputs[1].shape}")
-        return (Tensor(_to(attributes), tuple(attributes["shape"]), common_device(op_type, inputs)),)
+        return (Tensor(made_type(attributes), tuple(attributes["shape"]), common_device(op_type, inputs)),)
 
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
         dy, other = _wide(attributes, (arrays[1], arrays[0]))
         made = (grad_a if of_a else grad_b)(other, dy, tuple(attributes["shape"]))
-        return [made.astype(_to(attributes).np)]
+        return [made.astype(made_type(attributes).np)]
 
     def work(signature: Signature) -> Work:
         inner = operands(signature.attributes, signature.inputs)[0][-1]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -110,10 +111,15 @@ def _matrix_work(signature: Signature, narrow: Tensor, wide: Tensor) -> Work:
     return work_of(signature, flops, matrix=True)
 
 
+def of_forward(attributes: Attributes) -> dict[str, Any]:
+    """Return what of the attributes of a product its gradients have too."""
+    return {name: item for name, item in attributes.items() if name != "counted"}
+
+
 def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
     """Backward knows how many rows there are: forward has counted them."""
     x, w, rows = ctx.inputs
-    known = {name: item for name, item in ctx.attributes.items() if name != "counted"}
+    known = of_forward(ctx.attributes)
     dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad, **known) if ctx.wanted[0] else None
     dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad, **known) if ctx.wanted[1] else None
     return [dx, dw, None]

@@ -116,7 +116,8 @@ class ModelTraits:
         tokens = [t.shape[1] for t in types if len(t.shape) > 1 and not t.dtype.is_floating]
         layers = Counter(op.callee for op in function.ops if op.is_call)
         ops = list(all_ops(function))
-        experts = [w.shape[0] for op in ops if op.op_type == "GroupedMatMul" and (w := _tensor(op.inputs[1]))]
+        grouped = [op for op in ops if op.op_type.endswith("GroupedMatMul")]
+        experts = [w.shape[0] for op in grouped if (w := _tensor(op.inputs[1]))]
         return ModelTraits(
             types[0].shape[0],
             max(tokens, default=0),

@@ -42,7 +42,8 @@ AUTOCAST_WIDE = (*NORMS, *LOSSES, "Softmax", "LogSoftmax", "Exp", "Log", "Pow", 
 """What torch.autocast runs in float32 (torch docs, amp, "CUDA Ops that can autocast to float32")."""
 
 
-_F32, _BF16, _F16 = Float32(), BFloat16(), Float16()
+_F32, _BF16, _F16, _F8 = Float32(), BFloat16(), Float16(), Float8E4M3FN()
+_EIGHT_BITS = ("linear", "grouped")
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class Precision:
     products run, where it is not their own (tfloat32). ``linear``: to which the operands of products with a
     weight are cast, but for that which makes the predictions (None: they stay as they are), weights once a
     step, as Transformer Engine's ``is_first_microbatch`` has it; an 8-bit type, of which the gradient of a
-    result takes the one with the larger range. ``loss_scale``: by what the loss is multiplied before the
-    backward pass, and gradients divided before the update (None: not at all); that of a step somewhere in
-    training.
+    result takes the one with the larger range. ``grouped``: the same of the products of experts.
+    ``loss_scale``: by what the loss is multiplied before the backward pass, and gradients divided before the
+    update (None: not at all); that of a step somewhere in training.
 
     Types may be given by their names (``"bf16"``). What travels between ranks is of the type
     ``gradient_sum``, and gathered as ``used``. Raises :class:`PlanError` for a type that is none of those
@@ -84,10 +85,12 @@ class Precision:
     wide_ops: tuple[str, ...] = LOSSES
     product_rate: str = ""
     linear: DType | None = None
+    grouped: DType | None = None
     loss_scale: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("parameter", "used", "compute", "gradient_sum", "update", "master", "wide", "linear"):
+        types = ("parameter", "used", "compute", "gradient_sum", "update", "master", "wide", *_EIGHT_BITS)
+        for name in types:
             given = getattr(self, name)
             if given is not None:
                 object.__setattr__(self, name, dtype_named(given))
@@ -96,10 +99,12 @@ class Precision:
             raise PlanError(f"precision {self.name}: states lists no type; give that of the first state")
         if self.loss_scale is not None and not 0 < self.loss_scale < float("inf"):
             raise PlanError(f"precision {self.name}: loss_scale={self.loss_scale} must be finite and over 0")
-        if self.linear is not None and self.linear != Float8E4M3FN():
-            raise PlanError(
-                f"precision {self.name}: linear cannot be {self.linear.name}; choose float8e4m3fn, or None"
-            )
+        for name in _EIGHT_BITS:
+            given: DType | None = getattr(self, name)
+            if given is not None and given != Float8E4M3FN():
+                raise PlanError(
+                    f"precision {self.name}: {name} cannot be {given.name}; choose float8e4m3fn, or None"
+                )
         if self.product_rate not in ("", "tfloat32"):
             raise PlanError(
                 f"precision {self.name}: product_rate cannot be {self.product_rate!r}; choose tfloat32, or "
@@ -131,6 +136,7 @@ class Precision:
     def __str__(self) -> str:
         master = f", master {self.master.short}" if self.master else ""
         linear = f", linear layers {self.linear.short}" if self.linear else ""
+        linear += f", experts {self.grouped.short}" if self.grouped else ""
         rate = f"{linear}, products at {self.product_rate}" if self.product_rate else linear
         scale = f", loss scaled by {self.loss_scale:g}" if self.loss_scale else ""
         states = "/".join(dict.fromkeys([dtype.short for dtype in self.states]))
@@ -155,7 +161,7 @@ POLICIES: dict[str, Precision] = {
         Precision("mixed", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32),
         Precision("mixed_bf16_grads", _BF16, _BF16, _BF16, _BF16, _BF16, (_F32,), _F32),
         Precision("mixed_fp16", _F16, _F16, _F16, _F16, _F32, (_F32,), _F32, loss_scale=65536.0),
-        Precision("fp8", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32, linear=Float8E4M3FN()),
+        Precision("fp8", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32, linear=_F8, grouped=_F8),
         Precision("fsdp2", _F32, _BF16, _BF16, _F32, _F32, (_F32,)),
         Precision("amp", _F32, _F32, _BF16, _F32, _F32, (_F32,), wide_ops=AUTOCAST_WIDE),
     )
@@ -247,7 +253,7 @@ def _field(path: Path, key: str, value: Any) -> Any:
         if all(isinstance(item, str) for item in items):
             return tuple([_dtype(path, key, item) if key == "states" else item for item in items])
     elif key not in ("name", "product_rate", "loss_scale", "states", "wide_ops") and isinstance(value, str):
-        return None if key in ("master", "linear") and value == "none" else _dtype(path, key, value)
+        return None if key in ("master", *_EIGHT_BITS) and value == "none" else _dtype(path, key, value)
     raise PlanError(f"{path}: {key} cannot be {value!r:.40}; see the fields of Precision")
 
 

@@ -209,6 +209,11 @@ class _FunctionCaster:
             reads = [value if _float_type(value) is None else self._cast(value, dtype) for value in reads]
         if self._is_linear(op, reads):
             return (self._linear(op, reads),)
+        if op.op_type == "GroupedMatMul" and self.precision.grouped is not None:
+            factors = [self._eight_bits(value, self.precision.grouped) for value in reads[:2]]
+            made = {**op.attributes, "to": cast_number(self.precision.compute)}
+            names, reads = [value.name for value in op.outputs], [*factors, reads[2]]
+            return self.maker.add("Float8GroupedMatMul", reads, made, (), names, None, op.name)
         known = [found for value in reads if (found := _float_type(value)) is not None]
         cast = op.op_type in _CASTS
         attributes = _converted(op, Float32(), known[0] if known and not cast else self.precision.used)
@@ -228,16 +233,12 @@ class _FunctionCaster:
 
     def _linear(self, op: Op, reads: Sequence[Value]) -> Value:
         """Add the product of operands that are cast to ``precision.linear``; return it as it is computed."""
-        options = {"to": cast_number(self.precision.linear or self.precision.compute)}
         factors: list[Value] = []
         for value, name in zip(reads[:2], ("transA", "transB"), strict=True):
-            once = {ONCE: True} if value in self.weights else {}
+            held = value in self.weights
             if op.attributes.get(name, 0):
                 value = self.maker.add("Transpose", [value], {"perm": (1, 0)})[0]
-            key = value, self.precision.linear or self.precision.compute
-            if key not in self.casts:
-                self.casts[key] = self.maker.add("Float8Cast", [value], options | once)[0]
-            factors.append(self.casts[key])
+            factors.append(self._eight_bits(value, self.precision.linear or self.precision.compute, held))
         to = {"to": cast_number(self.precision.compute)}
         names = [value.name for value in op.outputs]
         made = self.maker.add("Float8MatMul", factors, to, (), names, None, op.name)[0]
@@ -247,6 +248,14 @@ class _FunctionCaster:
         rest = _converted(op, Float32(), self.precision.compute)
         added = {} if bias else {"B": rest["C"]}
         return self.maker.add("Add", [made, *bias], added, output_names=names)[0]
+
+    def _eight_bits(self, value: Value, dtype: DType, held: bool = False) -> Value:
+        """Return a value cast to an 8-bit type, once for all products; ``held``: it is of a weight."""
+        key = value, dtype
+        if key not in self.casts:
+            once = {ONCE: True} if held or value in self.weights else {}
+            self.casts[key] = self.maker.add("Float8Cast", [value], {"to": cast_number(dtype)} | once)[0]
+        return self.casts[key]
 
     def _type_of(self, op: Op, reads: Sequence[Value]) -> DType | None:
         """Return the type that an op reads; None if it takes what there is."""

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from distsim.errors import PlanError
 from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
+from distsim.ops.places import shape_of
 from distsim.transforms.op_graph import Numbered
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
@@ -190,6 +192,26 @@ class _ShardedCall:
     outputs: tuple[tuple[int, Placement], ...]
 
 
+class _Counted(NamedTuple):
+    """Rows of groups of these sizes, which ranks tell each other before they send them."""
+
+    sizes: tuple[int, ...]
+
+
+def _counted(function: Function) -> dict[Value, _Counted]:
+    """Return the rows that counted products read, also as they are before they are cast."""
+    ends = [(*op.inputs, *op.outputs) for op in function.ops if len(op.inputs) == len(op.outputs) == 1]
+    makers = {made: read for read, made in ends if shape_of(read) == shape_of(made)}
+    found: dict[Value, _Counted] = {}
+    for op in function.ops:
+        if "counted" in op.attributes and op.inputs[0] not in found:
+            value, rows = op.inputs[0], _Counted(op.attributes["sizes"])
+            found[value] = rows
+            if value in makers:
+                found[makers[value]] = rows
+    return found
+
+
 class _FunctionLowering:
     """Lowers one function.
 
@@ -203,8 +225,7 @@ class _FunctionLowering:
         self.home: dict[Value, Value] = {}
         self.elsewhere: dict[tuple[Value, int, bool], Value] = {}
         self.forward = False
-        counted = [op for op in function.ops if "counted" in op.attributes]
-        self.counted = {op.inputs[0]: op.attributes["sizes"] for op in counted}  # and not sent yet
+        self.counted = _counted(function)  # and not sent yet
 
     def build(self) -> Function:
         lowering, home = self.lowering, self.home
@@ -243,7 +264,9 @@ class _FunctionLowering:
         for step in self.lowering.recipe(value, source, target, self.top):
             exchanged = step.op_type == "MPIAlltoall" and step.attributes["axis"] == EXPERT
             if exchanged and value in self.counted:
-                local = self.counts_told(local, self.counted.pop(value))
+                rows = self.counted[value]
+                self.counted = {each: of for each, of in self.counted.items() if of is not rows}
+                local = self.counts_told(local, rows.sizes)
             made = Value(local.name + step.suffix if step.suffix else local.name, step.type)
             self.maker.adopt(Op(step.op_type, (local,), (made,), step.attributes))
             local = made
