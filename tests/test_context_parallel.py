@@ -132,6 +132,13 @@ def test_heads_are_exchanged_for_sequence():
     assert found == {("all_to_all", SBH): 2 * 2 + 1, ("all_to_all", KV // 2): 2 * 2}
 
 
+def test_heads_are_exchanged_within_rings_of_others():
+    """Both: what a ring of c/u ranks passes has 1/u of the heads of u times as much of a sequence."""
+    found = exchanged(LLAMA, Plan(cp=4, cp_kind="usp:2"))
+    heads = {("all_to_all", 2 * SBH // 4): 2 * 2 + 1, ("all_to_all", KV // 4): 2 * 2}
+    assert found == heads | {("shift", 2 * KV // 4): 3}
+
+
 def product_flops(program):
     """Those of the matrix products of a rank."""
     demands = [work(signature_of(op)) for op in all_ops(program.to_function())]

@@ -28,8 +28,10 @@ from expert_models import (
 from training_models import F64, topology_of
 
 from distsim.compose import parallelize
+from distsim.errors import PlanError
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import load_cluster
+from distsim.importer import load_model
 from distsim.ir import BFloat16, Role, all_ops
 from distsim.models import Routing, draw_routing
 from distsim.models.decoder import decoder
@@ -42,6 +44,7 @@ from distsim.ops.parts import Groups
 from distsim.plan import Plan
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.kernels.policies import KERNELS
 
 CASES = [
@@ -112,6 +115,17 @@ def test_every_rank_of_eight_computes_the_same_step_of_longer_sequences(text):
     )
     joint = differentiate(decoder(sizes, 2, 2 * SEQ, F64, EVEN), Adam())
     computed_over_ranks(joint, Plan.parse(text))
+
+
+def test_a_sequence_that_ranks_do_not_divide_is_refused_with_the_degrees_that_do():
+    """Not for the groups in which its tokens are routed, which nobody gave."""
+    small = "mixtral-8x7b:layers=2,hidden=16,heads=4,kv_heads=2,vocab=16,seq=8,experts=4,expert_ffn=8"
+    plan = Plan(cp=3)
+    function = set_attention(load_model(small, 4, "", (), plan.sequence_parts), "flash")
+    with pytest.raises(
+        PlanError, match="cp=3 times 2 halves does not divide the sequence of 8 .*cp one of 2, 4"
+    ):
+        parallelize(differentiate(function, None), plan, topology_of(3))
 
 
 # --- what is sent -----------------------------------------------------------------------------------------

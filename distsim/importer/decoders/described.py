@@ -129,7 +129,8 @@ def decoder_of(
     The rest is as in :func:`load_decoder`.
     """
     seq = given.get("seq", default_seq(sizes))
-    if sizes.experts is not None and sizes.experts.groups == 1:
+    # A sequence that ranks do not divide is refused by the plan, which knows the degrees that do.
+    if sizes.experts is not None and sizes.experts.groups == 1 and seq % groups == 0:
         sizes = replace(sizes, experts=replace(sizes.experts, groups=groups))
     notes = [f"sequences of {seq} tokens"]
     padded = -(-sizes.vocab // vocabulary_multiple) * vocabulary_multiple
