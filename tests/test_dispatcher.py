@@ -136,6 +136,16 @@ def test_options_of_models():
     for name in ("mixtral-8x7b:expert_ffn=8", "moe:ffn=8"):
         function = load_model(f"{name},{small},dispatcher=allgather", batch=4)
         assert [op.attributes["groups"] for op in all_ops(function) if op.op_type == "GatherND"]
+        weighted = [
+            op
+            for op in all_ops(load_model(f"{name},{small},weighted=experts", batch=4))
+            if "weighted" in op.outputs[0].name
+        ]
+        assert {op.outputs[0].type.shape[-1] for op in weighted} == {8}
+        with pytest.raises(
+            (PlanError, ImportModelError), match="weighted='rows' is not one of tokens, experts"
+        ):
+            load_model(f"{name},{small},weighted=rows", batch=4)
         with pytest.raises(
             (PlanError, ImportModelError), match="dispatcher='flex' is not one of alltoall, allgather, deepep"
         ):

@@ -21,6 +21,7 @@ from expert_models import (
     H,
     K,
     computed_over_ranks,
+    distinct_inputs,
     model,
     of_two_layers,
     sent,
@@ -29,7 +30,7 @@ from training_models import F64, topology_of
 
 from distsim.compose import parallelize
 from distsim.errors import PlanError
-from distsim.executor import CostModel, Simulator
+from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import load_cluster
 from distsim.importer import load_model
 from distsim.ir import BFloat16, Role, all_ops
@@ -154,6 +155,36 @@ def test_collectives_of_two_layers(dp, e, microbatches):
     assert sums["edp"] == (2 * experts if dp > e else 0)
     assert sums["dp" if dp > e else "ep"] == 2 * whole
     assert {kind for kind, _, _ in found} == {"all_to_all", "all_gather", "all_reduce"}
+
+
+@pytest.mark.parametrize("e", [2, 4])
+def test_gates_are_sent_with_rows_that_experts_weigh(e):
+    """Megatron-LM's second all-to-all: T k probabilities forward, their gradients back."""
+    sizes = replace(SENT, experts=replace(SENT.experts, weighted="experts"))
+    found, plain = of_two_layers(Plan(dp=e, ep=e), sizes), of_two_layers(Plan(dp=e, ep=e))
+    gates = ("all_to_all", "ep", 2 * BATCH * SEQ // e * K)
+    assert gates not in plain and found == {**plain, gates: 2 * 2}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "deepep"])
+@pytest.mark.parametrize(
+    ("text", "loads"),
+    [
+        ("dp=2,ep=2,pp=2,microbatches=2", SKEWED),
+        ("dp=4,ep=4,tp=2,sp=on,zero=1", PADDED),
+        ("dp=2,ep=2,tp=2,etp=1,sp=on,remat=full", EVEN),
+    ],
+)
+def test_rows_that_experts_weigh_are_those_of_the_same_step(dispatcher, text, loads):
+    """The function is the same, whoever multiplies; and every rank computes it."""
+    experts = replace(MIXTRAL.experts, dispatcher=dispatcher, groups=2)
+    made: list[float] = []
+    for weighted in ("tokens", "experts"):
+        sizes = replace(MIXTRAL, experts=replace(experts, weighted=weighted))
+        joint = differentiate(decoder(sizes, BATCH, SEQ, F64, loads), Adam())
+        made.append(float(SequentialExecutor().compute(joint, distinct_inputs(joint))[0]))
+    assert made[0] == pytest.approx(made[1], rel=1e-12)
+    computed_over_ranks(joint, Plan.parse(text))
 
 
 @pytest.mark.parametrize(

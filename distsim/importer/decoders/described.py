@@ -45,7 +45,7 @@ def _read(key: str, text: str) -> Any:
         return _INPUT[key](key, text)
     if key.endswith("_dropout"):
         return read_rate(key, text)
-    if key == "dispatcher":
+    if key in ("dispatcher", "weighted"):
         return text
     if key == "aux_loss":
         return read_coefficient(key, text)
