@@ -1,84 +1,78 @@
-"""Products of 8-bit rows that lie in groups: ``Float8GroupedMatMul`` and its two gradients.
+"""``Float8GroupedMatMul`` and its gradients: grouped products of 8-bit operands.
 
-:mod:`distsim.ops.grouped`, of operands as in :mod:`distsim.ops.float8`: rows and matrices are e4m3, the
-gradient of what comes out e5m2. So Transformer Engine runs the experts of a mixture (``GroupedLinear``
-under ``fp8_autocast``), and DeepSeek-V3 all three products of each (DeepSeek-AI 2024, section 3.3), which
-sends rows to experts, and gradients, as they are cast. An operator is that of :mod:`distsim.ops.grouped`
-but for the type ``to`` of what it makes, and ``scale``.
+They are those of :mod:`distsim.ops.grouped` with operands as :mod:`distsim.ops.float8` has them, of the type
+``to``; in place of the attribute ``scale`` the largest elements of both operands may follow the inputs. So
+Transformer Engine's GroupedLinear runs experts (transformer_engine/pytorch/module/grouped_linear.py). The
+operands of all groups are cast by one kernel, with one factor where it has one for each of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from distsim.ir.type import Float8E5M2, Tensor, as_tensor
+from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.float8 import GRADIENT_SCALE, check_eight_bits, made_type, number_of
-from distsim.ops.grouped import of_forward
-from distsim.ops.operator import (
-    Array,
-    ComputeRule,
-    GradientContext,
-    GradientRule,
-    Operator,
-    TypesRule,
-    operator,
-    register,
-)
+from distsim.ops.float8 import cast_gradient, check_operands, made_type, wide
+from distsim.ops.grouped import grouped_rule
+from distsim.ops.operator import Array, GradientContext, Operator, operator, register
 
 
-def _types(name: str, of_sixteen: TypesRule | None) -> TypesRule | None:
-    if of_sixteen is None:
-        return None
+def _register(suffix: str, names: str, made: str) -> None:
+    """Register an op with inputs of these names, as in :func:`grouped_rule`."""
+    op_type, like = f"Float8GroupedMatMul{suffix}", operator(f"GroupedMatMul{suffix}")
+    types_like, compute_like = like.types, like.compute
+    if types_like is None or compute_like is None:
+        raise ValueError(f"{like.name} has no types or no meaning; give it both before this")
+    first, second = [place for place, name in enumerate(names) if name != "r"]
+
+    def plain(attributes: Attributes, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the inputs of the op that this is like, of the type of the result."""
+        to = made_type(attributes)
+        return tuple(
+            [
+                replace(tensor, dtype=to) if place in (first, second) else tensor
+                for place, tensor in enumerate(inputs[: len(names)])
+            ]
+        )
 
     def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        check_eight_bits(name, [tensor for tensor in inputs if tensor.dtype.is_floating])
-        (made,) = of_sixteen(attributes, inputs)
-        return (Tensor(made_type(attributes), made.shape, made.device),)
-
-    return types
-
-
-def _compute(of_sixteen: ComputeRule | None) -> ComputeRule | None:
-    if of_sixteen is None:
-        return None
+        operands = (inputs[first], inputs[second], *inputs[len(names) :])
+        check_operands(op_type, [tensor.shape for tensor in operands[:2]], operands)
+        return types_like(attributes, plain(attributes, inputs))
 
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Multiply in float32; whole numbers say how many rows groups have."""
-        wide = [a if np.issubdtype(a.dtype, np.integer) else a.astype(np.float32) for a in arrays]
-        (made,) = of_sixteen(attributes, wide)
-        return [(made / np.float32(attributes.get("scale", 1.0))).astype(made_type(attributes).np)]
+        given = list(arrays[: len(names)])
+        read = [given[first], given[second], *arrays[len(names) :]]
+        given[first], given[second] = wide(attributes, read)
+        (result,) = compute_like(attributes, given)
+        return [result.astype(made_type(attributes).np)]
 
-    return compute
-
-
-def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    x, w, rows = ctx.inputs
-    to = number_of(as_tensor(ctx.grad.type, "the gradient").dtype)
-    dy = ctx.add("Float8Cast", ctx.grad, to=number_of(Float8E5M2()), scale=GRADIENT_SCALE)
-    options = of_forward(ctx.attributes) | {"to": to}
-    options["scale"] = GRADIENT_SCALE * ctx.attributes.get("scale", 1.0)
-    dx = ctx.add("Float8GroupedMatMulGradA", w, rows, dy, **options) if ctx.wanted[0] else None
-    dw = ctx.add("Float8GroupedMatMulGradB", x, rows, dy, **options) if ctx.wanted[1] else None
-    return [dx, dw, None]
-
-
-def _register(name: str, gradient: GradientRule | None = None) -> None:
-    known = operator(name)
     register(
         Operator(
-            f"Float8{name}",
-            types=_types(f"Float8{name}", known.types),
-            compute=_compute(known.compute),
-            work=known.work,
-            gradient=gradient,
-            sharding=known.sharding,
+            op_type,
+            types=types,
+            compute=compute,
+            work=like.work,
+            gradient=None if suffix else _gradient,
+            sharding=lambda s: grouped_rule(s, names, made),
         )
     )
 
 
-_register("GroupedMatMul", _gradient)
-_register("GroupedMatMulGradA")
-_register("GroupedMatMulGradB")
+def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    x, w, rows, *amaxes = ctx.inputs
+    (dy, *largest), options = cast_gradient(ctx, amaxes)
+    grads: list[Value | None] = [None] * len(ctx.inputs)
+    known = {name: item for name, item in ctx.attributes.items() if name in ("sizes", "exchange")}
+    for place, (name, other) in enumerate((("A", w), ("B", x))):
+        if ctx.wanted[place]:
+            more = [amaxes[1 - place], *largest] if amaxes else []
+            read = (other, rows, dy, *more)
+            grads[place] = ctx.add(f"Float8GroupedMatMulGrad{name}", *read, **known, **options)
+    return grads
+
+
+_register("", "xwr", "y")
+_register("GradA", "wry", "x")
+_register("GradB", "xry", "w")

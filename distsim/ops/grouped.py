@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Int64, Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.float8 import amax_labels
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -111,23 +111,21 @@ def _matrix_work(signature: Signature, narrow: Tensor, wide: Tensor) -> Work:
     return work_of(signature, flops, matrix=True)
 
 
-def of_forward(attributes: Attributes) -> dict[str, Any]:
-    """Return what of the attributes of a product its gradients have too."""
-    return {name: item for name, item in attributes.items() if name != "counted"}
-
-
 def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
     """Backward knows how many rows there are: forward has counted them."""
     x, w, rows = ctx.inputs
-    known = of_forward(ctx.attributes)
+    known = {name: item for name, item in ctx.attributes.items() if name != "counted"}
     dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad, **known) if ctx.wanted[0] else None
     dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad, **known) if ctx.wanted[1] else None
     return [dx, dw, None]
 
 
-def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
-    """Return the rule for operands that are called x, w, y and r(ows). Rows divide by whole groups only."""
-    leading = next(t.rank for t, name in zip(signature.inputs, inputs, strict=True) if name in "xy") - 2
+def grouped_rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
+    """Return the rule for operands that are called x, w, y and r(ows). Rows divide by whole groups only.
+
+    Further inputs are the largest elements of the first ones but the numbers of rows.
+    """
+    leading = next(t.rank for t, name in zip(signature.inputs, inputs, strict=False) if name in "xy") - 2
     sizes = signature.attributes.get("sizes")
     batch, group = letters(leading, "b"), None if sizes is None else "groups"
     kind: str = signature.attributes.get("exchange", "")
@@ -140,8 +138,13 @@ def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
     }
     linear = tuple([(place,) for place, name in enumerate(inputs) if name != "r"])
     experts = "" if group is None else group
+    operands = [(name, each) for name, each in zip(inputs, signature.inputs, strict=False) if name != "r"]
+    amaxes = zip(operands, signature.inputs[len(inputs) :], strict=False)
     return ShardingRule(
-        tuple([labels[name] for name in inputs]),
+        (
+            *[labels[name] for name in inputs],
+            *[amax_labels(labels[name], operand, amax) for (name, operand), amax in amaxes],
+        ),
         (labels[output],),
         linear,
         localize=_localize,
@@ -186,7 +189,7 @@ register(
         compute=lambda attributes, a: [_product(a[0], a[1], a[2])],
         work=lambda s: _matrix_work(s, s.inputs[0], s.outputs[0]),
         gradient=_gradient,
-        sharding=lambda s: _rule(s, "xwr", "y"),
+        sharding=lambda s: grouped_rule(s, "xwr", "y"),
     )
 )
 register(
@@ -195,7 +198,7 @@ register(
         types=_types_a,
         compute=lambda attributes, a: [_product(a[2], np.swapaxes(a[0], 1, 2), a[1])],
         work=lambda s: _matrix_work(s, s.outputs[0], s.inputs[2]),
-        sharding=lambda s: _rule(s, "wry", "x"),
+        sharding=lambda s: grouped_rule(s, "wry", "x"),
     )
 )
 register(
@@ -204,6 +207,6 @@ register(
         types=_types_b,
         compute=lambda attributes, a: [_weight_gradient(a[0], a[1], a[2])],
         work=lambda s: _matrix_work(s, s.inputs[0], s.inputs[2]),
-        sharding=lambda s: _rule(s, "xry", "w"),
+        sharding=lambda s: grouped_rule(s, "xry", "w"),
     )
 )

@@ -13,6 +13,7 @@ microbatches         of 1, 2, 4, ... samples, up to 32,768 tokens a rank; with a
 ``sp``               on where ``tp`` > 1 divides sequences of tokens
 ``remat``            none, full; attention too, unless it is one kernel, which saves nothing to compute again
 ``schedule``         1f1b; interleaved with 2 or 4 chunks, as far as there are layers
+``stages``           as the stack begins them: equally many layers only where they divide
 others               the defaults of :class:`distsim.plan.Plan`
 ===================  ==================================================================================
 
@@ -116,7 +117,7 @@ class ModelTraits:
         tokens = [t.shape[1] for t in types if len(t.shape) > 1 and not t.dtype.is_floating]
         layers = Counter(op.callee for op in function.ops if op.is_call)
         ops = list(all_ops(function))
-        grouped = [op for op in ops if op.op_type.endswith("GroupedMatMul")]
+        grouped = [op for op in ops if op.op_type in ("GroupedMatMul", "Float8GroupedMatMul")]
         experts = [w.shape[0] for op in grouped if (w := _tensor(op.inputs[1]))]
         return ModelTraits(
             types[0].shape[0],
@@ -225,7 +226,13 @@ class PlanSpace:
                         plan = self.complete(Plan(**degrees, **given))
                     except PlanError:  # fields that do not go together are no plan
                         continue
-                    yield plan
+                    if self._divides_layers(plan):
+                        yield plan
+
+    def _divides_layers(self, plan: Plan) -> bool:
+        """Whether the layers of a stack's plan make equal stages, where it has them do so."""
+        counted = plan.stages == "layers" and "stages" not in self.sets
+        return not counted or self.traits.layers % plan.num_stages == 0
 
     def _choices(self, degrees: Mapping[str, int]) -> Iterator[list[tuple[tuple[str, Any], ...]]]:
         """Yield the choices of further fields; each is one or two fields with their values."""

@@ -18,6 +18,7 @@ from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Va
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
 from distsim.ops.places import shape_of
+from distsim.ops.sharding_rule import ShardingRule
 from distsim.transforms.op_graph import Numbered
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
@@ -200,7 +201,7 @@ class _Counted(NamedTuple):
 
 def _counted(function: Function) -> dict[Value, _Counted]:
     """Return the rows that counted products read, also as they are before they are cast."""
-    ends = [(*op.inputs, *op.outputs) for op in function.ops if len(op.inputs) == len(op.outputs) == 1]
+    ends = [(op.inputs[0], op.outputs[0]) for op in function.ops if op.inputs and not op.is_call]
     makers = {made: read for read, made in ends if shape_of(read) == shape_of(made)}
     found: dict[Value, _Counted] = {}
     for op in function.ops:
@@ -310,6 +311,7 @@ class _FunctionLowering:
         else:
             ((decomposition, axis),) = decomposed
             made = decomposition.build(self.maker, replace(op, attributes=attributes), inputs, axis)
+        made = self.finished(rule, made, along)
         for value, local, type_, place in zip(op.outputs, made, expected, raw, strict=True):
             if local.type != type_:
                 raise PlanError(
@@ -317,6 +319,17 @@ class _FunctionLowering:
                     f"{op.op_type} is wrong for these shapes"
                 )
             self.define(value, place, self.averaged(local, along))
+
+    def finished(
+        self, rule: ShardingRule | None, made: Sequence[Value], along: Sequence[Strategy | None]
+    ) -> Sequence[Value]:
+        """Return what ranks that each made something of their own part have together."""
+        for each, axis in zip(along, self.lowering.axes, strict=True):
+            finish = rule.finish.get(each.factor or "") if rule and each else None
+            if finish is not None:
+                name = axis.part_of or axis.name
+                made = [finish(self.maker, value, name) for value in made]
+        return made
 
     def averaged(self, local: Value, along: Sequence[Strategy | None]) -> Value:
         """A mean over one rank's part is divided by the ranks, so that the parts sum to the mean."""
