@@ -7,16 +7,19 @@ All n rows are paid for, 2 n k m flops for each of the leading places: what is p
 
 ``sizes``: what ``rows`` will be, where that is known before. Only then may ranks have groups each.
 ``exchange``: the kind of collective that brings rows to these ranks, if it is no plain all-to-all.
+``counted``: no rank knows before how many rows others have for its groups, so they tell each other before
+the rows are sent: each ``RowCounts``, what it has for every group, a number of 8 bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor
+from distsim.ir.type import Int64, Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.float8 import amax_labels
 from distsim.ops.operator import (
@@ -109,9 +112,11 @@ def _matrix_work(signature: Signature, narrow: Tensor, wide: Tensor) -> Work:
 
 
 def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    """Backward knows how many rows there are: forward has counted them."""
     x, w, rows = ctx.inputs
-    dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad, **ctx.attributes) if ctx.wanted[0] else None
-    dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad, **ctx.attributes) if ctx.wanted[1] else None
+    known = {name: item for name, item in ctx.attributes.items() if name != "counted"}
+    dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad, **known) if ctx.wanted[0] else None
+    dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad, **known) if ctx.wanted[1] else None
     return [dx, dw, None]
 
 
@@ -150,7 +155,31 @@ def grouped_rule(signature: Signature, inputs: str, output: str) -> ShardingRule
 
 def _localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
     """Of a part of the groups it is not known before which they are."""
-    return Attributes({name: item for name, item in attributes.items() if name not in ("sizes", "exchange")})
+    return Attributes({name: item for name, item in attributes.items() if name not in _OF_ALL})
+
+
+_OF_ALL = ("sizes", "exchange", "counted")
+
+
+def _counts_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("RowCounts", inputs, 1)
+    (rows,) = inputs
+    if rows.rank < 2 or sum(attributes["sizes"]) != rows.shape[-2]:
+        raise TypeRuleError(f"RowCounts: {rows} are not the rows of groups of sizes {attributes['sizes']}")
+    return (Tensor(Int64(), (len(attributes["sizes"]),), rows.device),)
+
+
+def _counts(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return [np.array(attributes["sizes"], np.int64) * math.prod(arrays[0].shape[:-2])]
+
+
+def _counts_work(signature: Signature) -> Work:
+    """A kernel adds up which group each row goes to, a number of 8 bytes a row; it reads no row."""
+    rows = signature.inputs[0].size // max(signature.inputs[0].shape[-1], 1)
+    return Work(float(rows), 8.0 * rows, float(signature.outputs[0].nbytes))
+
+
+register(Operator("RowCounts", types=_counts_types, compute=_counts, work=_counts_work))
 
 
 register(

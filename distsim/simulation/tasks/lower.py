@@ -283,13 +283,14 @@ class _TemplateBuilder:
             where[value] = made if len(kind) > 1 else number - 1
 
     def _await(self, op: Op) -> None:
-        """Add the tasks of hosts that wait for a value; what reads it waits for who makes it."""
+        """Add the tasks of hosts that wait for values; what reads the first waits for who makes it."""
         lowering, rows = self.lowering, self.open
         for rank_class in lowering.classes.at(place_of_compute(self.function, op)):
-            source = self._source(op.inputs[0], rank_class)
-            if source != FROM_START:
-                rows.dep_task.append(self.count)
-                rows.dep_source.append(source)
+            for value in op.inputs:
+                source = self._source(value, rank_class)
+                if source != FROM_START:
+                    rows.dep_task.append(self.count)
+                    rows.dep_source.append(source)
             rows.run.append(lowering.run(0.0, (lowering.stream(rank_class, HOST),)))
             rows.op.append(_LAUNCH)
             self.count += 1
