@@ -32,6 +32,7 @@ from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut,
 from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import layers_of, offload, rematerialize
 from distsim.transforms.recompute.interiors import recompute_interiors
+from distsim.transforms.ring_keys import save_last_keys
 from distsim.transforms.sharding.shard import Sharded, shard
 
 
@@ -40,6 +41,9 @@ def cut_of(
 ) -> Cut:
     """Return the cut function, as :func:`distsim.compose.build_program` says."""
     function = repeat_key_heads(function, plan.tp)
+    kind, ulysses = parse_cp_kind(plan.cp_kind)
+    if kind == "ring" and plan.cp > ulysses:
+        function = save_last_keys(function)
     memory = _MEMORIES.get(function, None, lambda: _KeptCuts(function))
     costs = cost_model.on(mesh.devices[0])
     key = Division.of(plan, schedule.chain, costs, kernels)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from distsim.cost.cost_model import CostModel
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Mesh, Op, Value, rewire_op, substitute
+from distsim.hardware.rank_axes import RankAxes
+from distsim.ir import Device, Function, Op, Value, rewire_op, substitute
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.plan import Plan
@@ -75,7 +76,7 @@ def parallel_transform_3d(
         raise PlanError(
             f"dp={dp_degree} x hp={hp_degree} x pp={pp_degree} needs {needed} devices, {len(devices)} given"
         )
-    mesh = Mesh(workers, pp=pp_degree, dp=dp_degree, tp=hp_degree)
+    mesh = RankAxes.of(dp_degree, hp_degree).mesh(workers, pp_degree)
     # DistIR reduces each gradient by itself, after the backward pass.
     plan = Plan(dp_degree, hp_degree, pp_degree, num_microbatches, bucket="1", overlap_grads="off")
     return build_program(function, mesh, plan, cost_model).to_function()

@@ -24,7 +24,8 @@ class Stack:
     tensor-parallel ranks divide the sequence as well; ``vocabulary_multiple``: what the vocabulary of each
     tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further fields of a plan with
     several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with several
-    tensor-parallel ranks. ``source`` says where these are from.
+    tensor-parallel ranks, ``stages`` of one with a pipeline; ``scaling`` and ``linear_ops``: those of
+    operands of 8 bits, where they are asked for (none: all). ``source`` says where these are from.
 
     >>> stack_named("megatron").precision, stack_named("megatron").clip
     ('mixed', 1.0)
@@ -40,6 +41,9 @@ class Stack:
     source: str
     sp: bool = False
     tp_overlap: str = "on"
+    stages: str = "even"
+    scaling: str = "delayed"
+    linear_ops: tuple[str, ...] = ()
     vocabulary_multiple: int = 0
     plan: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]], hash=False)
 
@@ -60,7 +64,8 @@ STACKS = {
             "in float32, attention of Transformer Engine (cuDNN's on Hopper and later), fusions on, "
             "--clip-grad 1.0; no recomputation unless asked; --overlap-grad-reduce, --overlap-param-gather "
             "off: one bucket after backward; --make-vocab-size-divisible-by 128, times the tensor-parallel "
-            "ranks",
+            "ranks; equally many layers a stage (transformer_block.py, get_num_layers_to_build)",
+            stages="layers",
             vocabulary_multiple=128,
             plan=_MEGATRON,
         ),
@@ -70,8 +75,9 @@ STACKS = {
             "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation; its code at the "
             "time reduces one contiguous buffer of gradients after the backward pass and pads vocabularies "
             "as Megatron-LM core does; its linear layers return both gradients before that of the input is "
-            "reduced (megatron/mpu/layers.py); its hosts copy the sizes of each microbatch's tokens from the "
-            "device (megatron/mpu/data.py)",
+            "reduced (megatron/mpu/layers.py); equally many layers a stage (megatron/model/transformer.py); "
+            "hosts copy the sizes of each microbatch's tokens from the device (megatron/mpu/data.py)",
+            stages="layers",
             vocabulary_multiple=128,
             tp_overlap="off",
             plan=_MEGATRON,
@@ -83,9 +89,14 @@ STACKS = {
             "compile off, max_norm 1.0; attention by scaled_dot_product_attention; "
             "models/llama3/infra/parallelize.py: norms are SequenceParallel "
             "wherever there is tensor parallelism; fsdp_reshard_after_forward default; MmBackward0 of torch "
-            "returns both gradients before a DTensor is redistributed",
+            "returns both gradients before a DTensor is redistributed; components/float8.py without a "
+            "recipe_name: torchao's tensorwise scaling, of linear layers but not of experts; layers a stage, "
+            "embedding and head counted as one each (distributed/pipeline_parallel.py)",
+            stages="default",
             sp=True,
             tp_overlap="off",
+            scaling="tensorwise",
+            linear_ops=("MatMul", "Gemm"),
             plan={3: {"reshard": "auto"}},
         ),
         Stack(
@@ -93,7 +104,8 @@ STACKS = {
             source="llm-foundry 0.1 to 0.4: models/mpt/configuration_mpt.py, attn_impl triton (of 2022, from "
             "before FlashAttention-2), modeling_mpt.py, loss_fn fused_crossentropy (flash_attn's), and its "
             "benchmarks' configuration: FSDP of torch with FULL_SHARD, bfloat16 computing, "
-            "activation_checkpointing off, gradient_clipping 1.0",
+            "activation_checkpointing off, gradient_clipping 1.0; amp_fp8 is Transformer Engine's with its "
+            "default recipe, delayed",
         ),
         Stack(
             *("deepspeed", "mixed_bf16_grads", "flash2", "eager", "none", "adamw", None),

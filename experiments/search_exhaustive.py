@@ -39,6 +39,10 @@ MODELS = {
     "schedule=1f1b|gpipe|looped_bfs|1f1b_v,chunks=1|2,microbatches=1|2|4",
     "llama:layers=3,hidden=32,heads=4,kv_heads=2,vocab=32,seq=16": "tp=1|2,pp=2|4,zero=0|2,"
     "remat=none|full|full_early,schedule=1f1b|interleaved|looped_bfs,chunks=1|2,microbatches=1|2|8",
+    # Stages of whole layers, which are a chain: what ranks wait for is known.
+    "llama:layers=8,hidden=64,heads=4,kv_heads=2,vocab=64,seq=16": "tp=1|2,pp=1|2|4,cp=1|2,sp=*,zero=0|1|3,"
+    "stages=layers|default|even,remat=none|full,schedule=1f1b|gpipe|interleaved|looped_bfs|1f1b_v,chunks=1|2,"
+    "microbatches=1|2|4|8",
     "llama:layers=2,hidden=32,heads=4,kv_heads=2,vocab=32,seq=16": "tp=1|2,cp=1|2,pp=1|2,sp=*,"
     "remat=none|full,zero=0|1|3,microbatch_size=1|2",
     "mixtral-8x7b:layers=2,seq=16": "tp=1|2,pp=1|2,ep=1|2,zero=0|1,sp=off,"

@@ -76,6 +76,8 @@ LAYOUTS = [
     ("llama", "cp=2,dp=2,zero=2,microbatches=2,cp_kind=ring"),
     ("llama", "cp=4,zero=3,cp_kind=usp:2,pp=2,microbatches=2"),
     ("latent", "cp=2,pp=2,microbatches=2,cp_kind=ring"),
+    ("llama", "cp=2,tp=4,cp_kind=ring"),  # more ranks than heads of keys: backward repeats its own
+    ("llama", "cp=4,cp_kind=usp:2,remat=full"),
     ("all pairs", "cp=4,cp_kind=ring"),
     ("window", "cp=4,cp_kind=ring,microbatches=2"),
     ("window", "cp=2"),
@@ -107,9 +109,10 @@ def exchanged(sizes, plan):
     return {key: n for key, n in more.items() if n and key[0] != "all_reduce"}
 
 
-@pytest.mark.parametrize(("c", "alone", "together"), [(2, 3, 0), (4, 7, 1)])
+@pytest.mark.parametrize(("c", "alone", "together"), [(2, 3, 0), (4, 5, 2)])
 def test_a_ring_passes_keys_and_values_and_brings_their_gradients_home(c, alone, together):
-    """K and V c-1 times in forward, in one message; in backward again, and c-1 times their gradients."""
+    """K and V c-1 times in forward, in one message; in backward again, and c-1 times their gradients, in c
+    messages: the first of K and V, the last of gradients, both in those between."""
     found = exchanged(LLAMA, Plan(cp=c, cp_kind="ring"))
     sizes = {("shift", 2 * KV // c): alone, ("shift", 4 * KV // c): together}
     assert found == {key: count for key, count in sizes.items() if count}
@@ -123,9 +126,17 @@ def test_keys_and_values_are_gathered_in_both_passes_and_their_gradients_scatter
 
 def test_heads_are_exchanged_for_sequence():
     """Queries, keys, values and what comes out, a rank's part of each; backward the same of their gradients,
-    and what came out once more, which is saved as the output projection reads it."""
+    and what came out once more, which is saved as the output projection reads it: TransformerEngine's
+    AttnFuncWithCPAndQKVOA2A saves ``out`` after its exchange and in backward exchanges ``[out, dout]``."""
     found = exchanged(LLAMA, Plan(cp=2, cp_kind="ulysses"))
     assert found == {("all_to_all", SBH): 2 * 2 + 1, ("all_to_all", KV // 2): 2 * 2}
+
+
+def test_heads_are_exchanged_within_rings_of_others():
+    """Both: what a ring of c/u ranks passes has 1/u of the heads of u times as much of a sequence."""
+    found = exchanged(LLAMA, Plan(cp=4, cp_kind="usp:2"))
+    heads = {("all_to_all", 2 * SBH // 4): 2 * 2 + 1, ("all_to_all", KV // 4): 2 * 2}
+    assert found == heads | {("shift", 2 * KV // 4): 3}
 
 
 def product_flops(program):

@@ -98,7 +98,10 @@ def test_the_dispatcher_is_pinned_whatever_it_costs():
             sizes = replace(SENT, experts=replace(experts, dispatcher=dispatcher))
             found = of_two_layers(Plan(dp=e, ep=e), sizes)
             rows = 2 * BATCH * SEQ // e * experts.top_k * H
-            gathers = {key: n for key, n in found.items() if key[0] in ("all_gather", "reduce_scatter")}
+            counts = ("all_gather", "ep", e * 8 * 8)  # of rows, before they are sent
+            assert (counts in found) == (dispatcher == "alltoall")
+            moved = ("all_gather", "reduce_scatter")
+            gathers = {key: n for key, n in found.items() if key[0] in moved and key != counts}
             assert bool(gathers) == (dispatcher == "allgather")
             assert (("all_to_all", "ep", rows) in found) == (dispatcher == "alltoall")
 
@@ -133,6 +136,16 @@ def test_options_of_models():
     for name in ("mixtral-8x7b:expert_ffn=8", "moe:ffn=8"):
         function = load_model(f"{name},{small},dispatcher=allgather", batch=4)
         assert [op.attributes["groups"] for op in all_ops(function) if op.op_type == "GatherND"]
+        weighted = [
+            op
+            for op in all_ops(load_model(f"{name},{small},weighted=experts", batch=4))
+            if "weighted" in op.outputs[0].name
+        ]
+        assert {op.outputs[0].type.shape[-1] for op in weighted} == {8}
+        with pytest.raises(
+            (PlanError, ImportModelError), match="weighted='rows' is not one of tokens, experts"
+        ):
+            load_model(f"{name},{small},weighted=rows", batch=4)
         with pytest.raises(
             (PlanError, ImportModelError), match="dispatcher='flex' is not one of alltoall, allgather, deepep"
         ):

@@ -21,6 +21,7 @@ from expert_models import (
     H,
     K,
     computed_over_ranks,
+    distinct_inputs,
     model,
     of_two_layers,
     sent,
@@ -28,8 +29,10 @@ from expert_models import (
 from training_models import F64, topology_of
 
 from distsim.compose import parallelize
-from distsim.executor import CostModel, Simulator
+from distsim.errors import PlanError
+from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import load_cluster
+from distsim.importer import load_model
 from distsim.ir import BFloat16, Role, all_ops
 from distsim.models import Routing, draw_routing
 from distsim.models.decoder import decoder
@@ -42,6 +45,8 @@ from distsim.ops.parts import Groups
 from distsim.plan import Plan
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms.kernels.attention import set_attention
+from distsim.transforms.kernels.policies import KERNELS
 
 CASES = [
     ("mixtral", "dp=2,ep=2", 1, SKEWED),
@@ -113,13 +118,25 @@ def test_every_rank_of_eight_computes_the_same_step_of_longer_sequences(text):
     computed_over_ranks(joint, Plan.parse(text))
 
 
+def test_a_sequence_that_ranks_do_not_divide_is_refused_with_the_degrees_that_do():
+    """Not for the groups in which its tokens are routed, which nobody gave."""
+    small = "mixtral-8x7b:layers=2,hidden=16,heads=4,kv_heads=2,vocab=16,seq=8,experts=4,expert_ffn=8"
+    plan = Plan(cp=3)
+    function = set_attention(load_model(small, 4, "", (), plan.sequence_parts), "flash")
+    with pytest.raises(
+        PlanError, match="cp=3 times 2 halves does not divide the sequence of 8 .*cp one of 2, 4"
+    ):
+        parallelize(differentiate(function, None), plan, topology_of(3))
+
+
 # --- what is sent -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("dp", "e"), [(2, 2), (4, 2), (4, 4)])
 def test_collectives_of_two_layers(dp, e, microbatches):
-    """Dispatch and combine, T k h elements each, and the same two of their gradients in backward.
+    """Dispatch and combine, T k h elements each, and the same two of their gradients in backward; before the
+    dispatch how many rows each rank has for every expert, gathered, a number of 8 bytes each.
 
     Gradients of experts are summed over the ranks that have the same, all others over dp, once a step.
     """
@@ -127,6 +144,8 @@ def test_collectives_of_two_layers(dp, e, microbatches):
     tokens = BATCH * SEQ // (dp * microbatches)
     exchanged = {key: n for key, n in found.items() if key[0] == "all_to_all"}
     assert exchanged == {("all_to_all", "ep", 2 * tokens * K * H): 2 * 4 * microbatches}
+    counts = {key: n for key, n in found.items() if key[0] == "all_gather"}
+    assert counts == {("all_gather", "ep", e * SENT.experts.experts * 8): 2 * microbatches}
     sums = dict.fromkeys(("dp", "ep", "edp"), 0)
     for (kind, axis, nbytes), n in found.items():
         if kind == "all_reduce":
@@ -135,7 +154,37 @@ def test_collectives_of_two_layers(dp, e, microbatches):
     whole, experts = 2 * (router + norms + attention), 2 * 3 * 8 * H * 16 // e
     assert sums["edp"] == (2 * experts if dp > e else 0)
     assert sums["dp" if dp > e else "ep"] == 2 * whole
-    assert {kind for kind, _, _ in found} == {"all_to_all", "all_reduce"}
+    assert {kind for kind, _, _ in found} == {"all_to_all", "all_gather", "all_reduce"}
+
+
+@pytest.mark.parametrize("e", [2, 4])
+def test_gates_are_sent_with_rows_that_experts_weigh(e):
+    """Megatron-LM's second all-to-all: T k probabilities forward, their gradients back."""
+    sizes = replace(SENT, experts=replace(SENT.experts, weighted="experts"))
+    found, plain = of_two_layers(Plan(dp=e, ep=e), sizes), of_two_layers(Plan(dp=e, ep=e))
+    gates = ("all_to_all", "ep", 2 * BATCH * SEQ // e * K)
+    assert gates not in plain and found == {**plain, gates: 2 * 2}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "deepep"])
+@pytest.mark.parametrize(
+    ("text", "loads"),
+    [
+        ("dp=2,ep=2,pp=2,microbatches=2", SKEWED),
+        ("dp=4,ep=4,tp=2,sp=on,zero=1", PADDED),
+        ("dp=2,ep=2,tp=2,etp=1,sp=on,remat=full", EVEN),
+    ],
+)
+def test_rows_that_experts_weigh_are_those_of_the_same_step(dispatcher, text, loads):
+    """The function is the same, whoever multiplies; and every rank computes it."""
+    experts = replace(MIXTRAL.experts, dispatcher=dispatcher, groups=2)
+    made: list[float] = []
+    for weighted in ("tokens", "experts"):
+        sizes = replace(MIXTRAL, experts=replace(experts, weighted=weighted))
+        joint = differentiate(decoder(sizes, BATCH, SEQ, F64, loads), Adam())
+        made.append(float(SequentialExecutor().compute(joint, distinct_inputs(joint))[0]))
+    assert made[0] == pytest.approx(made[1], rel=1e-12)
+    computed_over_ranks(joint, Plan.parse(text))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +237,7 @@ def test_some_ranks_of_a_context_exchange_and_the_others_have_the_same_experts()
     }
     sums: Counter[str] = Counter()
     for (kind, axis, nbytes), n in found.items():
-        assert kind in ("all_to_all", "all_reduce", "shift") and axis in ("ep", "ecp", "cp")
+        assert kind in ("all_to_all", "all_gather", "all_reduce", "shift") and axis in ("ep", "ecp", "cp")
         sums[axis] += n * nbytes * (kind == "all_reduce")
     product = 2 * H * H + 2 * H * 2 * (H // 4)
     assert +sums == {"ecp": 2 * 2 * 3 * 4 * H * 16 // 2, "cp": 2 * 2 * (H * 4 + 2 * H + product)}
@@ -204,6 +253,7 @@ def test_rows_are_gathered_over_the_ranks_of_an_expert():
     exchanged = {key: n for key, n in found.items() if key[1] in ("ep", "etp", "ep_tp")}
     assert exchanged == {
         ("all_to_all", "ep", rows): 8,
+        ("all_gather", "ep", 4 * 4 * 8): 2,  # the counts of rows
         ("all_gather", "etp", 2 * rows): 4,
         ("reduce_scatter", "etp", 2 * rows): 4,
     }
@@ -251,6 +301,38 @@ def test_with_tp_and_sp_rows_are_exchanged_by_parts_and_gathered_where_experts_r
     assert found["reduce_scatter", "tp", rows] == 4
     # What was gathered in forward is again, as its input is saved.
     assert found["all_gather", "tp", rows] == 6
+
+
+@pytest.mark.parametrize(("loads", "told"), [(EVEN, 1), (SKEWED, 1), (PADDED, 0)])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "deepep"])
+def test_ranks_tell_each_other_how_many_rows_come_and_their_hosts_wait(dispatcher, loads, told):
+    """Once for a layer and a microbatch, and again where it runs again; not with slots that are all sent."""
+    sizes = replace(SENT, experts=replace(SENT.experts, dispatcher=dispatcher))
+    joint = differentiate(decoder(sizes, BATCH, SEQ, BFloat16(), loads), SGD())
+    for text, times in (("dp=2,ep=2", 1), ("dp=2,ep=2,microbatches=2", 2), ("dp=2,ep=2,remat=full", 2)):
+        program = parallelize(joint, Plan.parse(text), topology_of(2), kernels=KERNELS["eager"])
+        ops = [*all_ops(program.to_function(steady=True))]
+        waits = [op for op in ops if op.op_type == "Await"]
+        gathers = [op for op in ops if op.op_type == "MPIAllgather"]
+        assert len(waits) == len(gathers) == 2 * times * told
+        assert all(op.outputs[0] in wait.inputs for op, wait in zip(gathers, waits, strict=True))
+        assert all(op.outputs[0].type.shape == (2 * 8,) for op in gathers)
+
+
+def test_nothing_is_issued_before_the_counts_are_there():
+    """The device idles while the host issues what it could not before: the step is longer by more than the
+    kernel that counts and the message; without a host by these."""
+    topology = load_cluster("dgx-h100")
+
+    def step(loads: Loads, kernels: str) -> float:
+        joint = differentiate(decoder(LARGE, 8, 1024, BFloat16(), loads), SGD())
+        program = parallelize(joint, Plan(dp=2, ep=2), topology, kernels=KERNELS[kernels])
+        return Simulator(CostModel(topology, kernels=kernels)).simulate(program).step_time
+
+    slots = Loads(capacity=1.0)  # as many rows, and all ranks know that
+    alone = step(EVEN, "ops") - step(slots, "ops")
+    assert alone > 0
+    assert step(EVEN, "eager") - step(slots, "eager") > 1.5 * alone
 
 
 def test_all_wait_for_the_rank_of_the_busiest_experts():

@@ -12,14 +12,14 @@ from training_models import (
 
 from distsim.compose import parallelize
 from distsim.executor import SequentialExecutor, count_flops
-from distsim.ir import Function, all_ops
+from distsim.ir import BFloat16, Function, all_ops
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes, Positions
 from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.ops import signature_of, work
 from distsim.plan import Plan
-from distsim.transforms import Adam, differentiate
+from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.key_heads import repeat_key_heads
 
 
@@ -45,6 +45,20 @@ def test_every_rank_computes_the_same_step(kv_heads, text):
     program = parallelize(function, plan, topology_of(plan.devices))
     assert_same_step(function, program, inputs, SequentialExecutor().compute(function, inputs))
     assert_all_readers_agree(program)
+
+
+@pytest.mark.parametrize("text", ["tp=8", "tp=8,sp=on", "tp=16,sp=on"])
+def test_keys_and_values_are_made_in_parts_and_gathered(text):
+    """Every rank has a part of every weight, as Megatron-LM's (which gather the queries with them); gradients
+    of keys and values are scattered to whose weights made them."""
+    sizes = DecoderSizes(2, 4096, 64, GroupedHeads(32, 4), FeedForward(8192), positions=Positions(8192))
+    plan = Plan.parse(text)
+    model = decoder(sizes, 1, 8192, BFloat16(), attention="flash")
+    program = parallelize(differentiate(model, SGD()), plan, topology_of(plan.devices))
+    weights = [given for given in program.inputs if given.source.name.endswith(".w")]
+    assert len(weights) == 14 and all(each.shards and each.shards[0][1] == "tp" for each in weights)
+    scattered = [op for op in all_ops(program.to_function()) if op.op_type == "MPIReduceScatter"]
+    assert sum(op.inputs[0].type.shape[-1] == 4 * 128 for op in scattered) == 2 * 2
 
 
 def test_each_rank_attends_with_its_own_queries():

@@ -229,6 +229,25 @@ def test_running_statistics_stay_as_they_are_also_in_callees():
     assert [value.name for value in differentiate(make.end(loss)).outputs[1:]] == names
 
 
+def turned(make: Maker, x: Value, angles: Value) -> Value:
+    """A rotary embedding of [batch, width] by tables that are made of stored angles."""
+    rows = make("Reshape", x, shape=(BATCH, 1, 1, WIDTH))
+    tables = [make("Expand", make(op, angles), shape=(BATCH, 1, WIDTH // 2)) for op in ("Cos", "Sin")]
+    return make("Reshape", make("RotaryEmbedding", rows, *tables), shape=(BATCH, WIDTH))
+
+
+def test_what_leads_to_tables_alone_is_not_trained_also_in_callees():
+    make = Net()
+    angles = make.parameter("angles", 1, 1, WIDTH // 2)
+    function = make.end(make.squared(turned(make, make.go(), angles)))
+    names = [value.name for value in differentiate(function).outputs[1:]]
+    assert names == ["w0.new"]
+    top = Maker("top")
+    x, target = top.data("x", BATCH, WIDTH), top.data("target", BATCH, WIDTH)
+    loss = top.call(function, x, *(top.parameter(v.name, *v.type.shape) for v in function.parameters), target)
+    assert [value.name for value in differentiate(top.end(loss)).outputs[1:]] == names
+
+
 @pytest.mark.parametrize("statistic", ["mean", "var"])
 def test_a_statistic_that_is_computed_has_a_gradient(statistic):
     function = normed(statistic)

@@ -1,6 +1,7 @@
 """Memory over simulated time: laws against the order of the function, the plot and the counter."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from distsim.hardware import load_cluster
 from distsim.ir import FunctionMaker, Role
 from distsim.plan import Plan
 from distsim.report import plot_memory, write_trace
+from distsim.report.exports.memory_snapshot import write_memory_snapshot
 from distsim.schedule import schedule
-from distsim.simulation.memory.timeline import memory_timeline
+from distsim.simulation.memory.timeline import BUFFERS, memory_timeline
+from distsim.simulation.memory.walk import KINDS
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
 
@@ -103,6 +106,27 @@ def test_launches_and_what_collectives_cost_use_no_memory():
         assert timeline.peak == simulation.memory[timeline.devices[0]].peak
     last = max(timeline.times[-1] for timeline in memory_timeline(simulation))
     assert last == pytest.approx(simulation.step_time)
+
+
+@pytest.mark.parametrize("bucket", ["megatron", "nanotron"])
+@pytest.mark.parametrize("text", ["dp=2,microbatches=2", "dp=2,zero=1", "dp=2,pp=2,microbatches=2"])
+def test_gradient_buffers_are_there_all_step(tmp_path, bucket, text):
+    """At every moment, in the kind of gradients and in a snapshot; the end is that of the order."""
+    plan = Plan.parse(f"{text},bucket={bucket}")
+    topology = topology_of(plan.dp * plan.pp)
+    program = parallelize(differentiate(small_gpt(), Adam()), plan, topology)
+    simulation = Simulator(CostModel(topology)).simulate(program)
+    write_memory_snapshot(simulation, tmp_path / "memory.pickle")
+    snapshot = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    for timeline, trace in zip(memory_timeline(simulation), snapshot["device_traces"], strict=True):
+        use = simulation.memory[timeline.devices[0]]
+        gradients = timeline.by_kind[:, KINDS.index("gradients")]
+        parameters = timeline.by_kind[0, KINDS.index("parameters")]
+        more = 1.0 if bucket == "megatron" else 1.5  # with those of DDP's buckets
+        assert set(gradients.tolist()) == {more * parameters} == {use.by_kind["gradients"]}
+        assert timeline.in_use[-1] == use.end
+        (held,) = [each for each in trace if each.get("frames") and each["frames"][0]["name"] == BUFFERS]
+        assert held["action"] == "alloc" and abs(held["size"] - gradients[0]) < 512
 
 
 def test_each_device_on_its_own_has_the_same_timeline():

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distsim.plan import Plan
-from distsim.plan_search.layer_work import LayerWork, StageWork
-from distsim.plan_search.pipeline_bounds import (
+from distsim.plan_search.bounds.layer_work import LayerPassage, LayerWork, StageWork
+from distsim.plan_search.bounds.pipeline_bounds import (
     HeldParts,
     bytes_of_stages,
     flights,
+    layers_counted,
     seconds_of_layers,
     seconds_of_stages,
 )
@@ -67,3 +68,24 @@ def test_what_ranks_hold_is_what_is_in_flight_in_their_stages():
 def test_of_other_schedules_nothing_is_said(name):
     plan = Plan(pp=2, microbatches=4, schedule=name)
     assert flights(plan) == () and seconds_of_stages(plan, [StageWork(1.0, 1, 1)] * 2) == 0.0
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_where_stages_are_a_chain_of_layers_ranks_wait_for_those_ahead(name, chunks):
+    plan = Plan(pp=4, microbatches=8, schedule=name, chunks=chunks)
+    stages = [StageWork(3.0, 1, 0)] * plan.num_stages
+    simulated = time_schedule(schedule(name, 4, 8, chunks), ActionTimes(1.0, 1.0, 1.0)).makespan
+    # The gradient of what the first layer takes in is none that the bound counts: a backward pass of inputs.
+    least = seconds_of_stages(plan, stages, LayerPassage(1.0, 2.0, 0.0))
+    assert least == simulated - 2.0
+    # What computes after a gradient was sent does so while the stages ahead compute theirs.
+    assert seconds_of_stages(plan, stages, LayerPassage(1.0, 1.0, 1.0)) == 24.0 * chunks + 3 * 1.0 + 2 - 1
+
+
+def test_layers_are_counted_as_plans_count_them():
+    def counted(stages, pp=4):
+        return layers_counted(Plan(pp=pp, microbatches=8, stages=stages), 12)
+
+    assert (counted("layers"), counted("layers", 8)) == ((3, 3, 3, 3), ())
+    assert (counted("default"), counted("2-4-4-2"), counted("2-4-4-4")) == ((3, 4, 3, 2), (2, 4, 4, 2), ())
+    assert counted("even") == counted("auto") == layers_counted(Plan(pp=4, stages="layers"), 0) == ()

@@ -11,6 +11,7 @@ from decoder_models import small
 from training_models import topology_of
 
 from distsim.errors import PlanError, SimulationError
+from distsim.importer import load_model
 from distsim.ir import Topology
 from distsim.models import gpt, mlp
 from distsim.plan import Plan
@@ -27,6 +28,9 @@ with pytest.MonkeyPatch.context() as patch:
     # The experiments are scripts: each finds the others next to itself.
     patch.syspath_prepend(str(Path(__file__).parents[1] / "experiments"))
     exhaustive = importlib.import_module("search_exhaustive")
+
+
+WIDE = "llama:layers=4,hidden=64,heads=4,kv_heads=2,vocab=32,seq=256"
 
 
 @cache
@@ -71,6 +75,21 @@ def test_the_best_are_those_of_trying_all(seed):
         ) * (1 + 1e-9)
     assert [trial.text for trial in found.trials] == [str(plan) for plan in problem.plans]
     assert sum(found.counts.values()) == len(problem.plans)
+
+
+@pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
+@pytest.mark.parametrize(
+    "fields", ["dp=2,tp=2", "dp=2,pp=2,microbatches=4", "pp=4,stages=layers,microbatches=8"]
+)
+def test_most_of_what_layers_save_is_known_before_a_plan_is_built(kernels, fields):
+    step = differentiate(add_loss(load_model(WIDE, 16)), Adam())
+    problem = SearchProblem(FixedModel(step), topology_of(4), KERNELS[kernels])
+    evaluator, plan = PlanEvaluator(problem), Plan.parse(fields)
+    bounds, trial = evaluator.bounds(plan), evaluator.trial(plan)
+    ranks = plan.dp * plan.tp * plan.cp * plan.microbatches
+    saved = bounds.saved_in_layers / ranks
+    assert 0.85 * trial.layers.saved < saved <= trial.layers.saved or not trial.layers.saved
+    assert 0.5 * trial.peak < bounds.device_bytes(plan) <= trial.peak
 
 
 @pytest.mark.parametrize("zero", [0, 1])

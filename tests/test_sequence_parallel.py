@@ -25,10 +25,12 @@ from training_models import (
 from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor
+from distsim.hardware import load_cluster
 from distsim.ir import BFloat16, Function, Op, Role, all_ops
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.schedule import schedule
@@ -99,6 +101,35 @@ def test_collectives_of_a_layer(t):
     norms = {("all_reduce", 2 * LLAMA.hidden): 2}
     divided = of_a_layer(sizes, Plan(tp=t, sp="on"))
     assert divided == {("all_gather", 2 * SBH): 6, ("reduce_scatter", 2 * SBH): 4} | norms
+
+
+COLUMNS, ROWS = ((1, "tp", None),), ((0, "tp", None),)
+
+
+@pytest.mark.parametrize("text", ["tp=8", "tp=8,sp=on", "tp=8,cp=4,sp=on", "tp=4,sp=on,microbatches=2"])
+@pytest.mark.parametrize(("hidden", "heads"), [(4096, 32), (16384, 128)])
+def test_weights_lie_as_megatron_has_them_however_few_heads_of_keys_there_are(text, hidden, heads):
+    """With 8 of them it would be fewer bytes to sum queries, keys and values over ranks that have parts of
+    what they are made of, or to bring their weights elsewhere for backward."""
+    plan = Plan.parse(text)
+    feed, attention = FeedForward(3 * hidden), GroupedHeads(heads, 8)
+    sizes = replace(LLAMA, hidden=hidden, attention=attention, feed_forward=feed)
+    joint = differentiate(decoder(sizes, 2, 16384, BFloat16(), attention="flash"), SGD(lr=0.1))
+    program = parallelize(joint, plan, load_cluster("dgx-a100:4"))
+    columns, rows = ("q", "k", "v", "gate", "up"), ("o", "down")
+    for given in program.inputs:
+        _, _, name = given.source.name.removesuffix(".w").rpartition(".")
+        if given.source.name.startswith("h") and name in (*columns, *rows):
+            assert given.shards == (COLUMNS if name in columns else ROWS), given.source.name
+    whole = 2 * 16384 * hidden * 2 // plan.cp // plan.microbatches
+    ops = [op for op in all_ops(program.to_function()) if operator(op.op_type).moves]
+    moved = Counter([op.op_type for op in ops if op.attributes.get("axis") == "tp"])
+    assert not moved["MPIAlltoall"]
+    if plan.sp == "on":
+        gathers = [op for op in ops if op.op_type == "MPIAllgather" and op.attributes["axis"] == "tp"]
+        assert {op.outputs[0].type.nbytes for op in gathers} == {whole}
+        scatters = [op for op in ops if op.op_type == "MPIReduceScatter"]
+        assert {op.inputs[0].type.nbytes for op in scatters if op.attributes["axis"] == "tp"} == {whole}
 
 
 def test_a_norm_behind_a_product_is_divided():

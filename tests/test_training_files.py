@@ -106,6 +106,7 @@ def test_presets_become_the_plans_that_they_are():
     assert (llama.model, llama.stack.kernels) == ("llama3-405b", "compiled")
     policy = precision_named(llama.stack.precision)
     assert (policy.parameter.short, policy.linear.name) == ("f32", "float8e4m3fn")
+    assert (policy.scaling, policy.linear_ops) == ("tensorwise", ("MatMul", "Gemm"))
     small = read_torchtitan(DATA / "llama3_8b.toml")
     assert small.laid_out(64)[0].endswith("zero=3,reshard=auto,remat=ops:MatMul/2+Attention")
     assert small.unknown == ()
@@ -174,6 +175,8 @@ def test_arguments_are_fields_of_a_plan(tmp_path, more, fields):
         ("--bf16 --grad-reduce-in-bf16", "mixed_bf16_grads"),
         ("--fp16", "mixed_fp16"),
         ("--bf16 --fp8-format hybrid", "fp8"),
+        ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "fp8:scaling=tensorwise"),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "fp8:scaling=rowwise"),
         (
             "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --main-grads-dtype bf16",
             "mixed:states=bfloat16+float32,update=bfloat16,gradient_sum=bfloat16",

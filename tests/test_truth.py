@@ -257,6 +257,21 @@ def test_types(changed, name):
     assert case_of(GPT | changed).precision.name == name
 
 
+@pytest.mark.parametrize(
+    ("changed", "scaling"),
+    [
+        ({"precision": "fp8 linears", "framework": "torchtitan", "zero": "3", "pp": "1"}, "tensorwise"),
+        ({"precision": "fp8 rowwise", "framework": "torchtitan", "zero": "3", "pp": "1"}, "rowwise"),
+        ({"precision": "fp8"}, "delayed"),
+        ({"precision": "fp8 (current scaling)"}, "tensorwise"),
+        ({"precision": "mxfp8"}, "rowwise"),
+    ],
+    ids=str,
+)
+def test_scalings(changed, scaling):
+    assert case_of(GPT | changed).precision.scaling == scaling
+
+
 def test_a_model_with_experts_takes_its_numbers_from_the_columns():
     mixtral = GPT | {"arch": "mixtral", "moe_experts": "8", "moe_topk": "2"}
     experts = case_of(mixtral).sizes.experts

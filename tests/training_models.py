@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 
 from distsim.compose import build_program
 from distsim.executor import CostModel, SequentialExecutor, Simulator
+from distsim.hardware.rank_axes import RankAxes
 from distsim.importer import import_from_onnx
 from distsim.ir import (
     Device,
@@ -245,8 +246,7 @@ def topology_of(count: int, gbps: float = 100.0, **device: float) -> Topology:
 
 
 def mesh_of(dp: int = 1, tp: int = 1, pp: int | None = None) -> Mesh:
-    axes = {"dp": dp, "tp": tp} if pp is None else {"pp": pp, "dp": dp, "tp": tp}
-    return Mesh([Device(i, "gpu") for i in range(dp * tp * (pp or 1))], **axes)
+    return RankAxes.of(dp, tp).mesh([Device(i, "gpu") for i in range(dp * tp * (pp or 1))], pp)
 
 
 def laid_out(

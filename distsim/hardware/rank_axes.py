@@ -24,6 +24,9 @@ the view has others too."""
 TENSOR = "tp"
 """The axis, or view, along which parameters are divided, with the work on them."""
 
+EVERY = "ranks"
+"""The view of all ranks of a pipeline stage."""
+
 _CONTEXT = ("cp", "cp_ring", "cp_heads")
 _JOINT = {
     (OUTER, INNER): "dp",
@@ -106,9 +109,13 @@ class RankAxes:
         return RankAxes({**data, **tensor.sizes}, tuple(data), views)
 
     def mesh(self, devices: Sequence[Device], pp: int | None = None) -> Mesh:
-        """Return the mesh of these ranks, or of ``pp`` pipeline ranks that have them each."""
+        """Return the mesh of these ranks, or of ``pp`` pipeline ranks that have them each.
+
+        Beside the views it has that of all ranks of a stage, :data:`EVERY`.
+        """
+        views = {**self.views, EVERY: tuple(self.sizes)}
         stages = {} if pp is None else {"pp": pp}
-        return Mesh(devices, self.views, **stages, **self.sizes)
+        return Mesh(devices, views, **stages, **self.sizes)
 
 
 class _Axes(NamedTuple):

@@ -46,6 +46,10 @@ class DType(Type):
     name: ClassVar[str]
     short: ClassVar[str]
     numpy: ClassVar[npt.DTypeLike]
+    _itemsize: ClassVar[int]
+
+    def __init_subclass__(cls) -> None:
+        cls._itemsize = np.dtype(cls.numpy).itemsize
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -64,7 +68,7 @@ class DType(Type):
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return self.np.itemsize
+        return self._itemsize
 
     @property
     def is_floating(self) -> bool:

@@ -96,6 +96,10 @@ class Attributes(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self._items[key]
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or else the default."""
+        return self._items.get(key, default)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
 

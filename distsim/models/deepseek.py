@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import THETA, decoder
 from distsim.models.decoder_sizes import MIXED_NAMES, DecoderSizes, ExpertLayers, Positions
-from distsim.models.mixture import DISPATCHERS, Mixture
+from distsim.models.mixture import DISPATCHERS, WEIGHTED, Mixture
 from distsim.models.parts.attention import Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.routing import Loads, Routing
@@ -47,6 +47,7 @@ class DeepseekSizes:
     dispatcher: str = DISPATCHERS[0]
     n_group: int = 1
     topk_group: int = 1
+    weighted: str = WEIGHTED[0]
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, ffn=self.ffn)
@@ -71,6 +72,7 @@ class DeepseekSizes:
                 dispatcher=self.dispatcher,
                 n_group=self.n_group,
                 topk_group=self.topk_group,
+                weighted=self.weighted,
             )
         return DecoderSizes(
             self.layers,

@@ -33,6 +33,7 @@ from distsim.token_choice import TokenChoice
 
 SCORES = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 DISPATCHERS = ("alltoall", "allgather", "deepep")
+WEIGHTED = ("tokens", "experts")
 MAX_EXPERTS = 2**16
 """Of a layer: 32 times those of Switch-C (Fedus et al. 2022)."""
 
@@ -54,6 +55,9 @@ class Mixture:
     and rank that it reaches (``deepep``, :mod:`distsim.hardware.token_exchange`). A token chooses among the
     experts of its ``topk_group`` best of ``n_group`` groups of neighbouring experts (node-limited routing): a
     group is as good as its best expert (DeepSeek-V2), with sigmoid scores as its two best (DeepSeek-V3).
+    ``weighted``: where rows are multiplied by their gates: back at the ranks of their ``tokens``, or before
+    the last product of the ``experts``, to whose ranks gates are sent beside the rows (Megatron-LM since core
+    0.12: ``weighted_bias_swiglu_impl``, and the probabilities' all-to-all of its token_dispatcher.py).
     """
 
     experts: int
@@ -70,6 +74,7 @@ class Mixture:
     dispatcher: str = DISPATCHERS[0]
     n_group: int = 1
     topk_group: int = 1
+    weighted: str = WEIGHTED[0]
 
     def __post_init__(self) -> None:
         check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn, groups=self.groups)
@@ -90,6 +95,10 @@ class Mixture:
         if self.dispatcher not in DISPATCHERS:
             raise PlanError(
                 f"dispatcher={self.dispatcher!r} is not one of {choices_for(self.dispatcher, DISPATCHERS)}"
+            )
+        if self.weighted not in WEIGHTED:
+            raise PlanError(
+                f"weighted={self.weighted!r} is not one of {choices_for(self.weighted, WEIGHTED)}"
             )
         check_caps(scale=self.scale)
         check_activation(self.activation)
@@ -157,9 +166,10 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Mi
     if sizes.shared:  # before the experts: while rows are on their way
         wide = FeedForward(sizes.shared * sizes.ffn, sizes.activation)
         shared = feed_forward(layer, x, wide, prefix="shared.")
-    rows = _experts(layer, rows, sizes, routing)
-    weighted = layer("Mul", rows, gates, name="weighted")
-    made = layer("GatherNDGrad", taken, weighted, name="combined", shape=shape, **places)
+    within = sizes.weighted == "experts"
+    rows = _experts(layer, rows, sizes, routing, gates if within else None)
+    rows = rows if within else layer("Mul", rows, gates, name="weighted")
+    made = layer("GatherNDGrad", taken, rows, name="combined", shape=shape, **places)
     if sizes.groups > 1:
         made = layer("Reshape", made, name="ungrouped", shape=(layer.batch, layer.seq, layer.hidden))
     return Mixed(made if shared is None else layer("Add", made, shared, name="mixed_experts"), balance)
@@ -248,11 +258,13 @@ def _taken(layer: LayerMaker, assigned: Value, routing: Routing) -> tuple[Value,
     return gates, tokens
 
 
-def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing) -> Value:
-    """Each row through the gated feed-forward of its expert."""
+def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing, gates: Value | None) -> Value:
+    """Each row through the gated feed-forward of its expert, and times its gate if that is given."""
     device = {} if layer.like.device is None else {"device": layer.like.device}
     counts = layer("Constant", name="slots", value=Literal(np.array(routing.slots, np.int64)), **device)
     known: dict[str, object] = {"sizes": routing.slots}
+    if not routing.padded:
+        known["counted"] = 1
     if sizes.dispatcher == "deepep":
         known["exchange"] = str(sizes.choice)
 
@@ -264,4 +276,7 @@ def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing) -
     gate = grouped(rows, "gate", layer.hidden, sizes.ffn)
     gate = layer.activated(gate, sizes.activation, f"experts.{op_type.lower()}")
     up = grouped(rows, "up", layer.hidden, sizes.ffn)
-    return grouped(layer("Mul", gate, up, name="experts.gated"), "down", sizes.ffn, layer.hidden)
+    inner = layer("Mul", gate, up, name="experts.gated")
+    if gates is not None:
+        inner = layer("Mul", inner, gates, name="experts.weighted")
+    return grouped(inner, "down", sizes.ffn, layer.hidden)

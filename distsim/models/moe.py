@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import THETA, decoder
 from distsim.models.decoder_sizes import DecoderSizes, Positions
-from distsim.models.mixture import DISPATCHERS, Mixture
+from distsim.models.mixture import DISPATCHERS, WEIGHTED, Mixture
 from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.routing import Loads, Routing
@@ -36,6 +36,7 @@ class MoeSizes:
     dispatcher: str = DISPATCHERS[0]
     n_group: int = 1
     topk_group: int = 1
+    weighted: str = WEIGHTED[0]
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, heads=self.heads, kv_heads=self.kv_heads)
@@ -61,6 +62,7 @@ class MoeSizes:
                 dispatcher=self.dispatcher,
                 n_group=self.n_group,
                 topk_group=self.topk_group,
+                weighted=self.weighted,
             ),
             positions=Positions(self.seq, theta=THETA),
         )

@@ -16,7 +16,7 @@ WHERE: dict[str, tuple[str, str]] = {
     **{name: ("attention", name) for name in ("q_lora", "kv_lora", "nope", "rope", "value")},
     "ffn": ("feed_forward", "ffn"),
     **{name: ("experts", name) for name in ("experts", "top_k", "shared", "n_group", "topk_group")},
-    **{name: ("experts", name) for name in ("groups", "aux_loss", "aux_over", "dispatcher")},
+    **{name: ("experts", name) for name in ("groups", "aux_loss", "aux_over", "dispatcher", "weighted")},
     "expert_ffn": ("experts", "ffn"),
     "dense": ("expert_layers", "dense"),
     **{name: ("positions", name) for name in ("context", "theta")},

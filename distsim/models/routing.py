@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,7 +24,8 @@ from distsim.models.sizes import check_sizes
 class Routing:
     """The load of a mixture for a sequence, or a group of its tokens.
 
-    Per expert: how many tokens choose it and how many it serves.
+    Per expert: how many tokens choose it and how many it serves. ``padded``: that many whoever chooses it, so
+    that no rank has to be told how many rows others have for its experts.
 
     >>> routing = Routing((6, 2), (5, 3))
     >>> routing.dropped, routing.rows
@@ -33,6 +34,7 @@ class Routing:
 
     demand: tuple[int, ...]
     slots: tuple[int, ...]
+    padded: bool = field(default=False, repr=False)
 
     @property
     def dropped(self) -> int:
@@ -94,7 +96,7 @@ def draw_routing(
     most = min(tokens, math.ceil(capacity * tokens * top_k / experts))
     if pad is False:
         return Routing(demand, tuple(min(want, most) for want in demand))
-    return Routing(demand, (most,) * experts)
+    return Routing(demand, (most,) * experts, padded=True)
 
 
 def _check_pad(capacity: float | None, pad: bool | None) -> None:

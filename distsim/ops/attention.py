@@ -89,7 +89,8 @@ def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
             raise TypeRuleError(f"Attention: attn_mask {mask} must be boolean or real; cast it first")
     device = common_device("Attention", inputs)
     wide = query.dtype if query.dtype.itemsize >= 4 else Float32()
-    return Tensor(query.dtype, sizes.output, device), Tensor(wide, sizes.output[:3], device)
+    made = Tensor(query.dtype, sizes.output, device), Tensor(wide, sizes.output[:3], device)
+    return (*made, *inputs[1:3]) if "last" in attributes else made
 
 
 def _repeated(x: Array, sizes: AttentionSizes) -> Array:
@@ -155,7 +156,8 @@ def _grouped_sum(x: Array, sizes: AttentionSizes) -> Array:
 
 def _compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     options = AttentionOptions.of_attributes(attributes)
-    return attend(operands(ATTENTION_FORMALS, attributes, arrays), options)
+    made = attend(operands(ATTENTION_FORMALS, attributes, arrays), options)
+    return [*made, *arrays[1:3]] if "last" in attributes else made
 
 
 def _grad_compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:

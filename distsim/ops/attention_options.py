@@ -46,7 +46,8 @@ class AttentionOptions:
     @staticmethod
     def of_attributes(attributes: Mapping[str, Any]) -> AttentionOptions:
         """Return the options that are among the attributes of an op; those of others are refused."""
-        allowed = (*OPTION_NAMES, "attn_mask", "absent", "bias", "joined", "pairs", "version", "rate")
+        beside = ("attn_mask", "absent", "bias", "joined", "last", "pairs", "version", "rate")
+        allowed = (*OPTION_NAMES, *beside)
         unknown = [name for name in attributes if name not in allowed]
         if unknown:
             raise TypeRuleError(

@@ -91,7 +91,8 @@ def _rule(signature: Signature, formals: Sequence[str], results: Sequence[str]) 
 
 
 def _sharding(signature: Signature) -> ShardingRule:
-    return _rule(signature, ATTENTION_FORMALS, ("Y", "lse"))
+    handed_on = ("K", "V") if "last" in signature.attributes else ()
+    return _rule(signature, ATTENTION_FORMALS, ("Y", "lse", *handed_on))
 
 
 def _grad_sharding(signature: Signature) -> ShardingRule:

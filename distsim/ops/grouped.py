@@ -7,17 +7,21 @@ All n rows are paid for, 2 n k m flops for each of the leading places: what is p
 
 ``sizes``: what ``rows`` will be, where that is known before. Only then may ranks have groups each.
 ``exchange``: the kind of collective that brings rows to these ranks, if it is no plain all-to-all.
+``counted``: no rank knows before how many rows others have for its groups, so they tell each other before
+the rows are sent: each ``RowCounts``, what it has for every group, a number of 8 bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor
+from distsim.ir.type import Int64, Tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.float8 import amax_labels
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -108,15 +112,20 @@ def _matrix_work(signature: Signature, narrow: Tensor, wide: Tensor) -> Work:
 
 
 def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
+    """Backward knows how many rows there are: forward has counted them."""
     x, w, rows = ctx.inputs
-    dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad, **ctx.attributes) if ctx.wanted[0] else None
-    dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad, **ctx.attributes) if ctx.wanted[1] else None
+    known = {name: item for name, item in ctx.attributes.items() if name != "counted"}
+    dx = ctx.add("GroupedMatMulGradA", w, rows, ctx.grad, **known) if ctx.wanted[0] else None
+    dw = ctx.add("GroupedMatMulGradB", x, rows, ctx.grad, **known) if ctx.wanted[1] else None
     return [dx, dw, None]
 
 
-def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
-    """Return the rule for operands that are called x, w, y and r(ows). Rows divide by whole groups only."""
-    leading = next(t.rank for t, name in zip(signature.inputs, inputs, strict=True) if name in "xy") - 2
+def grouped_rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
+    """Return the rule for operands that are called x, w, y and r(ows). Rows divide by whole groups only.
+
+    Further inputs are the largest elements of the first ones but the numbers of rows.
+    """
+    leading = next(t.rank for t, name in zip(signature.inputs, inputs, strict=False) if name in "xy") - 2
     sizes = signature.attributes.get("sizes")
     batch, group = letters(leading, "b"), None if sizes is None else "groups"
     kind: str = signature.attributes.get("exchange", "")
@@ -129,8 +138,13 @@ def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
     }
     linear = tuple([(place,) for place, name in enumerate(inputs) if name != "r"])
     experts = "" if group is None else group
+    operands = [(name, each) for name, each in zip(inputs, signature.inputs, strict=False) if name != "r"]
+    amaxes = zip(operands, signature.inputs[len(inputs) :], strict=False)
     return ShardingRule(
-        tuple([labels[name] for name in inputs]),
+        (
+            *[labels[name] for name in inputs],
+            *[amax_labels(labels[name], operand, amax) for (name, operand), amax in amaxes],
+        ),
         (labels[output],),
         linear,
         localize=_localize,
@@ -141,7 +155,31 @@ def _rule(signature: Signature, inputs: str, output: str) -> ShardingRule:
 
 def _localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
     """Of a part of the groups it is not known before which they are."""
-    return Attributes({name: item for name, item in attributes.items() if name not in ("sizes", "exchange")})
+    return Attributes({name: item for name, item in attributes.items() if name not in _OF_ALL})
+
+
+_OF_ALL = ("sizes", "exchange", "counted")
+
+
+def _counts_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("RowCounts", inputs, 1)
+    (rows,) = inputs
+    if rows.rank < 2 or sum(attributes["sizes"]) != rows.shape[-2]:
+        raise TypeRuleError(f"RowCounts: {rows} are not the rows of groups of sizes {attributes['sizes']}")
+    return (Tensor(Int64(), (len(attributes["sizes"]),), rows.device),)
+
+
+def _counts(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    return [np.array(attributes["sizes"], np.int64) * math.prod(arrays[0].shape[:-2])]
+
+
+def _counts_work(signature: Signature) -> Work:
+    """A kernel adds up which group each row goes to, a number of 8 bytes a row; it reads no row."""
+    rows = signature.inputs[0].size // max(signature.inputs[0].shape[-1], 1)
+    return Work(float(rows), 8.0 * rows, float(signature.outputs[0].nbytes))
+
+
+register(Operator("RowCounts", types=_counts_types, compute=_counts, work=_counts_work))
 
 
 register(
@@ -151,7 +189,7 @@ register(
         compute=lambda attributes, a: [_product(a[0], a[1], a[2])],
         work=lambda s: _matrix_work(s, s.inputs[0], s.outputs[0]),
         gradient=_gradient,
-        sharding=lambda s: _rule(s, "xwr", "y"),
+        sharding=lambda s: grouped_rule(s, "xwr", "y"),
     )
 )
 register(
@@ -160,7 +198,7 @@ register(
         types=_types_a,
         compute=lambda attributes, a: [_product(a[2], np.swapaxes(a[0], 1, 2), a[1])],
         work=lambda s: _matrix_work(s, s.outputs[0], s.inputs[2]),
-        sharding=lambda s: _rule(s, "wry", "x"),
+        sharding=lambda s: grouped_rule(s, "wry", "x"),
     )
 )
 register(
@@ -169,6 +207,6 @@ register(
         types=_types_b,
         compute=lambda attributes, a: [_weight_gradient(a[0], a[1], a[2])],
         work=lambda s: _matrix_work(s, s.inputs[0], s.inputs[2]),
-        sharding=lambda s: _rule(s, "xry", "w"),
+        sharding=lambda s: grouped_rule(s, "xry", "w"),
     )
 )

@@ -3,9 +3,9 @@
 ``Launch`` has the device run a kernel. It is no op of a model: tasks have it, on the stream ``host``, before
 the kernel that waits for it. ``Slowdown`` is none either: what computation loses while a collective runs
 beside it, on the stream ``compute`` where the collective is issued; where computation waits for the
-collective anyway, it is lost in that. ``Await`` hands its operand on; the host issues what follows in its
-function only when that is there; with ``all=1`` only when the device has done all computation that it was
-given before.
+collective anyway, it is lost in that. ``Await`` hands its first operand on; the host issues what follows in
+its function only when all of them are there; with ``all=1`` when the device has done all computation that it
+was given before.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from distsim.ops.places import view_work
 
 
 def _await_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    if len(inputs) != 1:
-        raise TypeRuleError(f"Await takes one value; {len(inputs)} given")
-    return inputs
+    if not inputs:
+        raise TypeRuleError("Await takes a value, and values that the host waits for; none given")
+    return inputs[:1]
 
 
 register(Operator("Launch", work=lambda signature: Work(0.0, 0.0, 0.0), issues=True))

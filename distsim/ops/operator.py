@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
 from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.type import Tensor
+from distsim.ir.type import Tensor, Type
 from distsim.ir.value import Attributes, Value
 from distsim.ops.parts import Array
 from distsim.ops.sharding_rule import ShardingRule
@@ -188,6 +188,8 @@ class Operator:
     gradient: the parts of all outputs take as many flops as the op."""
     buffers: InputsRule | None = None
     """The inputs that hold what training leaves as it is, such as running statistics."""
+    tables: bool = False
+    """What the buffers hold has no gradient even where it is computed, as a table of angles."""
     exact: InputsRule | None = None
     """The inputs that no product reads: they keep their digits where products run at a lower rate."""
     saved: SavedRule | None = None
@@ -275,19 +277,16 @@ def arity(op_type: str, inputs: Sequence[Any], count: int) -> None:
 
 def signature_of(op: Op) -> Signature:
     """Return the signature of an op whose values are all tensors."""
-    return Signature(
-        op.op_type,
-        op.attributes,
-        tuple([_tensor(op, value) for value in op.inputs]),
-        tuple([_tensor(op, value) for value in op.outputs]),
-        op.version,
-    )
+    inputs, outputs = [value.type for value in op.inputs], [value.type for value in op.outputs]
+    return Signature(op.op_type, op.attributes, _tensors(op, inputs), _tensors(op, outputs), op.version)
 
 
-def _tensor(op: Op, value: Value) -> Tensor:
-    if isinstance(value.type, Tensor):
-        return value.type
-    raise TypeRuleError(f"{op!r}: {value.name} must be a tensor, not {value.type}")
+def _tensors(op: Op, types: list[Type]) -> tuple[Tensor, ...]:
+    for own in types:
+        if not isinstance(own, Tensor):
+            other = next(value for value in (*op.inputs, *op.outputs) if value.type is own)
+            raise TypeRuleError(f"{op!r}: {other.name} must be a tensor, not {own}")
+    return cast(tuple[Tensor, ...], tuple(types))
 
 
 def sharding_rule(signature: Signature) -> ShardingRule | None:

@@ -6,10 +6,11 @@ mean over the ranks, which is that of each rank where the sequence is divided in
 
 Around a ring of c ranks each has a part of queries, keys and values. In step i it attends to the keys of the
 rank i places before it, which pass on while it computes (Liu et al. 2023, Ring Attention); what the steps
-make is joined by the logarithms of the softmax's sums (``MergeAttention``). Backward keys and values go
-around again; the gradients of the others' follow them, in the same messages, and the last brings them home:
-both are sent c-1 times, as in TransformerEngine (``context_parallel.py``), which needs a message fewer as it
-saves what came last, not the rank's own.
+make is joined by the logarithms of the softmax's sums (``MergeAttention``). Backward goes around the other
+way, from where forward ended: keys and values of the next rank first, of the rank itself last; the sums of
+their gradients follow in the same messages, each while the next step computes, and are home with the last.
+Both are sent c-1 times in c messages, as in TransformerEngine (``context_parallel.py``), if what came last is
+saved (:mod:`distsim.transforms.ring_keys`, the attribute ``last``); else the rank's own are sent back first.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _local_places(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Ar
 
 
 def _shifted(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
-    return [ranks[-1], *ranks[:-1]]
+    return [*ranks[1:], ranks[0]] if "back" in attributes else [ranks[-1], *ranks[:-1]]
 
 
 def _shift_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -72,7 +73,7 @@ def _shift_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Te
 
 register(
     Operator(
-        "MPIShift",  # from each rank to the next
+        "MPIShift",  # from each rank to the next, with ``back`` to the one before
         types=coalesced("MPIShift", _shift_types),
         communication=Communication(
             "shift", _shifted, lambda s: sum([t.nbytes for t in s.inputs]), operand=alike
@@ -225,9 +226,9 @@ class _Ring:
         attributes = {"axis": self.axis, "pieces": _pieces(self.seq), "back": back}
         return self.maker.add("LocalPlaces", (self.all_places(),), attributes)[0]
 
-    def shift(self, values: Sequence[Value]) -> Sequence[Value]:
-        """Send values on to the next rank, as one message."""
-        return self.maker.add("MPIShift", values, {"axis": self.axis})
+    def shift(self, values: Sequence[Value], back: bool = False) -> Sequence[Value]:
+        """Send values on to the next rank, or ``back`` to the one before, as one message."""
+        return self.maker.add("MPIShift", values, {"axis": self.axis, **({"back": 1} if back else {})})
 
     def add(self, *values: Value) -> Value:
         return values[0] if len(values) == 1 else self.maker.add("Add", values)[0]
@@ -256,30 +257,27 @@ def attend_ring(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str
     (query, *passing), own = inputs[:3], ring.places()
     made: tuple[Value, ...] = ()
     for step in range(ring.ranks):
-        following = ring.shift(passing) if step + 1 < ring.ranks else ()
+        following = ring.shift(passing) if step + 1 < ring.ranks else passing
         found = ring.attend("AttentionPart", (query, *passing, own, ring.places(step)), True, step)
         made = maker.add("MergeAttention", (*made, *found)) if made else found
         passing = following
-    return made
+    return (*made, *passing) if "last" in op.attributes else made
 
 
 def attend_ring_backward(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
-    """Add the steps of its gradients: those of keys and values follow these around, the rank's own stay."""
+    """Add the steps of its gradients: those of keys and values follow these back to whose they are."""
     ring = _Ring(maker, op, inputs, axis)
     (query, *passing), own = inputs[:3], ring.places()
-    of_query, kept = list[Value](), list[Value]()
-    behind: Sequence[Value] = ()  # gradients of what passes, of the steps that are done
-    for step in range(ring.ranks):
-        count = len(passing) if step + 1 < ring.ranks else 0
-        moved = ring.shift((*passing[:count], *behind)) if count or behind else ()
-        following, arrived = moved[:count], moved[count:]
+    if "last" not in op.attributes:
+        passing = list(ring.shift(passing, back=True))
+    of_query, behind = list[Value](), list[Value]()  # gradients of what passes, of the steps that are done
+    for step in reversed(range(ring.ranks)):
+        count = len(passing) if step else 0
+        moved = ring.shift((*passing[:count], *behind), back=True) if count or behind else ()
         operands = (query, *passing, own, ring.places(step), *inputs[3:])
         grad, *grads = ring.attend("AttentionPartGrad", operands, True, step)
         of_query = [ring.add(*of_query, grad)]
-        if step == 0:
-            kept = grads
-        else:
-            behind = [ring.add(*each) for each in zip(arrived, grads, strict=True)] if arrived else grads
-        passing = following
-    home = ring.shift(behind)
-    return [*of_query, *[ring.add(*each) for each in zip(home, kept, strict=True)]]
+        arrived = moved[count:]
+        behind = [ring.add(*each) for each in zip(arrived, grads, strict=True)] if arrived else grads
+        passing = list(moved[:count])
+    return [*of_query, *behind]

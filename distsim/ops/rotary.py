@@ -127,6 +127,7 @@ def _register(op_type: str, direction: int) -> None:
             gradient=_gradient if direction > 0 else None,
             sharding=_sharding,
             buffers=lambda attributes, count: (1, 2),  # files keep their tables among the weights
+            tables=True,
         )
     )
 

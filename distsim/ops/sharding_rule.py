@@ -66,6 +66,10 @@ class Decomposition:
     reduced: Callable[[Sequence[Tensor]], Sequence[int]] | None = None
 
 
+Finish = Callable[[FunctionMaker, Value, str], Value]
+"""(maker, what a rank makes of its part, the axis) -> what stands for the output on all ranks of the axis."""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardingRule:
     """How an op may be split over ranks, in factors (the notation of XLA's Shardy).
@@ -85,7 +89,9 @@ class ShardingRule:
     factors that are not divided: they say which dimensions are of the same. ``context``: by kind of context
     parallelism the factor, maybe one of those, that its ranks divide where others divide the sequence.
     ``experts``: the factor, one of those, that ranks of expert parallelism divide; ``rows``: the one that
-    they divide, rather than the batch, of an op that takes rows to experts or brings them back.
+    they divide, rather than the batch, of an op that takes rows to experts or brings them back. ``finish``,
+    by factor: where an axis divides it, outputs without it are what each rank makes of its part, then what
+    that returns, and whole.
     """
 
     inputs: tuple[tuple[Dim, ...], ...]
@@ -100,6 +106,7 @@ class ShardingRule:
     context: Mapping[str, str] = field(default_factory=dict[str, str])
     experts: str = ""
     rows: str = ""
+    finish: Mapping[str, Finish] = field(default_factory=dict[str, Finish])
 
 
 def letters(rank: int, prefix: str = "d") -> tuple[str, ...]:

@@ -17,8 +17,9 @@ from distsim.errors import DistsimError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
-from distsim.plan_search.bounds import PlanBounds, PlanKnowledge, layers_key, saved_key, work_key
-from distsim.plan_search.layer_work import LayerWork, StageWork, is_product, layer_work
+from distsim.plan_search.bounds.layer_work import LayerWork, StageWork, is_product, layer_work
+from distsim.plan_search.bounds.pipeline_bounds import layers_counted
+from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge, layers_key, saved_key, work_key
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -91,7 +92,7 @@ class PlanEvaluator:
         """Return the bounds of what a plan divides."""
         function = self.problem.model(plan)
         if function not in self._bounds:
-            self._bounds[function] = PlanBounds(function, self.problem.topology)
+            self._bounds[function] = PlanBounds(function, self.problem.topology, self.problem.kernels)
         return self._bounds[function]
 
     def batch(self, plan: Plan) -> int:
@@ -107,14 +108,20 @@ class PlanEvaluator:
 
     def layers_key(self, plan: Plan) -> Hashable:
         """Return what the layers of a plan depend on; None where that is not known before it is built."""
-        function = self.problem.model(plan)
-        count = plan.num_stages
-        if plan.stages != "even" and count > 1:
+        levels = self._levels_written(plan)
+        return None if levels is None else layers_key(plan, self.batch(plan), levels)
+
+    def _levels_written(self, plan: Plan) -> int | None:
+        """Return of how many levels calls are written out; None: not known before it is built."""
+        function, count = self.problem.model(plan), plan.num_stages
+        if count == 1 or layers_counted(plan, self.bounds(plan).layers):
+            return 0
+        if plan.stages != "even":
             return None
         if (function, count) not in self._levels:
             costs = self.costs.on(self.problem.topology.devices[0])
             self._levels[function, count] = levels_written(function, count, costs)
-        return layers_key(plan, self.batch(plan), self._levels[function, count])
+        return self._levels[function, count]
 
     def stages_key(self, plan: Plan) -> Hashable:
         """Return what the stages of a plan depend on, where it is known what its layers do: also how many
@@ -122,7 +129,8 @@ class PlanEvaluator:
         layers = self.layers_key(plan)
         plain = plan.remat == "none" and not (plan.offload or self.problem.kernels.interiors)
         gathers = (plan.pp, plan.reshard) if plan.zero == 3 else ()
-        return None if layers is None else (layers, plan.num_stages, gathers, plain and not plan.zero)
+        cut = plan.num_stages, plan.stages
+        return None if layers is None else (layers, *cut, gathers, plain and not plan.zero)
 
     def known(self, plan: Plan, standing: Standing) -> PlanKnowledge:
         """Return what a standing says of a plan.
@@ -148,8 +156,7 @@ class PlanEvaluator:
 
     def _is_whole(self, plan: Plan) -> bool:
         """Whether the stages of a plan begin between layers, as far as that is known before it is built."""
-        function, count = self.problem.model(plan), plan.num_stages
-        return count == 1 or (plan.stages == "even" and self._levels.get((function, count)) == 0)
+        return self._levels_written(plan) == 0
 
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""

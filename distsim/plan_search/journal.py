@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, cast
 
 from distsim.errors import SimulationError
 from distsim.ir import Function, Topology, pformat
-from distsim.plan_search.layer_work import LayerWork, StageWork
+from distsim.plan_search.bounds.layer_work import LayerPassage, LayerWork, StageWork
 from distsim.plan_search.trial import PlanTrial
 from distsim.report.output import check_target, replacing
 from distsim.transforms.kernels.policies import Kernels
 
-_FORMAT = 2
+_FORMAT = 3
 _CHECK = "crc"
 _SYNC_SECONDS = 2.0
 _NAMES = {field.name for field in fields(PlanTrial)}
@@ -92,8 +92,9 @@ def _trial(line: bytes) -> PlanTrial | None:
         return None
     layers = own.pop("layers", None)
     if layers is not None:
-        stages = tuple([StageWork(*stage) for stage in layers[-1]])
-        layers = LayerWork(*layers[:-1], stages=stages)
+        made = LayerWork(*layers)
+        passage = None if made.passage is None else LayerPassage(*made.passage)
+        layers = made._replace(stages=tuple([StageWork(*stage) for stage in made.stages]), passage=passage)
     return PlanTrial(**own, layers=layers)
 
 

@@ -18,7 +18,7 @@ from distsim.errors import DistsimError, PlanError
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
-from distsim.plan_search.bounds import PlanBounds
+from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.journal import TrialJournal, digest_of
 from distsim.plan_search.results import SearchResult
@@ -226,7 +226,7 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     dtype = matrix_type(all_ops(function))
     peak = 0.0 if dtype is None else max(device.peak(dtype) for device in problem.topology.devices)
     flops = count_model_flops(function)
-    parameters, state, _ = PlanBounds(function, problem.topology).held
+    parameters, state, _ = PlanBounds(function, problem.topology, problem.kernels).held
     step = function.name, traits.batch, traits.sequence, flops
     return SearchedStep(*step, peak=peak, state_bytes=parameters + state, topology=problem.topology)
 

@@ -12,7 +12,9 @@ microbatches         of 1, 2, 4, ... samples, up to 32,768 tokens a rank; with a
 ``zero``             0, 1, and without a pipeline 2 and 3 (with one, each microbatch gathers anew)
 ``sp``               on where ``tp`` > 1 divides sequences of tokens
 ``remat``            none, full; attention too, unless it is one kernel, which saves nothing to compute again
-``schedule``         1f1b; interleaved with 2 or 4 chunks, as far as there are layers
+``schedule``         1f1b; interleaved with 2 or 4 chunks, as far as there are layers, where ``pp`` divides
+                     the microbatches
+``stages``           as the stack begins them: equally many layers only where they divide
 others               the defaults of :class:`distsim.plan.Plan`
 ===================  ==================================================================================
 
@@ -116,7 +118,8 @@ class ModelTraits:
         tokens = [t.shape[1] for t in types if len(t.shape) > 1 and not t.dtype.is_floating]
         layers = Counter(op.callee for op in function.ops if op.is_call)
         ops = list(all_ops(function))
-        experts = [w.shape[0] for op in ops if op.op_type == "GroupedMatMul" and (w := _tensor(op.inputs[1]))]
+        grouped = [op for op in ops if op.op_type in ("GroupedMatMul", "Float8GroupedMatMul")]
+        experts = [w.shape[0] for op in grouped if (w := _tensor(op.inputs[1]))]
         return ModelTraits(
             types[0].shape[0],
             max(tokens, default=0),
@@ -224,7 +227,16 @@ class PlanSpace:
                         plan = self.complete(Plan(**degrees, **given))
                     except PlanError:  # fields that do not go together are no plan
                         continue
-                    yield plan
+                    if self._divides(plan):
+                        yield plan
+
+    def _divides(self, plan: Plan) -> bool:
+        """Whether what was not asked for divides: layers into equal stages, as a stack has them, and
+        microbatches by ranks that interleave stages."""
+        if plan.stages == "layers" and "stages" not in self.sets and self.traits.layers % plan.num_stages:
+            return False
+        interleaved = plan.schedule == "interleaved" and "schedule" not in self.sets
+        return not interleaved or plan.microbatches % plan.pp == 0
 
     def _choices(self, degrees: Mapping[str, int]) -> Iterator[list[tuple[tuple[str, Any], ...]]]:
         """Yield the choices of further fields; each is one or two fields with their values."""

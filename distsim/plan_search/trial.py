@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from distsim.plan import Plan
-from distsim.plan_search.layer_work import LayerWork
+from distsim.plan_search.bounds.layer_work import LayerWork
 
 SLOWER, TOO_LARGE = "time", "memory"
 """Why a plan was discarded without being tried: its bounds are beyond the best so far, or the memory."""
@@ -21,10 +21,10 @@ class PlanTrial:
     ``seconds`` of a step, from one to the next; ``peak`` bytes in use on the fullest device, of ``usable``;
     ``missing``: the most bytes by which a device has too few. Of a plan that misses more than
     :data:`distsim.plan_search.evaluation.NEARLY` of the memory, seconds are not known: 0. ``work``: seconds
-    of the products of a microbatch, summed over stages (:mod:`distsim.plan_search.bounds`); ``layers``: what
-    is known of these (:mod:`distsim.plan_search.layer_work`). ``refused`` says why it does not suit the
-    model or the cluster; ``discarded`` is ``SLOWER`` or ``TOO_LARGE`` where bounds prove that it is none of
-    the best, and ``""`` where it was tried.
+    of the products of a microbatch, summed over stages (:mod:`distsim.plan_search.bounds.plan_bounds`);
+    ``layers``: what is known of these (:mod:`distsim.plan_search.bounds.layer_work`). ``refused`` says why it
+    does not suit the model or the cluster; ``discarded`` is ``SLOWER`` or ``TOO_LARGE`` where bounds prove
+    that it is none of the best, and ``""`` where it was tried.
 
     ``low`` and ``high``: between which seconds a measured step is to be expected; 0 where that is not known.
     ``parts``: seconds of the critical path by kind. Both are there for the best plans alone.

@@ -47,8 +47,9 @@ class Choices:
 
         precision, attention = choice("precision"), choice("attention")
         kernels, optimizer = choice("kernels"), choice("optimizer")
+        policy = precision_named(precision) if isinstance(precision, str) else precision
         return Choices(
-            precision_named(precision) if isinstance(precision, str) else precision,
+            None if policy is None else policy.of_stack(stack.scaling, stack.linear_ops),
             attention,
             kernels_named(kernels) if isinstance(kernels, str) else kernels,
             optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer,
@@ -68,8 +69,10 @@ class Choices:
         return self.spread(replace(plan, **{k: v for k, v in own.items() if k not in given}), given)
 
     def spread(self, plan: Plan, given: Collection[str]) -> Plan:
-        """Return a plan with what the stack has for several ranks of the data or tp, but for fields given."""
+        """Return a plan with what the stack has for several ranks of an axis, but for fields given."""
         fields = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
+        if plan.num_stages > 1:
+            fields |= {"stages": self.stack.stages}
         if plan.tp > 1:
             fields |= {"tp_overlap": self.stack.tp_overlap}
         return replace(plan, **{name: own for name, own in fields.items() if name not in given})

@@ -83,6 +83,15 @@ class Numbered:
         return found
 
     @cached_property
+    def readers(self) -> Mapping[int, Sequence[int]]:
+        """The ops that read each value, an op as often as it reads it; no entry where none does."""
+        found: dict[int, list[int]] = {}
+        for op, read in enumerate(self.reads):
+            for value in read:
+                found.setdefault(value, []).append(op)
+        return found
+
+    @cached_property
     def kinds(self) -> list[int]:
         """A number for each op, the same for ops that differ in names and values only."""
         return _kinds(self.ops)
@@ -308,13 +317,14 @@ def early_sums(function: Numbered) -> dict[int, int]:
     fixed = list(function.held)
     early: dict[int, int] = {}
     for index, read in enumerate(function.reads):
-        found = [sums[v] for v in read if sums[v]]
-        before = found[0] if len(found) == 1 else frozenset[int]().union(*found)
+        before = _union([sums[v] for v in read if sums[v]])
         if early:
             before -= early.keys()
         if function.sums[index]:
             before = frozenset((index,))
-        elif before and any(not fixed[v] and not (sums[v] - early.keys()) for v in read):
+        elif before and any(
+            not fixed[v] and not (sums[v] - early.keys() if early else sums[v]) for v in read
+        ):
             early |= dict.fromkeys(sorted(before), index)
             before = frozenset[int]()
         elif not before and all(fixed[v] for v in read):
@@ -324,6 +334,12 @@ def early_sums(function: Numbered) -> dict[int, int]:
             for value in function.makes[index]:
                 sums[value] = before
     return early
+
+
+def _union(sets: Sequence[frozenset[int]]) -> frozenset[int]:
+    """Return the union of sets: one of them where it has all, as that of a norm over all gradients has."""
+    largest = max(sets, key=len, default=frozenset[int]())
+    return largest if all(each <= largest for each in sets) else largest.union(*sets)
 
 
 def _scalar(value: Value) -> bool:

@@ -44,6 +44,13 @@ _KERNELS = (
 """The kernel of attention that a column names."""
 
 _EIGHT_BITS = r"\b(mx)?fp8|float-?8|\be4m3"
+_SCALINGS = (
+    (r"row-?wise|block-?wise|\bmx-?fp8", "rowwise"),
+    (r"tensor-?wise|current|dynamic", "tensorwise"),
+    (r"delayed", "delayed"),
+)
+"""How 8-bit operands are scaled, where a column names a recipe."""
+
 _HALF, _BRAIN = r"fp-?16|float-?16\b|\bhalf\b", r"bf-?16|bfloat-?16"
 
 
@@ -148,7 +155,11 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
         policy = POLICIES[stack.precision or "mixed"]
     else:
         raise MissingFeatureError(f"precision {text!r:.60}")
-    return replace(policy, name=f"{policy.name}_fp8", linear=Float8E4M3FN()) if eight else policy
+    if not eight:
+        return policy
+    scaling = next((name for pattern, name in _SCALINGS if re.search(pattern, text)), stack.scaling)
+    policy = replace(policy, name=f"{policy.name}_fp8", linear=Float8E4M3FN())
+    return policy.of_stack(scaling, stack.linear_ops)
 
 
 def _brain(text: str, stack: Stack) -> Precision:

@@ -62,7 +62,7 @@ WITHOUT_EFFECT = r"""(?x) --(
   | moe-router-(dtype|bias-update-rate|enable-expert-bias|force-load-balancing)
   | moe-z-loss-coeff | moe-token-drop-policy | moe-input-jitter-eps | transformer-impl
   | attention-softmax-in-fp32
-  | fp8-(amax|margin|interval|recipe|wgrad).* | first-last-layers-bf16 | calculate-per-token-loss
+  | fp8-(amax|margin|interval|wgrad).* | first-last-layers-bf16 | calculate-per-token-loss
   | no-initialization | perform-initialization | init-model-with-meta-device | bert-no-binary-head
   | accumulate-allreduce-grads-in-fp32 | nproc-per-node | trust-remote-code | export-.* | no-load-.*
   | weight-decay-incr-style | use-cpu-initialization | query-in-block-prob | (en)?coder-seq-length
@@ -73,6 +73,7 @@ WITHOUT_EFFECT = r"""(?x) --(
 """Arguments that bear neither on the time of a step nor on its memory, or by less than what is modelled."""
 
 NOT_MODELLED = {
+    "--tp-only-amax-red": "largest elements are reduced over dp too",
     "--fp8-param-gather": "parameters are gathered in 16 bits",
     "--delay-wgrad-compute": "gradients of weights are not put off",
     "--overlap-moe-expert-parallel-comm": "tokens of one microbatch do not travel beside the other's compute",

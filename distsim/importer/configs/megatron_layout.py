@@ -16,6 +16,8 @@ MAX_STAGES = 4096
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """--data-parallel-sharding-strategy, as stages of ZeRO."""
 
+FP8_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "rowwise", "mxfp8": "rowwise"}
+"""How operands are scaled by each recipe of ``--fp8-recipe``: blocks of rows as whole rows are."""
 STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8e4m3fn"}
 CP_KINDS = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
 
@@ -279,8 +281,13 @@ def _precision(fields: TrackedFields, zero: int) -> str:
     if eight and policy == "mixed":
         policy = "fp8"
     others: list[str] = []
+    recipe = fields.text("--fp8-recipe", "delayed")
+    if recipe not in FP8_RECIPES:
+        raise fields.refusal("--fp8-recipe", f"one of {', '.join(FP8_RECIPES)}")
     if eight and policy not in ("fp8",):
         others.append("linear=float8e4m3fn")
+    if eight and FP8_RECIPES[recipe] != "delayed":
+        others.append(f"scaling={FP8_RECIPES[recipe]}")
     aware = fields.on("--use-precision-aware-optimizer")
     states = [fields.text(f"--{name}-dtype", "fp32") for name in ("exp-avg", "exp-avg-sq")]
     for name, given in zip(("exp-avg", "exp-avg-sq"), states, strict=True):

@@ -55,6 +55,9 @@ BUILT = {
 }
 """Those that have no name in the library."""
 
+FLOAT8_RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise"}
+"""How operands are scaled by each recipe of torchao."""
+
 SCHEDULES = {
     "1f1b": "1f1b",
     "gpipe": "gpipe",
@@ -141,8 +144,9 @@ def _model(model: TrackedFields) -> tuple[str | None, DecoderSizes | None, str]:
     return NAMED.get(names[plain]), BUILT.get(names[plain]), ""
 
 
-def _eight_bits(whole: TrackedFields, notes: list[str]) -> bool:
-    """Whether linear layers have operands of 8 bits: tables about it count where a converter asks for it."""
+def _eight_bits(whole: TrackedFields, notes: list[str]) -> str:
+    """Return the fields of a precision with operands of 8 bits, "" where these are not: tables about that
+    count where a converter asks for it."""
     converters = whole.part("model").words("converters")
     linear = [each for each in converters if re.search(r"float8|mx", each) and "grouped" not in each]
     for each in converters:
@@ -153,10 +157,17 @@ def _eight_bits(whole: TrackedFields, notes: list[str]) -> bool:
     gathers = whole.part("quantize").part("linear").part("float8"), whole.part("float8")
     if linear and any(each.on("enable_fsdp_float8_all_gather") for each in gathers):
         notes.append("enable_fsdp_float8_all_gather: parameters are gathered in 16 bits")
-    return bool(linear)
+    if not linear:
+        return ""
+    recipe = next((name for each in gathers if (name := each.text("recipe_name", ""))), "tensorwise")
+    if recipe not in FLOAT8_RECIPES:
+        raise gathers[0].refusal("recipe_name", f"one of {', '.join(FLOAT8_RECIPES)}")
+    scaling = "rowwise" if any("mx" in each for each in linear) else FLOAT8_RECIPES[recipe]
+    grouped = any("grouped" in each for each in converters)
+    return f"linear=float8e4m3fn,scaling={scaling},linear_ops=MatMul+Gemm{'+GroupedMatMul' * grouped}"
 
 
-def _stack(whole: TrackedFields, layout: _TitanLayout, eight: bool, notes: list[str]) -> Stack:
+def _stack(whole: TrackedFields, layout: _TitanLayout, eight: str, notes: list[str]) -> Stack:
     training, compiled = whole.part("training"), whole.part("compile")
     if training.on("enable_cpu_offload"):
         raise training.refusal("enable_cpu_offload", "false: parameters on the host are not simulated")
@@ -168,7 +179,7 @@ def _stack(whole: TrackedFields, layout: _TitanLayout, eight: bool, notes: list[
     else:
         policy = "fsdp2" if layout.shards else "amp"
     if eight:
-        policy += ":linear=float8e4m3fn"
+        policy += f":{eight}"
     components = compiled.words("components") or ["model", "loss"]
     whole_model = (compiled.on("enable") and "model" in components) or training.on("compile")
     if compiled.on("enable") and not whole_model:
@@ -192,7 +203,7 @@ class _TitanLayout:
     """The fields of a plan, from ``[parallelism]``, ``[training]`` and ``[activation_checkpoint]``."""
 
     def __init__(
-        self, whole: TrackedFields, sizes: DecoderSizes | None, eight: bool, notes: list[str]
+        self, whole: TrackedFields, sizes: DecoderSizes | None, eight: str, notes: list[str]
     ) -> None:
         self._whole, self._sizes, self._eight, self._notes = whole, sizes, eight, notes
         own = self._own = whole.part("parallelism")

@@ -45,7 +45,7 @@ def _read(key: str, text: str) -> Any:
         return _INPUT[key](key, text)
     if key.endswith("_dropout"):
         return read_rate(key, text)
-    if key == "dispatcher":
+    if key in ("dispatcher", "weighted"):
         return text
     if key == "aux_loss":
         return read_coefficient(key, text)
@@ -129,7 +129,8 @@ def decoder_of(
     The rest is as in :func:`load_decoder`.
     """
     seq = given.get("seq", default_seq(sizes))
-    if sizes.experts is not None and sizes.experts.groups == 1:
+    # A sequence that ranks do not divide is refused by the plan, which knows the degrees that do.
+    if sizes.experts is not None and sizes.experts.groups == 1 and seq % groups == 0:
         sizes = replace(sizes, experts=replace(sizes.experts, groups=groups))
     notes = [f"sequences of {seq} tokens"]
     padded = -(-sizes.vocab // vocabulary_multiple) * vocabulary_multiple

@@ -9,15 +9,27 @@ from typing import NamedTuple
 import numpy as np
 
 from distsim.cost.cost_model import takes_turn
-from distsim.ir import Device, Function, Op, Value
+from distsim.ir import Device, Function, Op, Role, Value
 from distsim.ops.launch import LAUNCH, SLOWDOWN
+from distsim.program.program import Program
 from distsim.simulation.memory.peak import whole
 from distsim.simulation.memory.plan import first_places
-from distsim.simulation.memory.walk import KIND_OF_ROLE, KINDS, WORKSPACE, Argument, Frame, plan_for
+from distsim.simulation.memory.walk import (
+    GRADIENTS,
+    KIND_OF_ROLE,
+    KINDS,
+    WORKSPACE,
+    Argument,
+    Frame,
+    plan_for,
+)
 from distsim.simulation.simulation import Simulation
 from distsim.simulation.tasks.rank_classes import place_of
 from distsim.simulation.tasks.templates import Floats, Ints
 from distsim.simulation.tasks.timeline import FlatTimeline
+
+BUFFERS = "gradient buffers"
+"""What the memory is called that holds gradients all step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +70,7 @@ class Allocation(NamedTuple):
 def allocations(simulation: Simulation) -> tuple[list[Allocation], ...]:
     """Return what :func:`memory_timeline` adds up, piece by piece, for each rank class."""
     flat = simulation.flat()
-    teller = _Teller(flat)
+    teller = _Teller(flat, _held_buffers(simulation))
     teller.tell(flat.tasks.function)
     return tuple([teller.allocations(number) for number in range(len(flat.classes.members))])
 
@@ -68,14 +80,19 @@ def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
 
     Memory is taken when the op that needs it starts and is free when the last op that reads it ends;
     where both happen at one time, it is free first. What no kernel makes is taken by its first reader.
-    Inputs, results and kinds are as in :func:`peak_memory`, whose peak is that of the order of the
-    function: an allocator serves ops as they are issued. Where communication overlaps compute, what is in
-    use at one time may be more than that, and where ranks wait it may be less.
+    Inputs, results, kinds and buffers of gradients are as in :func:`peak_memory`, whose peak is that of the
+    order of the function: an allocator serves ops as they are issued. Where communication overlaps compute,
+    what is in use at one time may be more than that, and where ranks wait it may be less.
     """
     flat = simulation.flat()
-    teller = _Teller(flat)
+    teller = _Teller(flat, _held_buffers(simulation))
     teller.tell(flat.tasks.function)
     return tuple([teller.timeline(number) for number in range(len(flat.classes.members))])
+
+
+def _held_buffers(simulation: Simulation) -> float:
+    """Return the bytes of buffers that hold gradients all step, by byte of parameters (``Parts.held``)."""
+    return simulation.simulated.parts.held if isinstance(simulation.simulated, Program) else 0.0
 
 
 class _Held:
@@ -84,9 +101,9 @@ class _Held:
     __slots__ = ("kind", "name", "nbytes", "since", "until", "where")
 
     def __init__(
-        self, value: Value, where: str, kind: int, nbytes: int, since: dict[int, float | None], until: float
+        self, name: str, where: str, kind: int, nbytes: int, since: dict[int, float | None], until: float
     ) -> None:
-        self.name, self.where = value.name, where
+        self.name, self.where = name, where
         self.kind = kind
         self.nbytes = nbytes
         self.since = since
@@ -100,8 +117,9 @@ Times = dict[int, tuple[float, float]]
 class _Teller:
     """Goes through a function in its order, and through the tasks of the simulation at the same pace."""
 
-    def __init__(self, flat: FlatTimeline) -> None:
+    def __init__(self, flat: FlatTimeline, held: float) -> None:
         tasks = flat.tasks
+        self.held = held
         self.classes = tasks.classes
         # Launches, and what collectives cost computation, are tasks of no op of the function.
         named = np.array([op not in (LAUNCH, SLOWDOWN) for op in tasks.op_table], np.bool_)
@@ -124,6 +142,8 @@ class _Teller:
         for value in function.inputs:
             forever = np.inf if value in frame.kept else 0.0
             held[value] = self._hold(value, KIND_OF_ROLE[value.role], 0.0, forever)
+        if self.held:
+            self._hold_buffers()
         self._visit(function, frame, held)
         for value in function.outputs:
             piece = held[frame.plan.home[value]]
@@ -159,11 +179,23 @@ class _Teller:
     def _hold(self, value: Value, kind: int, since: float | None, until: float = 0.0) -> _Held:
         place = place_of(value)
         classes = () if place is None else self.classes.at(place)
-        nbytes = 0 if place is None else value.type.allocated
-        piece = _Held(value, self.where, kind, nbytes, dict.fromkeys(classes, since), until)
+        buffered = self.held > 0 and kind == GRADIENTS
+        nbytes = 0 if place is None or buffered else value.type.allocated
+        piece = _Held(value.name, self.where, kind, nbytes, dict.fromkeys(classes, since), until)
         if piece.nbytes:
             self.pieces.append(piece)
         return piece
+
+    def _hold_buffers(self) -> None:
+        """Note the buffers of gradients of each rank class, there from the start to the end."""
+        parameters: dict[int, int] = {}
+        for piece in self.pieces:
+            if piece.kind == KIND_OF_ROLE[Role.PARAMETER]:
+                for rank_class in piece.since:
+                    parameters[rank_class] = parameters.get(rank_class, 0) + piece.nbytes
+        for rank_class, nbytes in parameters.items():
+            size = round(self.held * nbytes)
+            self.pieces.append(_Held(BUFFERS, "", GRADIENTS, size, {rank_class: 0.0}, np.inf))
 
     def _visit(self, function: Function, frame: Frame, held: dict[Value, _Held]) -> None:
         home = frame.plan.home
@@ -212,7 +244,7 @@ class _Teller:
         known = dict(reversed(list(zip(inner_homes, made, strict=True))))
         inner = {v: held[h] for v, h in zip(op.callee.inputs, homes, strict=True)}
         outside, self.where = self.where, f"{self.where}/{op.name or op.callee.name}".lstrip("/")
-        self._visit(op.callee, Frame(op.callee, arguments, known, WORKSPACE), inner)
+        self._visit(op.callee, Frame(op.callee, arguments, known, WORKSPACE, self.held > 0), inner)
         self.where = outside
         for value, inside in zip(op.outputs, inner_homes, strict=True):
             if home[value] is value:

@@ -283,17 +283,18 @@ class _TemplateBuilder:
             where[value] = made if len(kind) > 1 else number - 1
 
     def _await(self, op: Op) -> None:
-        """Add the tasks of hosts that wait for a value; what reads it waits for who makes it.
+        """Add the tasks of hosts that wait for values; what reads the first waits for who makes it.
 
         One that waits for all computation is on the stream of that, too.
         """
         lowering, rows = self.lowering, self.open
         everything = op.attributes.get("all", 0)
         for rank_class in lowering.classes.at(place_of_compute(self.function, op)):
-            source = FROM_START if everything else self._source(op.inputs[0], rank_class)
-            if source != FROM_START:
-                rows.dep_task.append(self.count)
-                rows.dep_source.append(source)
+            for value in () if everything else op.inputs:
+                source = self._source(value, rank_class)
+                if source != FROM_START:
+                    rows.dep_task.append(self.count)
+                    rows.dep_source.append(source)
             names = (HOST, "compute") if everything else (HOST,)
             rows.run.append(lowering.run(0.0, tuple([lowering.stream(rank_class, name) for name in names])))
             rows.op.append(_LAUNCH)

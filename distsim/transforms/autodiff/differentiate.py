@@ -127,24 +127,33 @@ def _owners(function: Function, copies: Mapping[Value, Value]) -> dict[Value, tu
 
 
 def _trained(function: Function) -> list[Value]:
-    """Return the parameters that some op reads otherwise than as a buffer, or that are returned."""
-    known: dict[Function, set[Value]] = {}
+    """Return the parameters that some op reads otherwise than as a buffer, or that are returned.
 
-    def read(current: Function) -> set[Value]:
+    What leads to tables of ops alone, such as the angles of a rotary embedding, is not read so.
+    """
+    known: dict[Function, tuple[set[Value], set[Value]]] = {}
+
+    def read(current: Function) -> tuple[set[Value], set[Value]]:
+        """Return what is read otherwise than as a buffer, and what otherwise than as a table."""
         if current not in known:
-            found = set(current.outputs)
-            for op in current.ops:
+            found, needed = set(current.outputs), set(current.outputs)
+            for op in reversed(current.ops):
+                if needed.isdisjoint(op.outputs):
+                    continue
                 if op.is_call:
-                    inner = read(op.callee)
-                    found.update(v for v, i in zip(op.inputs, op.callee.inputs, strict=True) if i in inner)
-                else:
-                    rule = operator(op.op_type).buffers
-                    held = () if rule is None else rule(op.attributes, len(op.inputs))
-                    found.update(v for place, v in enumerate(op.inputs) if place not in held)
-            known[current] = found
+                    pairs = list(zip(op.inputs, op.callee.inputs, strict=True))
+                    for own, inner in zip((found, needed), read(op.callee), strict=True):
+                        own.update(value for value, formal in pairs if formal in inner)
+                    continue
+                meaning = operator(op.op_type)
+                held = meaning.buffers(op.attributes, len(op.inputs)) if meaning.buffers else ()
+                plain = [value for place, value in enumerate(op.inputs) if place not in held]
+                found.update(plain)
+                needed.update(plain if meaning.tables else op.inputs)
+            known[current] = found, needed
         return known[current]
 
-    used = read(function)
+    used, _ = read(function)
     return [value for value in function.parameters if value in used]
 
 

@@ -10,7 +10,7 @@ bf16                      8      all of it in 2 bytes (torchtitan with dtype bfl
 mixed                     18     Megatron-LM, dist_optimizer.md: weight 2, master 4, gradient 4, moments 8
 mixed_bf16_grads          16     the same with --grad-reduce-in-bf16
 mixed_fp16                20     Megatron-LM, fp16: weight 2, gradient 2, float32 copies of both 8, moments 8
-fp8                       18     mixed, with Transformer Engine's linear layers (delayed scaling)
+fp8                       18     mixed, with Transformer Engine's linear layers (delayed scaling, its default)
 fsdp2                     16     torchtitan, MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)
 amp                       16     torch.autocast(bfloat16): weights are cast where a product reads them
 ========================  =====  ==================================================================
@@ -38,6 +38,15 @@ NORMS = (
     "BatchNormalization",
 )
 LOSSES = ("CrossEntropyLoss", "Loss", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+SCALINGS = ("delayed", "tensorwise", "rowwise")
+"""By what 8-bit operands are scaled, as frameworks name their recipes (Megatron-LM ``--fp8-recipe``, torchao
+``Float8LinearRecipeName``): by largest elements of microbatches before, which are reduced over all ranks of
+a stage after each pass; by that of the tensor, which a kernel finds before the cast; by those of its rows,
+or of shorter blocks, which the cast finds on its way (blockwise and MXFP8 too)."""
+
+LINEAR_OPS = ("MatMul", "Gemm", "GroupedMatMul")
+"""Products that may have a weight: of linear layers, and of the experts of a mixture."""
+
 AUTOCAST_WIDE = (*NORMS, *LOSSES, "Softmax", "LogSoftmax", "Exp", "Log", "Pow", "ReduceSum", "CumSum")
 """What torch.autocast runs in float32 (torch docs, amp, "CUDA Ops that can autocast to float32")."""
 
@@ -59,9 +68,11 @@ class Precision:
     products run, where it is not their own (tfloat32). ``linear``: to which the operands of products with a
     weight are cast, but for that which makes the predictions (None: they stay as they are), weights once a
     step, as Transformer Engine's ``is_first_microbatch`` has it; an 8-bit type, of which the gradient of a
-    result takes the one with the larger range. ``loss_scale``: by what the loss is multiplied before the
-    backward pass, and gradients divided before the update (None: not at all); that of a step somewhere in
-    training.
+    result takes the one with the larger range. ``scaling``: how those operands are scaled, of
+    :data:`SCALINGS` ("": as the stack does it, else delayed). ``linear_ops``: which products these are, of
+    :data:`LINEAR_OPS` (none: those of the stack, else all). ``loss_scale``: by what the loss is multiplied
+    before the backward pass, and gradients divided before the update (None: not at all); that of a step
+    somewhere in training.
 
     Types may be given by their names (``"bf16"``). What travels between ranks is of the type
     ``gradient_sum``, and gathered as ``used``. Raises :class:`PlanError` for a type that is none of those
@@ -84,6 +95,8 @@ class Precision:
     wide_ops: tuple[str, ...] = LOSSES
     product_rate: str = ""
     linear: DType | None = None
+    scaling: str = ""
+    linear_ops: tuple[str, ...] = ()
     loss_scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -99,6 +112,17 @@ class Precision:
         if self.linear is not None and self.linear != Float8E4M3FN():
             raise PlanError(
                 f"precision {self.name}: linear cannot be {self.linear.name}; choose float8e4m3fn, or None"
+            )
+        other = [op for op in self.linear_ops if op not in LINEAR_OPS]
+        if other:
+            raise PlanError(
+                f"precision {self.name}: linear_ops cannot have {other[0]!r:.40}; choose from "
+                f"{choices_for(other[0], LINEAR_OPS)}"
+            )
+        if self.scaling not in ("", *SCALINGS):
+            raise PlanError(
+                f"precision {self.name}: scaling cannot be {self.scaling!r}; choose one of "
+                f"{choices_for(self.scaling, SCALINGS)}"
             )
         if self.product_rate not in ("", "tfloat32"):
             raise PlanError(
@@ -124,13 +148,25 @@ class Precision:
         """The type in which the backward pass makes the gradient of a parameter: that in which it is used."""
         return self.used
 
+    def of_stack(self, scaling: str, linear_ops: tuple[str, ...]) -> Precision:
+        """Return the policy with what a stack does about 8-bit operands where it does not say."""
+        if self.linear is None:
+            return self
+        return replace(
+            self, scaling=self.scaling or scaling, linear_ops=self.linear_ops or linear_ops or LINEAR_OPS
+        )
+
     def state(self, place: int) -> DType:
         """Return the type of the optimizer's state at a place."""
         return self.states[min(place, len(self.states) - 1)]
 
     def __str__(self) -> str:
         master = f", master {self.master.short}" if self.master else ""
-        linear = f", linear layers {self.linear.short}" if self.linear else ""
+        linear = (
+            f", linear layers {self.linear.short} ({self.scaling or SCALINGS[0]} scaling)"
+            if self.linear
+            else ""
+        )
         rate = f"{linear}, products at {self.product_rate}" if self.product_rate else linear
         scale = f", loss scaled by {self.loss_scale:g}" if self.loss_scale else ""
         states = "/".join(dict.fromkeys([dtype.short for dtype in self.states]))
@@ -155,7 +191,12 @@ POLICIES: dict[str, Precision] = {
         Precision("mixed", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32),
         Precision("mixed_bf16_grads", _BF16, _BF16, _BF16, _BF16, _BF16, (_F32,), _F32),
         Precision("mixed_fp16", _F16, _F16, _F16, _F16, _F32, (_F32,), _F32, loss_scale=65536.0),
-        Precision("fp8", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32, linear=Float8E4M3FN()),
+        Precision(
+            *("fp8", _BF16, _BF16, _BF16, _F32, _F32, (_F32,), _F32),
+            linear=Float8E4M3FN(),
+            scaling="delayed",
+            linear_ops=LINEAR_OPS,
+        ),
         Precision("fsdp2", _F32, _BF16, _BF16, _F32, _F32, (_F32,)),
         Precision("amp", _F32, _F32, _BF16, _F32, _F32, (_F32,), wide_ops=AUTOCAST_WIDE),
     )
@@ -196,7 +237,7 @@ def _changed(policy: Precision, name: str, changes: str) -> Precision:
                 f"precision {name!r:.60}: {item.strip()!r:.40} is no field that differs; write for example "
                 "mixed:gradient_sum=bfloat16,states=bfloat16+float32"
             )
-        whole = value.split("+") if key in ("states", "wide_ops") else value
+        whole = value.split("+") if key in _LISTS else value
         if key == "loss_scale":
             whole = _number(name, value)
         given[key] = _field(Path(f"precision {name}"), key, whole)
@@ -236,17 +277,21 @@ def _read(path: Path) -> Precision:
     return replace(POLICIES[base], **given)
 
 
+_WORDS = ("name", "product_rate", "scaling")
+_LISTS = ("states", "wide_ops", "linear_ops")
+
+
 def _field(path: Path, key: str, value: Any) -> Any:
     """Return the value of a field from what a file gives; types are given by name."""
-    if key in ("name", "product_rate") and isinstance(value, str):
+    if key in _WORDS and isinstance(value, str):
         return value
     if key == "loss_scale" and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    if key in ("states", "wide_ops") and isinstance(value, list):
+    if key in _LISTS and isinstance(value, list):
         items = cast(list[Any], value)
         if all(isinstance(item, str) for item in items):
             return tuple([_dtype(path, key, item) if key == "states" else item for item in items])
-    elif key not in ("name", "product_rate", "loss_scale", "states", "wide_ops") and isinstance(value, str):
+    elif key not in (*_WORDS, *_LISTS, "loss_scale") and isinstance(value, str):
         return None if key in ("master", "linear") and value == "none" else _dtype(path, key, value)
     raise PlanError(f"{path}: {key} cannot be {value!r:.40}; see the fields of Precision")
 

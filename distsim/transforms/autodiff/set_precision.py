@@ -31,7 +31,7 @@ from distsim.ir import (
 from distsim.ir.type import dtype_named
 from distsim.ops import signature_of, work
 from distsim.ops.conversion import ONCE
-from distsim.transforms.autodiff.precision import LOSSES, Precision
+from distsim.transforms.autodiff.precision import LINEAR_OPS, LOSSES, SCALINGS, Precision
 
 _CASTS = ("Cast", "GradientCast", "GradientCopy", "ScaleGradient")
 _KEEPS_WEIGHT = ("Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
@@ -79,7 +79,8 @@ def apply_precision(function: Function, precision: Precision) -> Function:
     value is cast once for all ops of its function that read it so. What is cast of a parameter as a whole,
     and the weights of linear layers, are marked to be made once a step (:data:`ONCE`).
     """
-    if all(dtype == Float32() for dtype in (precision.parameter, precision.used, precision.compute)):
+    wide = all(dtype == Float32() for dtype in (precision.parameter, precision.used, precision.compute))
+    if wide and precision.linear is None:
         return function
     return _Caster(precision).function(function, [_held(v, precision) for v in function.inputs], (), True)
 
@@ -169,6 +170,9 @@ class _FunctionCaster:
         self.maker = FunctionMaker(function.name, function.notes)
         self.env: dict[Value, Value] = {}
         self.casts: dict[tuple[Value, DType], Value] = {}
+        self.narrow: dict[Value, tuple[Value, ...]] = {}
+        self.scaling = self.precision.scaling or SCALINGS[0]
+        self.linear_ops = self.precision.linear_ops or LINEAR_OPS
         self.makers: dict[Value, Op] = {}  # of constants made here
         self.held: set[Value] = set()
         for value, type_ in zip(function.inputs, types, strict=True):
@@ -220,7 +224,7 @@ class _FunctionCaster:
 
     def _is_linear(self, op: Op, reads: Sequence[Value]) -> bool:
         """Whether an op is a product of activations with a weight whose operands are cast further."""
-        if self.precision.linear is None or op.op_type not in ("MatMul", "Gemm"):
+        if self.precision.linear is None or op.op_type not in self.linear_ops:
             return False
         plain = op.attributes.get("alpha", 1.0) == op.attributes.get("beta", 1.0) == 1.0
         values = len(reads) >= 2 and not {"A", "B"} & op.attributes.keys() and plain
@@ -228,25 +232,44 @@ class _FunctionCaster:
 
     def _linear(self, op: Op, reads: Sequence[Value]) -> Value:
         """Add the product of operands that are cast to ``precision.linear``; return it as it is computed."""
-        options = {"to": cast_number(self.precision.linear or self.precision.compute)}
-        factors: list[Value] = []
+        factors: list[tuple[Value, ...]] = []
         for value, name in zip(reads[:2], ("transA", "transB"), strict=True):
             once = {ONCE: True} if value in self.weights else {}
             if op.attributes.get(name, 0):
                 value = self.maker.add("Transpose", [value], {"perm": (1, 0)})[0]
-            key = value, self.precision.linear or self.precision.compute
-            if key not in self.casts:
-                self.casts[key] = self.maker.add("Float8Cast", [value], options | once)[0]
-            factors.append(self.casts[key])
-        to = {"to": cast_number(self.precision.compute)}
+            factors.append(self._narrow(value, once))
+        options = {"to": cast_number(self.precision.compute), **self._delayed}
         names = [value.name for value in op.outputs]
-        made = self.maker.add("Float8MatMul", factors, to, (), names, None, op.name)[0]
+        operands = [each[0] for each in factors]
+        amaxes = [amax for each in factors for amax in each[1:]]
+        if op.op_type == "GroupedMatMul":
+            operands.append(reads[2])
+            options = {**op.attributes, **options}
+        kind = f"Float8{op.op_type.replace('Gemm', 'MatMul')}"
+        made = self.maker.add(kind, [*operands, *amaxes], options, (), names, None, op.name)[0]
         bias = [*reads[2:]] if op.op_type == "Gemm" else []
         if not bias and "C" not in op.attributes:
             return made
         rest = _converted(op, Float32(), self.precision.compute)
         added = {} if bias else {"B": rest["C"]}
         return self.maker.add("Add", [made, *bias], added, output_names=names)[0]
+
+    @property
+    def _delayed(self) -> dict[str, int]:
+        """What marks a cast, or the products whose gradients are cast, whose factor is of passes before."""
+        return {"delayed": 1} if self.scaling == "delayed" else {}
+
+    def _narrow(self, value: Value, once: Mapping[str, Any]) -> tuple[Value, ...]:
+        """Return a value as one of ``precision.linear``, with its largest elements where it is scaled so."""
+        if value not in self.narrow:
+            amaxes: list[Value] = []
+            if self.scaling == "tensorwise":
+                whole = {"whole": 1} if once else {}
+                amaxes = [*self.maker.add("Float8Amax", [value], {**whole, **once})]
+            to = {"to": cast_number(self.precision.linear or self.precision.compute)}
+            (made,) = self.maker.add("Float8Cast", [value, *amaxes], {**to, **self._delayed, **once})
+            self.narrow[value] = (made, *amaxes)
+        return self.narrow[value]
 
     def _type_of(self, op: Op, reads: Sequence[Value]) -> DType | None:
         """Return the type that an op reads; None if it takes what there is."""

@@ -193,6 +193,8 @@ def _compiled(first: Op, second: Op) -> bool:
 
     As torch's inductor joins them (torch/_inductor/scheduler.py: ``can_fuse``).
     """
+    if second.op_type == "Float8Amax":  # the first stage of its reduction joins what makes its operand
+        return is_pointwise(signature_of(first)) and _elements(first) == _elements(second)
     for op in (first, second):
         if not (op.op_type in _ALONG_ROWS or op.op_type in _REARRANGE or is_pointwise(signature_of(op))):
             return False

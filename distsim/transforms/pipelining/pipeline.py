@@ -35,6 +35,7 @@ from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
+from distsim.transforms.pipelining.delayed_scaling import keep_scales
 from distsim.transforms.pipelining.ends import Ends
 from distsim.transforms.pipelining.received import await_received
 from distsim.transforms.pipelining.shared_weights import copy_weights
@@ -220,7 +221,7 @@ class _Source:
     def cut(self, blocks: CutBlocks, local: Sharded, like: Cut | None = None) -> Cut:
         """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
         stages = fuse_stages(split_products(blocks.stages, local.kernels), local.kernels)
-        stages = await_received(stages, local.kernels)
+        stages = keep_scales(await_received(stages, local.kernels))
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
         outputs = self.ends.cut_outputs(blocks, None if like is None else like.outputs)
         return Cut(blocks.name, local.mesh, stages, inputs, outputs, local.notes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -187,15 +186,6 @@ class _Sink:
                 for value in function.makes[op]:
                     self.late[value] = True
 
-    @cached_property
-    def readers(self) -> Mapping[int, Sequence[int]]:
-        """The ops that read each value."""
-        found: dict[int, list[int]] = {}
-        for op, read in enumerate(self.function.reads):
-            for value in read:
-                found.setdefault(value, []).append(op)
-        return found
-
     def run(self) -> None:
         function, stage = self.function, self.stage
         for op in reversed(self.rest):
@@ -217,7 +207,7 @@ class _Sink:
             if fewer:
                 stage[op] = target
                 for value in function.makes[op]:
-                    for user in self.readers.get(value, ()):
+                    for user in function.readers.get(value, ()):
                         if function.sums[user]:
                             stage[user] = target
 
@@ -231,7 +221,7 @@ class _Sink:
     def _users(self, value: int) -> list[int]:
         """Return the ops that read a value, looking through its sum over microbatches and over ranks."""
         function, found = self.function, list[int]()
-        for op in self.readers.get(value, ()):
+        for op in function.readers.get(value, ()):
             summed = function.sums[op] or (
                 function.steps[op] and operator(function.ops[op].op_type).communication is not None
             )
@@ -252,7 +242,7 @@ class _Sink:
         function = self.function
         return any(
             self.stage[other] == stage and other != op and not function.forward[other]
-            for other in self.readers.get(value, ())
+            for other in function.readers.get(value, ())
         )
 
 

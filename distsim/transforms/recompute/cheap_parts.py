@@ -9,6 +9,7 @@ from distsim.transforms.recompute.saves import JointGraph, JointNode, NodeRole, 
 
 _NORMS = ("LayerNormalization", "RMSNormalization")
 _KERNELS = ("Attention", "AttentionPart")
+_CASTS = ("Cast", "Float8Cast", "Float8Amax")
 _ACTIVATIONS = ("Relu", "Gelu", "Swish", "Mish", "HardSwish")
 
 
@@ -29,8 +30,9 @@ class _ForwardPass:
         return node if node.item is None else self.graph.nodes[node.inputs[0]]
 
     def read(self, position: int) -> list[int]:
-        """Return the activations that the op of a value reads."""
-        return [each for each in self.node(position).inputs if each not in self.fixed]
+        """Return the activations that the op of a value reads, largest elements beside what they are of."""
+        read = [each for each in self.node(position).inputs if each not in self.fixed]
+        return [each for each in read if self.node(each).op != "Float8Amax"]
 
     def forward(self, position: int) -> bool:
         """Whether a value is made by the forward pass, of activations."""
@@ -86,7 +88,7 @@ def _leads_to_product(search: _ForwardPass, position: int) -> bool:
             seen.add(user)
             if node.has(Trait.COMPUTE_INTENSIVE):
                 return True
-            if node.op in ("Mul", "Dropout", "Cast", "Float8Cast") or node.has(Trait.VIEW):
+            if node.op in ("Mul", "Dropout", *_CASTS) or node.has(Trait.VIEW):
                 todo.append(user)
     return False
 
@@ -136,7 +138,7 @@ def inside_parts(graph: JointGraph, names: Sequence[str]) -> frozenset[int]:
     found = {each for name in names for each in PARTS[name](search)}
     for position in range(len(graph.nodes)):
         node, read = search.node(position), search.read(position)
-        follows = node.op in ("Cast", "Float8Cast") or node.has(Trait.VIEW)
+        follows = node.op in _CASTS or node.has(Trait.VIEW)
         if follows and read and search.forward(position) and found.issuperset(read):
             found.add(position)
     return frozenset(found)

@@ -10,7 +10,7 @@ compiler cuts each fused region where fewest bytes cross from forward to backwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
@@ -69,6 +69,16 @@ def _without_interiors(joint: Joint, kernels: Kernels, joins: Joins) -> Joint:
     return recompute(joint, cuts.saved) if cuts.dropped else joint
 
 
+def runs_again(op: Op) -> bool:
+    """Whether an op of a kernel can run in a kernel of the backward pass as well."""
+    return fusible(op) and not draws(op) and is_pointwise(signature_of(op))
+
+
+def run_with(op: Op, readers: Iterable[Op], joins: Joins) -> bool:
+    """Whether one kernel may run an op with each of its readers."""
+    return all(fusible(reader) and joins(op, reader) for reader in readers)
+
+
 class _KernelCuts:
     """What is saved: at first all that backward reads, then what the cuts of kernels, last first, leave."""
 
@@ -92,7 +102,7 @@ class _KernelCuts:
     def cut(self, ops: Sequence[Op]) -> None:
         """Decide what of a kernel is saved, with all kernels after it decided."""
         made = {value for op in ops for value in op.outputs}
-        again = {v for op in ops if self.runs_again(op) for v in op.outputs}
+        again = {v for op in ops if runs_again(op) for v in op.outputs}
         wanted = [v for v in made & again if v in self.saved and self.may_drop(v)]
         if not wanted:
             return
@@ -120,18 +130,10 @@ class _KernelCuts:
         self.saved -= set(wanted) - chosen
         self.saved |= {value for value in chosen if value in self.makers}
 
-    def runs_again(self, op: Op) -> bool:
-        """Whether an op of a kernel can run in a kernel of the backward pass as well."""
-        return fusible(op) and not draws(op) and is_pointwise(signature_of(op))
-
     def may_drop(self, value: Value) -> bool:
         """Whether all that reads a value in the backward pass may run in one kernel with what makes it."""
         op, readers = self.makers[value], self.behind.get(value, ())
-        return (
-            value not in self.fixed
-            and bool(readers)
-            and all(fusible(reader) and self.joins(op, reader) for reader in readers)
-        )
+        return value not in self.fixed and bool(readers) and run_with(op, readers, self.joins)
 
     def weight(
         self, value: Value, wanted: Sequence[Value], made: AbstractSet[Value], ops: Sequence[Op]

@@ -294,13 +294,24 @@ class _Chooser:
         return [share * nbytes for nbytes in decomposition.reduced(node.signature.inputs)]
 
     def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
-        table = self.moves.table(self.structure.groups[number].type.nbytes, top, sources, targets)
+        nbytes = self.structure.groups[number].type.nbytes
+        table = self.moves.table(nbytes, top, sources, targets)
+        if number in self.structure.weights:
+            # All passes use a weight as it lies: to bring it elsewhere for one of them is fewer bytes where
+            # tokens are many and key heads few, but nobody does.
+            table = table + AVOIDED * nbytes * np.not_equal.outer(np.array(sources), np.array(targets))
         if number not in self.axis.options.spread:
             return table
         # What is handed on divided is reduce-scattered once, not summed on all ranks by who reads it.
         states = self.axis.options.states
         summed = [[states[s] is PARTIAL and states[t] is REPLICATED for t in targets] for s in sources]
-        return np.where(np.array(summed), FORBIDDEN, table)
+        table = np.where(np.array(summed), FORBIDDEN, table)
+        if self.axis.all_ops:
+            return table
+        # Over tp it is gathered for products, not exchanged for a part of what they sum over: Megatron's
+        # ranks gather, and scatter, beside a product (Korthikanti et al. 2022), whose bytes are not all.
+        exchanged = [[s != t and states[s].sharded and states[t].sharded for t in targets] for s in sources]
+        return table * np.where(np.array(exchanged), AVOIDED, 1.0)
 
     def _untaken(self, number: int, table: Table, sources: Ids, targets: Ids) -> Table:
         """Make it dear to take the sum of what is pinned; that is done where nothing else is possible."""

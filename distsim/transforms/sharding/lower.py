@@ -10,11 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from distsim.errors import PlanError
+from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
+from distsim.ops.places import shape_of
+from distsim.ops.sharding_rule import ShardingRule
 from distsim.transforms.op_graph import Numbered
 from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
@@ -189,6 +193,26 @@ class _ShardedCall:
     outputs: tuple[tuple[int, Placement], ...]
 
 
+class _Counted(NamedTuple):
+    """Rows of groups of these sizes, which ranks tell each other before they send them."""
+
+    sizes: tuple[int, ...]
+
+
+def _counted(function: Function) -> dict[Value, _Counted]:
+    """Return the rows that counted products read, also as they are before they are cast."""
+    ends = [(op.inputs[0], op.outputs[0]) for op in function.ops if op.inputs and not op.is_call]
+    makers = {made: read for read, made in ends if shape_of(read) == shape_of(made)}
+    found: dict[Value, _Counted] = {}
+    for op in function.ops:
+        if "counted" in op.attributes and op.inputs[0] not in found:
+            value, rows = op.inputs[0], _Counted(op.attributes["sizes"])
+            found[value] = rows
+            if value in makers:
+                found[makers[value]] = rows
+    return found
+
+
 class _FunctionLowering:
     """Lowers one function.
 
@@ -202,6 +226,7 @@ class _FunctionLowering:
         self.home: dict[Value, Value] = {}
         self.elsewhere: dict[tuple[Value, int, bool], Value] = {}
         self.forward = False
+        self.counted = _counted(function)  # and not sent yet
 
     def build(self) -> Function:
         lowering, home = self.lowering, self.home
@@ -238,10 +263,28 @@ class _FunctionLowering:
 
     def move(self, value: Value, local: Value, source: Placement, target: Placement) -> Value:
         for step in self.lowering.recipe(value, source, target, self.top):
+            exchanged = step.op_type == "MPIAlltoall" and step.attributes["axis"] == EXPERT
+            if exchanged and value in self.counted:
+                rows = self.counted[value]
+                self.counted = {each: of for each, of in self.counted.items() if of is not rows}
+                local = self.counts_told(local, rows.sizes)
             made = Value(local.name + step.suffix if step.suffix else local.name, step.type)
             self.maker.adopt(Op(step.op_type, (local,), (made,), step.attributes))
             local = made
         return local
+
+    def counts_told(self, rows: Value, sizes: tuple[int, ...]) -> Value:
+        """Tell the ranks of experts how many rows this one has for them; the host waits for their numbers.
+
+        It issues no exchange before: the sizes of what comes are arguments of that. Megatron-LM gathers what
+        each rank has for every expert (token_dispatcher.py, MoEAlltoAllTokenDispatcher.preprocess, and
+        cuda_sync_point), torchtitan exchanges it and copies it to the host, DeepEP's kernel does the same
+        while the host waits ("implicit CPU wait", its README). Backward knows the sizes.
+        """
+        (own,) = self.maker.add("RowCounts", [rows], {"sizes": sizes})
+        every = self.maker.add("MPIAllgather", [own], {"axis": EXPERT, "dim": 0})
+        (there,) = self.maker.add("Await", [rows, *every], output_names=[rows.name])
+        return there
 
     def op(self, op: Op) -> None:
         lowering = self.lowering
@@ -268,6 +311,7 @@ class _FunctionLowering:
         else:
             ((decomposition, axis),) = decomposed
             made = decomposition.build(self.maker, replace(op, attributes=attributes), inputs, axis)
+        made = self.finished(rule, made, along)
         for value, local, type_, place in zip(op.outputs, made, expected, raw, strict=True):
             if local.type != type_:
                 raise PlanError(
@@ -275,6 +319,17 @@ class _FunctionLowering:
                     f"{op.op_type} is wrong for these shapes"
                 )
             self.define(value, place, self.averaged(local, along))
+
+    def finished(
+        self, rule: ShardingRule | None, made: Sequence[Value], along: Sequence[Strategy | None]
+    ) -> Sequence[Value]:
+        """Return what ranks that each made something of their own part have together."""
+        for each, axis in zip(along, self.lowering.axes, strict=True):
+            finish = rule.finish.get(each.factor or "") if rule and each else None
+            if finish is not None:
+                name = axis.part_of or axis.name
+                made = [finish(self.maker, value, name) for value in made]
+        return made
 
     def averaged(self, local: Value, along: Sequence[Strategy | None]) -> Value:
         """A mean over one rank's part is divided by the ranks, so that the parts sum to the mean."""

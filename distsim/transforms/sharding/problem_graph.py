@@ -74,6 +74,9 @@ class Structure:
     """The group of each value."""
     pinned: frozenset[int] = frozenset()
     """The groups whose values stay sums that are not yet taken, if they are made so: see :func:`_pinned`."""
+    weights: frozenset[int] = frozenset()
+    """The groups of parameters that products read, and of what follows from such alone: see
+    :func:`_weights`."""
 
 
 def structure_of(function: Function, known: Mapping[Value, Role], merged: bool = True) -> Structure:
@@ -146,8 +149,8 @@ class _GraphBuilder:
         found = tuple(
             Tie(s, t, outer, times, top, in_place) for (s, t, outer, top, in_place), times in ties.items()
         )
-        pinned = _pinned(nodes, found)
-        return Structure(self.function.name, tuple(nodes), tuple(self.groups), found, self.number, pinned)
+        marked = _pinned(nodes, found), _weights(nodes, self.groups, found)
+        return Structure(self.function.name, tuple(nodes), tuple(self.groups), found, self.number, *marked)
 
     def _of(self, values: tuple[Value, ...]) -> tuple[int, ...]:
         return tuple([self.number[value] for value in values])
@@ -236,6 +239,34 @@ def _pinned(nodes: Sequence[Node], ties: Sequence[Tie]) -> frozenset[int]:
         fresh = [each for each in before if each not in found]
         found.update(fresh)
         todo += fresh
+    return frozenset(found)
+
+
+def _weights(nodes: Sequence[Node], groups: Sequence[Group], ties: Sequence[Tie]) -> frozenset[int]:
+    """Return the groups of parameters that products read, cast or transposed maybe, as callees have them too.
+
+    A table that no product reads, of positions or of an embedding, is none.
+    """
+    sources: dict[int, list[int]] = {}
+    for tie in ties:
+        sources.setdefault(tie.target, []).append(tie.source)
+    for node in nodes:
+        if len(node.inputs) == 1 and not node.flops:
+            for number in node.outputs:
+                sources.setdefault(number, []).append(node.inputs[0])
+    read = {number for node in nodes if node.flops for number in node.inputs}
+    found = set[int]()
+    for number in read:
+        chain, todo = {number}, [number]
+        while todo:
+            last = todo.pop()
+            before = sources.get(last, ()) if groups[last].role is None else ()  # an update writes parameters
+            fresh = [each for each in before if each not in chain]
+            chain.update(fresh)
+            todo += fresh
+        roots = [each for each in chain if each not in sources or groups[each].role is not None]
+        if all(groups[each].role is Role.PARAMETER for each in roots):
+            found |= chain
     return frozenset(found)
 
 

@@ -173,7 +173,8 @@ def _divided(signature: Signature, factor: str, choice: Parts) -> tuple[Strategy
     if rule is None:
         return None
     decomposition = rule.decompositions.get(factor)
-    whole = REPLICATED if decomposition and decomposition.reduced else PARTIAL
+    finished = factor in rule.finish or (decomposition is not None and decomposition.reduced is not None)
+    whole = REPLICATED if finished else PARTIAL
     outputs = tuple(_state(group, factor, choice) or whole for group in rule.outputs)
     addends = rule.addends if PARTIAL in outputs else ()
     inputs = tuple(

@@ -10,20 +10,21 @@ weights.
 W is at least the FLOPs of the model's products at the best rate of their kind and type, divided by all ranks;
 padding, shapes, recomputation, and what experts have unevenly only add to it. Once a plan was simulated, W is
 known for all plans that divide the work of a microbatch in the same way (:func:`work_key`), and for those of
-the same layers (:mod:`distsim.plan_search.layer_work`) the whole time for which these take a device, of how
-many a rank has a whole number, or, where one of the same stages was built, what each of these takes
-(:mod:`distsim.plan_search.pipeline_bounds`).
+the same layers (:mod:`distsim.plan_search.bounds.layer_work`) the whole time for which these take a device,
+of how many a rank has a whole number, or, where one of the same stages was built, or a plan counts layers,
+what each of these takes (:mod:`distsim.plan_search.bounds.pipeline_bounds`).
 
 **Bytes.** Parameters and state that are read are held all step, divided by no more than the ranks of tp and
 pp (with experts also of ep), and by those of dp and cp where ``zero`` divides them. With several
 microbatches, one stage a rank and undivided gradients, the sums of the gradients of a rank are all held when
 its last microbatch begins backward. The fullest rank holds at least the mean.
 
-Where a plan of the same layers was built, the bytes S that these save of a microbatch, over all stages, are
-known. Rank r has n_r microbatches in flight in each of its stages at some time, so it holds n_r S_r, and with
-Q_r of what is held all step Q_r + n_r S_r: the mean of p ranks is at least Q / p + S min(n_r) / p. Equal
-layers have both in proportion: where stages begin between layers, the fullest holds at least 1 / sum(1 / (Q +
-n_r S)).
+Of plans that recompute nothing, the layers save of a microbatch at least what no kernel makes again, divided
+by all ranks (:mod:`distsim.plan_search.bounds.saved_bytes`); where a plan of the same layers was built, it is
+known what they save. Be it S bytes, over all stages. Rank r has n_r microbatches in flight in each of its
+stages at some time, so it holds n_r S_r, and with Q_r of what is held all step Q_r + n_r S_r: the mean of p
+ranks is at least Q / p + S min(n_r) / p. Equal layers have both in proportion: where stages begin between
+layers, the fullest holds at least 1 / sum(1 / (Q + n_r S)).
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ from distsim.cost.efficiency import best_share, element_type, kind_of_work
 from distsim.ir import Device, Function, Role, Tensor, Topology, Value, all_ops, trim
 from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
-from distsim.plan_search.layer_work import LayerWork, StageWork
-from distsim.plan_search.pipeline_bounds import (
+from distsim.plan_search.bounds.layer_work import LayerWork, StageWork
+from distsim.plan_search.bounds.pipeline_bounds import (
     HeldParts,
     bytes_of_stages,
     flights,
+    layers_counted,
     seconds_of_layers,
     seconds_of_stages,
 )
+from distsim.plan_search.bounds.saved_bytes import layers_saved_bytes
 from distsim.schedule import FLUSH, SCHEDULES
 from distsim.schedule import schedule as schedule_named
 from distsim.simulation.memory.plan import gradient_values
+from distsim.transforms.kernels.policies import Kernels
 
 
 class PlanKnowledge(NamedTuple):
@@ -77,10 +81,11 @@ class HeldBytes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PlanBounds:
-    """Lower bounds for plans of a training step on the devices of a topology."""
+    """Lower bounds for plans of a training step on the devices of a topology, under a policy of kernels."""
 
     function: Function
     topology: Topology
+    kernels: Kernels
 
     @cached_property
     def products(self) -> float:
@@ -101,8 +106,18 @@ class PlanBounds:
         return self._held([v for v in self.function.inputs if v in read])
 
     @cached_property
+    def layers(self) -> int:
+        """How many layers there are, if all are equal; 0 if not."""
+        return 0 if self._layered is None else self._layered[0]
+
+    @property
     def held_in_layers(self) -> HeldBytes | None:
         """What the parameters of the layers take; None where the function does not consist of equal ones."""
+        return None if self._layered is None else self._layered[1]
+
+    @cached_property
+    def _layered(self) -> tuple[int, HeldBytes] | None:
+        """How many equal layers there are, and what their parameters take."""
         calls = [
             (op.callee, parameters)
             for op in self.function.ops
@@ -114,7 +129,12 @@ class PlanBounds:
         layered = {value: None for parameters in layers for value in parameters}
         updated = (op.inputs for op in self.function.ops if not layered.keys().isdisjoint(op.inputs))
         state = {v: None for inputs in updated for v in inputs if v.role is Role.STATE}
-        return self._held([*layered, *state])
+        return len(layers), self._held([*layered, *state])
+
+    @cached_property
+    def saved_in_layers(self) -> int:
+        """The bytes that the layers save at least of a step, if they recompute nothing."""
+        return layers_saved_bytes(self.function, self.kernels)
 
     def _held(self, given: Collection[Value]) -> HeldBytes:
         tensors = [(v.role, v.type) for v in given if isinstance(v.type, Tensor)]
@@ -144,19 +164,33 @@ class PlanBounds:
         if plan.pp == 1:
             return found
         whole = 0.0 if layers is None else seconds_of_layers(plan, layers)
-        return max(found, whole, seconds_of_stages(plan, known.stages) if known.stages else 0.0)
+        passage = layers.passage if layers and known.whole else None
+        return max(found, whole, seconds_of_stages(plan, self._stages(plan, known), passage))
+
+    def _stages(self, plan: Plan, known: PlanKnowledge) -> tuple[StageWork, ...]:
+        """Return the stages that are known, or those of a plan that counts equal layers."""
+        counts = () if known.stages else layers_counted(plan, self.layers)
+        if not counts:
+            return known.stages
+        layer, head = (known.layers.layer, known.layers.head) if known.layers else (0.0, 0.0)
+        saved = self._saved(plan, known) / self.layers
+        heads = [0.0] * (len(counts) - 1) + [head]
+        return tuple(
+            [StageWork(n * layer + h, n, int(n * saved)) for n, h in zip(counts, heads, strict=True)]
+        )
 
     def device_bytes(self, plan: Plan, known: PlanKnowledge | None = None) -> float:
         """Return bytes that the fullest device of a plan holds at least at its peak."""
-        every = _divided(self.held, plan)
+        every, known = _divided(self.held, plan), known or PlanKnowledge()
         least = (every.held + every.gradients) / plan.pp
-        ranks = flights(plan) if known and (known.saved or known.stages) else ()
-        if known is None or not ranks:
+        saved, full = self._saved(plan, known), list[float]()
+        stages = self._stages(plan, known)
+        ranks = flights(plan) if saved or stages else ()
+        if not ranks:
             return least
-        saved, full = known.saved, list[float]()
         alike = self.held if plan.pp == 1 else self.held_in_layers if known.whole else None
-        if known.stages:
-            least = max(least, bytes_of_stages(plan, known.stages, every, alike and _divided(alike, plan)))
+        if stages:
+            least = max(least, bytes_of_stages(plan, stages, every, alike and _divided(alike, plan)))
         if alike is None:
             return max(least, (every.held + saved * min(rank.least for rank in ranks)) / plan.pp)
         held, gradients = _divided(alike, plan)
@@ -164,6 +198,13 @@ class PlanBounds:
             last = n if plan.microbatches > n else n - 1
             full.append(max(held + n * saved, held + gradients + last * saved))
         return max(least, 1 / sum(1 / each for each in full))
+
+    def _saved(self, plan: Plan, known: PlanKnowledge) -> float:
+        """Return the bytes that layers save of a microbatch at least, over all stages, as far as known."""
+        if plan.remat != "none" or plan.offload:
+            return known.saved
+        ranks = plan.dp * plan.tp * plan.cp
+        return max(known.saved, self.saved_in_layers / (ranks * plan.microbatches))
 
 
 def _divided(held: HeldBytes, plan: Plan) -> HeldParts:

@@ -2,7 +2,9 @@
 
 Of each schedule it counts which stages a rank holds, and how many microbatches it has in flight in each of
 them at a time. With w_s seconds that a microbatch keeps the compute stream of stage s, forward and backward,
-and M microbatches, a step takes at least M sum(w_s, s on r) for each rank r.
+and M microbatches, a step takes at least M sum(w_s, s on r) for each rank r. Where stages are whole layers,
+each of which takes in what the one before makes, a rank begins when a microbatch has gone through all layers
+ahead of its first stage, and what it sends last, the gradient of that stage, goes through all of these.
 
 Where only the layers are known, not which a stage has: a rank has a whole number of them, L in all, each of w
 seconds, and one rank has the head's h. The step takes at least the least for which L layers find room.
@@ -11,6 +13,8 @@ seconds, and one rank has the head's h. The step takes at least the least for wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
 from math import floor
 from typing import Any, NamedTuple
 
@@ -18,11 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.cache import cached
-from distsim.errors import ScheduleError
-from distsim.plan import Plan, parse_schedule
-from distsim.plan_search.layer_work import LayerWork, StageWork
+from distsim.errors import PartitionError, ScheduleError
+from distsim.plan import Plan, parse_schedule, parse_stages
+from distsim.plan_search.bounds.layer_work import LayerPassage, LayerWork, StageWork
 from distsim.schedule import FLUSH, SCHEDULES, Kind
 from distsim.schedule import schedule as schedule_named
+from distsim.stage_balance import default_split
 
 ROUNDED = 1e-9
 """The part by which sums of durations may be rounded."""
@@ -37,10 +42,12 @@ class HeldParts(NamedTuple):
 
 
 class Flights(NamedTuple):
-    """``stages`` of a rank, and the microbatches in flight in each of them [times, stages]."""
+    """``stages`` of a rank, the microbatches in flight in each of them [times, stages], and whether the
+    backward pass of the first of its stages is what the rank does last (``ends_first``)."""
 
     stages: tuple[int, ...]
     counts: npt.NDArray[Any]
+    ends_first: bool
 
     @property
     def least(self) -> int:
@@ -73,16 +80,43 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Fli
         stages = tuple([stage for stage, own in enumerate(made.rank_of) if own == rank])
         change = np.where(cells % 4 == Kind.FORWARD.code, 1, -1)
         held = [np.cumsum(change * (cells // 4 % made.num_stages == stage)) for stage in stages]
-        found.append(Flights(stages, np.unique(np.array(held).T, axis=0)))
+        last = int(cells[-1])
+        ends_first = last % 4 != Kind.FORWARD.code and last // 4 % made.num_stages == min(stages)
+        found.append(Flights(stages, np.unique(np.array(held).T, axis=0), ends_first))
     return tuple(found)
 
 
-def seconds_of_stages(plan: Plan, stages: Sequence[StageWork]) -> float:
-    """Return the seconds that a plan of these stages takes at least; 0 where nothing is known."""
+def layers_counted(plan: Plan, layers: int) -> tuple[int, ...]:
+    """Return how many of equal layers each stage has where a plan counts them; nothing where it does not."""
+    sizes, count = parse_stages(plan.stages), plan.num_stages
+    if sizes:
+        return sizes if sum(sizes) == layers else ()
+    if plan.stages == "layers":
+        return () if layers % count else (layers // count,) * (count if layers else 0)
+    if plan.stages != "default" or not layers:
+        return ()
+    with suppress(PartitionError):
+        return default_split(layers, count)
+    return ()
+
+
+def seconds_of_stages(plan: Plan, stages: Sequence[StageWork], passage: LayerPassage | None = None) -> float:
+    """Return the seconds that a plan of these stages takes at least; 0 where nothing is known.
+
+    ``passage`` is the way through a layer, of stages that begin between layers.
+    """
     if len(stages) != plan.num_stages:
         return 0.0
-    ranks = [sum(stages[stage].seconds for stage in rank.stages) for rank in flights(plan)]
-    return plan.microbatches * max(ranks, default=0.0)
+    ahead = [0, *accumulate(stage.layers for stage in stages)]
+    found = 0.0
+    for rank in flights(plan):
+        seconds = plan.microbatches * sum(stages[stage].seconds for stage in rank.stages)
+        if passage is not None and (before := ahead[min(rank.stages)]):
+            # The gradient of what the first layer takes in may be of no use.
+            after = (before - 1) * passage.behind - passage.late if rank.ends_first else 0.0
+            seconds += before * passage.ahead + max(after, 0.0)
+        found = max(found, seconds)
+    return found
 
 
 def bytes_of_stages(

@@ -16,24 +16,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
-
-from distsim.cache import cached
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Op, Tensor, Value
-from distsim.ops import Signature, operator, signature_of, work
-from distsim.ops.conversion import ONCE
+from distsim.ops import operator
+from distsim.plan_search.bounds.spans import LayerSpan, Passage, Spans, is_product
 from distsim.program.block import Block
 from distsim.program.program import Program
 from distsim.schedule import FLUSH
 from distsim.simulation.maxplus.block_links import block_links
-from distsim.simulation.maxplus.engine import tasks_of
-from distsim.simulation.tasks.block_matrix import BlockTasks, StageRanks, neighbours
-from distsim.simulation.tasks.program_ranks import ProgramRanks, program_ranks, used_axes
-from distsim.simulation.tasks.templates import Ints
+from distsim.simulation.tasks.program_ranks import program_ranks
 
 
 class StageWork(NamedTuple):
@@ -45,6 +38,16 @@ class StageWork(NamedTuple):
     saved: int
 
 
+class LayerPassage(NamedTuple):
+    """What a microbatch takes at least from what a layer receives to what it sends, ``ahead`` in its forward
+    pass, ``behind`` in its backward pass; and the most that computes after it has sent a gradient (``late``).
+    """
+
+    ahead: float
+    behind: float
+    late: float
+
+
 class LayerWork(NamedTuple):
     """``seconds`` for which a microbatch takes the compute stream, those that it is ``computing``, those of
     them in the ``forward`` passes of layers and in the ``products`` of these, and the bytes that the layers
@@ -52,6 +55,8 @@ class LayerWork(NamedTuple):
 
     ``layer`` are the seconds of one of the layers, forward and backward, and ``head`` those of the products
     outside of layers, if they are those of one operand of one op: they are on one stage. 0: not known.
+    ``passage`` is the way through a layer, where each takes in what the one before makes, and nothing else
+    that differs between microbatches.
     """
 
     seconds: float
@@ -62,6 +67,7 @@ class LayerWork(NamedTuple):
     layer: float = 0.0
     head: float = 0.0
     stages: tuple[StageWork, ...] = ()
+    passage: LayerPassage | None = None
 
     @property
     def layers(self) -> int:
@@ -79,7 +85,14 @@ class LayerWork(NamedTuple):
             min(self.layer, other.layer),
             min(self.head, other.head),
             self.stages,
+            _least_passage(self.passage, other.passage),
         )
+
+
+def _least_passage(one: LayerPassage | None, two: LayerPassage | None) -> LayerPassage | None:
+    if one is None or two is None:
+        return None
+    return LayerPassage(min(one.ahead, two.ahead), min(one.behind, two.behind), max(one.late, two.late))
 
 
 def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
@@ -91,7 +104,7 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
     ranks = program_ranks(program.mesh, block_links(program.table()).communication, cost_model)
     if any(len(part.members) > 1 for part in ranks.slices):
         return None
-    spans = _Spans(ranks, cost_model)
+    spans = Spans(ranks, cost_model)
     once = {key for key, maker in program.makers().items() if maker.once}
     passes: list[tuple[_BlockWork, _BlockWork]] = []
     for stage in program.stages:
@@ -113,7 +126,23 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         _layer_seconds(passes),
         _head_seconds(passes),
         tuple(stages),
+        _layer_passage(passes),
     )
+
+
+def _layer_passage(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> LayerPassage | None:
+    """Return that of a layer; None where layers are not known (:func:`_layer_seconds`), or are no chain."""
+    if not _layer_seconds(passes):
+        return None
+    forward = {each.passage for each, _ in passes if each.calls}
+    backward = {each.passage for _, each in passes if each.calls}
+    if len(forward) != 1 or len(backward) != 1:
+        return None
+    (ahead,), (behind,) = forward, backward
+    if ahead is None or behind is None or not ahead.alone:
+        return None
+    longest = max(span.seconds for _, each in passes for _, span in each.calls)
+    return LayerPassage(ahead.seconds, behind.seconds, longest - behind.lead)
 
 
 def _layer_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
@@ -151,73 +180,15 @@ def _head_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
     return sum(seconds for _, seconds in every) if alone else 0.0
 
 
-def is_product(op: Op) -> bool:
-    """Whether an op is a product of matrices, or attention, on the compute units of a device."""
-    meaning = operator(op.op_type)
-    if meaning.communication is not None or meaning.view or not meaning.computes:
-        return False
-    return _is_product(signature_of(op))
-
-
-@cached("whether ops are products, by signature", 4096)
-def _is_product(signature: Signature) -> bool:
-    demand = work(signature)
-    return demand is not None and demand.matrix
-
-
-class LayerSpan(NamedTuple):
-    """The ``seconds`` of a span, and for which the tasks in it that count are ``computing``, ``products`` of
-    these."""
-
-    seconds: float
-    computing: float
-    products: float
-
-
-class _Spans:
-    """The spans of callees on the ranks of a program, each made once."""
-
-    def __init__(self, ranks: ProgramRanks, cost_model: CostModel) -> None:
-        self._ranks, self._cost_model = ranks, cost_model
-        self._known: dict[tuple[Function, tuple[bool, ...]], LayerSpan | None] = {}
-        self._alike: dict[tuple[str, ...], bool] = {}
-
-    def product_seconds(self, op: Op) -> float:
-        """Return the seconds of an op that is none but a product."""
-        return self._cost_model.seconds(signature_of(op), self._part.members[0][:1])
-
-    def span(self, callee: Function, fixed: tuple[bool, ...]) -> LayerSpan | None:
-        """Return the span of a callee, of whose inputs some are ``fixed``: the same for every microbatch.
-
-        None if it takes longer on some stages than on others.
-        """
-        key = callee, fixed
-        if key not in self._known:
-            alike = self._are_alike(used_axes(callee))
-            tasks = tasks_of(callee, 0, self._ranks, self._cost_model) if alike else None
-            self._known[key] = None if tasks is None else _span(tasks, fixed)
-        return self._known[key]
-
-    @property
-    def _part(self) -> StageRanks:
-        return self._ranks.slices[0]
-
-    def _are_alike(self, axes: tuple[str, ...]) -> bool:
-        if axes not in self._alike:
-            first, *others = [
-                (about["spec"], *[about.get(axis) for axis in axes]) for about in self._ranks.context
-            ]
-            self._alike[axes] = all(each == first for each in others)
-        return self._alike[axes]
-
-
 class _BlockWork(NamedTuple):
-    """The ``calls`` of a block, each with its span, what its other products take, and the span of the
-    ``whole`` where there are no calls."""
+    """The ``calls`` of a block, each with its span, what its other products take, the span of the ``whole``
+    where there are no calls, and the ``passage`` through each call where all are of one callee, and each
+    reads one result of the one before."""
 
     calls: tuple[tuple[Function, LayerSpan], ...]
     products: tuple[float, ...]
     whole: float
+    passage: Passage | None
 
     @property
     def layers(self) -> int:
@@ -245,7 +216,7 @@ class _BlockWork(NamedTuple):
         return max(self.seconds, self.whole)
 
 
-def _block_work(block: Block, once: set[Value], spans: _Spans) -> _BlockWork | None:
+def _block_work(block: Block, once: set[Value], spans: Spans) -> _BlockWork | None:
     """Return that of a block; None if it differs between stages."""
     function = block.function
     given = tuple([key in once for key in block.inputs])
@@ -264,66 +235,25 @@ def _block_work(block: Block, once: set[Value], spans: _Spans) -> _BlockWork | N
         elif is_product(op):
             products.append(spans.product_seconds(op))
     whole = LayerSpan(0.0, 0.0, 0.0) if calls else spans.span(function, given)
-    return None if whole is None else _BlockWork(tuple(calls), tuple(products), whole.seconds)
+    if whole is None:
+        return None
+    return _BlockWork(tuple(calls), tuple(products), whole.seconds, _passage(function, fixed, spans))
 
 
-def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> LayerSpan:
-    """Return the longest path through the tasks that count, from one that computes to one that does."""
-    deps, streams = _lists(tasks.deps, tasks.dep_start), _lists(tasks.streams, tasks.stream_start)
-    before, _ = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))
-    of_microbatch = _of_microbatch(tasks, deps, fixed)
-    counts = [a and b for a, b in zip(of_microbatch, _before_products(tasks, deps), strict=True)]
-    computes = [any(tasks.stream_table[stream].name == "compute" for stream in own) for own in streams]
-    ahead = _lists(before, tasks.stream_start)
-    reached: list[float] = []
-    for task, (own, computing) in enumerate(zip(deps, computes, strict=True)):
-        earlier = [reached[other] for other in (*own, *ahead[task]) if other >= 0]
-        start = max(earlier, default=-np.inf)
-        start = max(start, 0.0) if computing else start
-        reached.append(start + float(tasks.durations[task]) * counts[task])
-    seconds = max([end for end, computing in zip(reached, computes, strict=True) if computing], default=0.0)
-    own = np.where(np.array(counts, np.bool_), tasks.durations, 0.0)
-    products = np.array([is_product(op) for op in tasks.op_table], np.bool_)[tasks.op]
-    return LayerSpan(
-        float(seconds), float(own[np.array(computes, np.bool_)].sum()), float(own[products].sum())
-    )
-
-
-def _lists(values: Ints, start: Ints) -> list[list[int]]:
-    bounds: list[int] = start.tolist()
-    return [values[a:b].tolist() for a, b in pairwise(bounds)]
-
-
-def _of_microbatch(tasks: BlockTasks, deps: list[list[int]], fixed: tuple[bool, ...]) -> list[bool]:
-    """Return of each task whether it reads what differs between microbatches."""
-    given = [not fixed[place] for place, _ in tasks.ports.tolist()]
-    once = [_is_apart(op) for op in tasks.op_table]
-    found: list[bool] = []
-    for task, own in enumerate(deps):
-        reads = any(found[other] if other >= 0 else given[-2 - other] for other in own)
-        found.append(reads and not once[tasks.op[task]])
-    return found
-
-
-def _before_products(tasks: BlockTasks, deps: list[list[int]]) -> list[bool]:
-    """Return of each task whether it is a product, or one depends on it."""
-    products = [is_product(op) for op in tasks.op_table]
-    numbers: list[int] = tasks.op.tolist()
-    found = [products[op] for op in numbers]
-    for task in reversed(range(len(tasks))):
-        if found[task]:
-            for other in deps[task]:
-                if other >= 0:
-                    found[other] = True
-    return found
-
-
-def _is_apart(op: Op) -> bool:
-    """Whether an op, or one in its kernel, runs once a step, or is no work of its own."""
-    meaning = operator(op.op_type)
-    if meaning.issues or meaning.stalls or op.attributes.get(ONCE):
-        return True
-    return any(_is_apart(inner) for function in op.subfunctions for inner in function.ops)
+def _passage(function: Function, fixed: set[Value], spans: Spans) -> Passage | None:
+    """Return what is the way through each call of a block, if there is one."""
+    made: dict[Value, int] = {}
+    found: set[tuple[Function, tuple[bool, ...], int, int]] = set()
+    for op in function.ops:
+        if not op.is_call:
+            continue
+        links = [(place, made[value]) for place, value in enumerate(op.inputs) if value in made]
+        if made and len(links) != 1:
+            return None
+        given = tuple([value in fixed for value in op.inputs])
+        found.update([(op.callee, given, *link) for link in links])
+        made = {value: place for place, value in enumerate(op.outputs)}
+    return spans.passage(*found.pop()) if len(found) == 1 else None
 
 
 def _saved_bytes(forward: Block, backward: Block, once: set[Value]) -> tuple[int, int]:

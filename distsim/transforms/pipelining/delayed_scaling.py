@@ -1,0 +1,117 @@
+"""What delayed scaling keeps up: after each pass the largest elements of its casts become new factors.
+
+Transformer Engine's casts to 8 bits leave the largest element of each tensor. When a forward or a backward
+pass of a microbatch ends, all of them are put together, reduced to the largest over the ranks that run the
+stage, and made the factors of the next one (transformer_engine/pytorch/fp8.py,
+``reduce_and_update_fp8_tensors``; Megatron-LM opens one context around the layers of a stage and gives it the
+ranks of tp, cp and dp as the group: megatron/core/fp8_utils.py, ``get_fp8_context``). Computing waits for it.
+What runs again for a backward pass counts once. Of weights that are cast once a step the largest elements,
+four bytes each, are left out of the message.
+
+The factors end here: those of a step somewhere in training are attributes of the casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from distsim.cache import Cache
+from distsim.hardware.rank_axes import EVERY
+from distsim.ir import DType, Float8E4M3FN, Float8E5M2, Function, Mesh, Op, Value
+from distsim.ir.registry import output_types
+from distsim.ir.type import as_tensor
+from distsim.ir.value import Attributes
+from distsim.ops.float8 import made_type, type_number
+from distsim.program.block import Block, StageBlocks
+
+
+def keep_scales(stages: Sequence[StageBlocks]) -> tuple[StageBlocks, ...]:
+    """Return the blocks of all stages with what delayed scaling does after each pass.
+
+    Those that share Functions share them still; without such casts nothing changes.
+    """
+    operand, gradient = Float8E4M3FN(), Float8E5M2()
+    return tuple(
+        [
+            (_block(forward, operand), _block(backward, gradient), updates)
+            for forward, backward, updates in stages
+        ]
+    )
+
+
+def _block(block: Block, to: DType) -> Block:
+    function, more = _kept_up(block.function, to), block.accumulating
+    if function is block.function:
+        return block
+    more = None if more is None else _kept_up(more, to)
+    return replace(
+        block,
+        function=function,
+        accumulating=more,
+        names=_longer(block.names, function),
+        accumulating_names=() if more is None else _longer(block.accumulating_names, more),
+    )
+
+
+def _longer(names: tuple[str, ...], function: Function) -> tuple[str, ...]:
+    """Return the names of the ops of a function with further ones behind, which have none."""
+    return (*names, *[""] * (len(function.ops) - len(names))) if names else ()
+
+
+_KEPT_UP = Cache[Function, Function]("functions of passes that keep up scales, by function and type", 2)
+_COLLECTED = Cache[Function, Function]("functions that return largest elements, by function and type", 2)
+
+
+def _kept_up(function: Function, to: DType) -> Function:
+    """Return a function that ends with the new factors of its casts to a type, its callees' too."""
+    return _KEPT_UP.get(function, to, lambda: _ended(function, to) or function)
+
+
+def _ended(function: Function, to: DType) -> Function | None:
+    found = _collected(function, to)
+    amaxes = found.outputs[len(function.outputs) :]
+    if not amaxes:
+        return None
+    ops, largest = list(found.ops), amaxes[0]
+
+    def add(op_type: str, inputs: tuple[Value, ...], **attributes: object) -> Value:
+        given = Attributes(attributes)
+        (type_,) = output_types(op_type, given, tuple([value.type for value in inputs]), (), None)
+        made = Value("amax", type_)
+        ops.append(Op(op_type, inputs, (made,), given))
+        return made
+
+    if len(amaxes) > 1:
+        largest = add("Concat", amaxes, axis=0)
+    mesh = as_tensor(largest.type, largest.name).device
+    if isinstance(mesh, Mesh) and len(mesh.devices) > 1:
+        largest = add("MPIAllreduce", (largest,), axis=EVERY, reduce="max")
+    add("Float8Scales", (largest,), to=type_number(to))
+    return replace(function, ops=tuple(ops))
+
+
+def _collected(function: Function, to: DType) -> Function:
+    """Return a function that also returns the largest elements of its casts to a type."""
+    return _COLLECTED.get(function, to, lambda: _collecting(function, to) or function)
+
+
+def _collecting(function: Function, to: DType) -> Function | None:
+    amaxes: list[Value] = []
+    ops: list[Op] = []
+    for op in function.ops:
+        made = op
+        if op.op_type == "Float8Cast" and op.attributes.get("delayed", 0) and made_type(op.attributes) == to:
+            attributes = Attributes({**op.attributes, "amax": 1})
+            types = output_types(op.op_type, attributes, tuple([v.type for v in op.inputs]), (), op.version)
+            amaxes.append(Value("amax", types[1]))
+            made = replace(op, attributes=attributes, outputs=(*op.outputs, amaxes[-1]))
+        elif op.subfunctions:
+            (callee,) = op.subfunctions
+            inner = _collected(callee, to)
+            more = [Value("amax", value.type) for value in inner.outputs[len(callee.outputs) :]]
+            if more:
+                made = replace(op, subfunctions=(inner,), outputs=(*op.outputs, *more))
+                amaxes += more
+        ops.append(made)
+    return replace(function, ops=tuple(ops), outputs=(*function.outputs, *amaxes)) if amaxes else None
