@@ -14,6 +14,7 @@ from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.errors import PlanError, TypeRuleError
 from distsim.executor import SequentialExecutor
+from distsim.importer import load_model
 from distsim.ir import Attributes, Float8E4M3FN, Float8E5M2, Float32, Tensor, all_ops, verify
 from distsim.ir.rewrite import flatten
 from distsim.models import mlp, moe
@@ -22,9 +23,9 @@ from distsim.ops.conversion import ONCE
 from distsim.plan import Plan
 from distsim.study.choices import Choices
 from distsim.study.options import ModelOptions
-from distsim.transforms import SGD, Adam, differentiate, precision_named
+from distsim.transforms import SGD, Adam, add_loss, differentiate, precision_named
 from distsim.transforms.autodiff.precision import SCALINGS
-from distsim.transforms.autodiff.set_precision import cast_number
+from distsim.transforms.autodiff.set_precision import apply_precision, cast_number
 
 E4M3, E5M2 = cast_number(Float8E4M3FN()), cast_number(Float8E5M2())
 
@@ -222,3 +223,10 @@ def test_what_a_policy_leaves_open_is_as_the_stack_does_it(stack, asked, scaling
 def test_an_unknown_scaling_is_refused():
     with pytest.raises(PlanError, match="scaling cannot be 'tensorwide'.*did you mean tensorwise"):
         precision_named("fp8:scaling=tensorwide")
+
+
+def test_a_router_multiplies_in_the_type_of_the_rest():
+    step = apply_precision(add_loss(load_model("mixtral-8x7b:layers=1,seq=16", 2)), precision_named("fp8"))
+    products = {op.outputs[0].name: op.op_type for op in all_ops(step) if "MatMul" in op.op_type}
+    assert {name for name, kind in products.items() if kind == "MatMul"} == {"router", "logits"}
+    assert products["q"] == "Float8MatMul" and products["experts.up"] == "Float8GroupedMatMul"

@@ -66,13 +66,14 @@ class Precision:
     over ranks. ``update``: as which the optimizer reads their sum. ``states``: of the optimizer's states in
     order, the last one of those that follow as well. ``product_rate`` names the rate at which float32
     products run, where it is not their own (tfloat32). ``linear``: to which the operands of products with a
-    weight are cast, but for that which makes the predictions (None: they stay as they are), weights once a
-    step, as Transformer Engine's ``is_first_microbatch`` has it; an 8-bit type, of which the gradient of a
-    result takes the one with the larger range. ``scaling``: how those operands are scaled, of
-    :data:`SCALINGS` ("": as the stack does it, else delayed). ``linear_ops``: which products these are, of
-    :data:`LINEAR_OPS` (none: those of the stack, else all). ``loss_scale``: by what the loss is multiplied
-    before the backward pass, and gradients divided before the update (None: not at all); that of a step
-    somewhere in training.
+    weight are cast (None: they stay as they are), weights once a step, as Transformer Engine's
+    ``is_first_microbatch`` has it; an 8-bit type, of which the gradient of a result takes the one with the
+    larger range. Those that make predictions, or the scores of a router, stay as they are: in Megatron-LM
+    (``core/models/gpt/gpt_model.py``, ``core/transformer/moe/router.py``) they are no layers of Transformer
+    Engine's. ``scaling``: how those operands are scaled, of :data:`SCALINGS` ("": as the stack does it, else
+    delayed). ``linear_ops``: which products these are, of :data:`LINEAR_OPS` (none: those of the stack, else
+    all). ``loss_scale``: by what the loss is multiplied before the backward pass, and gradients divided
+    before the update (None: not at all); that of a step somewhere in training.
 
     Types may be given by their names (``"bf16"``). What travels between ranks is of the type
     ``gradient_sum``, and gathered as ``used``. Raises :class:`PlanError` for a type that is none of those

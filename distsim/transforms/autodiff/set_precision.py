@@ -121,6 +121,15 @@ def _converted(op: Op, source: DType, dtype: DType) -> Attributes:
     return Attributes(attributes)
 
 
+def _chosen_by(function: Function) -> set[Value]:
+    """Return what TopK chooses by, back to the products that make it: the scores of a router."""
+    found: set[Value] = set()
+    for op in reversed(function.ops):
+        if op.op_type == "TopK" or (not found.isdisjoint(op.outputs) and op.op_type not in LINEAR_OPS):
+            found.update(op.inputs)
+    return found
+
+
 def _multiplies(op: Op) -> bool:
     demand = work(signature_of(op))
     return demand is not None and demand.matrix
@@ -181,7 +190,8 @@ class _FunctionCaster:
                 self.held.add(self.env[value])
         self.constants = {self.env[function.inputs[place]] for place in constants}
         self.weights = {self.env[v] for v in function.inputs if v.role is Role.PARAMETER}
-        self.predictions = {v for op in function.ops if op.op_type in LOSSES for v in op.inputs}
+        self.wide_results = {v for op in function.ops if op.op_type in LOSSES for v in op.inputs}
+        self.wide_results |= _chosen_by(function)
 
     def build(self) -> Function:
         for op in self.old.ops:
@@ -228,7 +238,7 @@ class _FunctionCaster:
             return False
         plain = op.attributes.get("alpha", 1.0) == op.attributes.get("beta", 1.0) == 1.0
         values = len(reads) >= 2 and not {"A", "B"} & op.attributes.keys() and plain
-        return values and any(v in self.weights for v in reads[:2]) and op.outputs[0] not in self.predictions
+        return values and any(v in self.weights for v in reads[:2]) and op.outputs[0] not in self.wide_results
 
     def _linear(self, op: Op, reads: Sequence[Value]) -> Value:
         """Add the product of operands that are cast to ``precision.linear``; return it as it is computed."""
