@@ -35,11 +35,17 @@ BUCKETS = {
     "megatron": Fill(40_000_000, by_rank=1_000_000, elements=True, held=1.0),
     # DeepSpeed runtime/zero/config.py: reduce_bucket_size 5e8 elements
     "deepspeed": Fill(500_000_000, elements=True),
+    # torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: all of a module that is wrapped, a layer
+    "fsdp2": Fill(2**62),
 }
 """What frameworks choose."""
 
 BUCKET = ("auto", *BUCKETS, "N", "NMiB", "Np")
 """What ``bucket=`` may be: torch's, or layers with ``zero=3``; a framework's; bytes; parameters."""
+
+LAYERS = ("auto", "fsdp2")
+"""What it may be with ``zero=3``: layers, in a buffer that parameters and gradients lie in, or are copied
+out of, and into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,8 @@ class Buckets:
     gathered bucket by bucket during the first forward pass of the next step, in place of at the end.
     ``held``: see :class:`Fill`. ``blocking``: the parameters of a layer are gathered one by one, when it
     comes to them. ``listed``: new parameters are gathered into lists of a slice of each a rank, and
-    gradients of which a rank needs a part are summed whole.
+    gradients of which a rank needs a part are summed whole. ``copied``: parameters are copied out of the
+    buffer into which they are gathered, gradients into the one that is scattered.
     """
 
     limit: int
@@ -64,6 +71,7 @@ class Buckets:
     blocking: bool = False
     held: float = 0.0
     listed: bool = False
+    copied: bool = False
 
 
 def parse_bucket(text: object) -> Fill:
@@ -101,6 +109,7 @@ def buckets_of(
     if layers or (named and not early):
         held, listed = 0.0 if zero > 1 else 1.0, text == "nanotron" and not layers
         more = {"early": early, "layers": layers, "ahead": ahead, "blocking": blocking, "listed": listed}
+        more |= {"copied": text == "fsdp2"}
         return Buckets(2**62, 2**62, held=held, **more)
     fill = parse_bucket(text)
     limit = max(fill.limit, fill.by_rank * dp)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from distsim.buckets import parse_bucket
+from distsim.buckets import LAYERS, parse_bucket
 from distsim.errors import PlanError, shortened
 from distsim.rank_layout import (
     MAX_DEGREE,
@@ -145,10 +145,15 @@ class Plan:
                 "use usp:U with a U that does"
             )
         parse_bucket(self.bucket)
-        if self.zero == 3 and self.bucket != "auto":
+        if self.zero == 3 and self.bucket not in LAYERS:
             raise PlanError(
                 f"bucket={self.bucket} is what a bucket of gradients holds, and with zero=3 those of a layer "
-                "are reduced together; use bucket=auto, or zero=2"
+                "are reduced together; use bucket=auto, or zero=2 (or fsdp2, which copies them into a buffer)"
+            )
+        if self.bucket == "fsdp2" and self.zero != 3:
+            raise PlanError(
+                "bucket=fsdp2 copies parameters out of the buffer into which those of a layer are gathered, "
+                f"and zero={self.zero} gathers none; use zero=3, or bucket=auto"
             )
         if self.overlap_params == "on" and self.zero not in (1, 2):
             raise PlanError(

@@ -88,7 +88,8 @@ STACKS = {
             "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
             "compile off, max_norm 1.0; attention by scaled_dot_product_attention; "
             "models/llama3/infra/parallelize.py: norms are SequenceParallel "
-            "wherever there is tensor parallelism; fsdp_reshard_after_forward default; MmBackward0 of torch "
+            "wherever there is tensor parallelism; fsdp_reshard_after_forward default; fully_shard, which is "
+            "torch's FSDP2; MmBackward0 of torch "
             "returns both gradients before a DTensor is redistributed; components/float8.py without a "
             "recipe_name: torchao's tensorwise scaling, of linear layers but not of experts; layers a stage, "
             "embedding and head counted as one each (distributed/pipeline_parallel.py)",
@@ -97,7 +98,7 @@ STACKS = {
             tp_overlap="off",
             scaling="tensorwise",
             linear_ops=("MatMul", "Gemm"),
-            plan={3: {"reshard": "auto"}},
+            plan={3: {"reshard": "auto", "bucket": "fsdp2"}},
         ),
         Stack(
             *("composer", "fsdp2", "triton", "eager_loss", "none", "adamw", 1.0),

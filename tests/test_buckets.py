@@ -235,7 +235,7 @@ def test_with_several_stages_nothing_is_gathered_again_by_default():
         ("megatron", "dp=2,zero=1", ("megatron", "off", "always")),
         ("megatron", "dp=2,zero=1,overlap_grads=on", ("megatron", "on", "always")),
         ("megatron", "dp=1", ("auto", "on", "always")),
-        ("torchtitan", "dp=2,zero=3", ("auto", "on", "auto")),
+        ("torchtitan", "dp=2,zero=3", ("fsdp2", "on", "auto")),
         ("deepspeed", "dp=2,zero=2", ("deepspeed", "off", "always")),
         ("deepspeed", "dp=2,zero=3", ("auto", "on", "always")),
         ("deepspeed_2021", "dp=2,zero=3", ("auto", "on", "blocking")),

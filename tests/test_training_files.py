@@ -100,7 +100,7 @@ def test_presets_become_the_plans_that_they_are():
     assert deepseek.sizes.expert_layers.dense == 3
     llama = read_torchtitan(DATA / "llama3_405b.toml")
     assert llama.laid_out(128) == (
-        "dp=16,tp=8,microbatches=1,sp=on,tp_overlap=split,zero=3,reshard=auto,remat=full_early",
+        "dp=16,tp=8,microbatches=1,sp=on,tp_overlap=split,zero=3,reshard=auto,bucket=fsdp2,remat=full_early",
         32,
     )
     assert (llama.model, llama.stack.kernels) == ("llama3-405b", "compiled")
@@ -108,7 +108,7 @@ def test_presets_become_the_plans_that_they_are():
     assert (policy.parameter.short, policy.linear.name) == ("f32", "float8e4m3fn")
     assert (policy.scaling, policy.linear_ops) == ("tensorwise", ("MatMul", "Gemm"))
     small = read_torchtitan(DATA / "llama3_8b.toml")
-    assert small.laid_out(64)[0].endswith("zero=3,reshard=auto,remat=ops:MatMul/2+Attention")
+    assert small.laid_out(64)[0].endswith("zero=3,reshard=auto,bucket=fsdp2,remat=ops:MatMul/2+Attention")
     assert small.unknown == ()
     experts = read_torchtitan(DATA / "llama4_17bx128e.toml")
     assert experts.fields["stages"] == "12-13-12-11"
@@ -150,7 +150,7 @@ def test_presets_become_the_plans_that_they_are():
         ),
         ("--use-distributed-optimizer --ddp-bucket-size 5000000", "zero=1,bucket=5000000p"),
         ("--use-distributed-optimizer --num-distributed-optimizer-instances 2", "zero_ranks=2"),
-        ("--use-torch-fsdp2", "zero=3"),
+        ("--use-torch-fsdp2", "zero=3,bucket=fsdp2"),
         ("--global-batch-size 16", "microbatches=2"),
         ("--num-experts 8 --expert-model-parallel-size 4", "ep=4"),
     ],
@@ -298,7 +298,7 @@ def test_torchtitan_pipelines_and_hybrids(tmp_path):
     config = read_torchtitan(written(tmp_path, text, "job.toml"))
     assert plan(config, 16) == Plan.parse(
         "dp=8,pp=2,microbatches=8,schedule=interleaved_torch,chunks=2,stages=8-9-8-7,zero=3,reshard=auto,"
-        "zero_ranks=4"
+        "zero_ranks=4,bucket=fsdp2"
     )
     assert config.unknown == ("training.surprise",)
     assert config.seq == 2048

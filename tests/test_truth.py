@@ -28,7 +28,8 @@ def test_a_row_of_megatron():
 
 def test_a_row_of_torchtitan():
     case = case_of(LLAMA)
-    assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", zero=3, reshard="auto")
+    sharded = {"zero": 3, "reshard": "auto", "bucket": "fsdp2"}
+    assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", **sharded)
     assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
     assert (case.attention, case.kernels, case.stack.name) == ("flash2", "eager", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated

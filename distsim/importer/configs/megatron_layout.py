@@ -257,7 +257,8 @@ def _data(fields: TrackedFields, zero: int) -> dict[str, str | int]:
         raise fields.refusal("--ddp-num-buckets", "left out, or --ddp-bucket-size: it is not simulated")
     if zero == 3:
         keeps = fields.on("--torch-fsdp2-no-reshard-after-forward")
-        return {"zero": 3, **({"reshard": "never"} if keeps else {})}
+        copies = {"bucket": "fsdp2"} if fields.on("--use-torch-fsdp2") else {}
+        return {"zero": 3, **({"reshard": "never"} if keeps else {}), **copies}
     made: dict[str, str | int] = {
         **({"zero": zero} if zero else {}),
         "bucket": "megatron" if size is None else f"{size}p",

@@ -240,7 +240,8 @@ class _TitanLayout:
             reshard = own.text("fsdp_reshard_after_forward", "default")
             if reshard not in ("default", "always", "never"):
                 raise own.refusal("fsdp_reshard_after_forward", "default, always or never")
-            found |= {"zero": 3, "reshard": "auto" if reshard == "default" else reshard}
+            reshard = "auto" if reshard == "default" else reshard
+            found |= {"zero": 3, "reshard": reshard, "bucket": "fsdp2"}
         else:
             own.value("fsdp_reshard_after_forward")
             found["bucket"] = "torch"

@@ -22,6 +22,8 @@ OTHER = "other"
 
 _OF_INPUTS = {Role.PARAMETER: "weights", Role.STATE: "state", Role.CONSTANT: "constants", Role.INPUT: "data"}
 _MOVES = frozenset(("Cast", "Concat", "Expand", "Identity", "Send", "Slice", "Split", "Transpose"))
+_MOVES_EACH = frozenset(("CopyIn", "CopyOut"))
+"""What does so to several values, each of which has its result."""
 
 _OUTPUTS = Cache[Function, tuple[Origin, ...]]("the origins of what a function returns, by function", 1)
 
@@ -54,6 +56,9 @@ def _origins(function: Function, given: Mapping[Value, Origin]) -> dict[Value, O
                     found[value] = None if inner is None else found[op.inputs[inner]]
             continue
         own = module_of(op)
+        if op.op_type in _MOVES_EACH:
+            found.update({made: found[v] for v, made in zip(op.inputs, op.outputs, strict=True)})
+            continue
         if not own and operator(op.op_type).communication is not None:
             found.update(dict.fromkeys(op.outputs))
             found.update({made: found[v] for v, made in zip(moved_values(op), op.outputs, strict=False)})

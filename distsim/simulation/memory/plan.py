@@ -64,7 +64,7 @@ Places = tuple[int, ...]
 _PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], MemoryPlan]] = WeakKeyDictionary()
 _GRADIENTS: WeakKeyDictionary[Function, tuple[int, ...]] = WeakKeyDictionary()
 
-_OF_GRADIENTS = frozenset(("Add", "Pad", "GradientCast", "GradientCopy", "ScaleGradient"))
+_OF_GRADIENTS = frozenset(("Add", "Pad", "CopyIn", "GradientCast", "GradientCopy", "ScaleGradient"))
 """What makes a gradient, besides views and collectives, makes it of gradients."""
 
 
@@ -120,7 +120,7 @@ def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
 
 def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[Value]:
     """Return the values that in-place ops read, directly or through collectives, views, Pad,
-    GradientCast, GradientCopy, ScaleGradient and additions.
+    CopyIn, GradientCast, GradientCopy, ScaleGradient and additions.
 
     In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
     parameters and optimizer state, these values are gradients. So are those that lead to ``returned``.

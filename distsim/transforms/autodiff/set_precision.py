@@ -33,7 +33,7 @@ from distsim.ops import signature_of, work
 from distsim.ops.conversion import ONCE
 from distsim.transforms.autodiff.precision import LINEAR_OPS, LOSSES, SCALINGS, Precision
 
-_CASTS = ("Cast", "GradientCast", "GradientCopy", "ScaleGradient")
+_CASTS = ("Cast", "CopyIn", "GradientCast", "GradientCopy", "ScaleGradient")
 _KEEPS_WEIGHT = ("Cast", "Identity", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
 _WIDTH: dict[DType, int] = {Float16(): 1, BFloat16(): 1, Float32(): 2}
 """The types that a policy casts to each other, and which of two is the wider one."""

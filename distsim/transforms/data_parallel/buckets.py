@@ -1,7 +1,8 @@
 """Gradient buckets: many small collectives over data-parallel ranks become few large ones.
 
 One message moves a bucket (:mod:`distsim.ops.coalescing`): its tensors lie side by side in one buffer, where
-backward writes them. New parameters are gathered by the buckets of their gradients.
+backward writes them, or into which they are copied (:mod:`distsim.transforms.data_parallel.copies`). New
+parameters are gathered by the buckets of their gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from distsim.ops import operator
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
+from distsim.transforms.data_parallel.copies import copied_in
 from distsim.transforms.data_parallel.gathers import listed
 from distsim.transforms.data_parallel.gradient_buckets import (
+    REDUCTIONS,
     GradientReduction,
     gradient_buckets,
     grouped,
@@ -62,6 +65,8 @@ class _BucketWriter:
         self.missing: set[Value] = set()  # what follows from buckets that have not been sent
         self.waiting: dict[int, list[Op]] = {}
         self.held: dict[GradientReduction, Value] = {}  # those that wait for all others
+        self.copied: dict[Value, tuple[int, ...]] = {}  # what a copy casts -> the cast, what writes it flat
+        self.sent: dict[int, Value] = {}  # by stage, what the latest message with copies made
         self.ops: list[Op] = []
         self.stages: list[int] = []
 
@@ -148,6 +153,7 @@ class _BucketWriter:
         function, assigned = self.function, self.assigned
         gone = {n for bucket in buckets for own in bucket for n in (own.reduction, own.outer) if n >= 0}
         last = {max(own.reduction for own in bucket): bucket for bucket in buckets}
+        gone |= self._find_copied_casts(buckets)
         self.missing = {value for number in gone for value in function.ops[number].outputs}
         awaited: dict[int, Value] = {}  # by stage, what is to be done before its next op
         for number, op in enumerate(function.ops):
@@ -158,7 +164,7 @@ class _BucketWriter:
                 self._write_waiting(stage)
                 outer = [function.ops[own.outer] for own in last[number] if own.outer >= 0]
                 inner = [function.ops[own.reduction] for own in last[number]]
-                for message in self._messages(inner, outer):
+                for message in self._messages(inner, outer, stage):
                     self._add(message, stage)
                     self.missing.difference_update(message.outputs)
                     awaited[stage] = message.outputs[0]
@@ -176,9 +182,40 @@ class _BucketWriter:
         for stage in [*self.waiting]:
             self._write_waiting(stage)
 
-    def _messages(self, inner: Sequence[Op], outer: Sequence[Op]) -> list[Op]:
+    def _find_copied_casts(self, buckets: Sequence[Sequence[GradientReduction]]) -> set[int]:
+        """Find the casts of gradients that the copies into their buckets do, and what is between the two."""
+        function, found = self.function, set[int]()
+        for own in [own for bucket in buckets for own in bucket] if self.buckets.copied else ():
+            made, read = function.ops[own.made], function.makes[own.made][0]
+            if made.op_type == "GradientCast" and function.uses[read] == 1:
+                own_ops = (own.made, *own.before)
+                self.copied[function.ops[own.reduction].inputs[0]] = own_ops
+                found.update(own_ops)
+        return found
+
+    def _copied_from(self, value: Value, stage: int) -> Value:
+        """Return what is copied in the place of a gradient: before its cast, written flat."""
+        cast, *before = self.copied.get(value, (-1,))
+        if cast < 0:
+            return value
+        (source,) = self.function.ops[cast].inputs
+        for op in [self.function.ops[number] for number in before]:
+            narrow = as_tensor(source.type, source.name).dtype
+            type_ = replace(as_tensor(op.outputs[0].type, source.name), dtype=narrow)
+            flat = Value(source.name, type_)
+            self._add(replace(op, inputs=(source,), outputs=(flat,)), stage)
+            source = flat
+        return source
+
+    def _messages(self, inner: Sequence[Op], outer: Sequence[Op], stage: int) -> list[Op]:
         """Return reductions as messages; where new parameters are gathered into lists, each sums it all."""
         sent = [*in_messages(inner), *in_messages(outer)]
+        if self.buckets.copied:
+            first, sent = in_messages(inner), in_messages(outer)
+            for op in reversed(first):
+                sources = [self._copied_from(value, stage) for value in op.inputs]
+                sent = [*copied_in(op, sources, self.sent.get(stage)), *sent]
+            self.sent[stage] = first[-1].outputs[0]
         if not self.buckets.listed:
             return sent
         whole = [Attributes({**op.attributes, "whole": 1}) for op in sent]
@@ -252,9 +289,10 @@ class _BucketWriter:
                 outer.append(replace(ops[each.outer], inputs=(scattered,), outputs=(result,)))
                 result = scattered
             sent.append(replace(op, inputs=(value,), outputs=(result,)))
-        for op in self._messages(sent, outer):
+        for op in self._messages(sent, outer, bucket[0].stage):
             # Nobody reads the sums after that, of which the buffer is.
-            self._add(replace(op, attributes=Attributes({**op.attributes, "in_place": True})))
+            there = {"in_place": True} if op.op_type in REDUCTIONS else {}
+            self._add(replace(op, attributes=Attributes({**op.attributes, **there})))
         return later
 
     def _gathered(self, ops: Sequence[Op]) -> list[Op]:

@@ -15,6 +15,7 @@ from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
+from distsim.transforms.data_parallel.copies import copied_out
 from distsim.transforms.data_parallel.gathers import chains, gathers, listed
 from distsim.transforms.op_graph import Numbered, StageMap
 
@@ -26,7 +27,7 @@ def prefetch(
 
     With ``buckets`` all gathers of a unit of one element type are one message, as of torch's flat parameters;
     with those that are ``blocking`` each is one of its own, right before its unit, and waits for what that
-    waits for.
+    waits for. With those that are ``copied`` parameters are copied out of a message when their unit starts.
 
     In each pass of each stage the gathers of a unit stand before the unit that comes before it there, behind
     a barrier that waits for what that one waits for. Those of the first unit of the forward pass wait for
@@ -45,8 +46,7 @@ def prefetch(
     found = chains(plain)
     if not found:
         return function, assigned
-    blocking = buckets is not None and buckets.blocking
-    return _Prefetcher(function, assigned, plain, found).run(buckets is not None and not blocking, blocking)
+    return _Prefetcher(function, assigned, plain, found).run(buckets)
 
 
 @dataclass
@@ -77,8 +77,12 @@ class _Prefetcher:
         self.before: dict[int, list[tuple[list[int], Value | None]]] = {}
         self.weights: set[int] = set()
 
-    def run(self, whole: bool, blocking: bool) -> tuple[Numbered, StageMap]:
+    def run(self, buckets: Buckets | None) -> tuple[Numbered, StageMap]:
+        blocking = buckets is not None and buckets.blocking
+        whole = buckets is not None and not blocking
+        copied = buckets is not None and buckets.copied and whole
         self._find_units()
+        start_of = dict[int, int]()
         for (_, forward), units in self.units.items():
             for place, unit in enumerate(units):
                 ahead = unit if blocking or not place else units[place - 1]
@@ -86,17 +90,31 @@ class _Prefetcher:
                 anchor = None if forward and (kept or not place) else ahead.anchor
                 if unit.gathers:
                     self.before.setdefault(ahead.start, []).append((unit.gathers, anchor))
+                    start_of.update(dict.fromkeys(unit.gathers, unit.start))
+        late: dict[int, list[Op]] = {}  # what is done with gathered parameters when their unit starts
         ops: list[Op] = []
         stages: list[int] = []
         blocked = {ahead: gathers_ for ahead, each in self.before.items() for gathers_, _ in each if blocking}
         for number, op in enumerate(self.function.ops):
             for gathers_, anchor in self.before.get(number, ()):
+                start = start_of[gathers_[0]]
+                if number in late and start != number and not self.function.forward[number]:
+                    copies = late.pop(number)  # before the next is gathered, which may have the same buffer
+                    ops += copies
+                    anchor = copies[0].outputs[0]
                 written = [each for gather in gathers_ for each in self._written(gather, anchor)]
                 written = [listed(op) if gathers(op) else op for op in written] if blocking else written
-                ops += _as_messages(written) if whole else written
+                written, after = _as_messages(written, copied) if whole else (written, [])
+                ops += written
+                if after:
+                    late.setdefault(start, []).extend(after)
                 stages += [self.assigned.stage[gathers_[0]]] * (len(ops) - len(stages))
+            ops += late.pop(number, ())
             if number not in self.chain:
-                ops += self._after(number, blocked[number]) if number in blocked else [op]
+                if copied and gathers(op):
+                    ops += copied_out(op)
+                else:
+                    ops += self._after(number, blocked[number]) if number in blocked else [op]
                 stages += [self.assigned.stage[number]] * (len(ops) - len(stages))
         made = Numbered(replace(self.plain, ops=tuple(ops)))
         place = {value: i for i, value in enumerate(made.values)}
@@ -185,8 +203,11 @@ class _Prefetcher:
         return [Op("OptimizationBarrier", (source, anchor), (late,)), replace(op, inputs=(late,))]
 
 
-def _as_messages(ops: Sequence[Op]) -> list[Op]:
-    """Return ops of which those that gather do so together: after what they read, before what reads them."""
+def _as_messages(ops: Sequence[Op], copied: bool) -> tuple[list[Op], list[Op]]:
+    """Return ops of which those that gather do so together: after what they read, before what reads them.
+
+    And the ops for when what is gathered is used: where it is ``copied``, the copies and all that reads them.
+    """
     first, sent, last = list[Op](), list[Op](), list[Op]()
     late = set[Value]()
     for op in ops:
@@ -198,4 +219,8 @@ def _as_messages(ops: Sequence[Op]) -> list[Op]:
             first.append(op)
             continue
         late.update(op.outputs)
-    return [*first, *in_messages(sent), *last]
+    messages = in_messages(sent)
+    if not copied:
+        return [*first, *messages, *last], []
+    pairs = [copied_out(op) for op in messages]
+    return [*first, *[gather for gather, _ in pairs]], [*[copy for _, copy in pairs], *last]

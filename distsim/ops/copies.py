@@ -1,0 +1,50 @@
+"""Copies between tensors and the buffer of a message: ``CopyOut`` of one that was gathered, ``CopyIn`` of one
+that is scattered.
+
+Several tensors are one message where they lie side by side in a buffer (:mod:`distsim.ops.coalescing`).
+Where a framework keeps them elsewhere, one kernel copies all of them on the stream of the computation:
+torch's FSDP2 gathers parameters into a buffer out of which it splits them, and gradients into one that it
+scatters, casting on the way (``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``:
+``split_with_sizes_copy``, ``chunk_cat``). FSDP1's parameters and gradients are views of such buffers.
+
+Each reads its operands once and writes as many results; ``to`` is the element type of these, if it is
+another. Neither is an op of a model: :mod:`distsim.transforms.data_parallel.copies` writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import onnx.helper
+
+from distsim.errors import TypeRuleError
+from distsim.ir.type import Tensor, from_numpy
+from distsim.ir.value import Attributes
+from distsim.ops.operator import Array, Operator, common_device, register
+from distsim.ops.places import move_work
+
+
+def _register_copy(name: str) -> None:
+    def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not inputs:
+            raise TypeRuleError(f"{name} copies at least one tensor; none given")
+        common_device(name, inputs)
+        if len({tensor.dtype for tensor in inputs}) > 1:
+            raise TypeRuleError(f"{name} copies tensors of one element type, not {[*map(str, inputs)]}")
+        if "to" not in attributes:
+            return inputs
+        to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
+        return tuple([replace(tensor, dtype=to) for tensor in inputs])
+
+    def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        if "to" not in attributes:
+            return list(arrays)
+        to = onnx.helper.tensor_dtype_to_np_dtype(attributes["to"])
+        return [array.astype(to, copy=False) for array in arrays]
+
+    register(Operator(name, types=types, compute=compute, work=move_work))
+
+
+_register_copy("CopyOut")
+_register_copy("CopyIn")
