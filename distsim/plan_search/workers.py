@@ -132,7 +132,7 @@ class _Processes:
 
     def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
         # The longest first: no process is left with one when the others are done.
-        waiting = sorted(reversed(range(len(units))), key=lambda place: len(units[place].plans))
+        waiting = sorted(range(len(units)), key=lambda place: len(units[place].plans))
         free = list(range(len(self._pools)))
         under_way: dict[Future[list[PlanTrial]], tuple[int, int]] = {}
         died: set[int] = set()
