@@ -2,8 +2,9 @@
 
 Plans that share a division are a unit, which one process tries in order. The most promising plan of each
 comes first: it tells how fast the others of its unit can be, and how fast they have to be. Units are tried in
-rounds of :data:`ROUND` plans and more, each of which starts from what the rounds before found: so what is
-tried, and what comes out, is the same whatever the number of processes, and after being resumed.
+rounds of :data:`ROUND` plans and :data:`UNITS` units and more, each of which starts from what the rounds
+before found: so what is tried, and what comes out, is the same whatever the number of processes, and after
+being resumed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from distsim.simulation.explain.text import count
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
-ROUND = 24
-"""Plans of a round, the fewest: a quarter of those tried before it, so that there is work for many."""
+ROUND, UNITS = 24, 4
+"""Plans of a round, the fewest: a quarter of those tried before it, if that is more; and units, so that there
+is work for many."""
 
 RECOMPUTED = 1.3
 """How much longer a plan that recomputes all is taken to be, as which it is put in order: of no effect on
@@ -279,7 +281,7 @@ def _round(
     chosen: list[PlanUnit] = []
     plans_chosen = 0
     for place, unit in enumerate(units):
-        if plans_chosen >= size:
+        if plans_chosen >= size and len(chosen) >= UNITS:
             return chosen, units[place:]
         plans: list[Plan] = []
         for plan in unit.plans:

@@ -131,7 +131,8 @@ class _Processes:
         self._pools = [self._pool() for _ in range(count)]
 
     def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
-        waiting = list(reversed(range(len(units))))
+        # The longest first: no process is left with one when the others are done.
+        waiting = sorted(range(len(units)), key=lambda place: len(units[place].plans))
         free = list(range(len(self._pools)))
         under_way: dict[Future[list[PlanTrial]], tuple[int, int]] = {}
         died: set[int] = set()
