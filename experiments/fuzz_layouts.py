@@ -104,7 +104,7 @@ def random_layout(seed: int, experts: bool) -> Plan:
         reshard=rng.choice(("always", "never")) if zero == 3 else "always",
         sp="on" if tp > 1 and rng.random() < 0.5 else "off",
     )
-    plan = with_parts(with_tp_overlap(with_zero_ranks(with_buckets(plan))))
+    plan = with_copies(with_parts(with_tp_overlap(with_zero_ranks(with_buckets(plan)))))
     return with_experts(plan) if experts else plan
 
 
@@ -136,6 +136,12 @@ def with_experts(plan: Plan) -> Plan:
             with suppress(PlanError):
                 found.append(replace(plan, ep=ep, etp=etp))
     return Random(f"experts over ranks {plan}").choice(found)
+
+
+def with_copies(plan: Plan) -> Plan:
+    """Return a plan that gathers parameters with FSDP2's copies, or without; the last dice of all."""
+    copies = plan.zero == 3 and Random(f"copies {plan}").choice((True, False))
+    return replace(plan, bucket="fsdp2") if copies else plan
 
 
 def with_buckets(plan: Plan) -> Plan:

@@ -47,6 +47,7 @@ COPIES = "zero=3,bucket=fsdp2"
         ("llama", Plan(2, 2, 1, 2), "full", "always"),
         ("odd gpt", Plan(4, 1, 1, 3), "none", "auto"),
         ("tied", Plan(3, 1, 2, 2), "full", "never"),
+        ("tied", Plan(2, 1, 2, 1), "full", "always"),  # a gradient that is summed once a step
         ("llama", Plan(2, 1, 3, 2), "every_early:2", "always"),
         ("mlp", Plan(2, 1, 1, 2), "none", "blocking"),
     ],

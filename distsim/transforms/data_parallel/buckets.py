@@ -207,7 +207,7 @@ class _BucketWriter:
             source = flat
         return source
 
-    def _messages(self, inner: Sequence[Op], outer: Sequence[Op], stage: int) -> list[Op]:
+    def _messages(self, inner: Sequence[Op], outer: Sequence[Op], stage: int = -1) -> list[Op]:
         """Return reductions as messages; where new parameters are gathered into lists, each sums it all."""
         sent = [*in_messages(inner), *in_messages(outer)]
         if self.buckets.copied:
@@ -215,7 +215,8 @@ class _BucketWriter:
             for op in reversed(first):
                 sources = [self._copied_from(value, stage) for value in op.inputs]
                 sent = [*copied_in(op, sources, self.sent.get(stage)), *sent]
-            self.sent[stage] = first[-1].outputs[0]
+            if stage >= 0:  # what is reduced once a step waits for nothing of a microbatch
+                self.sent[stage] = first[-1].outputs[0]
         if not self.buckets.listed:
             return sent
         whole = [Attributes({**op.attributes, "whole": 1}) for op in sent]
@@ -289,7 +290,7 @@ class _BucketWriter:
                 outer.append(replace(ops[each.outer], inputs=(scattered,), outputs=(result,)))
                 result = scattered
             sent.append(replace(op, inputs=(value,), outputs=(result,)))
-        for op in self._messages(sent, outer, bucket[0].stage):
+        for op in self._messages(sent, outer):
             # Nobody reads the sums after that, of which the buffer is.
             there = {"in_place": True} if op.op_type in REDUCTIONS else {}
             self._add(replace(op, attributes=Attributes({**op.attributes, **there})))
