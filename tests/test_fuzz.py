@@ -36,6 +36,8 @@ def test_gradients_are_difference_quotients():
 def test_what_went_wrong_once():
     """Gathers of a learned weight of a loss (88, 254), and copies that a second cut put on other stages."""
     assert outcomes("pairs", [88, 146, 254, 610]).count("equal") == 4
+    # A copy of what is reduced once a step waited for the reduction of a microbatch.
+    assert outcomes("layouts", [304]) == ["equal"]
 
 
 def test_an_exchange_within_what_other_ranks_divide():
