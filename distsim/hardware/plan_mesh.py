@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from distsim.cache import Cache
+from distsim.cache import Cache, cached
 from distsim.errors import PlanError
 from distsim.hardware.rank_axes import EXPERT, INNER, OUTER, PARTS, WITHIN, RankAxes
 from distsim.ir.device import Mesh
 from distsim.ir.topology import Topology
 from distsim.plan import Plan
-from distsim.rank_layout import parse_cp_kind
+from distsim.rank_layout import ExpertRanks, parse_cp_kind
 
 DEGREES = {
     **dict.fromkeys(("cp_ring", "cp_heads"), "cp"),
@@ -26,7 +26,12 @@ _MESHES = Cache[Topology, Mesh]("meshes of plans, by topology, its version and d
 def rank_axes(plan: Plan) -> RankAxes:
     """Return the axes of the ranks of a stage."""
     ulysses = parse_cp_kind(plan.cp_kind)[1]
-    return RankAxes.of(plan.dp, plan.tp, plan.cp, ulysses, plan.expert_ranks, plan.zero_ranks)
+    return _axes_of(plan.dp, plan.tp, plan.cp, ulysses, plan.expert_ranks, plan.zero_ranks)
+
+
+@cached("axes of the ranks of a stage, by degrees", 4096)
+def _axes_of(dp: int, tp: int, cp: int, ulysses: int, experts: ExpertRanks, inner: int) -> RankAxes:
+    return RankAxes.of(dp, tp, cp, ulysses, experts, inner)
 
 
 def plan_mesh(plan: Plan, topology: Topology) -> Mesh:
