@@ -13,13 +13,13 @@ SPEED = 2.0**12
 
 
 def bare_cluster(name: str) -> Topology:
-    """Return a preset on which every kernel reaches what is reached at best, whatever its kind and shape.
+    """Return a preset on which every kernel reaches what is reached at best, and no message takes to begin.
 
     Costs of parts sum up to those of the whole there.
     """
     found = load_cluster(name)
     devices = [replace(device, rates=NO_RATES, kernel_launch_overhead=4e-6) for device in found.devices]
-    return Topology.of_devices(devices, found.levels)
+    return Topology.of_devices(devices, [replace(level, start=0.0) for level in found.levels])
 
 
 def invent_topology(rng: Random, count: int) -> Topology:
