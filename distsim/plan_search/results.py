@@ -34,7 +34,7 @@ class SearchResult:
     >>> sets = "dp=8|4,tp=1|2,pp=1,zero=0,remat=none,microbatches=1"
     >>> found = distsim.search("mlp:layers=4,width=64", "dgx-a100", sets, batch=16, kernels="ops")
     >>> found
-    SearchResult(2 plans, 2 simulated, best dp=4,tp=2,pp=1,microbatches=1,schedule=1f1b)
+    SearchResult(2 plans, 2 simulated, best dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b)
     >>> [row["plan"] for row in found.rows()][:1] == [found.best.text]
     True
     """
