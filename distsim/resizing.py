@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakValueDictionary
 
 from distsim.cache import Cache
+from distsim.errors import TypeRuleError
 from distsim.ir import Environment, Function, Op, Tensor, Type, Value, place_of, substitute
 from distsim.ir.rewrite import retype_op
 from distsim.ops.conversion import ONCE
@@ -88,7 +89,10 @@ class Likeness:
         else:
             env: Environment = dict(self.values)
             made = [env.pop(value, None) for value in op.outputs]
-            found = retype_op(op, env, self.like.name)
+            try:
+                found = retype_op(op, env, self.like.name)
+            except TypeRuleError as error:  # it reads what has a size of its own, as the sum of a gradient has
+                raise Unlike from error
             if any(value is not None for value in made):
                 outputs = [b if a is None else a for a, b in zip(made, found.outputs, strict=True)]
                 if any(a.type != b.type for a, b in zip(outputs, found.outputs, strict=True)):

@@ -8,12 +8,12 @@ import pytest
 from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import load_cluster
-from distsim.ir import BFloat16, FunctionMaker, Tensor, verify
+from distsim.ir import BFloat16, FunctionMaker, Op, Tensor, Value, verify
 from distsim.ir.type import Float
 from distsim.models import gpt
 from distsim.ops.conversion import ONCE
 from distsim.plan import Plan
-from distsim.resizing import likeness_of, shared
+from distsim.resizing import Unlike, likeness_of, shared
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.autodiff.set_precision import cast_number
@@ -138,3 +138,13 @@ def test_what_is_cast_once_a_step_is_unlike_what_each_microbatch_casts():
 
     first, other, again = shared(cast(2, **{ONCE: True})), shared(cast(5)), shared(cast(5, **{ONCE: True}))
     assert likeness_of(other) is None and likeness_of(again).like is first
+
+
+def test_what_reads_a_sum_of_another_size_is_not_carried_over():
+    """Models that differ in a weight's width have sums of its gradient that do, too."""
+    first = shared(product(2))
+    wider = shared(product(2, width=5))
+    made = first.ops[0].outputs[0]
+    adds = Op("AccumulateInto", (Value("so_far", made.type), made), (Value("sum", made.type),))
+    with pytest.raises(Unlike):
+        likeness_of(wider).carry_ops([adds])
