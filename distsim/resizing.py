@@ -91,7 +91,7 @@ class Likeness:
             made = [env.pop(value, None) for value in op.outputs]
             try:
                 found = retype_op(op, env, self.like.name)
-            except TypeRuleError as error:  # it reads what has a size of its own, as the sum of a gradient has
+            except TypeRuleError as error:  # it reads what has a size of its own, as sums of gradients have
                 raise Unlike from error
             if any(value is not None for value in made):
                 outputs = [b if a is None else a for a, b in zip(made, found.outputs, strict=True)]
