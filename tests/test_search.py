@@ -218,3 +218,9 @@ def test_no_plans_and_unknown_objectives_are_refused():
         search(model("mlp"), topology_of(2), [])
     with pytest.raises(PlanError, match="not one of time, memory"):
         search(model("mlp"), topology_of(2), objective="speed")
+
+
+def test_stages_of_a_stack_are_of_all_layers_also_of_those_of_another_kind():
+    step = differentiate(add_loss(load_model("deepseek-v2-lite:layers=3,seq=16", 12)), Adam())
+    space = PlanSpace.of(step, topology_of(6), {}, complete=lambda plan: replace(plan, stages="layers"))
+    assert {plan.pp for plan in space.plans} == {1, 3}

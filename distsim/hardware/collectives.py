@@ -20,9 +20,10 @@ a `TokenChoice`    the rows of a rank's tokens for all their experts       :mod:
 ================== ======================================================= ===========================
 
 Each takes what the slowest of its levels says that it takes to begin besides (``Level.start``), once: NCCL
-runs all steps of one, a message too, in one kernel. One rank has nothing to send: zero. Where ranks of the
-group share a port or an uplink, B is what each gets. In ``all_to_all``, ``scatter``, ``gather`` and ``send``
-B and a are those of the links between the pairs that talk, and a rank serves its peers one after the other.
+runs all steps of one, a message too, in one kernel. Node-limited exchanges of tokens take none: DeepEP's
+kernels write to their peers without NCCL. One rank has nothing to send: zero. Where ranks of the group share
+a port or an uplink, B is what each gets. In ``all_to_all``, ``scatter``, ``gather`` and ``send`` B and a are
+those of the links between the pairs that talk, and a rank serves its peers one after the other.
 
 Where a group has k ranks in each of m groups of a level (k GPUs in each of m nodes, n = k m), more algorithms
 are open, and the cheapest is taken:

@@ -128,7 +128,9 @@ class PlanEvaluator:
         there are, and whether they are cut of what gathers parameters, or of what is divided as it stands."""
         layers = self.layers_key(plan)
         plain = plan.remat == "none" and not (plan.offload or self.problem.kernels.interiors)
-        gathers = (plan.pp, plan.reshard) if plan.zero == 3 else ()
+        # What is gathered, and copied, for a pass waits for it: a part of a stage that is no call.
+        divided = plan.reshard, plan.bucket, plan.zero_ranks, plan.overlap_params, plan.overlap_grads
+        gathers = (plan.pp, *divided) if plan.zero == 3 else ()
         cut = plan.num_stages, plan.stages
         return None if layers is None else (layers, *cut, gathers, plain and not plan.zero)
 

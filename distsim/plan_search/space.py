@@ -38,6 +38,7 @@ from distsim.rank_layout import CP_KINDS
 from distsim.schedule import FLUSH, SCHEDULES, schedule
 from distsim.schedule.refusals import count as count_of
 from distsim.suggestions import choices_for
+from distsim.transforms.recompute.joint import Joint
 from distsim.transforms.sharding.roles import batch_inputs, roles
 
 SIZE = "microbatch_size"
@@ -98,8 +99,9 @@ def parse_sets(text: str) -> dict[str, tuple[str, ...]]:
 class ModelTraits:
     """What of a model decides which layouts are sensible.
 
-    ``batch`` samples a step; ``sequence`` tokens of each, ``layers`` that are alike and ``experts``: 0 where
-    there are none, or it is not known; whether attention is ``fused``, one kernel.
+    ``batch`` samples a step; ``sequence`` tokens of each, ``layers`` that are alike, ``every_layer`` (those
+    of other kinds too), and ``experts``: 0 where there are none, or it is not known; whether attention is
+    ``fused``, one kernel.
     """
 
     batch: int
@@ -107,6 +109,7 @@ class ModelTraits:
     layers: int = 0
     experts: int = 0
     fused: bool = False
+    every_layer: int = 0
 
     @staticmethod
     def of(function: Function) -> ModelTraits:
@@ -117,7 +120,7 @@ class ModelTraits:
             raise PlanError(f"{function.name} has no data input, so no batch that microbatches could divide")
         tokens = [t.shape[1] for t in types if len(t.shape) > 1 and not t.dtype.is_floating]
         layers = Counter(op.callee for op in function.ops if op.is_call)
-        ops = list(all_ops(function))
+        ops, ahead = list(all_ops(function)), Joint.of(function).forward
         grouped = [op for op in ops if op.op_type in ("GroupedMatMul", "Float8GroupedMatMul")]
         experts = [w.shape[0] for op in grouped if (w := _tensor(op.inputs[1]))]
         return ModelTraits(
@@ -126,6 +129,7 @@ class ModelTraits:
             max(layers.values(), default=0),
             max(experts, default=0),
             any(op.op_type == "Attention" for op in ops),
+            sum(op.is_call and op in ahead for op in function.ops),
         )
 
 
@@ -233,7 +237,8 @@ class PlanSpace:
     def _divides(self, plan: Plan) -> bool:
         """Whether what was not asked for divides: layers into equal stages, as a stack has them, and
         microbatches by ranks that interleave stages."""
-        if plan.stages == "layers" and "stages" not in self.sets and self.traits.layers % plan.num_stages:
+        counted = plan.stages == "layers" and "stages" not in self.sets
+        if counted and self.traits.every_layer % plan.num_stages:
             return False
         interleaved = plan.schedule == "interleaved" and "schedule" not in self.sets
         return not interleaved or plan.microbatches % plan.pp == 0
@@ -328,7 +333,8 @@ class PlanSpace:
         if name == "cp":
             return [c for c in degrees if c == 1 or traits.sequence >= c * TOKENS_OF_A_RANK]
         if name == "pp":
-            return [pp for pp in degrees if pp <= (traits.layers or self.devices)]
+            most = max(traits.layers, traits.every_layer) or self.devices
+            return [pp for pp in degrees if pp <= most]
         if name == "ep":
             return divisors(traits.experts) if traits.experts else [1]
         sensible: Mapping[str, Sequence[Any]] = {
