@@ -77,11 +77,7 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     if re.search(r"torch[. ]?compile|\+ ?compile", said):
         kernels = "compiled_blocks" if stack.name == "torchtitan" else "compiled"
     if kernels.startswith("fused") and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
-        if kernels == "fused_waiting":
-            raise MissingFeatureError(
-                "a fused cross entropy of a framework whose hosts wait for their devices"
-            )
-        kernels = "fused_loss"
+        kernels = kernels.replace("fused", "fused_loss", 1)
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
 
 

@@ -229,6 +229,7 @@ KERNELS = {
         replace(_TORCH, name="eager", joins=_alone, loss="torch"),
         replace(_MEGATRON_LM, name="fused", loss="megatron"),
         replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
+        replace(_MEGATRON_LM, name="fused_loss_waiting", waiting=True, launched_as="fused"),
         replace(_MEGATRON_LM, name="fused_waiting", loss="megatron", waiting=True, launched_as="fused"),
         replace(_TORCH, name="eager_loss", joins=_one_loss, interiors=True, launched_as="eager"),
         replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
@@ -244,11 +245,10 @@ KERNELS = {
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
 by op; ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with that of the cross
-entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``: as ``fused``, with a host that waits for its
-device before each microbatch, as until 2023; ``eager_loss``: as ``eager``, but a cross entropy is one
-kernel, of logits as they are; ``compiled``: as a compiler joins them; ``compiled_blocks``: the same, but the
-loss is torch's. All but the first have
-multi-tensor kernels."""
+entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these, with a
+host that waits for its device before each microbatch, as until 2023; ``eager_loss``: as ``eager``, but a
+cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
+``compiled_blocks``: the same, but the loss is torch's. All but the first have multi-tensor kernels."""
 
 
 def kernels_named(name: str) -> Kernels:
