@@ -41,6 +41,7 @@ from distsim.ops import signature_of, work
 from distsim.plan import Plan
 from distsim.token_choice import TokenChoice
 from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms.kernels.policies import KERNELS
 
 
 def gathering(sizes: DecoderSizes, **changes: object) -> DecoderSizes:
@@ -213,3 +214,35 @@ def test_steps_with_tokens_once_to_each_node(text, loads):
     ]
     kinds = {collective_of(signature_of(op), ())[0] for op in exchanges}
     assert kinds == {"tokens to 2 of 4 in 1 of 2"}
+
+
+@pytest.mark.parametrize(("loads", "told"), [(EVEN, 1), (SKEWED, 1), (PADDED, 0)])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "deepep"])
+def test_ranks_tell_each_other_how_many_rows_come_and_their_hosts_wait(dispatcher, loads, told):
+    """Once for a layer and a microbatch, and again where it runs again; not with slots that are all sent."""
+    sizes = replace(SENT, experts=replace(SENT.experts, dispatcher=dispatcher))
+    joint = differentiate(decoder(sizes, BATCH, SEQ, BFloat16(), loads), SGD())
+    for text, times in (("dp=2,ep=2", 1), ("dp=2,ep=2,microbatches=2", 2), ("dp=2,ep=2,remat=full", 2)):
+        program = parallelize(joint, Plan.parse(text), topology_of(2), kernels=KERNELS["eager"])
+        ops = [*all_ops(program.to_function(steady=True))]
+        waits = [op for op in ops if op.op_type == "Await"]
+        gathers = [op for op in ops if op.op_type == "MPIAllgather"]
+        assert len(waits) == len(gathers) == 2 * times * told
+        assert all(op.outputs[0] in wait.inputs for op, wait in zip(gathers, waits, strict=True))
+        assert all(op.outputs[0].type.shape == (2 * 8,) for op in gathers)
+
+
+def test_nothing_is_issued_before_the_counts_are_there():
+    """The device idles while the host issues what it could not before: the step is longer by more than the
+    kernel that counts and the message; without a host by these."""
+    topology = load_cluster("dgx-h100")
+
+    def step(loads: Loads, kernels: str) -> float:
+        joint = differentiate(decoder(LARGE, 8, 1024, BFloat16(), loads), SGD())
+        program = parallelize(joint, Plan(dp=2, ep=2), topology, kernels=KERNELS[kernels])
+        return Simulator(CostModel(topology, kernels=kernels)).simulate(program).step_time
+
+    slots = Loads(capacity=1.0)  # as many rows, and all ranks know that
+    alone = step(EVEN, "ops") - step(slots, "ops")
+    assert alone > 0
+    assert step(EVEN, "eager") - step(slots, "eager") > 1.5 * alone

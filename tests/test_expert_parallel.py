@@ -46,7 +46,6 @@ from distsim.plan import Plan
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.kernels.attention import set_attention
-from distsim.transforms.kernels.policies import KERNELS
 
 CASES = [
     ("mixtral", "dp=2,ep=2", 1, SKEWED),
@@ -301,38 +300,6 @@ def test_with_tp_and_sp_rows_are_exchanged_by_parts_and_gathered_where_experts_r
     assert found["reduce_scatter", "tp", rows] == 4
     # What was gathered in forward is again, as its input is saved.
     assert found["all_gather", "tp", rows] == 6
-
-
-@pytest.mark.parametrize(("loads", "told"), [(EVEN, 1), (SKEWED, 1), (PADDED, 0)])
-@pytest.mark.parametrize("dispatcher", ["alltoall", "deepep"])
-def test_ranks_tell_each_other_how_many_rows_come_and_their_hosts_wait(dispatcher, loads, told):
-    """Once for a layer and a microbatch, and again where it runs again; not with slots that are all sent."""
-    sizes = replace(SENT, experts=replace(SENT.experts, dispatcher=dispatcher))
-    joint = differentiate(decoder(sizes, BATCH, SEQ, BFloat16(), loads), SGD())
-    for text, times in (("dp=2,ep=2", 1), ("dp=2,ep=2,microbatches=2", 2), ("dp=2,ep=2,remat=full", 2)):
-        program = parallelize(joint, Plan.parse(text), topology_of(2), kernels=KERNELS["eager"])
-        ops = [*all_ops(program.to_function(steady=True))]
-        waits = [op for op in ops if op.op_type == "Await"]
-        gathers = [op for op in ops if op.op_type == "MPIAllgather"]
-        assert len(waits) == len(gathers) == 2 * times * told
-        assert all(op.outputs[0] in wait.inputs for op, wait in zip(gathers, waits, strict=True))
-        assert all(op.outputs[0].type.shape == (2 * 8,) for op in gathers)
-
-
-def test_nothing_is_issued_before_the_counts_are_there():
-    """The device idles while the host issues what it could not before: the step is longer by more than the
-    kernel that counts and the message; without a host by these."""
-    topology = load_cluster("dgx-h100")
-
-    def step(loads: Loads, kernels: str) -> float:
-        joint = differentiate(decoder(LARGE, 8, 1024, BFloat16(), loads), SGD())
-        program = parallelize(joint, Plan(dp=2, ep=2), topology, kernels=KERNELS[kernels])
-        return Simulator(CostModel(topology, kernels=kernels)).simulate(program).step_time
-
-    slots = Loads(capacity=1.0)  # as many rows, and all ranks know that
-    alone = step(EVEN, "ops") - step(slots, "ops")
-    assert alone > 0
-    assert step(EVEN, "eager") - step(slots, "eager") > 1.5 * alone
 
 
 def test_all_wait_for_the_rank_of_the_busiest_experts():

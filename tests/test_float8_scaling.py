@@ -18,7 +18,7 @@ from distsim.importer import load_model
 from distsim.ir import Attributes, Float8E4M3FN, Float8E5M2, Float32, Tensor, all_ops, verify
 from distsim.ir.rewrite import flatten
 from distsim.models import mlp, moe
-from distsim.ops import compute, operator, signature_of
+from distsim.ops import Signature, compute, operator, sharding_rule, signature_of
 from distsim.ops.conversion import ONCE
 from distsim.plan import Plan
 from distsim.study.choices import Choices
@@ -230,3 +230,15 @@ def test_a_router_multiplies_in_the_type_of_the_rest():
     products = {op.outputs[0].name: op.op_type for op in all_ops(step) if "MatMul" in op.op_type}
     assert {name for name, kind in products.items() if kind == "MatMul"} == {"router", "logits"}
     assert products["q"] == "Float8MatMul" and products["experts.up"] == "Float8GroupedMatMul"
+
+
+def test_rows_that_keep_their_own_largest_element_are_not_reduced():
+    """Of samples tp ranks reduce what rows have together; of a matrix each row has a number of its own."""
+
+    def reduced(shape, made):
+        given = Signature("Float8Amax", Attributes(), (Tensor(Float32(), shape),), (Tensor(Float32(), made),))
+        rule = sharding_rule(given)
+        return [dim for dim in rule.inputs[0] if dim in rule.finish]
+
+    assert len(reduced((8, 4), (8, 1))) == 1  # columns, each part of which has its own
+    assert len(reduced((2, 8, 4), (2, 1, 1))) == 2

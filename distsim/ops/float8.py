@@ -98,9 +98,10 @@ def _of_all_parts(maker: FunctionMaker, amax: Value, axis: str) -> Value:
 def _amax_sharding(signature: Signature) -> ShardingRule:
     x, amax = signature.inputs[0], signature.outputs[0]
     labels = letters(x.rank)
-    rows = _of_own_part if signature.attributes.get("whole", 0) else _of_all_parts
-    finish = {name: _of_own_part if name == labels[-1] else rows for name in labels}
     made = tuple([None if size == 1 else name for size, name in zip(amax.shape, labels, strict=True)])
+    rows = _of_own_part if signature.attributes.get("whole", 0) else _of_all_parts
+    # What is divided as its numbers are has those of its own part.
+    finish = {name: _of_own_part if name == labels[-1] else rows for name in labels if name not in made}
     return ShardingRule((labels,), (made,), finish=finish)
 
 
