@@ -155,7 +155,7 @@ class SearchRun:
         asked = processes_for(len(self.plans)) if self.workers is None else self.workers
         workers = workers_for(self.problem, asked, self.journal, evaluator)
         try:
-            for most in (1, len(self.plans)):
+            for most in [2**n for n in range(len(self.plans).bit_length() + 1)]:
                 left = [plan for plan in self.plans if str(plan) not in found]
                 units = [_unit(own[:most], known) for own in _divisions(left, evaluator, standing)]
                 while units:

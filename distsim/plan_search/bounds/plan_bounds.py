@@ -117,14 +117,21 @@ class PlanBounds:
 
     @cached_property
     def _layered(self) -> tuple[int, HeldBytes] | None:
-        """How many equal layers there are, and what their parameters take."""
-        calls = [
-            (op.callee, parameters)
-            for op in self.function.ops
-            if op.is_call and (parameters := frozenset(v for v in op.inputs if v.role is Role.PARAMETER))
-        ]
-        layers = {parameters for _, parameters in calls}
-        if not layers or {*Counter(callee for callee, _ in calls).values()} != {len(layers)}:
+        """How many equal layers there are, and what their parameters take.
+
+        Parameters that one call reads are of one layer: all of them its forward pass, and its update; a bias
+        is nothing to its backward pass.
+        """
+        layers: list[set[Value]] = []
+        callees = Counter[Function]()
+        for op in self.function.ops:
+            read = {v for v in op.inputs if v.role is Role.PARAMETER} if op.is_call else set[Value]()
+            if read:
+                callees[op.callee] += 1
+                joined = [layer for layer in layers if not layer.isdisjoint(read)]
+                layers = [layer for layer in layers if layer.isdisjoint(read)]
+                layers.append(read.union(*joined))
+        if not layers or {*callees.values()} != {len(layers)}:
             return None  # forward, backward and updates of equal layers are called once for each
         layered = {value: None for parameters in layers for value in parameters}
         updated = (op.inputs for op in self.function.ops if not layered.keys().isdisjoint(op.inputs))
