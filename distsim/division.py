@@ -16,6 +16,7 @@ from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_stages
 from distsim.rank_layout import ExpertRanks, parse_cp_kind
 from distsim.recomputation import parse_remat
+from distsim.resizing import shared
 from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
@@ -222,7 +223,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
         for _ in range(levels):
             made = inline(made)
         made = sums_at_once(made) if levels else made
-        return replace(divided, function=made)
+        return replace(divided, function=shared(made))
 
     ahead = key.buckets is not None and key.buckets.ahead
     asked = (key.remat, key.offload, key.zero, ahead, key.reshard, key.kernels, costs.key, levels, stages)
