@@ -141,11 +141,14 @@ def bytes_of_stages(
     return max(found)
 
 
-def seconds_of_layers(plan: Plan, work: LayerWork) -> float:
-    """Return the seconds that a plan takes at least whose stages are of whole layers; 0: nothing is known."""
+def seconds_of_layers(plan: Plan, work: LayerWork, sums: float = 0.0) -> float:
+    """Return the seconds that a plan takes at least whose stages are of whole layers; 0: nothing is known.
+
+    ``sums`` are seconds of each layer besides, the mean over microbatches.
+    """
     if not work.layer or not work.layers:
         return 0.0
-    return plan.microbatches * _seconds_of_layers(plan.pp, work.layers, work.layer, work.head)
+    return plan.microbatches * _seconds_of_layers(plan.pp, work.layers, work.layer + sums, work.head)
 
 
 @cached("the least seconds of whole layers, by ranks and layers", 65536)

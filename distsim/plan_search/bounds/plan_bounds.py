@@ -56,13 +56,17 @@ from distsim.schedule import schedule as schedule_named
 from distsim.simulation.memory.plan import gradient_values
 from distsim.transforms.kernels.policies import Kernels
 
+MOST_COPIES = 2
+"""Of a model, in schedules such as DualPipe."""
+
 
 class PlanKnowledge(NamedTuple):
     """What plans that were built teach of another one.
 
     Seconds for which a microbatch takes devices, summed over stages: of its ``products``, and of all that is
     ``busy``; of its ``layers``; the bytes that these have ``saved``; and of each of its ``stages``. 0, None
-    and nothing: not known. ``whole``: whether stages begin between layers.
+    and nothing: not known. ``whole``: whether stages begin between layers. ``sums`` are the seconds for which
+    a microbatch but the first adds the gradients of a layer to sums.
     """
 
     products: float = 0.0
@@ -71,6 +75,7 @@ class PlanKnowledge(NamedTuple):
     saved: int = 0
     stages: tuple[StageWork, ...] = ()
     whole: bool = False
+    sums: float = 0.0
 
 
 class HeldBytes(NamedTuple):
@@ -174,12 +179,19 @@ class PlanBounds:
         count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers = known.layers
-        found = max(least, known.products, known.busy, layers.seconds if layers else 0.0) * count / plan.pp
+        # A mean over microbatches: each of the copies of a model begins its sums with one of them.
+        sums = known.sums * max(count - MOST_COPIES, 0) / count
+        added = sums * layers.layers if layers else 0.0
+        busy = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
+        found = (busy + added) * count / plan.pp
         if plan.pp == 1:
             return found
-        whole = 0.0 if layers is None else seconds_of_layers(plan, layers)
+        whole = 0.0 if layers is None else seconds_of_layers(plan, layers, sums)
         passage = layers.passage if layers and known.whole else None
-        return max(found, whole, seconds_of_stages(plan, self._stages(plan, known), passage))
+        stages = [
+            stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
+        ]
+        return max(found, whole, seconds_of_stages(plan, stages, passage))
 
     def _stages(self, plan: Plan, known: PlanKnowledge) -> tuple[StageWork, ...]:
         """Return the stages that are known, or those of a plan that counts equal layers."""
@@ -264,6 +276,12 @@ def layers_key(plan: Plan, batch: int, levels: int) -> Hashable:
     and, unless neighbours are along the same axes, where they lie."""
     placed = plan.dp > 1 if plan.order == _ORDER else (plan.dp, plan.pp)
     return work_key(plan, batch), levels, plan.tp_overlap, placed
+
+
+def sums_key(layers: Hashable, plan: Plan) -> Hashable:
+    """Return what the seconds of sums of a layer's gradients depend on, beside ``layers``, what layers do."""
+    ranks = plan.dp * plan.cp
+    return layers, *((plan.bucket, (ranks, plan.zero_ranks) if plan.zero > 1 else ()) if ranks > 1 else ())
 
 
 def saved_key(plan: Plan, batch: int) -> Hashable:
