@@ -293,9 +293,9 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
 def test_a_stack_divides_the_sequence_where_there_are_ranks_to(capsys):
     command = ["gpt:layers=2,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8, "--stack"]
     for stack, plan, said, unsaid in (
-        ("torchtitan", "tp=2", ",sp=on,tp_overlap=off,", "sp=off"),
-        ("torchtitan", "tp=2,sp=off", "tp_overlap=off", "sp=on"),
-        ("torchtitan", "dp=2", "dp=2", "sp=on"),
+        ("torchtitan", "tp=2", ",sp=dtensor,tp_overlap=off,", "sp=off"),
+        ("torchtitan", "tp=2,sp=off", "tp_overlap=off", "sp="),
+        ("torchtitan", "dp=2", "dp=2", "sp="),
         ("megatron", "tp=2", "tp=2", "tp_overlap"),
     ):
         first = simulate(capsys, *command, stack, "--plan", plan).splitlines()[0]

@@ -30,7 +30,7 @@ def test_a_row_of_torchtitan():
     sharded = {"zero": 3, "reshard": "auto", "bucket": "fsdp2"}
     assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", **sharded)
     assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
-    assert (case.attention, case.kernels, case.stack.name) == ("flash2", "eager", "torchtitan")
+    assert (case.attention, case.kernels, case.stack.name) == ("flash2", "eager_complex", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated
     assert case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled_blocks"
     assert case_of(LLAMA | {"framework": "OLMo"}).assumed == ("the stack torchtitan for olmo",)
