@@ -176,7 +176,7 @@ def test_arguments_are_fields_of_a_plan(tmp_path, more, fields):
         ("--fp16", "mixed_fp16"),
         ("--bf16 --fp8-format hybrid", "fp8"),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "fp8:scaling=tensorwise"),
-        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "fp8:scaling=rowwise"),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "fp8:scaling=blockwise"),
         (
             "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --main-grads-dtype bf16",
             "mixed:states=bfloat16+float32,update=bfloat16,gradient_sum=bfloat16",

@@ -264,7 +264,7 @@ def test_types(changed, name):
         ({"precision": "fp8 rowwise", "framework": "torchtitan", "zero": "3", "pp": "1"}, "rowwise"),
         ({"precision": "fp8"}, "delayed"),
         ({"precision": "fp8 (current scaling)"}, "tensorwise"),
-        ({"precision": "mxfp8"}, "rowwise"),
+        ({"precision": "mxfp8"}, "blockwise"),
     ],
     ids=str,
 )

@@ -45,7 +45,8 @@ _KERNELS = (
 
 _EIGHT_BITS = r"\b(mx)?fp8|float-?8|\be4m3"
 _SCALINGS = (
-    (r"row-?wise|block-?wise|\bmx-?fp8", "rowwise"),
+    (r"row-?wise", "rowwise"),
+    (r"block-?wise|\bmx-?fp8", "blockwise"),
     (r"tensor-?wise|current|dynamic", "tensorwise"),
     (r"delayed", "delayed"),
 )

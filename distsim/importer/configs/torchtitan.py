@@ -162,7 +162,7 @@ def _eight_bits(whole: TrackedFields, notes: list[str]) -> str:
     recipe = next((name for each in gathers if (name := each.text("recipe_name", ""))), "tensorwise")
     if recipe not in FLOAT8_RECIPES:
         raise gathers[0].refusal("recipe_name", f"one of {', '.join(FLOAT8_RECIPES)}")
-    scaling = "rowwise" if any("mx" in each for each in linear) else FLOAT8_RECIPES[recipe]
+    scaling = "blockwise" if any("mx" in each for each in linear) else FLOAT8_RECIPES[recipe]
     grouped = any("grouped" in each for each in converters)
     return f"linear=float8e4m3fn,scaling={scaling},linear_ops=MatMul+Gemm{'+GroupedMatMul' * grouped}"
 

@@ -43,6 +43,7 @@ from distsim.transforms.pipelining.sized import Sized
 from distsim.transforms.pipelining.stage_inputs import keep_received
 from distsim.transforms.pipelining.stages import assign_stages
 from distsim.transforms.pipelining.tied_weights import untie
+from distsim.transforms.pipelining.turned_operands import turn_operands
 from distsim.transforms.sharding.shard import Sharded
 from distsim.transforms.tensor_parallel.dtensors import copy_rows, gather_once
 from distsim.transforms.tensor_parallel.split_products import split_products
@@ -222,7 +223,8 @@ class _Source:
     def cut(self, blocks: CutBlocks, local: Sharded, like: Cut | None = None) -> Cut:
         """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
         stages = split_products(gather_once(blocks.stages, local.kernels), local.kernels)
-        stages = fuse_stages(copy_rows(stages, local.kernels), local.kernels)
+        stages = turn_operands(copy_rows(stages, local.kernels), local.kernels)
+        stages = fuse_stages(stages, local.kernels)
         stages = keep_scales(await_received(stages, local.kernels))
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
         outputs = self.ends.cut_outputs(blocks, None if like is None else like.outputs)

@@ -32,6 +32,7 @@ from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Attributes, Function, Op, Value, substitute
 from distsim.ir.registry import output_types
 from distsim.ir.rewrite import rewire_op
+from distsim.ops.float8 import MARKS
 from distsim.program.block import StageBlocks
 from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.tensor_parallel.blocks import Rewrite, RewrittenOps, called, rewritten_stages
@@ -82,7 +83,7 @@ def _casts_rows(op: Op) -> bool:
     return (
         op.op_type == "Float8Cast"
         and len(op.inputs) == 1 == len(op.outputs)
-        and not op.attributes.get("delayed")
+        and op.attributes.keys().isdisjoint(MARKS)
     )
 
 
