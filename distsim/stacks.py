@@ -127,11 +127,12 @@ STACKS = {
             },
         ),
         Stack(
-            *("nanotron", "mixed", "flash2", "eager", "none", "adamw", 1.0),
+            *("nanotron", "mixed", "flash2", "eager_waiting", "none", "adamw", 1.0),
             source="nanotron, config/config.py and its example configurations: accumulate_grad_in_fp32, "
             "FlashAttention-2, recompute_layer false, clip_grad 1.0; trainer.py: buckets of torch's DDP, or "
             "with ZeRO-1 and float32 sums (make_ddp) all gradients at once after backward, reduced whole "
-            "(reduce_scatter=False), and parameters gathered into lists of slices (optim/zero.py)",
+            "(reduce_scatter=False), and parameters gathered into lists of slices (optim/zero.py); "
+            "microbatches are copied to the device, and waited for, one by one (dataloader.py)",
             plan={0: {"bucket": "nanotron"}, 1: {"bucket": "nanotron", "overlap_grads": "off"}},
         ),
     )

@@ -18,6 +18,9 @@ LOSS_KERNELS = ("one", "torch", "megatron")
 """Which kernels a cross entropy is: one; the two of torch; those that Megatron-LM's Python runs, one after
 the other in the place of the logits."""
 
+WAITING = ("nowhere", "everywhere", "reading")
+"""Whose hosts wait for their devices: none, those of all stages, those of stages that read the batch."""
+
 ROTARY = ("ops", "one", "complex")
 """Which kernels a rotary embedding is: those of its ops; one, as Megatron-LM's fused_rope; three, of which
 the second multiplies complex numbers, between casts to and from float32 (torchtitan, models/llama/model.py,
@@ -45,8 +48,8 @@ class Kernels:
     tensor-parallel ranks (:mod:`distsim.transforms.tensor_parallel.split_products`), as a plan says.
     ``dtensors``: these bring rows together as DTensor does, as a plan says
     (:mod:`distsim.transforms.tensor_parallel.dtensors`).
-    ``waiting``: the host waits before each microbatch until its device has done all that it was given
-    (:mod:`distsim.transforms.pipelining.received`).
+    ``waiting``: where the host waits before each microbatch until its device has done all that it was given,
+    of :data:`WAITING` (:mod:`distsim.transforms.pipelining.received`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -63,7 +66,7 @@ class Kernels:
     gradients_apart: bool = False
     split: bool = False
     dtensors: bool = False
-    waiting: bool = False
+    waiting: str = "nowhere"
     launched_as: str = ""
 
     @property
@@ -236,13 +239,18 @@ KERNELS = {
     for each in (
         Kernels("ops"),
         replace(_TORCH, name="eager", joins=_alone, loss="torch"),
+        replace(_MEGATRON_LM, name="fused", loss="megatron"),
+        replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
+        replace(_MEGATRON_LM, name="fused_loss_waiting", waiting="everywhere", launched_as="fused"),
+        replace(
+            _MEGATRON_LM, name="fused_waiting", loss="megatron", waiting="everywhere", launched_as="fused"
+        ),
         replace(
             _TORCH, name="eager_complex", joins=_alone, loss="torch", rotary="complex", launched_as="eager"
         ),
-        replace(_MEGATRON_LM, name="fused", loss="megatron"),
-        replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
-        replace(_MEGATRON_LM, name="fused_loss_waiting", waiting=True, launched_as="fused"),
-        replace(_MEGATRON_LM, name="fused_waiting", loss="megatron", waiting=True, launched_as="fused"),
+        replace(
+            _TORCH, name="eager_waiting", joins=_alone, loss="torch", waiting="reading", launched_as="eager"
+        ),
         replace(_TORCH, name="eager_loss", joins=_one_loss, interiors=True, launched_as="eager"),
         replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
         replace(
@@ -266,10 +274,11 @@ KERNELS = {
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
 by op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
-``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with that of the cross
-entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these, with a
-host that waits for its device before each microbatch, as until 2023; ``eager_loss``: as ``eager``, but a
-cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
+``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
+reads the batch (nanotron); ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with
+that of the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as
+these, with a host that waits for its device before each microbatch, as until 2023; ``eager_loss``: as
+``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
 ``compiled_complex``: the same, but rotary embeddings multiply complex numbers (torchtitan);
 ``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the
 first have multi-tensor kernels."""
