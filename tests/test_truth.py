@@ -32,7 +32,11 @@ def test_a_row_of_torchtitan():
     assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
     assert (case.attention, case.kernels, case.stack.name) == ("flash2", "eager_complex", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated
-    assert case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled_blocks"
+    compiled = LLAMA | {"notes": "torch.compile"}
+    assert case_of(compiled).kernels == "compiled_blocks"
+    for url, kernels in (("h100_202412_titan.md", "blocks"), ("h100_2025-06_titan.md", "complex")):
+        assert case_of(compiled | {"source_url": url}).kernels == f"compiled_{kernels}"
+    assert case_of(compiled | {"framework": "torchtitan 2025-04"}).kernels == "compiled_complex"
     assert case_of(LLAMA | {"framework": "OLMo"}).assumed == ("the stack torchtitan for olmo",)
 
 
