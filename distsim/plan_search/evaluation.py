@@ -85,6 +85,7 @@ class PlanEvaluator:
         self._batch: dict[Function, int] = {}
         self._levels: dict[tuple[Function, int], int] = {}
         self._saving: dict[Plan, Plan] = {}  # of those that recompute all
+        self.usable = max(device.usable for device in problem.topology.devices)
         kinds = {self.costs.spec(device): device for device in reversed(problem.topology.devices)}
         self._kinds = tuple(kinds.values())
 
@@ -173,8 +174,7 @@ class PlanEvaluator:
 
     def discarded(self, plan: Plan, standing: Standing) -> str:
         """Return why a plan cannot be one of the best: ``SLOWER``, ``TOO_LARGE``, or "" if it can."""
-        usable = max(device.usable for device in self.problem.topology.devices)
-        if self.least_bytes(plan, standing) > usable:
+        if self.least_bytes(plan, standing) > self.usable:
             return TOO_LARGE
         return SLOWER if self.bound(plan, standing) > standing.worst(self.problem.top) else ""
 
