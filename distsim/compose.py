@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from distsim.cache import cached
 from distsim.cost.cost_model import CostModel, cost_model_of
 from distsim.division import cut_of
 from distsim.errors import PlanError, ScheduleError
@@ -154,6 +155,15 @@ def _check_schedule(plan: Plan, schedule: Schedule) -> None:
         )
 
 
+@cached("schedules of plans, by name and sizes", 4096)
+def _made_schedule(name: str, number: float | None, ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """Return a schedule that is made from sizes alone."""
+    known = SCHEDULES[name]
+    given = chunks if known.stages_a_rank == known.chunks else None
+    options = {} if number is None else {"update_every": int(number)}
+    return schedule_named(name, ranks, microbatches, given, **options)
+
+
 def _schedule(
     function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, cost_model: CostModel
 ) -> Schedule:
@@ -163,9 +173,7 @@ def _schedule(
         raise PlanError(f"schedule={TABLE} is one that is given beside the plan; give it, or name another")
     known = SCHEDULES[name]
     if not known.searched:
-        chunks = plan.chunks if known.stages_a_rank == known.chunks else None
-        options = {} if number is None else {"update_every": int(number)}
-        return schedule_named(name, plan.pp, plan.microbatches, chunks, **options)
+        return _made_schedule(name, number, plan.pp, plan.microbatches, plan.chunks)
     order = schedule_named("1f1b_v" if known.placement == "V" else "1f1b", plan.pp, plan.microbatches)
     even = replace(plan, schedule=order.name, stages="even" if plan.stages == "auto" else plan.stages)
     cut = cut_of(function, mesh, even, kernels, cost_model, order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 from distsim.buckets import Buckets, buckets_of
 from distsim.cache import Cache
@@ -16,6 +16,7 @@ from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_stages
 from distsim.rank_layout import ExpertRanks, parse_cp_kind
 from distsim.recomputation import parse_remat
+from distsim.resizing import shared
 from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
@@ -46,10 +47,14 @@ def cut_of(
         function = save_last_keys(function)
     memory = _MEMORIES.get(function, None, lambda: _KeptCuts(function))
     costs = cost_model.on(mesh.devices[0])
-    key = Division.of(plan, schedule.chain, costs, kernels)
-    if plan.stages == "auto":
-        return memory.fastest(function, key, mesh, schedule, cost_model)
-    return memory.cuts.get(key) or memory.cut(function, key, costs)
+    asked = plan, schedule.chain, kernels, costs.key
+    found = memory.asked.get(asked)
+    if found is None:
+        key = Division.of(plan, schedule.chain, costs, kernels)
+        if plan.stages == "auto":
+            return memory.fastest(function, key, mesh, schedule, cost_model)
+        found = memory.asked[asked] = memory.cuts.get(key) or memory.cut(function, key, costs)
+    return found
 
 
 def levels_written(function: Function, num_stages: int, costs: DeviceCosts) -> int:
@@ -126,6 +131,7 @@ class _KeptCuts:
         self.written: list[Function] = []  # with one level of Calls written out, with two, ...
         self.cuts: dict[Division, Cut] = {}
         self.keys: dict[Cut, list[Division]] = {}  # plans may share a cut
+        self.asked: WeakValueDictionary[tuple[object, ...], Cut] = WeakValueDictionary()  # those of plans
         self.size = 0
 
     def fastest(
@@ -217,7 +223,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
         for _ in range(levels):
             made = inline(made)
         made = sums_at_once(made) if levels else made
-        return replace(divided, function=made)
+        return replace(divided, function=shared(made))
 
     ahead = key.buckets is not None and key.buckets.ahead
     asked = (key.remat, key.offload, key.zero, ahead, key.reshard, key.kernels, costs.key, levels, stages)

@@ -32,6 +32,7 @@ class FunctionMaker:
         self.outputs: list[Value] | None = None
         self.module = ""
         self._defined: set[Value] = set()
+        self._typed: set[Op] = set()  # made by the rules of their operators
 
     def add_input_value(self, name: str, type: Type, role: Role = Role.INPUT) -> Value:
         """Add an input of a type and a role, and return its value."""
@@ -101,7 +102,9 @@ class FunctionMaker:
         outputs = tuple([Value(n, t) for n, t in zip(names, made, strict=True)])
         if self.module and not name and outputs:
             name = f"{self.module}/{outputs[0].name}"
-        self.ops.append(Op(op_type, values, outputs, attrs, callees, version, name))
+        op = Op(op_type, values, outputs, attrs, callees, version, name)
+        self.ops.append(op)
+        self._typed.add(op)
         self._defined.update(outputs)
         return outputs
 
@@ -145,7 +148,7 @@ class FunctionMaker:
         """Return the frozen function, after checking every rule of the IR (:func:`verify`)."""
         outputs = self._unread() if self.outputs is None else self.outputs
         function = Function(self.name, tuple(self.inputs), tuple(self.ops), tuple(outputs), self.notes)
-        verify_one(function)  # callees were verified when they were made
+        verify_one(function, self._typed)  # callees were verified when they were made
         return function
 
     def _unread(self) -> list[Value]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 from distsim.errors import DistsimError, IRError
 from distsim.ir.function import Function, Op, callees
 from distsim.ir.registry import output_types
@@ -20,49 +22,58 @@ def verify(function: Function) -> None:
         verify_one(current)
 
 
-def verify_one(function: Function) -> None:
-    """Check one function, taking the functions it calls as verified."""
-    defined: dict[Value, str] = {}
-    for value in function.inputs:
-        _define(function, defined, value, "an input")
+def verify_one(function: Function, typed: AbstractSet[Op] = frozenset()) -> None:
+    """Check one function, taking the functions it calls as verified, and of the ops ``typed`` the types."""
+    defined: dict[Value, int] = dict.fromkeys(function.inputs, -1)  # by which op
+    if len(defined) != len(function.inputs):
+        twice = next(v for place, v in enumerate(function.inputs) if v in function.inputs[:place])
+        raise _made_twice(function, twice, "an input", "an input")
     for index, op in enumerate(function.ops):
-        where = f"op {index} ({op!r})"
         for value in op.inputs:
             if value not in defined:
                 raise IRError(
-                    f"{function.name}: {where} reads {value.name!r}, which no earlier op or input "
-                    "defines; put its producer first"
+                    f"{function.name}: {_op_at(function, index)} reads {value.name!r}, which no earlier op "
+                    "or input defines; put its producer first"
                 )
-        _verify_types(function, op, where)
+        if op not in typed:
+            _verify_types(function, index)
         for value in op.outputs:
-            _define(function, defined, value, where)
+            if value in defined:
+                before = defined[value]
+                first = "an input" if before < 0 else _op_at(function, before)
+                raise _made_twice(function, value, _op_at(function, index), first)
+            defined[value] = index
     for value in function.outputs:
         if value not in defined:
             raise IRError(f"{function.name}: output {value.name!r} is defined by no op or input")
 
 
-def _define(function: Function, defined: dict[Value, str], value: Value, where: str) -> None:
-    if value in defined:
-        raise IRError(
-            f"{function.name}: value {value.name!r} is produced by {where} and before that by "
-            f"{defined[value]}; a value has one producer"
-        )
-    defined[value] = where
+def _op_at(function: Function, index: int) -> str:
+    return f"op {index} ({function.ops[index]!r})"
 
 
-def _verify_types(function: Function, op: Op, where: str) -> None:
-    types: tuple[Type, ...] = tuple(value.type for value in op.inputs)
+def _made_twice(function: Function, value: Value, where: str, before: str) -> IRError:
+    return IRError(
+        f"{function.name}: value {value.name!r} is produced by {where} and before that by {before}; a value "
+        "has one producer"
+    )
+
+
+def _verify_types(function: Function, index: int) -> None:
+    op = function.ops[index]
+    types: tuple[Type, ...] = tuple([value.type for value in op.inputs])
     try:
         expected = output_types(op.op_type, op.attributes, types, op.subfunctions, op.version)
     except DistsimError as error:
-        raise type(error)(f"{function.name}: {where}: {error}") from error
+        raise type(error)(f"{function.name}: {_op_at(function, index)}: {error}") from error
     if len(expected) != len(op.outputs):
         raise IRError(
-            f"{function.name}: {where} has {len(op.outputs)} outputs, {op.op_type} makes {len(expected)}"
+            f"{function.name}: {_op_at(function, index)} has {len(op.outputs)} outputs, {op.op_type} makes "
+            f"{len(expected)}"
         )
     for value, type_ in zip(op.outputs, expected, strict=True):
-        if value.type != type_:
+        if value.type is not type_ and value.type != type_:
             raise IRError(
-                f"{function.name}: {where} makes {value.name!r} of type {value.type}; "
+                f"{function.name}: {_op_at(function, index)} makes {value.name!r} of type {value.type}; "
                 f"the rule of {op.op_type} says {type_}"
             )

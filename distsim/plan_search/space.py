@@ -4,7 +4,7 @@ What a plan leaves open has a set of sensible values:
 
 ===================  ==================================================================================
 ``tp``               divisors of the devices, up to those that the fastest links join (a node)
-``cp``               divisors that leave each rank 4,096 tokens of a sequence or more
+``cp``               divisors that leave each rank 4,096 tokens of a sequence or more, if attention is one op
 ``pp``               divisors, up to the layers of the model
 ``dp``               the devices that these leave
 ``ep``               divisors of the experts, up to the ranks that can hold them; 1 without experts
@@ -331,7 +331,8 @@ class PlanSpace:
         if name == "tp":
             return [tp for tp in degrees if tp <= (self.most_tp or self.node)]
         if name == "cp":
-            return [c for c in degrees if c == 1 or traits.sequence >= c * TOKENS_OF_A_RANK]
+            most = traits.sequence // TOKENS_OF_A_RANK if traits.fused else 1
+            return [c for c in degrees if c <= max(most, 1)]
         if name == "pp":
             most = max(traits.layers, traits.every_layer) or self.devices
             return [pp for pp in degrees if pp <= most]

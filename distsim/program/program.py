@@ -78,6 +78,10 @@ class Program:
 
     def table(self) -> Table:
         """Return the table of calls: what the step is, row by row."""
+        return self._table
+
+    @cached_property
+    def _table(self) -> Table:
         return table_of(self.parts, self.schedule)
 
     def axis_size(self, axis: str) -> int:

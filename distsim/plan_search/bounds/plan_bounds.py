@@ -19,18 +19,19 @@ pp (with experts also of ep), and by those of dp and cp where ``zero`` divides t
 microbatches, one stage a rank and undivided gradients, the sums of the gradients of a rank are all held when
 its last microbatch begins backward. The fullest rank holds at least the mean.
 
-Of plans that recompute nothing, the layers save of a microbatch at least what no kernel makes again, divided
+The layers save of a microbatch at least what no kernel makes again, and no policy of recomputation, divided
 by all ranks (:mod:`distsim.plan_search.bounds.saved_bytes`); where a plan of the same layers was built, it is
 known what they save. Be it S bytes, over all stages. Rank r has n_r microbatches in flight in each of its
-stages at some time, so it holds n_r S_r, and with Q_r of what is held all step Q_r + n_r S_r: the mean of p
-ranks is at least Q / p + S min(n_r) / p. Equal layers have both in proportion: where stages begin between
-layers, the fullest holds at least 1 / sum(1 / (Q + n_r S)).
+stages at some time, so it holds n_r S_r, and with Q_r of what is held all step Q_r + n_r S_r. A mean of these
+with weights in proportion to max(1, n / n_r) is at least (Q + n S) / sum(max(1, n / n_r)), for any n: the
+fullest rank holds as much. Equal layers have both in proportion: where stages begin between layers, the
+fullest holds at least 1 / sum(1 / (Q + n_r S)).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -138,10 +139,15 @@ class PlanBounds:
         state = {v: None for inputs in updated for v in inputs if v.role is Role.STATE}
         return len(layers), self._held([*layered, *state])
 
+    def saved_in_layers(self, remat: str) -> int:
+        """Return the bytes that the layers save at least of a step, by what they recompute."""
+        if remat not in self._saved_in_layers:
+            self._saved_in_layers[remat] = layers_saved_bytes(self.function, self.kernels, remat)
+        return self._saved_in_layers[remat]
+
     @cached_property
-    def saved_in_layers(self) -> int:
-        """The bytes that the layers save at least of a step, if they recompute nothing."""
-        return layers_saved_bytes(self.function, self.kernels)
+    def _saved_in_layers(self) -> dict[str, int]:
+        return {}
 
     def _held(self, given: Collection[Value]) -> HeldBytes:
         tensors = [(v.role, v.type) for v in given if isinstance(v.type, Tensor)]
@@ -198,20 +204,33 @@ class PlanBounds:
         alike = self.held if plan.pp == 1 else self.held_in_layers if known.whole else None
         if stages:
             least = max(least, bytes_of_stages(plan, stages, every, alike and _divided(alike, plan)))
+        in_flight = [rank.least for rank in ranks]
+        least = max(least, _least_wherever_cut(every.held, saved, in_flight))
         if alike is None:
-            return max(least, (every.held + saved * min(rank.least for rank in ranks)) / plan.pp)
+            return least
         held, gradients = _divided(alike, plan)
-        for n in (rank.least for rank in ranks):
+        for n in in_flight:
             last = n if plan.microbatches > n else n - 1
             full.append(max(held + n * saved, held + gradients + last * saved))
         return max(least, 1 / sum(1 / each for each in full))
 
     def _saved(self, plan: Plan, known: PlanKnowledge) -> float:
         """Return the bytes that layers save of a microbatch at least, over all stages, as far as known."""
-        if plan.remat != "none" or plan.offload:
+        if plan.offload:
             return known.saved
         ranks = plan.dp * plan.tp * plan.cp
-        return max(known.saved, self.saved_in_layers / (ranks * plan.microbatches))
+        return max(known.saved, self.saved_in_layers(plan.remat) / (ranks * plan.microbatches))
+
+
+def _least_wherever_cut(held: float, saved: float, in_flight: Sequence[int]) -> float:
+    """Return the bytes that the fullest rank holds wherever stages begin, with so many microbatches in flight
+    on each."""
+    if not all(in_flight):  # a rank may have all that is saved
+        return 0.0
+    weighed = [
+        (held + n * saved) / sum(max(1.0, n / own) for own in in_flight) for n in dict.fromkeys(in_flight)
+    ]
+    return max(saved / sum(1 / n for n in in_flight), *weighed)
 
 
 def _divided(held: HeldBytes, plan: Plan) -> HeldParts:

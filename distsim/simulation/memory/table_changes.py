@@ -67,12 +67,13 @@ _CHANGES: WeakKeyDictionary[Table, TableChanges | None] = WeakKeyDictionary()
 
 def changes_of(parts: Parts, table: Table) -> TableChanges | None:
     """Return the changes of a table of these parts; None where a program has to be written out for them."""
-    if table not in _CHANGES:
-        changes = None
-        with suppress(Irregular):
-            changes = _table_changes(_ranks_of(parts, table), table)
-        _CHANGES[table] = changes
-    return _CHANGES[table]
+    with suppress(KeyError):
+        return _CHANGES[table]
+    changes = None
+    with suppress(Irregular):
+        changes = _table_changes(_ranks_of(parts, table), table)
+    _CHANGES[table] = changes
+    return changes
 
 
 def _table_changes(known: _TableRanks, table: Table) -> TableChanges:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -66,6 +66,9 @@ class Cut:
     notes: tuple[str, ...]
     like: tuple[Cut, Mapping[Value, Value]] | None = None
     held: float = 0.0
+    _placed: dict[tuple[Mesh, tuple[int, ...]], tuple[Stage, ...]] = field(
+        default_factory=dict[tuple[Mesh, tuple[int, ...]], tuple[Stage, ...]], init=False, repr=False
+    )
 
     def program(
         self, mesh: Mesh, schedule: Schedule, saving_all: Callable[[], Program] | None = None
@@ -80,12 +83,16 @@ class Cut:
                 f"the schedule has {schedule.chain} stages on {schedule.num_ranks} ranks, the mesh has "
                 f"pp={len(slices)}, the function was cut into {count} stages; make them agree"
             )
-        places = [slices[schedule.rank_of[stage]] for stage in range(count)]
+        placed = self._placed.get((mesh, schedule.rank_of))
+        if placed is None:
+            places = [slices[schedule.rank_of[stage]] for stage in range(count)]
+            placed = tuple([Stage(own, *blocks) for own, blocks in zip(places, self.stages, strict=True)])
+            self._placed[mesh, schedule.rank_of] = placed
         return Program(
             self.name,
             mesh,
             self.pattern,
-            tuple([Stage(own, *blocks) for own, blocks in zip(places, self.stages, strict=True)]),
+            placed,
             schedule,
             self.inputs,
             self.outputs,
