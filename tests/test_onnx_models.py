@@ -103,8 +103,8 @@ SOME = {
     "reference mlp": [Plan(dp=2, tp=2, pp=2, microbatches=2), Plan(dp=8, microbatches=4)],
 }
 MICROBATCHES = {"gpt2": (1, 4), "mlp": (1, 4, 32)}
-# Of the nine models of the onnx package each has one device and a fifth of the others, a plan two models; gpt2
-# a third. The small one has every plan.
+# Of the nine models of the onnx package each has one device and a fifth of the others, a plan two models; of
+# gpt2 it is a third, of the small one every plan.
 NINE = [name for name in PACKAGED if name not in ("gpt2", "mlp")]
 
 

@@ -97,7 +97,7 @@ def test_most_of_what_layers_save_is_known_before_a_plan_is_built(kernels, field
     bounds, trial = evaluator.bounds(plan), evaluator.trial(plan)
     ranks = plan.dp * plan.tp * plan.cp * plan.microbatches
     saved = bounds.saved_in_layers(remat) / ranks
-    # What the first of four layers takes in is made by none, and each rank of tp has all of what they take in.
+    # What the first of four layers takes in is made by none; each rank of tp has all that they take in.
     known = {"none": 0.85, "attention": 0.85, "full": 0.74 / plan.tp}[remat]
     assert known * trial.layers.saved < saved <= trial.layers.saved or not trial.layers.saved
     assert (0.1 if remat == "full" else 0.5) * trial.peak < bounds.device_bytes(plan) <= trial.peak

@@ -21,7 +21,6 @@ from distsim.transforms.recompute.interiors import run_with, runs_again
 from distsim.transforms.recompute.joint import Joint, Pair, find_pairs, joint_of
 from distsim.transforms.recompute.transform import rematerialize
 
-
 _KNOWN = ("none", "attention", "full", "full_early")
 """The policies of which it is known what every layer saves, whatever the plan."""
 
