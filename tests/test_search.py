@@ -114,6 +114,24 @@ def test_gradients_of_a_single_microbatch_need_not_all_be_held_at_a_time(zero):
     assert 0.5 * trial.peak < evaluator.least_bytes(trial.plan, standing) <= trial.peak
 
 
+@pytest.mark.parametrize("fields", ["dp=4,microbatches=8", "dp=2,pp=2,microbatches=8,stages=layers"])
+def test_sums_of_the_gradients_of_layers_are_part_of_the_least_seconds(fields):
+    step = differentiate(add_loss(load_model(WIDE, 64)), Adam(), precision=precision_named("mixed"))
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(step), topology_of(4), KERNELS["eager"]))
+    standing, plan = Standing(), Plan.parse(fields)
+    trial = evaluator.trial(plan)
+    evaluator.learn(trial, standing)
+    known, bounds = evaluator.known(plan, standing), evaluator.bounds(plan)
+    added = (
+        6 * 4 * known.sums / plan.pp
+    )  # the first of the microbatches of two copies of the model add nothing
+    without = bounds.step_seconds(plan, known._replace(sums=0.0))
+    assert without < bounds.step_seconds(plan, known) == pytest.approx(without + added)
+    assert 0.84 * trial.seconds < bounds.step_seconds(plan, known) <= trial.seconds
+    # Of gradients that are divided at once, parts are summed, which are less.
+    assert not evaluator.known(Plan.parse(f"{fields},zero={2 if plan.pp == 1 else 3}"), standing).sums
+
+
 def test_what_a_plan_teaches_holds_of_others_that_put_more_on_faster_devices():
     topology = Topology()
     slow, fast = (topology.add_device("gpu", throughput=rate) for rate in (1e9, 1e10))

@@ -48,7 +48,8 @@ def rewrite(function: Function, change: Change, inputs: Sequence[Value] | None =
 
 def substitute(values: Iterable[Value], env: Mapping[Value, Value]) -> tuple[Value, ...]:
     """Return what stands for each of the values."""
-    return tuple([env.get(value, value) for value in values])
+    own = tuple(values)
+    return own if env.keys().isdisjoint(own) else tuple(map(env.get, own, own))
 
 
 def rewire_op(op: Op, env: Mapping[Value, Value]) -> Op:

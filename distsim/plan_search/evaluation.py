@@ -19,7 +19,14 @@ from distsim.ops import signature_of
 from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_work import LayerWork, StageWork, is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
-from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge, layers_key, saved_key, work_key
+from distsim.plan_search.bounds.plan_bounds import (
+    PlanBounds,
+    PlanKnowledge,
+    layers_key,
+    saved_key,
+    sums_key,
+    work_key,
+)
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -52,8 +59,8 @@ class SearchProblem:
 @dataclass
 class Standing:
     """What is known while plans are tried: the best objectives so far; the seconds of products, and of those
-    in ``forward`` passes of layers, by key; and what is known of layers, of stages, and of the bytes that
-    layers save, each by its own."""
+    in ``forward`` passes of layers, by key; and what is known of layers, of stages, of the bytes that layers
+    save, and of the seconds of the ``sums`` of their gradients, each by its own."""
 
     best: list[float] = field(default_factory=list[float])
     work: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
@@ -63,6 +70,7 @@ class Standing:
         default_factory=dict[Hashable, tuple[StageWork, ...]]
     )
     saved: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    sums: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
 
     def worst(self, top: int) -> float:
         """Return the objective that one of the best plans has to reach."""
@@ -71,7 +79,8 @@ class Standing:
     def copy(self) -> Standing:
         """Return one that may change apart."""
         seconds = dict(self.work), dict(self.forward)
-        return Standing(list(self.best), *seconds, dict(self.layers), dict(self.stages), dict(self.saved))
+        kept = dict(self.layers), dict(self.stages), dict(self.saved), dict(self.sums)
+        return Standing(list(self.best), *seconds, *kept)
 
 
 class PlanEvaluator:
@@ -85,6 +94,7 @@ class PlanEvaluator:
         self._batch: dict[Function, int] = {}
         self._levels: dict[tuple[Function, int], int] = {}
         self._saving: dict[Plan, Plan] = {}  # of those that recompute all
+        self.usable = max(device.usable for device in problem.topology.devices)
         kinds = {self.costs.spec(device): device for device in reversed(problem.topology.devices)}
         self._kinds = tuple(kinds.values())
 
@@ -154,7 +164,8 @@ class PlanEvaluator:
                 products = max(products, standing.work[work] + standing.forward.get(work, 0.0))
         saved = standing.saved.get(saved_key(plan, self.batch(plan)), 0)
         stages = standing.stages.get(self.stages_key(plan), ())
-        return PlanKnowledge(products, busy, layers, saved, stages, self._is_whole(plan))
+        sums = standing.sums.get(sums_key(key, plan), 0.0)
+        return PlanKnowledge(products, busy, layers, saved, stages, self._is_whole(plan), sums)
 
     def _is_whole(self, plan: Plan) -> bool:
         """Whether the stages of a plan begin between layers, as far as that is known before it is built."""
@@ -173,8 +184,7 @@ class PlanEvaluator:
 
     def discarded(self, plan: Plan, standing: Standing) -> str:
         """Return why a plan cannot be one of the best: ``SLOWER``, ``TOO_LARGE``, or "" if it can."""
-        usable = max(device.usable for device in self.problem.topology.devices)
-        if self.least_bytes(plan, standing) > usable:
+        if self.least_bytes(plan, standing) > self.usable:
             return TOO_LARGE
         return SLOWER if self.bound(plan, standing) > standing.worst(self.problem.top) else ""
 
@@ -201,6 +211,9 @@ class PlanEvaluator:
             plan, made = trial.plan, trial.layers
             standing.layers[key] = standing.layers.get(key, made).least(made)
             standing.stages.setdefault(self.stages_key(plan), made.stages)
+            if made.sums and plan.microbatches > 2:
+                added = sums_key(key, plan)
+                standing.sums[added] = min(made.sums, standing.sums.get(added, made.sums))
             if made.layers:
                 kept = saved_key(plan, self.batch(plan))
                 standing.saved[kept] = min(made.saved, standing.saved.get(kept, made.saved))

@@ -23,7 +23,7 @@ from distsim.plan_search.trial import PlanTrial
 from distsim.report.output import check_target, replacing
 from distsim.transforms.kernels.policies import Kernels
 
-_FORMAT = 3
+_FORMAT = 4
 _CHECK = "crc"
 _SYNC_SECONDS = 2.0
 _NAMES = {field.name for field in fields(PlanTrial)}

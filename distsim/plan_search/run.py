@@ -1,10 +1,10 @@
 """Searching a space of plans: those whose bounds are best are tried first, those that cannot win are not.
 
 Plans that share a division are a unit, which one process tries in order. The most promising plan of each
-comes first: it tells how fast the others of its unit can be, and how fast they have to be. Units are tried in
-rounds of :data:`ROUND` plans and :data:`UNITS` units and more, each of which starts from what the rounds
-before found: so what is tried, and what comes out, is the same whatever the number of processes, and after
-being resumed.
+comes first: it tells how fast the others of its unit can be, and how fast they have to be; then two of each,
+then four, each time those that have become the most promising. Units are tried in rounds of :data:`ROUND`
+plans and :data:`UNITS` units and more, each of which starts from what the rounds before found: so what is
+tried, and what comes out, is the same whatever the number of processes, and after being resumed.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class SearchRun:
         asked = processes_for(len(self.plans)) if self.workers is None else self.workers
         workers = workers_for(self.problem, asked, self.journal, evaluator)
         try:
-            for most in [2**n for n in range(len(self.plans).bit_length() + 1)]:
-                left = [plan for plan in self.plans if str(plan) not in found]
+            left, most = _left(self.plans, evaluator, standing, found), 1
+            while left:
                 units = [_unit(own[:most], known) for own in _divisions(left, evaluator, standing)]
                 while units:
                     size = max(ROUND, tried // 4)
@@ -168,6 +168,7 @@ class SearchRun:
                             self.watch(Stand(len(found), len(self.plans), tried, time.monotonic() - start))
                     for plan in [plan for unit in chosen for plan in unit.plans]:
                         evaluator.learn(found[str(plan)], standing)
+                left, most = _left(left, evaluator, standing, found), 2 * most
         finally:
             workers.close()
         best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
@@ -262,8 +263,7 @@ def _guess(plan: Plan, evaluator: PlanEvaluator, standing: Standing) -> tuple[fl
     bound = evaluator.bound(plan, standing)
     if evaluator.problem.objective == "memory":
         return (bound,)
-    most = max(device.usable for device in evaluator.problem.topology.devices)
-    crowded = evaluator.least_bytes(plan, standing) > 0.7 * most
+    crowded = evaluator.least_bytes(plan, standing) > 0.9 * evaluator.usable
     unknown = evaluator.layers_key(plan) not in standing.layers
     recomputed = RECOMPUTED if unknown and plan.remat.startswith("full") else 1.0
     moved = 1.0 + 0.05 * (plan.tp * plan.cp - 1)
@@ -283,17 +283,28 @@ def _round(
     for place, unit in enumerate(units):
         if plans_chosen >= size and len(chosen) >= UNITS:
             return chosen, units[place:]
-        plans: list[Plan] = []
-        for plan in unit.plans:
-            reason = evaluator.discarded(plan, standing)
-            if reason:
-                found[str(plan)] = PlanTrial(str(plan), discarded=reason)
-            else:
-                plans.append(plan)
+        plans = _left(unit.plans, evaluator, standing, found)
         if plans:
             chosen.append(replace(unit, plans=tuple(plans)))
             plans_chosen += len(plans)
     return chosen, []
+
+
+def _left(
+    plans: Sequence[Plan], evaluator: PlanEvaluator, standing: Standing, found: dict[str, PlanTrial]
+) -> list[Plan]:
+    """Return the plans that are left to try; those that are discarded by now are done."""
+    left: list[Plan] = []
+    for plan in plans:
+        text = str(plan)
+        if text in found:
+            continue
+        reason = evaluator.discarded(plan, standing)
+        if reason:
+            found[text] = PlanTrial(text, discarded=reason)
+        else:
+            left.append(plan)
+    return left
 
 
 def progress_lines(write: Callable[[str], None], seconds: float = 2.0) -> Callable[[Stand], None]:

@@ -5,8 +5,8 @@ runs them in order, so from the first start to the last end of one call no other
 after the other take at least the sum of their *spans*. A span is the longest path through the tasks of the
 callee that begins and ends on the compute stream, collectives that computation waits for included. Only what
 any plan that divides a microbatch alike has in it counts: tasks that depend on the microbatch, and on which a
-product of the layer depends. Sums of gradients, casts of weights, gathers of parameters, launches, and what
-computation loses to collectives count as nothing.
+product of the layer depends. Casts of weights, gathers of parameters, launches, and what computation loses to
+collectives count as nothing; sums of gradients are told apart, since not all plans have the same.
 
 Where blocks are not made of calls, a product counts as what it takes, and all else as nothing; but for plans
 of the same stages, the span of the whole block counts.
@@ -54,7 +54,9 @@ class LayerWork(NamedTuple):
     have ``saved`` when backward begins; all summed over the ``stages``.
 
     ``layer`` are the seconds of one of the layers, forward and backward, and ``head`` those of the products
-    outside of layers, if they are those of one operand of one op: they are on one stage. 0: not known.
+    outside of layers, if they are those of one operand of one op, and of what a loss makes of that: they are
+    on one stage. ``sums`` are those for which a device adds the gradients of a layer to what microbatches
+    before have left. 0: not known.
     ``passage`` is the way through a layer, where each takes in what the one before makes, and nothing else
     that differs between microbatches.
     """
@@ -68,6 +70,7 @@ class LayerWork(NamedTuple):
     head: float = 0.0
     stages: tuple[StageWork, ...] = ()
     passage: LayerPassage | None = None
+    sums: float = 0.0
 
     @property
     def layers(self) -> int:
@@ -86,6 +89,7 @@ class LayerWork(NamedTuple):
             min(self.head, other.head),
             self.stages,
             _least_passage(self.passage, other.passage),
+            min(self.sums, other.sums),
         )
 
 
@@ -108,25 +112,29 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
     once = {key for key, maker in program.makers().items() if maker.once}
     passes: list[tuple[_BlockWork, _BlockWork]] = []
     for stage in program.stages:
-        forward, backward = _block_work(stage.forward, once, spans), _block_work(stage.backward, once, spans)
+        forward = _block_work(stage.forward, once, spans, ahead=True)
+        backward = _block_work(stage.backward, once, spans, ahead=False)
         if forward is None or backward is None:
             return None
         passes.append((forward, backward))
     saved = [_saved_bytes(stage.forward, stage.backward, once) for stage in program.stages]
+    head = _head_seconds(passes)
+    losses = [one.around + two.around if head else 0.0 for one, two in passes]
     stages = [
-        StageWork(one.of_stage + two.of_stage, one.layers, max(own))
-        for (one, two), own in zip(passes, saved, strict=True)
+        StageWork(one.of_stage + two.of_stage + loss, one.layers, max(own))
+        for (one, two), loss, own in zip(passes, losses, saved, strict=True)
     ]
     return LayerWork(
-        sum(one.seconds + two.seconds for one, two in passes),
-        sum(one.computing + two.computing for one, two in passes),
+        sum(one.seconds + two.seconds for one, two in passes) + sum(losses),
+        sum(one.computing + two.computing for one, two in passes) + sum(losses),
         sum(span.computing for forward, _ in passes for _, span in forward.calls),
         sum(span.products for forward, _ in passes for _, span in forward.calls),
         sum(own for own, _ in saved),
         _layer_seconds(passes),
-        _head_seconds(passes),
+        head + sum(losses),
         tuple(stages),
         _layer_passage(passes),
+        _layer_sums([stage.backward for stage in program.stages], passes, spans),
     )
 
 
@@ -180,13 +188,33 @@ def _head_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
     return sum(seconds for _, seconds in every) if alone else 0.0
 
 
+def _layer_sums(
+    blocks: Sequence[Block], passes: Sequence[tuple[_BlockWork, _BlockWork]], spans: Spans
+) -> float:
+    """Return the seconds for which gradients of a layer are added to sums, the least on any stage."""
+    found: list[float] = []
+    for block, (forward, _) in zip(blocks, passes, strict=True):
+        if not forward.layers:
+            continue
+        made, total = set[Value](), 0.0
+        for op in () if block.accumulating is None else block.accumulating.ops:
+            if op.op_type == "AccumulateInto" and op.inputs[1] in made:
+                total += spans.op_seconds(op)
+            if op.is_call or not made.isdisjoint(op.inputs):
+                made.update(op.outputs)
+        found.append(total / forward.layers)
+    return min(found, default=0.0)
+
+
 class _BlockWork(NamedTuple):
-    """The ``calls`` of a block, each with its span, what its other products take, the span of the ``whole``
-    where there are no calls, and the ``passage`` through each call where all are of one callee, and each
+    """The ``calls`` of a block, each with its span, what its other products take, and what is ``around``
+    these, made of them in the forward pass, for them in the backward pass, the span of the ``whole`` where
+    there are no calls, and the ``passage`` through each call where all are of one callee, and each
     reads one result of the one before."""
 
     calls: tuple[tuple[Function, LayerSpan], ...]
     products: tuple[float, ...]
+    around: float
     whole: float
     passage: Passage | None
 
@@ -216,7 +244,7 @@ class _BlockWork(NamedTuple):
         return max(self.seconds, self.whole)
 
 
-def _block_work(block: Block, once: set[Value], spans: Spans) -> _BlockWork | None:
+def _block_work(block: Block, once: set[Value], spans: Spans, ahead: bool) -> _BlockWork | None:
     """Return that of a block; None if it differs between stages."""
     function = block.function
     given = tuple([key in once for key in block.inputs])
@@ -233,11 +261,27 @@ def _block_work(block: Block, once: set[Value], spans: Spans) -> _BlockWork | No
             if span.seconds:
                 calls.append((op.callee, span))
         elif is_product(op):
-            products.append(spans.product_seconds(op))
+            products.append(spans.op_seconds(op))
     whole = LayerSpan(0.0, 0.0, 0.0) if calls else spans.span(function, given)
     if whole is None:
         return None
-    return _BlockWork(tuple(calls), tuple(products), whole.seconds, _passage(function, fixed, spans))
+    around = _seconds_around(function, fixed, spans, ahead)
+    return _BlockWork(tuple(calls), tuple(products), around, whole.seconds, _passage(function, fixed, spans))
+
+
+def _seconds_around(function: Function, fixed: set[Value], spans: Spans, ahead: bool) -> float:
+    """Return what the ops of a block take that compute with what its products make, or else for these."""
+    linked, total = set[Value](), 0.0
+    for op in function.ops if ahead else reversed(function.ops):
+        sides = (op.inputs, op.outputs) if ahead else (op.outputs, op.inputs)
+        if op.is_call or fixed.issuperset(op.inputs):
+            continue
+        if is_product(op):
+            linked.update(sides[1])
+        elif not linked.isdisjoint(sides[0]):
+            linked.update(sides[1])
+            total += spans.op_seconds(op)
+    return total
 
 
 def _passage(function: Function, fixed: set[Value], spans: Spans) -> Passage | None:

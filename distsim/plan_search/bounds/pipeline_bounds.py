@@ -42,17 +42,14 @@ class HeldParts(NamedTuple):
 
 
 class Flights(NamedTuple):
-    """``stages`` of a rank, the microbatches in flight in each of them [times, stages], and whether the
-    backward pass of the first of its stages is what the rank does last (``ends_first``)."""
+    """``stages`` of a rank, the microbatches in flight in each of them [times, stages], the most that all of
+    them have at a time (``least``), and whether the backward pass of the first of its stages is what the rank
+    does last (``ends_first``)."""
 
     stages: tuple[int, ...]
     counts: npt.NDArray[Any]
+    least: int
     ends_first: bool
-
-    @property
-    def least(self) -> int:
-        """The most microbatches that all its stages have in flight at a time."""
-        return int(self.counts.min(axis=1).max(initial=0))
 
 
 def flights(plan: Plan) -> tuple[Flights, ...]:
@@ -82,7 +79,8 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Fli
         held = [np.cumsum(change * (cells // 4 % made.num_stages == stage)) for stage in stages]
         last = int(cells[-1])
         ends_first = last % 4 != Kind.FORWARD.code and last // 4 % made.num_stages == min(stages)
-        found.append(Flights(stages, np.unique(np.array(held).T, axis=0), ends_first))
+        counts = np.unique(np.array(held).T, axis=0)
+        found.append(Flights(stages, counts, int(counts.min(axis=1).max(initial=0)), ends_first))
     return tuple(found)
 
 
@@ -143,11 +141,14 @@ def bytes_of_stages(
     return max(found)
 
 
-def seconds_of_layers(plan: Plan, work: LayerWork) -> float:
-    """Return the seconds that a plan takes at least whose stages are of whole layers; 0: nothing is known."""
+def seconds_of_layers(plan: Plan, work: LayerWork, sums: float = 0.0) -> float:
+    """Return the seconds that a plan takes at least whose stages are of whole layers; 0: nothing is known.
+
+    ``sums`` are seconds of each layer besides, the mean over microbatches.
+    """
     if not work.layer or not work.layers:
         return 0.0
-    return plan.microbatches * _seconds_of_layers(plan.pp, work.layers, work.layer, work.head)
+    return plan.microbatches * _seconds_of_layers(plan.pp, work.layers, work.layer + sums, work.head)
 
 
 @cached("the least seconds of whole layers, by ranks and layers", 65536)

@@ -31,11 +31,12 @@ fullest holds at least 1 / sum(1 / (Q + n_r S)).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from distsim.cache import cached
 from distsim.cost.efficiency import best_share, element_type, kind_of_work
 from distsim.ir import Device, Function, Role, Tensor, Topology, Value, all_ops, trim
 from distsim.ops import Signature, Work, signature_of, work
@@ -55,13 +56,17 @@ from distsim.schedule import schedule as schedule_named
 from distsim.simulation.memory.plan import gradient_values
 from distsim.transforms.kernels.policies import Kernels
 
+MOST_COPIES = 2
+"""Of a model, in schedules such as DualPipe."""
+
 
 class PlanKnowledge(NamedTuple):
     """What plans that were built teach of another one.
 
     Seconds for which a microbatch takes devices, summed over stages: of its ``products``, and of all that is
     ``busy``; of its ``layers``; the bytes that these have ``saved``; and of each of its ``stages``. 0, None
-    and nothing: not known. ``whole``: whether stages begin between layers.
+    and nothing: not known. ``whole``: whether stages begin between layers. ``sums`` are the seconds for which
+    a microbatch but the first adds the gradients of a layer to sums.
     """
 
     products: float = 0.0
@@ -70,6 +75,7 @@ class PlanKnowledge(NamedTuple):
     saved: int = 0
     stages: tuple[StageWork, ...] = ()
     whole: bool = False
+    sums: float = 0.0
 
 
 class HeldBytes(NamedTuple):
@@ -173,12 +179,19 @@ class PlanBounds:
         count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers = known.layers
-        found = max(least, known.products, known.busy, layers.seconds if layers else 0.0) * count / plan.pp
+        # A mean over microbatches: each of the copies of a model begins its sums with one of them.
+        sums = known.sums * max(count - MOST_COPIES, 0) / count
+        added = sums * layers.layers if layers else 0.0
+        busy = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
+        found = (busy + added) * count / plan.pp
         if plan.pp == 1:
             return found
-        whole = 0.0 if layers is None else seconds_of_layers(plan, layers)
+        whole = 0.0 if layers is None else seconds_of_layers(plan, layers, sums)
         passage = layers.passage if layers and known.whole else None
-        return max(found, whole, seconds_of_stages(plan, self._stages(plan, known), passage))
+        stages = [
+            stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
+        ]
+        return max(found, whole, seconds_of_stages(plan, stages, passage))
 
     def _stages(self, plan: Plan, known: PlanKnowledge) -> tuple[StageWork, ...]:
         """Return the stages that are known, or those of a plan that counts equal layers."""
@@ -204,7 +217,7 @@ class PlanBounds:
         alike = self.held if plan.pp == 1 else self.held_in_layers if known.whole else None
         if stages:
             least = max(least, bytes_of_stages(plan, stages, every, alike and _divided(alike, plan)))
-        in_flight = [rank.least for rank in ranks]
+        in_flight = tuple([rank.least for rank in ranks])
         least = max(least, _least_wherever_cut(every.held, saved, in_flight))
         if alike is None:
             return least
@@ -222,15 +235,22 @@ class PlanBounds:
         return max(known.saved, self.saved_in_layers(plan.remat) / (ranks * plan.microbatches))
 
 
-def _least_wherever_cut(held: float, saved: float, in_flight: Sequence[int]) -> float:
+def _least_wherever_cut(held: float, saved: float, in_flight: tuple[int, ...]) -> float:
     """Return the bytes that the fullest rank holds wherever stages begin, with so many microbatches in flight
     on each."""
-    if not all(in_flight):  # a rank may have all that is saved
-        return 0.0
-    weighed = [
-        (held + n * saved) / sum(max(1.0, n / own) for own in in_flight) for n in dict.fromkeys(in_flight)
-    ]
-    return max(saved / sum(1 / n for n in in_flight), *weighed)
+    return max([(often * held + n * saved) / weights for often, n, weights in _weights(in_flight)], default=0)
+
+
+@cached("weights of ranks in means of what they hold, by microbatches in flight", 4096)
+def _weights(in_flight: tuple[int, ...]) -> tuple[tuple[int, int, float], ...]:
+    """Return how often what is held, and what is saved, are in sums over the ranks, and the weights of these.
+
+    None where a rank has none in flight: it may have all that is saved.
+    """
+    if not all(in_flight):
+        return ()
+    each = [(1, n, sum([max(1.0, n / own) for own in in_flight])) for n in dict.fromkeys(in_flight)]
+    return (0, 1, sum([1 / own for own in in_flight])), *each
 
 
 def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
@@ -247,12 +267,21 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     return HeldParts(kept / least, gradients / least)
 
 
+_ORDER = Plan().order
+
+
 def layers_key(plan: Plan, batch: int, levels: int) -> Hashable:
     """Return what the seconds of the layers of a plan depend on, beside the function: of how many levels of
     calls they are written out, how they are divided, whether there is a dp that the choice of layouts sees,
     and, unless neighbours are along the same axes, where they lie."""
-    placed = plan.dp > 1 if plan.order == Plan().order else (plan.dp, plan.pp)
+    placed = plan.dp > 1 if plan.order == _ORDER else (plan.dp, plan.pp)
     return work_key(plan, batch), levels, plan.tp_overlap, placed
+
+
+def sums_key(layers: Hashable, plan: Plan) -> Hashable:
+    """Return what the seconds of sums of a layer's gradients depend on, beside ``layers``, what layers do."""
+    ranks = plan.dp * plan.cp
+    return layers, *((plan.bucket, (ranks, plan.zero_ranks) if plan.zero > 1 else ()) if ranks > 1 else ())
 
 
 def saved_key(plan: Plan, batch: int) -> Hashable:
@@ -283,16 +312,24 @@ def _best_seconds(signature: Signature, demand: Work, device: Device) -> float:
 
 def _splits_backward(plan: Plan) -> bool:
     """Whether the schedule of a plan may have a backward pass in two halves."""
-    name = parse_schedule(plan.schedule)[0]
+    return plan.pp > 1 and _has_halves(plan.schedule)
+
+
+@cached("whether schedules may have a backward pass in two halves, by name", 256)
+def _has_halves(schedule: str) -> bool:
+    name = parse_schedule(schedule)[0]
     known = SCHEDULES.get(name)
-    return plan.pp > 1 and (
-        known is None or known.searched or schedule_named(name, 2, 4, known.chunks or 2).splits_backward
-    )
+    return known is None or known.searched or schedule_named(name, 2, 4, known.chunks or 2).splits_backward
 
 
 def _is_plain(plan: Plan) -> bool:
     """Whether ranks have one stage of one copy, whole backward passes, and a flush: 1F1B and GPipe."""
-    known = SCHEDULES.get(parse_schedule(plan.schedule)[0])
-    if known is None or known.chunks != 1 or known.placement != "loop" or _splits_backward(plan):
+    return not _splits_backward(plan) and _is_plain_schedule(plan.schedule)
+
+
+@cached("whether schedules are 1F1B or GPipe, by name", 256)
+def _is_plain_schedule(schedule: str) -> bool:
+    known = SCHEDULES.get(parse_schedule(schedule)[0])
+    if known is None or known.chunks != 1 or known.placement != "loop":
         return False
-    return schedule_named(plan.schedule, 2, 4).weights == FLUSH
+    return schedule_named(schedule, 2, 4).weights == FLUSH

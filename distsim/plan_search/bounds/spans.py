@@ -61,8 +61,11 @@ class Spans:
         self._passages: dict[tuple[Function, tuple[bool, ...], int, int], Passage | None] = {}
         self._alike: dict[tuple[str, ...], bool] = {}
 
-    def product_seconds(self, op: Op) -> float:
-        """Return the seconds of an op that is none but a product."""
+    def op_seconds(self, op: Op) -> float:
+        """Return for how long an op that is no Call computes."""
+        meaning = operator(op.op_type)
+        if meaning.communication is not None or meaning.view or not meaning.computes or _is_apart(op):
+            return 0.0
         return self._cost_model.seconds(signature_of(op), self._part.members[0][:1])
 
     def span(self, callee: Function, fixed: tuple[bool, ...]) -> LayerSpan | None:
