@@ -103,9 +103,19 @@ class Division(NamedTuple):
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
         kind = plan.cp_kind if plan.cp > 1 else "allgather"
-        degrees = count, plan.dp, plan.tp, plan.sp == "on", plan.cp, kind, plan.expert_ranks, plan.zero_ranks
-        beside = plan.tp == 1 or plan.tp_overlap != "off"
-        kernels = replace(kernels, split=True) if plan.tp_overlap == "split" else kernels
+        degrees = (
+            count,
+            plan.dp,
+            plan.tp,
+            plan.divides_sequence,
+            plan.cp,
+            kind,
+            plan.expert_ranks,
+            plan.zero_ranks,
+        )
+        dtensors = plan.sp == "dtensor"
+        beside = plan.tp == 1 or not (plan.tp_overlap == "off" or dtensors)
+        kernels = replace(kernels, split=plan.tp_overlap == "split", dtensors=dtensors)
         return Division(
             *degrees,
             beside,

@@ -45,6 +45,11 @@ for those of the last unit, with which backward begins; or gathered again, each 
 
 SWITCH = ("off", "on")
 
+SP = (*SWITCH, "dtensor")
+"""Whether tensor-parallel ranks divide sequences between their products; as DTensor does, with the second
+dimension divided, what is gathered and scattered copied, and each pass gathering once
+(:mod:`distsim.transforms.tensor_parallel.dtensors`)."""
+
 TP_OVERLAP = (*SWITCH, "split")
 """How tensor-parallel ranks compute while they communicate: not at all; the gradient of an input travels
 beside that of the weight; besides, products run in chunks, beside the parts of the sequence that they read or
@@ -68,7 +73,8 @@ class Plan:
     (0: all ranks of dp have a part); of experts, those of these neighbours have that have the same ones;
     `chunks` are the stages of each pipeline rank; of the layers of each stage, the first `offload` keep what
     they save for backward on the host; with `sp=on`, sequence parallelism, activations between the products
-    of tensor-parallel ranks are divided over these in the sequence; with `tp_overlap=on` what these bring
+    of tensor-parallel ranks are divided over these in the sequence, with `sp=dtensor` as torch's DTensor has
+    them; with `tp_overlap=on` what these bring
     together of the gradient of a product's input travels beside the gradient of its weight, and with
     `split` products run in chunks, too, beside the parts of the sequence that they read or make; `order` says
     which axis changes fastest over the devices. A plan is verified when made, and its text, in which the
@@ -127,17 +133,7 @@ class Plan:
         for name, known in _SWITCHES.items():
             if getattr(self, name) not in known:
                 raise PlanError(f"{name}={shortened(getattr(self, name))} is not one of {', '.join(known)}")
-        if self.sp == "on" and self.tp == 1:
-            raise PlanError("sp=on divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
-        if self.tp_overlap != "on" and self.tp == 1:
-            raise PlanError(
-                f"tp_overlap={self.tp_overlap} is about what tp ranks bring together, and tp=1; leave it out"
-            )
-        if self.tp_overlap == "split" and self.sp == "off":
-            raise PlanError(
-                "tp_overlap=split has products run on parts of the sequence as they come, and with sp=off no "
-                "rank has a part; use sp=on, or tp_overlap=on"
-            )
+        self._check_tensor_ranks()
         check_order(self.order)
         if self.cp % (ulysses := parse_cp_kind(self.cp_kind)[1]):
             raise PlanError(
@@ -161,7 +157,7 @@ class Plan:
                 f"zero={self.zero} gathers none after it; use zero=1 or 2, or overlap_params=off"
             )
         if self.ep > 1 or self.etp:
-            check_experts_apart(self.degrees, self.sp == "on")
+            check_experts_apart(self.degrees, self.divides_sequence)
             check_experts_of_context(expert_ranks(self.degrees, self.order), self.cp, ulysses)
         if self.zero_ranks:
             check_zero_ranks(self.zero, self.zero_ranks, self.dp, self.expert_ranks)
@@ -190,6 +186,24 @@ class Plan:
         """Number of devices that the plan occupies: dp * tp * pp * cp."""
         return math.prod((self.dp, self.tp, self.pp, self.cp))
 
+    def _check_tensor_ranks(self) -> None:
+        if self.divides_sequence and self.tp == 1:
+            raise PlanError(f"sp={self.sp} divides activations over tp ranks, and tp=1; use sp=off, or tp=2")
+        if self.tp_overlap != "on" and self.tp == 1:
+            raise PlanError(
+                f"tp_overlap={self.tp_overlap} is about what tp ranks bring together, and tp=1; leave it out"
+            )
+        if self.tp_overlap == "split" and self.sp == "off":
+            raise PlanError(
+                "tp_overlap=split has products run on parts of the sequence as they come, and with sp=off no "
+                "rank has a part; use sp=on, or tp_overlap=on"
+            )
+        if self.sp == "dtensor" and self.tp_overlap == "on":
+            raise PlanError(
+                "tp_overlap=on has the gradient of an input travel beside that of the weight, and with "
+                "sp=dtensor both are made before; use tp_overlap=off or split, or sp=on"
+            )
+
     @property
     def degrees(self) -> Degrees:
         """What the ranks that have experts each depend on."""
@@ -201,10 +215,15 @@ class Plan:
         return expert_ranks(self.degrees, self.order) if self.ep > 1 else ExpertRanks()
 
     @property
+    def divides_sequence(self) -> bool:
+        """Whether tensor-parallel ranks divide sequences between their products."""
+        return self.sp != "off"
+
+    @property
     def sequence_parts(self) -> int:
         """Number of parts in which ranks hold a sequence: but for Ulysses a rank of cp has two."""
         halves = 2 if self.cp > 1 and self.cp_kind != "ulysses" else 1
-        return self.cp * halves * (self.tp if self.sp == "on" else 1)
+        return self.cp * halves * (self.tp if self.divides_sequence else 1)
 
     @property
     def resharding(self) -> str:
@@ -250,7 +269,7 @@ class Plan:
 _FIELDS = tuple(field.name for field in fields(Plan))
 _COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp", "ep", "zero_ranks", "etp")
 _BOUNDS = {"zero": (0, 3)} | dict.fromkeys(("offload", "zero_ranks", "etp"), (0, MAX_DEGREE))
-_SWITCHES = dict.fromkeys(("sp", "overlap_grads", "overlap_params"), SWITCH) | {"tp_overlap": TP_OVERLAP}
+_SWITCHES = dict.fromkeys(("overlap_grads", "overlap_params"), SWITCH) | {"sp": SP, "tp_overlap": TP_OVERLAP}
 _REPLACED = {
     "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none",
 }

@@ -20,11 +20,11 @@ class Stack:
     written); ``attention``: of :data:`distsim.ops.attention_options.ATTENTION_CHOICES` (None: ``flash`` or
     ``math``, by the element type); ``kernels``: of
     :data:`distsim.transforms.kernels.KERNELS`; ``remat``: what a plan recomputes that does not say;
-    ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not); ``sp``: whether
-    tensor-parallel ranks divide the sequence as well; ``vocabulary_multiple``: what the vocabulary of each
-    tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further fields of a plan with
-    several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with several
-    tensor-parallel ranks, ``stages`` of one with a pipeline; ``scaling`` and ``linear_ops``: those of
+    ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not); ``sp``: how
+    tensor-parallel ranks divide the sequence as well, a field of a plan; ``vocabulary_multiple``: what the
+    vocabulary of each tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further
+    fields of a plan with several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with
+    several tensor-parallel ranks, ``stages`` of one with a pipeline; ``scaling`` and ``linear_ops``: those of
     operands of 8 bits, where they are asked for (none: all). ``source`` says where these are from.
 
     >>> stack_named("megatron").precision, stack_named("megatron").clip
@@ -39,7 +39,7 @@ class Stack:
     optimizer: str
     clip: float | None
     source: str
-    sp: bool = False
+    sp: str = "off"
     tp_overlap: str = "on"
     stages: str = "even"
     scaling: str = "delayed"
@@ -83,7 +83,7 @@ STACKS = {
             plan=_MEGATRON,
         ),
         Stack(
-            *("torchtitan", "fsdp2", "flash2", "eager", "every_early:2", "adamw", 1.0),
+            *("torchtitan", "fsdp2", "flash2", "eager_complex", "every_early:2", "adamw", 1.0),
             source="torchtitan 238fa995, config/job_config.py: mixed_precision_param bfloat16, "
             "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
             "compile off, max_norm 1.0; attention by scaled_dot_product_attention; "
@@ -94,7 +94,7 @@ STACKS = {
             "recipe_name: torchao's tensorwise scaling, of linear layers but not of experts; layers a stage, "
             "embedding and head counted as one each (distributed/pipeline_parallel.py)",
             stages="default",
-            sp=True,
+            sp="dtensor",
             tp_overlap="off",
             scaling="tensorwise",
             linear_ops=("MatMul", "Gemm"),
@@ -127,11 +127,12 @@ STACKS = {
             },
         ),
         Stack(
-            *("nanotron", "mixed", "flash2", "eager", "none", "adamw", 1.0),
+            *("nanotron", "mixed", "flash2", "eager_waiting", "none", "adamw", 1.0),
             source="nanotron, config/config.py and its example configurations: accumulate_grad_in_fp32, "
             "FlashAttention-2, recompute_layer false, clip_grad 1.0; trainer.py: buckets of torch's DDP, or "
             "with ZeRO-1 and float32 sums (make_ddp) all gradients at once after backward, reduced whole "
-            "(reduce_scatter=False), and parameters gathered into lists of slices (optim/zero.py)",
+            "(reduce_scatter=False), and parameters gathered into lists of slices (optim/zero.py); "
+            "microbatches are copied to the device, and waited for, one by one (dataloader.py)",
             plan={0: {"bucket": "nanotron"}, 1: {"bucket": "nanotron", "overlap_grads": "off"}},
         ),
     )

@@ -101,9 +101,16 @@ KERNELS: dict[str, dict[str, tuple[float, str]]] = {
 }
 """How fast kernels of attention are, 1 being what ATTENTION gives."""
 
-FLOAT8 = 0.725
-"""1.45 times the speed of 16 bits where the peak is twice as high: an assumption, casts and thin products
-included; the best shapes alone reach 1.77 times on H100 (1,402.6 and 794.5 TFLOP/s, MAMF table)."""
+MEASURED8 = "of kernels alone, the best shapes of the MAMF table (stas00/ml-engineering)"
+FLOAT8 = {
+    "h100": (1402.6 / 794.5, f"1,402.6 and 794.5 TFLOP/s {MEASURED8}"),
+    "b200": (3432.5 / 1745.0, f"3,432.5 and 1,745 TFLOP/s {MEASURED8}"),
+    "a100": (1402.6 / 794.5, "taken over from H100; not measured"),
+    "v100": (1402.6 / 794.5, "taken over from H100; not measured"),
+}
+"""How many times as fast as those of 16 bits products of 8 bits are, whose peak is twice as high; casts are
+kernels of their own. On H100 at 500 W products of 8,192 and 65,536 rows with scales of rows were 1.88, 1.92
+and 2.09 times as fast (pytorch/FBGEMM, pull request 2546)."""
 GROUPED = {
     "a100": (0.82, "12 kernels alone, on A100 PCIe (SimuMax, a100_pcie.json), by the shape rule"),
     "h100": (0.82, "taken over from A100; not measured"),
@@ -122,7 +129,7 @@ def rates_of(values: Mapping[str, float], family: str, device: Device) -> Kernel
     launch = values["launch.a100"] * values.get(f"launch.{family}", 1.0) ** (family != "a100")
     shares = {
         "linear": linear,
-        "linear_float8": linear * FLOAT8,
+        "linear_float8": linear * FLOAT8[family][0] / 2,
         "batched": linear * values["batched"],
         "grouped": linear * GROUPED[family][0],
         "attention": forward * values["attention"],
@@ -162,7 +169,7 @@ def preset_lines(values: Mapping[str, float], family: str, about: str) -> Iterab
     rates = rates_of(values, family, Device(0, "gpu"))
     sources = {
         "linear": about,
-        "linear_float8": f"assumption: linear times {FLOAT8}, 1.45 times the speed of 16 bits; not measured",
+        "linear_float8": f"{FLOAT8[family][0]:.2f} times the speed of linear: {FLOAT8[family][1]}",
         "batched": about,
         "grouped": f"linear times {GROUPED[family][0]}: {GROUPED[family][1]}",
         "attention": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",

@@ -281,7 +281,7 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
     command = ["gpt:layers=4,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8]
     out = simulate(capsys, *command, "--stack", "torchtitan", "--clip", 2)
     assert "remat=every_early:2" in out.splitlines()[0]
-    assert "note: assumed: precision fsdp2, attention flash2, kernels eager, optimizer adamw\n" in out
+    assert "note: assumed: precision fsdp2, attention flash2, kernels eager_complex, optimizer adamw\n" in out
     own = ["--precision", "bf16", "--kernels", "compiled", "--plan", "dp=1,remat=none"]
     own = simulate(capsys, *command, "--stack", "megatron", *own)
     assert "note: assumed: attention cudnn, optimizer adamw, clip 1.0\n" in own
@@ -293,9 +293,9 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
 def test_a_stack_divides_the_sequence_where_there_are_ranks_to(capsys):
     command = ["gpt:layers=2,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8, "--stack"]
     for stack, plan, said, unsaid in (
-        ("torchtitan", "tp=2", ",sp=on,tp_overlap=off,", "sp=off"),
-        ("torchtitan", "tp=2,sp=off", "tp_overlap=off", "sp=on"),
-        ("torchtitan", "dp=2", "dp=2", "sp=on"),
+        ("torchtitan", "tp=2", ",sp=dtensor,tp_overlap=off,", "sp=off"),
+        ("torchtitan", "tp=2,sp=off", "tp_overlap=off", "sp="),
+        ("torchtitan", "dp=2", "dp=2", "sp="),
         ("megatron", "tp=2", "tp=2", "tp_overlap"),
     ):
         first = simulate(capsys, *command, stack, "--plan", plan).splitlines()[0]

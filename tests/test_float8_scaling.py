@@ -18,7 +18,7 @@ from distsim.importer import load_model
 from distsim.ir import Attributes, Float8E4M3FN, Float8E5M2, Float32, Tensor, all_ops, verify
 from distsim.ir.rewrite import flatten
 from distsim.models import mlp, moe
-from distsim.ops import Signature, compute, operator, sharding_rule, signature_of
+from distsim.ops import Signature, compute, operator, sharding_rule, signature_of, work
 from distsim.ops.conversion import ONCE
 from distsim.plan import Plan
 from distsim.study.choices import Choices
@@ -26,6 +26,7 @@ from distsim.study.options import ModelOptions
 from distsim.transforms import SGD, Adam, add_loss, differentiate, precision_named
 from distsim.transforms.autodiff.precision import SCALINGS
 from distsim.transforms.autodiff.set_precision import apply_precision, cast_number
+from distsim.transforms.kernels import KERNELS
 
 E4M3, E5M2 = cast_number(Float8E4M3FN()), cast_number(Float8E5M2())
 
@@ -178,12 +179,33 @@ def test_what_a_scaling_costs():
         ops = [op for op in all_ops(joint) if op.op_type.startswith("Float8")]
         seconds[scaling] = sum(model.seconds(signature_of(op), device) for op in ops)
         kinds[scaling] = Counter(op.op_type for op in ops)
-    assert kinds["delayed"] == kinds["rowwise"] and seconds["delayed"] == seconds["rowwise"]
+    assert kinds["delayed"] == kinds["rowwise"] == kinds["blockwise"]
+    assert seconds["delayed"] == seconds["rowwise"]
     casts = kinds["tensorwise"]["Float8Cast"]
     assert kinds["tensorwise"] == kinds["delayed"] | {"Float8Amax": casts}
     gpu = cluster.devices[0]
     once = 2 * 4096**2 / (gpu.dram_bandwidth * gpu.bytes_efficiency) + gpu.kernel_launch_overhead
     assert seconds["tensorwise"] - seconds["delayed"] == pytest.approx(casts * once, rel=0.01)
+    both = 4096**2 / (gpu.dram_bandwidth * gpu.bytes_efficiency)  # a kernel writes each operand twice
+    assert seconds["blockwise"] - seconds["rowwise"] == pytest.approx(casts * both, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "read"), [("rowwise", 4), ("tensorwise", 1), ("delayed", 0), ("blockwise", 0)]
+)
+def test_gradients_of_weights_read_their_operands_turned_each_once(scaling, read):
+    """Queries, keys and values multiply one input; each has a gradient of its own."""
+    joint, _, _ = trained(small_gpt, scaling)
+    program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS["eager"])
+    ops = {id(op): op for op in all_ops(program.to_function())}.values()  # those of two layers are the same
+    turns = [op for op in ops if op.op_type == "Float8Turn"]
+    products = [op for op in ops if op.op_type == "Float8MatMulGradB"]
+    wanted = {value for op in products for value in op.inputs[:2]}
+    assert {op.outputs[0] for op in turns} == (wanted if read else set())
+    assert len({op.inputs[0] for op in turns}) == len(turns)
+    for op in turns:
+        demand, size = work(signature_of(op)), op.inputs[0].type.size
+        assert (demand.bytes_read, demand.bytes_written) == (read * size, size)
 
 
 def test_experts_multiply_in_8_bits():

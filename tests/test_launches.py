@@ -185,6 +185,23 @@ def test_hosts_that_wait_for_their_device_before_each_microbatch(text):
             )
 
 
+def test_hosts_of_stages_that_read_the_batch_alone_wait_for_their_device():
+    """The first, which reads tokens, and the last, which reads labels: those between receive all."""
+    plan = Plan.parse("pp=4,microbatches=8")
+    topology = cluster(plan.devices)
+    joint = differentiate(small_gpt(layers=8, batch=16), Adam())
+    waiting = {}
+    for name in ("eager", "eager_waiting", "fused_waiting"):
+        program = parallelize(joint, plan, topology, kernels=KERNELS[name])
+        blocks = [block for block in program.table().blocks if block.kind == "F"]
+        waiting[name] = {
+            block.stages[0]
+            for block in blocks
+            if any(op.op_type == "Await" and op.attributes.get("all") for op in block.callee.ops)
+        }
+    assert waiting == {"eager": set(), "eager_waiting": {0, 3}, "fused_waiting": {0, 1, 2, 3}}
+
+
 def test_a_launch_is_no_work_of_the_device():
     topology = cluster(1)
     function, costs = chain(topology, 10, 1), CostModel(topology, kernels="eager")

@@ -5,8 +5,9 @@ from training_models import random_inputs
 
 from distsim.interpret import SequentialExecutor
 from distsim.ir import Float, Function, FunctionMaker, Role, Tensor, verify
-from distsim.ops import op_label
+from distsim.ops import op_label, signature_of, work
 from distsim.transforms import SGD, differentiate
+from distsim.transforms.autodiff.set_precision import set_precision
 from distsim.transforms.kernels import KERNELS, fuse
 from distsim.transforms.kernels.rotary import rotations
 
@@ -125,6 +126,25 @@ def test_the_gradients_of_a_layer_turn_back_in_one_kernel():
     loss = write("ReduceMean", write("Mul", made, made), keepdims=0)
     joint = differentiate(write.returning(loss), SGD())
     assert len(rotations(joint.ops)) == 2
+
+
+@pytest.mark.parametrize("kernels", ["eager_complex", "compiled_blocks", "compiled_complex"])
+@pytest.mark.parametrize("write", [of_halves, of_slices, half_by_half])
+def test_in_complex_numbers_it_is_a_cast_a_product_and_a_cast(write, kernels):
+    """Twenty bytes an element of 16 bits: 2 + 4, 4 + 4 and 4 + 2, beside the tables."""
+    function = set_precision(write(), "bfloat16")
+    fused = fuse(function, KERNELS[kernels]).function
+    verify(fused)
+    assert [op.op_type for op in fused.ops] == ["Cast", "Kernel", "Cast"]
+    demands = [work(signature_of(op)) for op in fused.ops]
+    tables = sum(value.type.nbytes for value in function.inputs[1:])
+    numbers = function.inputs[0].type.size
+    assert sum(each.bytes_read + each.bytes_written for each in demands) == 20 * numbers + tables
+    inputs = [
+        x.astype(v.type.dtype.np) for x, v in zip(random_inputs(function), function.inputs, strict=True)
+    ]
+    for one, other in zip(*(SequentialExecutor().compute(f, inputs) for f in (function, fused)), strict=True):
+        assert (one == other).all()
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from distsim.simulation.tasks import recurrence
 from distsim.simulation.tasks.task_table import lower
 from distsim.transforms import Adam, differentiate
 from distsim.transforms.kernels.policies import KERNELS, Kernels
-from distsim.transforms.pipelining.split_products import split
+from distsim.transforms.tensor_parallel.split_products import split
 
 SPLIT = Kernels("ops", split=True)
 

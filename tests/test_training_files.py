@@ -100,10 +100,10 @@ def test_presets_become_the_plans_that_they_are():
     assert deepseek.sizes.expert_layers.dense == 3
     llama = read_torchtitan(DATA / "llama3_405b.toml")
     assert llama.laid_out(128) == (
-        "dp=16,tp=8,microbatches=1,sp=on,tp_overlap=split,zero=3,reshard=auto,bucket=fsdp2,remat=full_early",
+        "dp=16,tp=8,microbatches=1,sp=dtensor,tp_overlap=split,zero=3,reshard=auto,bucket=fsdp2,remat=full_early",
         32,
     )
-    assert (llama.model, llama.stack.kernels) == ("llama3-405b", "compiled")
+    assert (llama.model, llama.stack.kernels) == ("llama3-405b", "compiled_complex")
     policy = precision_named(llama.stack.precision)
     assert (policy.parameter.short, policy.linear.name) == ("f32", "float8e4m3fn")
     assert (policy.scaling, policy.linear_ops) == ("tensorwise", ("MatMul", "Gemm"))
@@ -176,7 +176,7 @@ def test_arguments_are_fields_of_a_plan(tmp_path, more, fields):
         ("--fp16", "mixed_fp16"),
         ("--bf16 --fp8-format hybrid", "fp8"),
         ("--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "fp8:scaling=tensorwise"),
-        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "fp8:scaling=rowwise"),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "fp8:scaling=blockwise"),
         (
             "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --main-grads-dtype bf16",
             "mixed:states=bfloat16+float32,update=bfloat16,gradient_sum=bfloat16",

@@ -30,9 +30,13 @@ def test_a_row_of_torchtitan():
     sharded = {"zero": 3, "reshard": "auto", "bucket": "fsdp2"}
     assert case.plan == Plan(dp=4, microbatches=2, remat="full_early", **sharded)
     assert case.precision.linear == Float8E4M3FN() and case.precision.used.itemsize == 2
-    assert (case.attention, case.kernels, case.stack.name) == ("flash2", "eager", "torchtitan")
+    assert (case.attention, case.kernels, case.stack.name) == ("flash2", "eager_complex", "torchtitan")
     assert case.sizes.attention.groups == 2 and case.sizes.feed_forward.gated
-    assert case_of(LLAMA | {"notes": "torch.compile"}).kernels == "compiled_blocks"
+    compiled = LLAMA | {"notes": "torch.compile"}
+    assert case_of(compiled).kernels == "compiled_blocks"
+    for url, kernels in (("h100_202412_titan.md", "blocks"), ("h100_2025-06_titan.md", "complex")):
+        assert case_of(compiled | {"source_url": url}).kernels == f"compiled_{kernels}"
+    assert case_of(compiled | {"framework": "torchtitan 2025-04"}).kernels == "compiled_complex"
     assert case_of(LLAMA | {"framework": "OLMo"}).assumed == ("the stack torchtitan for olmo",)
 
 
@@ -264,7 +268,7 @@ def test_types(changed, name):
         ({"precision": "fp8 rowwise", "framework": "torchtitan", "zero": "3", "pp": "1"}, "rowwise"),
         ({"precision": "fp8"}, "delayed"),
         ({"precision": "fp8 (current scaling)"}, "tensorwise"),
-        ({"precision": "mxfp8"}, "rowwise"),
+        ({"precision": "mxfp8"}, "blockwise"),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ cast goes straight through.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,11 @@ GRADIENT_SCALE = 1024.0
 
 _LARGEST: dict[DType, float] = {Float8E4M3FN(): 448.0, Float8E5M2(): 57344.0}
 EIGHT_BITS = tuple(_LARGEST)
+MARKS = ("delayed", "both")
+"""Attributes of a product that say how the gradient of its result is cast: as its operands were."""
+
+TWO_BYTES = 2
+"""Of a number that is cast to 8 bits."""
 
 
 def type_number(dtype: DType) -> int:
@@ -118,7 +124,9 @@ register(
 
 
 # Float8Cast(x; to, scale) and Float8Cast(x, amax; to): x times the factor, rounded; what is out of range
-# becomes the largest number there is. With ``amax=1`` the first one also makes the largest magnitude of x.
+# becomes the largest number there is. With ``amax=1`` the first one also makes the largest magnitude of x;
+# with ``both=1`` it writes x twice, as the products of the pass and those of gradients read it: with scales
+# of the rows, and of the columns (Transformer Engine's kernels for blocks).
 
 
 def _cast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -153,6 +161,12 @@ def _cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     return [made, np.abs(x).max(initial=0.0).reshape(1)] if attributes.get("amax", 0) else [made]
 
 
+def _cast_work(signature: Signature) -> Work:
+    once = memory_bound(signature, 3.0)  # scale, largest element, round
+    again = bytes_of(signature.outputs[:1]) if signature.attributes.get("both", 0) else 0
+    return replace(once, bytes_written=once.bytes_written + again)
+
+
 def _cast_sharding(signature: Signature) -> ShardingRule:
     dims = letters(signature.inputs[0].rank)
     amaxes = [amax_labels(dims, signature.inputs[0], amax) for amax in signature.inputs[1:]]
@@ -171,10 +185,35 @@ register(
         "Float8Cast",
         types=_cast_types,
         compute=_cast,
-        work=lambda s: memory_bound(s, 3.0),  # scale, largest element, round
+        work=_cast_work,
         gradient=lambda ctx: [ctx.grad, *[None] * (len(ctx.inputs) - 1)],
         sharding=_cast_sharding,
     )
+)
+
+
+# Float8Turn(x; rows): x as the gradient of a weight reads it, along its rows; the same numbers. A kernel
+# that reads and writes 8 bits, as products of 8 bits on Hopper read both operands along the dimension that
+# they sum over (torchao, float8_ops.py, ``preprocess_addmm``: ``.t().contiguous().t()``); with ``rows``,
+# whose scales are of rows and for this of columns, what x was cast from is read twice, for the largest
+# elements and for the cast (float8_linear.py casts each operand along either dimension). Written beside
+# products once it is known what ranks have (:mod:`distsim.transforms.pipelining.turned_operands`).
+
+
+def _turn_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    arity("Float8Turn", inputs, 1)
+    if inputs[0].dtype not in EIGHT_BITS:
+        raise TypeRuleError(f"Float8Turn takes 8-bit numbers, not {inputs[0]}; cast them with Float8Cast")
+    return inputs
+
+
+def _turn_work(signature: Signature) -> Work:
+    (x,) = signature.inputs
+    return Work(0.0, x.nbytes * (2 * TWO_BYTES if signature.attributes.get("rows", 0) else 1), x.nbytes)
+
+
+register(
+    Operator("Float8Turn", types=_turn_types, compute=lambda attributes, arrays: arrays, work=_turn_work)
 )
 
 
@@ -207,11 +246,10 @@ def cast_gradient(ctx: GradientContext, amaxes: Sequence[Value]) -> tuple[list[V
     if amaxes:
         largest = ctx.add("Float8Amax", ctx.grad)
         return [ctx.add("Float8Cast", ctx.grad, largest, to=to), largest], options
-    delayed = {name: ctx.attributes[name] for name in ("delayed",) if name in ctx.attributes}
+    marks = {name: ctx.attributes[name] for name in MARKS if name in ctx.attributes}
     scale = GRADIENT_SCALE * ctx.attributes.get("scale", 1.0)
-    return [ctx.add("Float8Cast", ctx.grad, to=to, scale=GRADIENT_SCALE, **delayed)], options | {
-        "scale": scale
-    }
+    cast = ctx.add("Float8Cast", ctx.grad, to=to, scale=GRADIENT_SCALE, **marks)
+    return [cast], options | {"scale": scale, **marks}
 
 
 # Float8MatMul(a, b; to, scale) and Float8MatMul(a, b, amax of a, amax of b; to)

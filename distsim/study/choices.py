@@ -64,7 +64,7 @@ class Choices:
             return asked
         plan = Plan.parse(asked)
         given = [part.partition("=")[0].strip() for part in asked.split(",")]
-        own = {"sp": "on"} if self.stack.sp and plan.tp > 1 else {}
+        own = {"sp": self.stack.sp, "tp_overlap": self.stack.tp_overlap} if plan.tp > 1 else {}
         own |= {"remat": self.stack.remat}
         return self.spread(replace(plan, **{k: v for k, v in own.items() if k not in given}), given)
 
@@ -75,4 +75,5 @@ class Choices:
             fields |= {"stages": self.stack.stages}
         if plan.tp > 1:
             fields |= {"tp_overlap": self.stack.tp_overlap}
+            fields |= {"sp": self.stack.sp} if plan.sp == "on" and self.stack.sp != "off" else {}
         return replace(plan, **{name: own for name, own in fields.items() if name not in given})

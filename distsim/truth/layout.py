@@ -259,10 +259,10 @@ def _sequence(row: Row, stack: Stack, tp: int) -> dict[str, str | int]:
     if tp == 1:
         return {}
     if not text:
-        return {"sp": "on"} if stack.sp else {}
+        return {} if stack.sp == "off" else {"sp": stack.sp}
     if not re.match(r"(yes|on|true|1|no|off|false|0)\b", text):
         raise MissingFeatureError(f"sp {text!r:.60}")
-    return {"sp": "on"} if re.match(r"(yes|on|true|1)\b", text) else {}
+    return {"sp": stack.sp if stack.sp != "off" else "on"} if re.match(r"(yes|on|true|1)\b", text) else {}
 
 
 def _experts(row: Row, degrees: Mapping[str, int], assumed: list[str]) -> dict[str, int]:

@@ -16,7 +16,12 @@ MAX_STAGES = 4096
 SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """--data-parallel-sharding-strategy, as stages of ZeRO."""
 
-FP8_RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "rowwise", "mxfp8": "rowwise"}
+FP8_RECIPES = {
+    "delayed": "delayed",
+    "tensorwise": "tensorwise",
+    "blockwise": "blockwise",
+    "mxfp8": "blockwise",
+}
 """How operands are scaled by each recipe of ``--fp8-recipe``: blocks of rows as whole rows are."""
 STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8e4m3fn"}
 CP_KINDS = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}

@@ -162,7 +162,7 @@ def _eight_bits(whole: TrackedFields, notes: list[str]) -> str:
     recipe = next((name for each in gathers if (name := each.text("recipe_name", ""))), "tensorwise")
     if recipe not in FLOAT8_RECIPES:
         raise gathers[0].refusal("recipe_name", f"one of {', '.join(FLOAT8_RECIPES)}")
-    scaling = "rowwise" if any("mx" in each for each in linear) else FLOAT8_RECIPES[recipe]
+    scaling = "blockwise" if any("mx" in each for each in linear) else FLOAT8_RECIPES[recipe]
     grouped = any("grouped" in each for each in converters)
     return f"linear=float8e4m3fn,scaling={scaling},linear_ops=MatMul+Gemm{'+GroupedMatMul' * grouped}"
 
@@ -184,6 +184,9 @@ def _stack(whole: TrackedFields, layout: _TitanLayout, eight: str, notes: list[s
     whole_model = (compiled.on("enable") and "model" in components) or training.on("compile")
     if compiled.on("enable") and not whole_model:
         notes.append("compile.components without model: the loss is compiled alone, and runs as it is")
+    kernels = "compiled_complex" if whole_model else "eager_complex"
+    if compiled.on("enable") and whole_model and "loss" not in components:
+        kernels = "compiled_blocks"
     optimizer = whole.part("optimizer").text("name", "AdamW").lower()
     if optimizer not in ("adam", "adamw"):
         raise whole.part("optimizer").refusal("name", "Adam or AdamW")
@@ -191,7 +194,7 @@ def _stack(whole: TrackedFields, layout: _TitanLayout, eight: str, notes: list[s
     return replace(
         STACKS["torchtitan"],
         precision=policy,
-        kernels="compiled" if whole_model else "eager",
+        kernels=kernels,
         remat="none",
         optimizer=optimizer,
         clip=clip,
@@ -232,7 +235,7 @@ class _TitanLayout:
             found.pop("ep", None)
         elif degrees["ep"] > 1 and degrees["tp"] > 1:
             found["etp"] = etp
-        found |= {"sp": "on", "tp_overlap": "split" if own.on("enable_async_tensor_parallel") else "off"}
+        found |= {"sp": "dtensor", "tp_overlap": "split" if own.on("enable_async_tensor_parallel") else "off"}
         if degrees["cp"] > 1:
             rotate = own.text("context_parallel_rotate_method", "allgather")
             found["cp_kind"] = {"allgather": "allgather", "alltoall": "ring"}.get(rotate, "allgather")

@@ -38,11 +38,12 @@ NORMS = (
     "BatchNormalization",
 )
 LOSSES = ("CrossEntropyLoss", "Loss", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
-SCALINGS = ("delayed", "tensorwise", "rowwise")
+SCALINGS = ("delayed", "tensorwise", "rowwise", "blockwise")
 """By what 8-bit operands are scaled, as frameworks name their recipes (Megatron-LM ``--fp8-recipe``, torchao
 ``Float8LinearRecipeName``): by largest elements of microbatches before, which are reduced over all ranks of
 a stage after each pass; by that of the tensor, which a kernel finds before the cast; by those of its rows,
-or of shorter blocks, which the cast finds on its way (blockwise and MXFP8 too)."""
+which the cast finds on its way, and once more for the gradient of a weight, which sums over rows; by those of
+shorter blocks (MXFP8 too), which one kernel finds along either dimension."""
 
 LINEAR_OPS = ("MatMul", "Gemm", "GroupedMatMul")
 """Products that may have a weight: of linear layers, and of the experts of a mixture."""

@@ -248,7 +248,7 @@ class _FunctionCaster:
             if op.attributes.get(name, 0):
                 value = self.maker.add("Transpose", [value], {"perm": (1, 0)})[0]
             factors.append(self._narrow(value, once))
-        options = {"to": cast_number(self.precision.compute), **self._delayed}
+        options = {"to": cast_number(self.precision.compute), **self._marks}
         names = [value.name for value in op.outputs]
         operands = [each[0] for each in factors]
         amaxes = [amax for each in factors for amax in each[1:]]
@@ -265,9 +265,9 @@ class _FunctionCaster:
         return self.maker.add("Add", [made, *bias], added, output_names=names)[0]
 
     @property
-    def _delayed(self) -> dict[str, int]:
-        """What marks a cast, or the products whose gradients are cast, whose factor is of passes before."""
-        return {"delayed": 1} if self.scaling == "delayed" else {}
+    def _marks(self) -> dict[str, int]:
+        """What marks casts, and products whose gradients are cast: factors of passes before, both ways."""
+        return {"delayed": {"delayed": 1}, "blockwise": {"both": 1}}.get(self.scaling, {})
 
     def _narrow(self, value: Value, once: Mapping[str, Any]) -> tuple[Value, ...]:
         """Return a value as one of ``precision.linear``, with its largest elements where it is scaled so."""
@@ -277,7 +277,7 @@ class _FunctionCaster:
                 whole = {"whole": 1} if once else {}
                 amaxes = [*self.maker.add("Float8Amax", [value], {**whole, **once})]
             to = {"to": cast_number(self.precision.linear or self.precision.compute)}
-            (made,) = self.maker.add("Float8Cast", [value, *amaxes], {**to, **self._delayed, **once})
+            (made,) = self.maker.add("Float8Cast", [value, *amaxes], {**to, **self._marks, **once})
             self.narrow[value] = (made, *amaxes)
         return self.narrow[value]
 

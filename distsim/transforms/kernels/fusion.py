@@ -23,7 +23,7 @@ from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
-from distsim.transforms.kernels.rotary import rotations
+from distsim.transforms.kernels.rotary import in_float32, rotations
 from distsim.transforms.kernels.strides import strided
 
 
@@ -68,13 +68,20 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     for place, op in enumerate(ops):
         for value in op.inputs:
             readers.setdefault(value, set()).add(of[place])
+    turns = {region[-1] for region in rotations(ops)} if kernels.rotary == "complex" else set[int]()
     made: list[Op] = []
-    order = _in_order(ops, groups, of)
-    for number in order:
+    parts: list[tuple[int, ...]] = []
+    for number in _in_order(ops, groups, of):
         group = [ops[place] for place in groups[number]]
         outside = [v for op in group for v in op.outputs if not readers.get(v, set()) <= {number}]
-        made.append(group[0] if len(group) == 1 else _kernel(group, outside))
-    parts = [tuple(dict.fromkeys([source[place] for place in groups[number]])) for number in order]
+        part = tuple(dict.fromkeys([source[place] for place in groups[number]]))
+        if groups[number][-1] in turns:
+            (before, *inside, after) = in_float32(group)
+            run = [before, _kernel(inside, after.inputs), after]
+        else:
+            run = [group[0] if len(group) == 1 else _kernel(group, outside)]
+        made += run
+        parts += [part] * len(run)
     return Fused(replace(opened, ops=tuple(made)), tuple(parts))
 
 
@@ -98,7 +105,7 @@ def kernel_groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[lis
     """Return the places of the ops of each kernel, in order; ``joins`` are those of the policy."""
     maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
     # Nothing else reads what is inside a rotary embedding: it is a kernel as if it were one op, its last.
-    turns = {region[-1]: region for region in (rotations(ops) if kernels.rotary else ())}
+    turns = {region[-1]: region for region in (() if kernels.rotary == "ops" else rotations(ops))}
     turned = {place: last for last, region in turns.items() for place in region}
     can = [fusible(op) and place not in turned for place, op in enumerate(ops)]
     before = [sorted({maker[value] for value in op.inputs if value in maker}) for op in ops]

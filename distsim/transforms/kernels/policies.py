@@ -18,6 +18,15 @@ LOSS_KERNELS = ("one", "torch", "megatron")
 """Which kernels a cross entropy is: one; the two of torch; those that Megatron-LM's Python runs, one after
 the other in the place of the logits."""
 
+WAITING = ("nowhere", "everywhere", "reading")
+"""Whose hosts wait for their devices: none, those of all stages, those of stages that read the batch."""
+
+ROTARY = ("ops", "one", "complex")
+"""Which kernels a rotary embedding is: those of its ops; one, as Megatron-LM's fused_rope; three, of which
+the second multiplies complex numbers, between casts to and from float32 (torchtitan, models/llama/model.py,
+``apply_rotary_emb``), which torch's compiler leaves to eager kernels (inductor's warning: it "does not
+support code generation for complex operators")."""
+
 Joins = Callable[[Op, Op], bool]
 """(op, one that reads its result) -> whether one kernel may run both."""
 
@@ -27,8 +36,8 @@ class Kernels:
     """A policy under a name: which ops one kernel runs.
 
     ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
-    that no such kernel adds is added by the kernel of its product. ``rotary``: a rotary embedding that is
-    written out is a kernel, as Megatron-LM's fused_rope (:mod:`distsim.transforms.kernels.rotary`).
+    that no such kernel adds is added by the kernel of its product. ``rotary``: what a rotary embedding
+    that is written out is (:mod:`distsim.transforms.kernels.rotary`), of :data:`ROTARY`.
     ``multi_tensor``: optimizers and gradient clipping launch a kernel for many tensors
     (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
     kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
@@ -36,9 +45,11 @@ class Kernels:
     entropy is, of :data:`LOSS_KERNELS` (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
     gradients of the operands of a product are a kernel each (:mod:`distsim.transforms.kernels.gradients`).
     ``split``: products run in chunks beside the collectives that bring their rows together over
-    tensor-parallel ranks (:mod:`distsim.transforms.pipelining.split_products`), as a plan says.
-    ``waiting``: the host waits before each microbatch until its device has done all that it was given
-    (:mod:`distsim.transforms.pipelining.received`).
+    tensor-parallel ranks (:mod:`distsim.transforms.tensor_parallel.split_products`), as a plan says.
+    ``dtensors``: these bring rows together as DTensor does, as a plan says
+    (:mod:`distsim.transforms.tensor_parallel.dtensors`).
+    ``waiting``: where the host waits before each microbatch until its device has done all that it was given,
+    of :data:`WAITING` (:mod:`distsim.transforms.pipelining.received`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -48,13 +59,14 @@ class Kernels:
     name: str
     joins: Joins | None = None
     epilogues: bool = False
-    rotary: bool = False
+    rotary: str = "ops"
     multi_tensor: bool = False
     interiors: bool = False
     loss: str = "one"
     gradients_apart: bool = False
     split: bool = False
-    waiting: bool = False
+    dtensors: bool = False
+    waiting: str = "nowhere"
     launched_as: str = ""
 
     @property
@@ -220,7 +232,7 @@ def _elements(op: Op) -> int:
 
 
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True)
-_MEGATRON_LM = replace(_TORCH, joins=_megatron, rotary=True, interiors=True)
+_MEGATRON_LM = replace(_TORCH, joins=_megatron, rotary="one", interiors=True)
 
 KERNELS = {
     each.name: each
@@ -229,26 +241,47 @@ KERNELS = {
         replace(_TORCH, name="eager", joins=_alone, loss="torch"),
         replace(_MEGATRON_LM, name="fused", loss="megatron"),
         replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
-        replace(_MEGATRON_LM, name="fused_loss_waiting", waiting=True, launched_as="fused"),
-        replace(_MEGATRON_LM, name="fused_waiting", loss="megatron", waiting=True, launched_as="fused"),
+        replace(_MEGATRON_LM, name="fused_loss_waiting", waiting="everywhere", launched_as="fused"),
+        replace(
+            _MEGATRON_LM, name="fused_waiting", loss="megatron", waiting="everywhere", launched_as="fused"
+        ),
+        replace(
+            _TORCH, name="eager_complex", joins=_alone, loss="torch", rotary="complex", launched_as="eager"
+        ),
+        replace(
+            _TORCH, name="eager_waiting", joins=_alone, loss="torch", waiting="reading", launched_as="eager"
+        ),
         replace(_TORCH, name="eager_loss", joins=_one_loss, interiors=True, launched_as="eager"),
         replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
+        replace(
+            _TORCH,
+            name="compiled_complex",
+            joins=_compiled,
+            interiors=True,
+            rotary="complex",
+            launched_as="compiled",
+        ),
         replace(
             _TORCH,
             name="compiled_blocks",
             joins=_compiled_blocks,
             interiors=True,
             loss="torch",
+            rotary="complex",
             launched_as="compiled",
         ),
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
-by op; ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with that of the cross
-entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these, with a
-host that waits for its device before each microbatch, as until 2023; ``eager_loss``: as ``eager``, but a
-cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
-``compiled_blocks``: the same, but the loss is torch's. All but the first have multi-tensor kernels."""
+by op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
+``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
+reads the batch (nanotron); ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with
+that of the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as
+these, with a host that waits for its device before each microbatch, as until 2023; ``eager_loss``: as
+``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
+``compiled_complex``: the same, but rotary embeddings multiply complex numbers (torchtitan);
+``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the
+first have multi-tensor kernels."""
 
 
 def kernels_named(name: str) -> Kernels:

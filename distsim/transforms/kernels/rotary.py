@@ -10,13 +10,15 @@ followed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations, product
 
 import numpy as np
+import onnx.helper
 
 from distsim.cache import cached
-from distsim.ir import Op, Tensor, Value
+from distsim.ir import Float32, Op, Tensor, Value, substitute
+from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
 from distsim.ops import compute
 from distsim.ops.onnx_bridge import static_array
@@ -52,6 +54,36 @@ def rotations(ops: Sequence[Op]) -> list[tuple[int, ...]]:
             taken.update(region)
             found += [region] if region else []
     return found[::-1]
+
+
+def in_float32(ops: Sequence[Op]) -> list[Op]:
+    """Return the ops of a rotary embedding between casts of what turns to float32 and back, outside and in.
+
+    Between the first and the last they are a kernel that reads and writes float32, as multiplying complex
+    numbers is, whatever the type in which they compute here.
+    """
+    made = {value for op in ops for value in op.outputs}
+    (result,) = ops[-1].outputs
+    read = dict.fromkeys([value for op in ops for value in op.inputs if value not in made])
+    (source,) = [value for value in read if shape_of(value) == shape_of(result)]
+    narrow, turned = Value(source.name, source.type), Value(result.name, result.type)
+    wide = [Value(v.name, replace(as_tensor(v.type, v.name), dtype=Float32())) for v in (source, result)]
+    own = {source: narrow, result: turned}
+    inside = [
+        replace(op, inputs=substitute(op.inputs, own), outputs=substitute(op.outputs, own)) for op in ops
+    ]
+    return [
+        _cast(source, wide[0]),
+        _cast(wide[0], narrow),
+        *inside,
+        _cast(turned, wide[1]),
+        _cast(wide[1], result),
+    ]
+
+
+def _cast(value: Value, to: Value) -> Op:
+    number = onnx.helper.np_dtype_to_tensor_dtype(as_tensor(to.type, to.name).dtype.np)
+    return Op("Cast", (value,), (to,), Attributes({"to": int(number)}))
 
 
 def _is_part(op: Op) -> bool:

@@ -40,11 +40,13 @@ from distsim.transforms.pipelining.ends import Ends
 from distsim.transforms.pipelining.received import await_received
 from distsim.transforms.pipelining.shared_weights import copy_weights
 from distsim.transforms.pipelining.sized import Sized
-from distsim.transforms.pipelining.split_products import split_products
 from distsim.transforms.pipelining.stage_inputs import keep_received
 from distsim.transforms.pipelining.stages import assign_stages
 from distsim.transforms.pipelining.tied_weights import untie
+from distsim.transforms.pipelining.turned_operands import turn_operands
 from distsim.transforms.sharding.shard import Sharded
+from distsim.transforms.tensor_parallel.dtensors import copy_rows, gather_once
+from distsim.transforms.tensor_parallel.split_products import split_products
 
 Starts = tuple[int, ...]
 """Where stages begin: places among the forward ops that take time; the first is 0."""
@@ -227,7 +229,9 @@ class _Source:
 
     def cut(self, blocks: CutBlocks, local: Sharded, like: Cut | None = None) -> Cut:
         """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
-        stages = fuse_stages(split_products(blocks.stages, local.kernels), local.kernels)
+        stages = split_products(gather_once(blocks.stages, local.kernels), local.kernels)
+        stages = turn_operands(copy_rows(stages, local.kernels), local.kernels)
+        stages = fuse_stages(stages, local.kernels)
         stages = keep_scales(await_received(stages, local.kernels))
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
         outputs = self.ends.cut_outputs(blocks, None if like is None else like.outputs)

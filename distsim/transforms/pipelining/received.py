@@ -11,6 +11,9 @@ Some wait besides, before each forward pass, until the device has done all that 
 tensor-parallel ranks and copies them to the host (mpu/data.py, ``_build_key_size_numel_dictionaries``:
 ``sizes_cuda.cpu()``), on every stage. DeepSpeed times its throughput: ``torch.cuda.synchronize()`` before
 each forward pass (utils/timer.py, ``ThroughputTimer.start``, called by runtime/engine.py, ``forward``).
+nanotron copies what a stage reads of a microbatch, tokens or labels, to the device when it is at it
+(dataloader.py, ``sanity_check_dataloader``: ``v.to("cuda")``), and torch waits for the stream of a copy that
+it is not told not to wait for (aten/src/ATen/native/cuda/Copy.cu, ``memcpy_and_sync``).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from distsim.ir import Attributes, Function, Op, Value
+from distsim.ir import Attributes, Function, Op, Role, Value
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels import Kernels
 
@@ -30,7 +33,8 @@ _ALL = Attributes({"all": 1})
 def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
     """Return the blocks of all stages, of which each pass awaits first what other stages make.
 
-    With ``kernels.waiting`` each forward pass awaits first all that its device was given.
+    As ``kernels.waiting`` says, each forward pass, or each that reads the batch, awaits first all that its
+    device was given.
 
     Those that share Functions share them still. Where each op is a kernel without a host, nothing changes.
     """
@@ -48,9 +52,14 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
         places = tuple([i for i, key in enumerate(block.inputs) if maker.get(key, stage) != stage])
         return _awaiting(block, places, waiting and bool(block.inputs), made)
 
+    def waits(block: Block) -> bool:
+        if kernels.waiting == "reading":
+            return any(key.role is Role.INPUT and key not in maker for key in block.inputs)
+        return kernels.waiting == "everywhere"
+
     return tuple(
         [
-            (awaiting(forward, stage, kernels.waiting), awaiting(backward, stage, False), updates)
+            (awaiting(forward, stage, waits(forward)), awaiting(backward, stage, False), updates)
             for stage, (forward, backward, updates) in enumerate(stages)
         ]
     )

@@ -36,18 +36,11 @@ from distsim.ir.value import Attributes
 from distsim.ops import operator, sharding_rule, signature_of, work
 from distsim.ops.parts import Parts
 from distsim.ops.sharding_rule import factors_of
-from distsim.program.block import Block, StageBlocks
+from distsim.program.block import StageBlocks
 from distsim.transforms.kernels.policies import Kernels, fusible, is_epilogue, is_pointwise
+from distsim.transforms.tensor_parallel.blocks import RewrittenOps, called, rewritten_stages
 
-
-class InChunks(NamedTuple):
-    """A function whose products are split; ``sources`` are, per op, the place of the op that it is of."""
-
-    function: Function
-    sources: tuple[int, ...]
-
-
-_SPLIT = Cache[Function, InChunks | None]("functions whose products are split, by function and policy", 4)
+_SPLIT = Cache[Function, RewrittenOps | None]("functions whose products are split, by function and policy", 4)
 
 
 def split_products(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
@@ -57,55 +50,20 @@ def split_products(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
     """
     if not kernels.split:
         return tuple(stages)
-    return tuple(
-        [
-            (_block(forward, kernels), _block(backward, kernels), updates)
-            for forward, backward, updates in stages
-        ]
-    )
+    return rewritten_stages(stages, lambda function: split(function, kernels))
 
 
-def _block(block: Block, kernels: Kernels) -> Block:
-    function, names = _part(block.function, block.names, kernels)
-    more, more_names = block.accumulating, block.accumulating_names
-    if more is not None:
-        more, more_names = _part(more, more_names, kernels)
-    return replace(block, function=function, accumulating=more, names=names, accumulating_names=more_names)
-
-
-def _part(function: Function, names: tuple[str, ...], kernels: Kernels) -> tuple[Function, tuple[str, ...]]:
-    found = split(function, kernels)
-    return (
-        (function, names)
-        if found is None
-        else (
-            found.function,
-            tuple([names[source] for source in found.sources]) if names else (),
-        )
-    )
-
-
-def split(function: Function, kernels: Kernels) -> InChunks | None:
+def split(function: Function, kernels: Kernels) -> RewrittenOps | None:
     """Return a function with its products split, those of callees too; None where there are none."""
     return _SPLIT.get(function, kernels, lambda: _split(function, kernels))
 
 
-def _split(function: Function, kernels: Kernels) -> InChunks | None:
-    called = [_with_callees(op, kernels) for op in function.ops]
-    splitter = _Chunking(function, called, kernels)
-    made = [*splitter.ops()]
-    if len(made) == len(called) and all(a is b for (a, _), b in zip(made, function.ops, strict=True)):
-        return None
-    ops = tuple([op for op, _ in made])
-    return InChunks(replace(function, ops=ops), tuple([source for _, source in made]))
+def _split(function: Function, kernels: Kernels) -> RewrittenOps | None:
+    ops = called(function, lambda callee: split(callee, kernels))
+    return RewrittenOps.of(function, ops, [*_Chunking(function, ops, kernels).ops()])
 
 
-def _with_callees(op: Op, kernels: Kernels) -> Op:
-    found = split(op.callee, kernels) if op.is_call else None
-    return op if found is None else replace(op, subfunctions=(found.function,))
-
-
-class _MovedRows(NamedTuple):
+class MovedRows(NamedTuple):
     """What a collective moves: the rows, in a dimension divided in pieces, over ``ranks`` of an axis."""
 
     axis: str
@@ -114,13 +72,13 @@ class _MovedRows(NamedTuple):
     pieces: Parts
 
     @staticmethod
-    def of(op: Op, op_type: str) -> _MovedRows | None:
+    def of(op: Op, op_type: str) -> MovedRows | None:
         """Return what a collective of this type over tensor-parallel ranks moves; None for another op."""
         if op.op_type != op_type or len(op.inputs) != 1 or not over_tensor(op.attributes["axis"]):
             return None
         mesh = as_tensor(op.inputs[0].type, op.inputs[0].name).device
         ranks = mesh.axis_size(op.attributes["axis"]) if isinstance(mesh, Mesh) else 1
-        found = _MovedRows(op.attributes["axis"], ranks, op.attributes["dim"], op.attributes.get("pieces"))
+        found = MovedRows(op.attributes["axis"], ranks, op.attributes["dim"], op.attributes.get("pieces"))
         return found if ranks > 1 else None
 
     def attributes(self, dim: int, **more: object) -> Attributes:
@@ -146,7 +104,7 @@ class _Chunking:
         """Yield the ops, each with the place of the one that it is of."""
         for op_type, split_at in (("MPIAllgather", self._gathered), ("MPIReduceScatter", self._scattered)):
             for place, op in enumerate(self.given):
-                rows = _MovedRows.of(op, op_type)
+                rows = MovedRows.of(op, op_type)
                 if rows is not None:
                     split_at(place, rows)
         for place, op in enumerate(self.given):
@@ -158,7 +116,7 @@ class _Chunking:
 
     # --- rows that are gathered: a ring -------------------------------------------------------------
 
-    def _gathered(self, gather: int, rows: _MovedRows) -> None:
+    def _gathered(self, gather: int, rows: MovedRows) -> None:
         """Put a ring in the place of the first product that reads gathered rows."""
         whole = self.given[gather].outputs[0]
         dims = {whole: rows.dim}
@@ -218,7 +176,7 @@ class _Chunking:
 
     def _is_cast(self, op: Op, dim: int) -> bool:
         """Whether an op works element by element on what a product then multiplies row by row."""
-        if not (fusible(op) and is_pointwise(signature_of(op))):
+        if self.kernels.dtensors or not (fusible(op) and is_pointwise(signature_of(op))):
             return False
         readers = [self.given[place] for place in self.readers.get(op.outputs[0], ())]
         return any(_is_product(each) and _row_dim(each, op.outputs[0], dim) is not None for each in readers)
@@ -240,7 +198,7 @@ class _Chunking:
 
     # --- rows that are scattered: chunk by chunk ----------------------------------------------------
 
-    def _scattered(self, scatter: int, rows: _MovedRows) -> None:
+    def _scattered(self, scatter: int, rows: MovedRows) -> None:
         """Split a product whose rows are scattered, unless it is a gradient."""
         summed, result = self.given[scatter].inputs[0], self.given[scatter].outputs[0]
         place = self.maker.get(summed, -1)

@@ -1,0 +1,1 @@
+"""What tensor-parallel ranks do where they bring together the rows of sequences that they divide."""
