@@ -76,7 +76,7 @@ def assert_engines_agree(case):
         assert_same(found, one_by_one, program.mesh)
 
 
-@chunks(160)
+@chunks(120)
 def test_block_by_block_op_by_op_and_event_by_event(seeds):
     """Times by every engine, and memory stage by stage as of the step written out."""
     for seed in seeds:

@@ -217,3 +217,8 @@ def test_profiled_times_give_a_published_bubble_rate(request):
     assert (row["model"], row["p"], row["m"]) == ("1.5B", "8", "24")
     times = ActionTimes(*(float(row[f"T_{what}_ms"]) for what in ("F", "B", "W", "comm")))
     assert f"{time_schedule(one_f_one_b(8, 24), times).bubble:.4f}" == "0.2431"
+
+
+def test_every_kind_of_action_has_a_name_and_a_colour_of_its_own():
+    assert {*KIND_NAMES} > {kind.value for kind in Kind}
+    assert len({COLOURS[name] for name in KIND_NAMES.values()}) == len(KIND_NAMES)

@@ -33,7 +33,7 @@ PLANS = [
     Plan(2, 2, 1),
     Plan(2, 2, 2, overlap_grads="off"),
 ]
-SIZES = (1, 2, 4, 8)
+SIZES = (1, 2, 8)
 
 
 def product(batch, width=4):
@@ -48,7 +48,8 @@ def product(batch, width=4):
 
 def figures(plan, kernels="ops", precision="fp32"):
     """The step, and all that is known of it and of memory, for each number of microbatches."""
-    function = differentiate(gpt(4, 16, 4, 8, 32, 64), Adam(), precision=precision_named(precision))
+    layers = plan.pp * plan.chunks
+    function = differentiate(gpt(layers, 16, 4, 8, 32, 64), Adam(), precision=precision_named(precision))
     found = []
     for count in (32 // plan.dp // size for size in SIZES if size * plan.dp <= 32):
         program = parallelize(function, replace(plan, microbatches=count), CLUSTER, kernels=KERNELS[kernels])

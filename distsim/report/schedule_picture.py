@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distsim.program.table import UPDATE
 from distsim.report.output import check_format, replacing
-from distsim.schedule import Cell, Schedule
+from distsim.schedule import Cell, Kind, Schedule
 from distsim.simulation.schedule_times import ScheduleTimes
 
 COLOURS = {
@@ -27,11 +28,8 @@ COLOURS = {
 """What is drawn, and its colour."""
 
 KIND_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of inputs",
-    "W": "backward of weights",
-    "U": "update",
+    **{kind.value: kind.phase for kind in Kind},
+    UPDATE: "update",
     "": "other computation",
 }
 """What the letter of an action stands for."""

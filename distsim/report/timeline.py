@@ -11,9 +11,11 @@ from typing import Any
 from distsim.errors import SimulationError
 from distsim.ops import operator
 from distsim.program.program import Program
+from distsim.program.table import UPDATE
 from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
 from distsim.report.schedule_picture import COLOURS, Box, Mark, chunk_of, draw_boxes, legend
+from distsim.schedule import LETTERS
 from distsim.simulation import Simulation
 from distsim.simulation.calls import CallTime, call_times, communication_times
 from distsim.simulation.quantities import time_scale
@@ -30,7 +32,7 @@ _MOST_ROWS = 64
 _FINEST = 1 / 4000
 """Gaps and bars narrower than this share of the step are not told apart: a page has fewer dots."""
 
-_ACTION = re.compile(r"([FBIWU])(\d*)@(\d+)")
+_ACTION = re.compile(rf"([{LETTERS}{UPDATE}])(\d*)@(\d+)")
 """An action in the name of a call: its letter, its microbatch and its stage."""
 
 _CALL, _STRIP = (-0.42, 0.24), (0.27, 0.42)

@@ -7,7 +7,7 @@ What a rank does at a time is a ``Cell``, an action or two that overlap:
 'F0@0'
 """
 
-from distsim.schedule.action import Action, Cell, Kind
+from distsim.schedule.action import LETTERS, Action, Cell, Kind
 from distsim.schedule.catalogue import SCHEDULES, TABLE, Generator, longer, register_schedule, schedule
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
 from distsim.schedule.table import Schedule
@@ -19,6 +19,7 @@ __all__ = [
     "FLUSH",
     "LAST",
     "LATER",
+    "LETTERS",
     "SCHEDULES",
     "TABLE",
     "Action",

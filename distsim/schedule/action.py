@@ -6,6 +6,11 @@ import enum
 import functools
 from dataclasses import dataclass
 
+from distsim.errors import ScheduleError
+
+CODES = 4
+"""How many kinds the integers of a schedule tell apart: what they are divided by there, two bits."""
+
 
 @functools.total_ordering
 class Kind(enum.Enum):
@@ -14,22 +19,47 @@ class Kind(enum.Enum):
     ``BACKWARD`` is the whole backward pass; ``BACKWARD_INPUT`` what the stage before waits for, and
     ``BACKWARD_WEIGHT`` the rest of it (Qi et al. 2023, "Zero bubble pipeline parallelism").
 
+    A line is all that is known of a kind without a model: its letter, its phase in words, the number of the
+    sums that it adds to (kinds that add to the same have the same), and what it adds to the activations that
+    are held until B or I, and to what is held from I until W.
+
     >>> [kind.value for kind in Kind]
     ['F', 'B', 'I', 'W']
+    >>> [kind.code for kind in Kind], Kind("W").phase
+    ([0, 1, 2, 3], 'backward of weights')
     """
 
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
+    FORWARD = "F", "forward", 0, 1, 0
+    BACKWARD = "B", "backward", 1, -1, 0
+    BACKWARD_INPUT = "I", "backward of inputs", 2, -1, 1
+    BACKWARD_WEIGHT = "W", "backward of weights", 1, 0, -1
 
-    @functools.cached_property
-    def code(self) -> int:
-        """Its place in this list, 0 to 3: the kind in the integers of a schedule."""
-        return "FBIW".index(self.value)
+    _value_: str
+    code: int
+    """Its place in this list: the kind in the integers of a schedule."""
+    phase: str
+    sums: int
+    until_i: int
+    pending_w: int
+
+    def __new__(cls, letter: str, phase: str, sums: int, until_i: int, pending_w: int) -> Kind:
+        """Make a kind; raises :class:`ScheduleError` for one more than integers tell apart."""
+        made = object.__new__(cls)
+        made._value_, made.code, made.phase = letter, len(cls.__members__), phase
+        made.sums, made.until_i, made.pending_w = sums, until_i, pending_w
+        if made.code >= CODES:
+            raise ScheduleError(
+                f"kind {letter!r} is number {made.code}, and the integers of a schedule tell {CODES} kinds "
+                "apart: what divides by that comes first (Schedule.from_codes, run_steps, note_ends)"
+            )
+        return made
 
     def __lt__(self, other: Kind) -> bool:
         return self.code < other.code
+
+
+LETTERS = "".join([kind.value for kind in Kind])
+"""The letters of all kinds, in their order."""
 
 
 @dataclass(frozen=True, order=True)

@@ -20,6 +20,7 @@ weights are updated without a flush, the first and last backward of each update.
 READS_VERSION, UPDATES_AFTER, UPDATES_VERSION = 4, 2, 1
 """What a cell is to the weights without a flush: it reads a version that an update made, an update follows
 it, and that changes a version that an update made."""
+_SUMS = np.array([kind.sums for kind in Kind])
 MOST_CANDIDATES = 64
 """How many ways to repeat are tried at a step: an interleaved schedule repeats every p microbatches."""
 
@@ -183,7 +184,7 @@ def _among(places: Ints, begin: int, size: int) -> bool:
 
 def _kind_of(code: Ints, num_stages: int) -> Ints:
     """Return 3 * stage + kind of codes, with B and W, which add to the same sums, as one kind; 0 for none."""
-    return np.where(code < 0, 0, code // 4 % max(num_stages, 1) * 3 + np.array([0, 1, 2, 1])[code % 4])
+    return np.where(code < 0, 0, code // 4 % max(num_stages, 1) * 3 + _SUMS[code % 4])
 
 
 @inner

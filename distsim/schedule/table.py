@@ -20,9 +20,9 @@ Bools = npt.NDArray[np.bool_]
 
 _KINDS = tuple(Kind)
 # What each kind adds to the number of pairs of a stage and a microbatch that are held.
-_IN_FLIGHT = np.array([1, -1, 0, -1])
-_UNTIL_I = np.array([1, -1, -1, 0])
-_PENDING_W = np.array([0, 0, 1, -1])
+_UNTIL_I = np.array([kind.until_i for kind in Kind])
+_PENDING_W = np.array([kind.pending_w for kind in Kind])
+_IN_FLIGHT = _UNTIL_I + _PENDING_W
 _NO_CELLS = np.zeros((0, 2), np.int64)
 
 

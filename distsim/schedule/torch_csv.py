@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distsim.errors import ScheduleError
-from distsim.schedule.action import Action, Cell, Kind, cell_text
+from distsim.schedule.action import LETTERS, Action, Cell, Kind, cell_text
 from distsim.schedule.table import Schedule
 from distsim.schedule.weights import FLUSH, Weights
 
@@ -25,7 +25,7 @@ MAX_WORK = 2**28
 MAX_CELLS = 2**20
 """The most cells that a table may have, empty ones among them."""
 
-_ACTION = re.compile(r"([0-9]{1,7})([FBIW])([0-9]{1,7})")
+_ACTION = re.compile(rf"([0-9]{{1,7}})([{LETTERS}])([0-9]{{1,7}})")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _KINDS = {kind.value: kind for kind in Kind}

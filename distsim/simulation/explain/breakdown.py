@@ -11,6 +11,8 @@ from distsim.ir import Function, Op
 from distsim.ir.module_names import module_of
 from distsim.ops import operator, signature_of, work
 from distsim.program.program import Program
+from distsim.program.table import SEND, UPDATE
+from distsim.schedule import LETTERS, Kind
 from distsim.simulation.explain.critical_path import kind_of, sums
 from distsim.simulation.explain.walk import critical_path
 from distsim.simulation.tasks.timeline import Timeline
@@ -18,8 +20,8 @@ from distsim.simulation.tasks.timeline import Timeline
 HOST, OTHER, SLOWED = "host", "other", "slowed by collectives"
 
 PHASES = {
-    **{"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"},
-    **{"U": "update", "Send": "send"},
+    **{kind.value: kind.phase for kind in Kind},
+    **{UPDATE: "update", SEND: "send"},
 }
 """The phases by the first letter of the name of a call, ``B3@0``, and of a transfer."""
 
@@ -43,9 +45,9 @@ def breakdown(timeline: Timeline, simulated: Function | Program, by: str) -> Map
 
 
 def _phase(name: str) -> str:
-    if name == "Send":
+    if name == SEND:
         return PHASES[name]
-    letters = re.findall(r"([FBIWU])\d*@\d", name)  # of a pair, (F2@2;B1@1), both
+    letters = re.findall(rf"([{LETTERS}{UPDATE}])\d*@\d", name)  # of a pair, (F2@2;B1@1), both
     return " with ".join([PHASES[letter] for letter in letters]) or OTHER
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from distsim.ir import Function, Op, Role, Type, Value
 from distsim.program.table import CONCAT, FIRST, LATEST, ONCE, SEND
-from distsim.schedule import LAST, LATER
+from distsim.schedule import LAST, LATER, Kind
 from distsim.simulation.memory.rank_calls import BEGINS, Places, RankCalls, SlotCall, TailCall
 
 STEP = -1
@@ -24,8 +24,8 @@ CallKey = tuple[int, int]
 """Which of the calls of a rank: its family, and what it does to sums."""
 Origin = tuple[CallKey | None, int]
 """Where the bytes of a value are from: an output of a call, or a slot, of no call."""
-SUMMED_BY = (0, 1, 2, 1)
-"""Of the kinds F, B, I, W: those that add to the same sums have the same number."""
+SUMMED_BY = tuple([kind.sums for kind in Kind])
+"""Of the kinds: those that add to the same sums have the same number."""
 
 
 Cells = tuple[tuple[tuple[int, int, int], ...], ...]
