@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 with pytest.MonkeyPatch.context() as patch:
     # The experiments are scripts: each finds the others next to itself.
     patch.syspath_prepend(str(ROOT / "experiments"))
-    common, distir_agreement, notebook_cells = map(
-        importlib.import_module, ("common", "distir_agreement", "notebook_cells")
+    common, distir_agreement, grid_search, notebook_cells = map(
+        importlib.import_module, ("common", "distir_agreement", "grid_search", "notebook_cells")
     )
 cells, run_cells = notebook_cells.cells, notebook_cells.run_cells
 # The notebook itself, where a copy lies next to the repository.
@@ -182,3 +182,13 @@ def test_step_times_agree_with_distirs():
     assert len(rows) == 26
     assert {str(row): row["ratio"] for row in rows if distir_agreement.error(row) > 0.05} == {}
     assert distir_agreement.rank_correlation(rows) >= 0.98
+
+
+@pytest.mark.parametrize("degrees", [(4, 1, 1), (1, 4, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1)])
+def test_the_notebooks_calls_and_a_plan_give_the_same_step(degrees):
+    topology = common.uniform_topology(4)
+    function = common.joint_mlp(4, 64, 64, topology.devices[0], 0.01)
+    layout = common.Layout(*degrees, 2)
+    ways = (grid_search.by_parallelize, grid_search.by_notebook)
+    planned, called = [way(function, layout, topology, CostModel(topology)) for way in ways]
+    assert planned == pytest.approx(called, rel=1e-9)
