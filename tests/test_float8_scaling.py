@@ -191,12 +191,19 @@ def test_what_a_scaling_costs():
 
 
 @pytest.mark.parametrize(
-    ("scaling", "read"), [("rowwise", 4), ("tensorwise", 1), ("delayed", 0), ("blockwise", 0)]
+    ("scaling", "kernels", "read"),
+    [
+        ("rowwise", "eager", 4),
+        ("tensorwise", "eager", 1),
+        ("delayed", "eager", 0),
+        ("blockwise", "eager", 0),
+        ("tensorwise", "fused", 0),  # Transformer Engine's casts write both ways
+    ],
 )
-def test_gradients_of_weights_read_their_operands_turned_each_once(scaling, read):
+def test_gradients_of_weights_read_their_operands_turned_each_once(scaling, kernels, read):
     """Queries, keys and values multiply one input; each has a gradient of its own."""
     joint, _, _ = trained(small_gpt, scaling)
-    program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS["eager"])
+    program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS[kernels])
     ops = {id(op): op for op in all_ops(program.to_function())}.values()  # those of two layers are the same
     turns = [op for op in ops if op.op_type == "Float8Turn"]
     products = [op for op in ops if op.op_type == "Float8MatMulGradB"]

@@ -122,14 +122,46 @@ def test_sums_of_the_gradients_of_layers_are_part_of_the_least_seconds(fields):
     trial = evaluator.trial(plan)
     evaluator.learn(trial, standing)
     known, bounds = evaluator.known(plan, standing), evaluator.bounds(plan)
-    added = (
-        6 * 4 * known.sums / plan.pp
-    )  # the first of the microbatches of two copies of the model add nothing
+    added = 7 * 4 * known.sums / plan.pp  # of four layers; the first microbatch adds nothing
     without = bounds.step_seconds(plan, known._replace(sums=0.0))
     assert without < bounds.step_seconds(plan, known) == pytest.approx(without + added)
     assert 0.84 * trial.seconds < bounds.step_seconds(plan, known) <= trial.seconds
     # Of gradients that are divided at once, parts are summed, which are less.
     assert not evaluator.known(Plan.parse(f"{fields},zero={2 if plan.pp == 1 else 3}"), standing).sums
+
+
+LARGE_VOCABULARY = "llama:layers=16,hidden=16,heads=4,kv_heads=2,vocab=100000,seq=16"
+HALVES = "pp=4,microbatches=16,remat=attention"
+
+
+@pytest.mark.parametrize(
+    ("named", "batch", "teacher", "other"),
+    [
+        # Sums of an embedding's gradient are no layer's.
+        (LARGE_VOCABULARY, 64, "dp=4,microbatches=16", "pp=4,microbatches=64,stages=1-13-1-1"),
+        # Without a flush nothing is summed, or not all of it; some have the head on two ranks.
+        (WIDE, 64, "pp=2,microbatches=16", "pp=2,microbatches=16,schedule=pipedream"),
+        (WIDE, 64, "pp=2,microbatches=16", "pp=2,microbatches=16,schedule=pipedream_2bw:2"),
+        ("gpt2:layers=8,hidden=64,heads=4,vocab=16384,seq=16", 64, HALVES, f"{HALVES},schedule=dualpipe"),
+        # Of a table of positions that is longer than the sequence a part has gradients.
+        (
+            "gpt2:layers=4,hidden=64,heads=4,vocab=256,seq=16",
+            16,
+            "dp=4,microbatches=4",
+            "dp=4,microbatches=4,zero=1",
+        ),
+    ],
+)
+def test_what_one_plan_teaches_holds_of_another(named, batch, teacher, other):
+    step = differentiate(add_loss(load_model(named, batch)), Adam())
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(step), topology_of(4), KERNELS["eager"]))
+    standing = Standing()
+    evaluator.learn(evaluator.trial(Plan.parse(teacher)), standing)
+    for plan in map(Plan.parse, (teacher, other)):
+        trial = evaluator.trial(plan)
+        assert not trial.refused
+        assert evaluator.bounds(plan).step_seconds(plan, evaluator.known(plan, standing)) <= trial.seconds
+        assert evaluator.least_bytes(plan, standing) <= trial.peak
 
 
 def test_what_a_plan_teaches_holds_of_others_that_put_more_on_faster_devices():

@@ -2,9 +2,9 @@
 
 Plans that share a division are a unit, which one process tries in order. The most promising plan of each
 comes first: it tells how fast the others of its unit can be, and how fast they have to be; then two of each,
-then four, each time those that have become the most promising. Units are tried in rounds of :data:`ROUND`
-plans and :data:`UNITS` units and more, each of which starts from what the rounds before found: so what is
-tried, and what comes out, is the same whatever the number of processes, and after being resumed.
+then four, and so on, each time those that have become the most promising. Units are tried in rounds of
+:data:`ROUND` plans and :data:`UNITS` units and more, each of which starts from what the rounds before found:
+so what is tried, and what comes out, is the same whatever the number of processes, and after being resumed.
 """
 
 from __future__ import annotations

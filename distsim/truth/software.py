@@ -88,10 +88,15 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
 
 
+_DATE = r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])"
+
+
 def _month(row: Row) -> str:
     """Return of which month the software of a row is, as in 2024-12; nothing where no column says it."""
     for column in ("framework", "source_url"):
-        found = re.search(r"(?<![0-9])(20[0-9]{2})-?(0[1-9]|1[0-2])(?![0-9])", plain(row, column))
+        found = re.search(
+            r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])", plain(row, column)
+        )
         if found:
             return f"{found[1]}-{found[2]}"
     return ""

@@ -22,7 +22,7 @@ FP8_RECIPES = {
     "blockwise": "blockwise",
     "mxfp8": "blockwise",
 }
-"""How operands are scaled by each recipe of ``--fp8-recipe``: blocks of rows as whole rows are."""
+"""How operands are scaled by each recipe of ``--fp8-recipe``: MXFP8's blocks are as others."""
 STATE_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8e4m3fn"}
 CP_KINDS = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}
 

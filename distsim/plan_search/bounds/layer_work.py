@@ -191,7 +191,10 @@ def _head_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
 def _layer_sums(
     blocks: Sequence[Block], passes: Sequence[tuple[_BlockWork, _BlockWork]], spans: Spans
 ) -> float:
-    """Return the seconds for which gradients of a layer are added to sums, the least on any stage."""
+    """Return the seconds for which gradients of a layer are added to sums, the least on any stage.
+
+    They are those that a layer hands on, perhaps cast or moved: what is made of them is another's.
+    """
     found: list[float] = []
     for block, (forward, _) in zip(blocks, passes, strict=True):
         if not forward.layers:
@@ -200,10 +203,18 @@ def _layer_sums(
         for op in () if block.accumulating is None else block.accumulating.ops:
             if op.op_type == "AccumulateInto" and op.inputs[1] in made:
                 total += spans.op_seconds(op)
-            if op.is_call or not made.isdisjoint(op.inputs):
+            if op.is_call or (_hands_on(op) and not made.isdisjoint(op.inputs)):
                 made.update(op.outputs)
         found.append(total / forward.layers)
     return min(found, default=0.0)
+
+
+def _hands_on(op: Op) -> bool:
+    """Whether an op makes of a gradient the same one: of another type, elsewhere, or of another shape."""
+    meaning = operator(op.op_type)
+    return (
+        meaning.view or meaning.communication is not None or op.op_type in ("GradientCast", "Pad", "CopyIn")
+    )
 
 
 class _BlockWork(NamedTuple):

@@ -61,7 +61,8 @@ def flights(plan: Plan) -> tuple[Flights, ...]:
 @cached("microbatches in flight, by schedule and sizes", 4096)
 def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Flights, ...]:
     """Beyond a few times the stages more microbatches matter with GPipe alone, which holds them all."""
-    known = SCHEDULES.get(parse_schedule(name)[0])
+    name = parse_schedule(name)[0]
+    known = SCHEDULES.get(name)
     if known is None or known.searched:
         return ()
     few = min(microbatches, 4 * ranks)

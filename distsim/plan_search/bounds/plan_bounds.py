@@ -56,9 +56,6 @@ from distsim.schedule import schedule as schedule_named
 from distsim.simulation.memory.plan import gradient_values
 from distsim.transforms.kernels.policies import Kernels
 
-MOST_COPIES = 2
-"""Of a model, in schedules such as DualPipe."""
-
 
 class PlanKnowledge(NamedTuple):
     """What plans that were built teach of another one.
@@ -168,9 +165,11 @@ class PlanBounds:
     def _gradient_bytes(self) -> dict[tuple[int, ...], int]:
         """The bytes of a gradient of a shape, the fewest in which one is held."""
         found: dict[tuple[int, ...], int] = {}
+        # Of a parameter of which a part is read, the gradient of the part may be summed, and padded later.
+        padded = {v for op in self.function.ops if op.op_type in ("Pad", "SliceGrad") for v in op.outputs}
         for value in gradient_values(self.function) - set(self.function.inputs):
             if isinstance(value.type, Tensor):
-                shape, size = value.type.shape, value.type.nbytes
+                shape, size = value.type.shape, 0 if value in padded else value.type.nbytes
                 found[shape] = min(size, found.get(shape, size))
         return found
 
@@ -179,8 +178,8 @@ class PlanBounds:
         count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers = known.layers
-        # A mean over microbatches: each of the copies of a model begins its sums with one of them.
-        sums = known.sums * max(count - MOST_COPIES, 0) / count
+        # A mean over microbatches: the first begins the sums.
+        sums = known.sums * (count - 1) / count if _has_flush(plan.schedule) else 0.0
         added = sums * layers.layers if layers else 0.0
         busy = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
         found = (busy + added) * count / plan.pp
@@ -300,7 +299,7 @@ def work_key(plan: Plan, batch: int) -> Hashable:
     divided = plan.tp, plan.sp, split, plan.cp, plan.cp_kind, plan.ep, plan.etp, plan.dp if plan.ep > 1 else 0
     stages = () if whole else (plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard)
     size = batch // (plan.dp * plan.microbatches)
-    return (*divided, size, plan.remat, plan.order, *stages)
+    return (*divided, size, plan.remat, plan.order, _splits_backward(plan), *stages)
 
 
 def _best_seconds(signature: Signature, demand: Work, device: Device) -> float:
@@ -322,6 +321,15 @@ def _has_halves(schedule: str) -> bool:
     return known is None or known.searched or schedule_named(name, 2, 4, known.chunks or 2).splits_backward
 
 
+@cached("whether steps of schedules end with a flush, by name", 256)
+def _has_flush(schedule: str) -> bool:
+    name = parse_schedule(schedule)[0]
+    known = SCHEDULES.get(name)
+    if known is None or known.searched:
+        return known is not None
+    return schedule_named(name, 2, 4, known.chunks or 2).weights == FLUSH
+
+
 def _is_plain(plan: Plan) -> bool:
     """Whether ranks have one stage of one copy, whole backward passes, and a flush: 1F1B and GPipe."""
     return not _splits_backward(plan) and _is_plain_schedule(plan.schedule)
@@ -330,6 +338,4 @@ def _is_plain(plan: Plan) -> bool:
 @cached("whether schedules are 1F1B or GPipe, by name", 256)
 def _is_plain_schedule(schedule: str) -> bool:
     known = SCHEDULES.get(parse_schedule(schedule)[0])
-    if known is None or known.chunks != 1 or known.placement != "loop":
-        return False
-    return schedule_named(schedule, 2, 4).weights == FLUSH
+    return known is not None and known.chunks == 1 and known.placement == "loop" and _has_flush(schedule)

@@ -21,7 +21,7 @@ from distsim.transforms.recompute.interiors import run_with, runs_again
 from distsim.transforms.recompute.joint import Joint, Pair, find_pairs, joint_of
 from distsim.transforms.recompute.transform import rematerialize
 
-_KNOWN = ("none", "attention", "full", "full_early")
+_KNOWN = ("none", "attention", "full")
 """The policies of which it is known what every layer saves, whatever the plan."""
 
 
@@ -33,7 +33,7 @@ def layers_saved_bytes(function: Function, kernels: Kernels, remat: str = "none"
     """
     if remat not in _KNOWN:
         return 0
-    again = remat.startswith("full")  # from what a layer takes in
+    again = remat == "full"  # from all that a layer takes in
     try:
         joint = Joint.of(function if again else rematerialize(function, remat))
     except PlanError:  # there is nothing to recompute

@@ -23,7 +23,7 @@ from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
-from distsim.transforms.kernels.rotary import in_float32, rotations
+from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
 from distsim.transforms.kernels.strides import strided
 
 
@@ -68,7 +68,8 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     for place, op in enumerate(ops):
         for value in op.inputs:
             readers.setdefault(value, set()).add(of[place])
-    turns = {region[-1] for region in rotations(ops)} if kernels.rotary == "complex" else set[int]()
+    turned = rotations(ops) if kernels.rotary == "complex" else []
+    turns = {region[-1] for region in turned if not in_wide(ops[region[-1]])}
     made: list[Op] = []
     parts: list[tuple[int, ...]] = []
     for number in _in_order(ops, groups, of):

@@ -44,6 +44,9 @@ class Kernels:
     fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``loss``: which kernels a cross
     entropy is, of :data:`LOSS_KERNELS` (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
     gradients of the operands of a product are a kernel each (:mod:`distsim.transforms.kernels.gradients`).
+    ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
+    torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
+    both ways.
     ``split``: products run in chunks beside the collectives that bring their rows together over
     tensor-parallel ranks (:mod:`distsim.transforms.tensor_parallel.split_products`), as a plan says.
     ``dtensors``: these bring rows together as DTensor does, as a plan says
@@ -64,6 +67,7 @@ class Kernels:
     interiors: bool = False
     loss: str = "one"
     gradients_apart: bool = False
+    turns: bool = True
     split: bool = False
     dtensors: bool = False
     waiting: str = "nowhere"
@@ -232,7 +236,7 @@ def _elements(op: Op) -> int:
 
 
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True)
-_MEGATRON_LM = replace(_TORCH, joins=_megatron, rotary="one", interiors=True)
+_MEGATRON_LM = replace(_TORCH, joins=_megatron, rotary="one", interiors=True, turns=False)
 
 KERNELS = {
     each.name: each

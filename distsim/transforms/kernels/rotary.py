@@ -17,7 +17,7 @@ import numpy as np
 import onnx.helper
 
 from distsim.cache import cached
-from distsim.ir import Float32, Op, Tensor, Value, substitute
+from distsim.ir import Float32, Float64, Op, Tensor, Value, substitute
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
 from distsim.ops import compute
@@ -54,6 +54,12 @@ def rotations(ops: Sequence[Op]) -> list[tuple[int, ...]]:
             taken.update(region)
             found += [region] if region else []
     return found[::-1]
+
+
+def in_wide(op: Op) -> bool:
+    """Whether an op makes a type that is multiplied as it is: no cast to float32 is a kernel then."""
+    (made,) = op.outputs
+    return isinstance(as_tensor(made.type, made.name).dtype, Float32 | Float64)
 
 
 def in_float32(ops: Sequence[Op]) -> list[Op]:

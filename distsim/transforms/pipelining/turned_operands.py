@@ -25,9 +25,11 @@ _TURNED = Cache[Function, RewrittenOps | None]("functions whose operands of 8 bi
 def turn_operands(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
     """Return the blocks of all stages, with the operands of gradients of weights turned.
 
-    Those that share Functions share them still; policies of one kernel for both gradients turn nothing.
+    Those that share Functions share them still; policies of one kernel for both gradients turn nothing, nor
+    do those whose casts write both ways.
     """
-    return rewritten_stages(stages, _turned) if kernels.gradients_apart else tuple(stages)
+    turns = kernels.gradients_apart and kernels.turns
+    return rewritten_stages(stages, _turned) if turns else tuple(stages)
 
 
 def _turned(function: Function) -> RewrittenOps | None:
