@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import replace
 
 import numpy as np
-from training_models import F64, assert_all_readers_agree, assert_same_step, random_inputs, topology_of
+import training_models
+from training_models import F64, random_inputs, topology_of
 
 from distsim.compose import parallelize
-from distsim.executor import SequentialExecutor
 from distsim.ir import BFloat16, Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes, ExpertLayers, Positions
@@ -19,7 +19,6 @@ from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.transforms import SGD, differentiate
-from distsim.transforms.kernels.policies import KERNELS
 
 BATCH, SEQ, VOCAB = 8, 8, 16
 MIXTRAL = DecoderSizes(
@@ -58,12 +57,8 @@ def distinct_inputs(function: Function) -> list[np.ndarray]:
 
 
 def computed_over_ranks(joint: Function, plan: Plan, kernels: str = "ops") -> Program:
-    """Return the program of a plan, on which every rank computes the same step and all readers agree."""
-    inputs = distinct_inputs(joint)
-    program = parallelize(joint, plan, topology_of(plan.devices), kernels=KERNELS[kernels])
-    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
-    assert_all_readers_agree(program)
-    return program
+    """Return the program of a plan, as that function does, of inputs that leave no choice to rounding."""
+    return training_models.computed_over_ranks(joint, plan, kernels, distinct_inputs(joint))
 
 
 def sent(program: Program) -> Counter[tuple[str, str, int]]:

@@ -74,7 +74,7 @@ def test_a_command_prints_what_is_shown(capsys, monkeypatch, tmp_path, page, com
 def test_a_command_is_understood(page, command):
     """Its options exist, and take what they are given."""
     _, name, *arguments = shlex.split(command)
-    parsers()[name].parse_args(arguments)
+    assert vars(parsers()[name].parse_args(arguments))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(PAGES[page], "toml")])

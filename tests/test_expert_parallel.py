@@ -33,7 +33,7 @@ from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import load_cluster
 from distsim.importer import load_model
-from distsim.ir import BFloat16, Role, all_ops
+from distsim.ir import BFloat16, Role, all_ops, callees
 from distsim.models import Routing, draw_routing
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import Positions
@@ -99,7 +99,13 @@ def test_every_rank_computes_the_same_step(name, text, groups, loads):
 
 def test_what_kernels_and_recomputation_make_again_is_made_once():
     plan = Plan.parse("dp=4,ep=4,remat=full,zero=1")  # which rows a rank has is a constant of both passes
-    computed_over_ranks(differentiate(model("deepseek", 1, EVEN), SGD()), plan, "compiled")
+    program = computed_over_ranks(differentiate(model("deepseek", 1, EVEN), SGD()), plan, "compiled")
+    backward = program.stages[0].backward.function
+    made = [
+        [(op.op_type, op.attributes) for op in each.ops if not op.inputs]
+        for each in (*callees(backward), backward)
+    ]
+    assert any(made) and all(len(set(own)) == len(own) for own in made)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def test_a_notebook_runs(monkeypatch, path):
     monkeypatch.chdir(FOLDER)
     names: dict[str, object] = {"__name__": "__main__"}
     with matplotlib.rc_context():
+        assert cells(path)
         for number, code in enumerate(cells(path)):
             run(code, f"{path.name}, code cell {number}", names)
             for figure in map(pyplot.figure, pyplot.get_fignums()):  # a kernel draws them, and begins anew

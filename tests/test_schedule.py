@@ -389,19 +389,3 @@ def test_sizes_are_integers_of_at_least_one(name, p, m, message):
 def test_in_flight_of_no_rank(rank):
     with pytest.raises(ScheduleError, match=rf"no rank {rank}; choose one of 0\.\.1"):
         gpipe(2, 2).in_flight(rank)
-
-
-# --- kinds --------------------------------------------------------------------------------------------
-
-
-def test_what_a_kind_says_is_what_its_microbatch_leaves_behind():
-    """Whole or in halves, a microbatch holds nothing after its backward, and all but W has its own sums."""
-    for ways in ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
-        assert sum(kind.until_i for kind in ways) == sum(kind.pending_w for kind in ways) == 0
-        assert len({kind.sums for kind in ways}) == len(ways)
-    assert Kind.BACKWARD.sums == Kind.BACKWARD_WEIGHT.sums
-
-
-def test_a_kind_that_integers_do_not_tell_apart_is_refused():
-    with pytest.raises(ScheduleError, match="kind 'O' is number 4, and the integers of a schedule tell 4"):
-        Kind._new_member_(Kind, "O", "offload", 3, 0, 0)

@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 from training_models import (
     F64,
-    assert_all_readers_agree,
-    assert_same_step,
-    random_inputs,
+    computed_over_ranks,
     small_gpt,
     small_llama,
     topology_of,
 )
 
-from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor
 from distsim.ir import Function, FunctionMaker, Mesh, Tensor, Topology, all_ops
@@ -42,11 +39,7 @@ SPLIT = Kernels("ops", split=True)
 )
 def test_every_rank_computes_the_same_step(build, text, kernels):
     joint = differentiate(build(batch=4, seq=8), Adam())
-    inputs, costs = random_inputs(joint), CostModel(topology_of(4))
-    plan = Plan.parse(f"{text},sp=on,tp_overlap=split")
-    program = parallelize(joint, plan, costs.topology, costs, None, KERNELS[kernels])
-    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
-    assert_all_readers_agree(program, costs)
+    program = computed_over_ranks(joint, Plan.parse(f"{text},sp=on,tp_overlap=split"), kernels)
     assert "MPIShift" in {op.op_type for op in all_ops(program.to_function(steady=True))}
 
 

@@ -264,7 +264,8 @@ def test_scripts_that_grow_are_refused(tmp_path):
 
 @given(st.text(alphabet="ab$(){}[]\"'`\\;|&<># \n=+-", max_size=200))
 def test_any_text_is_a_script(text):
-    Script.of(text)
+    commands = Script.of(text).commands
+    assert all(isinstance(word, str) for command in commands for word in command)
 
 
 @given(st.text(max_size=60))

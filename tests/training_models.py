@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
 
-from distsim.compose import build_program
+from distsim.compose import build_program, parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware.rank_axes import RankAxes
 from distsim.importer import import_from_onnx
@@ -36,6 +36,7 @@ from distsim.simulation.memory.program_memory import program_memory
 from distsim.simulation.tasks import recurrence
 from distsim.simulation.tasks.task_table import lower
 from distsim.transforms import add_loss, set_precision
+from distsim.transforms.kernels.policies import KERNELS
 
 F64 = Float64()
 SCHEDULES = ("1f1b", "gpipe")
@@ -342,6 +343,18 @@ def assert_same_step(joint: Function, program: Program, inputs: Inputs, expected
         np.testing.assert_allclose(
             placed.array, array, rtol=1e-9, atol=1e-11, err_msg=f"output {value.name} of {program.mesh}"
         )
+
+
+def computed_over_ranks(
+    joint: Function, plan: Plan, kernels: str = "ops", inputs: Inputs | None = None
+) -> Program:
+    """Return the program of a plan, on which every rank computes the same step and all readers agree."""
+    inputs = random_inputs(joint) if inputs is None else inputs
+    costs = CostModel(topology_of(plan.devices))
+    program = parallelize(joint, plan, costs.topology, costs, kernels=KERNELS[kernels])
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    assert_all_readers_agree(program, costs)
+    return program
 
 
 def assert_all_readers_agree(program: Program, cost_model: CostModel | None = None) -> None:
