@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from distsim.importer import model_names as model_names
     from distsim.ir import Topology as Topology
     from distsim.plan import Plan as Plan
+    from distsim.plan.stacks import Stack as Stack
     from distsim.plan_search import SearchResult as SearchResult
     from distsim.simulation import Simulation as Simulation
     from distsim.simulation import Simulator as Simulator
-    from distsim.stacks import Stack as Stack
     from distsim.study.compare import compare as compare
     from distsim.study.search import search as search
     from distsim.study.simulate import simulate as simulate
@@ -86,7 +86,7 @@ _HOMES = {
     "import_from_onnx": "distsim.importer",
     "Precision": "distsim.transforms.autodiff.precision",
     "Kernels": "distsim.transforms.kernels.policies",
-    "Stack": "distsim.stacks",
+    "Stack": "distsim.plan.stacks",
     "SGD": "distsim.transforms.autodiff.optimizers",
     "Adam": "distsim.transforms.autodiff.optimizers",
     "AdamW": "distsim.transforms.autodiff.optimizers",

@@ -20,7 +20,7 @@ from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
 from distsim.models.routing import Loads
 from distsim.plan import Plan
-from distsim.rank_layout import ORDER
+from distsim.plan.rank_layout import ORDER
 from distsim.schedule import SCHEDULES
 
 BATCH, SEQ, VOCAB = 8, 8, 16

@@ -23,7 +23,7 @@ from distsim.importer import load_model
 from distsim.ir import Device, Float, Float64, FunctionMaker, Int64, Mesh, Role, Tensor, Topology
 from distsim.models import gpt, llama, mlp
 from distsim.plan import Plan
-from distsim.rank_layout import MAX_DEGREE
+from distsim.plan.rank_layout import MAX_DEGREE
 from distsim.schedule import schedule
 from distsim.transforms import (
     SGD,

@@ -17,7 +17,6 @@ from training_models import (
     topology_of,
 )
 
-from distsim.buckets import buckets_of, parse_bucket
 from distsim.compose import build_program
 from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError, TypeRuleError
@@ -27,12 +26,13 @@ from distsim.ir import Float, Float32, FunctionMaker, Tensor, all_ops
 from distsim.models import gpt
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
+from distsim.plan.buckets import buckets_of, parse_bucket
+from distsim.plan.stacks import STACKS
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, schedule
 from distsim.simulation.events import engine as events
 from distsim.simulation.tasks import recurrence
 from distsim.simulation.tasks.task_table import lower
-from distsim.stacks import STACKS
 from distsim.study.choices import Choices
 from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.kernels import KERNELS

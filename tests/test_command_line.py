@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import distsim
-from distsim import terminal
 from distsim.cli import COMMANDS, main, parsers
+from distsim.console import terminal
 from distsim.hardware import load_cluster, presets
 
 ROOT = Path(__file__).parents[1]

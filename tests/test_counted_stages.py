@@ -15,7 +15,7 @@ from training_models import (
 )
 
 from distsim.compose import parallelize
-from distsim.division import Division
+from distsim.compose.division import Division
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor
 from distsim.models import gpt, mlp

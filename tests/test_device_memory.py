@@ -14,12 +14,12 @@ from distsim.hardware import load_cluster
 from distsim.importer import load_model
 from distsim.ir import Float32, Mesh, Role, Tensor
 from distsim.plan import Plan
+from distsim.plan.stacks import STACKS
 from distsim.plan_search import PlanTrials, remedies
 from distsim.schedule import schedule
 from distsim.simulation import Simulator
 from distsim.simulation.memory.peak import peak_memory
 from distsim.simulation.memory.program_memory import program_memory
-from distsim.stacks import STACKS
 from distsim.transforms import Adam, add_loss, differentiate, optimizer_named
 from distsim.transforms.autodiff.precision import POLICIES
 from distsim.transforms.kernels.policies import KERNELS

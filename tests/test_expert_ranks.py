@@ -10,7 +10,7 @@ from distsim.errors import PlanError
 from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.hardware.rank_axes import RankAxes
 from distsim.plan import Plan
-from distsim.rank_layout import ExpertRanks
+from distsim.plan.rank_layout import ExpertRanks
 
 
 def test_ranks_of_experts_lie_next_to_each_other_within_dp():

@@ -26,8 +26,8 @@ from distsim.errors import (
 from distsim.hardware import load_cluster
 from distsim.ir import BFloat16, Float32, Tensor, pformat
 from distsim.models import mlp
+from distsim.plan.stacks import STACKS
 from distsim.schedule import schedule, write_csv
-from distsim.stacks import STACKS
 from distsim.study.options import EngineOptions, ModelOptions, SimulationKeywords, TrainingKeywords
 from distsim.study.search_options import SearchKeywords, SearchOptions
 from distsim.transforms import SGD, differentiate

@@ -25,10 +25,10 @@ from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import Attributes, BFloat16, Float32, FunctionMaker, Tensor, all_ops
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
+from distsim.plan.stacks import STACKS
 from distsim.program.program import Program
 from distsim.schedule import schedule
 from distsim.simulation.memory.program_memory import program_memory
-from distsim.stacks import STACKS
 from distsim.study.choices import Choices
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.kernels import KERNELS

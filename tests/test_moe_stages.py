@@ -12,7 +12,7 @@ from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import Function
 from distsim.models import Routing, draw_routing, moe
 from distsim.ops.parts import Groups
-from distsim.rank_layout import ExpertRanks
+from distsim.plan.rank_layout import ExpertRanks
 from distsim.stage_balance import BlockCost, auto_split, split_time
 from distsim.transforms import block_costs, differentiate
 

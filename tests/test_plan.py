@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from distsim.errors import DistsimError, PlanError
 from distsim.plan import RESHARD, STAGES, ZERO, Plan, parse_stages
-from distsim.rank_layout import MAX_DEGREE
-from distsim.recomputation import REMAT
+from distsim.plan.rank_layout import MAX_DEGREE
+from distsim.plan.recomputation import REMAT
 from distsim.schedule import SCHEDULES
 
 counts = st.integers(1, MAX_DEGREE)

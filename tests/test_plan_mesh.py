@@ -11,7 +11,7 @@ from training_models import topology_of
 from distsim.errors import PlanError
 from distsim.hardware.plan_mesh import plan_mesh
 from distsim.plan import Plan
-from distsim.rank_layout import ORDER
+from distsim.plan.rank_layout import ORDER
 
 TOPOLOGY = topology_of(36)
 AXES = {"tp": 2, "cp": 3, "ep": 1, "dp": 2, "pp": 3}

@@ -174,10 +174,10 @@ def test_another_cut_of_a_function_does_not_change_the_first():
 
 def test_what_is_remembered_is_bounded_and_forgotten_with_the_function(monkeypatch, collect):
     joint = differentiate(small_mlp())
-    known = sys.modules["distsim.division"]._MEMORIES
+    known = sys.modules["distsim.compose.division"]._MEMORIES
     program = program_of(joint, m=1)
     size = len(program.inputs) + len(program.outputs)
-    monkeypatch.setattr("distsim.division.MOST_VALUES", 2 * size)
+    monkeypatch.setattr("distsim.compose.division.MOST_VALUES", 2 * size)
     for m in (2, 4, 8):
         program_of(joint, m=m)
     memory = known.get(joint, None, lambda: None)

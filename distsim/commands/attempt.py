@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from distsim.console.streams import complain
 from distsim.errors import DistsimError
-from distsim.streams import complain
 
 BAD_INPUT, OUT_OF_MEMORY = 2, 3
 """Exit statuses."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from distsim.commands.options.cluster import add_settings
+from distsim.console.streams import say
+from distsim.console.terminal import for_terminal
 from distsim.errors import TopologyError
 from distsim.hardware import cluster_toml, describe, presets
-from distsim.streams import say
-from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -6,14 +6,14 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from distsim.commands.parser import CommandParser
+from distsim.console.streams import say
 from distsim.device_placement.partitioned import HOST_MODES
 from distsim.hardware import presets
 from distsim.importer import model_names
 from distsim.importer.source import BUILDERS, BUNDLED
 from distsim.ops.attention_options import ATTENTION_CHOICES
+from distsim.plan.stacks import STACKS
 from distsim.schedule import SCHEDULES
-from distsim.stacks import STACKS
-from distsim.streams import say
 from distsim.transforms.autodiff.loss import LOSSES
 from distsim.transforms.autodiff.optimizers import OPTIMIZERS
 from distsim.transforms.autodiff.precision import POLICIES

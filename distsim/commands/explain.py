@@ -9,12 +9,12 @@ from pathlib import Path
 from distsim.commands.attempt import OUT_OF_MEMORY
 from distsim.commands.options.training_file import take_file
 from distsim.commands.simulate import add_step_options, simulated_step
+from distsim.console.streams import say
+from distsim.console.terminal import for_terminal
 from distsim.report import plot_explanation
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress
 from distsim.report.summary import memory_lines
-from distsim.streams import say
-from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

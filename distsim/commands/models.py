@@ -6,13 +6,13 @@ import argparse
 from dataclasses import asdict
 
 from distsim.commands.options.json_output import PRINTED, add_json, check_json, write_json
+from distsim.console.streams import say
+from distsim.console.terminal import for_terminal
 from distsim.errors import ImportModelError
 from distsim.importer.decoders import decoder_sizes, model_names
 from distsim.models.counts import ParameterCount, count_parameters
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.simulation.explain.text import table
-from distsim.streams import say
-from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from distsim.console.streams import complain, say
 from distsim.errors import ScheduleError
 from distsim.report import describe_schedule, plot_schedule
 from distsim.report.output import check_format, check_target, replacing
@@ -15,7 +16,6 @@ from distsim.report.progress import Progress
 from distsim.schedule import FLUSH, SCHEDULES, Schedule, read_csv, schedule, write_csv
 from distsim.simulation.action_times import ActionTimes
 from distsim.simulation.schedule_times import time_schedule
-from distsim.streams import complain, say
 
 MOST_PAIRS = 200_000
 """Pairs of a stage and a microbatch in a schedule: more take over half a minute."""

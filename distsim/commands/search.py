@@ -16,6 +16,8 @@ from distsim.commands.options.cluster import add_settings
 from distsim.commands.options.json_output import PRINTED, add_json, check_json, teller, write_json
 from distsim.commands.options.model import add_model_options, model_options
 from distsim.commands.options.training_file import take_file
+from distsim.console.streams import complain, say
+from distsim.console.terminal import for_terminal
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.estimate import OBJECTIVES, PUE
 from distsim.plan_search.training.goodput import FAILURES, RESTART, STORAGE
@@ -28,12 +30,10 @@ from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
 from distsim.simulation.explain.text import count
-from distsim.streams import complain, say
 from distsim.study.clusters import SizedCluster
 from distsim.study.options import options_of
 from distsim.study.search import ClusterSearches
 from distsim.study.search_options import SearchOptions
-from distsim.terminal import for_terminal
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

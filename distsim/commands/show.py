@@ -10,14 +10,14 @@ from distsim.commands.options.cluster import add_settings, read_cluster
 from distsim.commands.options.model import add_model_options, model_options
 from distsim.commands.options.training_file import take_file, take_layout
 from distsim.compose import parallelize
+from distsim.console.streams import say
+from distsim.console.terminal import is_coloured
 from distsim.cost import UncostedOperatorWarning
 from distsim.errors import PlanError
 from distsim.ir import Function, pformat
 from distsim.report.progress import Progress
-from distsim.streams import say
 from distsim.study.layout import lay_out, plan_asked
 from distsim.study.training_step import forward_pass, training_step
-from distsim.terminal import is_coloured
 from distsim.transforms import steady_state_transform
 
 

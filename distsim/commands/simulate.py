@@ -15,6 +15,8 @@ from distsim.commands.options.exports import add_export_options, check_exports, 
 from distsim.commands.options.json_output import PRINTED, add_json, check_json, teller, write_json
 from distsim.commands.options.model import add_model_options, model_options
 from distsim.commands.options.training_file import READERS, take_file, take_layout
+from distsim.console.streams import say
+from distsim.console.terminal import for_terminal
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError
@@ -36,11 +38,9 @@ from distsim.simulation import Simulation
 from distsim.simulation.explain.interval import correction
 from distsim.simulation.explain.text import seconds_text
 from distsim.simulation.quantities import bytes_label
-from distsim.streams import say
 from distsim.study.options import EngineOptions, options_of
 from distsim.study.simulate import SimulatedStep, simulated, simulator_of
 from distsim.study.training_step import forward_pass
-from distsim.terminal import for_terminal
 
 MOST_EVENTS = 2_000_000
 """Events in a trace of all devices, beyond which one device stands for those that do the same."""

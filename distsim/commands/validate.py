@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from distsim.console.streams import complain, say
 from distsim.errors import DistsimError
 from distsim.report.output import check_format, check_target, replacing
-from distsim.streams import complain, say
 from distsim.truth.accuracy import Accuracy
 from distsim.truth.by_device import errors_by_device
 from distsim.truth.evaluation import Outcome, evaluated

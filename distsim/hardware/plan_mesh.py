@@ -10,7 +10,7 @@ from distsim.hardware.rank_axes import EXPERT, INNER, OUTER, PARTS, WITHIN, Rank
 from distsim.ir.device import Mesh
 from distsim.ir.topology import Topology
 from distsim.plan import Plan
-from distsim.rank_layout import ExpertRanks, parse_cp_kind
+from distsim.plan.rank_layout import ExpertRanks, parse_cp_kind
 
 DEGREES = {
     **dict.fromkeys(("cp_ring", "cp_heads"), "cp"),

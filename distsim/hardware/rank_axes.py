@@ -11,7 +11,7 @@ from typing import NamedTuple
 from distsim.cache import cached
 from distsim.errors import TopologyError
 from distsim.ir.device import Device, Mesh
-from distsim.rank_layout import ExpertRanks
+from distsim.plan.rank_layout import ExpertRanks
 
 OUTER, INNER = "dp_outer", "dp_inner"
 """The axes, or views, of data-parallel ranks of which some divide what all would hold: these lie along the

@@ -11,8 +11,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from distsim.compose import parallelize
+from distsim.compose.division import levels_written
 from distsim.cost import CostModel, UncostedOperatorWarning
-from distsim.division import levels_written
 from distsim.errors import DistsimError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of

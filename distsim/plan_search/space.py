@@ -34,7 +34,7 @@ from typing import Any
 from distsim.errors import PlanError, shortened
 from distsim.ir import Function, Tensor, Topology, all_ops
 from distsim.plan import RESHARD, SWITCH, TP_OVERLAP, Plan, parse_schedule
-from distsim.rank_layout import CP_KINDS
+from distsim.plan.rank_layout import CP_KINDS
 from distsim.schedule import FLUSH, SCHEDULES, schedule
 from distsim.schedule.refusals import count as count_of
 from distsim.suggestions import choices_for

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distsim.plan import Plan
-from distsim.stacks import Stack, stack_named
+from distsim.plan.stacks import Stack, stack_named
 from distsim.study.options import ModelOptions
 from distsim.transforms.autodiff.optimizers import Named, optimizer_named
 from distsim.transforms.autodiff.precision import Precision, precision_named

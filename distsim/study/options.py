@@ -11,8 +11,8 @@ from distsim.errors import OptionError
 from distsim.importer.configs import TrainingConfig
 from distsim.ir import Function
 from distsim.plan import Plan
+from distsim.plan.stacks import Stack
 from distsim.schedule import Schedule
-from distsim.stacks import Stack
 from distsim.suggestions import did_you_mean
 from distsim.transforms.autodiff.optimizers import Named
 from distsim.transforms.autodiff.precision import Precision

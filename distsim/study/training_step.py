@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from distsim.console.streams import say
 from distsim.errors import PlanError
 from distsim.importer import load_model
 from distsim.ir import DType, Float32, Function, Tensor
 from distsim.ir.dead import brings_backward
 from distsim.plan import Plan
 from distsim.report.progress import Progress
-from distsim.streams import say
 from distsim.study.choices import Choices
 from distsim.study.layout import plan_asked
 from distsim.study.options import ModelOptions

@@ -3,12 +3,12 @@
 This is where notebooks import from; the library imports the modules.
 """
 
-from distsim.ir.rewrite import inline
-from distsim.parallel_3d import (
+from distsim.compose.parallel_3d import (
     PipeDreamScheduler,
     parallel_transform_3d,
     steady_state_transform,
 )
+from distsim.ir.rewrite import inline
 from distsim.transforms.autodiff.differentiate import differentiate
 from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import SGD, Adam, AdamW, optimizer_named

@@ -15,7 +15,7 @@ from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.plan import Plan
-from distsim.stacks import Stack
+from distsim.plan.stacks import Stack
 from distsim.transforms.autodiff.differentiate import differentiate
 from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import optimizer_named

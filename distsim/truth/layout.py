@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 
 from distsim.errors import PlanError
 from distsim.plan import Plan
+from distsim.plan.stacks import Stack
 from distsim.schedule import SCHEDULES
-from distsim.stacks import Stack
 from distsim.truth.row import MissingFeatureError, Row, cell, number, plain, without_remark
 from distsim.truth.software import eight_bits
 from distsim.truth.stage_layers import StageSizes, stages_of

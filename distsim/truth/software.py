@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from distsim.ir import BFloat16, Float8E4M3FN, Float16
-from distsim.stacks import STACKS, Stack
+from distsim.plan.stacks import STACKS, Stack
 from distsim.transforms.autodiff.precision import POLICIES, Precision
 from distsim.truth.row import MissingFeatureError, Row, plain
 

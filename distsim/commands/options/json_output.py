@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distsim.console.streams import complain, say
 from distsim.report.output import check_target, replacing
-from distsim.streams import complain, say
 
 PRINTED = Path("-")
 """What ``--json`` without a file stands for."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from distsim.commands.options.training_file import add_file_options
 from distsim.ir.kernel_rates import ATTENTION_KERNELS
-from distsim.stacks import STACKS
+from distsim.plan.stacks import STACKS
 from distsim.study.options import ModelOptions, options_of
 from distsim.transforms.autodiff.loss import LOSSES
 from distsim.transforms.autodiff.optimizers import OPTIMIZERS

@@ -14,7 +14,7 @@ from distsim.errors import ImportModelError
 from distsim.importer.configs.tracked import TrackedFields
 from distsim.importer.configs.training import BatchSizes, TrainingConfig
 from distsim.importer.decoders.config_fields import read_config
-from distsim.stacks import STACKS
+from distsim.plan.stacks import STACKS
 
 WITHOUT_EFFECT = (
     r"_.*|scheduler|steps_per_print|wall_clock_breakdown|dump_state|prescale_gradients|zero_allow_untested_.*"

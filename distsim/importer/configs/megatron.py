@@ -15,7 +15,7 @@ from distsim.importer.configs.megatron_layout import MegatronLayout
 from distsim.importer.configs.megatron_model import model_of
 from distsim.importer.configs.tracked import TrackedFields
 from distsim.importer.configs.training import BatchSizes, TrainingConfig
-from distsim.stacks import STACKS, Stack
+from distsim.plan.stacks import STACKS, Stack
 
 DEFAULTS: dict[str, object] = {
     **{"--kv-channels": None, "--num-query-groups": None, "--ffn-hidden-size": None, "--vocab-size": None},

@@ -22,7 +22,7 @@ from distsim.models.decoder_sizes import MIXED_NAMES, DecoderSizes, ExpertLayers
 from distsim.models.mixture import Mixture
 from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
-from distsim.stacks import STACKS, Stack
+from distsim.plan.stacks import STACKS, Stack
 
 NAMED = {
     **{f"llama3/{size}": f"llama3-{size.lower()}" for size in ("8B", "70B", "405B")},

@@ -13,8 +13,8 @@ from distsim.importer.decoders.huggingface import DEFAULT_BATCH
 from distsim.ir import Function
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.plan import Plan
-from distsim.rank_layout import MAX_DEGREE
-from distsim.stacks import Stack
+from distsim.plan.rank_layout import MAX_DEGREE
+from distsim.plan.stacks import Stack
 
 _WITH_TP = ("sp", "tp_overlap")
 _WITH_PP = ("schedule", "chunks", "stages")

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from distsim.buckets import Buckets
 from distsim.ir import Attributes, Function, Mesh, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
+from distsim.plan.buckets import Buckets
 from distsim.transforms.data_parallel.copies import copied_in
 from distsim.transforms.data_parallel.gathers import listed
 from distsim.transforms.data_parallel.gradient_buckets import (

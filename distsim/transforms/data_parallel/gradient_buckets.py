@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-from distsim.buckets import Buckets
 from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Function, Op, Role, Value
 from distsim.ir.module_names import layer_of
 from distsim.ir.type import as_tensor
+from distsim.plan.buckets import Buckets
 from distsim.transforms.op_graph import Numbered, StageMap
 
 Item = TypeVar("Item")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from distsim.buckets import Buckets
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import layer_of
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
+from distsim.plan.buckets import Buckets
 from distsim.transforms.data_parallel.copies import copied_out
 from distsim.transforms.data_parallel.gathers import chains, gathers, listed
 from distsim.transforms.op_graph import Numbered, StageMap

@@ -9,7 +9,7 @@ from enum import Enum
 from functools import partial
 
 from distsim.ops.rules import check_op_types
-from distsim.recomputation import parse_remat
+from distsim.plan.recomputation import parse_remat
 from distsim.transforms.recompute.cheap_parts import inside_parts
 from distsim.transforms.recompute.core_attention import core_attention
 from distsim.transforms.recompute.saves import (

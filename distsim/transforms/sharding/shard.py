@@ -12,13 +12,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from distsim.buckets import Buckets
 from distsim.cache import Cache
 from distsim.errors import PlanError
 from distsim.hardware.rank_axes import TENSOR
 from distsim.ir import Function, Mesh, Role, Value, callees
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
+from distsim.plan.buckets import Buckets
 from distsim.resizing import shared
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels

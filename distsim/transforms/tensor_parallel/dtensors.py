@@ -19,7 +19,7 @@ have the sequence first. What DTensor does otherwise, and what is done here to t
   (``torch/_inductor/fx_passes/micro_pipeline_tp.py``, ``_find_consumer_matmuls``).
 
 Sums of gradients do not travel beside gradients of weights: ``MmBackward0`` returns both before a DTensor is
-redistributed (:mod:`distsim.division` has these first).
+redistributed (:mod:`distsim.compose.division` has these first).
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
-from distsim.buckets import Buckets, buckets_of
 from distsim.cache import Cache
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Function, Mesh, Op
 from distsim.ir.rewrite import inline
 from distsim.plan import Plan, parse_stages
-from distsim.rank_layout import ExpertRanks, parse_cp_kind
-from distsim.recomputation import parse_remat
+from distsim.plan.buckets import Buckets, buckets_of
+from distsim.plan.rank_layout import ExpertRanks, parse_cp_kind
+from distsim.plan.recomputation import parse_remat
 from distsim.resizing import shared
 from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed

@@ -1,4 +1,4 @@
-"""model + Plan + Topology -> Program, the one composition; each piece of it is made once."""
+"""The composition of a model, a Plan and a Topology into a Program."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from distsim.cache import cached
+from distsim.compose.division import cut_of
 from distsim.cost.cost_model import CostModel, cost_model_of
-from distsim.division import cut_of
 from distsim.errors import PlanError, ScheduleError
 from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.ir import Function, Mesh, Topology

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from distsim.errors import PlanError, shortened
-from distsim.rank_layout import MAX_DEGREE
+from distsim.plan.rank_layout import MAX_DEGREE
 from distsim.suggestions import choices_for
 
 REMAT = (

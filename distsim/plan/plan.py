@@ -1,4 +1,4 @@
-"""A plan: how a training step is laid out on the devices, as one line of text."""
+"""A plan: its fields, and how they are read from text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from distsim.buckets import LAYERS, parse_bucket
 from distsim.errors import PlanError, shortened
-from distsim.rank_layout import (
+from distsim.plan.buckets import LAYERS, parse_bucket
+from distsim.plan.rank_layout import (
     MAX_DEGREE,
     ORDER,
     Degrees,
@@ -21,7 +21,7 @@ from distsim.rank_layout import (
     expert_ranks,
     parse_cp_kind,
 )
-from distsim.recomputation import parse_remat
+from distsim.plan.recomputation import parse_remat
 from distsim.schedule import SCHEDULES, TABLE
 from distsim.suggestions import choices_for, did_you_mean
 
@@ -62,8 +62,8 @@ class Plan:
 
     `dp` data parallel, `tp` tensor parallel, `cp` context parallel (the sequence is divided, by one of
     `CP_KINDS`) and `pp` pipeline parallel ranks; each of `ep` ranks of dp and cp
-    (:func:`distsim.rank_layout.expert_ranks`) has its part of the experts, each of which `etp` neighbouring
-    ranks of tp divide further (0: all), when of those of tp others are among the `ep`;
+    (:func:`distsim.plan.rank_layout.expert_ranks`) has its part of the experts, each of which `etp`
+    neighbouring ranks of tp divide further (0: all), when of those of tp others are among the `ep`;
     `microbatches` per data-parallel replica and step; `schedule` is a name in `distsim.schedule.SCHEDULES`,
     for one that is searched for with the activations that a rank may hold, 1 being `pp` as in 1F1B
     (`zb_auto:2`), for `pipedream_2bw` with the microbatches of an update (`pipedream_2bw:8`), or `table`:

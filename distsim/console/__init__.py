@@ -1,0 +1,1 @@
+"""What a command prints: streams that may be closed, and text for a terminal."""
