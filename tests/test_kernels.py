@@ -50,9 +50,11 @@ def test_eager_mode_adds_a_bias_in_the_kernel_of_its_product():
 
 
 def test_megatrons_fusions():
-    """bias + GELU, bias + residual, scale + mask + softmax; a bias that none takes is the product's."""
+    """bias + GELU, bias + residual, scale + mask + softmax; a bias that none takes is the product's.
+
+    Queries, keys and values are one product."""
     found = kernels_of("gpt", "fused", "layer")
-    assert found == ["MatMul+Add"] * 3 + ["Mul+Add+Softmax", "Add+Add", "Add+Gelu", "Add+Add"]
+    assert found == ["MatMul+Add", "Mul+Add+Softmax", "Add+Add", "Add+Gelu", "Add+Add"]
     rotary = "Split+Neg+Concat+Mul+Mul+Add"
     llama = kernels_of("llama", "fused", "layer")
     assert llama == [rotary] * 2 + ["Mul+Add+Softmax", "Swish+Mul"]  # of query and of key
@@ -101,7 +103,7 @@ def test_a_compiler_joins_chains_with_reductions_along_rows():
 @pytest.mark.parametrize("name", ["eager", "fused", "compiled"])
 def test_a_transpose_is_a_view_where_strides_are_read(name):
     """Of heads for attention and element by element; what gives them another shape copies, and a product of
-    many matrices but for rows and columns."""
+    many matrices but for rows and columns, or where sequences come first, as in Megatron-LM."""
     maker = FunctionMaker("f")
     x = maker.add_input_value("x", Tensor(Float(), (2, 8, 4, 6)))
     w = maker.add_input_value("w", Tensor(Float(), (5, 32)))
@@ -118,7 +120,8 @@ def test_a_transpose_is_a_view_where_strides_are_read(name):
     fused = fuse(function, KERNELS[name]).function
     verify(fused)
     kinds = [op.op_type for op in fused.ops if op.op_type.startswith("Transpose")]
-    assert kinds == ["TransposedView"] * 2 + ["Transpose"] + ["TransposedView"] + ["Transpose"] * 2
+    last = "TransposedView" if name == "fused" else "Transpose"
+    assert kinds == ["TransposedView"] * 2 + ["Transpose"] + ["TransposedView"] + [last] * 2
     inputs = random_inputs(function)
     for one, other in zip(*(SequentialExecutor().compute(f, inputs) for f in (function, fused)), strict=True):
         assert (one == other).all()
@@ -267,10 +270,12 @@ def test_engines_and_memory_agree_and_fewer_kernels_take_less():
         assert program_memory(program).peak_of_devices() == {d: use.peak for d, use in written.items()}
         times[name], flops[name] = simulation.step_time, simulation.flops
         peaks[name] = max(use.peak for use in written.values())
-    assert times["ops"] > times["eager"] > times["fused"] > times["compiled"]
+    assert times["ops"] > times["eager"] > max(times["fused"], times["compiled"])
     assert flops["ops"] >= count_flops(joint)
     assert flops["eager"] < flops["ops"], "the exponentials of a loss are not made of its logits again"
-    assert flops["fused"] == flops["compiled"] > flops["ops"], "the bias before a GELU is added twice"
+    assert flops["compiled"] > flops["ops"], "the bias before a GELU is added twice"
+    additions = 2 * 2 * (8 * 4 * 8)  # of each layer two, of a gradient for each token's numbers
+    assert flops["compiled"] - flops["fused"] == additions, "one product adds as it multiplies"
     assert peaks["fused"] <= peaks["ops"]
 
 

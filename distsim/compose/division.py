@@ -21,9 +21,9 @@ from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
 from distsim.transforms.data_parallel.zero import zero
-from distsim.transforms.kernels.gradients import gradients_apart
 from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import Kernels
+from distsim.transforms.kernels.products import gradients_apart
 from distsim.transforms.key_heads import repeat_key_heads
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.lift import lift_weights

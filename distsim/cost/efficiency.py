@@ -99,8 +99,13 @@ def _of_shape(kind: str, signature: Signature, demand: Work, processors: int, kn
 
 
 def _of_product(signature: Signature, demand: Work, processors: int) -> float:
-    """Return the share that shapes of products leave: of one for each result, all of as many flops."""
+    """Return the share that shapes of products leave: of one for each result, all of as many flops.
+
+    Results that are columns of one (``columns``) are one.
+    """
     sizes = [(tensor.size, tensor.shape[-1]) for tensor in signature.outputs if tensor.shape]
+    if signature.attributes.get("columns", 0):
+        sizes = [(sum([size for size, _ in sizes]), sum([n for _, n in sizes]))]
     if not processors or not demand.flops or not sizes or not all(size for size, _ in sizes):
         return 1.0
     slowness = 0.0

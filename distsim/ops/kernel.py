@@ -22,16 +22,19 @@ MULTI_TENSOR = OPTIMIZER_OPS | {"SquareSum", "ScaleGradient"}
 """The ops of which one kernel runs those of many tensors (:mod:`distsim.transforms.kernels.multi_tensor`)."""
 
 
-def kernel_attributes(ops: Sequence[Op]) -> Attributes:
+def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attributes:
     """Return the attributes of the kernel that runs ``ops``.
 
     They are ``ops`` (their types, joined by ``+``; of a kernel for many tensors each once: it is called what
-    one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units.
+    one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units. With
+    ``one_product`` the products among them are one: what they make are columns of its result (``columns``),
+    and what adds gradients of its operand is a part of it.
     Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
     """
+    summed = one_product and any(op.op_type == "MatMulGradA" for op in ops)
     flops, matrix, names = 0.0, False, list[str]()
     for op in ops:
-        if operator(op.op_type).view:
+        if operator(op.op_type).view or (summed and op.op_type == "Add"):
             continue
         demand = work(signature_of(op))
         if demand is None:
@@ -40,10 +43,11 @@ def kernel_attributes(ops: Sequence[Op]) -> Attributes:
         names.append(op.op_type)
     made = {value for op in ops for value in op.outputs}
     chained = not all(made.isdisjoint(op.inputs) for op in ops)
-    if not chained or max(Counter(names).values(), default=0) > 3:
+    if one_product or not chained or max(Counter(names).values(), default=0) > 3:
         names = list(dict.fromkeys(names))
     label = "+".join(names)
-    return Attributes({"ops": label, "flops": flops, "matrix": matrix})
+    columns = {"columns": 1} if one_product else {}
+    return Attributes({"ops": label, "flops": flops, "matrix": matrix, **columns})
 
 
 def _work(signature: Signature) -> Work:

@@ -38,6 +38,11 @@ Dims = tuple[Dim, ...]
 
 _AB = ("A", "B")
 
+GROUP = "group"
+"""The attribute that says which products of one operand a model may have as one: those of queries, keys and
+values, those of a gate and what it gates. Whether they run so is for the kernels to say
+(:mod:`distsim.transforms.kernels.products`); gradients have it from their product."""
+
 
 def matmul_shape(a: Shape, b: Shape) -> Shape:
     """Return the shape of the product of arrays of two shapes, by the rules of ``numpy.matmul``.
@@ -144,15 +149,16 @@ def _matmul_sharding(signature: Signature) -> ShardingRule:
 
 def _matmul_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     index = places(_AB, ctx.attributes, len(ctx.inputs))
+    kept = picked(ctx.attributes, GROUP)
     if all(ctx.wanted) and len(index) == 2:
-        return ctx.add_many("MatMulGrad", *ctx.inputs, ctx.grad)
+        return ctx.add_many("MatMulGrad", *ctx.inputs, ctx.grad, **kept)
     grads: dict[str, Value | None] = {}
     for name, other in (("A", "B"), ("B", "A")):
         if wanted(_AB, ctx, name):
             values = [ctx.inputs[index[other]]] if other in index else []
             shape = shape_of(ctx.inputs[index[name]])
             static = picked(ctx.attributes, other)
-            grads[name] = ctx.add(f"MatMulGrad{name}", *values, ctx.grad, shape=shape, **static)
+            grads[name] = ctx.add(f"MatMulGrad{name}", *values, ctx.grad, shape=shape, **static, **kept)
     return by_place(_AB, ctx, grads)
 
 
@@ -194,7 +200,7 @@ def _matmul_grad_sharding(signature: Signature) -> ShardingRule:
 
 def _matmul_grad_part(signature: Signature, output: int) -> OutputPart:
     name, shape = _AB[output], signature.inputs[output].shape
-    kept = picked(signature.attributes, "rate")
+    kept = picked(signature.attributes, "rate", GROUP)
     return OutputPart(f"MatMulGrad{name}", (1 - output, 2), Attributes({"shape": shape, **kept}))
 
 

@@ -121,7 +121,7 @@ def grouped_attention(
     """Add the projections of ``source``, attention of grouped heads, and the output projection ``out``."""
     hidden, size, heads, groups = layer.hidden, sizes.size(layer.hidden), sizes.heads, sizes.groups
     widths = {"q": heads * size, "k": groups * size, "v": groups * size}
-    query, key, value = (layer.linear(source, n, hidden, w, sizes.bias) for n, w in widths.items())
+    query, key, value = (layer.linear(source, n, hidden, w, sizes.bias, "qkv") for n, w in widths.items())
     query = _by_head(layer, query, heads, size)
     key, value = (_by_head(layer, each, groups, size) for each in (key, value))
     if sizes.norm:

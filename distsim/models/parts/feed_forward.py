@@ -51,6 +51,8 @@ def feed_forward(
     if not sizes.gated:
         inner = layer.activated(layer.linear(source, up, hidden, width, bias), sizes.activation, activated)
     else:
-        gate = layer.activated(layer.linear(source, gate, hidden, width, bias), sizes.activation, activated)
-        inner = layer("Mul", gate, layer.linear(source, up, hidden, width, bias), name=f"{prefix}gated")
+        group = f"{prefix}gated"
+        gate = layer.linear(source, gate, hidden, width, bias, group)
+        gate = layer.activated(gate, sizes.activation, activated)
+        inner = layer("Mul", gate, layer.linear(source, up, hidden, width, bias, group), name=group)
     return layer.linear(inner, down, width, hidden, bias)

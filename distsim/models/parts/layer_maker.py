@@ -11,6 +11,7 @@ import numpy as np
 from distsim.errors import PlanError
 from distsim.ir import Function, FunctionMaker, Role, Tensor, Value, trim
 from distsim.models.sizes import check_caps
+from distsim.ops.matmul import GROUP
 from distsim.suggestions import choices_for
 
 ACTIVATIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,12 +69,19 @@ class PartMaker:
         """A parameter; parameters are inputs in the order in which they come."""
         return self.maker.add_input_value(name, self.like.with_shape(shape), Role.PARAMETER)
 
-    def linear(self, source: Value, name: str, width_in: int, width_out: int, bias: bool = False) -> Value:
-        """Multiply by a weight ``name.w``, and add a bias ``name.b`` if there is one."""
+    def linear(
+        self, source: Value, name: str, width_in: int, width_out: int, bias: bool = False, group: str = ""
+    ) -> Value:
+        """Multiply by a weight ``name.w``, and add a bias ``name.b`` if there is one.
+
+        Products of one ``group`` and source are those that frameworks may have as one.
+        """
         weight = self.parameter(f"{name}.w", width_in, width_out)
+        of = {GROUP: group} if group else {}
         if not bias:
-            return self("MatMul", source, weight, name=name)
-        return self("Add", self("MatMul", source, weight), self.parameter(f"{name}.b", width_out), name=name)
+            return self("MatMul", source, weight, name=name, **of)
+        made = self("MatMul", source, weight, **of)
+        return self("Add", made, self.parameter(f"{name}.b", width_out), name=name)
 
     def norm(self, source: Value, name: str, width: int, norm: Norm = RMS, output: str = "") -> Value:
         """Normalize the last dimension, of size ``width``; the output is called as the norm by default."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
@@ -23,6 +23,7 @@ from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
+from distsim.transforms.kernels.products import products_of_groups
 from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
 from distsim.transforms.kernels.strides import strided
 
@@ -59,10 +60,14 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     updates = {op for op in function.ops if kernels.multi_tensor and is_update(op)}
     opened = inline(function, updates) if updates else function
     source = [n for n, op in enumerate(function.ops) for _ in (op.callee.ops if op in updates else (op,))]
-    ops = strided([_with_fused_callee(op, kernels) for op in opened.ops])
-    groups = kernel_groups(ops, kernels, kernels.joins)
-    if len(groups) == len(ops) and all(map(is_, ops, opened.ops)):
+    called = [_with_fused_callee(op, kernels) for op in opened.ops]
+    arranged = products_of_groups(called, opened.outputs, kernels)
+    source = [source[place] for place in arranged.places]
+    ops = strided(arranged.ops, kernels.strided_batches)
+    groups = kernel_groups(ops, kernels, kernels.joins, arranged.groups)
+    if len(groups) == len(ops) == len(opened.ops) and all(map(is_, ops, opened.ops)):
         return None
+    joined = {place for each in arranged.groups for place in each}
     of = {place: number for number, group in enumerate(groups) for place in group}
     readers: dict[Value, set[int]] = {value: {-1} for value in opened.outputs}
     for place, op in enumerate(ops):
@@ -78,9 +83,10 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
         part = tuple(dict.fromkeys([source[place] for place in groups[number]]))
         if groups[number][-1] in turns:
             (before, *inside, after) = in_float32(group)
-            run = [before, _kernel(inside, after.inputs), after]
+            run = [before, _kernel(inside, after.inputs, False), after]
         else:
-            run = [group[0] if len(group) == 1 else _kernel(group, outside)]
+            one = not joined.isdisjoint(groups[number])
+            run = [group[0] if len(group) == 1 else _kernel(group, outside, one)]
         made += run
         parts += [part] * len(run)
     return Fused(replace(opened, ops=tuple(made)), tuple(parts))
@@ -91,19 +97,24 @@ def _with_fused_callee(op: Op, kernels: Kernels) -> Op:
     return op if callee is None or callee is op.callee else replace(op, subfunctions=(callee,))
 
 
-def _kernel(ops: Sequence[Op], outputs: Sequence[Value]) -> Op:
-    """Return the op that runs ``ops`` and makes ``outputs``."""
+def _kernel(ops: Sequence[Op], outputs: Sequence[Value], one_product: bool) -> Op:
+    """Return the op that runs ``ops`` and makes ``outputs``; products among them may be ``one_product``."""
     made = {value for op in ops for value in op.outputs}
     inputs = tuple(dict.fromkeys([v for op in ops for v in op.inputs if v not in made]))
-    attributes = kernel_attributes(ops)
+    attributes = kernel_attributes(ops, one_product)
     # The callee has values of its own: those of a function occur in one place.
     body = copy_function(Function(attributes["ops"], inputs, tuple(ops), tuple(outputs)))
     name = next((op.name for op in ops if op.name), "")
     return Op(KERNEL, inputs, tuple(outputs), attributes, (body,), name=name)
 
 
-def kernel_groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[list[int]]:
-    """Return the places of the ops of each kernel, in order; ``joins`` are those of the policy."""
+def kernel_groups(
+    ops: Sequence[Op], kernels: Kernels, joins: Joins, together: Sequence[Sequence[int]] = ()
+) -> list[list[int]]:
+    """Return the places of the ops of each kernel, in order; ``joins`` are those of the policy.
+
+    Ops whose places are ``together``, without a gap, are of one kernel in any case.
+    """
     maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
     # Nothing else reads what is inside a rotary embedding: it is a kernel as if it were one op, its last.
     turns = {region[-1]: region for region in (() if kernels.rotary == "ops" else rotations(ops))}
@@ -132,29 +143,12 @@ def kernel_groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[lis
                 and not any((first, place) in pairs for first in before[place])
             ):
                 pairs.update([(f, place) for f in before[place] if can[f] and is_epilogue(ops[f], op)])
-    level: list[int] = []
-    group = list(range(len(ops)))
-
-    def find(place: int) -> int:
-        while group[place] != place:
-            place = group[place]
-        return place
-
-    for place in range(len(ops)):
-        level.append(
-            max([level[first] + ((first, place) not in pairs) for first in before[place]], default=0)
-        )
-        for first in before[place]:
-            if (first, place) in pairs and level[first] == level[place]:
-                group[find(place)] = find(first)
-        for part in turns.get(place, ()):
-            level[part] = level[place]
-            group[find(part)] = find(place)
+    level, group = _levels(before, pairs, together, turns)
     if kernels.multi_tensor:
-        alone = Counter([find(place) for place in range(len(ops))])
+        alone = Counter([_find(group, place) for place in range(len(ops))])
         kinds: dict[Hashable, list[tuple[int, Op]]] = {}
         for place, op in enumerate(ops):
-            kind = kind_of(op) if alone[find(place)] == 1 else None
+            kind = kind_of(op) if alone[_find(group, place)] == 1 else None
             if kind is not None:  # ops of one level do not wait for each other
                 kinds.setdefault((level[place], kind), []).append((place, op))
         for same in kinds.values():
@@ -163,8 +157,41 @@ def kernel_groups(ops: Sequence[Op], kernels: Kernels, joins: Joins) -> list[lis
                     group[place] = first
     found: dict[int, list[int]] = {}
     for place in range(len(ops)):
-        found.setdefault(find(place), []).append(place)
+        found.setdefault(_find(group, place), []).append(place)
     return list(found.values())
+
+
+def _levels(
+    before: Sequence[Sequence[int]],
+    pairs: Container[tuple[int, int]],
+    together: Sequence[Sequence[int]],
+    turns: Mapping[int, Sequence[int]],
+) -> tuple[list[int], list[int]]:
+    """Return the level of each op, and the first op of its kernel, or one that leads there."""
+    level: list[int] = []
+    group = list(range(len(before)))
+    united = {place: tuple(places) for places in together for place in places}
+    for place in range(len(before)):
+        members = united.get(place, (place,))
+        if place == members[0]:
+            outside = [(first, each) for each in members for first in before[each] if first < place]
+            reached = max([level[first] + ((first, each) not in pairs) for first, each in outside], default=0)
+            level += [reached] * len(members)
+        group[_find(group, place)] = _find(group, members[0])
+        for first in before[place]:
+            if (first, place) in pairs and level[first] == level[place]:
+                group[_find(group, place)] = _find(group, first)
+        for part in turns.get(place, ()):
+            level[part] = level[place]
+            group[_find(group, part)] = _find(group, place)
+    return level, group
+
+
+def _find(group: Sequence[int], place: int) -> int:
+    """Return the first op of the kernel of an op."""
+    while group[place] != place:
+        place = group[place]
+    return place
 
 
 def _in_order(ops: Sequence[Op], groups: Sequence[Sequence[int]], of: Mapping[int, int]) -> list[int]:

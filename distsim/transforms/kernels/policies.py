@@ -27,6 +27,10 @@ the second multiplies complex numbers, between casts to and from float32 (torcht
 ``apply_rotary_emb``), which torch's compiler leaves to eager kernels (inductor's warning: it "does not
 support code generation for complex operators")."""
 
+PRODUCTS = ("apart", "joined", "copied")
+"""How the products of one group run (queries, keys and values; a gate and what it gates): a kernel each; as
+one; as one, of which the gradients of the parts are copied side by side first."""
+
 Joins = Callable[[Op, Op], bool]
 """(op, one that reads its result) -> whether one kernel may run both."""
 
@@ -43,7 +47,9 @@ class Kernels:
     kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
     fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``loss``: which kernels a cross
     entropy is, of :data:`LOSS_KERNELS` (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
-    gradients of the operands of a product are a kernel each (:mod:`distsim.transforms.kernels.gradients`).
+    gradients of the operands of a product are a kernel each, and ``products``, of :data:`PRODUCTS`, how those
+    run that a model may have as one (:mod:`distsim.transforms.kernels.products`). ``strided_batches``:
+    products of many matrices read these where they lie (:mod:`distsim.transforms.kernels.strides`).
     ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
     torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
     both ways.
@@ -67,6 +73,8 @@ class Kernels:
     interiors: bool = False
     loss: str = "one"
     gradients_apart: bool = False
+    products: str = "apart"
+    strided_batches: bool = False
     turns: bool = True
     split: bool = False
     dtensors: bool = False
@@ -236,7 +244,15 @@ def _elements(op: Op) -> int:
 
 
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True)
-_MEGATRON_LM = replace(_TORCH, joins=_megatron, rotary="one", interiors=True, turns=False)
+_MEGATRON_LM = replace(
+    _TORCH,
+    joins=_megatron,
+    rotary="one",
+    interiors=True,
+    turns=False,
+    products="joined",
+    strided_batches=True,
+)
 
 KERNELS = {
     each.name: each
@@ -253,9 +269,22 @@ KERNELS = {
             _TORCH, name="eager_complex", joins=_alone, loss="torch", rotary="complex", launched_as="eager"
         ),
         replace(
-            _TORCH, name="eager_waiting", joins=_alone, loss="torch", waiting="reading", launched_as="eager"
+            _TORCH,
+            name="eager_waiting",
+            joins=_alone,
+            loss="torch",
+            products="copied",
+            waiting="reading",
+            launched_as="eager",
         ),
-        replace(_TORCH, name="eager_loss", joins=_one_loss, interiors=True, launched_as="eager"),
+        replace(
+            _TORCH,
+            name="eager_loss",
+            joins=_one_loss,
+            interiors=True,
+            products="copied",
+            launched_as="eager",
+        ),
         replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
         replace(
             _TORCH,
@@ -285,7 +314,11 @@ these, with a host that waits for its device before each microbatch, as until 20
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
 ``compiled_complex``: the same, but rotary embeddings multiply complex numbers (torchtitan);
 ``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the
-first have multi-tensor kernels."""
+first have multi-tensor kernels. One weight for queries, keys and values, and one for a gate and what it
+gates, have Megatron-LM (6985e58 of 2021, megatron/model/transformer.py: ``query_key_value``; core 0.12:
+``linear_qkv``, ``linear_fc1``), llm-foundry (v0.1.0 to v0.4.0, models/layers/attention.py: ``Wqkv``, and
+``chunk`` or ``split`` of its result) and nanotron (4796d2d9, models/llama.py: ``qkv_proj``,
+``gate_up_proj``, split); torchtitan and Hugging Face's Llama have them apart."""
 
 
 def kernels_named(name: str) -> Kernels:

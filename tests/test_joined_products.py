@@ -1,0 +1,182 @@
+"""Products that a framework has as one: queries, keys and values; a gate and what it gates."""
+
+from dataclasses import replace
+
+import pytest
+from training_models import (
+    F64,
+    assert_all_readers_agree,
+    assert_same_step,
+    random_inputs,
+    small_gpt,
+    small_llama,
+    topology_of,
+)
+
+from distsim.compose import parallelize
+from distsim.cost import CostModel
+from distsim.hardware import load_cluster
+from distsim.interpret import SequentialExecutor
+from distsim.ir import BFloat16, Function, FunctionMaker, Op, Role, Tensor, Value, callees
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import DecoderSizes
+from distsim.models.mixture import Mixture
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
+from distsim.ops import op_label, signature_of, work
+from distsim.ops.matmul import GROUP
+from distsim.plan import Plan
+from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms.kernels import KERNELS, fuse
+from distsim.transforms.kernels.products import gradients_apart
+
+APART = replace(KERNELS["fused"], name="apart", products="apart", strided_batches=False)
+ROWS, WIDTH = 4096, 2048
+
+
+def products(widths: tuple[int, ...], group: bool = True) -> Function:
+    """Products of one x with weights of some widths, all results squared and summed."""
+    maker = FunctionMaker("products")
+    x = maker.add_input_value("x", Tensor(BFloat16(), (ROWS, WIDTH)), Role.INPUT)
+    first = maker.add("Relu", [x])[0]  # so that a gradient of what is multiplied is wanted
+    weight = maker.add_input_value("w", Tensor(BFloat16(), (WIDTH, WIDTH)), Role.PARAMETER)
+    first = maker.add("MatMul", [first, weight])[0]
+    losses: list[Value] = []
+    for n, width in enumerate(widths):
+        weight = maker.add_input_value(f"w{n}", Tensor(BFloat16(), (WIDTH, width)), Role.PARAMETER)
+        made = maker.add("MatMul", [first, weight], {GROUP: "all"} if group else {})[0]
+        target = maker.add_input_value(f"t{n}", Tensor(BFloat16(), (ROWS, width)), Role.INPUT)
+        losses.append(maker.add("Loss", [made, target], {"N": ROWS})[0])
+    total = losses[0]
+    for loss in losses[1:]:
+        total = maker.add("Add", [total, loss])[0]
+    maker.set_outputs([total])
+    return maker.finalize()
+
+
+def run_by(function: Function, kernels) -> Function:
+    return fuse(gradients_apart(differentiate(function, SGD()), kernels), kernels).function
+
+
+def seconds_by_label(function: Function) -> dict[str, list[float]]:
+    """The seconds of the kernels of products with one of several weights, on an A100."""
+    costs = CostModel(load_cluster("dgx-a100"))
+    device = costs.topology.devices[0]
+    found: dict[str, list[float]] = {}
+    for op in function.ops:
+        label = op_label(op)
+        first = op.inputs[0].name if op.inputs else ""
+        if label.startswith("MatMul") and first != "relu0" and op.outputs:
+            found.setdefault(label, []).append(costs.seconds(signature_of(op), (device,)))
+    return found
+
+
+@pytest.mark.parametrize("widths", [(2048, 2048, 2048), (2048, 512, 512), (5632, 5632)])
+def test_one_kernel_takes_what_one_product_of_the_joined_width_takes(widths):
+    """Forward, for the weights and for the operand; without the additions that parts would need."""
+    together = run_by(products(widths), KERNELS["fused"])
+    whole = run_by(products((sum(widths),)), KERNELS["fused"])
+    apart = run_by(products(widths), APART)
+    ours, one, many = (seconds_by_label(each) for each in (together, whole, apart))
+    for label in ("MatMul", "MatMulGradA", "MatMulGradB"):
+        assert sorted(ours[label]) == pytest.approx(sorted(one[label]), rel=1e-9), label
+        assert sum(ours[label]) < sum(many[label])
+    assert [op_label(op) for op in together.ops].count("Add") == len(widths) - 1  # of the losses alone
+    assert [op_label(op) for op in apart.ops].count("Add") == 2 * (len(widths) - 1)
+
+
+def test_products_of_no_group_or_of_another_operand_stay_apart():
+    function = run_by(products((512, 512), group=False), KERNELS["fused"])
+    assert [op_label(op) for op in function.ops].count("MatMul") == 3
+    maker = FunctionMaker("two")
+    x, y = (maker.add_input_value(n, Tensor(F64, (8, 4))) for n in "xy")
+    weights = [maker.add_input_value(n, Tensor(F64, (4, 4)), Role.PARAMETER) for n in "vw"]
+    made = [
+        maker.add("MatMul", [source, weight], {GROUP: "all"})[0]
+        for source, weight in zip((x, y), weights, strict=True)
+    ]
+    maker.set_outputs(made)
+    two = maker.finalize()
+    assert fuse(two, KERNELS["fused"]).function is two
+
+
+def test_a_joined_kernel_does_the_flops_of_its_products():
+    function = run_by(products((2048, 512, 512)), KERNELS["fused"])
+    flops = [
+        work(signature_of(op)).flops for op in function.ops if op_label(op) in ("MatMulGradA", "MatMulGradB")
+    ]
+    one = 2.0 * ROWS * WIDTH * WIDTH
+    assert sorted(flops) == [one] + [1.5 * one] * 2  # of the first product, and of all behind it
+
+
+def layer_kernels(kernels: str, sizes: DecoderSizes, layer: str) -> list[Op]:
+    """The ops of a layer that runs with some kernels, attention as one op."""
+    policy = KERNELS[kernels]
+    function = gradients_apart(differentiate(decoder(sizes, 2, 16), SGD()), policy)
+    fused = fuse(function, policy).function
+    return [op for each in callees(fused) if each.name == layer for op in each.ops]
+
+
+LLAMA = DecoderSizes(2, 32, 64, GroupedHeads(4, 2), FeedForward(48))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "products_of_layer"), [("eager", 7), ("compiled", 7), ("fused", 4), ("eager_waiting", 4)]
+)
+def test_a_layer_has_four_products_where_its_framework_joins_them(kernels, products_of_layer):
+    forward = layer_kernels(kernels, LLAMA, "layer")
+    assert len([op for op in forward if op_label(op).startswith("MatMul")]) == products_of_layer
+
+
+def test_a_split_that_torch_makes_copies_gradients_side_by_side():
+    """nanotron: queries, keys and values from where they lie, a gate and what it gates."""
+    backward = layer_kernels("eager_waiting", LLAMA, "layer_backward")
+    copies = [op for op in backward if op.op_type == "CopyIn"]
+    assert sorted([len(op.inputs) for op in copies]) == [2, 3]
+    makers = {value: op.op_type for op in backward for value in op.outputs}
+    three = next(op for op in copies if len(op.inputs) == 3)
+    assert {makers[value] for value in three.inputs} == {"TransposedView"}
+    assert not [op for op in layer_kernels("fused", LLAMA, "layer_backward") if op.op_type == "CopyIn"]
+
+
+def test_a_router_is_a_product_of_its_own():
+    """Though it reads what the shared expert reads."""
+    sizes = replace(LLAMA, experts=Mixture(4, 2, 48, shared=1))
+    forward = layer_kernels("fused", sizes, "layer")
+    shapes = [
+        [value.type.shape for value in op.inputs[1:]] for op in forward if op_label(op).startswith("MatMul")
+    ]
+    assert [(32, 4)] in shapes and [(32, 48), (32, 48)] in shapes
+
+
+@pytest.mark.parametrize("build", [small_gpt, small_llama])
+@pytest.mark.parametrize("text", ["dp=1", "dp=2,tp=2,microbatches=2,sp=on,remat=full"])
+@pytest.mark.parametrize("kernels", ["fused", "eager_waiting"])
+def test_the_step_is_the_same(build, text, kernels):
+    joint = differentiate(build(batch=8), Adam())
+    inputs = random_inputs(joint)
+    topology = topology_of(4)
+    program = parallelize(joint, Plan.parse(text), topology, kernels=KERNELS[kernels])
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+
+
+def test_engines_and_memories_agree():
+    costs = CostModel(topology_of(4))
+    plan = Plan(tp=2, pp=2, microbatches=4, sp="on")
+    joint = differentiate(small_llama(4, batch=8), Adam())
+    program = parallelize(joint, plan, costs.topology, costs, None, KERNELS["eager_waiting"])
+    assert_all_readers_agree(program, costs)
+
+
+def test_products_of_many_matrices_read_strides_where_sequences_come_first():
+    """Megatron-LM copies what attention gives back, and gradients for their product."""
+    counts = {}
+    copying = replace(KERNELS["fused"], name="copying", strided_batches=False)
+    for name, policy in (("strided", KERNELS["fused"]), ("copied", copying)):
+        joint = differentiate(small_gpt(batch=4), SGD())
+        stage = parallelize(joint, Plan(), topology_of(1), kernels=policy).stages[0]
+        counts[name] = [
+            sum(op.op_type == "Transpose" for each in callees(block.function) for op in each.ops)
+            for block in (stage.forward, stage.backward)
+        ]
+    assert counts == {"copied": [4, 4], "strided": [1, 3]}
