@@ -282,3 +282,17 @@ def test_engines_and_memory_agree_and_fewer_kernels_take_less():
 def test_unknown_kernels_are_refused():
     with pytest.raises(PlanError, match="kernels='inductor' is unknown; choose one of ops, eager, fused"):
         kernels_named("inductor")
+
+
+@pytest.mark.parametrize("name", ["eager", "fused_2021", "fused_waiting", "fused"])
+def test_torch_and_megatron_of_2021_read_gradients_of_layer_norms_twice(name):
+    """X and dy by the kernel of the input, and by that of scale and bias; it makes three results."""
+    function = fuse(known("gpt")[0], KERNELS[name]).function
+    ops = [op for each in callees(function) for op in each.ops if op.op_type == "LayerNormalizationGrad"]
+    assert ops
+    for op in ops:
+        x, scale, dy = (value.type.nbytes for value in op.inputs)
+        assert x == dy
+        times = 2 if name in ("eager", "fused_2021") else 1
+        assert work(signature_of(op)).bytes_read == times * 2 * x + scale
+        assert work(signature_of(op)).bytes_written == x + 2 * scale

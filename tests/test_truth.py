@@ -19,10 +19,23 @@ FIELDS = {field.name for field in fields(Plan)}
 def test_a_row_of_megatron():
     case = case_of(GPT)
     assert case.plan == Plan(pp=4, microbatches=8, stages="default")
-    assert (case.precision.name, case.attention, case.kernels) == ("mixed_fp16", "math", "fused_waiting")
+    assert (case.precision.name, case.attention, case.kernels) == ("mixed_fp16", "math", "fused_2021")
     assert case.sizes.vocab == 50304 and not case.sizes.tied
     assert case.sizes.dropout == DropoutRates(0.1, 0.1, 0.1)
     assert case.assumed == ("attention math", "vocabulary 50257", "dropout 0.1")
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "kernels"),
+    [
+        *[("framework", f"Megatron-LM {month}", "fused_2021") for month in ("2020-09", "2021-09")],
+        ("framework", "Megatron-LM 2021-10", "fused_waiting"),
+        *[("source_url", f"arXiv:{n}.04473", f"fused_{k}") for n, k in ((2104, "2021"), (2205, "waiting"))],
+        ("framework", "Megatron-DeepSpeed", "fused_2021"),
+    ],
+)
+def test_megatron_is_as_old_as_a_column_says_or_its_paper_is(column, text, kernels):
+    assert case_of(GPT | {column: text}).kernels == kernels
 
 
 def test_a_row_of_torchtitan():

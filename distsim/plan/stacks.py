@@ -70,13 +70,14 @@ STACKS = {
             plan=_MEGATRON,
         ),
         Stack(
-            *("megatron_2021", "mixed_fp16", "math", "fused_waiting", "full", "adamw", 1.0),
+            *("megatron_2021", "mixed_fp16", "math", "fused_2021", "full", "adamw", 1.0),
             source="Narayanan et al. 2021 (SC21), sections 3.5, 4.2 and 5: mixed precision in fp16, fused "
             "scale-mask-softmax, bias-GELU and bias-dropout-add, activation recomputation; its code at the "
             "time reduces one contiguous buffer of gradients after the backward pass and pads vocabularies "
             "as Megatron-LM core does; its linear layers return both gradients before that of the input is "
             "reduced (megatron/mpu/layers.py); equally many layers a stage (megatron/model/transformer.py); "
-            "hosts copy the sizes of each microbatch's tokens from the device (megatron/mpu/data.py)",
+            "hosts copy the sizes of each microbatch's tokens from the device (megatron/mpu/data.py); "
+            "two kernels read all for gradients of a layer norm (fused_kernels/layer_norm_cuda_kernel.cu)",
             stages="layers",
             vocabulary_multiple=128,
             tp_overlap="off",

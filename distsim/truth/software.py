@@ -13,7 +13,7 @@ from distsim.truth.row import MissingFeatureError, Row, plain
 FRAMEWORKS = (
     ("torchtitan", "torchtitan", None),
     ("nanotron", "nanotron", None),
-    ("megatron.*deepspeed", "deepspeed", "fused_waiting"),  # the model is Megatron-LM's
+    ("megatron.*deepspeed", "deepspeed", "fused_2021"),  # the model is Megatron-LM's, without FastLayerNorm
     ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
     ("composer|llm-?foundry", "composer", None),
     ("fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
@@ -27,6 +27,10 @@ the stack's: those of FSDP are as torchtitan's, block by block; XLA fuses what i
 LOSS_COMPILED = "2025-04"
 """Since when torchtitan compiles the loss with the blocks (bbb1b616; 9dec370 of December 2024 says that this
 "causes CUDA errors, turning off for now")."""
+
+FAST_NORMS = "2021-10"
+"""Since when Megatron-LM has apex's FastLayerNorm (a2fdcdf0); Megatron-DeepSpeed had not before it took over
+Megatron-LM of 2023 (9446eaac of July 2023: megatron/model/fused_layer_norm.py)."""
 
 TORCH_FSDP = ("torchtitan", "composer", "plain")
 """Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
@@ -83,23 +87,28 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
         kernels = "compiled"
         if stack.name == "torchtitan":
             kernels = "compiled_complex" if _month(row) >= LOSS_COMPILED else "compiled_blocks"
+    if kernels == "fused_2021" and stack.name == "megatron_2021" and _month(row) >= FAST_NORMS:
+        kernels = "fused_waiting"
     if kernels.startswith("fused") and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
-        kernels = kernels.replace("fused", "fused_loss", 1)
+        kernels = kernels.replace("fused_2021", "fused_waiting").replace("fused", "fused_loss", 1)
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
 
 
 _DATE = r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])"
+_ARXIV = r"arxiv:([0-9]{2})(0[1-9]|1[0-2])\.[0-9]{4,5}"
 
 
 def _month(row: Row) -> str:
-    """Return of which month the software of a row is, as in 2024-12; nothing where no column says it."""
+    """Return of which month the software of a row is, as in 2024-12; nothing where no column says it.
+
+    If no column has a date it is as old as the paper, by its number at arXiv.
+    """
     for column in ("framework", "source_url"):
-        found = re.search(
-            r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])", plain(row, column)
-        )
+        found = re.search(_DATE, plain(row, column))
         if found:
             return f"{found[1]}-{found[2]}"
-    return ""
+    found = re.search(_ARXIV, plain(row, "source_url"))
+    return f"20{found[1]}-{found[2]}" if found else ""
 
 
 def eight_bits(row: Row) -> bool:

@@ -18,8 +18,9 @@ from operator import is_
 from distsim.cache import Cache
 from distsim.ir.function import Function, Op
 from distsim.ir.rewrite import copy_function, inline
-from distsim.ir.value import Value
+from distsim.ir.value import Attributes, Value
 from distsim.ops.kernel import KERNEL, kernel_attributes
+from distsim.ops.normalization import TWICE
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
@@ -60,7 +61,7 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     updates = {op for op in function.ops if kernels.multi_tensor and is_update(op)}
     opened = inline(function, updates) if updates else function
     source = [n for n, op in enumerate(function.ops) for _ in (op.callee.ops if op in updates else (op,))]
-    called = [_with_fused_callee(op, kernels) for op in opened.ops]
+    called = [_as_run(op, kernels) for op in opened.ops]
     arranged = products_of_groups(called, opened.outputs, kernels)
     source = [source[place] for place in arranged.places]
     ops = strided(arranged.ops, kernels.strided_batches)
@@ -92,8 +93,11 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     return Fused(replace(opened, ops=tuple(made)), tuple(parts))
 
 
-def _with_fused_callee(op: Op, kernels: Kernels) -> Op:
+def _as_run(op: Op, kernels: Kernels) -> Op:
+    """Return an op with a callee that kernels run, and with how often its kernels read what it reads."""
     callee = fuse(op.callee, kernels).function if op.is_call else None
+    if kernels.norms_twice and op.op_type == "LayerNormalizationGrad":
+        return replace(op, attributes=Attributes({**op.attributes, TWICE: 1}))
     return op if callee is None or callee is op.callee else replace(op, subfunctions=(callee,))
 
 

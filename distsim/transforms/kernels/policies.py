@@ -50,6 +50,11 @@ class Kernels:
     gradients of the operands of a product are a kernel each, and ``products``, of :data:`PRODUCTS`, how those
     run that a model may have as one (:mod:`distsim.transforms.kernels.products`). ``strided_batches``:
     products of many matrices read these where they lie (:mod:`distsim.transforms.kernels.strides`).
+    ``norms_twice``: what the gradient of a layer normalization reads, a kernel for those of scale and bias
+    reads again, as torch's does (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
+    ``LayerNormBackwardKernelImplInternal``) and apex's ``MixedFusedLayerNorm``
+    (csrc/layer_norm_cuda_kernel.cu, ``HostLayerNormGradient``); apex's ``FastLayerNorm`` and Transformer
+    Engine's read it once.
     ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
     torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
     both ways.
@@ -75,6 +80,7 @@ class Kernels:
     gradients_apart: bool = False
     products: str = "apart"
     strided_batches: bool = False
+    norms_twice: bool = False
     turns: bool = True
     split: bool = False
     dtensors: bool = False
@@ -244,6 +250,7 @@ def _elements(op: Op) -> int:
 
 
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True)
+_EAGER = replace(_TORCH, joins=_alone, norms_twice=True, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
     joins=_megatron,
@@ -258,7 +265,7 @@ KERNELS = {
     each.name: each
     for each in (
         Kernels("ops"),
-        replace(_TORCH, name="eager", joins=_alone, loss="torch"),
+        replace(_EAGER, name="eager"),
         replace(_MEGATRON_LM, name="fused", loss="megatron"),
         replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
         replace(_MEGATRON_LM, name="fused_loss_waiting", waiting="everywhere", launched_as="fused"),
@@ -266,21 +273,20 @@ KERNELS = {
             _MEGATRON_LM, name="fused_waiting", loss="megatron", waiting="everywhere", launched_as="fused"
         ),
         replace(
-            _TORCH, name="eager_complex", joins=_alone, loss="torch", rotary="complex", launched_as="eager"
+            _MEGATRON_LM,
+            name="fused_2021",
+            loss="megatron",
+            norms_twice=True,
+            waiting="everywhere",
+            launched_as="fused",
         ),
+        replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
+        replace(_EAGER, name="eager_waiting", products="copied", waiting="reading", launched_as="eager"),
         replace(
-            _TORCH,
-            name="eager_waiting",
-            joins=_alone,
-            loss="torch",
-            products="copied",
-            waiting="reading",
-            launched_as="eager",
-        ),
-        replace(
-            _TORCH,
+            _EAGER,
             name="eager_loss",
             joins=_one_loss,
+            loss="one",
             interiors=True,
             products="copied",
             launched_as="eager",
@@ -310,7 +316,9 @@ by op; ``eager_complex``: the same, but rotary embeddings multiply complex numbe
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
 reads the batch (nanotron); ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with
 that of the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as
-these, with a host that waits for its device before each microbatch, as until 2023; ``eager_loss``: as
+these, with a host that waits for its device before each microbatch, as until 2023; ``fused_2021``: as
+``fused_waiting``, with layer normalizations that are read twice, as until a2fdcdf0 of October 2021, which
+brought apex's FastLayerNorm; ``eager_loss``: as
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
 ``compiled_complex``: the same, but rotary embeddings multiply complex numbers (torchtitan);
 ``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the
