@@ -1,5 +1,6 @@
 """Kernels: which ops one launch runs; fused, a step computes, costs and holds what it should."""
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -296,3 +297,28 @@ def test_torch_and_megatron_of_2021_read_gradients_of_layer_norms_twice(name):
         times = 2 if name in ("eager", "fused_2021") else 1
         assert work(signature_of(op)).bytes_read == times * 2 * x + scale
         assert work(signature_of(op)).bytes_written == x + 2 * scale
+
+
+@pytest.mark.parametrize(("name", "seq", "part"), [("fused", 64, 65 / 128), ("eager", 64, 1.0)])
+def test_megatrons_softmax_reads_what_a_causal_mask_leaves(name, seq, part):
+    """Rows up to the diagonal, forward and backward; it writes all of them, zeros behind the diagonal."""
+    joint = differentiate(gpt(1, 16, 2, seq, 2, 32), SGD())
+    function = fuse(joint, KERNELS[name]).function
+    found = {
+        label: work(signature_of(op))
+        for each in callees(function)
+        for op in each.ops
+        if "Softmax" in (label := op_label(op)) and "Log" not in label
+    }
+    scores, mask = 2 * 2 * seq * seq * 4, seq * seq * 4
+    assert {demand.bytes_written for demand in found.values()} == {scores}
+    forward, backward = ("Mul+Add+Softmax", "SoftmaxGrad+Mul") if part < 1 else ("Softmax", "SoftmaxGrad")
+    assert found[forward].bytes_read == scores * part + (mask if part < 1 else 0)
+    assert found[backward].bytes_read == 2 * scores * part
+
+
+def test_over_more_keys_than_it_was_written_for_a_softmax_reads_all():
+    few = replace(KERNELS["fused"], name="few", triangles=32)
+    joint = differentiate(gpt(1, 16, 2, 64, 2, 32), SGD())
+    function = fuse(joint, few).function
+    assert not [op for each in callees(function) for op in each.ops if op.attributes.get("triangle")]

@@ -15,6 +15,7 @@ from distsim.ir.value import Attributes
 from distsim.ops.operator import Operator, Signature, Work, bytes_of, operator, register, signature_of
 from distsim.ops.optimizers import OPTIMIZER_OPS
 from distsim.ops.rules import work
+from distsim.ops.softmax import TRIANGLE, triangle_reads
 
 KERNEL = "Kernel"
 
@@ -28,7 +29,8 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     They are ``ops`` (their types, joined by ``+``; of a kernel for many tensors each once: it is called what
     one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units. With
     ``one_product`` the products among them are one: what they make are columns of its result (``columns``),
-    and what adds gradients of its operand is a part of it.
+    and what adds gradients of its operand is a part of it. ``triangle``: it is a softmax that reads nothing
+    that a causal mask hides.
     Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
     """
     summed = one_product and any(op.op_type == "MatMulGradA" for op in ops)
@@ -46,14 +48,16 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     if one_product or not chained or max(Counter(names).values(), default=0) > 3:
         names = list(dict.fromkeys(names))
     label = "+".join(names)
-    columns = {"columns": 1} if one_product else {}
-    return Attributes({"ops": label, "flops": flops, "matrix": matrix, **columns})
+    marks = {"columns": 1} if one_product else {}
+    if any(op.attributes.get(TRIANGLE, 0) for op in ops):
+        marks[TRIANGLE] = 1
+    return Attributes({"ops": label, "flops": flops, "matrix": matrix, **marks})
 
 
 def _work(signature: Signature) -> Work:
     return Work(
         signature.attributes["flops"],
-        bytes_of(signature.inputs),
+        triangle_reads(signature, bytes_of(signature.inputs)),
         bytes_of(signature.outputs),
         signature.attributes["matrix"],
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from distsim.ops.operator import (
     Operator,
     Shapes,
     Signature,
+    Work,
     common_device,
     memory_bound,
     reading_bound,
@@ -34,6 +36,27 @@ from distsim.ops.places import by_place, operands, picked, places, refuse, shape
 from distsim.ops.sharding_rule import Dim, ShardingRule, letters, letters_but
 
 Axes = tuple[int, ...]
+
+CAUSAL, TRIANGLE = "causal", "triangle"
+"""The attributes that say of a softmax, and of its gradient, that a mask hides all after the diagonal, and
+that its kernel reads nothing of that."""
+
+
+def triangle_reads(signature: Signature, whole: float) -> float:
+    """Return the bytes that a kernel reads of ``whole``, those of its inputs, where the attribute is set.
+
+    Of square matrices [s, s] like its first result it reads rows up to the diagonal: (s + 1) / 2s of them.
+    """
+    if not signature.attributes.get(TRIANGLE, 0):
+        return whole
+    shape = signature.outputs[0].shape
+    left_out = 0.5 - 0.5 / shape[-1]
+    return whole - left_out * sum([tensor.nbytes for tensor in signature.inputs if tensor.shape == shape])
+
+
+def _along_rows(signature: Signature, flops: float) -> Work:
+    made = memory_bound(signature, flops)
+    return replace(made, bytes_read=triangle_reads(signature, made.bytes_read))
 
 
 def softmax_axes(attributes: Mapping[str, Any], version: int | None, rank: int) -> Axes:
@@ -90,14 +113,15 @@ def _register(name: str, function: Any, grad: Any) -> None:
     def gradient(ctx: GradientContext) -> Sequence[Value | None]:
         rank = len(shape_of(ctx.inputs[0]))
         axes = softmax_axes(ctx.attributes, ctx.op.version, rank)
-        return [ctx.add(grad_name, ctx.outputs[0], ctx.grad, axes=axes)]
+        kept = picked(ctx.attributes, CAUSAL)
+        return [ctx.add(grad_name, ctx.outputs[0], ctx.grad, axes=axes, **kept)]
 
     register(
         Operator(
             name,
             compute=compute,
             # Maximum, subtract, exponential, sum, divide (or logarithm and subtract).
-            work=lambda s: memory_bound(s, 5.0),
+            work=lambda s: _along_rows(s, 5.0),
             gradient=gradient,
             sharding=_softmax_sharding,
             bounds=Bounds(axes=(0, 0)),
@@ -108,7 +132,7 @@ def _register(name: str, function: Any, grad: Any) -> None:
             grad_name,
             types=grad_types(grad_name),
             compute=grad,
-            work=lambda s: memory_bound(s, 4.0),
+            work=lambda s: _along_rows(s, 4.0),
             sharding=_softmax_grad_sharding,
         )
     )

@@ -19,6 +19,7 @@ from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.attention_options import ATTENTION_FORMALS, AttentionOptions, AttentionSizes
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.places import places, shape_of
+from distsim.ops.softmax import CAUSAL
 
 
 def write_attention(
@@ -27,10 +28,12 @@ def write_attention(
     attributes: Mapping[str, Any] | None = None,
     name: str = "attention",
     op_name: str = "",
+    causal_mask: bool = False,
 ) -> Value:
     """Add the ops that an ``Attention`` of these inputs and attributes stands for; return its Y, ``name``.
 
-    ``op_name`` is that of every op. The result is that of the op, but for a query that sees no key at all
+    ``op_name`` is that of every op. ``causal_mask``: the mask among the inputs hides all after the diagonal,
+    and may hide more. The result is that of the op, but for a query that sees no key at all
     (the op gives zeros, a softmax of nothing is not a number). Raises what the op's type rule raises.
 
     >>> from distsim.ir import Float, Tensor
@@ -41,7 +44,9 @@ def write_attention(
     >>> [op.op_type for op in maker.ops]  # doctest: +NORMALIZE_WHITESPACE
     ['Transpose', 'MatMul', 'Mul', 'ConstantOfShape', 'Trilu', 'Add', 'Softmax', 'MatMul']
     """
-    return _AttentionWriter(maker, inputs, Attributes(attributes or {}), op_name).write(name)
+    writer = _AttentionWriter(maker, inputs, Attributes(attributes or {}), op_name)
+    writer.causal |= causal_mask
+    return writer.write(name)
 
 
 class _AttentionWriter:
@@ -55,6 +60,7 @@ class _AttentionWriter:
         self.query, self.key, self.value = inputs[:3]
         self.sizes = AttentionSizes.of_shapes(*(shape_of(value) for value in inputs[:3]))
         self.type = as_tensor(self.query.type, self.query.name)
+        self.causal = self.options.is_causal
         index = places(ATTENTION_FORMALS, attributes, len(inputs))
         self.mask = inputs[index["attn_mask"]] if "attn_mask" in index else None
         if "attn_mask" in attributes:
@@ -88,7 +94,9 @@ class _AttentionWriter:
             capped = self.add("Tanh", self.add("Mul", scores, B=1.0 / options.softcap))
             scores = self.add("Mul", capped, called="capped", B=options.softcap)
         scores = self.masked(scores, grouped)
-        mixed = self.add("Softmax", scores, called="probabilities", axis=-1)
+        square = self.causal and sizes.seq == sizes.kv_seq
+        marks = {CAUSAL: 1} if square else {}
+        mixed = self.add("Softmax", scores, called="probabilities", axis=-1, **marks)
         if options.dropout:
             drawn = {
                 "ratio": np.array(options.dropout),

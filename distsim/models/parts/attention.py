@@ -182,7 +182,7 @@ def core(layer: LayerMaker, query: Value, key: Value, value: Value, options: Att
         names = ["mixed", "log_sum_exp"]
         return layer.maker.add("Attention", heads, options.attributes(), output_names=names)[0]
     rest = replace(options, is_causal=False, window=None)  # the mask says both
-    return write_attention(layer.maker, [*heads, mask], rest.attributes(), "mixed")
+    return write_attention(layer.maker, [*heads, mask], rest.attributes(), "mixed", causal_mask=True)
 
 
 def _by_head(layer: LayerMaker, source: Value, heads: int, size: int) -> Value:

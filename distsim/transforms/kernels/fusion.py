@@ -21,6 +21,8 @@ from distsim.ir.rewrite import copy_function, inline
 from distsim.ir.value import Attributes, Value
 from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.ops.normalization import TWICE
+from distsim.ops.places import shape_of
+from distsim.ops.softmax import CAUSAL, TRIANGLE
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
@@ -98,6 +100,8 @@ def _as_run(op: Op, kernels: Kernels) -> Op:
     callee = fuse(op.callee, kernels).function if op.is_call else None
     if kernels.norms_twice and op.op_type == "LayerNormalizationGrad":
         return replace(op, attributes=Attributes({**op.attributes, TWICE: 1}))
+    if op.attributes.get(CAUSAL, 0) and shape_of(op.outputs[0])[-1] <= kernels.triangles:
+        return replace(op, attributes=Attributes({**op.attributes, TRIANGLE: 1}))
     return op if callee is None or callee is op.callee else replace(op, subfunctions=(callee,))
 
 

@@ -54,7 +54,10 @@ class Kernels:
     reads again, as torch's does (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
     ``LayerNormBackwardKernelImplInternal``) and apex's ``MixedFusedLayerNorm``
     (csrc/layer_norm_cuda_kernel.cu, ``HostLayerNormGradient``); apex's ``FastLayerNorm`` and Transformer
-    Engine's read it once.
+    Engine's read it once. ``triangles``: over at most so many keys a softmax under a causal mask, and its
+    gradient, read nothing that it hides, though they write zeros there: Megatron-LM's
+    scaled_upper_triang_masked_softmax.h, whose rows are read up to ``local_seq``, for 2,048 keys in 6985e58
+    of 2021 (model/fused_softmax.py), 4,096 in core 0.12 (core/fusions/fused_softmax.py).
     ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
     torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
     both ways.
@@ -81,6 +84,7 @@ class Kernels:
     products: str = "apart"
     strided_batches: bool = False
     norms_twice: bool = False
+    triangles: int = 0
     turns: bool = True
     split: bool = False
     dtensors: bool = False
@@ -259,6 +263,7 @@ _MEGATRON_LM = replace(
     turns=False,
     products="joined",
     strided_batches=True,
+    triangles=4096,
 )
 
 KERNELS = {
@@ -277,6 +282,7 @@ KERNELS = {
             name="fused_2021",
             loss="megatron",
             norms_twice=True,
+            triangles=2048,
             waiting="everywhere",
             launched_as="fused",
         ),
