@@ -285,7 +285,7 @@ def test_unknown_kernels_are_refused():
         kernels_named("inductor")
 
 
-@pytest.mark.parametrize("name", ["eager", "fused_2021", "fused_waiting", "fused"])
+@pytest.mark.parametrize("name", ["eager", "fused_2021", "fused_deepspeed", "fused"])
 def test_torch_and_megatron_of_2021_read_gradients_of_layer_norms_twice(name):
     """X and dy by the kernel of the input, and by that of scale and bias; it makes three results."""
     function = fuse(known("gpt")[0], KERNELS[name]).function
@@ -294,9 +294,19 @@ def test_torch_and_megatron_of_2021_read_gradients_of_layer_norms_twice(name):
     for op in ops:
         x, scale, dy = (value.type.nbytes for value in op.inputs)
         assert x == dy
-        times = 2 if name in ("eager", "fused_2021") else 1
+        times = 2 if name in ("eager", "fused_2021", "fused_deepspeed") else 1
         assert work(signature_of(op)).bytes_read == times * 2 * x + scale
         assert work(signature_of(op)).bytes_written == x + 2 * scale
+
+
+def test_torch_of_2021_adds_biases_of_linear_layers_by_kernels_of_their_own():
+    """Of queries, keys and values; those of the other products are of kernels that Megatron-LM fuses."""
+    function = fuse(known("gpt")[0], KERNELS["fused_2021"]).function
+    labels = [op_label(op) for each in callees(function) if each.name == "layer" for op in each.ops]
+    assert labels.count("Add") == 3 and labels.count("MatMul") == 4 + 2  # of weights; scores and their mix
+    later = fuse(known("gpt")[0], KERNELS["fused_deepspeed"]).function
+    labels = [op_label(op) for each in callees(later) if each.name == "layer" for op in each.ops]
+    assert labels.count("Add") == 0 and labels.count("MatMul+Add") == 1
 
 
 @pytest.mark.parametrize(("name", "seq", "part"), [("fused", 64, 65 / 128), ("eager", 64, 1.0)])

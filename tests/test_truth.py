@@ -31,7 +31,7 @@ def test_a_row_of_megatron():
         *[("framework", f"Megatron-LM {month}", "fused_2021") for month in ("2020-09", "2021-09")],
         ("framework", "Megatron-LM 2021-10", "fused_waiting"),
         *[("source_url", f"arXiv:{n}.04473", f"fused_{k}") for n, k in ((2104, "2021"), (2205, "waiting"))],
-        ("framework", "Megatron-DeepSpeed", "fused_2021"),
+        ("framework", "Megatron-DeepSpeed", "fused_deepspeed"),
     ],
 )
 def test_megatron_is_as_old_as_a_column_says_or_its_paper_is(column, text, kernels):

@@ -13,7 +13,7 @@ from distsim.truth.row import MissingFeatureError, Row, plain
 FRAMEWORKS = (
     ("torchtitan", "torchtitan", None),
     ("nanotron", "nanotron", None),
-    ("megatron.*deepspeed", "deepspeed", "fused_2021"),  # the model is Megatron-LM's, without FastLayerNorm
+    ("megatron.*deepspeed", "deepspeed", "fused_deepspeed"),  # the model is Megatron-LM's
     ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
     ("composer|llm-?foundry", "composer", None),
     ("fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
@@ -87,10 +87,12 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
         kernels = "compiled"
         if stack.name == "torchtitan":
             kernels = "compiled_complex" if _month(row) >= LOSS_COMPILED else "compiled_blocks"
+    if kernels == "fused_deepspeed" and stack.name == "deepspeed_2021":
+        kernels = "fused_2021"
     if kernels == "fused_2021" and stack.name == "megatron_2021" and _month(row) >= FAST_NORMS:
         kernels = "fused_waiting"
     if kernels.startswith("fused") and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
-        kernels = kernels.replace("fused_2021", "fused_waiting").replace("fused", "fused_loss", 1)
+        kernels = re.sub("fused_(2021|deepspeed)", "fused_waiting", kernels).replace("fused", "fused_loss", 1)
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
 
 

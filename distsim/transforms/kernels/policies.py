@@ -266,6 +266,15 @@ _MEGATRON_LM = replace(
     triangles=4096,
 )
 
+_MEGATRON_OF_2021 = replace(
+    _MEGATRON_LM,
+    loss="megatron",
+    norms_twice=True,
+    triangles=2048,
+    waiting="everywhere",
+    launched_as="fused",
+)
+
 KERNELS = {
     each.name: each
     for each in (
@@ -277,15 +286,8 @@ KERNELS = {
         replace(
             _MEGATRON_LM, name="fused_waiting", loss="megatron", waiting="everywhere", launched_as="fused"
         ),
-        replace(
-            _MEGATRON_LM,
-            name="fused_2021",
-            loss="megatron",
-            norms_twice=True,
-            triangles=2048,
-            waiting="everywhere",
-            launched_as="fused",
-        ),
+        replace(_MEGATRON_OF_2021, name="fused_2021", epilogues=False),
+        replace(_MEGATRON_OF_2021, name="fused_deepspeed"),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
         replace(_EAGER, name="eager_waiting", products="copied", waiting="reading", launched_as="eager"),
         replace(
@@ -324,7 +326,10 @@ reads the batch (nanotron); ``fused``: with the fusions that Megatron-LM has by 
 that of the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as
 these, with a host that waits for its device before each microbatch, as until 2023; ``fused_2021``: as
 ``fused_waiting``, with layer normalizations that are read twice, as until a2fdcdf0 of October 2021, which
-brought apex's FastLayerNorm; ``eager_loss``: as
+brought apex's FastLayerNorm, and biases that no fused kernel adds added by kernels of their own, as torch 1.8
+does (its README names that version; ``at::linear`` of operands of three dimensions is ``matmul`` and ``add_``
+until torch 1.12); ``fused_deepspeed``: the same of a later torch, as Megatron-DeepSpeed until July 2023;
+``eager_loss``: as
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
 ``compiled_complex``: the same, but rotary embeddings multiply complex numbers (torchtitan);
 ``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the
