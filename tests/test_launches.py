@@ -13,11 +13,13 @@ from distsim.ir import NO_ATTRIBUTES, Attributes, Device, FunctionMaker, Link, M
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.topology import Level
 from distsim.ir.type import Float
-from distsim.ops import Signature
+from distsim.models import gpt
+from distsim.ops import Signature, op_label
 from distsim.ops.kernel import KERNEL
 from distsim.plan import Plan
 from distsim.simulation.explain import what_if
 from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels import KERNELS
 from distsim.transforms.kernels.attention import set_attention
 
@@ -200,6 +202,39 @@ def test_hosts_of_stages_that_read_the_batch_alone_wait_for_their_device():
             if any(op.op_type == "Await" and op.attributes.get("all") for op in block.callee.ops)
         }
     assert waiting == {"eager": set(), "eager_waiting": {0, 3}, "fused_waiting": {0, 1, 2, 3}}
+
+
+@pytest.mark.parametrize("text", ["dp=1", "dp=2,pp=2,microbatches=4"])
+def test_deepspeed_reads_of_each_gradient_in_float16_whether_it_overflowed(text):
+    """Two launches a parameter, and the host waits for both; nothing of that where gradients are wide."""
+    plan = Plan.parse(text)
+    topology = cluster(plan.devices)
+    costs = CostModel(topology, kernels="fused")
+    plain = replace(KERNELS["fused_deepspeed"], name="plain", checks_gradients=False)
+    for precision, checks in (("mixed_fp16", True), ("mixed", False)):
+        joint = differentiate(gpt(2, 8, 4, 4, 8, 16), Adam(), precision=precision_named(precision))
+        made = [
+            parallelize(joint, plan, topology, costs, kernels=kernels)
+            for kernels in (KERNELS["fused_deepspeed"], plain)
+        ]
+        assert_all_readers_agree(made[0], costs)
+        blocks = [b.callee for b in made[0].table().blocks if b.kind == "U"]
+        ops = [op for function in blocks for op in function.ops]
+        read = {value for op in ops if op.op_type == "Await" for value in op.inputs[1:]}
+        asked, without = (Simulator(costs).simulate(program) for program in made)
+        if not checks:
+            assert not read and asked.step_time == without.step_time
+            continue
+        copies = [op for op in ops if op.op_type == "GradientCopy"]
+        assert {value for op in copies for value in op.inputs} <= {
+            op.outputs[0] for op in ops if op.op_type == "Await"
+        }
+        # Of each layer's three weights of queries, keys and values, one tensor, it asks once.
+        asks = [op for op in ops if op_label(op) == "ReduceSum" and not op.outputs[0].type.shape]
+        assert len(read) == len(copies) and len(asks) == len(copies) - 2 * 2
+        if plan.devices == 1:
+            waits = asked.step_time - without.step_time
+            assert 2 * len(asks) * LAUNCH < waits < 4 * len(asks) * LAUNCH
 
 
 def test_a_launch_is_no_work_of_the_device():

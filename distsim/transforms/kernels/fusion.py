@@ -86,10 +86,10 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
         part = tuple(dict.fromkeys([source[place] for place in groups[number]]))
         if groups[number][-1] in turns:
             (before, *inside, after) = in_float32(group)
-            run = [before, _kernel(inside, after.inputs, False), after]
+            run = [before, kernel_of(inside, after.inputs), after]
         else:
             one = not joined.isdisjoint(groups[number])
-            run = [group[0] if len(group) == 1 else _kernel(group, outside, one)]
+            run = [group[0] if len(group) == 1 else kernel_of(group, outside, one)]
         made += run
         parts += [part] * len(run)
     return Fused(replace(opened, ops=tuple(made)), tuple(parts))
@@ -105,7 +105,7 @@ def _as_run(op: Op, kernels: Kernels) -> Op:
     return op if callee is None or callee is op.callee else replace(op, subfunctions=(callee,))
 
 
-def _kernel(ops: Sequence[Op], outputs: Sequence[Value], one_product: bool) -> Op:
+def kernel_of(ops: Sequence[Op], outputs: Sequence[Value], one_product: bool = False) -> Op:
     """Return the op that runs ``ops`` and makes ``outputs``; products among them may be ``one_product``."""
     made = {value for op in ops for value in op.outputs}
     inputs = tuple(dict.fromkeys([v for op in ops for v in op.inputs if v not in made]))

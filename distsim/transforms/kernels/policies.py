@@ -66,7 +66,8 @@ class Kernels:
     ``dtensors``: these bring rows together as DTensor does, as a plan says
     (:mod:`distsim.transforms.tensor_parallel.dtensors`).
     ``waiting``: where the host waits before each microbatch until its device has done all that it was given,
-    of :data:`WAITING` (:mod:`distsim.transforms.pipelining.received`).
+    of :data:`WAITING` (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each
+    gradient in float16 whether it overflowed (the same).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -89,6 +90,7 @@ class Kernels:
     split: bool = False
     dtensors: bool = False
     waiting: str = "nowhere"
+    checks_gradients: bool = False
     launched_as: str = ""
 
     @property
@@ -287,7 +289,7 @@ KERNELS = {
             _MEGATRON_LM, name="fused_waiting", loss="megatron", waiting="everywhere", launched_as="fused"
         ),
         replace(_MEGATRON_OF_2021, name="fused_2021", epilogues=False),
-        replace(_MEGATRON_OF_2021, name="fused_deepspeed"),
+        replace(_MEGATRON_OF_2021, name="fused_deepspeed", checks_gradients=True),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
         replace(_EAGER, name="eager_waiting", products="copied", waiting="reading", launched_as="eager"),
         replace(
@@ -328,7 +330,8 @@ these, with a host that waits for its device before each microbatch, as until 20
 ``fused_waiting``, with layer normalizations that are read twice, as until a2fdcdf0 of October 2021, which
 brought apex's FastLayerNorm, and biases that no fused kernel adds added by kernels of their own, as torch 1.8
 does (its README names that version; ``at::linear`` of operands of three dimensions is ``matmul`` and ``add_``
-until torch 1.12); ``fused_deepspeed``: the same of a later torch, as Megatron-DeepSpeed until July 2023;
+until torch 1.12); ``fused_deepspeed``: the same of a later torch, with a host
+that reads of each gradient in float16 whether it overflowed, as Megatron-DeepSpeed until July 2023;
 ``eager_loss``: as
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
 ``compiled_complex``: the same, but rotary embeddings multiply complex numbers (torchtitan);

@@ -14,16 +14,25 @@ each forward pass (utils/timer.py, ``ThroughputTimer.start``, called by runtime/
 nanotron copies what a stage reads of a microbatch, tokens or labels, to the device when it is at it
 (dataloader.py, ``sanity_check_dataloader``: ``v.to("cuda")``), and torch waits for the stream of a copy that
 it is not told not to wait for (aten/src/ATen/native/cuda/Copy.cu, ``memcpy_and_sync``).
+
+DeepSpeed asks of each gradient in float16 whether it overflowed (``Kernels.checks_gradients``): its host has
+it cast to float32 and summed, and reads the sum, one gradient after the other, before it goes on to copy and
+scale them (v0.9.2, runtime/utils.py: ``CheckOverflow._has_inf_or_nan``, ``float(x.float().sum())``, called by
+runtime/fp16/fused_optimizer.py, ``step``). Megatron-LM and apex ask once, of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from distsim.ir import Attributes, Function, Op, Role, Value
+from onnx import TensorProto
+
+from distsim.ir import Attributes, Float16, Float32, Function, Op, Role, Tensor, Value
+from distsim.ir.type import as_tensor
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels import Kernels
+from distsim.transforms.kernels.fusion import kernel_of
 
 Places = tuple[int, ...]
 Made = dict[tuple[Function, Places, bool], Function]
@@ -57,12 +66,99 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
             return any(key.role is Role.INPUT and key not in maker for key in block.inputs)
         return kernels.waiting == "everywhere"
 
+    if kernels.checks_gradients:
+        wholes = _wholes(stages)
+        stages = [
+            (f, b, tuple([(number, _checking(own, wholes)) for number, own in more])) for f, b, more in stages
+        ]
     return tuple(
         [
             (awaiting(forward, stage, waits(forward)), awaiting(backward, stage, False), updates)
             for stage, (forward, backward, updates) in enumerate(stages)
         ]
     )
+
+
+# --- gradients that are read one by one -------------------------------------------------------------------
+
+
+def _wholes(stages: Sequence[StageBlocks]) -> dict[Value, Hashable]:
+    """Return of keys that are parts of one tensor, gradients of one weight, the same of each."""
+    found: dict[Value, Hashable] = {}
+    for block in [block for stage in stages for block in stage[:2]]:
+        for key, value in zip(block.outputs, block.function.outputs, strict=True):
+            whole = _whole(block.function, value)
+            if whole is not None:
+                found[key] = whole
+    for block in [block for _, _, updates in stages for _, block in updates]:
+        origins = _origins(block)  # a sum over ranks is of the tensor that its operand is of
+        keys = zip(block.outputs, block.function.outputs, strict=True)
+        found |= {key: found[origin] for key, v in keys if (origin := origins.get(v)) in found}
+    return found
+
+
+def _origins(block: Block) -> dict[Value, Value]:
+    """Return of which key of a block a value is what was read, waited for, or summed over ranks."""
+    found = dict(zip(block.function.inputs, block.inputs, strict=True))
+    for op in block.function.ops:
+        if op.op_type in ("MPIAllreduce", "OptimizationBarrier", "Reshape"):
+            given = zip(op.outputs, op.inputs, strict=False)
+            found |= {made: found[read] for made, read in given if read in found}
+    return found
+
+
+def _whole(function: Function, value: Value) -> Hashable:
+    """Return which product of a function makes a value as a part of what it makes; None if it is whole."""
+    op = next((op for op in reversed(function.ops) if value in op.outputs), None)
+    if op is None:
+        return None
+    if op.is_call:
+        inner = _whole(op.callee, op.callee.outputs[op.outputs.index(value)])
+        return None if inner is None else (op, inner)
+    return op if op.attributes.get("columns", 0) else None
+
+
+def _checking(block: Block, wholes: Mapping[Value, Hashable]) -> Block:
+    """Return an update whose host reads of each gradient in float16 whether it overflowed."""
+    function, origins = block.function, _origins(block)
+    tensors: dict[Hashable, list[Op]] = {}  # parts of one weight are one tensor of the framework's
+    for op in function.ops:
+        if op.op_type == "GradientCopy" and _type(op.inputs[0]).dtype == Float16():
+            key = origins.get(op.inputs[0], op.inputs[0])
+            tensors.setdefault(wholes.get(key, key), []).append(op)
+    if not tensors:
+        return block
+    first = {copies[0]: copies for copies in tensors.values()}
+    names, ops, known = list[str](), list[Op](), dict[Value, Value]()
+    for op, name in zip(function.ops, block.names or [""] * len(function.ops), strict=True):
+        before = _check([copy.inputs[0] for copy in first[op]], known) if op in first else []
+        ops += [*before, _reading(op, known) if op.op_type == "GradientCopy" else op]
+        names += [*[""] * len(before), name]
+    return replace(
+        block, function=replace(function, ops=tuple(ops)), names=tuple(names) if block.names else ()
+    )
+
+
+def _type(value: Value) -> Tensor:
+    return as_tensor(value.type, value.name)
+
+
+def _check(parts: Sequence[Value], known: dict[Value, Value]) -> list[Op]:
+    """Return what tells the host whether a gradient of some parts overflowed; note what is there then."""
+    casts, sums = list[Op](), list[Op]()
+    for part in parts:
+        type_ = _type(part)
+        wide = Value(part.name, replace(type_, dtype=Float32()))
+        total = Value(f"{part.name}.sum", Tensor(Float32(), (), type_.device))
+        casts.append(Op("Cast", (part,), (wide,), Attributes({"to": TensorProto.FLOAT})))
+        whole = {"axes": tuple(range(type_.rank)), "keepdims": 0}
+        sums.append(Op("ReduceSum", (wide,), (total,), Attributes(whole)))
+    runs = [
+        ops[0] if len(ops) == 1 else kernel_of(ops, [op.outputs[0] for op in ops]) for ops in (casts, sums)
+    ]
+    totals = [op.outputs[0] for op in sums]
+    known |= {part: Value(part.name, part.type) for part in parts}
+    return [*runs, *[Op("Await", (part, *totals), (known[part],)) for part in parts]]
 
 
 def _awaiting(block: Block, places: Places, waiting: bool, made: Made) -> Block:
