@@ -64,7 +64,7 @@ def test_what_ranks_hold_is_what_is_in_flight_in_their_stages():
     assert bytes_of_stages(plan, stages[:3] + stages[:1], nothing, HeldParts(40.0, 80.0)) == 10 + 20 + 40
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "dualpipe", "pipedream", "zb_auto"])
+@pytest.mark.parametrize("name", ["dualpipe", "pipedream", "zb_auto"])
 def test_of_other_schedules_nothing_is_said(name):
     plan = Plan(pp=2, microbatches=4, schedule=name)
     assert flights(plan) == () and seconds_of_stages(plan, [StageWork(1.0, 1, 1)] * 2) == 0.0

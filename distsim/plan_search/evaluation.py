@@ -147,21 +147,23 @@ class PlanEvaluator:
     def known(self, plan: Plan, standing: Standing) -> PlanKnowledge:
         """Return what a standing says of a plan.
 
-        One that recomputes all of its layers computes their forward passes once more, beside which
-        collectives of backward may run.
+        One that recomputes has all products of one that saves all, and so has one whose backward passes are
+        in two halves. One that recomputes all of its layers computes their forward passes once more, beside
+        which collectives of backward may run.
         """
         key = self.layers_key(plan)
         layers = standing.layers.get(key)
         products, busy = standing.work.get(self.key(plan), 0.0), 0.0
+        plain = work_key(plan, self.batch(plan), saving=True)
+        products = max(products, standing.work.get(plain, 0.0))
         if layers is None and plan.remat == "full":
             saves = self._saving.get(plan)
             if saves is None:
                 saves = self._saving[plan] = replace(plan, remat="none")
             saving = standing.layers.get(self.layers_key(saves))
             busy = 0.0 if saving is None else saving.computing + saving.forward
-            work = self.key(saves)
-            if work in standing.work:
-                products = max(products, standing.work[work] + standing.forward.get(work, 0.0))
+            if plain in standing.work:
+                products = max(products, standing.work[plain] + standing.forward.get(plain, 0.0))
         saved = standing.saved.get(saved_key(plan, self.batch(plan)), 0)
         stages = standing.stages.get(self.stages_key(plan), ())
         sums = standing.sums.get(sums_key(key, plan), 0.0)

@@ -34,11 +34,13 @@ ROUNDED = 1e-9
 
 
 class HeldParts(NamedTuple):
-    """Bytes that are ``held`` all step, and those of sums of ``gradients`` that are held with several
-    microbatches from the first on; 0 where these are divided, or may be."""
+    """Bytes that are ``held`` all step, those of sums of ``gradients`` that are held with several
+    microbatches from the first on, 0 where these are divided, or may be, and those of gradients that are
+    held ``at_once`` when a backward pass ends."""
 
     held: float
     gradients: float
+    at_once: float = 0.0
 
 
 class Flights(NamedTuple):
@@ -54,7 +56,8 @@ class Flights(NamedTuple):
 
 def flights(plan: Plan) -> tuple[Flights, ...]:
     """Return those of each rank; none for schedules of which nothing is known here: searched ones, several
-    copies of the model, overlapping pairs, backward in two halves, no flush."""
+    copies of the model, overlapping pairs, no flush. Of a backward pass in two halves the first may leave
+    nothing of what is saved."""
     return _flights(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
 
 
@@ -70,16 +73,16 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Fli
         made = schedule_named(name, ranks, few, chunks if known.chunks is None else None)
     except ScheduleError:
         return ()
-    if made.copies > 1 or made.splits_backward or made.pairs_actions or made.weights != FLUSH:
+    if made.copies > 1 or made.pairs_actions or made.weights != FLUSH:
         return ()
     found: list[Flights] = []
     for rank, codes in enumerate(made.codes):
         cells = codes[codes >= 0]
         stages = tuple([stage for stage, own in enumerate(made.rank_of) if own == rank])
-        change = np.where(cells % 4 == Kind.FORWARD.code, 1, -1)
+        change = np.array([kind.until_i for kind in Kind])[cells % 4]
         held = [np.cumsum(change * (cells // 4 % made.num_stages == stage)) for stage in stages]
         last = int(cells[-1])
-        ends_first = last % 4 != Kind.FORWARD.code and last // 4 % made.num_stages == min(stages)
+        ends_first = last % 4 == Kind.BACKWARD.code and last // 4 % made.num_stages == min(stages)
         counts = np.unique(np.array(held).T, axis=0)
         found.append(Flights(stages, counts, int(counts.min(axis=1).max(initial=0)), ends_first))
     return tuple(found)

@@ -38,9 +38,12 @@ from typing import NamedTuple
 
 from distsim.cache import cached
 from distsim.cost.efficiency import best_share, element_type, kind_of_work
-from distsim.ir import Device, Function, Role, Tensor, Topology, Value, all_ops, trim
+from distsim.ir import Device, Function, Op, Role, Tensor, Topology, Value, all_ops, trim
 from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
+from distsim.plan.buckets import buckets_of
+from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic
+from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.bounds.layer_work import LayerWork, StageWork
 from distsim.plan_search.bounds.pipeline_bounds import (
     HeldParts,
@@ -94,20 +97,38 @@ class PlanBounds:
     @cached_property
     def products(self) -> float:
         """Seconds of all products of a step, at the best rate, one after the other on one device."""
-        kinds = {(d.flops_efficiency, d.peaks, d.throughput, d.rates): d for d in self.topology.devices}
-        seconds = 0.0
-        for op in all_ops(trim(self.function).function):
-            signature = signature_of(op)
-            demand = work(signature)
-            if demand is not None and demand.matrix:
-                seconds += min(_best_seconds(signature, demand, device) for device in kinds.values())
-        return seconds
+        return sum(map(self._best_seconds, all_ops(trim(self.function).function)))
+
+    def _best_seconds(self, op: Op) -> float:
+        """Return those of one op, 0 if it is no product."""
+        signature = signature_of(op)
+        demand = work(signature)
+        if demand is None or not demand.matrix:
+            return 0.0
+        return min(_best_seconds(signature, demand, device) for device in self._kinds)
+
+    @cached_property
+    def _kinds(self) -> tuple[Device, ...]:
+        """A device of each kind."""
+        devices = self.topology.devices
+        kinds = {(d.flops_efficiency, d.peaks, d.throughput, d.rates): d for d in devices}
+        return tuple(kinds.values())
+
+    @cached_property
+    def _layer_products(self) -> LayerProducts | None:
+        """What the products of a layer take, at the best rate."""
+        return layer_products(self.function, self.layers, self._best_seconds) if self.layers else None
 
     @cached_property
     def held(self) -> HeldBytes:
         """What all parameters take that are read."""
         read = {value for op in self.function.ops for value in op.inputs}
         return self._held([v for v in self.function.inputs if v in read])
+
+    @cached_property
+    def _traffic(self) -> DataTraffic:
+        """What ranks that have the same parameters send each other."""
+        return DataTraffic.of(self.function, self.held.parameters, self.held.gradients)
 
     @cached_property
     def layers(self) -> int:
@@ -167,7 +188,10 @@ class PlanBounds:
         found: dict[tuple[int, ...], int] = {}
         # Of a parameter of which a part is read, the gradient of the part may be summed, and padded later.
         padded = {v for op in self.function.ops if op.op_type in ("Pad", "SliceGrad") for v in op.outputs}
-        for value in gradient_values(self.function) - set(self.function.inputs):
+        # What is cast is handed on, and what is scaled and copied for the update is made of what was summed.
+        casts = {v for op in self.function.ops if op.op_type == "GradientCast" for v in op.inputs}
+        scaled = {v for op in self.function.ops if op.op_type in _FOR_UPDATE for v in op.outputs}
+        for value in gradient_values(self.function) - casts - scaled - set(self.function.inputs):
             if isinstance(value.type, Tensor):
                 shape, size = value.type.shape, 0 if value in padded else value.type.nbytes
                 found[shape] = min(size, found.get(shape, size))
@@ -177,12 +201,13 @@ class PlanBounds:
         """Return seconds that no step under a plan falls below; ``known`` is what others teach of it."""
         count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
-        layers = known.layers
+        layers = known.layers or self._least_work(plan)
         # A mean over microbatches: the first begins the sums.
         sums = known.sums * (count - 1) / count if _has_flush(plan.schedule) else 0.0
         added = sums * layers.layers if layers else 0.0
         busy = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
-        found = (busy + added) * count / plan.pp
+        sent = self._traffic.seconds(plan, self.topology) if _has_flush(plan.schedule) else NO_TRAFFIC
+        found = max((busy + added) * count / plan.pp + sent.exposed, sent.busy)
         if plan.pp == 1:
             return found
         whole = 0.0 if layers is None else seconds_of_layers(plan, layers, sums)
@@ -192,12 +217,20 @@ class PlanBounds:
         ]
         return max(found, whole, seconds_of_stages(plan, stages, passage))
 
+    def _least_work(self, plan: Plan) -> LayerWork | None:
+        """Return what layers take at least of which nothing was built, where a plan counts them."""
+        products = self._layer_products
+        if products is None or not layers_counted(plan, self.layers):
+            return None
+        return products.work(plan.dp * plan.tp * plan.cp * plan.microbatches, self.layers)
+
     def _stages(self, plan: Plan, known: PlanKnowledge) -> tuple[StageWork, ...]:
         """Return the stages that are known, or those of a plan that counts equal layers."""
         counts = () if known.stages else layers_counted(plan, self.layers)
         if not counts:
             return known.stages
-        layer, head = (known.layers.layer, known.layers.head) if known.layers else (0.0, 0.0)
+        work = known.layers or self._least_work(plan)
+        layer, head = (work.layer, work.head) if work else (0.0, 0.0)
         saved = self._saved(plan, known) / self.layers
         heads = [0.0] * (len(counts) - 1) + [head]
         return tuple(
@@ -207,7 +240,7 @@ class PlanBounds:
     def device_bytes(self, plan: Plan, known: PlanKnowledge | None = None) -> float:
         """Return bytes that the fullest device of a plan holds at least at its peak."""
         every, known = _divided(self.held, plan), known or PlanKnowledge()
-        least = (every.held + every.gradients) / plan.pp
+        least = (every.held + every.gradients + every.at_once) / plan.pp
         saved, full = self._saved(plan, known), list[float]()
         stages = self._stages(plan, known)
         ranks = flights(plan) if saved or stages else ()
@@ -220,7 +253,7 @@ class PlanBounds:
         least = max(least, _least_wherever_cut(every.held, saved, in_flight))
         if alike is None:
             return least
-        held, gradients = _divided(alike, plan)
+        held, gradients, _ = _divided(alike, plan)
         for n in in_flight:
             last = n if plan.microbatches > n else n - 1
             full.append(max(held + n * saved, held + gradients + last * saved))
@@ -252,18 +285,33 @@ def _weights(in_flight: tuple[int, ...]) -> tuple[tuple[int, int, float], ...]:
     return (0, 1, sum([1 / own for own in in_flight])), *each
 
 
+_FOR_UPDATE = ("GradientCopy", "ScaleGradient")
+
+
 def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     """Return what a plan leaves on the ranks of a pipeline of parameters and state, and of gradients.
 
     Gradients count where they are held undivided, in full, from the first microbatch on: of a single one,
-    those that are whole may be reduced before the next are made.
+    those that are whole may be reduced before the next are made. Where they are made in passes of their own,
+    sums of all of them are there when the last of these begins. What is reduced after the backward pass is
+    there at its end: with ``zero=2`` what a stage makes of one microbatch, else the sums of all stages.
     """
     ranks = (plan.zero_ranks or plan.dp) * plan.cp
     kept = held.parameters / (ranks if plan.zero == 3 else 1) + held.state / (ranks if plan.zero else 1)
-    summed = plan.microbatches > 1 and plan.zero < 2 and _is_plain(plan)
-    gradients = held.gradients if summed else 0
-    least = plan.tp * plan.ep
-    return HeldParts(kept / least, gradients / least)
+    every = held.gradients / (plan.tp * plan.ep)
+    kept /= plan.tp * plan.ep
+    if plan.zero == 3 or not _has_flush(plan.schedule) or not _is_single(plan.schedule):
+        return HeldParts(kept, 0.0, 0.0)
+    divides = plan.dp * plan.cp > 1
+    buckets = buckets_of(plan.bucket, ranks, plan.overlap_grads == "on", plan.zero) if divides else None
+    summed = plan.microbatches > 1 and plan.chunks == 1
+    if plan.zero == 2:
+        at_once = buckets is not None and buckets.limit >= 2**62
+        return HeldParts(kept, 0.0, every / plan.chunks if at_once else 0.0)
+    if (summed and not _splits_backward(plan)) or (buckets is not None and buckets.held >= 1):
+        return HeldParts(kept, every, 0.0)
+    late = buckets is not None and not buckets.early
+    return HeldParts(kept, 0.0, every if summed or late else 0.0)
 
 
 _ORDER = Plan().order
@@ -288,18 +336,20 @@ def saved_key(plan: Plan, batch: int) -> Hashable:
     return work_key(plan, batch), plan.dp > 1, (plan.pp, plan.reshard) if plan.zero == 3 else ()
 
 
-def work_key(plan: Plan, batch: int) -> Hashable:
+def work_key(plan: Plan, batch: int, saving: bool = False) -> Hashable:
     """Return what the seconds of the products of a microbatch depend on, summed over the stages.
 
     How ranks divide a microbatch, its samples, and what is computed again. Where that depends on which layers
     a stage has, so does the key, and where backward passes are in two halves, which are more kernels.
+    ``saving``: that of a plan which divides alike, saves all, and has whole backward passes.
     """
-    whole = plan.remat in ("none", "full") and not plan.offload and not _splits_backward(plan)
+    remat, halves = ("none", False) if saving else (plan.remat, _splits_backward(plan))
+    whole = saving or (remat in ("none", "full") and not plan.offload and not halves)
     split = plan.tp_overlap == "split"
     divided = plan.tp, plan.sp, split, plan.cp, plan.cp_kind, plan.ep, plan.etp, plan.dp if plan.ep > 1 else 0
     stages = () if whole else (plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard)
     size = batch // (plan.dp * plan.microbatches)
-    return (*divided, size, plan.remat, plan.order, _splits_backward(plan), *stages)
+    return (*divided, size, remat, plan.order, halves, *stages)
 
 
 def _best_seconds(signature: Signature, demand: Work, device: Device) -> float:
@@ -330,12 +380,11 @@ def _has_flush(schedule: str) -> bool:
     return schedule_named(name, 2, 4, known.chunks or 2).weights == FLUSH
 
 
-def _is_plain(plan: Plan) -> bool:
-    """Whether ranks have one stage of one copy, whole backward passes, and a flush: 1F1B and GPipe."""
-    return not _splits_backward(plan) and _is_plain_schedule(plan.schedule)
-
-
-@cached("whether schedules are 1F1B or GPipe, by name", 256)
-def _is_plain_schedule(schedule: str) -> bool:
-    known = SCHEDULES.get(parse_schedule(schedule)[0])
-    return known is not None and known.chunks == 1 and known.placement == "loop" and _has_flush(schedule)
+@cached("whether ranks have one copy of a model, by schedule", 256)
+def _is_single(schedule: str) -> bool:
+    name = parse_schedule(schedule)[0]
+    known = SCHEDULES.get(name)
+    if known is None or known.searched:
+        return False
+    made = schedule_named(name, 2, 4, known.chunks or 2)
+    return made.copies == 1 and not made.pairs_actions

@@ -1,0 +1,117 @@
+"""What data-parallel ranks send each other at least in a step, and how long that takes them.
+
+With ``zero=3`` each microbatch gathers all parameters in its forward pass, and those of the layers that its
+backward pass reads again in that, unless they are kept; from ``zero=2`` on the gradients of each microbatch
+are reduce-scattered, before that their sums, once; with ``zero=1|2`` new parameters are gathered once. Of a
+parameter at least the elements that tp and pp leave, in the type in which it is gathered; of a gradient in
+the type in which it is summed. All go over one communicator, one after the other, so the fullest rank takes
+at least the mean over the ranks of a pipeline. Where gradients are not reduced while a backward pass runs,
+what follows, the sum over microbatches or the update, waits for that.
+
+Each algorithm of a collective takes a start and so many seconds a byte, so none is faster than what the best
+one of them takes for a byte more of very many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from distsim.cache import Cache
+from distsim.cost.cost_model import CostModel
+from distsim.hardware.collectives import collective_time
+from distsim.hardware.plan_mesh import plan_mesh, rank_axes
+from distsim.ir import Function, Role, Tensor, Topology, Value
+from distsim.plan import Plan
+from distsim.transforms.op_graph import numbered
+
+
+class TrafficSeconds(NamedTuple):
+    """Seconds of a step for which a communicator is ``busy``, a mean over the ranks of a pipeline, and those
+    of them for which computation waits (``exposed``)."""
+
+    busy: float
+    exposed: float
+
+
+NO_TRAFFIC = TrafficSeconds(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class DataTraffic:
+    """Bytes of all parameters as they are ``gathered``, of those that Calls of backward passes read
+    (``again``), as they are held (``updated``), and of their ``gradients``."""
+
+    gathered: int
+    again: int
+    updated: int
+    gradients: int
+
+    @staticmethod
+    def of(function: Function, updated: int, gradients: int) -> DataTraffic:
+        """Return that of a joint function, of which parameters and gradients take so many bytes."""
+        sizes: dict[Value, int] = {}
+        for value in function.inputs:
+            if value.role is Role.PARAMETER and isinstance(value.type, Tensor):
+                sizes[value] = value.type.nbytes
+        original = {value: value for value in sizes}
+        read, again = set[Value](), set[Value]()
+        for op, forward in zip(function.ops, numbered(function).forward, strict=True):
+            own = [original[value] for value in op.inputs if value in original]
+            if op.op_type == "Cast" and own:
+                original[op.outputs[0]] = own[0]
+                cast = op.outputs[0].type
+                if isinstance(cast, Tensor):
+                    sizes[own[0]] = min(sizes[own[0]], cast.nbytes)
+                continue
+            if forward:
+                read.update(own)
+            elif op.is_call:
+                again.update(own)
+        again &= read  # updates read all of them
+        return DataTraffic(sum(sizes[v] for v in read), sum(sizes[v] for v in again), updated, gradients)
+
+    def seconds(self, plan: Plan, topology: Topology) -> TrafficSeconds:
+        """Return what a plan takes for it at least.
+
+        Nothing is said of ranks that do not lie alike, of groups of ranks that divide parameters, of divided
+        experts, and of divided sequences.
+        """
+        if plan.dp == 1 or plan.cp * plan.ep > 1 or plan.zero_ranks:
+            return NO_TRAFFIC
+        gather, scatter, reduce = _slownesses(plan, topology)
+        count, ranks = plan.microbatches, plan.tp * plan.pp
+        sums = scatter * self.gradients if plan.zero else reduce * self.gradients
+        sent = sums * (count if plan.zero > 1 else 1)
+        # Of several microbatches the sum of the second is the first that waits.
+        late = sums * (max(count - 1, 1) if plan.zero > 1 else 1)
+        updated = gather * self.updated if plan.zero in (1, 2) else 0.0
+        gathered = 0.0
+        if plan.zero == 3:
+            keeps = plan.resharding == "never"
+            gathered = gather * (self.gathered if keeps else count * (self.gathered + self.again))
+        exposed = late + (0.0 if plan.overlap_params == "on" else updated)
+        busy = gathered + sent + updated
+        if plan.overlap_grads == "on":
+            exposed = 0.0
+        return TrafficSeconds(busy / ranks, exposed / ranks)
+
+
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+_LARGE = 2.0**70
+_SLOWNESSES = Cache[Topology, tuple[float, ...]]("seconds a byte of collectives, by degrees", 4096)
+
+
+def _slownesses(plan: Plan, topology: Topology) -> tuple[float, ...]:
+    """Return the least seconds a byte that each kind takes over ranks that have the same parameters; 0 where
+    these do not lie alike."""
+    degrees = plan.pp, plan.dp, plan.tp, plan.order
+    return _SLOWNESSES.get(topology, (topology.version, *degrees), lambda: _measured(plan, topology))
+
+
+def _measured(plan: Plan, topology: Topology) -> tuple[float, ...]:
+    groups = plan_mesh(plan, topology).groups(*rank_axes(plan).data)
+    if len(CostModel(topology).routes(groups)) > 1:
+        return (0.0,) * len(_KINDS)
+    slowest = [collective_time(kind, _LARGE, groups[0], topology) / _LARGE for kind in _KINDS]
+    return tuple([seconds * (1 - 1e-9) for seconds in slowest])
