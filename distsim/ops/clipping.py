@@ -18,6 +18,7 @@ import numpy as np
 import onnx.helper
 
 from distsim.errors import TypeRuleError
+from distsim.ir import Op
 from distsim.ir.type import Float32, Tensor, from_numpy
 from distsim.ir.value import Attributes
 from distsim.ops.normalization import widened
@@ -38,6 +39,14 @@ def _wide(tensor: Tensor) -> Tensor:
     """Return the scalar type in which numbers of a tensor are summed: float32, or more if they have more."""
     dtype = tensor.dtype if tensor.dtype.itemsize > 4 else Float32()
     return Tensor(dtype, (), tensor.device)
+
+
+def sums_squares(op: Op) -> bool:
+    """Whether a Call does nothing but sum the squares of what it is given, or a share of them."""
+    if not op.is_call:
+        return False
+    inner = {part.op_type for part in op.callee.ops}
+    return "SquareSum" in inner and inner <= {"SquareSum", "Add", "Mul"}
 
 
 def _square_sum_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from distsim.ir import Attributes, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.ops.float8 import EIGHT_BITS
-from distsim.transforms.autodiff.clipping import check_clip, scale_gradients
+from distsim.transforms.autodiff.clipping import check_clip, gradient_factor, scaled_gradient
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
 from distsim.transforms.autodiff.gradient_types import cast_gradients
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
@@ -83,12 +83,13 @@ def differentiate(
     pairs = [(pass_.copies[p], pass_.grads[p]) for p in trained if p in pass_.grads]
     if precision is not None:
         pairs = cast_gradients(pass_.maker, pairs, precision)
-    pairs = scale_gradients(pass_.maker, pairs, clip, loss_scale)
+    owners = _owners(function, pass_.copies)
+    factor = gradient_factor(pass_.maker, pairs, owners, clip, loss_scale)
     outputs = [pass_.copies[value] for value in function.outputs]
     if optimizer is None:
-        outputs += [grad for _, grad in pairs]
+        outputs += [scaled_gradient(pass_.maker, grad, factor, f"d{weight.name}") for weight, grad in pairs]
     else:
-        outputs += add_updates(pass_.maker, optimizer, pairs, _owners(function, pass_.copies), precision)
+        outputs += add_updates(pass_.maker, optimizer, pairs, owners, precision, factor)
     pass_.maker.set_outputs(outputs)
     joint = trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
     rate = "" if precision is None else precision.product_rate

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distsim.ir import DType, FunctionMaker, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.autodiff.set_precision import cast_number
-from distsim.transforms.autodiff.updates import Pairs
+
+Pairs = Sequence[tuple[Value, Value]]
+"""(parameter, gradient) in the order of the parameters."""
+
+Owners = Mapping[Value, tuple[Op, str]]
+"""Parameter -> the Call that reads it, and the name that its callee gives it."""
 
 
 def cast_gradients(maker: FunctionMaker, pairs: Pairs, precision: Precision) -> list[tuple[Value, Value]]:

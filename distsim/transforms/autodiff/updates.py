@@ -6,14 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distsim.ir import Function, FunctionMaker, Op, Role, Type, Value
+from distsim.transforms.autodiff.clipping import scaled_gradient
+from distsim.transforms.autodiff.gradient_types import Owners, Pairs
 from distsim.transforms.autodiff.optimizers import Optimizer
 from distsim.transforms.autodiff.precision import Precision
-
-Pairs = Sequence[tuple[Value, Value]]
-"""(parameter, gradient) in the order of the parameters."""
-
-Owners = Mapping[Value, tuple[Op, str]]
-"""Parameter -> the Call that reads it, and the name that its callee gives it."""
 
 
 def add_updates(
@@ -22,8 +18,11 @@ def add_updates(
     pairs: Pairs,
     owners: Owners,
     precision: Precision | None = None,
+    factor: Value | None = None,
 ) -> list[Value]:
     """Add the update of every parameter to a joint function; return the new parameters, then the state.
+
+    Each gradient is multiplied by ``factor`` first, if there is one.
 
     Parameters of one owner are updated by one Call of a callee ``update``, which is the same for all
     owners whose parameters have the same types in the same order: a layer that repeats has an update
@@ -34,12 +33,13 @@ def add_updates(
     for weight, grad in pairs:
         if weight in owners:
             groups.setdefault(owners[weight][0], []).append((weight, grad))
-    updates = _UpdateCallees(optimizer, precision)
+    updates = _UpdateCallees(optimizer, precision, factor)
     made: dict[Value, tuple[Value, ...]] = {}
     state: dict[Value, list[Value]] = {}
     for weight, grad in pairs:
         if weight not in owners:
-            made[weight] = optimizer.update(maker, weight, grad, precision)
+            scaled = scaled_gradient(maker, grad, factor, f"d{weight.name}")
+            made[weight] = optimizer.update(maker, weight, scaled, precision)
             continue
         owner, _ = owners[weight]
         group = groups[owner]
@@ -47,7 +47,7 @@ def add_updates(
         place = next(i for i, (member, _) in enumerate(group) if member is weight)
         state[weight] = update.add_state(maker, place, weight)
         if place == len(group) - 1:
-            made |= update.call(maker, group, state, owner.name)
+            made |= update.call(maker, group, state, factor, owner.name)
     new = [made[weight][0] for weight, _ in pairs]
     return [*new, *(value for weight, _ in pairs for value in made[weight][1:])]
 
@@ -70,10 +70,16 @@ class _UpdateCallee:
         ]
 
     def call(
-        self, maker: FunctionMaker, group: Pairs, state: Mapping[Value, Sequence[Value]], name: str
+        self,
+        maker: FunctionMaker,
+        group: Pairs,
+        state: Mapping[Value, Sequence[Value]],
+        factor: Value | None,
+        name: str,
     ) -> dict[Value, tuple[Value, ...]]:
         """Add the Call; return what it makes of each parameter."""
         inputs = [value for weight, grad in group for value in (weight, grad, *state[weight])]
+        inputs += [] if factor is None else [factor]
         names: list[str] = []
         inner = iter(self.function.outputs)
         for (weight, _), own, count in zip(group, self.names, self.outputs, strict=True):
@@ -88,8 +94,8 @@ class _UpdateCallee:
 class _UpdateCallees:
     """Makes the callee of each distinct sequence of parameter types once."""
 
-    def __init__(self, optimizer: Optimizer, precision: Precision | None) -> None:
-        self.optimizer, self.precision = optimizer, precision
+    def __init__(self, optimizer: Optimizer, precision: Precision | None, factor: Value | None) -> None:
+        self.optimizer, self.precision, self.factor = optimizer, precision, factor
         self._made: dict[tuple[tuple[Type, Type], ...], _UpdateCallee] = {}
 
     def of(self, members: Sequence[tuple[str, Type, Type]]) -> _UpdateCallee:
@@ -102,12 +108,15 @@ class _UpdateCallees:
         maker = FunctionMaker("update")
         outputs: list[tuple[Value, ...]] = []
         state: list[tuple[Value, ...]] = []
+        factor = None if self.factor is None else maker.add_input_value("factor", self.factor.type)
         for name, weight_type, grad_type in members:
             weight = maker.add_input_value(name, weight_type, Role.PARAMETER)
             grad = maker.add_input_value(f"d{name}", grad_type)
+            scaled = scaled_gradient(maker, grad, factor, f"d{name}.scaled")
             before = len(maker.inputs)
-            outputs.append(self.optimizer.update(maker, weight, grad, self.precision))
+            outputs.append(self.optimizer.update(maker, weight, scaled, self.precision))
             state.append(tuple(maker.inputs[before:]))
+        maker.inputs = [*(v for v in maker.inputs if v is not factor), *([] if factor is None else [factor])]
         maker.set_outputs([value for values in outputs for value in values])
         names = tuple([name for name, _, _ in members])
         return _UpdateCallee(maker.finalize(), names, tuple(state), tuple(map(len, outputs)))

@@ -17,7 +17,9 @@ def with_plain_updates(function: Function) -> Function:
 
     def mixed(callee: Function) -> bool:
         if callee not in known:
-            updates = [bool(operator(op.op_type).in_place) for op in all_ops(callee)]
+            updates = [
+                bool(operator(op.op_type).in_place) for op in all_ops(callee) if op.op_type != "ScaleGradient"
+            ]
             known[callee] = any(updates) and not all(updates)
         return known[callee]
 
@@ -39,6 +41,8 @@ class OptimizerStep:
 def updates_of(op: Op) -> list[OptimizerStep]:
     """Return the optimizers that an op is, or that a Call runs, in values of the caller.
 
+    The gradient of one that is scaled first is what is scaled.
+
     Raises :class:`PlanError` if it does anything else, of which it would need whole operands.
     """
     if not op.is_call:
@@ -47,6 +51,9 @@ def updates_of(op: Op) -> list[OptimizerStep]:
     known |= dict(zip(op.callee.outputs, op.outputs, strict=True))
     found: list[OptimizerStep] = []
     for part in op.callee.ops:
+        if part.op_type == "ScaleGradient" and part.inputs[0] in known:
+            known[part.outputs[0]] = known[part.inputs[0]]
+            continue
         for each in updates_of(part):
             if not all(v in known for v in (each.parameter, each.gradient, *each.state, *each.results)):
                 raise whole_needed(part)

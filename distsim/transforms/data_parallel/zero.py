@@ -16,14 +16,16 @@ reduce-scattered within it, and their parts all-reduced over those ranks of all 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from distsim.errors import PlanError
 from distsim.interpret import infer_types
 from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
+from distsim.ir.rewrite import inline
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
+from distsim.ops.clipping import sums_squares
 from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
 from distsim.transforms.data_parallel.gathers import outer_axis, replicating_axis, sums_over
@@ -78,7 +80,12 @@ def zero(
         for v in local.function.parameters
         if as_tensor(v.type, v.name).size >= max(smallest, 1)
     }
-    return _Divider(local, axis, stage, {v: own for v, own in chosen.items() if own}, ahead, kept).run()
+    chosen = {v: own for v, own in chosen.items() if own}
+    divider = _Divider(local, axis, stage, chosen, ahead, kept)
+    if mixed := divider.mixed_sums():
+        written_out = replace(local, function=inline(local.function, mixed))
+        divider = _Divider(written_out, axis, stage, chosen, ahead, kept)
+    return divider.run()
 
 
 class _Divider:
@@ -102,7 +109,7 @@ class _Divider:
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
         self.readers: dict[Value, int] = {}
         for op in self.function.ops:
-            for value in op.inputs if op.op_type != "SquareSum" else ():
+            for value in () if op.op_type == "SquareSum" or sums_squares(op) else op.inputs:
                 self.readers[value] = self.readers.get(value, 0) + 1
         self.sums: dict[Op, Value] = {}  # first op of a gradient's sum -> the gradient
         self.sum_of: dict[Value, list[Op]] = {}
@@ -125,6 +132,16 @@ class _Divider:
         self.whole: dict[Value, Value] = {}  # as the latest unit gathered it
         self.first: dict[Value, Value] = {}  # as the first unit did
         self.callees: dict[tuple[Function, tuple[Type, ...]], Function] = {}
+
+    def mixed_sums(self) -> set[Op]:
+        """Return the Calls that sum squares of divided gradients and of others, or over unlike axes.
+
+        A rank adds the squares of its parts, and a share of those of what all ranks have.
+        """
+        return {op for op in self.function.ops if sums_squares(op) and len(self._axes_over(op)) > 1}
+
+    def _axes_over(self, op: Op) -> set[str | None]:
+        return {None if value in self.sliced else self.divided.get(value) for value in op.inputs}
 
     # --- what is divided --------------------------------------------------------------------------
 
@@ -259,8 +276,8 @@ class _Divider:
 
     def _adds_parts(self, op: Op) -> bool:
         """Whether an op sums squares of a gradient that is divided, or is linear in such sums."""
-        if op.op_type == "SquareSum":
-            return op.inputs[0] in self.divided and op.inputs[0] not in self.sliced
+        if op.op_type == "SquareSum" or sums_squares(op):
+            return self._axes_over(op) != {None}
         linear = op.op_type == "Add" or (op.op_type == "Mul" and len(op.inputs) == 1)
         return linear and not self.partial.keys().isdisjoint(op.inputs)
 
@@ -277,7 +294,9 @@ class _Divider:
             for value in op.inputs:
                 if value not in self.partial:
                     values[value] = share(self.maker, self.env[value], self._ranks(axis))
-        self.env.update(zip(op.outputs, self.maker.copy(op, values), strict=True))
+        subfunctions = [self._callee_of_parts(op, values)] if op.is_call else None
+        made = self.maker.copy(op, values, subfunctions=subfunctions)
+        self.env.update(zip(op.outputs, made, strict=True))
         self.partial |= dict.fromkeys(op.outputs, axis)
 
     def _take(self, values: Sequence[Value]) -> None:
@@ -341,10 +360,7 @@ class _Divider:
             )
         subfunctions = None
         if op.is_call:
-            types = tuple([values[value].type for value in op.inputs])
-            if (op.callee, types) not in self.callees:
-                self.callees[op.callee, types] = infer_types(op.callee, types)
-            subfunctions = [self.callees[op.callee, types]]
+            subfunctions = [self._callee_of_parts(op, values)]
         made = self.maker.copy(op, values, subfunctions=subfunctions)
         self.env.update(zip(op.outputs, made, strict=True))
         for update in () if self.ahead else updates:
@@ -353,6 +369,13 @@ class _Divider:
             parts = [self.env[new], old]
             axis = self.chosen[update.parameter]
             self.env[new] = self._add("MPIAllgatherInto", parts, new, axis=axis, shapes=(shape,))
+
+    def _callee_of_parts(self, op: Op, values: Mapping[Value, Value]) -> Function:
+        """Return what a Call runs on parts of its operands."""
+        types = tuple([values[value].type for value in op.inputs])
+        if (op.callee, types) not in self.callees:
+            self.callees[op.callee, types] = infer_types(op.callee, types)
+        return self.callees[op.callee, types]
 
     def _add(self, op_type: str, read: Value | Sequence[Value], like: Value, **attributes: object) -> Value:
         """Add an op of one result, which has the name of ``like``."""

@@ -24,7 +24,7 @@ from distsim.ops.normalization import TWICE
 from distsim.ops.places import shape_of
 from distsim.ops.softmax import CAUSAL, TRIANGLE
 from distsim.program.block import Block, StageBlocks
-from distsim.transforms.kernels.multi_tensor import is_update, kind_of, launches, sums_of_squares
+from distsim.transforms.kernels.multi_tensor import is_of_many, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
 from distsim.transforms.kernels.products import products_of_groups
 from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
@@ -60,9 +60,9 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     """Return the function in which something is joined, or None."""
     if kernels.joins is None:
         return None
-    updates = {op for op in function.ops if kernels.multi_tensor and is_update(op)}
-    opened = inline(function, updates) if updates else function
-    source = [n for n, op in enumerate(function.ops) for _ in (op.callee.ops if op in updates else (op,))]
+    many = {op for op in function.ops if kernels.multi_tensor and is_of_many(op)}
+    opened = inline(function, many) if many else function
+    source = [n for n, op in enumerate(function.ops) for _ in (op.callee.ops if op in many else (op,))]
     called = [_as_run(op, kernels) for op in opened.ops]
     arranged = products_of_groups(called, opened.outputs, kernels)
     source = [source[place] for place in arranged.places]

@@ -12,8 +12,8 @@ from distsim.ir.function import Op
 from distsim.ir.type import Tensor
 from distsim.ir.value import Value
 from distsim.ops import operator
+from distsim.ops.clipping import sums_squares
 from distsim.ops.kernel import MULTI_TENSOR
-from distsim.ops.optimizers import OPTIMIZER_OPS
 
 _MOST_TENSORS = (110, 64, 48, 36, 30)
 """Tensors a launch, by the number of lists: aten/src/ATen/native/cuda/MultiTensorApply.cuh,
@@ -21,9 +21,11 @@ _MOST_TENSORS = (110, 64, 48, 36, 30)
 as many). A launch over many elements is cut further; its time is that of their bytes in any case."""
 
 
-def is_update(op: Op) -> bool:
-    """Whether a Call does nothing but update parameters in ways that one launch may do for many."""
-    return op.is_call and all(part.op_type in OPTIMIZER_OPS and kind_of(part) for part in op.callee.ops)
+def is_of_many(op: Op) -> bool:
+    """Whether a Call does nothing between gradients and new parameters but what one launch does for many."""
+    if not op.is_call or not any(map(kind_of, op.callee.ops)):
+        return False
+    return sums_squares(op) or all(part.op_type in MULTI_TENSOR for part in op.callee.ops)
 
 
 def kind_of(op: Op) -> Hashable:
@@ -83,7 +85,7 @@ def _is_number(op: Op) -> bool:
 def _is_of_step(op: Op) -> bool:
     """Whether an op may stand between the gradients and the new parameters."""
     if op.is_call:
-        return all(part.op_type in OPTIMIZER_OPS for part in op.callee.ops)
+        return all(part.op_type in MULTI_TENSOR for part in op.callee.ops)
     return op.op_type in MULTI_TENSOR or op.op_type == "GradientFactor" or _hands_on(op)
 
 
