@@ -19,14 +19,8 @@ from distsim.ops import signature_of
 from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_work import LayerWork, StageWork, is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
-from distsim.plan_search.bounds.plan_bounds import (
-    PlanBounds,
-    PlanKnowledge,
-    layers_key,
-    saved_key,
-    sums_key,
-    work_key,
-)
+from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge
+from distsim.plan_search.bounds.plan_keys import PlanKeys
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -93,7 +87,7 @@ class PlanEvaluator:
         self._bounds: dict[Function, PlanBounds] = {}
         self._batch: dict[Function, int] = {}
         self._levels: dict[tuple[Function, int], int] = {}
-        self._saving: dict[Plan, Plan] = {}  # of those that recompute all
+        self._keys: dict[Plan, PlanKeys] = {}
         self.usable = max(device.usable for device in problem.topology.devices)
         kinds = {self.costs.spec(device): device for device in reversed(problem.topology.devices)}
         self._kinds = tuple(kinds.values())
@@ -112,14 +106,14 @@ class PlanEvaluator:
             self._batch[function] = ModelTraits.of(function).batch
         return self._batch[function]
 
-    def key(self, plan: Plan) -> Hashable:
-        """Return what the seconds of the products of a plan depend on."""
-        return work_key(plan, self.batch(plan))
-
-    def layers_key(self, plan: Plan) -> Hashable:
-        """Return what the layers of a plan depend on; None where that is not known before it is built."""
-        levels = self._levels_written(plan)
-        return None if levels is None else layers_key(plan, self.batch(plan), levels)
+    def keys(self, plan: Plan) -> PlanKeys:
+        """Return what the bounds of a plan depend on."""
+        found = self._keys.get(plan)
+        if found is None:
+            interiors = bool(self.problem.kernels.interiors)
+            levels = self._levels_written(plan)
+            found = self._keys[plan] = PlanKeys.of(plan, self.batch(plan), levels, interiors)
+        return found
 
     def _levels_written(self, plan: Plan) -> int | None:
         """Return of how many levels calls are written out; None: not known before it is built."""
@@ -133,17 +127,6 @@ class PlanEvaluator:
             self._levels[function, count] = levels_written(function, count, costs)
         return self._levels[function, count]
 
-    def stages_key(self, plan: Plan) -> Hashable:
-        """Return what the stages of a plan depend on, where it is known what its layers do: also how many
-        there are, and whether they are cut of what gathers parameters, or of what is divided as it stands."""
-        layers = self.layers_key(plan)
-        plain = plan.remat == "none" and not (plan.offload or self.problem.kernels.interiors)
-        # What is gathered, and copied, for a pass waits for it: a part of a stage that is no call.
-        divided = plan.reshard, plan.bucket, plan.zero_ranks, plan.overlap_params, plan.overlap_grads
-        gathers = (plan.pp, *divided) if plan.zero == 3 else ()
-        cut = plan.num_stages, plan.stages
-        return None if layers is None else (layers, *cut, gathers, plain and not plan.zero)
-
     def known(self, plan: Plan, standing: Standing) -> PlanKnowledge:
         """Return what a standing says of a plan.
 
@@ -151,27 +134,18 @@ class PlanEvaluator:
         in two halves. One that recomputes all of its layers computes their forward passes once more, beside
         which collectives of backward may run.
         """
-        key = self.layers_key(plan)
-        layers = standing.layers.get(key)
-        products, busy = standing.work.get(self.key(plan), 0.0), 0.0
-        plain = work_key(plan, self.batch(plan), saving=True)
-        products = max(products, standing.work.get(plain, 0.0))
+        keys = self.keys(plan)
+        layers = standing.layers.get(keys.layers)
+        saves, busy = standing.work.get(keys.saves, 0.0), 0.0
         if layers is None and plan.remat == "full":
-            saves = self._saving.get(plan)
-            if saves is None:
-                saves = self._saving[plan] = replace(plan, remat="none")
-            saving = standing.layers.get(self.layers_key(saves))
+            saving = standing.layers.get(keys.layers_saving)
             busy = 0.0 if saving is None else saving.computing + saving.forward
-            if plain in standing.work:
-                products = max(products, standing.work[plain] + standing.forward.get(plain, 0.0))
-        saved = standing.saved.get(saved_key(plan, self.batch(plan)), 0)
-        stages = standing.stages.get(self.stages_key(plan), ())
-        sums = standing.sums.get(sums_key(key, plan), 0.0)
-        return PlanKnowledge(products, busy, layers, saved, stages, self._is_whole(plan), sums)
-
-    def _is_whole(self, plan: Plan) -> bool:
-        """Whether the stages of a plan begin between layers, as far as that is known before it is built."""
-        return self._levels_written(plan) == 0
+            saves += standing.forward.get(keys.saves, 0.0) if saves else 0.0
+        products = max(standing.work.get(keys.work, 0.0), saves)
+        saved = standing.saved.get(keys.saved, 0)
+        stages = standing.stages.get(keys.stages, ())
+        sums = standing.sums.get(keys.sums, 0.0)
+        return PlanKnowledge(products, busy, layers, saved, stages, keys.whole, sums)
 
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""
@@ -206,21 +180,18 @@ class PlanEvaluator:
 
     def learn(self, trial: PlanTrial, standing: Standing) -> None:
         """Add to a standing what a trial says."""
+        plan, keys, made = trial.plan, self.keys(trial.plan), trial.layers
         if trial.work:
-            work = self.key(trial.plan)
-            standing.work[work] = min(trial.work, standing.work.get(work, trial.work))
-        if trial.layers is not None and (key := self.layers_key(trial.plan)) is not None:
-            plan, made = trial.plan, trial.layers
-            standing.layers[key] = standing.layers.get(key, made).least(made)
-            standing.stages.setdefault(self.stages_key(plan), made.stages)
+            standing.work[keys.work] = min(trial.work, standing.work.get(keys.work, trial.work))
+        if made is not None and keys.layers is not None:
+            standing.layers[keys.layers] = standing.layers.get(keys.layers, made).least(made)
+            standing.stages.setdefault(keys.stages, made.stages)
             if made.sums and plan.microbatches > 2:
-                added = sums_key(key, plan)
-                standing.sums[added] = min(made.sums, standing.sums.get(added, made.sums))
+                standing.sums[keys.sums] = min(made.sums, standing.sums.get(keys.sums, made.sums))
             if made.layers:
-                kept = saved_key(plan, self.batch(plan))
-                standing.saved[kept] = min(made.saved, standing.saved.get(kept, made.saved))
-                work = self.key(plan)
-                standing.forward[work] = min(made.products, standing.forward.get(work, made.products))
+                standing.saved[keys.saved] = min(made.saved, standing.saved.get(keys.saved, made.saved))
+                least = standing.forward.get(keys.work, made.products)
+                standing.forward[keys.work] = min(made.products, least)
         if trial.fits:
             insort(standing.best, self.objective(trial))
 

@@ -264,7 +264,7 @@ def _guess(plan: Plan, evaluator: PlanEvaluator, standing: Standing) -> tuple[fl
     if evaluator.problem.objective == "memory":
         return (bound,)
     crowded = evaluator.least_bytes(plan, standing) > 0.9 * evaluator.usable
-    unknown = evaluator.layers_key(plan) not in standing.layers
+    unknown = evaluator.keys(plan).layers not in standing.layers
     recomputed = RECOMPUTED if unknown and plan.remat.startswith("full") else 1.0
     moved = 1.0 + 0.05 * (plan.tp * plan.cp - 1)
     return (bound * recomputed * moved * (2.0 if crowded else 1.0),)

@@ -88,8 +88,10 @@ class DataTraffic:
         updated = gather * self.updated if plan.zero in (1, 2) else 0.0
         gathered = 0.0
         if plan.zero == 3:
+            # Other policies may save what is cast of a gathered parameter.
+            again = self.again if plan.remat in ("none", "attention", "full") else 0
             keeps = plan.resharding == "never"
-            gathered = gather * (self.gathered if keeps else count * (self.gathered + self.again))
+            gathered = gather * (self.gathered if keeps else count * (self.gathered + again))
         exposed = late + (0.0 if plan.overlap_params == "on" else updated)
         busy = gathered + sent + updated
         if plan.overlap_grads == "on":

@@ -31,7 +31,7 @@ fullest holds at least 1 / sum(1 / (Q + n_r S)).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -53,6 +53,7 @@ from distsim.plan_search.bounds.pipeline_bounds import (
     seconds_of_layers,
     seconds_of_stages,
 )
+from distsim.plan_search.bounds.plan_keys import splits_backward
 from distsim.plan_search.bounds.saved_bytes import layers_saved_bytes
 from distsim.schedule import FLUSH, SCHEDULES
 from distsim.schedule import schedule as schedule_named
@@ -308,48 +309,10 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     if plan.zero == 2:
         at_once = buckets is not None and buckets.limit >= 2**62
         return HeldParts(kept, 0.0, every / plan.chunks if at_once else 0.0)
-    if (summed and not _splits_backward(plan)) or (buckets is not None and buckets.held >= 1):
+    if (summed and not splits_backward(plan)) or (buckets is not None and buckets.held >= 1):
         return HeldParts(kept, every, 0.0)
     late = buckets is not None and not buckets.early
     return HeldParts(kept, 0.0, every if summed or late else 0.0)
-
-
-_ORDER = Plan().order
-
-
-def layers_key(plan: Plan, batch: int, levels: int) -> Hashable:
-    """Return what the seconds of the layers of a plan depend on, beside the function: of how many levels of
-    calls they are written out, how they are divided, whether there is a dp that the choice of layouts sees,
-    and, unless neighbours are along the same axes, where they lie."""
-    placed = plan.dp > 1 if plan.order == _ORDER else (plan.dp, plan.pp)
-    return work_key(plan, batch), levels, plan.tp_overlap, placed
-
-
-def sums_key(layers: Hashable, plan: Plan) -> Hashable:
-    """Return what the seconds of sums of a layer's gradients depend on, beside ``layers``, what layers do."""
-    ranks = plan.dp * plan.cp
-    return layers, *((plan.bucket, (ranks, plan.zero_ranks) if plan.zero > 1 else ()) if ranks > 1 else ())
-
-
-def saved_key(plan: Plan, batch: int) -> Hashable:
-    """Return what the bytes depend on that the layers of a plan save of a microbatch."""
-    return work_key(plan, batch), plan.dp > 1, (plan.pp, plan.reshard) if plan.zero == 3 else ()
-
-
-def work_key(plan: Plan, batch: int, saving: bool = False) -> Hashable:
-    """Return what the seconds of the products of a microbatch depend on, summed over the stages.
-
-    How ranks divide a microbatch, its samples, and what is computed again. Where that depends on which layers
-    a stage has, so does the key, and where backward passes are in two halves, which are more kernels.
-    ``saving``: that of a plan which divides alike, saves all, and has whole backward passes.
-    """
-    remat, halves = ("none", False) if saving else (plan.remat, _splits_backward(plan))
-    whole = saving or (remat in ("none", "full") and not plan.offload and not halves)
-    split = plan.tp_overlap == "split"
-    divided = plan.tp, plan.sp, split, plan.cp, plan.cp_kind, plan.ep, plan.etp, plan.dp if plan.ep > 1 else 0
-    stages = () if whole else (plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard)
-    size = batch // (plan.dp * plan.microbatches)
-    return (*divided, size, remat, plan.order, halves, *stages)
 
 
 def _best_seconds(signature: Signature, demand: Work, device: Device) -> float:
@@ -357,18 +320,6 @@ def _best_seconds(signature: Signature, demand: Work, device: Device) -> float:
     dtype = element_type(signature)
     share = best_share(signature, kind_of_work(signature, demand, dtype), device.rates)
     return demand.flops / (device.peak(dtype) * device.flops_efficiency * (1.0 if share is None else share))
-
-
-def _splits_backward(plan: Plan) -> bool:
-    """Whether the schedule of a plan may have a backward pass in two halves."""
-    return plan.pp > 1 and _has_halves(plan.schedule)
-
-
-@cached("whether schedules may have a backward pass in two halves, by name", 256)
-def _has_halves(schedule: str) -> bool:
-    name = parse_schedule(schedule)[0]
-    known = SCHEDULES.get(name)
-    return known is None or known.searched or schedule_named(name, 2, 4, known.chunks or 2).splits_backward
 
 
 @cached("whether steps of schedules end with a flush, by name", 256)

@@ -1,0 +1,106 @@
+"""What of a plan its bounds depend on: plans of equal keys teach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from distsim.cache import cached
+from distsim.plan import Plan, parse_schedule
+from distsim.schedule import SCHEDULES
+from distsim.schedule import schedule as schedule_named
+
+
+class PlanKeys(NamedTuple):
+    """What seconds and bytes of a plan depend on: of its ``work``, the products of a microbatch; of those of
+    a plan that divides alike and ``saves`` all, and of the layers of that; of its ``layers`` and ``stages``,
+    None where that is not known before it is built; of what layers have ``saved``; and of their ``sums``.
+    ``whole``: whether stages begin between layers, as far as that is known before.
+    """
+
+    work: Hashable
+    saves: Hashable
+    layers_saving: Hashable
+    layers: Hashable
+    stages: Hashable
+    saved: Hashable
+    sums: Hashable
+    whole: bool
+
+    @staticmethod
+    def of(plan: Plan, batch: int, levels: int | None, interiors: bool) -> PlanKeys:
+        """Return those of a plan of so many samples a step; its calls are written out ``levels`` deep, None:
+        not known. ``interiors``: whether kernels compute again what is inside of them."""
+        work, saves = work_key(plan, batch), work_key(plan, batch, saving=True)
+        layers = None if levels is None else _layers_key(plan, work, levels)
+        split = splits_backward(plan)
+        return PlanKeys(
+            work,
+            saves,
+            None if levels is None or split or plan.offload else _layers_key(plan, saves, levels),
+            layers,
+            None if layers is None else _stages_key(plan, layers, interiors),
+            _saved_key(plan, work),
+            _sums_key(layers, plan),
+            levels == 0,
+        )
+
+
+def _stages_key(plan: Plan, layers: Hashable, interiors: bool) -> Hashable:
+    """Return what the stages of a plan depend on, where it is known what its layers do: also how many
+    there are, and whether they are cut of what gathers parameters, or of what is divided as it stands."""
+    plain = plan.remat == "none" and not (plan.offload or interiors)
+    # What is gathered, and copied, for a pass waits for it: a part of a stage that is no call.
+    divided = plan.reshard, plan.bucket, plan.zero_ranks, plan.overlap_params, plan.overlap_grads
+    gathers = (plan.pp, *divided) if plan.zero == 3 else ()
+    return layers, plan.num_stages, plan.stages, gathers, plain and not plan.zero
+
+
+_ORDER = Plan().order
+
+
+def _layers_key(plan: Plan, work: Hashable, levels: int) -> Hashable:
+    """Return what the seconds of the layers of a plan depend on, beside the function: of how many levels of
+    calls they are written out, how they are divided (``work``), whether there is a dp that the choice of
+    layouts sees, and, unless neighbours are along the same axes, where they lie."""
+    placed = plan.dp > 1 if plan.order == _ORDER else (plan.dp, plan.pp)
+    return work, levels, plan.tp_overlap, placed
+
+
+def _sums_key(layers: Hashable, plan: Plan) -> Hashable:
+    """Return what the seconds of sums of a layer's gradients depend on, beside ``layers``, what layers do."""
+    ranks = plan.dp * plan.cp
+    return layers, *((plan.bucket, (ranks, plan.zero_ranks) if plan.zero > 1 else ()) if ranks > 1 else ())
+
+
+def _saved_key(plan: Plan, work: Hashable) -> Hashable:
+    """Return what the bytes depend on that the layers of a plan save of a microbatch."""
+    return work, plan.dp > 1, (plan.pp, plan.reshard) if plan.zero == 3 else ()
+
+
+def work_key(plan: Plan, batch: int, saving: bool = False) -> Hashable:
+    """Return what the seconds of the products of a microbatch depend on, summed over the stages.
+
+    How ranks divide a microbatch, its samples, and what is computed again. Where that depends on which layers
+    a stage has, so does the key, and where backward passes are in two halves, which are more kernels.
+    ``saving``: that of a plan which divides alike, saves all, and has whole backward passes.
+    """
+    remat, halves = ("none", False) if saving else (plan.remat, splits_backward(plan))
+    whole = saving or (remat in ("none", "full") and not plan.offload and not halves)
+    split = plan.tp_overlap == "split"
+    divided = plan.tp, plan.sp, split, plan.cp, plan.cp_kind, plan.ep, plan.etp, plan.dp if plan.ep > 1 else 0
+    stages = () if whole else (plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard)
+    size = batch // (plan.dp * plan.microbatches)
+    return (*divided, size, remat, plan.order, halves, *stages)
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether the schedule of a plan may have a backward pass in two halves."""
+    return plan.pp > 1 and _has_halves(plan.schedule)
+
+
+@cached("whether schedules may have a backward pass in two halves, by name", 256)
+def _has_halves(schedule: str) -> bool:
+    name = parse_schedule(schedule)[0]
+    known = SCHEDULES.get(name)
+    return known is None or known.searched or schedule_named(name, 2, 4, known.chunks or 2).splits_backward
