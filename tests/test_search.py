@@ -76,7 +76,9 @@ def test_the_best_are_those_of_trying_all(seed):
         if known.stages:
             assert known.stages == trial.layers.stages
         if plan.remat != "full":
-            assert evaluator.keys(plan).work not in standing.work or known.products == pytest.approx(trial.work)
+            assert evaluator.keys(plan).work not in standing.work or known.products == pytest.approx(
+                trial.work
+            )
         # What a plan that saves all teaches of one that recomputes all is no more than what that one does.
         assert max(known.products, known.busy) <= max(
             trial.work, trial.layers.seconds if trial.layers else 0

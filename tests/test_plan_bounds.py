@@ -1,0 +1,131 @@
+"""Bounds of plans of which nothing was built: what is sent, what is held, what ranks wait for."""
+
+from functools import cache
+
+import pytest
+
+from distsim.importer import load_model
+from distsim.ir import Device, Float32, FunctionMaker, Link, Role, Tensor, Topology
+from distsim.ir.topology import Level
+from distsim.plan import Plan
+from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
+from distsim.plan_search.run import FixedModel
+from distsim.transforms import Adam, add_loss, differentiate
+from distsim.transforms.autodiff.precision import precision_named
+from distsim.transforms.kernels.policies import KERNELS
+
+LLAMA = "llama:layers=8,hidden=64,heads=4,kv_heads=2,vocab=256,seq=16"
+
+
+@cache
+def step(policy="mixed", name=LLAMA):
+    return differentiate(add_loss(load_model(name, 32)), Adam(), precision=precision_named(policy), clip=1.0)
+
+
+def evaluator(bytes_per_second, policy="mixed", kernels="eager"):
+    """What evaluates plans on eight devices of two nodes, which send so many bytes a second to each other."""
+    device = Device(0, "gpu", throughput=1e11, dram_bandwidth=1e12, memory=float("inf"))
+    levels = [Level("node", Link(4 * bytes_per_second), 4), Level("link", Link(bytes_per_second))]
+    topology = Topology.hierarchical(device, 8, levels)
+    return PlanEvaluator(SearchProblem(FixedModel(step(policy)), topology, KERNELS[kernels]))
+
+
+def bound_and_trial(found, text):
+    plan = Plan.parse(text)
+    trial = found.trial(plan)
+    assert not trial.refused
+    return found.bound(plan, Standing()), found.least_bytes(plan, Standing()), trial
+
+
+SENT = [
+    "dp=8,zero=0",
+    "dp=8,zero=1,microbatches=2",
+    "dp=8,zero=2,microbatches=4",
+    "dp=8,zero=2,microbatches=4,overlap_grads=off,bucket=megatron",
+    "dp=8,zero=3,microbatches=2",
+    "dp=8,zero=3,microbatches=2,remat=full",
+    "dp=8,zero=3,microbatches=2,reshard=never",
+    "dp=4,tp=2,zero=1,microbatches=4,overlap_grads=off",
+    "dp=4,pp=2,zero=1,microbatches=4,stages=layers,overlap_grads=off,bucket=megatron",
+]
+
+
+@pytest.mark.parametrize("text", SENT)
+def test_on_slow_links_a_step_takes_what_is_sent(text):
+    least, _, trial = bound_and_trial(evaluator(1e6), text)
+    assert 0.8 * trial.seconds < least <= trial.seconds
+
+
+def test_where_reductions_do_not_overlap_computation_waits_for_them():
+    found = evaluator(2e9)
+    fields = "dp=8,zero=2,microbatches=4,bucket=megatron,overlap_grads="
+    apart, _, trial = bound_and_trial(found, f"{fields}off")
+    beside, _, _ = bound_and_trial(found, f"{fields}on")
+    sent = found.bounds(trial.plan)._traffic.seconds(trial.plan, found.problem.topology)
+    # Of four microbatches the sum of the second is the first that waits.
+    assert apart == pytest.approx(beside + sent.exposed, rel=1e-6) and apart <= trial.seconds
+    assert 0.7 * sent.busy < sent.exposed < sent.busy
+
+
+def test_a_policy_that_may_save_what_is_cast_of_a_parameter_need_not_gather_it_again():
+    least, _, trial = bound_and_trial(evaluator(1e6, "amp"), "dp=4,tp=2,microbatches=8,zero=3,remat=min_cut")
+    assert 0.8 * trial.seconds < least <= trial.seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=4,pp=2,chunks=2,schedule=interleaved,microbatches=4,zero=1,bucket=megatron,overlap_grads=off",
+        "dp=4,pp=2,schedule=zb_h1,microbatches=4,zero=1,bucket=megatron,overlap_grads=off",
+        "dp=4,pp=2,schedule=zb_h1,microbatches=4",
+        "dp=4,pp=2,microbatches=4,zero=2,bucket=megatron,overlap_grads=off",
+        "dp=4,pp=2,chunks=2,schedule=looped_bfs,microbatches=4,overlap_grads=off",
+    ],
+)
+def test_gradients_that_are_reduced_after_backward_are_held_until_then(text):
+    found = evaluator(1e9)
+    plan = Plan.parse(f"{text},stages=layers")
+    _, least, trial = bound_and_trial(found, str(plan))
+    held = found.bounds(plan).held
+    kept = held.parameters + held.state / (plan.dp if plan.zero else 1)
+    made = held.gradients / (plan.chunks if plan.zero == 2 else 1)
+    assert (kept + made) / plan.pp <= least <= trial.peak
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_ranks_wait_for_layers_of_which_none_was_built(schedule):
+    found = evaluator(1e12)
+    fields = f"pp=4,microbatches=4,schedule={schedule},stages="
+    least, _, trial = bound_and_trial(found, f"dp=2,{fields}layers")
+    unknown, _, _ = bound_and_trial(found, f"dp=2,{fields}even")
+    # Forward passes of six of eight layers ahead of the last rank; behind it gradients of what five take in,
+    # but for those of weights of one that it still computes, and unless these are what a rank does last.
+    waits = (6 if schedule == "zb_h1" else 6 + 5 - 1) / (8 * 3)
+    assert unknown * (1 + waits) * 0.99 < least <= trial.seconds
+
+
+def towers(*reads):
+    """Four layers of one callee: each reads what is embedded (-1), or what another makes; all are summed."""
+    inner = FunctionMaker("layer")
+    weight = inner.add_input_value("w", Tensor(Float32(), (8, 8)), Role.PARAMETER)
+    taken = inner.add_input_value("x", Tensor(Float32(), (4, 8)))
+    inner.set_outputs([inner.add("MatMul", [taken, weight])[0]])
+    layer, maker = inner.finalize(), FunctionMaker("towers")
+    weights = [maker.add_input_value(f"w{i}", weight.type, Role.PARAMETER) for i in range(4)]
+    bias = maker.add_input_value("bias", taken.type, Role.PARAMETER)
+    made = [maker.add("Add", [maker.add_input_value("x", taken.type), bias])[0]]
+    for weight, read in zip(weights, reads, strict=True):
+        made.append(maker.add("Call", [weight, made[read + 1]], None, (layer,))[0])
+    total = made[1]
+    for value in made[2:]:
+        total = maker.add("Add", [total, value])[0]
+    maker.set_outputs([total])
+    return differentiate(add_loss(maker.finalize()), Adam())
+
+
+def test_there_is_a_way_through_layers_only_where_each_takes_in_what_the_one_before_makes():
+    found = layer_products(towers(-1, 0, 1, 2), 4, lambda op: 1.0)
+    # A product forward; backward one of both gradients; nothing follows from the last layer.
+    assert found == LayerProducts(forward=1.0, linear=1.0, backward=1.0, head=0.0)
+    assert layer_products(towers(-1, 0, -1, 2), 4, lambda op: 1.0) is None
