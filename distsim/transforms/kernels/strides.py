@@ -3,57 +3,127 @@
 So it is in torch (``Tensor.permute``): no kernel runs and no memory is taken. A view of another shape, a
 product of many matrices, a normalization and a transfer want their operand in order and copy it
 (aten/src/ATen/native: ``reshape``, ``matmul``'s folding of batch dimensions, ``layer_norm``'s
-``expect_contiguous``): of these the Transpose stays the copy that it is.
+``expect_contiguous``): of these the Transpose stays the copy that it is, unless it brings back the order in
+which the memory lies. So does one of what a kernel of attention made, which writes [batch, seq, heads, size]
+and returns [batch, heads, seq, size] by strides: FlashAttention's ``empty_like(q)`` of such queries
+(Dao-AILab 0251105a, csrc/flash_attn/flash_api.cpp: ``mha_fwd``, ``mha_bwd``), between ``transpose(1, 2)`` of
+operands and of results in torch (1e07335b, aten/src/ATen/native/transformers/cuda/attention_backward.cu,
+``_scaled_dot_product_flash_attention_backward_cuda``), from which ``.transpose(1, 2).contiguous()`` copies
+nothing; cuDNN's under Transformer Engine, whose results have the layout of the queries. What works element
+by element writes in the order that it reads (torch's TensorIterator), and so does a rotary embedding:
+frameworks turn [batch, seq, heads, size] and transpose then, where models here transpose first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from distsim.ir import Op, Value
+from distsim.ir import Op, Tensor, Value
 from distsim.ops import signature_of
 from distsim.ops.places import shape_of
 from distsim.transforms.kernels.policies import is_pointwise
 
-_STRIDED = frozenset(
-    (
-        "Attention",
-        "AttentionGrad",
-        "AttentionPart",
-        "AttentionPartGrad",
-        "Concat",
-        "ReduceSum",
-        "Slice",
-        "Split",
-    )
+_OF_ATTENTION = frozenset(
+    ("Attention", "AttentionGrad", "AttentionPart", "AttentionPartGrad", "MergeAttention")
 )
-"""Kernels, besides those that work element by element, that take strides."""
+"""Kernels whose results of four dimensions lie as [batch, seq, heads, size]."""
+_BACKWARD = frozenset(("AttentionGrad", "AttentionPartGrad"))
+_BY_SEQUENCE = (0, 2, 1, 3)
+
+_ALONG_ROWS = frozenset(("Concat", "Slice", "Split"))
+"""What moves parts of rows, and takes strides."""
+_STRIDED = _ALONG_ROWS | _OF_ATTENTION | {"ReduceSum", "OptimizationBarrier"}
+"""Kernels, besides those that work element by element, and what runs none, that take strides."""
 _PRODUCTS = frozenset(("MatMul", "MatMulGrad", "MatMulGradA", "MatMulGradB", "Gemm"))
+
+Order = tuple[int, ...]
+"""How a value lies in memory: the permutation that a contiguous tensor is seen under."""
 
 
 def strided(ops: Sequence[Op]) -> list[Op]:
-    """Return the ops of a function with Transposes as views where all that reads them there takes strides."""
-    readers: dict[Value, list[Op]] = {op.outputs[0]: [] for op in ops if op.op_type == "Transpose"}
+    """Return the ops of a function with Transposes as views: where all that reads them there takes strides,
+    and where they bring back the order in which what they read lies in memory."""
+    readers: dict[Value, list[Op]] = {value: [] for op in ops for value in op.outputs}
     for op in ops:
         for value in op.inputs:
             if value in readers:
                 readers[value].append(op)
-    return [
-        replace(op, op_type="TransposedView")
-        if op.op_type == "Transpose" and all(_takes_strides(each, op) for each in readers[op.outputs[0]])
-        else op
-        for op in ops
-    ]
+    orders: dict[Value, Order] = dict.fromkeys(_saved_outputs(ops), _BY_SEQUENCE)
+    made: list[Op] = []
+    for op in ops:
+        if op.op_type != "Transpose":
+            made.append(op)
+            orders.update(_orders(op, orders, readers))
+            continue
+        (source,), (result,) = op.inputs, op.outputs
+        before = orders.get(source, tuple(range(len(shape_of(source)))))
+        order = tuple([before[place] for place in _perm(op)])
+        ordered = order == tuple(sorted(order))
+        if ordered or all(_takes_strides(each, op) for each in readers[result]):
+            op = replace(op, op_type="TransposedView")
+            if not ordered:
+                orders[result] = order
+        made.append(op)
+    return made
+
+
+def _saved_outputs(ops: Sequence[Op]) -> Iterator[Value]:
+    """Yield what attention made before, of four dimensions, which its backward pass here reads or what
+    output projections read is made of again."""
+    makers = {value: op for op in ops for value in op.outputs}
+    for op in ops:
+        if op.op_type in _BACKWARD:
+            value = op.inputs[-3]  # Y, before lse and dY
+            for op_type in ("Reshape", "Transpose", "OptimizationBarrier"):
+                if value in makers and makers[value].op_type == op_type:
+                    value = makers[value].inputs[0]
+            if value not in makers and len(shape_of(value)) == len(_BY_SEQUENCE):
+                yield value
+
+
+def _orders(
+    op: Op, orders: Mapping[Value, Order], readers: Mapping[Value, Sequence[Op]]
+) -> dict[Value, Order]:
+    """Return in which order the results of an op lie, of those that do not lie as their shape says.
+
+    What a product of many matrices reads has been brought into order by whoever made it.
+    """
+    if op.op_type in _OF_ATTENTION:
+        return {value: _BY_SEQUENCE for value in op.outputs if len(shape_of(value)) == len(_BY_SEQUENCE)}
+    if op.op_type == "OptimizationBarrier":  # hands on its first operand
+        return {op.outputs[0]: orders[op.inputs[0]]} if op.inputs[0] in orders else {}
+    if not any(value in orders for value in op.inputs) or not _keeps_order(op):
+        return {}
+    rank = max(len(shape_of(value)) for value in op.outputs)
+    found = {orders.get(value) for value in op.inputs if len(shape_of(value)) == rank}
+    order = found.pop() if len(found) == 1 else None
+    if order is None:
+        return {}
+    return {
+        value: order
+        for value in op.outputs
+        if len(shape_of(value)) == rank and not any(each.op_type in _PRODUCTS for each in readers[value])
+    }
+
+
+def _keeps_order(op: Op) -> bool:
+    if op.subfunctions or not all(isinstance(value.type, Tensor) for value in (*op.inputs, *op.outputs)):
+        return False
+    return op.op_type in _ALONG_ROWS or is_pointwise(signature_of(op))
+
+
+def _perm(transpose: Op) -> Order:
+    rank = len(shape_of(transpose.outputs[0]))
+    return transpose.attributes.get("perm") or tuple(reversed(range(rank)))
 
 
 def _takes_strides(reader: Op, transpose: Op) -> bool:
     """Whether an op reads the result of a Transpose where it lies."""
     if reader.op_type in _PRODUCTS:
-        rank = len(shape_of(transpose.outputs[0]))
-        perm: tuple[int, ...] = transpose.attributes.get("perm") or tuple(reversed(range(rank)))
+        perm = _perm(transpose)
         # Rows and columns may change places, matrices among each other not.
-        return perm[:-2] == tuple(range(rank - 2))
+        return perm[:-2] == tuple(range(len(perm) - 2))
     if reader.subfunctions:
         return False
     return reader.op_type in _STRIDED or is_pointwise(signature_of(reader))
