@@ -142,6 +142,18 @@ def test_what_attention_makes_is_copied_nowhere(name, family):
     assert [op for op in all_ops(written) if op.op_type == "Transpose"]
 
 
+@pytest.mark.parametrize(("reader", "kind"), [("MatMul", "Transpose"), ("Tanh", "TransposedView")])
+def test_a_view_of_joined_dimensions_is_in_order_for_a_product(reader, kind):
+    """[batch, heads, size, seq] as [batch, seq, heads x size] is a view, whose rows a product would join."""
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (2, 4, 6, 8)))
+    turned = maker.add_op("Transpose", inputs=[x], attributes={"perm": (0, 3, 1, 2)})
+    flat = maker.add_op("Reshape", inputs=[turned], attributes={"shape": (2, 8, 24)})
+    w = [maker.add_input_value("w", Tensor(Float(), (24, 5)))] if reader == "MatMul" else []
+    maker.add_op(reader, inputs=[flat, *w])
+    assert fuse(maker.finalize(), KERNELS["eager"]).function.ops[0].op_type == kind
+
+
 def test_a_transpose_of_attention_into_another_order_is_a_copy():
     maker = FunctionMaker("f")
     heads = [maker.add_input_value(n, Tensor(Float(), (2, 4, 8, 6))) for n in "qkv"]

@@ -28,6 +28,9 @@ LOSS_COMPILED = "2025-04"
 """Since when torchtitan compiles the loss with the blocks (bbb1b616; 9dec370 of December 2024 says that this
 "causes CUDA errors, turning off for now")."""
 
+KEYS_GROUPED = "2026-02"
+"""Since when torchtitan gives attention heads of keys as they are (ff0829c1 of January 2026)."""
+
 TORCH_FSDP = ("torchtitan", "composer", "plain")
 """Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
 
@@ -76,12 +79,12 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     """
     stack, kernels = _stack(row, zero)
     framework = plain(row, "framework")
-    if stack.name.partition("_")[0] not in framework:
+    if stack.family not in framework:
         assumed.append(f"the stack {stack.name} for {framework:.40}")
     said = " ".join([plain(row, "notes"), plain(row, "overlap"), framework])
     if re.search(r"torch[. ]?compile|\+ ?compile", said):
         kernels = "compiled"
-        if stack.name == "torchtitan":
+        if stack.family == "torchtitan":
             kernels = "compiled_complex" if _month(row) >= LOSS_COMPILED else "compiled_blocks"
     if kernels.startswith("fused") and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
         kernels = kernels.replace("fused", "fused_loss", 1)
@@ -94,9 +97,7 @@ _DATE = r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])"
 def _month(row: Row) -> str:
     """Return of which month the software of a row is, as in 2024-12; nothing where no column says it."""
     for column in ("framework", "source_url"):
-        found = re.search(
-            r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])", plain(row, column)
-        )
+        found = re.search(_DATE, plain(row, column))
         if found:
             return f"{found[1]}-{found[2]}"
     return ""
@@ -119,6 +120,8 @@ def _stack(row: Row, zero: int) -> tuple[Stack, str]:
                 and not eight_bits(row)
             )
             stack = STACKS[f"{name}_2021" if old else name]
+            if name in framework and name == "torchtitan" and "" < _month(row) < KEYS_GROUPED:
+                stack = STACKS["torchtitan_2025"]
             return stack, kernels or stack.kernels
     raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
 
@@ -153,7 +156,7 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
     half, brain, eight = bool(re.search(_HALF, text)), bool(re.search(_BRAIN, text)), eight_bits(row)
     if re.search(r"(mx|nv)?fp4|int-?[48]|float-?4", text):
         raise MissingFeatureError(f"precision {text!r:.60}")
-    if zero == 3 and stack.name in TORCH_FSDP and (half or brain or eight or not text):
+    if zero == 3 and stack.family in TORCH_FSDP and (half or brain or eight or not text):
         policy = POLICIES["fsdp2"]
         if half and not brain:
             policy = replace(policy, name="fsdp_fp16", used=Float16(), compute=Float16(), loss_scale=65536.0)
