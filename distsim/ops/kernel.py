@@ -8,12 +8,12 @@ made of finished functions (:mod:`distsim.transforms.kernels`): they have no gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distsim.ir.function import Op
 from distsim.ir.value import Attributes
 from distsim.ops.operator import Operator, Signature, Work, bytes_of, operator, register, signature_of
-from distsim.ops.optimizers import OPTIMIZER_OPS
+from distsim.ops.optimizers import OPTIMIZER_OPS, launches_of
 from distsim.ops.rules import work
 
 KERNEL = "Kernel"
@@ -26,10 +26,12 @@ def kernel_attributes(ops: Sequence[Op]) -> Attributes:
     """Return the attributes of the kernel that runs ``ops``.
 
     They are ``ops`` (their types, joined by ``+``; of a kernel for many tensors each once: it is called what
-    one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units.
-    Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
+    one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units; of
+    updates that are several kernels also the bytes that these move beyond each operand once, and how many
+    they are (``launches``). Views count for nothing. Raises :class:`ValueError` for an op without a work
+    rule.
     """
-    flops, matrix, names = 0.0, False, list[str]()
+    flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
     for op in ops:
         if operator(op.op_type).view:
             continue
@@ -38,19 +40,35 @@ def kernel_attributes(ops: Sequence[Op]) -> Attributes:
             raise ValueError(f"{op!r} has no work rule; it cannot be a part of a kernel")
         flops, matrix = flops + demand.flops, matrix or demand.matrix
         names.append(op.op_type)
+        if op.op_type in OPTIMIZER_OPS:
+            more = _with_passes(more, op, demand)
     made = {value for op in ops for value in op.outputs}
     chained = not all(made.isdisjoint(op.inputs) for op in ops)
     if not chained or max(Counter(names).values(), default=0) > 3:
         names = list(dict.fromkeys(names))
     label = "+".join(names)
-    return Attributes({"ops": label, "flops": flops, "matrix": matrix})
+    return Attributes({"ops": label, "flops": flops, "matrix": matrix, **more})
+
+
+def _with_passes(more: Mapping[str, float], op: Op, demand: Work) -> dict[str, float]:
+    """Return the bytes that kernels of updates move beyond each operand once, and how many they are, with
+    those of one more update that they do; nothing for one kernel."""
+    count = launches_of(signature_of(op))
+    if count == 1:
+        return {}
+    signature = signature_of(op)
+    return {
+        "read_more": more.get("read_more", 0.0) + demand.bytes_read - bytes_of(signature.inputs),
+        "written_more": more.get("written_more", 0.0) + demand.bytes_written - bytes_of(signature.outputs),
+        "launches": count,
+    }
 
 
 def _work(signature: Signature) -> Work:
     return Work(
         signature.attributes["flops"],
-        bytes_of(signature.inputs),
-        bytes_of(signature.outputs),
+        bytes_of(signature.inputs) + signature.attributes.get("read_more", 0.0),
+        bytes_of(signature.outputs) + signature.attributes.get("written_more", 0.0),
         signature.attributes["matrix"],
     )
 

@@ -28,6 +28,10 @@ LOSS_COMPILED = "2025-04"
 """Since when torchtitan compiles the loss with the blocks (bbb1b616; 9dec370 of December 2024 says that this
 "causes CUDA errors, turning off for now")."""
 
+ADAM_FUSED = "2025-03"
+"""Since when torchtitan's AdamW is torch's fused one unless asked (6e498855 of February 2025); foreach before
+(torchtitan/optimizer.py of 9dec370)."""
+
 KEYS_GROUPED = "2026-02"
 """Since when torchtitan gives attention heads of keys as they are (ff0829c1 of January 2026)."""
 
@@ -122,6 +126,8 @@ def _stack(row: Row, zero: int) -> tuple[Stack, str]:
             stack = STACKS[f"{name}_2021" if old else name]
             if name in framework and name == "torchtitan" and "" < _month(row) < KEYS_GROUPED:
                 stack = STACKS["torchtitan_2025"]
+                if _month(row) < ADAM_FUSED:
+                    stack = replace(stack, optimizer="adamw:kernel=foreach")
             return stack, kernels or stack.kernels
     raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
 
