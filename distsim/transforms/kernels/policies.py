@@ -44,6 +44,9 @@ class Kernels:
     fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``loss``: which kernels a cross
     entropy is, of :data:`LOSS_KERNELS` (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
     gradients of the operands of a product are a kernel each (:mod:`distsim.transforms.kernels.gradients`).
+    ``zeroed``: sums of gradients in another type are buffers of zeros, to which the first gradient of a step
+    is added as the others are (nanotron c2528430, optim/gradient_accumulator.py: ``_accumulate_grad``,
+    ``zero_grad``); else the first one is cast.
     ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
     torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
     both ways.
@@ -67,6 +70,7 @@ class Kernels:
     interiors: bool = False
     loss: str = "one"
     gradients_apart: bool = False
+    zeroed: bool = False
     turns: bool = True
     split: bool = False
     dtensors: bool = False
@@ -253,7 +257,13 @@ KERNELS = {
             _TORCH, name="eager_complex", joins=_alone, loss="torch", rotary="complex", launched_as="eager"
         ),
         replace(
-            _TORCH, name="eager_waiting", joins=_alone, loss="torch", waiting="reading", launched_as="eager"
+            _TORCH,
+            name="eager_waiting",
+            joins=_alone,
+            loss="torch",
+            zeroed=True,
+            waiting="reading",
+            launched_as="eager",
         ),
         replace(_TORCH, name="eager_loss", joins=_one_loss, interiors=True, launched_as="eager"),
         replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
@@ -279,7 +289,8 @@ KERNELS = {
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
 by op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
-reads the batch (nanotron); ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with
+reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
+Megatron-LM has by default; ``fused_loss``: with
 that of the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as
 these, with a host that waits for its device before each microbatch, as until 2023; ``eager_loss``: as
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
