@@ -9,7 +9,8 @@ that has less: a kernel keeps its numbers in registers.
 One kernel would read and write each operand once, but what frameworks run is more (:func:`passes`): none of
 their kernels writes a weight beside its master copy, which another one copies (torch knows no masters;
 nanotron c2528430, optim/gradient_accumulator.py, ``half_param.copy_(fp32_param)``; Megatron-LM d98e8a64,
-core/optimizer/optimizer.py, ``_copy_main_params_to_model_params``). With ``kernel`` = "foreach" an update is
+core/optimizer/optimizer.py, ``_copy_main_params_to_model_params``; DeepSpeed, runtime/zero/stage_1_and_2.py,
+``bit16_partitions[partition_id].data.copy_(fp32_partition.data)``). With ``kernel`` = "foreach" an update is
 torch's sequence of kernels (pytorch 002d2f0b, torch/optim/adamw.py, ``_multi_tensor_adamw``).
 """
 
