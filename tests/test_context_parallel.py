@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from decoder_models import small
 from test_activation_memory import GROUPS, LLAMA, LOG_SUM_EXP, SBH, A, B, F, H, S, layer
 from test_moe import small_deepseek
 from test_sequence_parallel import collectives
@@ -29,9 +30,11 @@ from distsim.executor import SequentialExecutor
 from distsim.ir import Literal, all_ops
 from distsim.models.parts.attention import GroupedHeads
 from distsim.ops import signature_of, work
+from distsim.ops.places import shape_of
 from distsim.plan import Plan
 from distsim.transforms import Adam, differentiate
 from distsim.transforms.kernels.attention import set_attention
+from distsim.transforms.repeated_keys import repeat_keys
 
 D = H // A
 KV = 2 * GROUPS * D * S * B
@@ -57,6 +60,7 @@ MODELS = {
     "llama": lambda: set_attention(small_llama(batch=4, seq=8), "flash"),
     "gpt": lambda: set_attention(small_gpt(batch=4, seq=8), "flash"),
     "latent": lambda: set_attention(small_deepseek(batch=4, seq=8, dense=3), "flash"),
+    "repeated": lambda: repeat_keys(set_attention(small_llama(batch=4, seq=8), "flash")),
     "all pairs": attending,
     "window": lambda: attending(is_causal=1, window=3, softcap=5.0),
     "band": lambda: attending(window=5, scale=0.3),
@@ -78,6 +82,12 @@ LAYOUTS = [
     ("latent", "cp=2,pp=2,microbatches=2,cp_kind=ring"),
     ("llama", "cp=2,tp=4,cp_kind=ring"),  # more ranks than heads of keys: backward repeats its own
     ("llama", "cp=4,cp_kind=usp:2,remat=full"),
+    ("llama", "cp=4,cp_kind=torch_allgather"),
+    ("llama", "dp=2,cp=2,tp=2,zero=3,cp_kind=torch_alltoall,sp=on,remat=full"),
+    ("gpt", "cp=2,pp=2,microbatches=2,schedule=zb_h1,cp_kind=torch_allgather"),
+    ("repeated", "cp=4,tp=2,cp_kind=torch_alltoall"),
+    ("all pairs", "cp=4,cp_kind=torch_alltoall"),
+    ("window", "cp=4,cp_kind=torch_allgather"),
     ("all pairs", "cp=4,cp_kind=ring"),
     ("window", "cp=4,cp_kind=ring,microbatches=2"),
     ("window", "cp=2"),
@@ -124,6 +134,31 @@ def test_keys_and_values_are_gathered_in_both_passes_and_their_gradients_scatter
     assert exchanged(LLAMA, Plan(cp=c)) == {("all_gather", KV): 4, ("reduce_scatter", KV): 2}
 
 
+@pytest.mark.parametrize("c", [2, 4])
+def test_torch_gathers_keys_once_a_pass_and_sends_gradients_on_in_float32(c):
+    """In 16 bits: K and V together once a pass, all-gathered, or c-1 times those of a rank; their gradients
+    in four bytes c times, of which the last brings them home."""
+    found = exchanged(LLAMA, Plan(cp=c, cp_kind="torch_allgather"))
+    assert found == {("all_gather", 2 * KV): 2, ("shift", 2 * 2 * KV // c): c}
+    around = exchanged(LLAMA, Plan(cp=c, cp_kind="torch_alltoall"))
+    assert around == {("shift", 2 * KV // c): 2 * (c - 1), ("shift", 2 * 2 * KV // c): c}
+
+
+def test_repeated_keys_are_as_many_as_queries_wherever_they_go():
+    """torchtitan's ``repeat_kv``: what is gathered, and saved, is of every query head."""
+    model = repeat_keys(small("llama", batch=2, attention="flash"))
+    found = [op for op in all_ops(model) if op.op_type == "Attention"]
+    assert {shape_of(value)[1] for op in found for value in op.inputs} == {4}
+    assert [op.op_type for op in all_ops(model)].count("Expand") == 2 * len(found)
+    assert repeat_keys(model) is model
+    sent = {}
+    for name, function in (("grouped", small("llama", batch=2)), ("repeated", model)):
+        program = parallelize(differentiate(function, None), Plan(cp=3, cp_kind="ring"), topology_of(3))
+        shifts = [op for op in all_ops(program.to_function()) if op.op_type == "MPIShift"]
+        sent[name] = sum(signature_of(op).inputs[0].nbytes for op in shifts)
+    assert sent["repeated"] == 2 * sent["grouped"] > 0
+
+
 def test_heads_are_exchanged_for_sequence():
     """Queries, keys, values and what comes out, a rank's part of each; backward the same of their gradients,
     and what came out once more, which is saved as the output projection reads it: TransformerEngine's
@@ -145,7 +180,7 @@ def product_flops(program):
     return sum(demand.flops for demand in demands if demand and demand.matrix)
 
 
-@pytest.mark.parametrize("kind", ["allgather", "ring", "ulysses"])
+@pytest.mark.parametrize("kind", ["allgather", "ring", "torch_allgather", "torch_alltoall", "ulysses"])
 @pytest.mark.parametrize("name", ["llama", "window"])
 def test_ranks_do_equal_parts_of_the_work(name, kind):
     """No pair of query and key is multiplied twice: matrix flops of two ranks are those of one."""
@@ -159,7 +194,7 @@ def test_ranks_do_equal_parts_of_the_work(name, kind):
 # --- what is kept ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["allgather", "ring", "ulysses"])
+@pytest.mark.parametrize("kind", ["allgather", "ring", "torch_allgather", "ulysses"])
 @pytest.mark.parametrize("c", [2, 4])
 def test_activations_of_a_layer_are_those_of_a_part_of_the_sequence(kind, c):
     """s becomes s/c everywhere; with two heads of keys four ranks exchange none."""
@@ -206,7 +241,7 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(build, text, message
     ("text", "message"),
     [
         ("cp=0", "cp=0 is out of range"),
-        ("cp=2,cp_kind=star", "cp_kind='star' is unknown; choose one of allgather, ring, ulysses, usp:U"),
+        ("cp=2,cp_kind=star", "cp_kind='star' is unknown; choose one of allgather, ring, torch_allgather, "),
         ("cp=4,cp_kind=usp:3", "3 ranks that exchange heads do not divide cp=4"),
     ],
 )

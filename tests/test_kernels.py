@@ -5,6 +5,7 @@ from functools import cache
 from random import Random
 
 import pytest
+from decoder_models import small
 from training_models import assert_same_step, mesh_of, random_inputs, small_gpt, small_llama, tied
 
 from distsim.compose import build_program, parallelize
@@ -22,6 +23,7 @@ from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels import KERNELS, Kernels, fuse, kernels_named
+from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.kernels.losses import losses_apart
 
 MODELS = {"gpt": small_gpt, "llama": small_llama, "tied": tied}
@@ -126,6 +128,45 @@ def test_a_transpose_is_a_view_where_strides_are_read(name):
     inputs = random_inputs(function)
     for one, other in zip(*(SequentialExecutor().compute(f, inputs) for f in (function, fused)), strict=True):
         assert (one == other).all()
+
+
+@pytest.mark.parametrize("name", ["eager", "fused", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_attention_makes_is_copied_nowhere(name, family):
+    """Kernels write [batch, seq, heads, size]: outputs, and gradients through rotary embeddings, are read
+    where they lie. Written out as products of many matrices, attention makes matrices of each head."""
+    joint = differentiate(set_attention(small(family), "flash2"), SGD())
+    fused = fuse(joint, KERNELS[name]).function
+    verify(fused)
+    assert not [op for op in all_ops(fused) if op.op_type == "Transpose"]
+    inputs = random_inputs(joint)
+    for one, other in zip(*(SequentialExecutor().compute(f, inputs) for f in (joint, fused)), strict=True):
+        assert (one == other).all()
+    written = fuse(differentiate(set_attention(small(family), "math"), SGD()), KERNELS[name]).function
+    assert [op for op in all_ops(written) if op.op_type == "Transpose"]
+
+
+@pytest.mark.parametrize(("reader", "kind"), [("MatMul", "Transpose"), ("Tanh", "TransposedView")])
+def test_a_view_of_joined_dimensions_is_in_order_for_a_product(reader, kind):
+    """[batch, heads, size, seq] as [batch, seq, heads x size] is a view, whose rows a product would join."""
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (2, 4, 6, 8)))
+    turned = maker.add_op("Transpose", inputs=[x], attributes={"perm": (0, 3, 1, 2)})
+    flat = maker.add_op("Reshape", inputs=[turned], attributes={"shape": (2, 8, 24)})
+    w = [maker.add_input_value("w", Tensor(Float(), (24, 5)))] if reader == "MatMul" else []
+    maker.add_op(reader, inputs=[flat, *w])
+    assert fuse(maker.finalize(), KERNELS["eager"]).function.ops[0].op_type == kind
+
+
+def test_a_transpose_of_attention_into_another_order_is_a_copy():
+    maker = FunctionMaker("f")
+    heads = [maker.add_input_value(n, Tensor(Float(), (2, 4, 8, 6))) for n in "qkv"]
+    made = maker.add("Attention", heads)[0]
+    for perm in ((0, 2, 1, 3), (2, 0, 1, 3)):
+        turned = maker.add_op("Transpose", inputs=[made], attributes={"perm": perm})
+        maker.add_op("Reshape", inputs=[turned], attributes={"shape": (16, 24)})
+    kinds = [op.op_type for op in fuse(maker.finalize(), KERNELS["eager"]).function.ops]
+    assert kinds == ["Attention", "TransposedView", "Reshape", "Transpose", "Reshape"]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mixed"])

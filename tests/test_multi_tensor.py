@@ -19,6 +19,7 @@ from distsim.simulation.memory.plan import gradient_values
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, AdamW, differentiate
 from distsim.transforms.autodiff.optimizers import optimizer_named
+from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels import KERNELS, fuse
 
 EAGER = KERNELS["eager"]
@@ -61,12 +62,49 @@ def test_memory_sees_what_a_kernel_overwrites_and_what_its_gradients_are():
     assert gradient_values(fused) == gradient_values(function)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "read", "written", "kernels"),
+    [
+        (AdamW(), 4, 3, 1),
+        (AdamW(kernel="foreach"), 12, 8, 8),  # mul_; lerp_; mul_, addcmul_; sqrt, div_, add_; addcdiv_
+        (Adam(kernel="foreach"), 11, 7, 7),
+        (Adam(kernel="foreach", weight_decay=0.1), 13, 8, 8),
+        (SGD(momentum=0.9, kernel="foreach"), 5, 3, 3),
+    ],
+)
+def test_foreach_reads_and_writes_tensors_again(optimizer, read, written, kernels):
+    """In passes over all elements of four bytes, and as many launches; alone, and joined with others."""
+    function = updates(3, optimizer)
+    (kernel,) = fuse(function, EAGER).function.ops
+    device = load_cluster("dgx-a100").devices[0]
+    costs = CostModel(load_cluster("dgx-a100"), kernels="eager")
+    for op, count in ((function.ops[0], 1), (kernel, 3)):
+        demand = work(signature_of(op))
+        assert (demand.bytes_read, demand.bytes_written) == (count * read * 32, count * written * 32)
+        gathered = device.rates.tensor * (_listed(op) - 1)
+        expected = kernels * device.rates.launch("eager") + gathered
+        assert costs.launch_seconds(signature_of(op), device) == pytest.approx(expected)
+
+
+def _listed(op):
+    return 1 if op.op_type != "Kernel" else max(len(op.outputs), 1)
+
+
+def test_a_master_copy_is_copied_into_its_weight_by_a_kernel_of_its_own():
+    function = differentiate(small_gpt(), AdamW(), precision=precision_named("mixed"))
+    update = next(op for op in all_ops(function) if op.op_type == "AdamOptimizer")
+    demand, (weight, *others) = work(signature_of(update)), [value.type.nbytes for value in update.inputs]
+    assert demand.bytes_read == sum(others) + others[-1]  # gradient, moments, master; the master again
+    assert demand.bytes_written == sum(others[1:]) + weight
+    assert weight != others[-1]
+
+
 def test_one_kernel_a_parameter_if_asked():
     function = updates(5, Adam(kernel="single"))
     assert fuse(function, EAGER).function is function
     assert optimizer_named("adamw:kernel=single,lr=0.5") == AdamW(lr=0.5, kernel="single")
     for wrong in ("many", ""):
-        with pytest.raises(PlanError, match=f"kernel={wrong} is not one of multi, single"):
+        with pytest.raises(PlanError, match=f"kernel={wrong} is not one of multi, single, foreach"):
             optimizer_named(f"sgd:kernel={wrong}")
 
 

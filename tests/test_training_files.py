@@ -303,6 +303,10 @@ def test_torchtitan_pipelines_and_hybrids(tmp_path):
     )
     assert config.unknown == ("training.surprise",)
     assert config.seq == 2048
+    for rotate, kind in (("", "torch_allgather"), ("alltoall", "torch_alltoall")):
+        method = f'context_parallel_rotate_method = "{rotate}"\n' if rotate else ""
+        divided = text.replace("[activation", f"context_parallel_degree = 2\n{method}[activation")
+        assert plan(read_torchtitan(written(tmp_path, divided, "job.toml")), 32).cp_kind == kind
     other = read_torchtitan(written(tmp_path, text.replace("8B", "9B"), "job.toml"))
     assert (other.model, other.sizes) == (None, None)
     assert "9B" in other.lacks

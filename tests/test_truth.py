@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from truth_rows import GPT, LLAMA
 
-from distsim.ir import Float8E4M3FN
+from distsim.ir import Float8E4M3FN, all_ops
 from distsim.models.decoder_sizes import DropoutRates
+from distsim.ops.places import shape_of
 from distsim.plan import Plan
 from distsim.truth import MissingFeatureError, case_of
 from distsim.truth.row import cell, number, plain
@@ -50,6 +51,17 @@ def test_a_row_of_torchtitan():
     for url, kernels in (("h100_202412_titan.md", "blocks"), ("h100_2025-06_titan.md", "complex")):
         assert case_of(compiled | {"source_url": url}).kernels == f"compiled_{kernels}"
     assert case_of(compiled | {"framework": "torchtitan 2025-04"}).kernels == "compiled_complex"
+    for date, stack in (
+        ("202412", "torchtitan_2025"),
+        ("2026-01", "torchtitan_2025"),
+        ("2026-02", "torchtitan"),
+    ):
+        dated = case_of(LLAMA | {"source_url": f"h100_{date}_titan.md", "cp": "2", "dp": "2"})
+        assert (dated.stack.name, dated.plan.cp_kind) == (stack, "torch_allgather")
+        heads = {
+            shape_of(v)[1] for op in all_ops(dated.joint()) if op.op_type == "Attention" for v in op.inputs
+        }
+        assert (len(heads) == 1) == dated.stack.repeated_keys
     assert case_of(LLAMA | {"framework": "OLMo"}).assumed == ("the stack torchtitan for olmo",)
 
 

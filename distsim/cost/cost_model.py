@@ -28,6 +28,7 @@ from distsim.ops import Signature, Work, operator, signature_of, work
 from distsim.ops.cross_entropy import LOSS_STEPS
 from distsim.ops.kernel import KERNEL, MULTI_TENSOR
 from distsim.ops.operator import bytes_of, memory_bound
+from distsim.ops.optimizers import OPTIMIZER_OPS, launches_of
 
 Group = tuple[Device, ...]
 
@@ -118,14 +119,14 @@ class CostModel:
         message from device to device, whose latency has it.
 
         A multi-tensor kernel is issued once, but the host gathers its tensors one by one. A loss in steps is
-        several kernels.
+        several kernels, and so are some updates.
         """
         kernel = device.rates.launch(self.kernels) if self.kernels else 0.0
         meaning = operator(signature.op_type)
         sends = meaning.communication is not None and meaning.communication.transfers
         if not kernel or sends or meaning.host_stream or not runs_kernel(signature.op_type):
             return 0.0
-        count = LOSS_STEPS if signature.attributes.get("in_steps", 0) else 1
+        count = _kernels(signature)
         return kernel * count + device.rates.tensor * (_tensors(signature) - 1)
 
     def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
@@ -342,6 +343,15 @@ def _host_copy(signature: Signature, device: Device) -> float:
             "under [device.host_link] of a cluster's file"
         )
     return link.latency + bytes_of((*signature.inputs, *signature.outputs)) / link.achieved
+
+
+def _kernels(signature: Signature) -> int:
+    """Return how many kernels an op is."""
+    if signature.attributes.get("in_steps", 0):
+        return LOSS_STEPS
+    if signature.op_type in OPTIMIZER_OPS:
+        return launches_of(signature)
+    return int(signature.attributes.get("launches", 1)) if signature.op_type == KERNEL else 1
 
 
 def _tensors(signature: Signature) -> int:

@@ -38,6 +38,7 @@ from distsim.ops import (
     scattering,
     shape,
     softmax,
+    torch_context,
     training,
 )
 from distsim.ops.kernel import op_label
@@ -112,6 +113,7 @@ __all__ = [
     "sharding_rule",
     "signature_of",
     "softmax",
+    "torch_context",
     "training",
     "types",
     "work",

@@ -1,10 +1,12 @@
 """How attention is divided: over batch and heads, and, over ranks of a context, in the sequence.
 
-Three kinds of context parallelism divide the sequence of what an attention reads and makes:
+Kinds of context parallelism divide the sequence of what an attention reads and makes:
 
 - ``allgather``: queries are divided, keys and values brought together before (Llama 3, Dubey et al. 2024,
   section 3.3.2; TransformerEngine's "all_gather"); their gradients come out as sums over the ranks;
 - ``ring``: all three are divided, keys and values pass around (:mod:`distsim.ops.ring_attention`);
+- ``torch_allgather``, ``torch_alltoall``: a ring whose keys and values are gathered at once, or pass around,
+  as torch has it (:mod:`distsim.ops.torch_context`);
 - ``ulysses``: heads are divided in place of the sequence, by all-to-alls (DeepSpeed-Ulysses, Jacobs et al.
   2023; TransformerEngine's "a2a").
 """
@@ -20,16 +22,27 @@ from distsim.ops.operator import Operator, Signature, register
 from distsim.ops.places import places
 from distsim.ops.ring_attention import attend_part, attend_part_backward, attend_ring, attend_ring_backward
 from distsim.ops.sharding_rule import Decomposition, Dim, Pieces, ShardingRule
+from distsim.ops.torch_context import attend_backward_by, attend_by
 
-CONTEXTS = ("allgather", "ring", "ulysses")
+TORCH_ROTATES = {"torch_allgather": "allgather", "torch_alltoall": "alltoall"}
+"""The kinds of torch, and its names of how their keys and values come."""
+CONTEXTS = ("allgather", "ring", *TORCH_ROTATES, "ulysses")
 """The kinds of context parallelism by which one axis of ranks divides an attention."""
+
+_RINGS = ("ring", *TORCH_ROTATES)
+"""The factors of queries and keys that are divided alike, each called as its kind."""
+_TORCH = {
+    (backward, rotate): Decomposition((attend_backward_by if backward else attend_by)(rotate))
+    for backward in (False, True)
+    for rotate in TORCH_ROTATES.values()
+}
 
 
 def _labels(
     sizes: AttentionSizes, formals: Sequence[str], signature: Signature
 ) -> dict[str, tuple[Dim, ...]]:
     """Return the labels of the operands: batch, heads, and the sequence, of queries (``seq``), or of queries
-    and keys (``ring``).
+    and keys (``ring``, and the kinds of torch).
 
     The heads divide with those of keys and values (``heads``), or inside each group (``group``), of which
     keys and values are then whole. What a mask that is static fills stays whole.
@@ -38,9 +51,9 @@ def _labels(
     heads: Dim = "heads" if sizes.group == 1 else "group" if sizes.kv_heads == 1 else ("heads", group)
     shared = None if sizes.kv_heads == 1 and sizes.group > 1 else "heads"
     square = sizes.seq == sizes.kv_seq
-    seq: Dim = ("seq", "ring") if square else "seq"
+    seq: Dim = ("seq", *_RINGS) if square else "seq"
     query: tuple[Dim, ...] = ("batch", heads, seq, None)
-    keys: tuple[Dim, ...] = ("batch", shared, "ring" if square else None, None)
+    keys: tuple[Dim, ...] = ("batch", shared, _RINGS if square else None, None)
     found: dict[str, tuple[Dim, ...]] = {
         "Q": query,
         "K": keys,
@@ -72,8 +85,10 @@ def _ways(
     if placed and not masked:
         decompositions["seq"] = Decomposition(attend_part_backward if backward else attend_part)
     if not masked and sizes.seq == sizes.kv_seq:
-        kinds["ring"] = "ring"
+        kinds |= {factor: factor for factor in _RINGS}
         decompositions["ring"] = Decomposition(attend_ring_backward if backward else attend_ring)
+        for kind, rotate in TORCH_ROTATES.items():
+            decompositions[kind] = _TORCH[backward, rotate]
     return kinds, decompositions
 
 
@@ -86,7 +101,7 @@ def _rule(signature: Signature, formals: Sequence[str], results: Sequence[str]) 
     inputs, outputs = (tuple([labels[name] for name in names]) for names in (index, results))
     linear = ((index["dY"],),) if "dY" in index else ()
     return ShardingRule(
-        inputs, outputs, linear, whole=("seq", "ring"), decompositions=decompositions, context=kinds
+        inputs, outputs, linear, whole=("seq", *_RINGS), decompositions=decompositions, context=kinds
     )
 
 

@@ -8,12 +8,12 @@ made of finished functions (:mod:`distsim.transforms.kernels`): they have no gra
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from distsim.ir.function import Op
 from distsim.ir.value import Attributes
 from distsim.ops.operator import Operator, Signature, Work, bytes_of, operator, register, signature_of
-from distsim.ops.optimizers import OPTIMIZER_OPS
+from distsim.ops.optimizers import OPTIMIZER_OPS, launches_of
 from distsim.ops.rules import work
 from distsim.ops.softmax import TRIANGLE, triangle_reads
 
@@ -30,11 +30,12 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units. With
     ``one_product`` the products among them are one: what they make are columns of its result (``columns``),
     and what adds gradients of its operand is a part of it. ``triangle``: it is a softmax that reads nothing
-    that a causal mask hides.
-    Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
+    that a causal mask hides. Of updates that are several kernels also the bytes that these move beyond each
+    operand once, and how many they are (``launches``). Views count for nothing. Raises :class:`ValueError`
+    for an op without a work rule.
     """
     summed = one_product and any(op.op_type == "MatMulGradA" for op in ops)
-    flops, matrix, names = 0.0, False, list[str]()
+    flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
     for op in ops:
         if operator(op.op_type).view or (summed and op.op_type == "Add"):
             continue
@@ -43,6 +44,8 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
             raise ValueError(f"{op!r} has no work rule; it cannot be a part of a kernel")
         flops, matrix = flops + demand.flops, matrix or demand.matrix
         names.append(op.op_type)
+        if op.op_type in OPTIMIZER_OPS:
+            more = _with_passes(more, op, demand)
     made = {value for op in ops for value in op.outputs}
     chained = not all(made.isdisjoint(op.inputs) for op in ops)
     if one_product or not chained or max(Counter(names).values(), default=0) > 3:
@@ -51,14 +54,28 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     marks = {"columns": 1} if one_product else {}
     if any(op.attributes.get(TRIANGLE, 0) for op in ops):
         marks[TRIANGLE] = 1
-    return Attributes({"ops": label, "flops": flops, "matrix": matrix, **marks})
+    return Attributes({"ops": label, "flops": flops, "matrix": matrix, **marks, **more})
+
+
+def _with_passes(more: Mapping[str, float], op: Op, demand: Work) -> dict[str, float]:
+    """Return the bytes that kernels of updates move beyond each operand once, and how many they are, with
+    those of one more update that they do; nothing for one kernel."""
+    count = launches_of(signature_of(op))
+    if count == 1:
+        return {}
+    signature = signature_of(op)
+    return {
+        "read_more": more.get("read_more", 0.0) + demand.bytes_read - bytes_of(signature.inputs),
+        "written_more": more.get("written_more", 0.0) + demand.bytes_written - bytes_of(signature.outputs),
+        "launches": count,
+    }
 
 
 def _work(signature: Signature) -> Work:
     return Work(
         signature.attributes["flops"],
-        triangle_reads(signature, bytes_of(signature.inputs)),
-        bytes_of(signature.outputs),
+        triangle_reads(signature, bytes_of(signature.inputs)) + signature.attributes.get("read_more", 0.0),
+        bytes_of(signature.outputs) + signature.attributes.get("written_more", 0.0),
         signature.attributes["matrix"],
     )
 

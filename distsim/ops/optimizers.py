@@ -5,6 +5,13 @@ where it reads the old ones: no second copy of anything. Each operand has an ele
 master the update is of that, and the weight is what remains of it in the weight's type (Micikevicius et al.
 2018, "Mixed precision training", section 3.1). All is computed in the type of what is updated, in float32 if
 that has less: a kernel keeps its numbers in registers.
+
+One kernel would read and write each operand once, but what frameworks run is more (:func:`passes`): none of
+their kernels writes a weight beside its master copy, which another one copies (torch knows no masters;
+nanotron c2528430, optim/gradient_accumulator.py, ``half_param.copy_(fp32_param)``; Megatron-LM d98e8a64,
+core/optimizer/optimizer.py, ``_copy_main_params_to_model_params``; DeepSpeed, runtime/zero/stage_1_and_2.py,
+``bit16_partitions[partition_id].data.copy_(fp32_partition.data)``). With ``kernel`` = "foreach" an update is
+torch's sequence of kernels (pytorch 002d2f0b, torch/optim/adamw.py, ``_multi_tensor_adamw``).
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes
 from distsim.ops.normalization import widened
-from distsim.ops.operator import Array, Operator, common_device, memory_bound, register
+from distsim.ops.operator import Array, Operator, Signature, Work, common_device, memory_bound, register
 from distsim.ops.places import same_shape_rule
 
 Step = Callable[[Attributes, Array, Array, Sequence[Array]], tuple[Array, ...]]
@@ -60,7 +67,50 @@ def _adam(attributes: Attributes, weight: Array, grad: Array, states: Sequence[A
     return kept - attributes["lr"] * change, mean, square
 
 
-def _register(name: str, states: int, flops: float, step: Step) -> None:
+def passes(op_type: str, attributes: Attributes, has_master: bool) -> tuple[tuple[str, str], ...]:
+    """Return what each kernel of an update reads and writes.
+
+    w is what is updated, g its gradient, m and v are its states, t is a temporary of the type of the last of
+    them, p the weight that is copied from a master.
+
+    >>> passes("SGDOptimizer", Attributes({}), True)
+    (('wg', 'w'), ('w', 'p'))
+    """
+    states = "mv"[: _OPTIMIZERS[op_type][0]]
+    copy = (("w", "p"),) if has_master else ()
+    if attributes.get("kernel") != "foreach":
+        return (f"wg{states}", f"w{states}"), *copy
+    decay = attributes.get("weight_decay", 0.0)
+    decoupled = attributes.get("decoupled", False)
+    before = () if not decay else (("w", "w"),) if decoupled else (("wg", "g"),)  # mul_; add
+    own = {
+        "": (("wg", "w"),),  # add_
+        "m": (("m", "m"), ("mg", "m"), ("wm", "w")),  # mul_, add_; add_
+        # lerp_; mul_, addcmul_; sqrt, div_, add_; addcdiv_
+        "mv": (("mg", "m"), ("v", "v"), ("vg", "v"), ("v", "t"), ("t", "t"), ("t", "t"), ("wmt", "w")),
+    }
+    return *before, *own[states], *copy
+
+
+def launches_of(signature: Signature) -> int:
+    """Return how many kernels an update is."""
+    states, _, _ = _OPTIMIZERS[signature.op_type]
+    return len(passes(signature.op_type, signature.attributes, len(signature.inputs) > states + 2))
+
+
+def _work(signature: Signature) -> Work:
+    states, flops, _ = _OPTIMIZERS[signature.op_type]
+    weight, grad, *kept = [float(tensor.nbytes) for tensor in signature.inputs]
+    has_master = len(kept) > states
+    sizes = {"p": weight, "g": grad, "w": kept[-1] if has_master else weight}
+    sizes |= dict(zip("mv", kept[:states], strict=False))
+    sizes["t"] = kept[states - 1] if states else 0.0
+    moved = passes(signature.op_type, signature.attributes, has_master)
+    read, written = (sum([sizes[each] for each in "".join(side)]) for side in zip(*moved, strict=True))
+    return Work(memory_bound(signature, flops).flops, read, written)
+
+
+def _register(name: str, states: int, step: Step) -> None:
     """Register an optimizer that keeps so many states of each parameter."""
     least = 2 + states
 
@@ -89,7 +139,7 @@ def _register(name: str, states: int, flops: float, step: Step) -> None:
             name,
             types=types,
             compute=compute,
-            work=lambda s: memory_bound(s, flops),
+            work=_work,
             sharding=same_shape_rule,
             in_place={0: 0} | {place: place + 1 for place in range(1, states + 2)},
         )
@@ -101,8 +151,9 @@ _OPTIMIZERS: dict[str, tuple[int, float, Step]] = {
     "MomentumOptimizer": (1, 2.0, _momentum),
     "AdamOptimizer": (2, 4.0, _adam),
 }
-for _name, _rules in _OPTIMIZERS.items():
-    _register(_name, *_rules)
+for _name, (_states, _, _step) in _OPTIMIZERS.items():
+    _register(_name, _states, _step)
 
 OPTIMIZER_OPS = frozenset(_OPTIMIZERS)
-"""The operators that update a parameter. Attribute ``kernel`` = "single": no launch does it with others."""
+"""The operators that update a parameter. Attribute ``kernel`` = "single": no launch does it with others;
+"foreach": see :func:`passes`."""

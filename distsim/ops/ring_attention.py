@@ -52,14 +52,15 @@ _PART_GRAD = (*_PART, "Y", "lse", "dY")
 
 def _places_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, count = mesh_and_ranks("LocalPlaces", attributes, inputs)
-    return (tensor.with_shape((divided_size("LocalPlaces", tensor, 0, count, attributes["pieces"]),)),)
+    dim = attributes.get("dim", 0)
+    size = divided_size("LocalPlaces", tensor, dim, count, attributes["pieces"])
+    return (tensor.with_shape((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])),)
 
 
 def _local_places(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
-    count, back = len(ranks), attributes["back"]
-    return [
-        take_part(array, 0, (i - back) % count, count, attributes["pieces"]) for i, array in enumerate(ranks)
-    ]
+    count, back, dim = len(ranks), attributes["back"], attributes.get("dim", 0)
+    pieces = attributes["pieces"]
+    return [take_part(array, dim, (i - back) % count, count, pieces) for i, array in enumerate(ranks)]
 
 
 def _shifted(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:
@@ -154,8 +155,11 @@ def _merge_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Te
     return y, lse
 
 
-def _merge(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    """Where nothing is seen, lse is infinite: that part weighs nothing."""
+def merged(arrays: Sequence[Array]) -> tuple[Array, Array]:
+    """Return Y, in float32 at least, and lse of two results of attention to different keys.
+
+    Where nothing is seen, lse is infinite: that part weighs nothing.
+    """
     (one, of_one), (other, of_other) = arrays[:2], arrays[2:]
     top = np.maximum(
         np.where(of_one == np.inf, -np.inf, of_one), np.where(of_other == np.inf, -np.inf, of_other)
@@ -165,9 +169,13 @@ def _merge(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     total = weights[0] + weights[1]
     blind = total == 0
     share = [(weight / np.where(blind, 1, total))[..., None] for weight in weights]
-    merged = widened(one) * share[0] + widened(other) * share[1]
     lse = np.where(blind, np.inf, top + np.log(np.where(blind, 1, total)))
-    return [merged.astype(one.dtype, copy=False), lse.astype(of_one.dtype, copy=False)]
+    return widened(one) * share[0] + widened(other) * share[1], lse.astype(of_one.dtype, copy=False)
+
+
+def _merge(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    y, lse = merged(arrays)
+    return [y.astype(arrays[0].dtype, copy=False), lse]
 
 
 register(
@@ -205,7 +213,7 @@ def _pieces(seq: int) -> tuple[int, int]:
     return (seq // 2, -(seq // 2))
 
 
-class _Ring:
+class Ring:
     """Writes attention of the ranks of one axis."""
 
     def __init__(self, maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> None:
@@ -219,41 +227,55 @@ class _Ring:
         self.shared = picked(op.attributes, *OPTION_NAMES, "joined")
 
     def all_places(self) -> Value:
+        """Return the places of all ranks' queries, in the order of the sequence."""
         value = Literal(np.arange(self.seq))
         return self.maker.add("Constant", (), {"value": value, "device": self.mesh})[0]
 
     def places(self, back: int = 0) -> Value:
+        """Return those of the rank ``back`` places before."""
         attributes = {"axis": self.axis, "pieces": _pieces(self.seq), "back": back}
         return self.maker.add("LocalPlaces", (self.all_places(),), attributes)[0]
+
+    def gather(self, values: Sequence[Value]) -> Sequence[Value]:
+        """Return of values along a sequence those of all ranks, one rank behind the other, as one message."""
+        return self.maker.add("MPIAllgather", values, {"axis": self.axis, "dim": 2})
+
+    def gathered_part(self, value: Value, back: int) -> Value:
+        """Return the part of the rank so many places before: what was gathered, seen from there."""
+        shape = as_tensor(value.type, value.name).shape
+        attributes = {"axis": self.axis, "pieces": (shape[2],), "back": back, "dim": 2}
+        return self.maker.add("LocalPlaces", (value,), attributes)[0]
 
     def shift(self, values: Sequence[Value], back: bool = False) -> Sequence[Value]:
         """Send values on to the next rank, or ``back`` to the one before, as one message."""
         return self.maker.add("MPIShift", values, {"axis": self.axis, **({"back": 1} if back else {})})
 
     def add(self, *values: Value) -> Value:
+        """Return the sum of a value or two."""
         return values[0] if len(values) == 1 else self.maker.add("Add", values)[0]
 
     def attend(self, op_type: str, operands: Sequence[Value], ring: bool, step: int = 0) -> tuple[Value, ...]:
+        """Attend, by an op, to keys that some rank has (``ring``: that ``step`` before), or to all."""
         pairs = _pairs(self.seq, self.ranks, ring, step, self.options)
         return self.maker.add(op_type, operands, {**self.shared, "pairs": pairs}, name=self.op.name)
 
 
 def attend_part(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
     """Add the attention of a rank's queries over the keys of all ranks, which are in their order."""
-    ring = _Ring(maker, op, inputs, axis)
+    ring = Ring(maker, op, inputs, axis)
     return ring.attend("AttentionPart", (*inputs[:3], ring.places(), ring.all_places()), False)
 
 
 def attend_part_backward(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
     """Add its gradients: those of keys and values are sums over the ranks."""
-    ring = _Ring(maker, op, inputs, axis)
+    ring = Ring(maker, op, inputs, axis)
     operands = (*inputs[:3], ring.places(), ring.all_places(), *inputs[3:])
     return ring.attend("AttentionPartGrad", operands, False)
 
 
 def attend_ring(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
     """Add the steps of a ring: each attends to what the one before has sent, and sends it on."""
-    ring = _Ring(maker, op, inputs, axis)
+    ring = Ring(maker, op, inputs, axis)
     (query, *passing), own = inputs[:3], ring.places()
     made: tuple[Value, ...] = ()
     for step in range(ring.ranks):
@@ -266,7 +288,7 @@ def attend_ring(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str
 
 def attend_ring_backward(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
     """Add the steps of its gradients: those of keys and values follow these back to whose they are."""
-    ring = _Ring(maker, op, inputs, axis)
+    ring = Ring(maker, op, inputs, axis)
     (query, *passing), own = inputs[:3], ring.places()
     if "last" not in op.attributes:
         passing = list(ring.shift(passing, back=True))

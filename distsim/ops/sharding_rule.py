@@ -53,6 +53,10 @@ def label_of(dim: Dim, factor: str) -> Label | None:
     return None
 
 
+Build = Callable[[FunctionMaker, Op, Sequence[Value], str], Sequence[Value]]
+"""(maker, op, its inputs, the axis) -> the outputs of the ops that it adds in the place of that op."""
+
+
 @dataclass(frozen=True, slots=True)
 class Decomposition:
     """What an op becomes where an axis divides a factor of it and it does not just run on its part.
@@ -62,7 +66,7 @@ class Decomposition:
     outputs without the factor are whole then, not partial.
     """
 
-    build: Callable[[FunctionMaker, Op, Sequence[Value], str], Sequence[Value]]
+    build: Build
     reduced: Callable[[Sequence[Tensor]], Sequence[int]] | None = None
 
 

@@ -25,6 +25,7 @@ from distsim.ops.operator import (
     GradientContext,
     Operator,
     Signature,
+    Work,
     arity,
     common_device,
     memory_bound,
@@ -133,6 +134,7 @@ register(
 
 # GradientCast(gradient; to): the gradient of a parameter in the type in which it is summed. Wherever the sum
 # is taken, over microbatches or over ranks, it is taken of this: what is cast is handed on as it was made.
+# ``zeroed``: it is added to a sum of zeros, which is read, and was written once a step.
 # GradientCopy(sum; to): that sum as the optimizer reads it. The sum stays, as Megatron-LM's buffer of
 # gradients does when its optimizer takes float32 copies (dist_optimizer.md: 20 bytes a parameter in fp16).
 
@@ -147,12 +149,19 @@ def _gradient_cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[
     return [arrays[0].astype(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]), copy=False)]
 
 
+def _gradient_cast_work(signature: Signature) -> Work:
+    if "zeroed" not in signature.attributes:
+        return move_work(signature)
+    (grad,), (total,) = signature.inputs, signature.outputs
+    return Work(float(total.size), grad.nbytes + total.nbytes, 2.0 * total.nbytes)
+
+
 register(
     Operator(
         "GradientCast",
         types=_gradient_cast_types,
         compute=_gradient_cast,
-        work=move_work,
+        work=_gradient_cast_work,
         sharding=lambda s: same_shape_rule(s, ((0,),)),
         pinned=True,
     )

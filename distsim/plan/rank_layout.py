@@ -16,10 +16,10 @@ MAX_DEGREE = 2**20
 ORDER = "tp-cp-ep-dp-pp"
 """Which axis of ranks changes fastest over the devices, which next, as in Megatron-LM (parallel_state.py)."""
 
-CP_KINDS = ("allgather", "ring", "ulysses", "usp:U")
+CP_KINDS = ("allgather", "ring", "torch_allgather", "torch_alltoall", "ulysses", "usp:U")
 """How ranks of a context divide attention (:mod:`distsim.ops.attention_sharding`): keys and values of all
-are brought together; they pass around a ring; heads are divided, by all-to-alls; U ranks exchange heads,
-rings are of the others (Fang and Zhao 2024, USP)."""
+are brought together; they pass around a ring; either, as torch does it part by part in float32; heads are
+divided, by all-to-alls; U ranks exchange heads, rings are of the others (Fang and Zhao 2024, USP)."""
 
 
 def check_order(text: str) -> None:

@@ -6,7 +6,7 @@ A stack is defaults only: every one of them is an option of its own, which goes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distsim.errors import PlanError
 from distsim.suggestions import choices_for
@@ -24,7 +24,9 @@ class Stack:
     tensor-parallel ranks divide the sequence as well, a field of a plan; ``vocabulary_multiple``: what the
     vocabulary of each tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further
     fields of a plan with several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with
-    several tensor-parallel ranks, ``stages`` of one with a pipeline; ``scaling`` and ``linear_ops``: those of
+    several tensor-parallel ranks, ``stages`` of one with a pipeline; ``contexts``: which kind of context
+    parallelism it has for one; ``repeated_keys``: attention is given as many heads of keys as of queries
+    (:mod:`distsim.transforms.repeated_keys`); ``scaling`` and ``linear_ops``: those of
     operands of 8 bits, where they are asked for (none: all). ``source`` says where these are from.
 
     >>> stack_named("megatron").precision, stack_named("megatron").clip
@@ -45,12 +47,44 @@ class Stack:
     scaling: str = "delayed"
     linear_ops: tuple[str, ...] = ()
     vocabulary_multiple: int = 0
+    repeated_keys: bool = False
+    contexts: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     plan: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]], hash=False)
+
+    @property
+    def family(self) -> str:
+        """The framework, of whatever year.
+
+        >>> stack_named("megatron_2021").family
+        'megatron'
+        """
+        return self.name.partition("_")[0]
 
     def spread_fields(self, zero: int) -> dict[str, str]:
         """Return fields of a plan that has several ranks of the data, and this stage of ZeRO."""
         return dict(self.plan.get(zero, {}))
 
+
+_TORCHTITAN = Stack(
+    *("torchtitan", "fsdp2", "flash2", "eager_complex", "every_early:2", "adamw", 1.0),
+    source="torchtitan 238fa995, config/job_config.py: mixed_precision_param bfloat16, "
+    "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
+    "compile off, max_norm 1.0; attention by scaled_dot_product_attention; "
+    "models/llama3/infra/parallelize.py: norms are SequenceParallel "
+    "wherever there is tensor parallelism; fsdp_reshard_after_forward default; fully_shard, which is "
+    "torch's FSDP2; MmBackward0 of torch "
+    "returns both gradients before a DTensor is redistributed; components/float8.py without a "
+    "recipe_name: torchao's tensorwise scaling, of linear layers but not of experts; layers a stage, "
+    "embedding and head counted as one each (distributed/pipeline_parallel.py); distributed/utils.py, "
+    "create_context_parallel_ctx: context parallelism of torch, context_parallel_rotate_method allgather",
+    stages="default",
+    sp="dtensor",
+    tp_overlap="off",
+    scaling="tensorwise",
+    linear_ops=("MatMul", "Gemm"),
+    contexts={"allgather": "torch_allgather", "ring": "torch_alltoall"},
+    plan={3: {"reshard": "auto", "bucket": "fsdp2"}},
+)
 
 _MEGATRON = {zero: {"bucket": "megatron", "overlap_grads": "off"} for zero in (0, 1, 2)}
 
@@ -83,23 +117,13 @@ STACKS = {
             tp_overlap="off",
             plan=_MEGATRON,
         ),
-        Stack(
-            *("torchtitan", "fsdp2", "flash2", "eager_complex", "every_early:2", "adamw", 1.0),
-            source="torchtitan 238fa995, config/job_config.py: mixed_precision_param bfloat16, "
-            "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
-            "compile off, max_norm 1.0; attention by scaled_dot_product_attention; "
-            "models/llama3/infra/parallelize.py: norms are SequenceParallel "
-            "wherever there is tensor parallelism; fsdp_reshard_after_forward default; fully_shard, which is "
-            "torch's FSDP2; MmBackward0 of torch "
-            "returns both gradients before a DTensor is redistributed; components/float8.py without a "
-            "recipe_name: torchao's tensorwise scaling, of linear layers but not of experts; layers a stage, "
-            "embedding and head counted as one each (distributed/pipeline_parallel.py)",
-            stages="default",
-            sp="dtensor",
-            tp_overlap="off",
-            scaling="tensorwise",
-            linear_ops=("MatMul", "Gemm"),
-            plan={3: {"reshard": "auto", "bucket": "fsdp2"}},
+        _TORCHTITAN,
+        replace(
+            _TORCHTITAN,
+            name="torchtitan_2025",
+            source="torchtitan 2887250b of June 2025: as torchtitan, but for models/llama3/model/model.py, "
+            "which repeats heads of keys before attention (repeat_kv, until ff0829c1 of January 2026)",
+            repeated_keys=True,
         ),
         Stack(
             *("composer", "fsdp2", "triton", "eager_loss", "none", "adamw", 1.0),

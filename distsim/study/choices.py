@@ -73,6 +73,8 @@ class Choices:
         fields = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
         if plan.num_stages > 1:
             fields |= {"stages": self.stack.stages}
+        if plan.cp > 1:
+            fields |= {"cp_kind": self.stack.contexts.get(plan.cp_kind, plan.cp_kind)}
         if plan.tp > 1:
             fields |= {"tp_overlap": self.stack.tp_overlap}
             fields |= {"sp": self.stack.sp} if plan.sp == "on" and self.stack.sp != "off" else {}

@@ -20,6 +20,7 @@ from distsim.transforms.autodiff.loss import check_loss
 from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.kernels.attention import default_attention, set_attention
 from distsim.transforms.kernels.composites import merge_composites
+from distsim.transforms.repeated_keys import repeat_keys
 
 BROUGHT = ("loss", "optimizer", "keep", "precision", "clip", "stack")
 """Options that say what a model that brings its own backward pass has decided."""
@@ -77,7 +78,8 @@ def _logical_model(options: ModelOptions, choices: Choices, progress: Progress, 
 def _forward(options: ModelOptions, choices: Choices, plan: Plan) -> Function:
     function = merge_composites(_read(options, choices, plan))
     dtype = _widest(function) if choices.precision is None else choices.precision.compute
-    return set_attention(function, choices.attention or default_attention(dtype))
+    function = set_attention(function, choices.attention or default_attention(dtype))
+    return repeat_keys(function) if choices.stack.repeated_keys else function
 
 
 def _read(options: ModelOptions, choices: Choices, plan: Plan) -> Function:

@@ -21,6 +21,7 @@ from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import optimizer_named
 from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.kernels.attention import set_attention
+from distsim.transforms.repeated_keys import repeat_keys
 from distsim.truth.architecture import sizes_of
 from distsim.truth.layout import global_batch, layout_of, zero_of
 from distsim.truth.machine import Cluster, cluster_of
@@ -88,4 +89,6 @@ def _joint(
 ) -> Function:
     form = "math" if attention == "math" else "flash"
     model = set_attention(decoder(sizes, batch, seq, attention=form), attention)
+    if stack.repeated_keys:
+        model = repeat_keys(model)
     return differentiate(add_loss(model, "auto"), optimizer_named(stack.optimizer), (), precision, stack.clip)

@@ -187,7 +187,7 @@ def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[str, int]:
 
 def _stages(row: Row, stack: Stack, stages: int, assumed: list[str]) -> str:
     text = f"{plain(row, 'schedule')} {plain(row, 'notes')}"
-    return stages_of(StageSizes.of(row, stages, stack.name == "nanotron"), text, assumed)
+    return stages_of(StageSizes.of(row, stages, stack.family == "nanotron"), text, assumed)
 
 
 # --- what is kept, divided, and when it travels -------------------------------------------------------------
@@ -195,7 +195,7 @@ def _stages(row: Row, stack: Stack, stages: int, assumed: list[str]) -> str:
 
 def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> str:
     text = plain(row, "recompute")
-    early = "_early" if stack.name in TORCH_CHECKPOINT else ""
+    early = "_early" if stack.family in TORCH_CHECKPOINT else ""
     count = re.search(r"\b(block|uniform)\b[^0-9]*([0-9]{1,4})|\b([0-9]{1,4}) layers?\b", text)
     every = re.search(r"every ?([0-9]{1,3})|\bselective ?\(?([0-9]{1,3})\)?$", text)
     share = re.search(r"(ratio|share)[ =]*(0?\.[0-9]{1,6})|\b([0-9]{1,2})( ?%)", text)
@@ -220,7 +220,7 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
             # 8 bits too: a mode of dispatch sees aten.mm of Float8Tensor before it becomes aten._scaled_mm.
             saved = "Float8MatMul/2+MatMul/2+Attention" if eight_bits(row) else "MatMul/2+Attention"
             return f"ops:{saved}+MPIReduceScatter" if number(row, "tp", 1) > 1 else f"ops:{saved}"
-        if re.search(r"attention|core", text) or stack.name.startswith("megatron"):
+        if re.search(r"attention|core", text) or stack.family == "megatron":
             return "attention"
     raise MissingFeatureError(f"recompute {text!r:.60}")
 
@@ -234,8 +234,9 @@ def _context(row: Row, stack: Stack, cp: int) -> dict[str, str | int]:
     for text in (*columns, *clauses):
         kind = next((kind for pattern, kind in CONTEXT if re.search(pattern, text)), None)
         if kind and (re.search(r"\bcp\b|context|ulysses|ring", text) or text == plain(row, "cp_kind")):
-            return {"cp_kind": kind}
-    return {"cp_kind": CONTEXT_DEFAULTS.get(stack.name, "ring")}
+            return {"cp_kind": stack.contexts.get(kind, kind)}
+    kind = CONTEXT_DEFAULTS.get(stack.family, "ring")
+    return {"cp_kind": stack.contexts.get(kind, kind)}
 
 
 def _sharding(row: Row) -> dict[str, str | int]:

@@ -67,7 +67,7 @@ def predict(case: Case) -> PredictedStep:
 
 def measured_rank(case: Case, peaks: Sequence[int]) -> int:
     """Return the pipeline rank whose peak a case measures: that of the highest, unless a stack prints one."""
-    return 0 if case.stack.name in FIRST_RANK else peaks.index(max(peaks))
+    return 0 if case.stack.family in FIRST_RANK else peaks.index(max(peaks))
 
 
 def measure_of(row: Row) -> tuple[str, int]:

@@ -32,6 +32,13 @@ FAST_NORMS = "2021-10"
 """Since when Megatron-LM has apex's FastLayerNorm (a2fdcdf0); Megatron-DeepSpeed had not before it took over
 Megatron-LM of 2023 (9446eaac of July 2023: megatron/model/fused_layer_norm.py)."""
 
+ADAM_FUSED = "2025-03"
+"""Since when torchtitan's AdamW is torch's fused one unless asked (6e498855 of February 2025); foreach before
+(torchtitan/optimizer.py of 9dec370)."""
+
+KEYS_GROUPED = "2026-02"
+"""Since when torchtitan gives attention heads of keys as they are (ff0829c1 of January 2026)."""
+
 TORCH_FSDP = ("torchtitan", "composer", "plain")
 """Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
 
@@ -80,12 +87,12 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     """
     stack, kernels = _stack(row, zero)
     framework = plain(row, "framework")
-    if stack.name.partition("_")[0] not in framework:
+    if stack.family not in framework:
         assumed.append(f"the stack {stack.name} for {framework:.40}")
     said = " ".join([plain(row, "notes"), plain(row, "overlap"), framework])
     if re.search(r"torch[. ]?compile|\+ ?compile", said):
         kernels = "compiled"
-        if stack.name == "torchtitan":
+        if stack.family == "torchtitan":
             kernels = "compiled_complex" if _month(row) >= LOSS_COMPILED else "compiled_blocks"
     if kernels == "fused_deepspeed" and stack.name == "deepspeed_2021":
         kernels = "fused_2021"
@@ -130,6 +137,10 @@ def _stack(row: Row, zero: int) -> tuple[Stack, str]:
                 and not eight_bits(row)
             )
             stack = STACKS[f"{name}_2021" if old else name]
+            if name in framework and name == "torchtitan" and "" < _month(row) < KEYS_GROUPED:
+                stack = STACKS["torchtitan_2025"]
+                if _month(row) < ADAM_FUSED:
+                    stack = replace(stack, optimizer="adamw:kernel=foreach")
             return stack, kernels or stack.kernels
     raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
 
@@ -164,7 +175,7 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
     half, brain, eight = bool(re.search(_HALF, text)), bool(re.search(_BRAIN, text)), eight_bits(row)
     if re.search(r"(mx|nv)?fp4|int-?[48]|float-?4", text):
         raise MissingFeatureError(f"precision {text!r:.60}")
-    if zero == 3 and stack.name in TORCH_FSDP and (half or brain or eight or not text):
+    if zero == 3 and stack.family in TORCH_FSDP and (half or brain or eight or not text):
         policy = POLICIES["fsdp2"]
         if half and not brain:
             policy = replace(policy, name="fsdp_fp16", used=Float16(), compute=Float16(), loss_scale=65536.0)

@@ -72,6 +72,9 @@ SCHEDULES = {
 TWO_A_RANK = ("interleaved_torch", "looped_bfs", "interleaved_zb", "zb_v", "dualpipe_v")
 """Those of several stages a rank: two, unless pipeline_parallel_layers_per_stage says otherwise."""
 
+_ROTATES = {"allgather": "torch_allgather", "alltoall": "torch_alltoall"}
+"""The kinds of context parallelism by torch's rotate methods."""
+
 WITHOUT_EFFECT = (
     "job|profiling|metrics|lr_scheduler|checkpoint|comm|validation|debug|memory_estimation|experimental"
     "|fault_tolerance"
@@ -238,7 +241,7 @@ class _TitanLayout:
         found |= {"sp": "dtensor", "tp_overlap": "split" if own.on("enable_async_tensor_parallel") else "off"}
         if degrees["cp"] > 1:
             rotate = own.text("context_parallel_rotate_method", "allgather")
-            found["cp_kind"] = {"allgather": "allgather", "alltoall": "ring"}.get(rotate, "allgather")
+            found["cp_kind"] = _ROTATES.get(rotate, _ROTATES["allgather"])
         if self.shards:
             reshard = own.text("fsdp_reshard_after_forward", "default")
             if reshard not in ("default", "always", "never"):

@@ -41,7 +41,8 @@ class SGD:
     The velocity is ``v' = momentum * v + g`` (Sutskever et al. 2013, as torch.optim.SGD has it), of type
     ``state``, or of that name (None: that of the precision). ``weight_decay * w`` is added to each gradient.
     ``kernel``: "multi" where a policy of kernels updates many parameters with a launch, "single" for one
-    each.
+    each, "foreach" for torch's sequence of kernels, which read and write each of them several times
+    (:func:`distsim.ops.optimizers.passes`).
 
     >>> SGD(lr=0.1, momentum=0.9) == optimizer_named("momentum:lr=0.1")
     True
@@ -127,12 +128,12 @@ class AdamW(Adam):
 
 
 def _check_kernel(kernel: str) -> None:
-    if kernel not in ("multi", "single"):
-        raise PlanError(f"kernel={kernel} is not one of multi, single")
+    if kernel not in ("multi", "single", "foreach"):
+        raise PlanError(f"kernel={kernel} is not one of multi, single, foreach")
 
 
 def _kernel(kernel: str) -> dict[str, Any]:
-    """Return the attribute of an optimizer that launches a kernel a parameter."""
+    """Return the attribute of an optimizer that runs other kernels than one for many parameters."""
     return {} if kernel == "multi" else {"kernel": kernel}
 
 

@@ -58,6 +58,9 @@ class Kernels:
     gradient, read nothing that it hides, though they write zeros there: Megatron-LM's
     scaled_upper_triang_masked_softmax.h, whose rows are read up to ``local_seq``, for 2,048 keys in 6985e58
     of 2021 (model/fused_softmax.py), 4,096 in core 0.12 (core/fusions/fused_softmax.py).
+    ``zeroed``: sums of gradients in another type are buffers of zeros, to which the first gradient of a step
+    is added as the others are (nanotron c2528430, optim/gradient_accumulator.py: ``_accumulate_grad``,
+    ``zero_grad``); else the first one is cast.
     ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
     torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
     both ways.
@@ -86,6 +89,7 @@ class Kernels:
     strided_batches: bool = False
     norms_twice: bool = False
     triangles: int = 0
+    zeroed: bool = False
     turns: bool = True
     split: bool = False
     dtensors: bool = False
@@ -291,7 +295,14 @@ KERNELS = {
         replace(_MEGATRON_OF_2021, name="fused_2021", epilogues=False),
         replace(_MEGATRON_OF_2021, name="fused_deepspeed", checks_gradients=True),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
-        replace(_EAGER, name="eager_waiting", products="copied", waiting="reading", launched_as="eager"),
+        replace(
+            _EAGER,
+            name="eager_waiting",
+            products="copied",
+            zeroed=True,
+            waiting="reading",
+            launched_as="eager",
+        ),
         replace(
             _EAGER,
             name="eager_loss",
@@ -324,7 +335,8 @@ KERNELS = {
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
 by op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
-reads the batch (nanotron); ``fused``: with the fusions that Megatron-LM has by default; ``fused_loss``: with
+reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
+Megatron-LM has by default; ``fused_loss``: with
 that of the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as
 these, with a host that waits for its device before each microbatch, as until 2023; ``fused_2021``: as
 ``fused_waiting``, with layer normalizations that are read twice, as until a2fdcdf0 of October 2021, which

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Int32, Int64, Op, Role, Tensor, Value
 from distsim.ir.type import as_tensor
+from distsim.ops.attention_sharding import TORCH_ROTATES
 from distsim.ops.parts import Parts
 from distsim.ops.sharding_rule import factors_of
 from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
@@ -234,7 +235,7 @@ with the sum over the batch, of what is partial over both."""
 
 _TAKES = {
     "ulysses": "ulysses takes ranks that divide the heads of both",
-    "ring": "a ring takes as many keys as queries, and no mask",
+    **dict.fromkeys(("ring", *TORCH_ROTATES), "a ring takes as many keys as queries, and no mask"),
     "allgather": "allgather takes no mask beside a causal one",
 }
 

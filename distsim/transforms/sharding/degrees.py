@@ -8,6 +8,7 @@ from distsim.errors import PlanError
 from distsim.hardware.rank_axes import EXPERT, TENSOR
 from distsim.ir import Function, Mesh, Value
 from distsim.ir.type import as_tensor
+from distsim.ops.attention_sharding import TORCH_ROTATES
 
 
 def check_batch(function: Function, data: tuple[Value, ...], dp: int, microbatches: int) -> None:
@@ -28,7 +29,7 @@ BATCH = ("edp", "dp")
 """The axis, or view, that divides the batch: among those that have the same experts, if there are, or all."""
 CONTEXT = {"cp": "", "cp_ring": "ring", "cp_heads": "ulysses"}
 """The axes that divide sequences, and of which kind each is, where that is not given."""
-ZIGZAG = ("allgather", "ring")
+ZIGZAG = ("allgather", "ring", *TORCH_ROTATES)
 """The kinds of context parallelism whose ranks have two parts of a sequence each."""
 
 SEQUENCES = {False: (2,), True: (3,)}
