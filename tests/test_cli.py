@@ -330,9 +330,11 @@ def test_own_runs_that_correct_nothing_are_refused(capsys, others, said):
 def test_own_runs_are_a_line_of_the_summary(capsys):
     out = simulate(capsys, MLP, "--batch", 8, "--own-runs", 1.2, 1.2, 1.2)
     seconds, own = (
-        re.search(rf"^{name} +([0-9.]+) ", out, re.MULTILINE)[1] for name in ("step time", "own runs")
+        float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+        for name in ("step time", "own runs")
+        if (found := re.search(rf"^{name} +([0-9.]+) (\w+)", out, re.MULTILINE))
     )
-    assert float(own) / float(seconds) == pytest.approx(correction([1.2] * 3), rel=2e-3)
+    assert own / seconds == pytest.approx(correction([1.2] * 3), rel=2e-3)
     assert "3 runs took 1.2 times as long as predicted" in out
 
 
