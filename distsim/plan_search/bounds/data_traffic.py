@@ -89,7 +89,7 @@ class DataTraffic:
         gathered = 0.0
         if plan.zero == 3:
             # Other policies may save what is cast of a gathered parameter.
-            again = self.again if plan.remat in ("none", "attention", "full") else 0
+            again = self.again if plan.remat in ("none", "full") else 0
             keeps = plan.resharding == "never"
             gathered = gather * (self.gathered if keeps else count * (self.gathered + again))
         exposed = late + (0.0 if plan.overlap_params == "on" else updated)
