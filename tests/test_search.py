@@ -69,7 +69,7 @@ def test_the_best_are_those_of_trying_all(seed):
         assert bounds.device_bytes(plan) <= trial.peak
         assert evaluator.least_bytes(plan, standing) <= trial.peak
         assert evaluator.bound(plan, standing) <= evaluator.objective(trial)
-        if known.layers is not None:
+        if known.layers is not None and trial.layers is not None:  # else of whole backward passes
             assert known.layers.seconds == pytest.approx(trial.layers.seconds, rel=1e-9)
         if known.saved and trial.layers.layers:
             assert known.saved == trial.layers.saved

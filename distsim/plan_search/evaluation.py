@@ -131,11 +131,13 @@ class PlanEvaluator:
         """Return what a standing says of a plan.
 
         One that recomputes has all products of one that saves all, and so has one whose backward passes are
-        in two halves. One that recomputes all of its layers computes their forward passes once more, beside
-        which collectives of backward may run.
+        in two halves, and all else that their layers compute. One that recomputes all of its layers computes
+        their forward passes once more, beside which collectives of backward may run.
         """
         keys = self.keys(plan)
         layers = standing.layers.get(keys.layers)
+        if layers is None and keys.layers_undivided in standing.layers:
+            layers = standing.layers[keys.layers_undivided].in_halves()
         saves, busy = standing.work.get(keys.saves, 0.0), 0.0
         if layers is None and plan.remat == "full":
             saving = standing.layers.get(keys.layers_saving)

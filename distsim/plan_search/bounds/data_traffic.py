@@ -14,6 +14,7 @@ one of them takes for a byte more of very many.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from distsim.cache import Cache
 from distsim.cost.cost_model import CostModel
 from distsim.hardware.collectives import collective_time
 from distsim.hardware.plan_mesh import plan_mesh, rank_axes
-from distsim.ir import Function, Role, Tensor, Topology, Value
+from distsim.ir import Function, Op, Role, Tensor, Topology, Value
 from distsim.plan import Plan
 from distsim.transforms.op_graph import numbered
 
@@ -40,7 +41,8 @@ NO_TRAFFIC = TrafficSeconds(0.0, 0.0)
 @dataclass(frozen=True)
 class DataTraffic:
     """Bytes of all parameters as they are ``gathered``, of those that Calls of backward passes read
-    (``again``), as they are held (``updated``), and of their ``gradients``."""
+    (``again``), but for what Calls cast, which may be saved, as they are held (``updated``), and of their
+    ``gradients``."""
 
     gathered: int
     again: int
@@ -55,7 +57,7 @@ class DataTraffic:
             if value.role is Role.PARAMETER and isinstance(value.type, Tensor):
                 sizes[value] = value.type.nbytes
         original = {value: value for value in sizes}
-        read, again = set[Value](), set[Value]()
+        read, again, casts = set[Value](), set[Value](), set[Value]()
         for op, forward in zip(function.ops, numbered(function).forward, strict=True):
             own = [original[value] for value in op.inputs if value in original]
             if op.op_type == "Cast" and own:
@@ -68,7 +70,8 @@ class DataTraffic:
                 read.update(own)
             elif op.is_call:
                 again.update(own)
-        again &= read  # updates read all of them
+            casts.update(_cast_inside(op, original) if op.is_call else ())
+        again = (again & read) - casts  # updates read all of them
         return DataTraffic(sum(sizes[v] for v in read), sum(sizes[v] for v in again), updated, gradients)
 
     def seconds(self, plan: Plan, topology: Topology) -> TrafficSeconds:
@@ -88,7 +91,7 @@ class DataTraffic:
         updated = gather * self.updated if plan.zero in (1, 2) else 0.0
         gathered = 0.0
         if plan.zero == 3:
-            # Other policies may save what is cast of a gathered parameter.
+            # Other policies may save more.
             again = self.again if plan.remat in ("none", "full") else 0
             keeps = plan.resharding == "never"
             gathered = gather * (self.gathered if keeps else count * (self.gathered + again))
@@ -97,6 +100,17 @@ class DataTraffic:
         if plan.overlap_grads == "on":
             exposed = 0.0
         return TrafficSeconds(busy / ranks, exposed / ranks)
+
+
+def _cast_inside(call: Op, original: Mapping[Value, Value]) -> Iterator[Value]:
+    """Yield the parameters that a Call, or one in it, casts."""
+    cast = {value for op in call.callee.ops if op.op_type == "Cast" for value in op.inputs}
+    inner = {value: value for value in call.callee.inputs}
+    for op in call.callee.ops:
+        cast.update(_cast_inside(op, inner) if op.is_call else ())
+    for value, formal in zip(call.inputs, call.callee.inputs, strict=True):
+        if value in original and formal in cast:
+            yield original[value]
 
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -77,6 +77,19 @@ class LayerWork(NamedTuple):
         """How many layers there are."""
         return sum(stage.layers for stage in self.stages)
 
+    def in_halves(self) -> LayerWork:
+        """Return what holds where backward passes are in two halves: all that is computed, in more kernels.
+
+        Collectives may run beside other halves; forward passes are the same.
+        """
+        layer = (
+            (self.computing - self.head) / self.layers if self.layer and self.head and self.layers else 0.0
+        )
+        passage = self.passage and LayerPassage(self.passage.ahead, 0.0, 0.0)
+        return LayerWork(
+            self.computing, self.computing, 0.0, 0.0, 0, layer, self.head if layer else 0.0, passage=passage
+        )
+
     def least(self, other: LayerWork) -> LayerWork:
         """Return what holds of both."""
         return LayerWork(

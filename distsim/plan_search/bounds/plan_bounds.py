@@ -192,9 +192,14 @@ class PlanBounds:
         # What is cast is handed on, and what is scaled and copied for the update is made of what was summed.
         casts = {v for op in self.function.ops if op.op_type == "GradientCast" for v in op.inputs}
         scaled = {v for op in self.function.ops if op.op_type in _FOR_UPDATE for v in op.outputs}
+        # What is cast otherwise may be summed over ranks before that.
+        tensors = [v.type for op in all_ops(self.function) if op.op_type == "Cast" for v in op.inputs]
+        widths = [own.dtype.itemsize for own in tensors if isinstance(own, Tensor) and own.dtype.is_floating]
+        narrow = float("inf") if casts else min(widths, default=float("inf"))
         for value in gradient_values(self.function) - casts - scaled - set(self.function.inputs):
             if isinstance(value.type, Tensor):
-                shape, size = value.type.shape, 0 if value in padded else value.type.nbytes
+                width = min(value.type.dtype.itemsize, narrow)
+                shape, size = value.type.shape, 0 if value in padded else int(value.type.size * width)
                 found[shape] = min(size, found.get(shape, size))
         return found
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from distsim.cache import cached
 from distsim.plan import Plan, parse_schedule
+from distsim.plan.recomputation import parse_remat
 from distsim.schedule import SCHEDULES
 from distsim.schedule import schedule as schedule_named
 
@@ -14,13 +15,15 @@ from distsim.schedule import schedule as schedule_named
 class PlanKeys(NamedTuple):
     """What seconds and bytes of a plan depend on: of its ``work``, the products of a microbatch; of those of
     a plan that divides alike and ``saves`` all, and of the layers of that; of its ``layers`` and ``stages``,
-    None where that is not known before it is built; of what layers have ``saved``; and of their ``sums``.
-    ``whole``: whether stages begin between layers, as far as that is known before.
+    None where that is not known before it is built, and of layers whose backward passes are not in two halves
+    where its own are; of what layers have ``saved``; and of their ``sums``. ``whole``: whether stages begin
+    between layers, as far as that is known before.
     """
 
     work: Hashable
     saves: Hashable
     layers_saving: Hashable
+    layers_undivided: Hashable
     layers: Hashable
     stages: Hashable
     saved: Hashable
@@ -31,18 +34,22 @@ class PlanKeys(NamedTuple):
     def of(plan: Plan, batch: int, levels: int | None, interiors: bool) -> PlanKeys:
         """Return those of a plan of so many samples a step; its calls are written out ``levels`` deep, None:
         not known. ``interiors``: whether kernels compute again what is inside of them."""
-        work, saves = work_key(plan, batch), work_key(plan, batch, saving=True)
-        layers = None if levels is None else _layers_key(plan, work, levels)
-        split = splits_backward(plan)
+        whole, split = levels == 0, splits_backward(plan)
+        work, saves = _work_key(plan, batch, whole, split), _work_key(plan, batch, whole, False, saving=True)
+        if levels is None:
+            return PlanKeys(work, saves, None, None, None, None, _saved_key(plan, work), None, whole)
+        layers = _layers_key(plan, work, levels)
+        undivided = _layers_key(plan, _work_key(plan, batch, whole, False), levels) if split else None
         return PlanKeys(
             work,
             saves,
-            None if levels is None or split or plan.offload else _layers_key(plan, saves, levels),
+            None if split or plan.offload else _layers_key(plan, saves, levels),
+            undivided,
             layers,
-            None if layers is None else _stages_key(plan, layers, interiors),
+            _stages_key(plan, layers, interiors),
             _saved_key(plan, work),
             _sums_key(layers, plan),
-            levels == 0,
+            whole,
         )
 
 
@@ -78,18 +85,25 @@ def _saved_key(plan: Plan, work: Hashable) -> Hashable:
     return work, plan.dp > 1, (plan.pp, plan.reshard) if plan.zero == 3 else ()
 
 
-def work_key(plan: Plan, batch: int, saving: bool = False) -> Hashable:
+def _work_key(plan: Plan, batch: int, whole: bool, halves: bool, saving: bool = False) -> Hashable:
     """Return what the seconds of the products of a microbatch depend on, summed over the stages.
 
     How ranks divide a microbatch, its samples, and what is computed again. Where that depends on which layers
-    a stage has, so does the key, and where backward passes are in two halves, which are more kernels.
-    ``saving``: that of a plan which divides alike, saves all, and has whole backward passes.
+    a stage has, so does the key, which it does not where stages are ``whole`` layers, each of which repeats
+    the same; and whether backward passes are in two ``halves``, which are more kernels. ``saving``: that of a
+    plan which divides alike and saves all.
     """
-    remat, halves = ("none", False) if saving else (plan.remat, splits_backward(plan))
-    whole = saving or (remat in ("none", "full") and not plan.offload and not halves)
+    remat = "none" if saving else plan.remat
+    cut = saving or (remat in ("none", "full") and not plan.offload)
     split = plan.tp_overlap == "split"
     divided = plan.tp, plan.sp, split, plan.cp, plan.cp_kind, plan.ep, plan.etp, plan.dp if plan.ep > 1 else 0
-    stages = () if whole else (plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard)
+    stages: tuple[Hashable, ...] = ()
+    if not cut:
+        gathers = (plan.zero, plan.reshard) if plan.zero == 3 else ()
+        alike = whole and not (halves or plan.offload or parse_remat(remat).counts_layers)
+        stages = gathers if alike else (plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard)
+    elif halves:
+        stages = plan.num_stages, plan.stages, plan.offload, plan.zero, plan.reshard
     size = batch // (plan.dp * plan.microbatches)
     return (*divided, size, remat, plan.order, halves, *stages)
 
