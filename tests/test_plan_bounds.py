@@ -57,6 +57,24 @@ def test_on_slow_links_a_step_takes_what_is_sent(text):
     assert 0.8 * trial.seconds < least <= trial.seconds
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_statistics_that_nobody_updates_are_not_sent(zero):
+    maker = FunctionMaker("normed")
+    taken = maker.add_input_value("x", Tensor(Float32(), (32, 8)))
+    weight = maker.add_input_value("w", Tensor(Float32(), (8, 4096)), Role.PARAMETER)
+    each = [
+        maker.add_input_value(name, Tensor(Float32(), (4096,)), Role.PARAMETER)
+        for name in ("scale", "bias", "mean", "variance")
+    ]
+    product = maker.add("MatMul", [taken, weight])[0]
+    maker.set_outputs([maker.add("BatchNormalization", [product, *each])[0]])
+    training = differentiate(add_loss(maker.finalize()), Adam())
+    found = evaluator(1e6)
+    found = PlanEvaluator(SearchProblem(FixedModel(training), found.problem.topology, KERNELS["eager"]))
+    least, _, trial = bound_and_trial(found, f"dp=8,zero={zero}")
+    assert 0.8 * trial.seconds < least <= trial.seconds
+
+
 def test_where_reductions_do_not_overlap_computation_waits_for_them():
     found = evaluator(2e9)
     fields = "dp=8,zero=2,microbatches=4,bucket=megatron,overlap_grads="

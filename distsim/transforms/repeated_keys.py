@@ -38,7 +38,7 @@ def _wide(op: Op) -> tuple[Op, ...]:
     if heads == groups:
         return ()
     writer = OpWriter(tuple(dict.fromkeys(op.inputs)), op.name)
-    narrow = {op.inputs[index[name]] for name in "KV"}
+    narrow = dict.fromkeys([op.inputs[index[name]] for name in "KV"])
     wide = {value: _of_each_query(writer, value, heads // groups) for value in narrow}
     operands = [wide.get(value, value) for value in op.inputs]
     writer.add("Attention", operands, op.attributes, (), [v.name for v in op.outputs], name=op.name)

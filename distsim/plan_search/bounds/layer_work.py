@@ -86,9 +86,8 @@ class LayerWork(NamedTuple):
             (self.computing - self.head) / self.layers if self.layer and self.head and self.layers else 0.0
         )
         passage = self.passage and LayerPassage(self.passage.ahead, 0.0, 0.0)
-        return LayerWork(
-            self.computing, self.computing, 0.0, 0.0, 0, layer, self.head if layer else 0.0, passage=passage
-        )
+        head = self.head if layer else 0.0
+        return LayerWork(self.computing, self.computing, 0.0, 0.0, 0, layer, head, self.stages, passage)
 
     def least(self, other: LayerWork) -> LayerWork:
         """Return what holds of both."""

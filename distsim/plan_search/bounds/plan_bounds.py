@@ -9,7 +9,7 @@ weights.
 
 W is at least the FLOPs of the model's products at the best rate of their kind and type, divided by all ranks;
 padding, shapes, recomputation, and what experts have unevenly only add to it. Once a plan was simulated, W is
-known for all plans that divide the work of a microbatch in the same way (:func:`work_key`), and for those of
+known for all plans that divide the work of a microbatch in the same way (``plan_keys``), and for those of
 the same layers (:mod:`distsim.plan_search.bounds.layer_work`) the whole time for which these take a device,
 of how many a rank has a whole number, or, where one of the same stages was built, or a plan counts layers,
 what each of these takes (:mod:`distsim.plan_search.bounds.pipeline_bounds`).
@@ -59,6 +59,7 @@ from distsim.schedule import FLUSH, SCHEDULES
 from distsim.schedule import schedule as schedule_named
 from distsim.simulation.memory.plan import gradient_values
 from distsim.transforms.kernels.policies import Kernels
+from distsim.transforms.sharding.problem_graph import written
 
 
 class PlanKnowledge(NamedTuple):
@@ -129,7 +130,8 @@ class PlanBounds:
     @cached_property
     def _traffic(self) -> DataTraffic:
         """What ranks that have the same parameters send each other."""
-        return DataTraffic.of(self.function, self.held.parameters, self.held.gradients)
+        updated = sum(own.nbytes for own in self._trained_among(self.function.inputs))
+        return DataTraffic.of(self.function, updated, self.held.gradients)
 
     @cached_property
     def layers(self) -> int:
@@ -180,8 +182,19 @@ class PlanBounds:
         return HeldBytes(
             sum(own.nbytes for own in parameters),
             sum(own.nbytes for role, own in tensors if role is Role.STATE),
-            sum(self._gradient_bytes.get(own.shape, 0) for own in parameters),
+            sum(self._gradient_bytes.get(own.shape, 0) for own in self._trained_among(given)),
         )
+
+    def _trained_among(self, given: Collection[Value]) -> list[Tensor]:
+        """Return the types of those parameters that something updates: tables and statistics are not."""
+        return [v.type for v in given if v in self._trained and isinstance(v.type, Tensor)]
+
+    @cached_property
+    def _trained(self) -> frozenset[Value]:
+        """The parameters that something updates."""
+        places = [(op, written(op, index)) for op in self.function.ops for index in range(len(op.outputs))]
+        found = {op.inputs[place] for op, place in places if place is not None}
+        return frozenset([value for value in found if value.role is Role.PARAMETER])
 
     @cached_property
     def _gradient_bytes(self) -> dict[tuple[int, ...], int]:

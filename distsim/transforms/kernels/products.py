@@ -8,7 +8,6 @@ gradients of parts is left to be made (:func:`products_of_groups`). What these k
 side. Where torch split the result, the gradients of its parts are copied so (``SplitBackward0``, which is
 ``torch.cat``: ``Kernels.products`` is ``copied``); kernels that read or write with strides need none.
 
-
 Autograd makes the gradients of the two operands of a product by a kernel each. Where ranks have to sum the
 gradient of the input, or divided sequences to be brought together for it, Megatron-LM starts that collective
 at once and makes the gradient of the weight meanwhile (``core/tensor_parallel/layers.py``,
