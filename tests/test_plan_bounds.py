@@ -86,6 +86,13 @@ def test_where_reductions_do_not_overlap_computation_waits_for_them():
     assert 0.7 * sent.busy < sent.exposed < sent.busy
 
 
+def test_what_one_stage_of_a_rank_sends_may_go_beside_what_another_computes():
+    fields = "dp=8,zero=2,chunks=2,schedule=1f1b_v,stages=default,overlap_grads=off"
+    for bucket in ("megatron", "100p"):
+        least, _, trial = bound_and_trial(evaluator(1e6), f"{fields},bucket={bucket}")
+        assert 0.4 * trial.seconds < least <= trial.seconds
+
+
 def test_a_policy_that_may_save_what_is_cast_of_a_parameter_need_not_gather_it_again():
     least, _, trial = bound_and_trial(evaluator(1e6, "amp"), "dp=4,tp=2,microbatches=8,zero=3,remat=min_cut")
     assert 0.8 * trial.seconds < least <= trial.seconds

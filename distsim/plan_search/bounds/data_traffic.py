@@ -86,8 +86,10 @@ class DataTraffic:
         count, ranks = plan.microbatches, plan.tp * plan.pp
         sums = scatter * self.gradients if plan.zero else reduce * self.gradients
         sent = sums * (count if plan.zero > 1 else 1)
-        # Of several microbatches the sum of the second is the first that waits.
-        late = sums * (max(count - 1, 1) if plan.zero > 1 else 1)
+        # Of several microbatches the sum of the second is the first that waits; of one the update alone does,
+        # and beside what the last stage of a rank sends, the one before computes.
+        waits = count - 1 if count > 1 else int(plan.chunks == 1)
+        late = sums * (waits if plan.zero > 1 else 1)
         updated = gather * self.updated if plan.zero in (1, 2) else 0.0
         gathered = 0.0
         if plan.zero == 3:
