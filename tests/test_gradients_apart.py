@@ -44,11 +44,11 @@ def product(rows: int, width: int) -> Function:
 @pytest.mark.parametrize(
     "text",
     [
-        *("tp=2", "dp=2,tp=2,microbatches=2,sp=on,remat=full", "tp=2,pp=2,microbatches=4"),
+        *("dp=1", "tp=2", "dp=2,tp=2,microbatches=2,sp=on,remat=full", "tp=2,pp=2,microbatches=4"),
         "dp=2,tp=2,microbatches=2,sp=on,tp_overlap=off",
     ],
 )
-@pytest.mark.parametrize("kernels", ["eager", "fused"])
+@pytest.mark.parametrize("kernels", ["eager", "eager_waiting", "fused"])
 def test_the_step_is_the_same(build, text, kernels):
     joint = differentiate(build(batch=8), Adam())
     inputs = random_inputs(joint)
@@ -57,13 +57,17 @@ def test_the_step_is_the_same(build, text, kernels):
     assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe_v"])
-def test_engines_and_memories_agree(schedule):
+@pytest.mark.parametrize(
+    ("schedule", "kernels"),
+    [*[(name, PLAIN) for name in ("1f1b", "zb_h1", "dualpipe_v")], ("1f1b", KERNELS["eager_waiting"])],
+    ids=lambda given: getattr(given, "name", given),
+)
+def test_engines_and_memories_agree(schedule, kernels):
     chunks = SCHEDULES[schedule].stages_a_rank or 1
     costs = CostModel(topology_of(4))
     plan = Plan(tp=2, pp=2, microbatches=4, schedule=schedule, chunks=chunks, sp="on")
     program = parallelize(
-        differentiate(small_llama(4, batch=8), Adam()), plan, costs.topology, costs, None, PLAIN
+        differentiate(small_llama(4, batch=8), Adam()), plan, costs.topology, costs, None, kernels
     )
     assert_all_readers_agree(program, costs)
 
@@ -134,3 +138,13 @@ def test_sums_that_begin_as_zeros_are_read_and_written_twice_for_the_first_gradi
     for (op_type, size), (read, written) in moved["eager"].items():
         more = 4 * size if op_type == "GradientCast" else 0
         assert moved["eager_waiting"][op_type, size] == (read + more, written + more)
+
+
+@pytest.mark.parametrize(("zero", "any_zeros"), [(1, True), (2, False)])
+def test_parts_of_gradients_that_are_divided_at_once_begin_with_no_zeros(zero, any_zeros):
+    """Each microbatch has a cast of its own there, which a reduction reads: it adds to nothing."""
+    joint = differentiate(small_gpt(batch=8), Adam(), precision=precision_named("mixed"))
+    plan = Plan(dp=2, microbatches=4, zero=zero)
+    program = parallelize(joint, plan, topology_of(2), kernels=KERNELS["eager_waiting"])
+    casts = [op for op in all_ops(program.to_function()) if op.op_type == "GradientCast"]
+    assert casts and {bool(op.attributes.get("zeroed", 0)) for op in casts} == {any_zeros}

@@ -5,18 +5,13 @@ from dataclasses import replace
 import pytest
 from training_models import (
     F64,
-    assert_all_readers_agree,
-    assert_same_step,
-    random_inputs,
     small_gpt,
-    small_llama,
     topology_of,
 )
 
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.hardware import load_cluster
-from distsim.interpret import SequentialExecutor
 from distsim.ir import BFloat16, Function, FunctionMaker, Op, Role, Tensor, Value, callees
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
@@ -26,7 +21,7 @@ from distsim.models.parts.feed_forward import FeedForward
 from distsim.ops import op_label, signature_of, work
 from distsim.ops.matmul import GROUP
 from distsim.plan import Plan
-from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms import SGD, differentiate
 from distsim.transforms.kernels import KERNELS, fuse
 from distsim.transforms.kernels.products import gradients_apart
 
@@ -147,25 +142,6 @@ def test_a_router_is_a_product_of_its_own():
         [value.type.shape for value in op.inputs[1:]] for op in forward if op_label(op).startswith("MatMul")
     ]
     assert [(32, 4)] in shapes and [(32, 48), (32, 48)] in shapes
-
-
-@pytest.mark.parametrize("build", [small_gpt, small_llama])
-@pytest.mark.parametrize("text", ["dp=1", "dp=2,tp=2,microbatches=2,sp=on,remat=full"])
-@pytest.mark.parametrize("kernels", ["fused", "eager_waiting"])
-def test_the_step_is_the_same(build, text, kernels):
-    joint = differentiate(build(batch=8), Adam())
-    inputs = random_inputs(joint)
-    topology = topology_of(4)
-    program = parallelize(joint, Plan.parse(text), topology, kernels=KERNELS[kernels])
-    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
-
-
-def test_engines_and_memories_agree():
-    costs = CostModel(topology_of(4))
-    plan = Plan(tp=2, pp=2, microbatches=4, sp="on")
-    joint = differentiate(small_llama(4, batch=8), Adam())
-    program = parallelize(joint, plan, costs.topology, costs, None, KERNELS["eager_waiting"])
-    assert_all_readers_agree(program, costs)
 
 
 def test_products_of_many_matrices_read_strides_where_sequences_come_first():

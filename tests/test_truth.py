@@ -51,13 +51,9 @@ def test_a_row_of_torchtitan():
     for url, kernels in (("h100_202412_titan.md", "blocks"), ("h100_2025-06_titan.md", "complex")):
         assert case_of(compiled | {"source_url": url}).kernels == f"compiled_{kernels}"
     assert case_of(compiled | {"framework": "torchtitan 2025-04"}).kernels == "compiled_complex"
-    for date, stack in (
-        ("202412", "torchtitan_2025"),
-        ("2026-01", "torchtitan_2025"),
-        ("2026-02", "torchtitan"),
-    ):
+    for date, until in (("202412", "_2025"), ("2026-01", "_2025"), ("2026-02", "")):
         dated = case_of(LLAMA | {"source_url": f"h100_{date}_titan.md", "cp": "2", "dp": "2"})
-        assert (dated.stack.name, dated.plan.cp_kind) == (stack, "torch_allgather")
+        assert (dated.stack.name, dated.plan.cp_kind) == (f"torchtitan{until}", "torch_allgather")
         heads = {
             shape_of(v)[1] for op in all_ops(dated.joint()) if op.op_type == "Attention" for v in op.inputs
         }

@@ -3,7 +3,7 @@
 Each product at the best rate of its kind and type. Where each layer takes in what the one before makes, and
 all of its products follow from that, a microbatch goes through the forward products of a layer before the
 next begins. Backward the gradient of what a layer takes in needs those of what each of its products takes in:
-of products with weights as many operations as in the forward pass.
+half of the operations of the gradients of products with weights.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from distsim.transforms.op_graph import numbered
 
 @dataclass(frozen=True)
 class LayerProducts:
-    """Seconds on one device of the products of one layer: ``forward``, of these those with weights
-    (``linear``), and ``backward``; and of those that follow from the last layer, ``head``."""
+    """Seconds on one device of the products of one layer: ``forward`` and ``backward``, of the latter those
+    that gradients of what the layer takes in need (``behind``); and of those that follow from the last layer,
+    ``head``."""
 
     forward: float
-    linear: float
     backward: float
+    behind: float
     head: float
 
     def work(self, ranks: int, layers: int) -> LayerWork:
         """Return what a microbatch takes of so many ranks among which each layer is divided; ``ranks``
         counts the microbatches."""
         layer, head = (self.forward + self.backward) / ranks, self.head / ranks
-        ahead, linear = self.forward / ranks, self.linear / ranks
-        passage = LayerPassage(ahead, linear, layer - ahead - linear)
+        ahead, behind = self.forward / ranks, self.behind / ranks
+        passage = LayerPassage(ahead, behind, layer - ahead - behind)
         total = layers * layer + head
         return LayerWork(total, total, 0.0, 0.0, 0, layer, head, passage=passage)
 
@@ -53,11 +54,12 @@ def layer_products(function: Function, layers: int, seconds: Callable[[Op], floa
     if len(behind) != layers or len({op.callee for op in behind}) != 1:
         return None
     one, two = ([op for op in all_ops(ops[0].callee) if is_product(op)] for ops in (ahead, behind))
-    linear = [op for op in one if not op.op_type.startswith("Attention")]
+    linear = [op for op in two if not op.op_type.startswith("Attention")]
     late = _following(function.ops, ahead[-1].outputs)
     after = _following(function.ops, [value for op in behind for value in op.outputs])
     head = [op for op in function.ops if op in late and op not in after and not op.is_call and is_product(op)]
-    return LayerProducts(*(sum(map(seconds, ops)) for ops in (one, linear, two, head)))
+    ahead_of, backward, weighted, after_all = (sum(map(seconds, ops)) for ops in (one, two, linear, head))
+    return LayerProducts(ahead_of, backward, weighted / 2, after_all)
 
 
 def _is_chain(calls: list[Op]) -> bool:

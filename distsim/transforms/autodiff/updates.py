@@ -77,9 +77,9 @@ class _UpdateCallee:
         factor: Value | None,
         name: str,
     ) -> dict[Value, tuple[Value, ...]]:
-        """Add the Call; return what it makes of each parameter."""
-        inputs = [value for weight, grad in group for value in (weight, grad, *state[weight])]
-        inputs += [] if factor is None else [factor]
+        """Add the Call, of the factor first if there is one; return what it makes of each parameter."""
+        inputs = [] if factor is None else [factor]
+        inputs += [value for weight, grad in group for value in (weight, grad, *state[weight])]
         names: list[str] = []
         inner = iter(self.function.outputs)
         for (weight, _), own, count in zip(group, self.names, self.outputs, strict=True):
@@ -116,7 +116,6 @@ class _UpdateCallees:
             before = len(maker.inputs)
             outputs.append(self.optimizer.update(maker, weight, scaled, self.precision))
             state.append(tuple(maker.inputs[before:]))
-        maker.inputs = [*(v for v in maker.inputs if v is not factor), *([] if factor is None else [factor])]
         maker.set_outputs([value for values in outputs for value in values])
         names = tuple([name for name, _, _ in members])
         return _UpdateCallee(maker.finalize(), names, tuple(state), tuple(map(len, outputs)))
