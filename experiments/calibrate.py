@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from calibrated_figures import FAMILIES, FIGURES, rates_of, write_presets
+from calibrated_figures import FAMILIES, FIGURES, FittedFigures, rates_of, write_presets
 from common import RESULTS, panels, save
 
 from distsim.cost import CostModel
@@ -38,6 +38,7 @@ from distsim.ir import Device
 from distsim.ops import Signature
 from distsim.program.program import Program
 from distsim.simulation import Simulator
+from distsim.simulation.explain.interval import deviations
 from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth import Row, case_of, read_rows
 from distsim.truth.case import Case
@@ -48,6 +49,8 @@ Floats = npt.NDArray[np.float64]
 MOST_ROWS, ROWS_A_SOURCE = 72, 12
 SPREAD = 0.10
 """What a row is expected to differ by: about what sources differ by on the same machine."""
+QUANTILE = 1.645
+"""How many standard deviations 90 % intervals reach to either side."""
 STEPS = 4
 """Steps of Gauss-Newton: derivatives are taken anew at every second one."""
 
@@ -97,12 +100,21 @@ def lay_out(row: Row) -> Laid | str:
 
 
 def serve(rows: Sequence[Row], end: Connection) -> None:
-    """Lay rows out, then answer figures with seconds until there are none."""
+    """Lay rows out, tell what is assumed of them, then answer figures with seconds until there are none."""
     warnings.simplefilter("ignore")
     laid = [lay_out(row) for row in rows]
     end.send([each if isinstance(each, str) else "" for each in laid])
+    end.send([assumed_variance(each) for each in laid if not isinstance(each, str)])
     while (values := end.recv()) is not None:
         end.send([seconds_of(each, values) for each in laid if not isinstance(each, str)])
+
+
+def assumed_variance(laid: Laid) -> float:
+    """Return the variance of the logarithm of a step that kinds of work add to which nothing is fitted."""
+    case, program = laid
+    costs = CostModel(case.topology(), kernels=kernels_named(case.kernels).way)
+    parts = Simulator(costs).simulate(program).breakdown("kind")
+    return sum([each**2 for each in deviations(parts, {}).values()])
 
 
 def seconds_of(laid: Laid, values: Mapping[str, float]) -> float:
@@ -127,6 +139,7 @@ class Rows:
         missing = [why for end in self._ends for why in end.recv()]
         self.left_out = [(row["id"], why) for row, why in zip(order, missing, strict=True) if why]
         self.rows = [row for row, why in zip(order, missing, strict=True) if not why]
+        self.assumed = np.array([each for end in self._ends for each in end.recv()])
         self.measured = np.array([measured(row, "iter_time_s") or math.nan for row in self.rows])
 
     def predict(self, logs: Floats) -> Floats:
@@ -168,10 +181,7 @@ class Fit:
 
 def fit(rows: Rows, say: Callable[[str], None]) -> Fit:
     """Return the figures that fit best."""
-    counts = Counter(source_of(row) for row in rows.rows)
-    weights = np.array(
-        [1 / (SPREAD * math.sqrt(max(1, counts[source_of(row)] / ROWS_A_SOURCE))) for row in rows.rows]
-    )
+    weights = np.sqrt(row_weights(rows)) / SPREAD
     logs, every = np.zeros(len(FIGURES)), np.ones(len(rows.rows), np.bool_)
     slopes = np.zeros((len(rows.rows), len(logs)))
     for step in range(STEPS + 1):
@@ -191,20 +201,57 @@ def slope(rows: Rows, logs: Floats, place: int, residuals: Floats, width: float 
     return (np.log(rows.predict(moved) / rows.measured) - residuals) / width
 
 
-def left_out(rows: Rows, found: Fit, judged: Rows, residuals: Floats, slopes: Floats) -> Floats:
-    """Return the seconds predicted of each judged row by rows of other sources, to first order.
+@dataclass(frozen=True)
+class Unseen:
+    """What rows of other sources predict of rows: seconds, and the variance of their logarithm.
+
+    ``variances`` are from what those rows leave open of the figures, and from what is assumed.
+    """
+
+    seconds: Floats
+    variances: Floats
+
+    def text(self, measured: Floats, spread: float) -> str:
+        """Return how many rows lie within their intervals, and how wide these are."""
+        reach = QUANTILE * np.sqrt(self.variances + spread**2)
+        inside = (np.abs(np.log(measured / self.seconds)) <= reach).mean()
+        half = np.median(np.expm1(reach))
+        return (
+            f"{inside:.0%} of {len(reach)} rows lie in their 90 % intervals, half width {half:.1%} (median)"
+        )
+
+
+def unseen_of(rows: Rows, found: Fit, judged: Rows, residuals: Floats, slopes: Floats) -> Unseen:
+    """Return what is predicted of each judged row by rows of other sources, to first order.
 
     ``residuals`` and ``slopes`` are those of the judged rows at the solution.
     """
     fitted = np.array([source_of(row) for row in rows.rows])
     sources = np.array([source_of(row) for row in judged.rows])
-    predicted = np.empty(len(sources))
+    seconds, variances = np.empty(len(sources)), np.empty(len(sources))
     for source in dict.fromkeys(sources.tolist()):
-        of_source = sources == source
-        change, _ = found.solve(fitted != source)
-        logs = residuals[of_source] + slopes[of_source] @ change
-        predicted[of_source] = np.exp(logs) * judged.measured[of_source]
-    return predicted
+        own = sources == source
+        change, covariance = found.solve(fitted != source)
+        seconds[own] = np.exp(residuals[own] + slopes[own] @ change) * judged.measured[own]
+        variances[own] = np.einsum("ij,jk,ik->i", slopes[own], covariance, slopes[own]) + judged.assumed[own]
+    return Unseen(seconds, variances)
+
+
+def spread_of(rows: Rows, found: Fit, covariance: Floats) -> float:
+    """Return by how much rows differ from what is fitted to them: the standard deviation of the logarithm.
+
+    Sources count as in the fit, less as many rows as there are figures that these set in place of the priors.
+    """
+    weights = row_weights(rows)
+    priors = np.array([each.spread for each in FIGURES.values()])
+    set_by_rows = (1 - np.diag(covariance) / priors**2).sum()
+    return math.sqrt((weights * found.residuals**2).sum() / (weights.sum() - set_by_rows))
+
+
+def row_weights(rows: Rows) -> Floats:
+    """Return how much each row counts: those of a source together as :data:`ROWS_A_SOURCE` at most."""
+    counts = Counter(source_of(row) for row in rows.rows)
+    return np.array([1 / max(1.0, counts[source_of(row)] / ROWS_A_SOURCE) for row in rows.rows])
 
 
 def slopes_of(rows: Rows, logs: Floats, residuals: Floats) -> Floats:
@@ -236,7 +283,7 @@ def main() -> int:
     print(f"{len(rows.rows)} of {len(table)} rows are laid out", file=sys.stderr)
     found = fit(rows, lambda text: print(text, file=sys.stderr))
     values, (_, covariance) = figures_of(found.logs), found.solve(np.ones(len(rows.rows), np.bool_))
-    widths = np.exp(1.645 * np.sqrt(np.diag(covariance)))
+    widths = np.exp(QUANTILE * np.sqrt(np.diag(covariance)))
     figures = [
         {
             "figure": name,
@@ -253,20 +300,25 @@ def main() -> int:
             f"prior {each['prior']}: {each['about']}"
         )
     fitted = np.exp(found.residuals) * rows.measured
-    unseen = left_out(rows, found, rows, found.residuals, found.slopes)
+    unseen = unseen_of(rows, found, rows, found.residuals, found.slopes)
+    spread = spread_of(rows, found, covariance)
     print_errors(rows, fitted, "fitted")
-    print_errors(rows, unseen, "with the source left out")
+    print_errors(rows, unseen.seconds, "with the source left out")
+    print(f"spread {spread:.4f} beside what the figures leave open: {unseen.text(rows.measured, spread)}")
     if judge:
         judged = Rows(judge, max(given.workers, 1))
         print(f"\n{len(judged.rows)} of {len(judge)} judged rows are laid out")
         for row_id, why in judged.left_out:
             print(f"left out: {row_id}: {why}")
         residuals = np.log(judged.predict(found.logs) / judged.measured)
-        others = left_out(rows, found, judged, residuals, slopes_of(judged, found.logs, residuals))
-        print_errors(judged, others, f"of {', '.join(map(str, given.judge))}, with the source left out")
+        others = unseen_of(rows, found, judged, residuals, slopes_of(judged, found.logs, residuals))
+        print_errors(
+            judged, others.seconds, f"of {', '.join(map(str, given.judge))}, with the source left out"
+        )
+        print(others.text(judged.measured, spread))
     given.out.mkdir(parents=True, exist_ok=True)
     write_table(given.out / "calibration.csv", figures)
-    pairs = zip(rows.rows, rows.measured.tolist(), fitted.tolist(), unseen.tolist(), strict=True)
+    pairs = zip(rows.rows, rows.measured.tolist(), fitted.tolist(), unseen.seconds.tolist(), strict=True)
     columns = ("measured", "fitted", "left_out")
     write_table(
         given.out / "calibration_rows.csv",
@@ -279,7 +331,9 @@ def main() -> int:
     for row_id, why in rows.left_out:
         print(f"left out: {row_id}: {why}")
     if given.write:
-        write_presets(values, ", ".join(path.name for path in given.tables))
+        write_presets(
+            FittedFigures(values, covariance, spread, ", ".join(path.name for path in given.tables))
+        )
     return 0
 
 

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from distsim.hardware import presets as preset_names
 from distsim.ir import Device
 from distsim.ir.kernel_rates import KernelRates
 
 PRESETS = Path(__file__).parents[1] / "distsim" / "hardware" / "presets"
-SPREAD_OF_STEPS = 0.115
-"""Standard deviation of the logarithm of measured over predicted steps: 19 % either way held 90 % of the rows
-in a study of both tables with as many figures in closed formulas. It is no residual of this fit, whose errors
-with sources left out calibrate.py prints."""
-SPREAD_LINE = (
-    f'spread = {{ value = {SPREAD_OF_STEPS}, unit = "1", source = "19 % either way held 90 % of the '
-    'published steps of sources left out, in an analytic study of the same rows" }'
-)
+SPREAD_SOURCE = "standard deviation of the logarithm of the rows over what is fitted to them: "
+UNCERTAINTY_SOURCE = "standard deviation of the logarithm that the rows leave open, "
 
 FAMILIES = {
     "dgx-a100": "a100",
@@ -142,26 +140,69 @@ def rates_of(values: Mapping[str, float], family: str, device: Device) -> Kernel
         (("eager", launch), ("fused", launch), ("compiled", launch * values["compiled"])),
         values["tensor"],
         device.rates.processors,
-        SPREAD_OF_STEPS,
+        device.rates.spread,
         device.rates.slowdown,
         tuple([(kernel, factor) for kernel, (factor, _) in KERNELS[family].items()]),
     )
 
 
-def write_presets(values: Mapping[str, float], tables: str) -> None:
+@dataclass(frozen=True)
+class FittedFigures:
+    """Figures that were fitted to ``tables``, and how well they are known.
+
+    ``covariance`` [figures, figures] is that of their logarithms, in the order of ``values``;
+    ``spread`` is by how much rows differ from what is fitted to them, a standard deviation of the logarithm.
+    """
+
+    values: Mapping[str, float]
+    covariance: npt.NDArray[np.float64]
+    spread: float
+    tables: str
+
+    def uncertainty(self, *names: str) -> float:
+        """Return the standard deviation of the logarithm of a product of figures."""
+        chosen = [place for place, name in enumerate(self.values) if name in names]
+        return math.sqrt(self.covariance[np.ix_(chosen, chosen)].sum())
+
+    def uncertainties(self, family: str) -> dict[str, float]:
+        """Return how well the seconds of each kind of work are known on a kind of GPU."""
+        linear = self.uncertainty(f"linear.{family}")
+        attention, memory = self.uncertainty("attention"), self.uncertainty("memory")
+        return {
+            **dict.fromkeys(("linear", "linear_float8", "grouped"), linear),
+            "batched": self.uncertainty(f"linear.{family}", "batched"),
+            **dict.fromkeys(("attention", "attention_grad"), attention),
+            **dict.fromkeys(("memory", "embedding"), memory),
+            "host": self.uncertainty("launch.a100", f"launch.{family}"),
+        }
+
+
+def write_presets(fitted: FittedFigures) -> None:
     """Put the figures into the presets that give them, in place of those that were there."""
     unknown = [name for name in WRITTEN if name not in preset_names()]
     assert not unknown, unknown
-    about = f"fitted to {tables} by experiments/calibrate.py, {date.today().isoformat()}"
+    about = f"fitted to {fitted.tables} by experiments/calibrate.py, {date.today().isoformat()}"
+    spread = f'spread = {{ value = {fitted.spread:.3g}, unit = "1", source = "{SPREAD_SOURCE}{about}" }}'
     for name, family in WRITTEN.items():
         path = PRESETS / f"{name}.toml"
         text = path.read_text(encoding="utf-8")
         text = re.sub(r"\n*# What kernels reach.*", "", text, flags=re.DOTALL)
         text = re.sub(r"^spread = .*\n", "", text, flags=re.MULTILINE)
-        text = re.sub(r"^(processors = .*\n)", rf"\1{SPREAD_LINE}\n", text, flags=re.MULTILINE)
-        lines = "\n".join(preset_lines(values, family, about))
+        text = re.sub(r"^(processors = .*\n)", rf"\1{spread}\n", text, flags=re.MULTILINE)
+        lines = "\n".join(
+            [*preset_lines(fitted.values, family, about), *uncertainty_lines(fitted, family, about)]
+        )
         path.write_text(f"{text.rstrip()}\n\n{lines}\n", encoding="utf-8")
         print(f"written: {path}")
+
+
+def uncertainty_lines(fitted: FittedFigures, family: str, about: str) -> Iterable[str]:
+    """Yield the lines of a preset that say how well its figures are known."""
+    yield ""
+    yield "# How far the seconds of each kind of work, and of launches, may be from these figures."
+    yield "[device.uncertainty]"
+    for kind, deviation in fitted.uncertainties(family).items():
+        yield f'{kind} = {{ value = {deviation:.3g}, unit = "1", source = "{UNCERTAINTY_SOURCE}{about}" }}'
 
 
 def preset_lines(values: Mapping[str, float], family: str, about: str) -> Iterable[str]:

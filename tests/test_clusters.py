@@ -118,7 +118,8 @@ def test_every_key_can_be_set():
     for key in setting_keys({"levels": [{"name": "nvlink"}, {"name": "infiniband"}]}):
         if not key.endswith(("devices_per_node", "group_size")):
             table, _, name = key.rpartition(".")
-            named = {"device.peaks": "TFLOP/s", "device.launches": "us", "device.kernels": ""}
+            named = {"device.peaks": "TFLOP/s", "device.launches": "us"}
+            named |= dict.fromkeys(("device.kernels", "device.uncertainty"), "")
             unit = named.get(table, UNIT.get(name, ""))
             found = {row.name: row.value for row in figures("dgx-a100", [f"{key}=1{unit}"])}
             assert [found[name] for name in found if name.removeprefix("levels.") == key] == [1.0]

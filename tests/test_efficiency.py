@@ -140,6 +140,11 @@ def test_an_interval_has_the_spread_of_the_device_and_of_what_is_less_known():
     assert (low, high, level) == pytest.approx((2 / math.exp(0.16449), 2 * math.exp(0.16449), 0.9), rel=1e-4)
     wider = interval_of(2.0, 0.1, {"linear": 1.0, "send": 1.0}).high
     assert math.log(wider / 2) == pytest.approx(1.6449 * math.hypot(0.1, SPREADS["send"] / 2), rel=1e-4)
+    known = {"linear": 0.04, "host": 1.0}
+    wider = interval_of(2.0, 0.1, {"linear": 1.0, "send": 1.0}, uncertainties=known).high
+    assert math.log(wider / 2) == pytest.approx(
+        1.6449 * math.hypot(0.1, 0.04 / 2, SPREADS["send"] / 2), rel=1e-4
+    )
     assert interval_of(2.0, 0.0, {"linear": 2.0}) is None
     with pytest.raises(SimulationError, match="level=1.5"):
         interval_of(2.0, 0.1, {}, 1.5)

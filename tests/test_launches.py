@@ -163,25 +163,34 @@ def test_a_pass_starts_when_its_host_has_what_it_receives():
     assert min(s.start for s in backward if s.end > s.start) >= arrives[backward[0].stream.rank_class]
 
 
+@pytest.mark.parametrize("name", ["fused_waiting", "fused_2022"])
 @pytest.mark.parametrize(
-    "text", ["microbatches=4", "dp=2,tp=2,pp=2,microbatches=4,sp=on", "pp=2,microbatches=8,schedule=dualpipe"]
+    "text",
+    [
+        "microbatches=4",
+        "dp=2,tp=2,pp=2,microbatches=4,sp=on",
+        *[f"pp=2,microbatches=8,schedule={schedule}" for schedule in ("dualpipe", "zb_h1")],
+    ],
 )
-def test_hosts_that_wait_for_their_device_before_each_microbatch(text):
-    """No kernel of a forward pass is issued before the device has computed all that it had been given."""
+def test_hosts_that_wait_for_their_device_before_each_microbatch(text, name):
+    """No kernel of a forward pass is issued before the device has computed all that it had been given; where
+    timers wait, none of a backward pass or of the update either."""
     plan = Plan.parse(text)
     topology = cluster(plan.devices)
     costs = CostModel(topology, kernels="fused")
     topology = costs.topology
     joint = differentiate(small_gpt(layers=4, batch=16), Adam())
-    made = [parallelize(joint, plan, topology, costs, kernels=KERNELS[k]) for k in ("fused", "fused_waiting")]
+    made = [parallelize(joint, plan, topology, costs, kernels=KERNELS[k]) for k in ("fused", name)]
     assert_all_readers_agree(made[1], costs)
     free, waits = (Simulator(costs).simulate(program) for program in made)
     assert waits.step_time > free.step_time
     if plan.devices == 1:
         spans = [span for span in waits.spans() if span.end > span.start]
-        for pass_ in ("F1@0", "F2@0", "F3@0"):
+        pairs = [(f"B{i - 1}@0", f"F{i}@0") for i in (1, 2, 3)]
+        if name == "fused_2022":
+            pairs += [("B3@0", "U@0"), *[(f"F{i}@0", f"B{i}@0") for i in range(4)]]
+        for before, pass_ in pairs:
             first = min(s.start for s in spans if s.path.startswith(pass_) and s.stream.name == "host")
-            before = f"B{int(pass_[1]) - 1}@0"
             assert first >= max(
                 s.end for s in spans if s.path.startswith(before) and s.stream.name == "compute"
             )

@@ -30,13 +30,28 @@ def test_a_row_of_megatron():
     ("column", "text", "kernels"),
     [
         *[("framework", f"Megatron-LM {month}", "fused_2021") for month in ("2020-09", "2021-09")],
-        ("framework", "Megatron-LM 2021-10", "fused_waiting"),
-        *[("source_url", f"arXiv:{n}.04473", f"fused_{k}") for n, k in ((2104, "2021"), (2205, "waiting"))],
-        ("framework", "Megatron-DeepSpeed", "fused_deepspeed"),
+        *[("framework", f"Megatron-LM {month}", "fused_2022") for month in ("2021-10", "2022-08")],
+        ("framework", "Megatron-LM 2022-09", "fused_waiting"),
+        *[("source_url", f"arXiv:{n}.04473", f"fused_{k}") for n, k in ((2104, "2021"), (2205, "2022"))],
     ],
 )
 def test_megatron_is_as_old_as_a_column_says_or_its_paper_is(column, text, kernels):
     assert case_of(GPT | {column: text}).kernels == kernels
+
+
+@pytest.mark.parametrize(
+    ("zero", "stack", "kernels"),
+    [
+        ("", "megatron_2021", "fused_2021_epilogues"),
+        ("0", "deepspeed", "fused_deepspeed"),
+        ("3", "deepspeed_2021", "fused_2021"),
+    ],
+)
+def test_deepspeed_runs_a_step_of_megatron_where_zero_is_named(zero, stack, kernels):
+    pipeline = {"pp": "1", "dp": "4"} if zero == "3" else {}
+    case = case_of(GPT | {"framework": "Megatron-DeepSpeed", "zero": zero, **pipeline})
+    assert (case.stack.name, case.kernels) == (stack, kernels)
+    assert any("own loop" in each for each in case.assumed) == (not zero)
 
 
 def test_a_row_of_torchtitan():

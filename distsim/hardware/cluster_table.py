@@ -9,7 +9,7 @@ import msgspec
 
 from distsim.errors import TopologyError
 from distsim.hardware.units import BYTES, FLOPS, NUMBER, POWER, PRICE, RATE, SECONDS, SHARE, Units
-from distsim.ir.kernel_rates import ATTENTION_KERNELS, KINDS_OF_WORK, WAYS_TO_LAUNCH
+from distsim.ir.kernel_rates import ATTENTION_KERNELS, KINDS_OF_UNCERTAINTY, KINDS_OF_WORK, WAYS_TO_LAUNCH
 from distsim.suggestions import choices_for
 
 MAX_DEVICES = 1 << 20
@@ -75,6 +75,7 @@ class DeviceTable(_Strict, frozen=True):
     kernels: dict[str, Amount] = {}
     launches: dict[str, Amount] = {}
     attention: dict[str, Amount] = {}
+    uncertainty: dict[str, Amount] = {}
     host_link: LinkTable | None = None
     kind: _Text = "gpu"
 
@@ -144,8 +145,12 @@ NAMED_FIGURES: dict[str, tuple[tuple[str, ...], Units]] = {
     "kernels": (KINDS_OF_WORK, SHARE),
     "launches": ((*WAYS_TO_LAUNCH, "tensor"), SECONDS),
     "attention": (ATTENTION_KERNELS, NUMBER),
+    "uncertainty": (KINDS_OF_UNCERTAINTY, NUMBER),
 }
 """The tables of a device in which a figure is given by name: the names that they may have, and the units."""
+
+MEASURED_TABLES = tuple([name for name in NAMED_FIGURES if name != "peaks"])
+"""Those that say what was measured of kernels and hosts."""
 
 LINK_UNITS: dict[str, Units] = {"bandwidth": RATE, "efficiency": SHARE, "latency": SECONDS}
 LEVEL_UNITS: dict[str, Units] = {

@@ -27,6 +27,7 @@ from distsim.hardware.cluster_table import (
     LEVEL_UNITS,
     LINK_UNITS,
     MAX_DEVICES,
+    MEASURED_TABLES,
     NAMED_FIGURES,
     Amount,
     ClusterTable,
@@ -205,6 +206,7 @@ def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
         si.get("device.spread", 0.0),
         si.get("device.slowdown", 0.0),
         tuple([(kernel, si[f"device.attention.{kernel}"]) for kernel in table.attention]),
+        tuple([(kind, si[f"device.uncertainty.{kind}"]) for kind in table.uncertainty]),
     )
 
 
@@ -307,7 +309,7 @@ def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
 def _taken_over(raw: Raw, base: str) -> Raw:
     """Return the table of a base in which measured figures of its kernels and hosts say whose they are."""
     device = dict(raw.get("device", {}))
-    for table in ("kernels", "launches", "attention"):
+    for table in MEASURED_TABLES:
         device[table] = {
             name: {**figure, "source": f"of {base}: {figure['source']}"} if "source" in figure else figure
             for name, figure in device.get(table, {}).items()
@@ -336,7 +338,7 @@ def _amounts(device: DeviceTable, levels: Sequence[LevelTable]) -> Iterator[tupl
             yield f"device.{field}", amount, units
         if field == "throughput":
             yield from _named(device, "peaks")
-    for table in ("kernels", "launches", "attention"):
+    for table in MEASURED_TABLES:
         yield from _named(device, table)
     links = [("device.host_link", device.host_link, LINK_UNITS)] if device.host_link is not None else []
     for name, table, kinds in [*links, *((f"levels.{level.name}", level, LEVEL_UNITS) for level in levels)]:

@@ -14,6 +14,9 @@ KINDS_OF_WORK = (
 """The kinds of work of which a device may say what share of its peak kernels reach
 (:mod:`distsim.cost.efficiency`)."""
 
+KINDS_OF_UNCERTAINTY = (*KINDS_OF_WORK, "host")
+"""What a device may say of how well its figures are known: the kinds of work, and the host's launches."""
+
 WAYS_TO_LAUNCH = ("eager", "fused", "compiled")
 """The ways to run kernels of which a device may say what its host takes to issue one."""
 
@@ -35,10 +38,12 @@ class KernelRates:
     ``attentions`` are how fast :data:`ATTENTION_KERNELS` are, 1 being what ``shares`` say of attention.
     ``processors`` are the multiprocessors among which a product divides its tiles; 0 where that is not known.
     ``spread`` is how far predicted steps are taken to be from measured ones: the standard deviation of the
-    logarithm, of sources that nothing was fitted to; 0 where that is not known.
+    logarithm, of sources that nothing was fitted to; 0 where that is not known. ``uncertainties`` are, by
+    :data:`KINDS_OF_UNCERTAINTY`, how far the seconds of a kind of work may be from these figures: standard
+    deviations of the logarithm, beside ``spread``.
 
-    Raises :class:`TopologyError` for a share outside of (0, 1], and a time or spread that is negative or not
-    finite.
+    Raises :class:`TopologyError` for a share outside of (0, 1], and a time, spread or uncertainty that is
+    negative or not finite.
     """
 
     shares: tuple[tuple[str, float], ...] = ()
@@ -48,12 +53,14 @@ class KernelRates:
     spread: float = 0.0
     slowdown: float = 0.0
     attentions: tuple[tuple[str, float], ...] = ()
+    uncertainties: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         for given, known in (
             (self.shares, KINDS_OF_WORK),
             (self.launches, WAYS_TO_LAUNCH),
             (self.attentions, ATTENTION_KERNELS),
+            (self.uncertainties, KINDS_OF_UNCERTAINTY),
         ):
             if unknown := [name for name, _ in given if name not in known]:
                 raise TopologyError(f"rates of {unknown[0]!r:.40}: choose from {', '.join(known)}")
@@ -66,7 +73,8 @@ class KernelRates:
         for name, seconds in (*self.launches, ("tensor", self.tensor)):
             if not 0 <= seconds < math.inf:
                 raise TopologyError(f"launches.{name}={seconds} must be seconds, at least 0 and finite")
-        for name, value in (("spread", self.spread), ("slowdown", self.slowdown)):
+        uncertain = [(f"uncertainty.{name}", value) for name, value in self.uncertainties]
+        for name, value in (("spread", self.spread), ("slowdown", self.slowdown), *uncertain):
             if not 0 <= value < math.inf:
                 raise TopologyError(f"{name}={value} must be at least 0 and finite")
         if self.processors < 0:

@@ -179,8 +179,9 @@ class Simulation:
         devices = list(self.timestamps)
         if not self.cost_model.kernels or not devices or not all(d.rates.spread for d in devices):
             return None
-        spread = max(device.rates.spread for device in devices)
-        return interval_of(self.step_period, spread, self.breakdown("kind"), level, own)
+        rates = max([device.rates for device in devices], key=lambda each: each.spread)
+        known = dict(rates.uncertainties)
+        return interval_of(self.step_period, rates.spread, self.breakdown("kind"), level, own, known)
 
     def explain(self) -> Explanation:
         """Return what bounds the step and what would gain how much; ``print`` it.

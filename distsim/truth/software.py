@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distsim.ir import BFloat16, Float8E4M3FN, Float16
 from distsim.plan.stacks import STACKS, Stack
 from distsim.transforms.autodiff.precision import POLICIES, Precision
-from distsim.truth.row import MissingFeatureError, Row, plain
+from distsim.truth.row import MissingFeatureError, Row, cell, plain
 
 FRAMEWORKS = (
     ("torchtitan", "torchtitan", None),
@@ -31,6 +31,16 @@ LOSS_COMPILED = "2025-04"
 FAST_NORMS = "2021-10"
 """Since when Megatron-LM has apex's FastLayerNorm (a2fdcdf0); Megatron-DeepSpeed had not before it took over
 Megatron-LM of 2023 (9446eaac of July 2023: megatron/model/fused_layer_norm.py)."""
+
+OWN_LOOP = "fused_2021_epilogues"
+"""Megatron-DeepSpeed hands a step to DeepSpeed if it is asked to (f01c9e6e of June 2023: ``if
+args.deepspeed`` in megatron/training.py), and keeps Megatron-LM's own loop, reduction and optimizer of 2021.
+A row that names no stage of ZeRO has those. Rows of calibrate.csv show it: over 2 to 16 microbatches seconds
+lie on lines that begin at what an update takes on the device alone, a few milliseconds, where the 300
+gradients and more that DeepSpeed reads one by one would take a host 30."""
+
+PASSES_TIMED = "2022-08"
+"""Until when the timers of Megatron-LM wait for the device before and after each pass (77efcccb)."""
 
 ADAM_FUSED = "2025-03"
 """Since when torchtitan's AdamW is torch's fused one unless asked (6e498855 of February 2025); foreach before
@@ -85,7 +95,7 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
 
     Raises :class:`MissingFeatureError` for a framework, an attention or a type that is not known.
     """
-    stack, kernels = _stack(row, zero)
+    stack, kernels = _stack(row, zero, assumed)
     framework = plain(row, "framework")
     if stack.family not in framework:
         assumed.append(f"the stack {stack.name} for {framework:.40}")
@@ -97,9 +107,11 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     if kernels == "fused_deepspeed" and stack.name == "deepspeed_2021":
         kernels = "fused_2021"
     if kernels == "fused_2021" and stack.name == "megatron_2021" and _month(row) >= FAST_NORMS:
-        kernels = "fused_waiting"
+        kernels = "fused_waiting" if _month(row) > PASSES_TIMED else "fused_2022"
     if kernels.startswith("fused") and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
-        kernels = re.sub("fused_(2021|deepspeed)", "fused_waiting", kernels).replace("fused", "fused_loss", 1)
+        kernels = re.sub("fused_(202[12]|deepspeed)", "fused_waiting", kernels).replace(
+            "fused", "fused_loss", 1
+        )
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
 
 
@@ -125,10 +137,13 @@ def eight_bits(row: Row) -> bool:
     return bool(re.search(_EIGHT_BITS, plain(row, "precision")))
 
 
-def _stack(row: Row, zero: int) -> tuple[Stack, str]:
+def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
     framework = plain(row, "framework")
     for pattern, name, kernels in FRAMEWORKS:
         if re.search(pattern, framework):
+            if kernels == "fused_deepspeed" and not cell(row, "zero"):
+                name, kernels = "megatron", OWN_LOOP
+                assumed.append("Megatron-LM's own loop, as no stage of ZeRO is named")
             # Megatron-LM, or DeepSpeed with ZeRO-3, in fp16 without flash attention is that of 2021.
             old = (
                 (name == "megatron" or (name == "deepspeed" and zero == 3))

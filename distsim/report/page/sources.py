@@ -12,7 +12,7 @@ from typing import Any
 from distsim.hardware import figures
 from distsim.hardware.presets import table_and_figures
 from distsim.simulation import Simulation
-from distsim.simulation.explain.interval import BETWEEN, SPREADS
+from distsim.simulation.explain.interval import BETWEEN, deviations
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ def _interval(cluster: NamedCluster, simulation: Simulation) -> dict[str, Any] |
         return None
     parts = simulation.breakdown("kind")
     total = sum(parts.values()) or 1.0
+    shares = {kind: seconds / total for kind, seconds in parts.items()}
+    rates = max([device.rates for device in simulation.timestamps], key=lambda each: each.spread)
     source = next(
         (f.source for f in figures(cluster.name, cluster.settings) if f.name == "device.spread"), ""
     )
@@ -86,10 +88,11 @@ def _interval(cluster: NamedCluster, simulation: Simulation) -> dict[str, Any] |
         "level": interval.level,
         "low": interval.low,
         "high": interval.high,
-        "spread": max(device.rates.spread for device in simulation.timestamps),
+        "spread": rates.spread,
         "source": source,
         "between": BETWEEN,
         "terms": [
-            [kind, SPREADS[kind], seconds / total] for kind, seconds in parts.items() if kind in SPREADS
+            [kind, deviation / shares[kind], shares[kind]]
+            for kind, deviation in deviations(parts, dict(rates.uncertainties)).items()
         ],
     }

@@ -1,9 +1,11 @@
 """How far to trust the seconds of a step: an interval around them.
 
-The logarithm of measured over predicted seconds is taken to be normal with mean 0. Its standard deviation is
-that of the device (``Device.rates.spread``: over published steps of sources that its figures were not fitted
-to), and on top, independent of it, what a term of which less is known adds by the share that it has of the
-critical path (:data:`SPREADS`).
+The logarithm of measured over predicted seconds is taken to be normal with mean 0. Its variance is the sum
+of that of steps on the device whatever they consist of (``Device.rates.spread``: by how much rows differ from
+what is fitted to them), of how well the figures of each kind of work are known
+(``Device.rates.uncertainties``: what these rows leave open), and of what is assumed of kinds that nothing was
+fitted to (:data:`SPREADS`). What a kind adds is by its share of the critical path: by so much a step takes
+longer whose work of that kind does.
 
 A part of the variance is between machines (:data:`BETWEEN`): steps on one of them are all slower than
 predicted, or all faster. Measured steps of one's own say by how much, the more of them the surer: the median
@@ -26,9 +28,9 @@ SPREADS: Mapping[str, float] = {
     "linear_float8": 0.2,
     "grouped": 0.2,
 }
-"""Standard deviation of the logarithm of the seconds of a kind of work, where it is more than that of a step
-as a whole: assumptions (collectives are fitted within a node, and guesses between nodes; few rows have 8 bits
-or experts)."""
+"""Standard deviation of the logarithm of the seconds of a kind of work of which the device's figures do not
+say it: assumptions (collectives are fitted within a node, and guesses between nodes; few rows have 8 bits or
+experts)."""
 
 
 BETWEEN = 0.44
@@ -72,13 +74,30 @@ def _weight(count: int) -> float:
     return BETWEEN / (BETWEEN + (1 - BETWEEN) / count) if count else 0.0
 
 
+def deviations(parts: Mapping[str, float], uncertainties: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much a step deviates because kinds of work do, each by its share: of the logarithm.
+
+    >>> deviations({"linear": 3.0, "host": 1.0}, {"linear": 0.04})
+    {'linear': 0.03}
+    """
+    total = sum(parts.values()) or 1.0
+    each = {kind: math.hypot(SPREADS.get(kind, 0.0), uncertainties.get(kind, 0.0)) for kind in parts}
+    return {kind: each[kind] * part / total for kind, part in parts.items() if each[kind] and part}
+
+
 def interval_of(
-    seconds: float, spread: float, parts: Mapping[str, float], level: float = 0.9, own: Sequence[float] = ()
+    seconds: float,
+    spread: float,
+    parts: Mapping[str, float],
+    level: float = 0.9,
+    own: Sequence[float] = (),
+    uncertainties: Mapping[str, float] | None = None,
 ) -> Interval | None:
     """Return the interval of a step on devices of a spread; None where that is not known.
 
     ``parts`` are the seconds of its critical path by kind of work, ``own`` measured over predicted seconds of
     other steps on the same machine: the interval is around ``seconds * correction(own)`` then, and narrower.
+    ``uncertainties`` are those of the devices (``Device.rates.uncertainties``).
     Raises :class:`SimulationError` for a level outside of (0, 1), and for a ratio that cannot be one.
     """
     if not 0 < level < 1:
@@ -86,8 +105,7 @@ def interval_of(
     seconds *= correction(own)
     if not spread or not seconds:
         return None
-    total = sum(parts.values()) or 1.0
-    variance = spread**2 + sum((SPREADS.get(kind, 0.0) * part / total) ** 2 for kind, part in parts.items())
+    variance = spread**2 + sum(each**2 for each in deviations(parts, uncertainties or {}).values())
     variance *= 1 - BETWEEN * _weight(len(own))
     half = math.exp(NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance))
     return Interval(seconds / half, seconds * half, level)

@@ -18,8 +18,9 @@ LOSS_KERNELS = ("one", "torch", "megatron")
 """Which kernels a cross entropy is: one; the two of torch; those that Megatron-LM's Python runs, one after
 the other in the place of the logits."""
 
-WAITING = ("nowhere", "everywhere", "reading")
-"""Whose hosts wait for their devices: none, those of all stages, those of stages that read the batch."""
+WAITING = ("nowhere", "everywhere", "passes", "reading")
+"""Where hosts wait for their devices: nowhere; before each forward pass of all stages; before each pass,
+forward or backward, and each update; before each forward pass that reads the batch."""
 
 ROTARY = ("ops", "one", "complex")
 """Which kernels a rotary embedding is: those of its ops; one, as Megatron-LM's fused_rope; three, of which
@@ -68,9 +69,9 @@ class Kernels:
     tensor-parallel ranks (:mod:`distsim.transforms.tensor_parallel.split_products`), as a plan says.
     ``dtensors``: these bring rows together as DTensor does, as a plan says
     (:mod:`distsim.transforms.tensor_parallel.dtensors`).
-    ``waiting``: where the host waits before each microbatch until its device has done all that it was given,
-    of :data:`WAITING` (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each
-    gradient in float16 whether it overflowed (the same).
+    ``waiting``: where the host waits until its device has done all that it was given, of :data:`WAITING`
+    (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each gradient in
+    float16 whether it overflowed (the same).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -277,7 +278,7 @@ _MEGATRON_OF_2021 = replace(
     loss="megatron",
     norms_twice=True,
     triangles=2048,
-    waiting="everywhere",
+    waiting="passes",
     launched_as="fused",
 )
 
@@ -293,7 +294,9 @@ KERNELS = {
             _MEGATRON_LM, name="fused_waiting", loss="megatron", waiting="everywhere", launched_as="fused"
         ),
         replace(_MEGATRON_OF_2021, name="fused_2021", epilogues=False),
-        replace(_MEGATRON_OF_2021, name="fused_deepspeed", checks_gradients=True),
+        replace(_MEGATRON_OF_2021, name="fused_2021_epilogues"),
+        replace(_MEGATRON_LM, name="fused_2022", loss="megatron", waiting="passes", launched_as="fused"),
+        replace(_MEGATRON_OF_2021, name="fused_deepspeed", waiting="everywhere", checks_gradients=True),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
         replace(
             _EAGER,
@@ -332,27 +335,27 @@ KERNELS = {
         ),
     )
 }
-"""The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op
-by op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
+"""The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op by
+op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
 reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
-Megatron-LM has by default; ``fused_loss``: with
-that of the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as
-these, with a host that waits for its device before each microbatch, as until 2023; ``fused_2021``: as
-``fused_waiting``, with layer normalizations that are read twice, as until a2fdcdf0 of October 2021, which
-brought apex's FastLayerNorm, and biases that no fused kernel adds added by kernels of their own, as torch 1.8
-does (its README names that version; ``at::linear`` of operands of three dimensions is ``matmul`` and ``add_``
-until torch 1.12); ``fused_deepspeed``: the same of a later torch, with a host
-that reads of each gradient in float16 whether it overflowed, as Megatron-DeepSpeed until July 2023;
-``eager_loss``: as
+Megatron-LM has by default; ``fused_loss``: with that of the cross entropy too
+(``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these, with a host that waits
+for its device before each microbatch, as until 2023; ``fused_2022``: before each pass and update, whose
+timers did until 77efcccb of August 2022; ``fused_2021``: as that, with layer normalizations that are read
+twice, as until a2fdcdf0 of October 2021, which brought apex's FastLayerNorm, and biases that no fused kernel
+adds added by kernels of their own, as torch 1.8 does (its README names that version; ``at::linear`` of
+operands of three dimensions is ``matmul`` and ``add_`` until torch 1.12); ``fused_2021_epilogues``: the same
+of a later torch, as Megatron-DeepSpeed until July 2023; ``fused_deepspeed``: as that, with a host that reads
+of each gradient in float16 whether it overflowed, where DeepSpeed's engine runs it; ``eager_loss``: as
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
 ``compiled_complex``: the same, but rotary embeddings multiply complex numbers (torchtitan);
-``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the
-first have multi-tensor kernels. One weight for queries, keys and values, and one for a gate and what it
-gates, have Megatron-LM (6985e58 of 2021, megatron/model/transformer.py: ``query_key_value``; core 0.12:
-``linear_qkv``, ``linear_fc1``), llm-foundry (v0.1.0 to v0.4.0, models/layers/attention.py: ``Wqkv``, and
-``chunk`` or ``split`` of its result) and nanotron (4796d2d9, models/llama.py: ``qkv_proj``,
-``gate_up_proj``, split); torchtitan and Hugging Face's Llama have them apart."""
+``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the first have
+multi-tensor kernels. One weight for queries, keys and values, and one for a gate and what it gates, have
+Megatron-LM (6985e58 of 2021, megatron/model/transformer.py: ``query_key_value``; core 0.12: ``linear_qkv``,
+``linear_fc1``), llm-foundry (v0.1.0 to v0.4.0, models/layers/attention.py: ``Wqkv``, and ``chunk`` or
+``split`` of its result) and nanotron (4796d2d9, models/llama.py: ``qkv_proj``, ``gate_up_proj``, split);
+torchtitan and Hugging Face's Llama have them apart."""
 
 
 def kernels_named(name: str) -> Kernels:

@@ -7,13 +7,17 @@ the host issues nothing ahead while it waits, and nothing of a pass, what it com
 before what it reads has come.
 
 Some wait besides, before each forward pass, until the device has done all that it was given
-(``Kernels.waiting``). Megatron-LM of 2019 to 2023 broadcasts the sizes of each microbatch's tokens to its
-tensor-parallel ranks and copies them to the host (mpu/data.py, ``_build_key_size_numel_dictionaries``:
-``sizes_cuda.cpu()``), on every stage. DeepSpeed times its throughput: ``torch.cuda.synchronize()`` before
-each forward pass (utils/timer.py, ``ThroughputTimer.start``, called by runtime/engine.py, ``forward``).
-nanotron copies what a stage reads of a microbatch, tokens or labels, to the device when it is at it
-(dataloader.py, ``sanity_check_dataloader``: ``v.to("cuda")``), and torch waits for the stream of a copy that
-it is not told not to wait for (aten/src/ATen/native/cuda/Copy.cu, ``memcpy_and_sync``).
+(``Kernels.waiting``). The timers of Megatron-LM did so as they start and stop, around each forward and each
+backward pass and the update (megatron/global_vars.py, ``_Timer``: ``torch.cuda.synchronize()``;
+megatron/schedules.py, ``forward_step``, ``backward_step``; optimizer/optimizer.py, ``step``), until 77efcccb
+of August 2022 left that to levels that one asks for. Megatron-LM of 2019 to 2023 broadcasts the sizes of each
+microbatch's tokens to its tensor-parallel ranks and copies them to the host (mpu/data.py,
+``_build_key_size_numel_dictionaries``: ``sizes_cuda.cpu()``), on every stage. DeepSpeed times its throughput:
+``torch.cuda.synchronize()`` before each forward pass (utils/timer.py, ``ThroughputTimer.start``, called by
+runtime/engine.py, ``forward``). nanotron copies what a stage reads of a microbatch, tokens or labels, to the
+device when it is at it (dataloader.py, ``sanity_check_dataloader``: ``v.to("cuda")``), and torch waits for
+the stream of a copy that it is not told not to wait for (aten/src/ATen/native/cuda/Copy.cu,
+``memcpy_and_sync``).
 
 DeepSpeed asks of each gradient in float16 whether it overflowed (``Kernels.checks_gradients``): its host has
 it cast to float32 and summed, and reads the sum, one gradient after the other, before it goes on to copy and
@@ -35,6 +39,7 @@ from distsim.transforms.kernels import Kernels
 from distsim.transforms.kernels.fusion import kernel_of
 
 Places = tuple[int, ...]
+Updates = tuple[tuple[int, Block], ...]
 Made = dict[tuple[Function, Places, bool], Function]
 _ALL = Attributes({"all": 1})
 
@@ -42,8 +47,8 @@ _ALL = Attributes({"all": 1})
 def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
     """Return the blocks of all stages, of which each pass awaits first what other stages make.
 
-    As ``kernels.waiting`` says, each forward pass, or each that reads the batch, awaits first all that its
-    device was given.
+    As ``kernels.waiting`` says, each forward pass, or each that reads the batch, or each pass and each
+    update, awaits first all that its device was given.
 
     Those that share Functions share them still. Where each op is a kernel without a host, nothing changes.
     """
@@ -64,16 +69,23 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
     def waits(block: Block) -> bool:
         if kernels.waiting == "reading":
             return any(key.role is Role.INPUT and key not in maker for key in block.inputs)
-        return kernels.waiting == "everywhere"
+        return kernels.waiting in ("everywhere", "passes")
 
     if kernels.checks_gradients:
         wholes = _wholes(stages)
         stages = [
             (f, b, tuple([(number, _checking(own, wholes)) for number, own in more])) for f, b, more in stages
         ]
+    timed = kernels.waiting == "passes"
+
+    def updating(updates: Updates) -> Updates:
+        if not timed:
+            return updates
+        return tuple([(number, _awaiting(block, (), bool(block.inputs), made)) for number, block in updates])
+
     return tuple(
         [
-            (awaiting(forward, stage, waits(forward)), awaiting(backward, stage, False), updates)
+            (awaiting(forward, stage, waits(forward)), awaiting(backward, stage, timed), updating(updates))
             for stage, (forward, backward, updates) in enumerate(stages)
         ]
     )
