@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 from weakref import WeakValueDictionary, ref
 
-from distsim.cache import Cache
+from distsim.cache import Cache, uncollected
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Device, Function, Mesh, Op
@@ -159,6 +159,7 @@ class _KeptCuts:
         asked = (key, mesh, schedule, cost_model.topology.version, ref(cost_model))
         return _SEARCHED.get(function, asked, search)
 
+    @uncollected()
     def cut(self, function: Function, key: Division, costs: DeviceCosts) -> Cut:
         """Return ``function`` divided and cut for the devices of the division."""
         if key.stages == "even":

@@ -9,7 +9,7 @@ from weakref import proxy
 
 import numpy as np
 
-from distsim.cache import Cache
+from distsim.cache import Cache, uncollected
 from distsim.errors import ScheduleError
 from distsim.ir import Value
 from distsim.program.block import Block
@@ -283,6 +283,7 @@ class Binder:
             self._tables.move_to_end(schedule)
         return found
 
+    @uncollected()
     def _table(self, order: IssueOrder) -> Table:
         found = self._resized(order)
         if found is None:

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
+from distsim.cache import uncollected
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh
 from distsim.program.program import Program
@@ -159,10 +160,15 @@ def program_model(table: Table, mesh: Mesh, cost_model: CostModel, overlap: bool
         known = kept.models[table] = {}
     found = known.get((mesh, overlap))
     if found is None:
-        flow = block_links(table)
-        wiring = _wiring(flow, flow.last_makers(table), mesh, cost_model, overlap)
-        found = known[mesh, overlap] = _model(table, wiring)
+        found = known[mesh, overlap] = _made(table, mesh, cost_model, overlap)
     return found
+
+
+@uncollected()
+def _made(table: Table, mesh: Mesh, cost_model: CostModel, overlap: bool) -> ProgramModel:
+    """Return the arrays of a table on a mesh."""
+    flow = block_links(table)
+    return _model(table, _wiring(flow, flow.last_makers(table), mesh, cost_model, overlap))
 
 
 def _wiring(

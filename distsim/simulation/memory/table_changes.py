@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from distsim.cache import Cache
+from distsim.cache import Cache, uncollected
 from distsim.program.parts import Parts
 from distsim.program.table import SEND, BoundBlock, Table
 from distsim.program.table_columns import TableColumns
@@ -76,6 +76,7 @@ def changes_of(parts: Parts, table: Table) -> TableChanges | None:
     return changes
 
 
+@uncollected()
 def _table_changes(known: _TableRanks, table: Table) -> TableChanges:
     sampled, uses = known.told(table)
     key = (known.sides, sampled)

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from distsim.cache import Cache
+from distsim.cache import Cache, uncollected
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
 from distsim.ir import (
@@ -104,6 +104,7 @@ class Cut:
         )
 
     @cached_property
+    @uncollected()
     def parts(self) -> Parts:
         """What the programs of this cut have in common, verified once."""
         like = None if self.like is None else (self.like[0].parts, self.like[1])
