@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sized
+from collections.abc import Callable, Generator, Hashable, Sized
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Generic, ParamSpec, TypeVar, cast
@@ -64,7 +64,7 @@ class Cache(Generic[Owner, Made]):
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def uncollected() -> Generator[None]:
     """Do not look for cycles of garbage while what is kept is made, or in the body of a decorated function.
 
     What is made for a plan are some hundred thousand small objects that stay. CPython looks through the young

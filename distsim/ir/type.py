@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
@@ -162,6 +162,7 @@ class Tensor(Type):
     device: Device | Mesh | None = None
     on_host: bool = False
     _hash: int = 0
+    _bytes: tuple[int, int] = field(default=(0, 0), repr=False)  # as on_host says, and in whole blocks
 
     if TYPE_CHECKING:
 
@@ -172,6 +173,7 @@ class Tensor(Type):
             device: Device | Mesh | None = None,
             on_host: bool = False,
             _hash: int = 0,
+            _bytes: tuple[int, int] = (0, 0),
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -187,6 +189,10 @@ class Tensor(Type):
                 raise TypeRuleError(f"shape {self.shape} must be non-negative integers")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "_hash", hash((self.dtype, shape, self.device, self.on_host)))
+        nbytes = 0 if self.on_host else math.prod(shape) * self.dtype.itemsize
+        block = 1 if self.device is None else self.device.block
+        whole = nbytes if block == 1 else -(-nbytes // block) * block
+        object.__setattr__(self, "_bytes", (nbytes, whole))
 
     def __hash__(self) -> int:
         return self._hash
@@ -217,7 +223,7 @@ class Tensor(Type):
     @property
     def nbytes(self) -> int:
         """Bytes on each device that holds it: 0 if it is on the host."""
-        return 0 if self.on_host else math.prod(self.shape) * self.dtype.itemsize
+        return self._bytes[0]
 
     @property
     def host_nbytes(self) -> int:
@@ -227,8 +233,7 @@ class Tensor(Type):
     @property
     def allocated(self) -> int:
         """Bytes of memory that one value takes on each device that holds it: whole blocks."""
-        block = 1 if self.device is None else self.device.block
-        return self.nbytes if block == 1 else -(-self.nbytes // block) * block
+        return self._bytes[1]
 
     def on(self, device: Device | Mesh | None) -> Tensor:
         """Return this type on another device or mesh."""

@@ -22,6 +22,9 @@ class Role(enum.Enum):
     STATE = "state"
     CONSTANT = "constant"
 
+    # There is one of each; Enum's own hash, that of the name, is a call in Python, millions of them a search.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:

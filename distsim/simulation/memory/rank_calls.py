@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +90,14 @@ class RankCalls:
     outputs: Places
     pairs: tuple[tuple[tuple[int, int, int], tuple[int, ...]], ...]
     held: float = 0.0
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of thousands of slots, which are looked up again and again, made once."""
+        return hash((self.slots, self.calls, self.sent, self.brought, self.tail, self.outputs))
 
 
 class Rank(NamedTuple):
