@@ -12,11 +12,19 @@ from distsim.ir.type import as_tensor
 from distsim.ops.attention_sharding import TORCH_ROTATES
 from distsim.ops.parts import Parts
 from distsim.ops.sharding_rule import factors_of
-from distsim.transforms.sharding.choose_layouts import Axis, Decision, decide
+from distsim.transforms.sharding.choose_layouts import decide
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, DividedAxis, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
-from distsim.transforms.sharding.strategies import Allowed, Options, PiecesBySize, pieces_of, rule_of
+from distsim.transforms.sharding.strategies import (
+    Allowed,
+    Axis,
+    Decision,
+    Options,
+    PiecesBySize,
+    pieces_of,
+    rule_of,
+)
 
 
 def batch_options(

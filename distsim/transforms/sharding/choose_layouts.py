@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from distsim.cache import Cache
 from distsim.cost.efficiency import element_type
 from distsim.errors import PlanError
-from distsim.ir import Device, Op, Value
 from distsim.transforms.sharding.layout import (
     AVOIDED,
     FORBIDDEN,
@@ -26,12 +26,11 @@ from distsim.transforms.sharding.layout import (
     TOUCH_WEIGHT,
     Ids,
     Moves,
-    State,
     divisible,
     moved_bytes,
 )
 from distsim.transforms.sharding.problem_graph import Node, Structure, overwritten
-from distsim.transforms.sharding.strategies import Option, Options, Strategy, rule_of, size_of
+from distsim.transforms.sharding.strategies import Axis, Decision, Option, Options, rule_of, size_of
 from distsim.transforms.sharding.variable_elimination import EliminationProblem, Table, solve
 
 LINK_SHARE = 1 / 7
@@ -55,58 +54,6 @@ READER_WEIGHT = 1e-9
 """Breaks ties: a collective that one reader asks for is run where the value is made, so early."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """How ops and values are placed along one axis.
-
-    ``strategies`` are those of the ops, ``groups`` the states in which the values of each group are
-    handed on, ``number`` the group of each value. ``moved`` is the bytes sent per rank and step,
-    ``divided`` the share of the matrix flops that is divided over the ranks, ``proven`` whether no
-    placement costs less than ``cost``. Decisions of one function with the same ``choices`` are the same.
-    ``sent`` are the bytes of the values of each group that are moved, ``undivided`` the sizes of the
-    vocabularies that the ranks do not divide. ``own`` are the dimensions of values that the axis divides of
-    itself, as a context does those of the sequence.
-    """
-
-    strategies: Mapping[Op, Strategy] = field(default_factory=dict[Op, Strategy])
-    groups: tuple[State, ...] = ()
-    number: Mapping[Value, int] = field(default_factory=dict[Value, int])
-    moved: float = 0.0
-    proven: bool = True
-    divided: float = 1.0
-    cost: float = 0.0
-    choices: tuple[int, ...] = ()
-    undivided: tuple[int, ...] = ()
-    sent: Mapping[int, float] = field(default_factory=dict[int, float])
-    own: Mapping[Value, frozenset[int]] = field(default_factory=dict[Value, frozenset[int]])
-
-    def state(self, value: Value) -> State:
-        """Return the state in which a value is handed on."""
-        return self.groups[self.number[value]] if self.groups else REPLICATED
-
-
-@dataclass(frozen=True)
-class Axis:
-    """What the choice may do: ``options`` on ``ranks`` ranks, the batch in ``parts`` parts."""
-
-    ranks: int
-    device: Device
-    options: Options
-    parts: int
-    over_time: bool = False
-    """The axis is the batch, which is divided over microbatches as well."""
-    all_ops: bool = False
-    """Every op is divided if at all possible, whatever the others are."""
-    divisor: int = 0
-    """In how many parts a dimension that is divided has to divide, if not as many as ranks: where these lie
-    in zigzag, twice as many; of ranks of experts only those along which data are divided."""
-    beside: Mapping[int, float] = field(default_factory=dict[int, float])
-    """Bytes that other axes send of each group, where the values of a rank are whole."""
-    repeats: Sequence[tuple[float, float]] | None = None
-    """How often a group's value is moved, within a callee and in the whole function: in parts of the batch
-    once in all, a weight every time anew."""
-
-
 def decide(structure: Structure, axis: Axis) -> Decision:
     """Return the least-cost placement of every op and value."""
     chooser = _Chooser(structure, axis)
@@ -117,13 +64,35 @@ def decide(structure: Structure, axis: Axis) -> Decision:
     return chooser.decide(INSISTENT)
 
 
+class _MoveCosts(NamedTuple):
+    """What costs the same whatever the batch is divided into: of all moves, of the moves of a group by
+    whether they are in the whole function and from which states to which, and of the options of an op; and
+    the states of all groups by the divisor and the options there are."""
+
+    all: Moves
+    moves: dict[tuple[int, bool, Ids, Ids], Table]
+    ops: dict[tuple[int, Ids, float, float], list[float]]
+    domains: dict[tuple[int, tuple[Ids, ...]], list[Ids]]
+
+
+_COSTS = Cache[Options, _MoveCosts](
+    "costs of layouts, by options, ranks and whether over time and of all ops", 16
+)
+
+
 class _Chooser:
     def __init__(self, structure: Structure, axis: Axis) -> None:
         self.structure, self.axis = structure, axis
-        self.moves = Moves(axis.options.states, axis.ranks, axis.over_time)
+        ways = (axis.ranks, axis.over_time, axis.all_ops)
+        states = axis.options.states
+        self.kept = _COSTS.get(axis.options, ways, lambda: _MoveCosts(Moves(states, *ways[:2]), {}, {}, {}))
         self.divisor = axis.divisor or axis.ranks
         self.options = axis.options.that_fit(self.divisor, axis.parts)
-        self.domains = self._domains()
+        asked = self.divisor, tuple(self.options)
+        found = self.kept.domains.get(asked)
+        if found is None:
+            found = self.kept.domains[asked] = self._domains()
+        self.domains = found
 
     def _domains(self) -> list[Ids]:
         """A value may be in any state that its producer makes or that a reader asks for.
@@ -246,21 +215,13 @@ class _Chooser:
         insistence: float,
         whole: Mapping[int, int],
     ) -> int:
-        node, ranks = self.structure.nodes[number], self.axis.ranks
-        options = [self.axis.options.of[number][c] for c in self.options[number]]
-        flops = node.flops / self._flops_per_byte(node) if node.flops else 0.0
-        every = self.axis.over_time or self.axis.all_ops
-        touched = (BATCH_TOUCH_WEIGHT if every else TOUCH_WEIGHT) * node.touched
-        costs = [
-            node.times
-            * (
-                (flops + touched) / ranks
-                if option.strategy.factor is not None
-                else insistence * flops + touched
-            )
-            + node.times * sum([sent + START_BYTES for sent in self._reduced(node, option)])
-            for option in options
-        ]
+        node, chosen = self.structure.nodes[number], self.options[number]
+        options = [self.axis.options.of[number][c] for c in chosen]
+        balance = self._flops_per_byte(node) if node.flops else 0.0
+        key = number, chosen, insistence, balance
+        costs = self.kept.ops.get(key)
+        if costs is None:
+            costs = self.kept.ops[key] = self._done(node, options, insistence, balance)
         variable = problem.variable(costs)
         for index, place in enumerate(node.outputs):
             raw = tuple([option.outputs[index] for option in options])
@@ -273,7 +234,7 @@ class _Chooser:
         for index, place in enumerate(node.inputs):
             asked = tuple([option.inputs[index] for option in options])
             table = self._moves(place, node.top, self.domains[place], asked)
-            table *= node.times * self._repeats(place, node.top) * (1 + READER_WEIGHT)
+            table = table * (node.times * self._repeats(place, node.top) * (1 + READER_WEIGHT))
             table = self._untaken(place, table, self.domains[place], asked)
             if index in taken:
                 table = _unmoved(table, self.domains[place], asked)
@@ -283,6 +244,24 @@ class _Chooser:
                 problem.pair(whole[place], variable, np.where([read, np.zeros_like(read)], FORBIDDEN, 0.0))
             problem.pair(values[place], variable, table)
         return variable
+
+    def _done(
+        self, node: Node, options: Sequence[Option], insistence: float, flops_per_byte: float
+    ) -> list[float]:
+        """Return what an op costs, wherever its operands are, by option."""
+        flops = node.flops / flops_per_byte if node.flops else 0.0
+        every = self.axis.over_time or self.axis.all_ops
+        touched = (BATCH_TOUCH_WEIGHT if every else TOUCH_WEIGHT) * node.touched
+        return [
+            node.times
+            * (
+                (flops + touched) / self.axis.ranks
+                if option.strategy.factor is not None
+                else insistence * flops + touched
+            )
+            + node.times * sum([sent + START_BYTES for sent in self._reduced(node, option)])
+            for option in options
+        ]
 
     def _reduced(self, node: Node, option: Option) -> list[float]:
         """Return the bytes sent by each all-reduce within an op."""
@@ -294,8 +273,16 @@ class _Chooser:
         return [share * nbytes for nbytes in decomposition.reduced(node.signature.inputs)]
 
     def _moves(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
+        """Return what it costs to move a value once, which no batch changes."""
+        key = number, top, sources, targets
+        found = self.kept.moves.get(key)
+        if found is None:
+            found = self.kept.moves[key] = self._moved(*key)
+        return found
+
+    def _moved(self, number: int, top: bool, sources: Ids, targets: Ids) -> Table:
         nbytes = self.structure.groups[number].type.nbytes
-        table = self.moves.table(nbytes, top, sources, targets)
+        table = self.kept.all.table(nbytes, top, sources, targets)
         if number in self.structure.weights:
             # All passes use a weight as it lies: to bring it elsewhere for one of them is fewer bytes where
             # tokens are many and key heads few, but nobody does.

@@ -22,12 +22,11 @@ from distsim.transforms.sharding.axes import (
     decide_tensor,
     tensor_options,
 )
-from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.experts import ByExperts, check_experts, expert_options
 from distsim.transforms.sharding.layout import REPLICATED, DividedAxis
 from distsim.transforms.sharding.problem_graph import Structure
 from distsim.transforms.sharding.roles import Marks
-from distsim.transforms.sharding.strategies import EXPERTS, Options
+from distsim.transforms.sharding.strategies import EXPERTS, Decision, Options
 
 
 class BatchParts(NamedTuple):

@@ -15,11 +15,10 @@ from distsim.ir import Function, Op, Role, Value
 from distsim.ir.type import as_tensor
 from distsim.ops.parts import Groups, Parts
 from distsim.ops.sharding_rule import Pieces, factors_of
-from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate, propagate_back
-from distsim.transforms.sharding.strategies import EXPERTS, Allowed, Options, Strategy, rule_of
+from distsim.transforms.sharding.strategies import EXPERTS, Allowed, Decision, Options, Strategy, rule_of
 
 
 def expert_options(

@@ -20,7 +20,6 @@ from distsim.ops import signature_of
 from distsim.ops.places import shape_of
 from distsim.ops.sharding_rule import ShardingRule
 from distsim.transforms.op_graph import Numbered
-from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
 from distsim.transforms.sharding.layout import (
     REPLICATED,
@@ -30,7 +29,7 @@ from distsim.transforms.sharding.layout import (
     divisions,
     local_shape,
 )
-from distsim.transforms.sharding.strategies import Strategy, rule_of
+from distsim.transforms.sharding.strategies import Decision, Strategy, rule_of
 
 __all__ = ["DegreeNeeded", "Lowered", "lower"]
 

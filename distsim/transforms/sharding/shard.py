@@ -23,7 +23,6 @@ from distsim.resizing import shared
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.sharding.axes import check_context
-from distsim.transforms.sharding.choose_layouts import Decision
 from distsim.transforms.sharding.constants import as_inputs, as_values
 from distsim.transforms.sharding.decisions import (
     BatchParts,
@@ -49,7 +48,7 @@ from distsim.transforms.sharding.layout import DividedAxis, Placement
 from distsim.transforms.sharding.lower import DegreeNeeded, Lowered, lower
 from distsim.transforms.sharding.problem_graph import structure_of
 from distsim.transforms.sharding.roles import WHOLE_BATCH, Marks, batch_inputs, propagate_both, roles
-from distsim.transforms.sharding.strategies import EXPERTS
+from distsim.transforms.sharding.strategies import EXPERTS, Decision
 
 REPLICATION_NOTED = 0.95
 """Less than this share of the matrix flops divided over tp is worth a note."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from distsim.cache import cached
 from distsim.errors import PlanError
-from distsim.ir import Op, Value
+from distsim.ir import Device, Op, Value
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
 from distsim.ops.parts import Groups, Parts
 from distsim.ops.sharding_rule import Dim, factors_of, label_of, labels_of
@@ -336,3 +336,55 @@ def _where_made(node: Node, allowed: Allowed) -> Allowed:
     """Allow also the factors that no input has: the op makes the same on every rank, so may make less."""
     own = _labels(node.signature).own
     return (lambda factor, pieces: 0 if factor in own else allowed(factor, pieces)) if own else allowed
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How ops and values are placed along one axis.
+
+    ``strategies`` are those of the ops, ``groups`` the states in which the values of each group are
+    handed on, ``number`` the group of each value. ``moved`` is the bytes sent per rank and step,
+    ``divided`` the share of the matrix flops that is divided over the ranks, ``proven`` whether no
+    placement costs less than ``cost``. Decisions of one function with the same ``choices`` are the same.
+    ``sent`` are the bytes of the values of each group that are moved, ``undivided`` the sizes of the
+    vocabularies that the ranks do not divide. ``own`` are the dimensions of values that the axis divides of
+    itself, as a context does those of the sequence.
+    """
+
+    strategies: Mapping[Op, Strategy] = field(default_factory=dict[Op, Strategy])
+    groups: tuple[State, ...] = ()
+    number: Mapping[Value, int] = field(default_factory=dict[Value, int])
+    moved: float = 0.0
+    proven: bool = True
+    divided: float = 1.0
+    cost: float = 0.0
+    choices: tuple[int, ...] = ()
+    undivided: tuple[int, ...] = ()
+    sent: Mapping[int, float] = field(default_factory=dict[int, float])
+    own: Mapping[Value, frozenset[int]] = field(default_factory=dict[Value, frozenset[int]])
+
+    def state(self, value: Value) -> State:
+        """Return the state in which a value is handed on."""
+        return self.groups[self.number[value]] if self.groups else REPLICATED
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What the choice may do: ``options`` on ``ranks`` ranks, the batch in ``parts`` parts."""
+
+    ranks: int
+    device: Device
+    options: Options
+    parts: int
+    over_time: bool = False
+    """The axis is the batch, which is divided over microbatches as well."""
+    all_ops: bool = False
+    """Every op is divided if at all possible, whatever the others are."""
+    divisor: int = 0
+    """In how many parts a dimension that is divided has to divide, if not as many as ranks: where these lie
+    in zigzag, twice as many; of ranks of experts only those along which data are divided."""
+    beside: Mapping[int, float] = field(default_factory=dict[int, float])
+    """Bytes that other axes send of each group, where the values of a rank are whole."""
+    repeats: Sequence[tuple[float, float]] | None = None
+    """How often a group's value is moved, within a callee and in the whole function: in parts of the batch
+    once in all, a weight every time anew."""

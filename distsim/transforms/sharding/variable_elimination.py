@@ -66,7 +66,7 @@ class Fix(NamedTuple):
 Ints = npt.NDArray[np.int64]
 
 
-class Steps(NamedTuple):
+class EliminationSteps(NamedTuple):
     """The steps as arrays, for the compiled loop; places are those among the costs of all slots.
 
     ``begin`` and ``choices`` are of each variable: its first cost, how many there are. Of each step:
@@ -96,7 +96,7 @@ class EliminationOrder:
     their order. A step that makes a table adds it to what is in the slot; slot -1 is the total.
     """
 
-    steps: Steps
+    steps: EliminationSteps
     costs: int
 
 
@@ -113,7 +113,7 @@ def order(sizes: tuple[int, ...], scopes: tuple[Scope, ...], limit: int) -> Elim
     return EliminationOrder(_arrays(sizes, steps, planner.held), sum(planner.held))
 
 
-def _arrays(sizes: Sequence[int], steps: Sequence[Eliminate | Fix], held: Sequence[int]) -> Steps:
+def _arrays(sizes: Sequence[int], steps: Sequence[Eliminate | Fix], held: Sequence[int]) -> EliminationSteps:
     """Return the steps as arrays; ``held``: how many costs each slot has."""
     first = [0, *np.cumsum(held).tolist()]
     first[-1] = -1  # that of slot -1
@@ -142,7 +142,7 @@ def _arrays(sizes: Sequence[int], steps: Sequence[Eliminate | Fix], held: Sequen
         at,
         how,
     ]
-    return Steps(*[np.array(column, np.int64) for column in columns])
+    return EliminationSteps(*[np.array(column, np.int64) for column in columns])
 
 
 class _OrderPlanner:
@@ -288,7 +288,7 @@ def solve(problem: EliminationProblem, limit: int = 1_000_000) -> Solution:
 
 
 @compiled
-def _run(steps: Steps, costs: Table, choices: Ints, total: float) -> float:
+def _run(steps: EliminationSteps, costs: Table, choices: Ints, total: float) -> float:
     """Do the steps with the costs of all slots; enter what is chosen, return its cost added to ``total``."""
     for step in range(len(steps.variable)):
         if steps.fixed[step]:
@@ -304,7 +304,7 @@ def _run(steps: Steps, costs: Table, choices: Ints, total: float) -> float:
 
 
 @inner
-def _best(steps: Steps, step: int, costs: Table, around: Ints) -> tuple[int, float]:
+def _best(steps: EliminationSteps, step: int, costs: Table, around: Ints) -> tuple[int, float]:
     """Return the best choice of the variable of a step, given those around it, and its cost."""
     variable, best, least = steps.variable[step], 0, np.inf
     for choice in range(steps.choices[variable]):
@@ -321,7 +321,7 @@ def _best(steps: Steps, step: int, costs: Table, around: Ints) -> tuple[int, flo
 
 
 @inner
-def _eliminate(steps: Steps, step: int, costs: Table, total: float) -> float:
+def _eliminate(steps: EliminationSteps, step: int, costs: Table, total: float) -> float:
     """Replace a variable by the cost of its best choice, per choice of its neighbours."""
     begin, end, target = steps.around[step], steps.around[step + 1], steps.target[step]
     around, cell = np.zeros(end - begin, np.int64), 0
@@ -341,7 +341,7 @@ def _eliminate(steps: Steps, step: int, costs: Table, total: float) -> float:
 
 
 @inner
-def _fix(steps: Steps, step: int, costs: Table, choices: Ints, total: float) -> float:
+def _fix(steps: EliminationSteps, step: int, costs: Table, choices: Ints, total: float) -> float:
     """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
     variable = steps.variable[step]
     begin, count = steps.begin[variable], steps.choices[variable]
