@@ -150,14 +150,18 @@ def _compared(
     ends = len(like.inputs), len(like.ops), len(like.outputs), like.name, like.notes
     if ends != (len(other.inputs), len(other.ops), len(other.outputs), other.name, other.notes):
         return None
-    original: dict[Value, Value] = {}  # of a value of the other
+    # Of a value of the other; one that both make or are given stands for itself: none reads what it has not.
+    original: dict[Value, Value] = {}
     values: dict[Value, Value] = {}
     ops: dict[Op, Op] = {}
     if not _paired(like.inputs, other.inputs, original, values):
         return None
     written: list[Op] = []
     for a, b in zip(like.ops, other.ops, strict=True):
-        if a is not b and (
+        if a is b:
+            written.append(a)
+            continue
+        if (
             a.op_type != b.op_type
             or a.version != b.version
             or a.name != b.name
@@ -165,7 +169,7 @@ def _compared(
             or any(a.attributes.get(name) != b.attributes.get(name) for name in _KEPT)
         ):
             return None
-        if [original.get(value) for value in b.inputs] != [*a.inputs]:
+        if b.inputs != a.inputs and [original.get(value, value) for value in b.inputs] != [*a.inputs]:
             return None
         if not _paired(a.outputs, b.outputs, original, values):
             return None
@@ -176,14 +180,14 @@ def _compared(
                 return None
             done[one, two] = callee
             callees += (callee,)
-        same = a is b or (callees == a.subfunctions and a.attributes == b.attributes)
+        same = callees == a.subfunctions and a.attributes == b.attributes
         if same and values.keys().isdisjoint(a.inputs) and values.keys().isdisjoint(a.outputs):
             written.append(a)
             continue
         inputs, outputs = substitute(a.inputs, values), substitute(a.outputs, values)
         made = ops[a] = Op(a.op_type, inputs, outputs, b.attributes, callees, a.version, a.name)
         written.append(made)
-    if [original.get(value) for value in other.outputs] != [*like.outputs]:
+    if [original.get(value, value) for value in other.outputs] != [*like.outputs]:
         return None
     if not (values or ops):
         return like
@@ -204,9 +208,9 @@ def _paired(
     if len(ones) != len(others):
         return False
     for a, b in zip(ones, others, strict=True):
-        original[b] = a
         if a is b:
             continue
+        original[b] = a
         if a.name != b.name or a.role is not b.role:
             return False
         if a.type is not b.type and a.type != b.type:

@@ -71,13 +71,14 @@ def changes_of(parts: Parts, table: Table) -> TableChanges | None:
         return _CHANGES[table]
     changes = None
     with suppress(Irregular):
-        changes = _table_changes(_ranks_of(parts, table), table)
+        changes = _table_changes(parts, table)
     _CHANGES[table] = changes
     return changes
 
 
 @uncollected()
-def _table_changes(known: _TableRanks, table: Table) -> TableChanges:
+def _table_changes(parts: Parts, table: Table) -> TableChanges:
+    known = _ranks_of(parts, table)
     sampled, uses = known.told(table)
     key = (known.sides, sampled)
     outline = _OUTLINES.get(table.columns, key, lambda: _Outline(known, sampled, table))

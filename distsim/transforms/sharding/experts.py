@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Value
 from distsim.ir.type import as_tensor
 from distsim.ops.parts import Groups, Parts
+from distsim.ops.places import shape_of
 from distsim.ops.sharding_rule import Pieces, factors_of
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
@@ -159,3 +161,23 @@ class ByExperts:
         if not self._divided(value, state) or isinstance(state.pieces, Groups):
             return state
         return sharded(state.dim, Groups((1,) * as_tensor(value.type, value.name).shape[state.dim]))
+
+
+class CountedRows(NamedTuple):
+    """Rows of groups of these sizes, which ranks tell each other before they send them."""
+
+    sizes: tuple[int, ...]
+
+
+def counted_rows(function: Function) -> dict[Value, CountedRows]:
+    """Return the rows that counted products read, also as they are before they are cast."""
+    ends = [(op.inputs[0], op.outputs[0]) for op in function.ops if op.inputs and not op.is_call]
+    makers = {made: read for read, made in ends if shape_of(read) == shape_of(made)}
+    found: dict[Value, CountedRows] = {}
+    for op in function.ops:
+        if "counted" in op.attributes and op.inputs[0] not in found:
+            value, rows = op.inputs[0], CountedRows(op.attributes["sizes"])
+            found[value] = rows
+            if value in makers:
+                found[makers[value]] = rows
+    return found

@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from distsim.errors import PlanError
 from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
-from distsim.ops.places import shape_of
 from distsim.ops.sharding_rule import ShardingRule
 from distsim.transforms.op_graph import Numbered
-from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, share
+from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, Step, share
+from distsim.transforms.sharding.experts import counted_rows
 from distsim.transforms.sharding.layout import (
     REPLICATED,
     DividedAxis,
@@ -39,7 +38,8 @@ class Lowered:
     """A local function and the placements of its ends.
 
     ``needs_dp``: shapes depend on the number of data-parallel ranks. ``refusal``: why the batch cannot be
-    divided over time, if it cannot.
+    divided over time, if it cannot. ``begins``: of each callee, None for the whole, which op of the local
+    function is the first that stands for each op.
     """
 
     function: Function
@@ -47,6 +47,7 @@ class Lowered:
     outputs: tuple[Placement, ...]
     needs_dp: bool
     refusal: str
+    begins: Mapping[Function | None, tuple[int, ...]]
 
 
 def lower(
@@ -56,25 +57,31 @@ def lower(
     microbatches: int,
     axes: Mapping[DividedAxis, Decision],
     again: bool = False,
+    like: Lowered | None = None,
 ) -> Lowered:
     """Write out ``function`` for one rank of ``mesh``, as decided along each of ``axes``, the batch's first.
 
     ``again``: what backward reads of forward is brought where it is needed in backward again, not kept.
+    ``like``: what was written out for other numbers of parts, of which ops and values are taken that are the
+    same, as most are of weights and their gradients.
 
     Raises :class:`PlanError` when a sum over microbatches would be needed within one of them, and
     :class:`DegreeNeeded` when the mesh has fewer replicas than there are and a shape depends on it.
     """
     lowering = _ShardLowering(function, known, mesh, microbatches, axes)
+    if like is not None:
+        lowering.before = like.begins
     if again:
         ahead = Numbered(function).forward
         lowering.ahead = {op for op, forward in zip(function.ops, ahead, strict=True) if forward}
-    local = lowering.lower(function)
+    local = lowering.lower(function, None if like is None else like.function)
     return Lowered(
         local,
         tuple([lowering.placement(value) for value in function.inputs]),
         tuple([lowering.placement(value) for value in function.outputs]),
         lowering.mover.needs_dp,
         lowering.mover.refusal,
+        lowering.begins,
     )
 
 
@@ -100,6 +107,8 @@ class _ShardLowering:
         self._types: dict[tuple[Tensor, Placement], Tensor] = {}
         self._recipes: dict[tuple[int, int, int, bool], Recipe] = {}
         self._home_types: dict[int, Tensor] = {}
+        self.begins: dict[Function | None, tuple[int, ...]] = {}
+        self.before: Mapping[Function | None, tuple[int, ...]] = {}  # those of what this is like
         self._done: dict[Function, Function] = {}
         self._calls: dict[tuple[Function | int, ...], _ShardedCall] = {}
 
@@ -159,87 +168,101 @@ class _ShardLowering:
             self._recipes[key] = found
         return found
 
-    def call(self, op: Op) -> _ShardedCall:
-        """Return what is the same for all Calls of one callee with values of the same groups."""
+    def call(self, op: Op, like: Op | None) -> _ShardedCall:
+        """Return what is the same for all Calls of one callee with values of the same groups.
+
+        ``like`` is the Call that this one was for other numbers of parts.
+        """
         number = self._number
         key = (op.callee, *[number[v] for v in op.inputs], *[number[v] for v in op.outputs])
         found = self._calls.get(key)
         if found is None:
             asked = [self.placement(inner) for inner in op.callee.inputs]
             made = [self.placement(inner) for inner in op.callee.outputs]
-            callee = self.lower(op.callee)
+            callee = self.lower(op.callee, None if like is None else like.callee)
+            types = tuple([value.type for value in callee.outputs])
+            old = () if like is None else [value.type for value in like.outputs]
             found = self._calls[key] = _ShardedCall(
                 callee,
-                tuple([value.type for value in callee.outputs]),
+                types,
+                None if like is None else like.callee,
+                tuple([i for i, (a, b) in enumerate(zip(types, old, strict=False)) if a != b]),
                 tuple([(i, p) for i, p in enumerate(asked) if p is not self.placement(op.inputs[i])]),
                 tuple([(i, p) for i, p in enumerate(made) if p is not self.placement(op.outputs[i])]),
             )
         return found
 
-    def lower(self, function: Function) -> Function:
+    def lower(self, function: Function, like: Function | None) -> Function:
         if function not in self._done:
-            self._done[function] = _FunctionLowering(self, function).build()
+            self._done[function] = _FunctionLowering(self, function, like).build()
         return self._done[function]
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardedCall:
-    """A lowered callee, the types it makes, and the operands and results that have to be moved."""
+    """A lowered callee, the types it makes, and the operands and results that have to be moved.
+
+    ``like`` is the callee for other numbers of parts, which makes other types at the places ``resized``.
+    """
 
     callee: Function
     types: tuple[Type, ...]
+    like: Function | None
+    resized: tuple[int, ...]
     inputs: tuple[tuple[int, Placement], ...]
     outputs: tuple[tuple[int, Placement], ...]
-
-
-class _Counted(NamedTuple):
-    """Rows of groups of these sizes, which ranks tell each other before they send them."""
-
-    sizes: tuple[int, ...]
-
-
-def _counted(function: Function) -> dict[Value, _Counted]:
-    """Return the rows that counted products read, also as they are before they are cast."""
-    ends = [(op.inputs[0], op.outputs[0]) for op in function.ops if op.inputs and not op.is_call]
-    makers = {made: read for read, made in ends if shape_of(read) == shape_of(made)}
-    found: dict[Value, _Counted] = {}
-    for op in function.ops:
-        if "counted" in op.attributes and op.inputs[0] not in found:
-            value, rows = op.inputs[0], _Counted(op.attributes["sizes"])
-            found[value] = rows
-            if value in makers:
-                found[makers[value]] = rows
-    return found
 
 
 class _FunctionLowering:
     """Lowers one function.
 
     The types of what it adds are checked one by one as they are made, so the whole is not checked again.
+    What stands for the same op in ``like`` is taken of it, if it is the same.
     """
 
-    def __init__(self, lowering: _ShardLowering, function: Function) -> None:
-        self.lowering, self.function = lowering, function
+    def __init__(self, lowering: _ShardLowering, function: Function, like: Function | None) -> None:
+        self.lowering, self.function, self.like = lowering, function, like
+        self.alike: Sequence[Op] = ()  # what stands in it for the op at hand
+        self.begins: list[int] = []
         self.top = function is lowering.function
+        self.key = None if self.top else function  # what is kept of a function does not refer to it
+        self.before = lowering.before.get(self.key, ())
         self.maker = FunctionMaker(function.name)
         self.home: dict[Value, Value] = {}
         self.elsewhere: dict[tuple[Value, int, bool], Value] = {}
         self.forward = False
-        self.counted = _counted(function)  # and not sent yet
+        self.counted = counted_rows(function)  # and not sent yet
 
     def build(self) -> Function:
         lowering, home = self.lowering, self.home
+        given = dict(zip(self.function.inputs, self.like.inputs, strict=False)) if self.like else {}
         for value in self.function.inputs:
+            type_, same = lowering.home_type(value), given.get(value)
+            if same is not None and same.type == type_:
+                self.maker.adopt_inputs((same,))
+                home[value] = same
+                continue
             role = lowering.known.get(value, value.role)
-            home[value] = self.maker.add_input_value(value.name, lowering.home_type(value), role)
-        for op in self.function.ops:
+            home[value] = self.maker.add_input_value(value.name, type_, role)
+        ends = self.before[1:]
+        for number, op in enumerate(self.function.ops):
             self.forward = op in lowering.ahead
+            self.begins.append(len(self.maker.ops))
+            if self.like is not None:
+                end = ends[number] if number < len(ends) else None
+                self.alike = self.like.ops[self.before[number] : end]
             if op.is_call:
                 self.call(op)
             else:
                 self.op(op)
+        lowering.begins[self.key] = tuple(self.begins)
         outputs = tuple([home[value] for value in self.function.outputs])
         return Function(self.maker.name, tuple(self.maker.inputs), tuple(self.maker.ops), outputs)
+
+    def next_alike(self) -> Op | None:
+        """Return what stands in ``like`` where the next op will stand."""
+        place = len(self.maker.ops) - self.begins[-1]
+        return self.alike[place] if place < len(self.alike) else None
 
     def define(self, value: Value, raw: Placement, local: Value) -> None:
         """Record a new value, and bring it at once to the placement in which it is handed on."""
@@ -267,9 +290,11 @@ class _FunctionLowering:
                 rows = self.counted[value]
                 self.counted = {each: of for each, of in self.counted.items() if of is not rows}
                 local = self.counts_told(local, rows.sizes)
-            made = Value(local.name + step.suffix if step.suffix else local.name, step.type)
-            self.maker.adopt(Op(step.op_type, (local,), (made,), step.attributes))
-            local = made
+            name, same = local.name + step.suffix if step.suffix else local.name, self.next_alike()
+            if same is None or not _is_step(same, step, local, name):
+                same = Op(step.op_type, (local,), (Value(name, step.type),), step.attributes)
+            self.maker.adopt(same)
+            local = same.outputs[0]
         return local
 
     def counts_told(self, rows: Value, sizes: tuple[int, ...]) -> Value:
@@ -336,12 +361,30 @@ class _FunctionLowering:
         return share(self.maker, local, math.prod([axis.parts for axis, each in axes if each and each.mean]))
 
     def call(self, op: Op) -> None:
-        plan, home = self.lowering.call(op), self.home
+        same, home = next((each for each in self.alike if each.is_call), None), self.home
+        plan = self.lowering.call(op, same)
         inputs = [home[value] for value in op.inputs]
         for index, wanted in plan.inputs:
             inputs[index] = self.read(op.inputs[index], wanted)
-        made = tuple([Value(v.name, type_) for v, type_ in zip(op.outputs, plan.types, strict=True)])
+        if same is not None and same.callee is plan.like:
+            values = [*same.outputs]
+            for index in plan.resized:
+                values[index] = Value(op.outputs[index].name, plan.types[index])
+            made = tuple(values)
+        else:
+            made = tuple([Value(v.name, type_) for v, type_ in zip(op.outputs, plan.types, strict=True)])
         self.maker.adopt(Op("Call", tuple(inputs), made, op.attributes, (plan.callee,), None, op.name))
         home.update(zip(op.outputs, made, strict=True))
         for index, raw in plan.outputs:
             self.define(op.outputs[index], raw, made[index])
+
+
+def _is_step(op: Op, step: Step, local: Value, name: str) -> bool:
+    """Whether an op is a step of a recipe that moves a value, with a result of this name."""
+    return (
+        op.op_type == step.op_type
+        and op.inputs == (local,)
+        and op.attributes == step.attributes
+        and op.outputs[0].type == step.type
+        and op.outputs[0].name == name
+    )

@@ -228,6 +228,7 @@ class _FunctionSharding:
         every = Dimensions(self.known, known, divided, dict.fromkeys(sequences(self.data), 1), marks)
         self.decisions = Decisions(function, self.structure, every)
         self.lowered: dict[tuple[object, ...], Lowered] = {}
+        self.like: dict[tuple[object, ...], Lowered] = {}  # the first of those that differ in parts
         self.results: dict[tuple[Mesh, int, int | None, bool, str], Sharded] = {}
 
     def shard(
@@ -294,11 +295,15 @@ class _FunctionSharding:
         key = (mesh, *[(axis, decision.choices) for axis, decision in decided.items()], again)
         found = self.lowered.get(key)
         if found is None or (found.refusal and microbatches > 1):
-            found = lower(function, self.known, mesh, microbatches, decided, again)
+            choices = (mesh, *[decision.choices for decision in decided.values()], again)
+            like = self.like.get(choices)
+            found = lower(function, self.known, mesh, microbatches, decided, again, like)
             found = replace(found, function=shared(found.function))
+            self.like[choices] = like or found
             if len(self.lowered) >= MOST_FUNCTIONS:
                 oldest = self.lowered.pop(next(iter(self.lowered))).function
                 self.results = {k: known for k, known in self.results.items() if known.function is not oldest}
+                self.like = {k: known for k, known in self.like.items() if known.function is not oldest}
             self.lowered[key] = found
         return found
 
