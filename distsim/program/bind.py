@@ -26,6 +26,7 @@ from distsim.program.table import (
     UPDATE,
     BoundBlock,
     Key,
+    RankKeys,
     Table,
     TableCalls,
 )
@@ -77,6 +78,7 @@ class Binder:
         self.ends_early = flush and copies == 1 and bool(parts.early)
         self.calls: dict[tuple[int, int, bool], BoundBlock | None] = {}
         self.keys: dict[tuple[int, Kind, bool], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
+        self.named: dict[tuple[int, int], RankKeys] = {}
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
         self.joins = any(output.microbatched for output in parts.outputs)
@@ -108,6 +110,13 @@ class Binder:
         maker = self.makers.get(key)
         return maker is not None and maker.once and key not in self.anew
 
+    def on(self, rank: int, which: int) -> RankKeys:
+        """Return the keys of values on a rank, of which microbatch."""
+        found = self.named.get((rank, which))
+        if found is None:
+            found = self.named[rank, which] = RankKeys(rank, which)
+        return found
+
     # --- calls ----------------------------------------------------------------------------------------
 
     def part(self, stage: int, kind: Kind) -> Block:
@@ -137,15 +146,15 @@ class Binder:
         rank = self.rank_of[stage]
         found = self.keys.get((stage, kind, start))
         if found is None:  # calls in other places have the same keys
-            sums = set(part.accumulated)
-            reads = tuple([self._read(v, rank, start) for v in part.inputs])
-            makes = tuple([Key(v, rank, ONCE if v in sums else FIRST) for v in part.outputs])
+            sums, once, each = set(part.accumulated), self.on(rank, ONCE), self.on(rank, FIRST)
+            reads = self._reads(part.inputs, rank, start)
+            makes = tuple([once[v] if v in sums else each[v] for v in part.outputs])
             found = self.keys[stage, kind, start] = reads, makes
         reads, makes = found
         function, names = part.function, part.names
         adds = bool(part.accumulated and place & LATER and part.accumulating is not None)
         if adds and part.accumulating is not None:
-            reads = (*reads, *[Key(v, rank, ONCE) for v in part.accumulated])
+            reads = (*reads, *map(self.on(rank, ONCE).__getitem__, part.accumulated))
             function, names = part.accumulating, part.accumulating_names
         ahead = self.parts.ahead.get(stage % self.chain)
         if ahead is not None and kind is Kind.FORWARD and (self.versions or not place & LATER):
@@ -153,7 +162,7 @@ class Binder:
             places = tuple([made.get(key.value, -1) for key in reads])
             begin = beginning(function, ahead.function, places)
             reads = (*[key for key, at in zip(reads, places, strict=True) if at < 0],)
-            reads += tuple([self._read(v, rank, start) for v in ahead.inputs])
+            reads += self._reads(ahead.inputs, rank, start)
             makes += tuple([Key(v, rank, ONCE if self.once(v) else FIRST) for v in ahead.outputs])
             names = begin.names(names, ahead.names)
             return BoundBlock(
@@ -165,15 +174,23 @@ class Binder:
         places = tuple([part.outputs.index(key) for key in after.inputs])
         others = frozenset([p for p in places if part.outputs[p] in self.parts.read_later])
         end = ending(function, after.function, places, others)
-        makes = (*[makes[place] for place in end.kept], *[Key(v, rank, ONCE) for v in after.outputs])
+        makes = (*[makes[place] for place in end.kept], *map(self.on(rank, ONCE).__getitem__, after.outputs))
         names = end.names(names, after.names)
         return BoundBlock(kind.value, rank, reads, makes, end.function, names, (stage,), adds=adds, ends=True)
+
+    def _reads(self, values: Sequence[Value], rank: int, start: bool) -> tuple[Key, ...]:
+        """Return the keys that are read of values."""
+        if self.versions and not start:
+            return tuple([self._read(value, rank, start) for value in values])
+        once, each, makers, anew = self.on(rank, ONCE), self.on(rank, FIRST), self.makers, self.anew
+        found = [(value, makers.get(value)) for value in values]
+        return tuple([once[v] if m and m.once and v not in anew else each[v] for v, m in found])
 
     def _read(self, value: Value, rank: int, start: bool) -> Key:
         """Return the key that is read of a value: of weights those of the start, or the row's version."""
         if self.versions and not start and value in self.versions.successor:
-            return Key(self.versions.successor[value], rank, SECOND)
-        return Key(value, rank, ONCE if self.once(value) else FIRST)
+            return self.on(rank, SECOND)[self.versions.successor[value]]
+        return self.on(rank, ONCE if self.once(value) else FIRST)[value]
 
     def updates(self, stage: int, start: bool) -> Sequence[BoundBlock]:
         """Return what a stage runs after a batch: of the version before, or the start, it makes the next.
@@ -308,7 +325,9 @@ class Binder:
         calls = _RESIZED.get(self, bound, lambda: resized_calls(bound, other, self.parts))
         if calls is None:
             return None
-        return calls, {(values.get(v, v), rank): m for (v, rank), m in tail.latest(order).items()}
+        latest = tail.latest(order)
+        moved = {each: (values[each[0]], each[1]) for each in latest if each[0] in values}
+        return calls, {moved.get(each, each): m for each, m in latest.items()} if moved else latest
 
     def _bind(self, calls: Ints, tail: Tail) -> TableCalls:
         """Return the blocks of calls, as of :attr:`IssueOrder.calls`, and of what follows them, by number."""

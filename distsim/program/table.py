@@ -30,6 +30,25 @@ class Key(NamedTuple):
     which: int
 
 
+class RankKeys(dict[Value, Key]):
+    """The keys of values on a rank, all of one ``which``, each made when it is first asked for and kept: the
+    blocks of a rank name the same ones again and again.
+
+    >>> from distsim.ir.type import Type
+    >>> keys, value = RankKeys(3, ONCE), Value("w", Type())
+    >>> keys[value] is keys[value], keys[value].rank
+    (True, 3)
+    """
+
+    def __init__(self, rank: int, which: int) -> None:
+        super().__init__()
+        self.rank, self.which = rank, which
+
+    def __missing__(self, value: Value) -> Key:
+        found = self[value] = Key(value, self.rank, self.which)
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class BoundBlock:
     """What a row calls: a Function on the program's pattern mesh, bound to a rank and keys.

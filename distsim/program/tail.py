@@ -12,7 +12,7 @@ from distsim.ir.type import as_tensor
 from distsim.program.block import FIRST_CALL, LAST_CALL, Block
 from distsim.program.links import Maker
 from distsim.program.parts import Parts, ProgramOutput
-from distsim.program.table import CONCAT, EVERY, FIRST, LATEST, ONCE, SEND, UPDATE, BoundBlock, Key
+from distsim.program.table import CONCAT, EVERY, FIRST, LATEST, ONCE, SEND, UPDATE, BoundBlock, Key, RankKeys
 from distsim.program.weight_versions import WeightVersions
 from distsim.schedule import IssueOrder, Kind
 
@@ -35,6 +35,10 @@ class Bound(Protocol):
     @property
     def readers(self) -> dict[Value, tuple[int, ...]]:
         """The stages whose passes over a microbatch read each key."""
+        ...
+
+    def on(self, rank: int, which: int) -> RankKeys:
+        """Return the keys of values on a rank, of which microbatch."""
         ...
 
     def transfer(self, value: Value, source: int, target: int, which: int) -> BoundBlock:
@@ -119,7 +123,7 @@ class Tail:
             self.rows.append((self.binder.transfer(value, source, rank, which), -1, 1))
             if value is not key:
                 self.totals[key, rank] = value
-        return Key(self.totals.get((key, rank), key), rank, self.present[key, rank])
+        return self.binder.on(rank, self.present[key, rank])[self.totals.get((key, rank), key)]
 
     def _updates(self) -> None:
         versions = self.binder.versions
@@ -152,7 +156,7 @@ class Tail:
     def _update(self, block: Block, stage: int, copy: int) -> None:
         rank = self._rank(stage, copy)
         reads = tuple([self._fetch(key, stage, copy) for key in block.inputs])
-        makes = tuple([Key(key, rank, ONCE) for key in block.outputs])
+        makes = tuple(map(self.binder.on(rank, ONCE).__getitem__, block.outputs))
         self.present.update(dict.fromkeys([(key, rank) for key in block.outputs], ONCE))
         place = stage + copy * self.binder.chain
         bound = BoundBlock(UPDATE, rank, reads, makes, block.function, block.names, (place,))
