@@ -322,7 +322,7 @@ class Binder:
         binder = _binder(other, (self.rank_of, self.copies, schedule.weights == FLUSH))
         tail = binder._tail(schedule)
         bound = binder._bound(order, tail)
-        calls = _RESIZED.get(self, bound, lambda: resized_calls(bound, other, self.parts))
+        calls = _RESIZED.get(self, bound, lambda: resized_calls(bound, other, self.parts, self.on))
         if calls is None:
             return None
         latest = tail.latest(order)

@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 from distsim.ir import Function, Value
 from distsim.program.parts import Parts
-from distsim.program.table import CONCAT, BoundBlock, Key, TableCalls
+from distsim.program.table import CONCAT, BoundBlock, Key, RankKeys, TableCalls
 from distsim.resizing import Unlike, likeness_of
 from distsim.schedule import Kind
 
+Named = Callable[[int, int], RankKeys]
+"""By rank and of which microbatch, the keys of values."""
 
-def resized_calls(calls: TableCalls, of: Parts, parts: Parts) -> TableCalls | None:
+
+def resized_calls(calls: TableCalls, of: Parts, parts: Parts, named: Named) -> TableCalls | None:
     """Return what blocks that were bound ``of`` some parts are of ``parts``, which differ in sizes alone.
 
+    ``named`` gives the keys of values on a rank, of which microbatch.
     None where a block is of two passes at once or of half a pass, or joins what has another size.
     """
     if parts.like is None:
         return None
     values = parts.like[1]
-    functions = _functions(of, parts)
+    functions, moved = _functions(of, parts), _Moved(values, named)
     blocks: list[BoundBlock] = []
     for block in calls.blocks:
         function = None if block.function is None else functions.get(block.function)
         if function is None and block.function is not None:
             function = _joined(block, of, parts)
-        reads, makes = _keys(block.reads, values), _keys(block.makes, values)
+        reads, makes = moved.keys(block.reads), moved.keys(block.makes)
         if (function is None) != (block.function is None) or block.pair:
             return None
         if block.kind == CONCAT and reads != block.reads:
             return None
         same = function is block.function and reads is block.reads and makes is block.makes
         blocks.append(block if same else replace(block, function=function, reads=reads, makes=makes))
-    return TableCalls(tuple(blocks), calls.pattern, _keys(calls.outputs, values), (calls, values))
+    return TableCalls(tuple(blocks), calls.pattern, moved.keys(calls.outputs), (calls, values))
 
 
 def _joined(block: BoundBlock, of: Parts, parts: Parts) -> Function | None:
@@ -69,7 +73,14 @@ def _functions(of: Parts, parts: Parts) -> dict[Function, Function]:
     return found
 
 
-def _keys(keys: tuple[Key, ...], values: Mapping[Value, Value]) -> tuple[Key, ...]:
-    if values.keys().isdisjoint([key.value for key in keys]):
-        return keys
-    return tuple([Key(values[k.value], k.rank, k.which) if k.value in values else k for k in keys])
+class _Moved:
+    """What stands for the keys of values of other sizes."""
+
+    def __init__(self, values: Mapping[Value, Value], named: Named) -> None:
+        self.values, self.named = values, named
+
+    def keys(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
+        values, named = self.values, self.named
+        if values.keys().isdisjoint([value for value, _, _ in keys]):
+            return keys
+        return tuple([named(key[1], key[2])[values[key[0]]] if key[0] in values else key for key in keys])

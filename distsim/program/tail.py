@@ -57,8 +57,9 @@ class Tail:
         self.binder, self.parts, self.each = binder, binder.parts, each
         self.rows: list[tuple[BoundBlock, int, int]] = []
         self.outputs: list[Key] = []
-        self.present: dict[tuple[Value, int], int] = {}  # where values are, and of which microbatch
-        self.copy_of: dict[tuple[Value, int], int] = {}
+        # By rank: which values are there, and of which microbatch; of which copy.
+        self.present: dict[int, dict[Value, int]] = {rank: {} for rank in binder.rank_of}
+        self.copy_of: dict[int, dict[Value, int]] = {rank: {} for rank in binder.rank_of}
         self.totals: dict[tuple[Value, int], Value] = {}  # of the sums of all copies of the model
         self._note_present()
         if binder.copies > 1:
@@ -78,7 +79,7 @@ class Tail:
         """
         schedule, found = order.schedule, dict[tuple[Value, int], int]()
         for key in self._latest:
-            maker, copy = self.binder.makers[key.value], self.copy_of[key.value, key.rank]
+            maker, copy = self.binder.makers[key.value], self.copy_of[key.rank][key.value]
             before = schedule.num_microbatches * copy
             if maker.phase is None:
                 found[key.value, key.rank] = before + schedule.num_microbatches - 1
@@ -105,9 +106,9 @@ class Tail:
         for key, once, stages in held:
             for copy in range(binder.copies):
                 for stage in stages:
-                    place = (key, self._rank(stage, copy))
-                    self.present[place] = ONCE if once else LATEST
-                    self.copy_of.setdefault(place, copy)
+                    rank = self._rank(stage, copy)
+                    self.present[rank][key] = ONCE if once else LATEST
+                    self.copy_of[rank].setdefault(key, copy)
 
     def _rank(self, stage: int, copy: int) -> int:
         return self.binder.rank_of[stage + copy * self.binder.chain]
@@ -115,15 +116,15 @@ class Tail:
     def _fetch(self, key: Value, stage: int, copy: int) -> Key:
         """Return a key on the rank of a stage, sent there from where it was made if need be."""
         rank = self._rank(stage, copy)
-        if (key, rank) not in self.present:
+        if key not in self.present[rank]:
             source = self._rank(self.binder.makers[key].stage, copy)
-            which = self.present[key, rank] = self.present[key, source]
-            self.copy_of[key, rank] = self.copy_of.get((key, source), copy)
+            which = self.present[rank][key] = self.present[source][key]
+            self.copy_of[rank][key] = self.copy_of[source].get(key, copy)
             value = self.totals.get((key, source), key)
             self.rows.append((self.binder.transfer(value, source, rank, which), -1, 1))
             if value is not key:
                 self.totals[key, rank] = value
-        return self.binder.on(rank, self.present[key, rank])[self.totals.get((key, rank), key)]
+        return self.binder.on(rank, self.present[rank][key])[self.totals.get((key, rank), key)]
 
     def _updates(self) -> None:
         versions = self.binder.versions
@@ -157,7 +158,7 @@ class Tail:
         rank = self._rank(stage, copy)
         reads = tuple([self._fetch(key, stage, copy) for key in block.inputs])
         makes = tuple(map(self.binder.on(rank, ONCE).__getitem__, block.outputs))
-        self.present.update(dict.fromkeys([(key, rank) for key in block.outputs], ONCE))
+        self.present[rank].update(dict.fromkeys(block.outputs, ONCE))
         place = stage + copy * self.binder.chain
         bound = BoundBlock(UPDATE, rank, reads, makes, block.function, block.names, (place,))
         self.rows.append((bound, -1, 1))
@@ -170,7 +171,7 @@ class Tail:
         rank = self._rank(output.stage, 0)
         for copy in range(self.binder.copies):
             source = self._rank(self.binder.makers[key].stage, copy)
-            if source != rank and (copy or (key, rank) not in self.present):
+            if source != rank and (copy or key not in self.present[rank]):
                 bring = self.binder.transfer(key, source, rank, FIRST)
                 self.rows.append((bring, copy * self.each, self.each))
         part = as_tensor(key.type, key.name)
