@@ -95,6 +95,14 @@ class RankCalls:
         return self._hash
 
     @cached_property
+    def outline(self) -> tuple[object, ...]:
+        """What there is beside functions and sizes: models that are divided otherwise have it in common."""
+        calls = [(key, call.reads, call.makes, call.sends) for key, call in self.calls]
+        tail = [(row.kind, row.function is None, row.reads, row.makes, row.copy) for row in self.tail]
+        roles = tuple([slot.role for slot in self.slots])
+        return roles, *calls, *tail, self.sent, self.brought, self.outputs, self.pairs, self.held
+
+    @cached_property
     def _hash(self) -> int:
         """Of thousands of slots, which are looked up again and again, made once."""
         return hash((self.slots, self.calls, self.sent, self.brought, self.tail, self.outputs))

@@ -6,10 +6,11 @@ from copy import copy
 from typing import NamedTuple
 
 from distsim.ir import Function, Op, Role, Value
+from distsim.ops.replaced import replaced_inputs
 from distsim.program.table import CONCAT
 from distsim.simulation.memory.excerpt import STEP, TAIL, CallKey, Excerpt, Sample
 from distsim.simulation.memory.peak import whole
-from distsim.simulation.memory.plan import plan_of
+from distsim.simulation.memory.plan import gradient_inputs, plan_of
 from distsim.simulation.memory.rank_calls import Irregular, RankCalls
 from distsim.simulation.memory.walk import (
     GRADIENTS,
@@ -237,11 +238,17 @@ def _functions(calls: RankCalls) -> dict[CallKey, tuple[Function, tuple[int, ...
 
 
 def _verify_alike(one: Function, two: Function, call: _RowCall) -> None:
-    """Raise :class:`Irregular` if a function has values elsewhere in memory than one of other sizes."""
+    """Raise :class:`Irregular` if a function has what it returns elsewhere in memory than another one, or
+    other gradients and new values: what it has within is counted anew."""
     same = tuple([argument.same for argument in call.arguments])
     held = tuple([place for place, argument in enumerate(call.arguments) if argument.held])
     for how in dict.fromkeys(((same, ()), (same, held))):
-        if plan_of(two, *how).like is not plan_of(one, *how):
+        own, other = plan_of(two, *how), plan_of(one, *how)
+        if own.like is other:
+            continue
+        if (own.sources, own.twins, own.overwritten) != (other.sources, other.twins, other.overwritten):
+            raise Irregular
+        if gradient_inputs(one) != gradient_inputs(two) or replaced_inputs(one) != replaced_inputs(two):
             raise Irregular
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
@@ -191,7 +191,7 @@ class _TableRanks:
         if key not in self._samples:
             self._samples[key] = None
             with suppress(Irregular):
-                self._samples[key] = self._resized(rank, sample) or RankUse(self.ranks[rank].calls, sample)
+                self._samples[key] = self._resized(rank, sample) or _use_of(self.ranks[rank].calls, sample)
         return self._samples[key]
 
     def _resized(self, rank: int, sample: Sample) -> RankUse | None:
@@ -243,6 +243,18 @@ class _TableRanks:
         return [4 * stages.index(stage) + _CODES[kind] for stage, kind in pairs]
 
 
+def _use_of(calls: RankCalls, sample: Sample) -> RankUse:
+    """Return what the rows of a sample do on a rank, by what they do on one of other functions and sizes if
+    these are called in the same way."""
+    key = calls.outline, sample
+    first = _FIRST.get(key)
+    if first is not None:
+        with suppress(Irregular):
+            return first.resized(calls)
+    return _FIRST.setdefault(key, RankUse(calls, sample))
+
+
+_FIRST: WeakValueDictionary[tuple[object, ...], RankUse] = WeakValueDictionary()
 _TOLD = Cache[_TableRanks, tuple[tuple[Sampling, ...], _Uses]](
     "samples and their use, by order and latest", 64
 )
