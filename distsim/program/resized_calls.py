@@ -74,13 +74,20 @@ def _functions(of: Parts, parts: Parts) -> dict[Function, Function]:
 
 
 class _Moved:
-    """What stands for the keys of values of other sizes."""
+    """What stands for the keys of values of other sizes; calls of a stage share theirs."""
 
     def __init__(self, values: Mapping[Value, Value], named: Named) -> None:
         self.values, self.named = values, named
+        self.done: dict[int, tuple[Key, ...]] = {}  # by the objects' ids: the blocks that have them stay
 
     def keys(self, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-        values, named = self.values, self.named
-        if values.keys().isdisjoint([value for value, _, _ in keys]):
-            return keys
-        return tuple([named(key[1], key[2])[values[key[0]]] if key[0] in values else key for key in keys])
+        found = self.done.get(id(keys))
+        if found is None:
+            values, named = self.values, self.named
+            moved = [place for place, key in enumerate(keys) if key[0] in values]
+            own = list(keys) if moved else []
+            for place in moved:
+                value, rank, which = keys[place]
+                own[place] = named(rank, which)[values[value]]
+            found = self.done[id(keys)] = tuple(own) if moved else keys
+        return found

@@ -150,7 +150,8 @@ class _Condenser:
         for cell in cells:
             self.readers[cell] -= 1
         self.readers.update(dict.fromkeys(new, 1))
-        kept = [row for row, cell in enumerate(one.outs) if cell not in cells or self.readers[cell]]
+        handed = set(cells)
+        kept = [row for row, cell in enumerate(one.outs) if cell not in handed or self.readers[cell]]
         self.products[maker] = _CellProduct(
             one.ins, [one.outs[row] for row in kept] + new, np.concatenate([one.matrix[kept], written])
         )

@@ -100,8 +100,12 @@ def _resized(function: Function, same: Places, held: Places) -> MemoryPlan | Non
         own = callees.get(callee, callee)
         if own is not callee and plan_of(own, *how).like is not plan_of(callee, *how):
             return None
+    home = {**plan.home}  # most stay: those of the other function are left beside, which nobody asks for
+    for value, owner in plan.home.items():
+        if value in values or owner in values:
+            home[values.get(value, value)] = values.get(owner, owner)
     return MemoryPlan(
-        {values.get(value, value): values.get(owner, owner) for value, owner in plan.home.items()},
+        home,
         tuple([o if values.keys().isdisjoint(o) else substitute(o, values) for o in plan.dying]),
         substitute(plan.never, values),
         plan.sources,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
+from distsim.cache import cached
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Op
 from distsim.ops.launch import LAUNCH
@@ -259,7 +260,15 @@ def single_task(
     """Return the tasks of one op that reads its input on one rank class and makes its output on another.
 
     The op occupies all streams, but the last one if the host takes ``launch`` seconds on it to issue the op.
+    Tasks that take as long have their matrices in common.
     """
+    alike = _alone(seconds, streams, classes, launch)
+    return replace(alike, op_table=(op,) if launch is None else (LAUNCH, op))
+
+
+@cached("tasks of single ops, by seconds, streams, classes and launch", 4096)
+def _alone(seconds: float, streams: int, classes: tuple[int, int], launch: float | None) -> BlockTasks:
+    """Return the tasks of an op, without the op."""
     source, target = classes
     issued = launch is not None
     makers = np.full((1, target + 1), START, np.int64)
@@ -273,7 +282,7 @@ def single_task(
         streams=np.roll(uses, 1) if issued else uses,
         stream_table=tuple([Stream(target, str(use)) for use in range(streams)]),
         op=np.arange(2 if issued else 1),
-        op_table=(LAUNCH, op) if issued else (op,),
+        op_table=(),
         call=np.zeros(2 if issued else 1, np.int64),
         call_parent=np.array([-1], np.int64),
         call_op=(None,),
