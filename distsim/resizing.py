@@ -83,7 +83,8 @@ class Likeness:
             if (op.attributes, op.subfunctions) != (original.attributes, original.subfunctions):
                 raise Unlike
             inputs, outputs = substitute(op.inputs, self.values), substitute(op.outputs, self.values)
-            found = replace(changed, inputs=inputs, outputs=outputs, name=op.name)
+            own = changed
+            found = Op(own.op_type, inputs, outputs, own.attributes, own.subfunctions, own.version, op.name)
         elif op.attributes or op.subfunctions:
             raise Unlike  # perhaps for the size
         else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -148,8 +148,7 @@ def ranks_of(table: Table, inputs: Sequence[ProgramInput], held: float = 0.0) ->
     stages: list[list[int]] = [[] for _ in range(schedule.num_ranks)]
     for stage, rank in enumerate(schedule.rank_of):
         stages[rank].append(stage)
-    sizes = cache(size_of)
-    builders = [_Builder(own, roles[rank], sizes) for rank, own in enumerate(stages)]
+    builders = [_Builder(own, roles[rank]) for rank, own in enumerate(stages)]
     for number in numbers:
         block = table.blocks[number]
         if block.kind == SEND:
@@ -229,10 +228,8 @@ def _how(block: BoundBlock) -> int:
 class _Builder:
     """Numbers the keys of one rank in the order in which its calls name them."""
 
-    def __init__(
-        self, stages: Sequence[int], roles: Mapping[Value, Role], size_of: Callable[[Type], int]
-    ) -> None:
-        self.stages, self.roles, self.size_of = tuple(stages), roles, size_of
+    def __init__(self, stages: Sequence[int], roles: Mapping[Value, Role]) -> None:
+        self.stages, self.roles = tuple(stages), roles
         self.blocks: dict[tuple[int, int], BoundBlock] = {}
         self.sends: dict[Value, list[int]] = {}
         self.brought: list[tuple[int, Key]] = []
@@ -249,23 +246,23 @@ class _Builder:
     def place(self, key: Key) -> tuple[int, int]:
         """Return the slot of a key, and of which microbatch it is."""
         slot = self.number.get(key.value)
-        if slot is None:
-            slot = self.number[key.value] = len(self.slots)
-            self.slots.append(_slot(self.size_of(key.value.type), self.roles.get(key.value)))
-        return slot, key.which
+        return self._new_slot(key.value) if slot is None else slot, key.which
+
+    def _new_slot(self, value: Value) -> int:
+        slot = self.number.setdefault(value, len(self.slots))
+        if slot == len(self.slots):
+            self.slots.append(_slot(size_of(value.type), self.roles.get(value)))
+        return slot
 
     def places(self, keys: Iterable[Key]) -> Places:
         """Return the slots of keys."""
-        number, found = self.number, list[tuple[int, int]]()
-        for key in keys:
-            value, _, which = key
-            slot = number.get(value)
-            found.append(self.place(key) if slot is None else (slot, which))
-        return tuple(found)
+        known, new = self.number.get, self._new_slot
+        found = [(known(value), value, which) for value, _, which in keys]
+        return tuple([(new(v) if slot is None else slot, which) for slot, v, which in found])
 
     def sizes_of(self, function: Function) -> tuple[int, ...]:
         """Return the bytes of the outputs of a function."""
-        return tuple([self.size_of(value.type) for value in function.outputs])
+        return tuple([size_of(value.type) for value in function.outputs])
 
     def add(self, block: BoundBlock) -> None:
         """Take in a block of one action or two."""

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from distsim.cache import cached
 from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Device, Function, Mesh, Op, Role, Value
+from distsim.resizing import Likeness, likeness_of
 from distsim.simulation.memory.plan import MemoryPlan, first_places, plan_of
 from distsim.simulation.tasks.rank_classes import Classes, Placement, communicates, place_of
 
@@ -215,6 +216,26 @@ def _sums_gradients(op: Op) -> bool:
     return summed and not over_tensor(op.attributes["axis"])
 
 
+class _Happening(NamedTuple):
+    """The memory of a value is taken (+1) or given back (-1); ``op``: by which, None before the first."""
+
+    op: Op | None
+    value: Value
+    kind: int
+    sign: int
+
+
+class _Called(NamedTuple):
+    """An op calls its callee like this; the results are the kinds of the outputs that it makes."""
+
+    op: Op
+    arguments: tuple[Argument, ...]
+    results: tuple[int, ...]
+
+
+_Steps = list[_Happening | _Called]
+
+
 class Walk:
     """Walks functions on these rank classes and remembers the callees, each for as long as it lives.
 
@@ -225,6 +246,8 @@ class Walk:
     def __init__(self, classes: MemoryRanks, kinds: int = len(KINDS), held: bool = False) -> None:
         self.classes, self.kinds, self.held = classes, kinds, held
         self._uses: WeakKeyDictionary[Function, dict[tuple[object, ...], Use]] = WeakKeyDictionary()
+        # Of functions that others differ from in sizes alone: what happens in these is the same.
+        self._steps: WeakKeyDictionary[Function, dict[tuple[object, ...], _Steps]] = WeakKeyDictionary()
 
     def callee(self, function: Function, arguments: tuple[Argument, ...], results: tuple[int, ...]) -> Use:
         """Return the use of memory of a call; ``results`` are the kinds of the outputs that it makes."""
@@ -233,43 +256,78 @@ class Walk:
             known = self._uses[function] = {}
         found = known.get((arguments, results))
         if found is None:
-            plan = plan_for(function, arguments)
-            homes = [plan.home[value] for value in function.outputs]
-            kinds = dict(reversed(list(zip(homes, results, strict=True))))  # of twins the first
-            found = known[arguments, results] = self.walk(
-                function, Frame(function, arguments, kinds, WORKSPACE, self.held)
-            )
+            found = known[arguments, results] = self._callee(function, arguments, results)
         return found
+
+    def _callee(self, function: Function, arguments: tuple[Argument, ...], results: tuple[int, ...]) -> Use:
+        likeness, plan = likeness_of(function), plan_for(function, arguments)
+        alike = likeness is not None and plan.like is plan_for(likeness.like, arguments)
+        use = Use(self.classes, self.kinds, self.held)
+        if likeness is None or not alike:
+            self._run(self._steps_of(function, arguments, results), use)
+        else:
+            self._run_alike(self._steps_of(likeness.like, arguments, results), use, likeness)
+        return use
 
     def walk(self, function: Function, frame: Frame) -> Use:
         """Return the use of memory of a function from its first op to its last."""
         use = Use(self.classes, self.kinds, self.held)
-        for value in frame.plan.never:
-            if value not in frame.kept:
-                use.change(value, frame.kinds[value], -1, ())
-        for op, dying in zip(function.ops, frame.plan.dying, strict=True):
-            self.step(frame, op, dying, use)
+        self._run(_steps(function, frame), use)
         return use
 
-    def step(self, frame: Frame, op: Op, dying: Sequence[Value], use: Use) -> None:
-        """Let one op happen, after which these homes are free."""
+    def _steps_of(
+        self, function: Function, arguments: tuple[Argument, ...], results: tuple[int, ...]
+    ) -> _Steps:
+        """Return what happens in a function that is called like this."""
+        known = self._steps.get(function)
+        if known is None:
+            known = self._steps[function] = {}
+        found = known.get((arguments, results))
+        if found is None:
+            home = plan_for(function, arguments).home
+            homes = [home[value] for value in function.outputs]
+            kinds = dict(reversed(list(zip(homes, results, strict=True))))  # of twins the first
+            frame = Frame(function, arguments, kinds, WORKSPACE, self.held)
+            found = known[arguments, results] = _steps(function, frame)
+        return found
+
+    def _run(self, steps: _Steps, use: Use) -> None:
+        """Let steps happen."""
+        for step in steps:
+            if isinstance(step, _Called):
+                use.append(self.callee(step.op.callee, step.arguments, step.results), (step.op,))
+            else:
+                use.change(step.value, step.kind, step.sign, () if step.op is None else (step.op,))
+
+    def _run_alike(self, steps: _Steps, use: Use, likeness: Likeness) -> None:
+        """Let steps happen to the values of a function that differs in sizes alone from that of the steps."""
+        ops, values = likeness.ops, likeness.values
+        for step in steps:
+            if isinstance(step, _Called):
+                op = ops.get(step.op, step.op)
+                use.append(self.callee(op.callee, step.arguments, step.results), (op,))
+            else:
+                at = () if step.op is None else (ops.get(step.op, step.op),)
+                use.change(values.get(step.value, step.value), step.kind, step.sign, at)
+
+
+def _steps(function: Function, frame: Frame) -> _Steps:
+    """Return what happens in a function, from its first op to its last."""
+    given = [value for value in frame.plan.never if value not in frame.kept]
+    found: _Steps = [_Happening(None, value, frame.kinds[value], -1) for value in given]
+    for op, dying in zip(function.ops, frame.plan.dying, strict=True):
         free = [value for value in dying if value not in frame.kept]
         if op.is_call:
-            free = self._call(frame, op, free, use)
+            call = frame.call(op, free)
+            found.append(_Called(op, call.arguments, call.results))
+            free = call.left
         else:
             if op.attributes.get("in_place"):  # what it makes is where a part of its operands was
                 read = {frame.plan.home[value] for value in op.inputs}
-                for value in [value for value in free if value in read]:
-                    use.change(value, frame.kinds[value], -1, (op,))
+                found += [_Happening(op, v, frame.kinds[v], -1) for v in free if v in read]
                 free = [value for value in free if value not in read]
             for value in op.outputs:
                 if frame.plan.home[value] is value:
-                    use.change(value, frame.made(op, value), +1, (op,))
-        for value in free:
-            use.change(value, frame.kinds[value], -1, (op,))
-
-    def _call(self, frame: Frame, op: Op, free: list[Value], use: Use) -> list[Value]:
-        """Run a call; return what is left to free after it."""
-        call = frame.call(op, free)
-        use.append(self.callee(op.callee, call.arguments, call.results), (op,))
-        return call.left
+                    found.append(_Happening(op, value, frame.made(op, value), +1))
+        found += [_Happening(op, value, frame.kinds[value], -1) for value in free]
+    return found
