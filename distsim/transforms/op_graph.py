@@ -65,7 +65,9 @@ class Numbered:
         self.has_loose = any(self.loose)
         self.forward = self._forward()
         self._seconds: dict[Hashable, dict[int, float]] = {}
-        self.stage_maps: dict[Hashable, list[ChosenMap]] = {}  # of this one and those resized
+        # Of this one and those resized: what follows from the stages of the ops that take time.
+        self.stage_maps: dict[Hashable, list[ChosenMap]] = {}
+        self.forward_stages: dict[Hashable, list[int]] = {}
 
     def nbytes(self, values: Sequence[int]) -> int:
         """Return the bytes of values."""

@@ -57,18 +57,27 @@ def _forward_stages(
     """Cut the forward ops that take time; what takes none (a view, a sum's mark) follows its operands."""
     seconds = function.seconds(costs)
     timed = [op for op, cost in seconds.items() if cost > 0]
-    if starts is None:
-        own = cut(function, timed, seconds, num_stages)
-    else:
+    if starts is not None:  # perhaps one of thousands that a search tries
         own = {op: bisect_right(starts, place) - 1 for place, op in enumerate(timed)}
+        return _followed(function, own, list(seconds), num_stages)
+    own = cut(function, timed, seconds, num_stages)
+    key = num_stages, tuple(own.items())
+    found = function.forward_stages.get(key)
+    if found is None:
+        found = function.forward_stages[key] = _followed(function, own, list(seconds), num_stages)
+    return found.copy()
+
+
+def _followed(function: Numbered, own: Mapping[int, int], ops: Sequence[int], num_stages: int) -> list[int]:
+    """Return the stage of each of these forward ops, -1 for others, if some have their ``own``."""
     stage = [-1] * len(function.ops)
     made = [-1] * len(function.values)
-    for op in seconds:
+    for op in ops:
         stage[op] = own.get(op, max([made[value] for value in function.reads[op]], default=-1))
         for value in function.makes[op]:
             made[value] = stage[op]
     first: dict[int, int] = {}  # the first stage that reads each value
-    for op in reversed(seconds):
+    for op in reversed(ops):
         if stage[op] < 0:  # goes where it is read; for the end of the step, where backward begins
             readers = [first[value] for value in function.makes[op] if value in first]
             stage[op] = min(readers, default=num_stages - 1)
