@@ -67,10 +67,10 @@ class Cache(Generic[Owner, Made]):
 def uncollected() -> Generator[None]:
     """Do not look for cycles of garbage while what is kept is made, or in the body of a decorated function.
 
-    What is made for a plan are some hundred thousand small objects that stay. CPython looks through the young
+    What is made for a plan are some ten thousand small objects that stay. CPython looks through the young
     ones each time that 700 more are there, and through all of them each time that there are a quarter more
-    (``gc.set_threshold``): of the CPU seconds of a first search that was a quarter. So it is done
-    once, after them.
+    (``gc.set_threshold``): of the CPU seconds of a first search that was a quarter. What is made in here
+    counts as old at once, and all is looked through when there is as much of it as was there the last time.
 
     >>> with uncollected():
     ...     gc.isenabled()
@@ -78,13 +78,38 @@ def uncollected() -> Generator[None]:
     >>> gc.isenabled()
     True
     """
-    enabled = gc.isenabled()
+    if not gc.isenabled():  # within another one, or by the caller's choice
+        yield
+        return
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _OLD.take()
+        gc.enable()
+
+
+class _OldObjects:
+    """How many objects were looked through the last time, and how many were made in :func:`uncollected`
+    since; in the beginning as many as come with the packages that are imported."""
+
+    def __init__(self, seen: int) -> None:
+        self.seen, self.made = seen, 0
+
+    def take(self) -> None:
+        """Let what has been made be old, or look through all if there is as much of it as last time."""
+        if gc.get_freeze_count():  # the caller's own, which would come back
+            return
+        self.made += gc.get_count()[0]
+        if self.made <= self.seen:
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
+            return
+        self.seen, self.made = max(self.seen, len(gc.get_objects())), 0
+        gc.collect()
+
+
+_OLD = _OldObjects(500_000)
 
 
 class _Arguments:
