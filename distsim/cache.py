@@ -70,7 +70,8 @@ def uncollected() -> Generator[None]:
     What is made for a plan are some ten thousand small objects that stay. CPython looks through the young
     ones each time that 700 more are there, and through all of them each time that there are a quarter more
     (``gc.set_threshold``): of the CPU seconds of a first search that was a quarter. What is made in here
-    counts as old at once, and all is looked through when there is as much of it as was there the last time.
+    counts as old at once, and all is looked through when there is twice as much of it as was there the last
+    time.
 
     >>> with uncollected():
     ...     gc.isenabled()
@@ -91,17 +92,17 @@ def uncollected() -> Generator[None]:
 
 class _OldObjects:
     """How many objects were looked through the last time, and how many were made in :func:`uncollected`
-    since; in the beginning as many as come with the packages that are imported."""
+    since; in the beginning about as many as come with the packages that are imported."""
 
     def __init__(self, seen: int) -> None:
         self.seen, self.made = seen, 0
 
     def take(self) -> None:
-        """Let what has been made be old, or look through all if there is as much of it as last time."""
+        """Let what has been made be old, or look through all if there is twice as much of it as last time."""
         if gc.get_freeze_count():  # the caller's own, which would come back
             return
         self.made += gc.get_count()[0]
-        if self.made <= self.seen:
+        if self.made <= 2 * self.seen:
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
             return
@@ -109,7 +110,7 @@ class _OldObjects:
         gc.collect()
 
 
-_OLD = _OldObjects(500_000)
+_OLD = _OldObjects(250_000)
 
 
 class _Arguments:

@@ -76,7 +76,7 @@ def test_what_is_made_uncollected_is_old_and_not_frozen():
 
 
 def test_garbage_that_is_made_uncollected_is_found_once_there_is_much(monkeypatch):
-    monkeypatch.setattr(distsim.cache, "_OLD", distsim.cache._OldObjects(4000))
+    monkeypatch.setattr(distsim.cache, "_OLD", distsim.cache._OldObjects(2000))
     kept: list[list[int]] = []
 
     def make(count: int) -> weakref.ref[Owner]:
