@@ -15,6 +15,7 @@ from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulation.memory.peak import KINDS, peak_memory
 from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
+from distsim.simulation.memory.row_changes import RankUse
 from distsim.simulation.memory.table_changes import changes_of
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
 
@@ -280,13 +281,31 @@ def test_another_schedule_of_the_same_stages_finds_what_its_calls_use(monkeypatc
     program = layers(4, 8, "1f1b")
     for name in SCHEDULES:
         program_memory(replace(program, schedule=schedule(name, 4, 8)))
-    monkeypatch.setattr("distsim.simulation.memory.walk.Walk.walk", lambda *_: pytest.fail("walked again"))
+    monkeypatch.setattr("distsim.simulation.memory.walk.Walk._callee", lambda *_: pytest.fail("walked again"))
     peaks = [
         program_memory(replace(program, schedule=schedule(name, 4, m))).peaks
         for name in SCHEDULES
         for m in (2, 8, 100)
     ]
     assert len(set(peaks)) > 1
+
+
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_ranks_of_models_that_are_divided_otherwise_share_a_sample(m, monkeypatch):
+    """What each has is that of the step written out, the functions and sizes being its own."""
+    made, init = [], RankUse.__init__
+
+    def counted(use, calls, sample):
+        made.append(calls)
+        init(use, calls, sample)
+
+    monkeypatch.setattr(RankUse, "__init__", counted)
+    programs = [layers(4, m, "1f1b", 96, Adam(), tp=tp) for tp in (2, 4, 8)]
+    assert_same_memory(programs[0])
+    first = len(made)
+    for program in programs[1:]:
+        assert_same_memory(program)
+    assert first > 0 and len(made) == first
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -4,11 +4,12 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
+from training_models import mesh_of
 
 from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import load_cluster
-from distsim.ir import BFloat16, FunctionMaker, Op, Tensor, Value, verify
+from distsim.ir import BFloat16, FunctionMaker, Op, Role, Tensor, Value, verify
 from distsim.ir.type import Float
 from distsim.models import gpt
 from distsim.ops.conversion import ONCE
@@ -19,6 +20,7 @@ from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels.policies import KERNELS
 from distsim.transforms.sharding import shard as sharding
+from distsim.transforms.sharding.shard import shard
 
 CLUSTER = load_cluster("dgx-h100:1")
 PLANS = [
@@ -91,6 +93,31 @@ def test_steps_are_written_out_alike(monkeypatch):
         verify(function)
     monkeypatch.setattr(sharding, "shared", lambda function: function)
     assert [len(f.ops) for f in ours] == [len(f.ops) for f in written()]
+
+
+def test_local_functions_of_other_parts_take_what_is_the_same(monkeypatch):
+    monkeypatch.setattr(sharding, "shared", lambda function: function)
+    function, mesh = differentiate(gpt(2, 16, 4, 8, 32, 64), Adam()), mesh_of(2, 2)
+    locals_ = [shard(function, mesh, count).function for count in (4, 2)]
+    for local in locals_:
+        verify(local)
+    one, two = ({v for op in local.ops for v in (*op.inputs, *op.outputs)} for local in locals_)
+    kept = [(a, a is b) for a, b in zip(*[local.inputs for local in locals_], strict=True)]
+    assert {same for v, same in kept if v.role in (Role.PARAMETER, Role.STATE)} == {True}
+    assert {same for v, same in kept if v.role is Role.INPUT} == {False}
+    assert len(one & two) > len(one) / 2 and one != two  # gradients and new weights are the same, too
+
+
+def test_what_is_decided_does_not_follow_from_what_was_decided_before():
+    def decided(function, parts):
+        found = shard(function, mesh_of(2, parts[0]), parts[1]).decisions["tp"]
+        return found.choices, found.cost, found.moved, found.divided, found.sent
+
+    made = [differentiate(gpt(2, 16, 4, 8, 32, 64), Adam()) for _ in range(7)]
+    every = [(tp, count) for tp in (2, 4) for count in (1, 4, 16)]
+    assert [decided(made[0], each) for each in every] == [
+        decided(own, each) for own, each in zip(made[1:], every, strict=True)
+    ]
 
 
 def test_what_is_equal_is_shared():
