@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from distsim.ir.value import NO_ATTRIBUTES, Attributes, Role, Value
+from distsim.ir.value import NO_ATTRIBUTES, Attributes, Role, Value, setters
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, init=False)
 class Op:
     """One application of an operator. A ``Call`` carries its callee in ``subfunctions``.
 
@@ -33,6 +33,24 @@ class Op:
     version: int | None = None
     name: str = field(default="")
 
+    def __init__(
+        self,
+        op_type: str,
+        inputs: tuple[Value, ...],
+        outputs: tuple[Value, ...],
+        attributes: Attributes = NO_ATTRIBUTES,
+        subfunctions: tuple[Function, ...] = (),
+        version: int | None = None,
+        name: str = "",
+    ) -> None:
+        _SET_TYPE(self, op_type)
+        _SET_INPUTS(self, inputs)
+        _SET_OUTPUTS(self, outputs)
+        _SET_ATTRIBUTES(self, attributes)
+        _SET_SUBFUNCTIONS(self, subfunctions)
+        _SET_VERSION(self, version)
+        _SET_NAME(self, name)
+
     @property
     def is_call(self) -> bool:
         """Whether this is a Call, which runs another function."""
@@ -47,6 +65,17 @@ class Op:
         outputs = ", ".join(value.name for value in self.outputs)
         inputs = ", ".join(value.name for value in self.inputs)
         return f"{outputs} = {self.op_type}({inputs})"
+
+
+(
+    _SET_TYPE,
+    _SET_INPUTS,
+    _SET_OUTPUTS,
+    _SET_ATTRIBUTES,
+    _SET_SUBFUNCTIONS,
+    _SET_VERSION,
+    _SET_NAME,
+) = setters(Op)
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,7 +26,12 @@ class Role(enum.Enum):
     __hash__ = object.__hash__
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+def setters(kind: type) -> list[Callable[[Any, Any], None]]:
+    """Return what sets the slots of a frozen class, in their order."""
+    return [getattr(kind, name).__set__ for name in kind.__dict__["__slots__"]]
+
+
+@dataclass(frozen=True, eq=False, slots=True, init=False)
 class Value:
     """One typed value. Identity matters; the name is for people and need not be unique.
 
@@ -40,8 +45,17 @@ class Value:
     type: Type
     role: Role = Role.INPUT
 
+    def __init__(self, name: str, type: Type, role: Role = Role.INPUT) -> None:
+        _SET_NAME(self, name)
+        _SET_TYPE(self, type)
+        _SET_ROLE(self, role)
+
     def __repr__(self) -> str:
         return f"{self.name}: {self.type}"
+
+
+# Millions are made in a search: what dataclasses write sets each field of a frozen one by its name.
+_SET_NAME, _SET_TYPE, _SET_ROLE = setters(Value)
 
 
 def place_of(value: Value) -> Device | Mesh | None:
