@@ -1,6 +1,7 @@
 """Peak memory of programs composed from blocks: equal to the step written out, and closed forms."""
 
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from distsim.ir import Function, Role
 from distsim.models import mlp
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
+from distsim.simulation.memory import table_changes
 from distsim.simulation.memory.peak import KINDS, peak_memory
 from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
 from distsim.simulation.memory.row_changes import RankUse
@@ -300,6 +302,7 @@ def test_ranks_of_models_that_are_divided_otherwise_share_a_sample(m, monkeypatc
         init(use, calls, sample)
 
     monkeypatch.setattr(RankUse, "__init__", counted)
+    monkeypatch.setattr(table_changes, "_FIRST", WeakValueDictionary())  # not those of other tests
     programs = [layers(4, m, "1f1b", 96, Adam(), tp=tp) for tp in (2, 4, 8)]
     assert_same_memory(programs[0])
     first = len(made)
