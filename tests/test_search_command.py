@@ -104,6 +104,7 @@ def test_clusters_and_sizes_are_compared_by_cost(capsys, tmp_path):
         (("--price", "much"), "a number of dollars"),
         (("--tokens", "-1"), "--tokens -1: a number more than 0"),
         (("--pue", "0.9"), "--pue 0.9: a number of 1 or more"),
+        (("--restart", "20"), "--restart 20 has no effect where no cost is asked for: add --tokens"),
         (("--resume",), "--resume goes on with a --journal"),
         (("--gpus", "8,x"), "is not numbers of GPUs"),
         (("--gpus", "12"), "a node of dgx-a100 has 8"),
