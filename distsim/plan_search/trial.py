@@ -13,6 +13,9 @@ from distsim.plan_search.bounds.layer_work import LayerWork
 SLOWER, TOO_LARGE = "time", "memory"
 """Why a plan was discarded without being tried: its bounds are beyond the best so far, or the memory."""
 
+STATUSES = ("simulated", "too large", "refused", "discarded: slower", "discarded: too large")
+"""What may become of a plan; ``too large`` ones were built and their memory counted, no more."""
+
 
 @dataclass(frozen=True)
 class PlanTrial:
@@ -57,6 +60,15 @@ class PlanTrial:
     def fits(self) -> bool:
         """Whether it was simulated, and no device needs more than is usable of it."""
         return self.simulated and not self.missing
+
+    @property
+    def status(self) -> str:
+        """Which of :data:`STATUSES` it has."""
+        if self.discarded:
+            return {SLOWER: "discarded: slower", TOO_LARGE: "discarded: too large"}[self.discarded]
+        if self.refused:
+            return "refused"
+        return "simulated" if self.simulated else "too large"
 
     def bound_by(self, most: int = 2) -> str:
         """Return the kinds of work that most of the critical path consists of, with their shares.
