@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -80,5 +80,15 @@ class PlanTrial:
         return ", ".join(f"{kind} {own / total:.0%}" for kind, own in list(self.parts.items())[:most])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that say something, the text first."""
-        return {"text": self.text, **{name: value for name, value in asdict(self).items() if value}}
+        """Return the fields that are not as they are by default, the text first: they make the same trial.
+
+        >>> PlanTrial("dp=1", 4.0, peak=0).to_dict()
+        {'text': 'dp=1', 'seconds': 4.0}
+        """
+        made = asdict(self)
+        return {own.name: made[own.name] for own in fields(self) if made[own.name] != _default(own)}
+
+
+def _default(own: Field[Any]) -> Any:
+    """Return what a field is where nothing is said; a text always says something."""
+    return own.default if own.default_factory is MISSING else own.default_factory()
