@@ -12,7 +12,7 @@ from distsim.ir import all_ops
 from distsim.models import mlp
 from distsim.ops import operator, signature_of
 from distsim.simulation import bytes_sent
-from distsim.simulation.explain.bytes_sent import ACTIVATION, GRADIENT
+from distsim.simulation.explain.bytes_sent import ACTIVATION, GRADIENT, ONCE
 from distsim.simulation.tasks.rank_classes import exchanges
 
 WIDTH, LAYERS, BATCH = 64, 4, 16
@@ -44,6 +44,14 @@ def test_chunks_send_as_often_as_the_model_is_cut():
     first, last = sent("pp=2,microbatches=4,schedule=interleaved,chunks=2")
     assert (first[ACTIVATION], first[GRADIENT]) == (2 * each, each)
     assert (last[ACTIVATION], last[GRADIENT]) == (each, 2 * each)
+
+
+def test_a_tied_embedding_goes_once_each_way():
+    """The gradient to the stage that updates it, the new value back: vocabulary x width of float32."""
+    step = simulated("pp=2,microbatches=4", "gpt2:layers=2,hidden=64,heads=4,vocab=128", seq=32)
+    first, last = bytes_sent(step.simulated, step.cost_model.topology).values()
+    assert first == {ACTIVATION: BATCH * 32 * 64 * 4, ONCE: 128 * 64 * 4}
+    assert last == {GRADIENT: BATCH * 32 * 64 * 4, ONCE: 128 * 64 * 4}
 
 
 @pytest.mark.parametrize("dp", [2, 4, 8])
