@@ -93,7 +93,9 @@ def random_layout(seed: int, experts: bool) -> Plan:
         tp=tp,
         pp=pp,
         cp=cp,
-        cp_kind=rng.choice(("allgather", "ring", "ulysses", "usp:2" if cp % 2 == 0 else "ring")),
+        cp_kind=rng.choice(("ring", "ulysses", "usp:2" if cp % 2 == 0 else "ring", "allgather"))
+        if cp > 1
+        else "allgather",
         order="-".join(order),
         ep=ep,
         microbatches=microbatches,

@@ -222,6 +222,10 @@ def test_the_examples_of_the_help_run(capsys):
         (["show", "mlp:layers=2,width=8", "--batch", "4", "--optimizer", "sgd"], "--optimizer has no effect"),
         (["show", "mlp:layers=2,width=8", "--batch", "4", "--cluster", "dgx-2"], "--cluster has no effect"),
         (
+            ["show", "mlp:layers=2,width=8", "--training", "--kernels", "compiled"],
+            "--kernels has no effect on what is shown: add --plan\n",
+        ),
+        (
             ["simulate", "mlp:layers=2,width=8", "--cluster", "dgx-2", "--optimizer", "adam:mean=int64"],
             "mean='int64'",
         ),

@@ -243,6 +243,7 @@ def test_what_cannot_be_divided_is_refused_with_the_numbers(build, text, message
         ("cp=0", "cp=0 is out of range"),
         ("cp=2,cp_kind=star", "cp_kind='star' is unknown; choose one of allgather, ring, torch_allgather, "),
         ("cp=4,cp_kind=usp:3", "3 ranks that exchange heads do not divide cp=4"),
+        ("dp=2,cp_kind=ring", "cp_kind=ring is how ranks that divide a sequence attend, and cp=1"),
     ],
 )
 def test_plans_of_no_context_are_refused(text, message):

@@ -80,9 +80,9 @@ def test_an_export_with_its_own_backward_pass_is_taken_as_it_is(tmp_path, capsys
     captured = capsys.readouterr()
     assert "m.up: f32[8, 16],  # parameter" in captured.out
     assert "differentiating" not in captured.err
-    for option in (("--loss", "mse"), ("--optimizer", "sgd"), ("--keep", "dup")):
-        assert main(["show", path, "--parameters", "m.*", "--training", *option]) == 2
-        assert "brings its own backward pass: no --loss, --optimizer, --keep" in capsys.readouterr().err
+    for option, value in (("--loss", "mse"), ("--optimizer", "sgd"), ("--keep", "dup")):
+        assert main(["show", path, "--parameters", "m.*", "--training", option, value]) == 2
+        assert f"brings its own backward pass, which decides that: no {option}\n" in capsys.readouterr().err
 
 
 def test_an_output_like_a_weight_is_no_backward_pass():

@@ -18,6 +18,8 @@ import pytest
 from cli_cases import run
 
 from distsim.cli import main
+from distsim.plan_search.journal import format_of
+from distsim.plan_search.trial import PlanTrial
 
 MODEL = ("search", "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100", "--cluster", "dgx-a100", "--batch", 16)
 LITTLE = ("--set", "device.context=0GiB", "--set", "device.memory=2MiB")
@@ -104,6 +106,7 @@ def test_clusters_and_sizes_are_compared_by_cost(capsys, tmp_path):
         (("--price", "much"), "a number of dollars"),
         (("--tokens", "-1"), "--tokens -1: a number more than 0"),
         (("--pue", "0.9"), "--pue 0.9: a number of 1 or more"),
+        (("--restart", "20"), "--restart 20 has no effect where no cost is asked for: add --tokens"),
         (("--resume",), "--resume goes on with a --journal"),
         (("--gpus", "8,x"), "is not numbers of GPUs"),
         (("--gpus", "12"), "a node of dgx-a100 has 8"),
@@ -175,6 +178,13 @@ def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     other[3] = "dgx-h100"
     assert main([*other, *few, "--resume"]) == 2
     assert "is the journal of another search: gpt:layers=2" in capsys.readouterr().err
+    head, *lines = journal.read_text().splitlines(keepends=True)
+    older = head.replace(f'"{format_of(PlanTrial)}"', "4") + "".join(lines)
+    journal.write_text(older)
+    assert main([*map(str, MODEL), *few, "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert "another version of distsim" in said and "format 4, not" in said and "leave --resume out" in said
+    assert journal.read_text() == older
     for foreign in ("not a journal\n", "my notes", '{"a": 1}\n[', ""):
         journal.write_text(foreign)
         assert main([*map(str, MODEL), *few, "--resume"]) == 2

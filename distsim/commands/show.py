@@ -17,6 +17,7 @@ from distsim.errors import PlanError
 from distsim.ir import Function, pformat
 from distsim.report.progress import Progress
 from distsim.study.layout import lay_out, plan_asked
+from distsim.study.options import LAYOUT, TRAINING, option_of, says
 from distsim.study.training_step import forward_pass, training_step
 from distsim.transforms import steady_state_transform
 
@@ -42,14 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if config is not None and options.cluster:
         for line in take_layout(options, len(read_cluster(options).devices)):
             say(f"# {line}")
-    if not options.plan and (options.cluster or options.set or not options.training):
-        given = [
-            n
-            for n in ("cluster", "set", "loss", "optimizer", "keep", "kernels", "clip", "stack")
-            if getattr(options, n)
-        ]
-        if given:
-            raise PlanError(f"--{given[0]} has no effect on what is shown: add --plan or --training")
+    _check_effect(options)
     if not options.plan and not options.training:
         _print_function(forward_pass(model_options(options), progress))
         return 0
@@ -70,6 +64,18 @@ def run(options: argparse.Namespace) -> int:
         function = steady_state_transform(program.to_function())[0]
     _print_function(function)
     return 0
+
+
+def _check_effect(options: argparse.Namespace) -> None:
+    """Raise :class:`PlanError` for an option that says nothing of what is shown."""
+    if options.plan:
+        return
+    asked = model_options(options)
+    laid_out = [*(name for name in ("cluster", "set") if says(getattr(options, name))), *asked.given(LAYOUT)]
+    unused = [*laid_out, *([] if options.training else asked.given(TRAINING))]
+    if unused:
+        way = "--plan" if unused[0] in laid_out else "--plan or --training"
+        raise PlanError(f"{option_of(unused[0])} has no effect on what is shown: add {way}")
 
 
 def _print_function(function: Function) -> None:

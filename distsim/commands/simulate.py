@@ -38,7 +38,7 @@ from distsim.simulation import Simulation
 from distsim.simulation.explain.interval import correction
 from distsim.simulation.explain.text import seconds_text
 from distsim.simulation.quantities import bytes_label
-from distsim.study.options import EngineOptions, options_of
+from distsim.study.options import LAYOUT, TRAINING, EngineOptions, option_of, options_of
 from distsim.study.simulate import SimulatedStep, simulated, simulator_of
 from distsim.study.training_step import forward_pass
 
@@ -172,7 +172,7 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
     for name in ("device_memory", "saturate_host", "time_limit"):
         given = getattr(options, name)
         if given is not None and given is not False:  # 0 is given too
-            raise PlanError(f"--{name.replace('_', '-')} goes with --partition")
+            raise PlanError(f"{option_of(name)} goes with --partition")
     order = _table(options)
     topology = read_cluster(options)
     from_file = take_layout(options, len(topology.devices))
@@ -240,30 +240,20 @@ def _table(options: argparse.Namespace) -> Schedule | None:
 
 def _simulate_partition(options: argparse.Namespace, progress: Progress) -> StepReport:
     """Inference of one batch, partitioned over the devices of the cluster."""
-    fields = (
-        "plan",
-        "schedule_csv",
-        "copies",
-        "loss",
-        "optimizer",
-        "keep",
-        "clip",
-        "kernels",
-        "stack",
-        *READERS,
-    )
-    training = [name for name in fields if getattr(options, name) is not None]
+    asked = model_options(options)
+    others = [name for name in ("schedule_csv", "copies", *READERS) if getattr(options, name) is not None]
+    training = [*asked.given(LAYOUT), *others, *asked.given(TRAINING)]
     if training:
         raise PlanError(
             "--partition places the ops of a forward pass, "
-            f"--{training[0].replace('_', '-')} is for training: leave one out"
+            f"{option_of(training[0])} is for training: leave one out"
         )
     if options.time_limit is not None and options.partition != "optimal":
         raise PlanError("--time-limit is for --partition optimal; the other modes do not search")
     topology = read_cluster(options)
     cost_model = CostModel(topology, strict=options.strict)
     simulator = simulator_of(_engine(options), cost_model)
-    function = forward_pass(model_options(options), progress)
+    function = forward_pass(asked, progress)
     memory = math.inf if options.device_memory is None else options.device_memory
     limit = 10.0 if options.time_limit is None else options.time_limit
     with warnings.catch_warnings():

@@ -57,9 +57,12 @@ def load_model(
     sizes = _pairs(bindings, "the sizes to bind")
     name, _, options = source.partition(":")
     if name in BUILDERS:
-        if parameters or sizes.keys() - ({"seq"} & inspect.signature(BUILDERS[name]).parameters.keys()):
+        own = {"seq"} & inspect.signature(BUILDERS[name]).parameters.keys()
+        others = [*(["parameters"] if parameters else []), *[size for size in sizes if size not in own]]
+        if others:
             raise ImportModelError(
-                f"{source}: a builder takes its sizes as options, {name}:option=number,..."
+                f"{source}: a builder takes its sizes as options, {name}:option=number,..., "
+                f"and no {others[0]}"
             )
         return _build(name, options, batch, sizes, groups)
     if source in BUNDLED:

@@ -83,7 +83,8 @@ class Plan:
     Raises:
         PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`, `etp`: from 0; `zero`:
             0..3), `zero_ranks`, `ep` or `etp` do not divide what they are of, a name is unknown, `stages` are
-            not as many as pp * chunks, or `offload` meets `remat=uniform`.
+            not as many as pp * chunks, `offload` meets `remat=uniform`, or a field is of ranks that there are
+            not (`sp` and `tp_overlap` with tp=1, `cp_kind` with cp=1).
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -135,10 +136,16 @@ class Plan:
                 raise PlanError(f"{name}={shortened(getattr(self, name))} is not one of {', '.join(known)}")
         self._check_tensor_ranks()
         check_order(self.order)
-        if self.cp % (ulysses := parse_cp_kind(self.cp_kind)[1]):
+        kind, ulysses = parse_cp_kind(self.cp_kind)
+        if self.cp % ulysses:
             raise PlanError(
                 f"cp_kind={self.cp_kind}: {ulysses} ranks that exchange heads do not divide cp={self.cp}; "
                 "use usp:U with a U that does"
+            )
+        if self.cp == 1 and kind != Plan.cp_kind:
+            raise PlanError(
+                f"cp_kind={self.cp_kind} is how ranks that divide a sequence attend, and cp=1; use cp=2, or "
+                "leave it out"
             )
         parse_bucket(self.bucket)
         if self.zero == 3 and self.bucket not in LAYERS:

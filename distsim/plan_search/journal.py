@@ -12,9 +12,9 @@ import os
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from distsim.errors import SimulationError
 from distsim.ir import Function, Topology, pformat
@@ -23,10 +23,25 @@ from distsim.plan_search.trial import PlanTrial
 from distsim.report.output import check_target, replacing
 from distsim.transforms.kernels.policies import Kernels
 
-_FORMAT = 4
 _CHECK = "crc"
 _SYNC_SECONDS = 2.0
 _NAMES = {field.name for field in fields(PlanTrial)}
+
+
+def format_of(kind: type) -> str:
+    """Return what is equal for records of the same fields, in their order, and of the same records in these.
+
+    >>> format_of(StageWork) == format_of(StageWork) != format_of(LayerPassage)
+    True
+    """
+    return f"{zlib.crc32(json.dumps(_fields_of(kind)).encode()):08x}"
+
+
+def _fields_of(hint: Any) -> Any:
+    """Return the fields of a record with what is in each, and of another type what its arguments have."""
+    if is_dataclass(hint) or hasattr(hint, "_fields"):
+        return {name: _fields_of(own) for name, own in get_type_hints(hint).items()}
+    return [own for argument in get_args(hint) if (own := _fields_of(argument))]
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,7 @@ class TrialJournal:
 
     def begin(self) -> None:
         """Write the first line of a new file, in the place of one that there is."""
-        line = json.dumps({"format": _FORMAT, "subject": self.subject, "digest": self.digest})
+        line = json.dumps({"format": format_of(PlanTrial), "subject": self.subject, "digest": self.digest})
         with replacing(self.path) as file:  # there is no moment at which it is there without its first line
             file.write(f"{line}\n".encode())
 
@@ -47,15 +62,22 @@ class TrialJournal:
         """Return what is in the file; what follows its last whole line is cut off.
 
         A line that is damaged, or was changed, counts for nothing. Raises :class:`SimulationError` for a
-        file that is no journal, or one of another search, and leaves it as it is.
+        file that is no journal, one of a distsim whose trials have other fields, or one of another search,
+        and leaves it as it is.
         """
         check_target(self.path)
         if not self.path.exists():
             raise SimulationError(f"{self.path}: there is no journal to resume; leave --resume out")
         *lines, rest = self.path.read_bytes().split(b"\n")
         head = _record(lines[0]) if lines else None
-        if head is None or "digest" not in head or head.get("format") != _FORMAT:
+        if head is None or not head.keys() >= {"format", "digest"}:
             raise SimulationError(f"{self.path} is no journal of a search; name another file")
+        if head["format"] != format_of(PlanTrial):
+            raise SimulationError(
+                f"{self.path} is a journal of another version of distsim, which knew other figures of a plan "
+                f"(format {head['format']!s:.20}, not {format_of(PlanTrial)}); leave --resume out to "
+                "write it anew, or name another file"
+            )
         if head["digest"] != self.digest:
             raise SimulationError(
                 f"{self.path} is the journal of another search: {head.get('subject', 'unknown')}, not "

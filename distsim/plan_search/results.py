@@ -11,16 +11,16 @@ from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.extras import data_frame
+from distsim.plan_search.columns import plan_columns, record_of
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem
 from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.training.columns import plan_cost_columns
 from distsim.plan_search.training.estimate import OF_TRAINING, TrainingCosts, TrainingEstimate
-from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
+from distsim.plan_search.trial import STATUSES, PlanTrial
 from distsim.report.difference import StepComparison, parts_title
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.simulation import Simulation
-from distsim.simulation.explain.text import count, html_table, rate_text, seconds_text
-from distsim.simulation.quantities import bytes_label
+from distsim.simulation.explain.text import count, html_table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -114,7 +114,7 @@ class SearchResult:
     @cached_property
     def counts(self) -> Mapping[str, int]:
         """How many plans were simulated, counted only, refused, and discarded by each proof."""
-        found = Counter(map(status_of, self.trials))
+        found = Counter(trial.status for trial in self.trials)
         return {name: found[name] for name in STATUSES}
 
     @cached_property
@@ -143,7 +143,7 @@ class SearchResult:
 
     def rate(self, trial: PlanTrial) -> float:
         """Return the tokens, or samples, of a second and a device."""
-        return self.step.tokens / trial.seconds / len(self.step.topology.devices) if trial.seconds else 0.0
+        return self.step.rate(trial.seconds)
 
     def estimate(self, trial: PlanTrial) -> TrainingEstimate:
         """Return what the whole training takes by a plan that was simulated."""
@@ -181,23 +181,9 @@ class SearchResult:
         return [self._row(trial) for trial in ordered]
 
     def _row(self, trial: PlanTrial) -> dict[str, Any]:
-        known = trial.simulated
-        own = self.estimate(trial).of_training() if known and self.costs.shown else {}
-        return {
-            "plan": trial.text,
-            "status": status_of(trial),
-            "fits": trial.fits if not trial.discarded and not trial.refused else None,
-            "step_s": trial.seconds if known else None,
-            "low_s": trial.low or None,
-            "high_s": trial.high or None,
-            f"{self.step.unit}_per_s_per_device": self.rate(trial) if known else None,
-            "mfu": self.mfu_of(trial) if known else None,
-            "peak_bytes": trial.peak or None,
-            "missing_bytes": trial.missing if trial.peak else None,
-            "bound_by": trial.bound_by() or None,
-            "refused": trial.refused or None,
-            **({name: own.get(name) for name in OF_TRAINING} if self.costs.shown else {}),
-        }
+        own = self.estimate(trial).of_training() if trial.simulated and self.costs.shown else {}
+        costs = {name: own.get(name) for name in OF_TRAINING} if self.costs.shown else {}
+        return record_of(self.step, trial) | costs
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as what JSON has."""
@@ -232,34 +218,17 @@ class SearchResult:
             return html_table(("",), [(repr(self),)])
         estimates = [self.estimate(trial) for trial in self.winners]
         own = plan_cost_columns(estimates, self.step.unit) if self.costs.shown else {}
+        columns = [column for column in plan_columns(self.step) if column.html]
         cells = [
-            (
-                *(trial.text, seconds_text(trial.seconds), rate_text(self.rate(trial))),
-                *(f"{self.mfu_of(trial):.1%}", bytes_label(trial.peak), trial.bound_by()),
-                *(cell(estimate) for cell in own.values()),
-            )
+            [*[column.text(trial) for column in columns], *[cell(estimate) for cell in own.values()]]
             for trial, estimate in zip(self.winners, estimates, strict=True)
         ]
-        unit = f"{self.step.unit}/s a device"
-        return html_table(("plan", "step", unit, "MFU", "memory", "bound by", *own), cells)
+        return html_table([*[column.html for column in columns], *own], cells)
 
     def __repr__(self) -> str:
         best = f"best {self.best.text}" if self.fitting else "none fits"
         plans = count(len(self.trials), "plan")
         return f"SearchResult({plans}, {self.counts['simulated']} simulated, {best})"
-
-
-STATUSES = ("simulated", "too large", "refused", "discarded: slower", "discarded: too large")
-"""What may become of a plan; ``too large`` ones were built and their memory counted, no more."""
-
-
-def status_of(trial: PlanTrial) -> str:
-    """Return which of :data:`STATUSES` a plan has."""
-    if trial.discarded:
-        return {SLOWER: "discarded: slower", TOO_LARGE: "discarded: too large"}[trial.discarded]
-    if trial.refused:
-        return "refused"
-    return "simulated" if trial.simulated else "too large"
 
 
 def _by_time(trial: PlanTrial) -> tuple[float, float, str]:

@@ -24,3 +24,7 @@ class SearchedStep(TrainedStep):
         """Return the share of the peak of all devices that the model's own FLOPs reach in so many seconds."""
         peak = self.peak * len(self.topology.devices)
         return self.flops / (seconds * peak) if peak and seconds else 0.0
+
+    def rate(self, seconds: float) -> float:
+        """Return the tokens, or samples where there are none, of a second and a device."""
+        return self.tokens / seconds / len(self.topology.devices) if seconds else 0.0

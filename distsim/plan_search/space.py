@@ -209,7 +209,8 @@ class PlanSpace:
 
     def _refusal(self, name: str, value: str) -> str:
         """Return why no plan has a value of a field, if plans say so."""
-        fields_of_one: dict[str, Any] = {"tp": 2} if name == "sp" else {}
+        needed: Mapping[str, Mapping[str, Any]] = {"sp": {"tp": 2}, "cp_kind": {"cp": 2}}
+        fields_of_one = dict(needed.get(name, {}))
         if name != SIZE:
             fields_of_one[name] = self._number(name, value) if name in _COUNTS else value
         try:

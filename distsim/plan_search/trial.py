@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,9 @@ from distsim.plan_search.bounds.layer_work import LayerWork
 
 SLOWER, TOO_LARGE = "time", "memory"
 """Why a plan was discarded without being tried: its bounds are beyond the best so far, or the memory."""
+
+STATUSES = ("simulated", "too large", "refused", "discarded: slower", "discarded: too large")
+"""What may become of a plan; ``too large`` ones were built and their memory counted, no more."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,15 @@ class PlanTrial:
         """Whether it was simulated, and no device needs more than is usable of it."""
         return self.simulated and not self.missing
 
+    @property
+    def status(self) -> str:
+        """Which of :data:`STATUSES` it has."""
+        if self.discarded:
+            return {SLOWER: "discarded: slower", TOO_LARGE: "discarded: too large"}[self.discarded]
+        if self.refused:
+            return "refused"
+        return "simulated" if self.simulated else "too large"
+
     def bound_by(self, most: int = 2) -> str:
         """Return the kinds of work that most of the critical path consists of, with their shares.
 
@@ -68,5 +80,15 @@ class PlanTrial:
         return ", ".join(f"{kind} {own / total:.0%}" for kind, own in list(self.parts.items())[:most])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields that say something, the text first."""
-        return {"text": self.text, **{name: value for name, value in asdict(self).items() if value}}
+        """Return the fields that are not as they are by default, the text first: they make the same trial.
+
+        >>> PlanTrial("dp=1", 4.0, peak=0).to_dict()
+        {'text': 'dp=1', 'seconds': 4.0}
+        """
+        made = asdict(self)
+        return {own.name: made[own.name] for own in fields(self) if made[own.name] != _default(own)}
+
+
+def _default(own: Field[Any]) -> Any:
+    """Return what a field is where nothing is said; a text always says something."""
+    return own.default if own.default_factory is MISSING else own.default_factory()

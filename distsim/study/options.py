@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 from distsim.errors import OptionError
@@ -21,6 +21,14 @@ from distsim.transforms.kernels.policies import Kernels
 Model = str | os.PathLike[str] | Function
 """A model: a text as the command line takes it, the path of a file, or a function."""
 
+SIZES, BACKWARD, TRAINING, LAYOUT = "sizes", "backward", "training", "layout"
+"""What a field of :class:`ModelOptions` is of: the sizes, which a function has; what a model that brings its
+backward pass has decided; what a forward pass alone has no use for; what a step has that a plan lays out."""
+
+
+def _of(*kinds: str) -> dict[str, tuple[str, ...]]:
+    return {"of": kinds}
+
 
 @dataclass(frozen=True)
 class ModelOptions:
@@ -34,29 +42,41 @@ class ModelOptions:
     :class:`Plan`, which is taken as it is where a text leaves what it does not say to the stack.
     ``from_file`` is what the file of a framework says (:mod:`distsim.importer.configs`): its stack stands
     where none is named, its sizes where it has the model's.
+
+    Each field says what it is of, from which follows where it is refused: see :meth:`given`.
     """
 
-    model: Model
-    batch: int | None = None
-    seq: int | None = None
-    bind: Sequence[str] = ()
-    parameters: Sequence[str] = ()
-    keep: Sequence[str] | None = None
-    loss: str | None = None
-    stack: str | Stack | None = None
-    attention: str | None = None
-    kernels: str | Kernels | None = None
-    optimizer: str | Named | None = None
-    clip: float | None = None
-    precision: str | Precision | None = None
-    outline: bool = False
-    plan: str | Plan | None = None
-    from_file: TrainingConfig | None = None
+    model: Model = field(metadata=_of())
+    batch: int | None = field(default=None, metadata=_of(SIZES))
+    seq: int | None = field(default=None, metadata=_of(SIZES))
+    bind: Sequence[str] = field(default=(), metadata=_of(SIZES))
+    parameters: Sequence[str] = field(default=(), metadata=_of(SIZES))
+    loss: str | None = field(default=None, metadata=_of(TRAINING, BACKWARD))
+    optimizer: str | Named | None = field(default=None, metadata=_of(TRAINING, BACKWARD))
+    keep: Sequence[str] | None = field(default=None, metadata=_of(TRAINING, BACKWARD))
+    precision: str | Precision | None = field(default=None, metadata=_of(BACKWARD))
+    clip: float | None = field(default=None, metadata=_of(TRAINING, BACKWARD))
+    stack: str | Stack | None = field(default=None, metadata=_of(TRAINING, BACKWARD))
+    attention: str | None = field(default=None, metadata=_of())
+    kernels: str | Kernels | None = field(default=None, metadata=_of(LAYOUT))
+    outline: bool = field(default=False, metadata=_of())
+    plan: str | Plan | None = field(default=None, metadata=_of(LAYOUT))
+    from_file: TrainingConfig | None = field(default=None, metadata=_of())
 
     @property
     def label(self) -> str:
         """What the model is called."""
         return self.model.name if isinstance(self.model, Function) else os.fspath(self.model)
+
+    def given(self, kind: str) -> list[str]:
+        """Return the fields of a kind (``SIZES``, ...) that say something, by name; 0 says something.
+
+        >>> ModelOptions("gpt2", batch=8, keep=[], clip=0.0).given(TRAINING)
+        ['clip']
+        """
+        return [
+            own.name for own in fields(self) if kind in own.metadata["of"] and says(getattr(self, own.name))
+        ]
 
 
 @dataclass(frozen=True)
@@ -72,6 +92,20 @@ class EngineOptions:
     jitter: float = 0.0
     seed: int = 0
     schedule: Schedule | str | os.PathLike[str] | None = None
+
+
+def says(value: object) -> bool:
+    """Whether the value of an option says something: not None, a switch that is off, nor no items."""
+    return not (value is None or value is False or (isinstance(value, list | tuple) and not value))
+
+
+def option_of(name: str) -> str:
+    """Return what a field is called on the command line.
+
+    >>> option_of("schedule_csv")
+    '--schedule-csv'
+    """
+    return f"--{name.replace('_', '-')}"
 
 
 class TrainingKeywords(TypedDict, total=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from distsim.errors import OptionError, PlanError
 from distsim.plan import Plan
@@ -65,6 +65,7 @@ class SearchOptions:
             given = getattr(self, name)
             if not least <= given < math.inf:
                 raise PlanError(f"--{name} {given:g}: a number of {least:g} or more")
+        self._check_costs()
         if self.objective not in OBJECTIVES:
             raise OptionError(
                 f"objective {self.objective!r:.40} is not one of {choices_for(self.objective, OBJECTIVES)}"
@@ -78,6 +79,16 @@ class SearchOptions:
         if not self.clusters:
             raise PlanError("name a cluster to search on")
         _ = self.prices
+
+    def _check_costs(self) -> None:
+        """Check that what a training takes is asked for where it is said how it is counted."""
+        usual = {own.name: own.default for own in fields(self)}
+        told = [name for name in _OF_COSTS if getattr(self, name) != usual[name]]
+        if told and not self.asks_costs:
+            raise PlanError(
+                f"--{told[0]} {getattr(self, told[0]):g} has no effect where no cost is asked for: "
+                "add --tokens, --price or an --objective of costs"
+            )
 
     @property
     def prices(self) -> list[float | None]:
@@ -114,6 +125,8 @@ class SearchOptions:
         """Whether it is asked what a training takes."""
         return bool(self.tokens or self.price or self.objective not in ("time", "memory"))
 
+
+_OF_COSTS = ("pue", "failures", "storage", "restart")
 
 _SCALES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 

@@ -14,19 +14,13 @@ from distsim.plan import Plan
 from distsim.report.progress import Progress
 from distsim.study.choices import Choices
 from distsim.study.layout import plan_asked
-from distsim.study.options import ModelOptions
+from distsim.study.options import BACKWARD, SIZES, ModelOptions, option_of
 from distsim.transforms import add_loss, describe_blocks, differentiate, outline
 from distsim.transforms.autodiff.loss import check_loss
 from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.kernels.attention import default_attention, set_attention
 from distsim.transforms.kernels.composites import merge_composites
 from distsim.transforms.repeated_keys import repeat_keys
-
-BROUGHT = ("loss", "optimizer", "keep", "precision", "clip", "stack")
-"""Options that say what a model that brings its own backward pass has decided."""
-
-_SIZES = ("batch", "seq", "bind", "parameters")
-"""Options that say what a function has decided."""
 
 
 def forward_pass(options: ModelOptions, progress: Progress) -> Function:
@@ -50,9 +44,10 @@ def training_step(
     divided = choices.plan(plan_asked(options.plan)) if plan is None else plan
     function = _logical_model(options, choices, progress, divided)
     if brings_backward(function):
-        if any(getattr(options, name) for name in BROUGHT):
-            refused = ", ".join(f"--{name}" for name in BROUGHT)
-            raise PlanError(f"{function.name} brings its own backward pass: no {refused}")
+        decided = options.given(BACKWARD)
+        if decided:
+            refused = ", ".join(map(option_of, decided))
+            raise PlanError(f"{function.name} brings its own backward pass, which decides that: no {refused}")
         return function, replace(choices, assumed=())
     keep = tuple(options.keep or ())
     function = progress.run(
@@ -85,7 +80,7 @@ def _forward(options: ModelOptions, choices: Choices, plan: Plan) -> Function:
 def _read(options: ModelOptions, choices: Choices, plan: Plan) -> Function:
     """Return the model as it is written."""
     if isinstance(options.model, Function):
-        given = [name for name in _SIZES if getattr(options, name)]
+        given = options.given(SIZES)
         if given:
             raise PlanError(f"{options.label} is a function, which has its sizes: leave out {given[0]}")
         return options.model

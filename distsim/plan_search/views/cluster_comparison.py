@@ -8,10 +8,10 @@ from html import escape
 from typing import Any
 
 from distsim.extras import data_frame
+from distsim.plan_search.columns import short
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.columns import CostCell, cost_columns
 from distsim.plan_search.training.estimate import OBJECTIVES, OF_TRAINING, TrainingEstimate
-from distsim.plan_search.views.text import short
 from distsim.simulation.explain.text import rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 

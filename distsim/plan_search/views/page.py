@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from distsim.plan_search.results import STATUSES, SearchResult, status_of
-from distsim.plan_search.views.text import short
+from distsim.plan_search.columns import page_cells, page_row, plan_columns, short
+from distsim.plan_search.results import SearchResult
+from distsim.plan_search.trial import STATUSES
 
 MOST_PLANS = 5000
 """Plans of a page's table: those that fit first, the best of them first."""
@@ -17,27 +18,17 @@ def plans_part(result: SearchResult) -> dict[str, Any]:
     trials = {trial.text: trial for trial in result.trials}
     every = [trials[row["plan"]] for row in result.rows()]
     first = {status: place for place, status in enumerate(STATUSES)}
-    every.sort(key=lambda trial: (not trial.fits, first[status_of(trial)]))  # stable: the best stay first
-    shown = every[:MOST_PLANS]
+    every.sort(key=lambda trial: (not trial.fits, first[trial.status]))  # stable: the best stay first
+    shown, columns = every[:MOST_PLANS], plan_columns(result.step)
     return {
         "unit": result.step.unit,
         "objective": result.objective,
         "plans": len(every),
         "counts": dict(result.counts),
         "usable": min(device.usable for device in result.step.topology.devices),
-        "columns": list(COLUMNS),
-        "rows": [
-            [
-                short(trial.plan),
-                _status(trial.fits, status_of(trial), trial.simulated),
-                *([trial.seconds, trial.low or None, trial.high or None] if trial.simulated else [None] * 3),
-                *([result.rate(trial), result.mfu_of(trial)] if trial.simulated else [None] * 2),
-                trial.peak or None,
-                trial.missing or None,
-                trial.bound_by() or trial.refused or None,
-            ]
-            for trial in shown
-        ],
+        "columns": [column.name for column in columns if column.name],
+        "shown": page_cells(columns),
+        "rows": [page_row(columns, trial) for trial in shown],
         "pareto": [short(trial.plan) for trial in result.pareto],
         "differences": _differences(result),
         "left_out": len(every) - len(shown),
@@ -63,11 +54,3 @@ def _differences(result: SearchResult) -> list[dict[str, Any]]:
         }
         for number, (name, _) in enumerate(compared, 1)
     ]
-
-
-COLUMNS = ("plan", "status", "step", "low", "high", "rate", "mfu", "memory", "missing", "note")
-"""What a row has: seconds, tokens (or samples) of a second and a device, a share, bytes, a text."""
-
-
-def _status(fits: bool, status: str, simulated: bool) -> str:
-    return status if not simulated else "fits" if fits else "nearly fits"

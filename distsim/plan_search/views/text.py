@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from distsim.plan import Plan
+from distsim.plan_search.columns import plan_columns, short
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.columns import plan_cost_columns
 from distsim.plan_search.trial import PlanTrial
-from distsim.simulation.explain.text import count, rate_text, seconds_text, table
+from distsim.simulation.explain.text import count, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
 _MOST_NEARLY, _MOST_FRONT, _MOST_REASONS = 3, 8, 4
@@ -46,27 +46,28 @@ def best_table(result: SearchResult) -> list[str]:
     """Return the table of the best plans, and below it what all of their plans say."""
     plans = [short(trial.plan).split(",") for trial in result.winners]
     shared = [part for part in plans[0] if len(plans) > 1 and all(part in other for other in plans)]
-    unit, estimates = result.step.unit, [result.estimate(trial) for trial in result.winners]
-    costs = plan_cost_columns(estimates, unit) if result.costs.shown else {}
-    header = ("", "step", "90 %, s", f"{unit}/s/device", "MFU", "memory", *costs, "bound by", "plan")
+    estimates = [result.estimate(trial) for trial in result.winners]
+    costs = plan_cost_columns(estimates, result.step.unit) if result.costs.shown else {}
+    columns = [column for column in plan_columns(result.step) if column.label]
+    numbers, words = ([column for column in columns if column.words is own] for own in (False, True))
+    header = ("", *(own.label for own in numbers), *costs, *(own.label for own in words), "plan")
     rows = [
         (
             str(place),
-            seconds_text(trial.seconds),
-            f"{trial.low:.3g} to {trial.high:.3g}" if trial.high else "-",
-            rate_text(result.rate(trial)),
-            f"{result.mfu_of(trial):.1%}",
-            bytes_label(trial.peak),
+            *(column.text(trial) for column in numbers),
             *(cell(estimate) for cell in costs.values()),
-            trial.bound_by(),
+            *(column.text(trial) for column in words),
             ",".join(part for part in own if part not in shared) or "as all",
         )
         for place, (trial, own, estimate) in enumerate(zip(result.winners, plans, estimates, strict=True), 1)
     ]
-    return [*_left_last(header, rows), *([f"all of them with {','.join(shared)}"] if shared else [])]
+    return [
+        *_left_last(header, rows, len(words) + 1),
+        *([f"all of them with {','.join(shared)}"] if shared else []),
+    ]
 
 
-def _left_last(header: Sequence[str], rows: Sequence[Sequence[str]], last: int = 2) -> list[str]:
+def _left_last(header: Sequence[str], rows: Sequence[Sequence[str]], last: int) -> list[str]:
     """Lay out columns of which the last ones are texts, to the left."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     first = len(header) - last
@@ -75,16 +76,6 @@ def _left_last(header: Sequence[str], rows: Sequence[Sequence[str]], last: int =
         for row in (header, *rows)
     ]
     return [line.rstrip() for line in table(padded[0], padded[1:])]
-
-
-def short(plan: Plan) -> str:
-    """Return the text of a plan without degrees of one.
-
-    >>> short(Plan(dp=2, pp=4, microbatches=8))
-    'dp=2,pp=4,microbatches=8,schedule=1f1b'
-    """
-    alone = {"dp=1", "tp=1", "pp=1", *(("schedule=1f1b",) if plan.pp == 1 else ())}
-    return ",".join(part for part in str(plan).split(",") if part not in alone) or "dp=1"
 
 
 def _front(result: SearchResult) -> list[str]:

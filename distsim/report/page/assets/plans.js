@@ -3,17 +3,9 @@
 function plansSection(plans) {
   const rows = plans.rows.map(cells => Object.fromEntries(plans.columns.map((name, n) => [name, cells[n]])));
   const info = make("output", {}, "Tap a plan, in the table or in the picture.");
-  const known = (name, format) => row => (row[name] === null ? "" : format(row[name]));
-  const table = new SortedTable([
-    { label: "plan", kind: "long", node: row => broken(row.plan), key: row => row.plan },
-    { label: "step", text: known("step", seconds), key: row => row.step },
-    { label: "memory", text: known("memory", bytes), key: row => row.memory },
-    { label: "MFU", text: known("mfu", share), key: row => row.mfu },
-    { label: `${plans.unit}/s/device`, text: known("rate", figure), key: row => row.rate },
-    { label: "90 %", text: row => (row.low === null ? "" : `${figure3(row.low)} to ${figure3(row.high)} s`) },
-    { label: "status", kind: "text", text: row => row.status, key: row => row.status },
-    { label: "bound by, or why not", kind: "long", text: row => row.note || "" },
-  ], rows, { page: 10, chosen: choose });
+  const table = new SortedTable(
+    plans.shown.map(([label, form, ...names]) => ({ label, ...FORMS[form](...names) })),
+    rows, { page: 10, chosen: choose });
   const picture = rows.some(row => row.step !== null) ? paretoPicture(plans, rows, choose) : null;
 
   function choose(row) {
@@ -42,6 +34,22 @@ function plansSection(plans) {
     make("div", { class: "controls" }, make("label", {}, "filter", words), status), table.element,
     place);
 }
+
+const known = (name, format) => row => (row[name] === null ? "" : format(row[name]));
+const numeric = format => name => ({ text: known(name, format), key: row => row[name] });
+
+// Forms of cells: what the table of columns (plan_search/columns.py) calls them -> a column of its values.
+const FORMS = {
+  seconds: numeric(value => seconds(value)),
+  bytes: numeric(value => bytes(value)),
+  share: numeric(value => share(value)),
+  figure: numeric(value => figure(value)),
+  interval: (low, high) => ({
+    text: row => (row[low] === null ? "" : `${figure3(row[low])} to ${figure3(row[high])} s`) }),
+  plan: name => ({ kind: "long", node: row => broken(row[name]), key: row => row[name] }),
+  word: name => ({ kind: "text", text: row => row[name], key: row => row[name] }),
+  words: name => ({ kind: "long", text: row => row[name] || "" }),
+};
 
 const figure3 = number => String(Number(number.toPrecision(3)));
 

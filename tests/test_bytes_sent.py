@@ -1,0 +1,102 @@
+"""Bytes that devices send in a step, by what they are: closed forms, and every op of the step written out."""
+
+from collections import Counter
+
+import pytest
+
+import distsim
+from distsim.cost.cost_model import collective_of
+from distsim.errors import SimulationError
+from distsim.hardware import collective_transfer, load_cluster
+from distsim.ir import all_ops
+from distsim.models import mlp
+from distsim.ops import operator, signature_of
+from distsim.simulation import bytes_sent
+from distsim.simulation.explain.bytes_sent import ACTIVATION, GRADIENT, ONCE
+from distsim.simulation.tasks.rank_classes import exchanges
+
+WIDTH, LAYERS, BATCH = 64, 4, 16
+PARAMETERS = LAYERS * WIDTH * WIDTH * 4
+MLP = f"mlp:layers={LAYERS},width={WIDTH}"
+GPT = "gpt:layers=4,hidden=64,heads=4,seq=32,vocab=128"
+MOE = "mixtral-8x7b:layers=2,hidden=64,heads=4,kv_heads=4,vocab=128"
+
+
+def simulated(plan, model=MLP, cluster="dgx-a100", batch=BATCH, **options):
+    return distsim.simulate(model, cluster, plan, batch, kernels="ops", **options)
+
+
+def sent(plan):
+    step = simulated(plan)
+    return list(bytes_sent(step.simulated, step.cost_model.topology).values())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
+def test_messages_are_microbatches_times_an_activation_each_way(schedule):
+    each = 4 * (BATCH // 4) * WIDTH * 4
+    first, last = sent(f"pp=2,microbatches=4,schedule={schedule}")
+    assert (first, last) == ({ACTIVATION: each}, {GRADIENT: each})
+
+
+def test_chunks_send_as_often_as_the_model_is_cut():
+    """Four stages on two ranks: the middle boundary of three is from the last to the first."""
+    each = BATCH * WIDTH * 4
+    first, last = sent("pp=2,microbatches=4,schedule=interleaved,chunks=2")
+    assert (first[ACTIVATION], first[GRADIENT]) == (2 * each, each)
+    assert (last[ACTIVATION], last[GRADIENT]) == (each, 2 * each)
+
+
+def test_a_tied_embedding_goes_once_each_way():
+    """The gradient to the stage that updates it, the new value back: vocabulary x width of float32."""
+    step = simulated("pp=2,microbatches=4", "gpt2:layers=2,hidden=64,heads=4,vocab=128", seq=32)
+    first, last = bytes_sent(step.simulated, step.cost_model.topology).values()
+    assert first == {ACTIVATION: BATCH * 32 * 64 * 4, ONCE: 128 * 64 * 4}
+    assert last == {GRADIENT: BATCH * 32 * 64 * 4, ONCE: 128 * 64 * 4}
+
+
+@pytest.mark.parametrize("dp", [2, 4, 8])
+def test_replicas_reduce_the_gradients_of_their_parameters_around_a_ring(dp):
+    """2 (n - 1) / n of the tensor from each rank; types lie on two replicas whatever dp is."""
+    for each in sent(f"dp={dp}"):
+        reduced = sum(nbytes for what, nbytes in each.items() if what.endswith("backward"))
+        assert reduced == pytest.approx(2 * (dp - 1) / dp * PARAMETERS)
+        assert sum(each.values()) - reduced <= 2 * 4  # of the loss
+
+
+def test_divided_state_is_scattered_once_and_gathered_once():
+    for each in sent("dp=8,zero=1"):
+        assert each["reduce_scatter over dp, backward"] == pytest.approx(7 / 8 * PARAMETERS)
+        assert each["all_gather over dp, update"] == pytest.approx(7 / 8 * PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "plan"),
+    [
+        (GPT, "dgx-a100", "dp=8,zero=3"),
+        (GPT, "dgx-a100", "dp=8,zero=3,zero_ranks=4"),
+        (GPT, "dgx-a100:2", "dp=2,tp=4,pp=2,microbatches=4"),
+        (GPT, "dgx-a100", "tp=4,dp=2,sp=on"),
+        (GPT, "dgx-a100:2", "dp=16,zero=1"),
+        (GPT, "dgx-a100", "cp=4,dp=2,cp_kind=ring"),
+        (MLP, "dgx-a100", "pp=2,microbatches=4,schedule=dualpipe,dp=2"),
+        (MOE, "dgx-a100", "dp=8,ep=4"),
+    ],
+)
+def test_each_device_sends_what_the_ops_of_the_step_written_out_send(model, cluster, plan):
+    """Of the very ranks, device by device, where the table has a pattern that stands for them."""
+    seq = 32 if model == MOE else None
+    step = simulated(plan, model, cluster, 64, seq=seq, attention="flash" if model == GPT else None)
+    topology, expected = step.cost_model.topology, Counter()
+    for op in all_ops(step.simulated.to_function(steady=True)):
+        for each in exchanges(op) if operator(op.op_type).moves else ():
+            kind, nbytes = collective_of(signature_of(op), each.group)
+            for (source, _), size in collective_transfer(kind, nbytes, each.group, topology).hops:
+                expected[source] += size
+    found = bytes_sent(step.simulated, topology)
+    assert {device: sum(own.values()) for device, own in found.items()} == pytest.approx(dict(expected))
+    assert len(expected) == len(step.simulated.mesh.devices)
+
+
+def test_a_function_is_refused():
+    with pytest.raises(SimulationError, match="simulate a Program"):
+        bytes_sent(mlp(layers=2, width=8, batch=4), load_cluster("dgx-a100"))
